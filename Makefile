@@ -1,0 +1,54 @@
+# Everything runs in .venv. Each target that needs it makes it, and brings it up to date
+# when pyproject.toml or constraints.txt has changed.
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-core check fmt bench clean
+
+PYTHON ?= $(shell for p in python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+READY := .venv/.ready
+BIN := .venv/bin
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(READY) ## a first tour: run `rota demo`
+	$(BIN)/rota demo
+
+test test-core: export OMP_NUM_THREADS := 1
+
+test: $(READY) ## run every test
+	$(BIN)/pytest
+
+test-core: $(READY) ## run the tests that start no further processes
+	$(BIN)/pytest -m "not dist"
+
+check: $(READY) ## lint, formatting and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+fmt: $(READY) ## format the code and mend what the linter can
+	$(BIN)/ruff check --fix-only
+	$(BIN)/ruff format
+
+bench: $(READY) ## run each benchmarks/*/main.py
+	@for main in $(sort $(wildcard benchmarks/*/main.py)); do \
+		echo "== $$main"; $(BIN)/python $$main || exit; \
+	done
+
+clean: ## remove all that the other targets made, .venv included
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist rota-demo*/
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# pip first: the one that comes with Python 3.11 knows neither --group nor --build-constraint.
+$(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Rota needs Python 3.11 or newer, and found none as python3.11 or python3." \
+		"Install one, or name it: make PYTHON=/path/to/python" >&2; exit 1; }
+	@echo "setting up .venv (a few minutes the first time)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install -qq --constraint constraints.txt pip
+	@$(BIN)/python -m pip install -qq --constraint constraints.txt --build-constraint constraints.txt \
+		--editable '.[all]' --group dev
+	@touch $@

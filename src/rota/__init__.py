@@ -1,0 +1,96 @@
+"""Rota: cut a PyTorch model into stages, find and prove its best pipeline schedule, run it exactly as planned.
+
+    costs = rota.Costs.uniform(num_stages=4, forward_us=100, backward_us=200)
+    plan = rota.schedules.one_f_one_b(rota.place(costs, rota.Cluster.uniform(4)), num_microbatches=8)
+    rota.check(plan)
+    print(rota.simulate(plan).makespan_us)
+
+Names are loaded when they are first used: importing rota loads neither torch nor any other heavy library.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOMES = {
+    "rota.tasks": ("Kind", "Op", "Task"),
+    "rota.costs": ("Cluster", "Costs", "Link"),
+    "rota.placement": ("Edge", "Placement", "StepEnd", "place"),
+    "rota.plan": ("Plan", "Transfer"),
+    "rota.timeline": ("Span", "Timeline"),
+    "rota.checking": ("check",),
+    "rota.simulation": ("simulate",),
+    "rota.comparison": ("Comparison", "compare"),
+    "rota.errors": (
+        "FormatError",
+        "PipelineError",
+        "PlacementError",
+        "PlanError",
+        "RotaError",
+        "ScheduleError",
+        "SplitError",
+    ),
+    "rota.models": ("CutPoint", "Stages", "split"),
+    "rota.profiling": ("profile",),
+    "rota.runtime": ("Pipeline", "given_plan"),
+    "rota.drawing": ("draw",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_ROOMS = ("schedules",)
+
+__all__ = ["__version__", *sorted(_HOME_OF), *_ROOMS]
+
+if TYPE_CHECKING:
+    __version__: str
+    from rota import schedules as schedules
+    from rota.checking import check as check
+    from rota.comparison import Comparison as Comparison
+    from rota.comparison import compare as compare
+    from rota.costs import Cluster as Cluster
+    from rota.costs import Costs as Costs
+    from rota.costs import Link as Link
+    from rota.drawing import draw as draw
+    from rota.errors import FormatError as FormatError
+    from rota.errors import PipelineError as PipelineError
+    from rota.errors import PlacementError as PlacementError
+    from rota.errors import PlanError as PlanError
+    from rota.errors import RotaError as RotaError
+    from rota.errors import ScheduleError as ScheduleError
+    from rota.errors import SplitError as SplitError
+    from rota.models import CutPoint as CutPoint
+    from rota.models import Stages as Stages
+    from rota.models import split as split
+    from rota.placement import Edge as Edge
+    from rota.placement import Placement as Placement
+    from rota.placement import StepEnd as StepEnd
+    from rota.placement import place as place
+    from rota.plan import Plan as Plan
+    from rota.plan import Transfer as Transfer
+    from rota.profiling import profile as profile
+    from rota.runtime import Pipeline as Pipeline
+    from rota.runtime import given_plan as given_plan
+    from rota.simulation import simulate as simulate
+    from rota.tasks import Kind as Kind
+    from rota.tasks import Op as Op
+    from rota.tasks import Task as Task
+    from rota.timeline import Span as Span
+    from rota.timeline import Timeline as Timeline
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"rota.{name}")
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("rota")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'rota' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

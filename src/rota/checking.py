@@ -1,0 +1,48 @@
+"""Refuses a plan that is incomplete, out of order, could hang or would not fit, before a process is started."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from rota.errors import PlanError
+from rota.plan import Plan
+from rota.simulation import simulate
+from rota.timeline import Timeline
+from rota.units import size_text
+
+
+def check(plan: Plan) -> None:
+    """Raises PlanError; `error.reason` says which of its laws the plan breaks.
+
+    "unknown", "wrong rank", "duplicate", "missing": each rank does exactly the ops placed on it. "cycle": the orders
+    contradict the dependencies. "memory": a rank would hold more than its limit. A plan that passes cannot hang:
+    `Plan.wire_order` is then a global order of all ops and transfers, and says why that is enough.
+    """
+    timeline = simulate(plan)
+    for rank, limit in enumerate(plan.placement.cluster.limit_bytes):
+        if limit is not None and timeline.peak_memory_bytes[rank] > limit:
+            raise PlanError(_tell_overflow(timeline, rank, limit), "memory")
+
+
+def _tell_overflow(timeline: Timeline, rank: int, limit: int) -> str:
+    level = static = timeline.plan.placement.static_bytes[rank]
+    if static > limit:
+        return (
+            f"rank {rank} holds {_size(static)} before its first op (parameters, gradients, optimizer), over its limit "
+            f"of {_size(limit)}; give it fewer layers or raise the limit"
+        )
+    for key, change in timeline.memory_events(rank):
+        level += change
+        if level > limit:
+            running = max(bisect_right(timeline.starts_us[rank], key // 4) - 1, 0)
+            break
+    return (
+        f"rank {rank} would hold {_size(level)} at {timeline.plan.orders[rank][running]}, over its limit of "
+        f"{_size(limit)} (its peak is {_size(timeline.peak_memory_bytes[rank])}); start fewer forwards before the "
+        f"backwards, make micro-batches smaller, or raise the limit"
+    )
+
+
+def _size(num_bytes: int) -> str:
+    """Rounded for reading, exact for setting a limit."""
+    return f"{size_text(num_bytes)} ({num_bytes} bytes)"

@@ -1,0 +1,107 @@
+"""Plans, timelines and costs from and to files; errors name the file."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+from rota.costs import Cluster, Costs
+from rota.errors import FormatError, RotaError
+from rota.placement import Placement, place
+from rota.plan import Plan
+from rota.simulation import simulate
+from rota.tasks import Kind
+from rota.timeline import Timeline
+
+
+class InputError(RotaError):
+    """A file or value on the command line that cannot be used."""
+
+
+def require(module: str, extra: str) -> None:
+    """Raises InputError, with the remedy, if an extra is not installed."""
+    if importlib.util.find_spec(module) is None:
+        raise InputError(f"this needs {module}; install it by: pip install 'rota[{extra}]'")
+
+
+def read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}; check the path") from None
+    except UnicodeDecodeError:
+        raise InputError(f"cannot read {path}: it is no text file") from None
+
+
+def write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}; check the folder") from None
+
+
+def read_costs(path: str) -> Costs:
+    try:
+        return Costs.from_json(read(path))
+    except InputError:
+        raise
+    except RotaError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def read_plan(path: str) -> Plan:
+    """A plan.json, the plan inside a timeline.json, or a schedule CSV (then with unit costs)."""
+    loaded = read_plan_or_timeline(path)
+    return loaded.plan if isinstance(loaded, Timeline) else loaded
+
+
+def read_timeline(path: str) -> Timeline:
+    """A timeline.json; a plan is simulated."""
+    loaded = read_plan_or_timeline(path)
+    return loaded if isinstance(loaded, Timeline) else simulate(loaded)
+
+
+def read_plan_or_timeline(path: str) -> Plan | Timeline:
+    text = read(path)
+    try:
+        if path.endswith(".csv"):
+            return Plan.from_csv(text, _placement_of_csv(text))
+        if _kind_of(text) == "timeline":
+            return Timeline.from_json(text)
+        return Plan.from_json(text)
+    except FormatError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _kind_of(text: str) -> object:
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        return None  # the reader of plans says what is wrong
+    return document.get("rota") if isinstance(document, dict) else None
+
+
+def _placement_of_csv(text: str) -> Placement:
+    """A chain of stages where the CSV puts them: F 1 µs, B 2 µs or I and W 1 µs each, no limit."""
+    lines = text.splitlines()
+    while lines and not lines[-1].strip():
+        lines.pop()
+    if not lines:
+        raise FormatError("the CSV is empty; it needs one line a rank, such as 0F0,0F1,0B0,0B1")
+    # A first reading, for the ops alone: on which rank is each stage?
+    any_placement = place(Costs.uniform(1), Cluster.uniform(len(lines)))
+    orders = Plan.from_csv(text, any_placement).orders
+    ranks: dict[int, int] = {}
+    for rank, order in enumerate(orders):
+        for op in order:
+            ranks.setdefault(op.stage, rank)
+    stages = sorted(ranks)
+    if stages != list(range(len(stages))):
+        missing = next(stage for stage in range(len(stages)) if stage not in ranks)
+        raise FormatError(f"the CSV never runs stage {missing}, but runs stage {stages[-1]}; stages count from 0")
+    kinds = {op.kind for order in orders for op in order}
+    split = Kind.W in kinds
+    costs = Costs.uniform(len(stages), 1, 1 if split else 2, 1 if split else None)
+    placement = place(costs, Cluster.uniform(len(orders)), [ranks[stage] for stage in stages])
+    return placement if kinds - {Kind.F} else placement.forward_only()

@@ -1,0 +1,179 @@
+"""The commands' arguments and help, and how errors are told."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from rota.cli import commands
+from rota.cli.sizes import parse_bytes
+from rota.errors import PipelineError, PlanError, RotaError
+from rota.schedules import NAMED
+
+_DESCRIPTION = """Pipeline-parallel training of PyTorch models that runs as planned.
+
+  rota demo                                          see it all once, on this machine
+  rota plan 1f1b --ranks 4 --microbatches 8 -o plan.json
+  rota show plan.json
+  rota run plan.json train.py                        train.py calls rota.given_plan()
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Usage errors end with 2, in one line, and with the nearest word that would have been right."""
+
+    def error(self, message: str) -> NoReturn:
+        if "invalid choice" in message:
+            wrong = message.split("invalid choice: ")[1].split(" (choose")[0].strip("'\"")
+            choices = sorted({*NAMED, *_COMMANDS})
+            near = difflib.get_close_matches(wrong, choices, 1)
+            hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
+            message = f"{wrong!r} is not one of {', '.join(self._choices())}; {hint}"
+        print(f"{self.prog}: error: {message}", file=sys.stderr)
+        sys.exit(2)
+
+    def _choices(self) -> list[str]:
+        return [str(c) for action in self._actions if action.choices for c in action.choices]
+
+
+def _number(minimum: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of {minimum} or more")
+        return int(text)
+
+    return parse
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=_number(1), default=60, help="training steps (default: 60)")
+    parser.add_argument("-o", "--output", default="rota-demo", help="folder for its files (default: rota-demo)")
+
+
+def _plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("schedule", choices=sorted(NAMED), metavar="SCHEDULE", help=", ".join(sorted(NAMED)))
+    parser.add_argument("--ranks", type=_number(1), help="processes (default: one a stage of --costs)")
+    parser.add_argument("--stages", type=_number(1), help="stages, dealt to the ranks in turn (default: one a rank)")
+    parser.add_argument("--microbatches", type=_number(1), required=True, help="micro-batches a step")
+    parser.add_argument("--costs", metavar="FILE", help="measured costs, written by Costs.to_json()")
+    parser.add_argument("--forward-us", type=_number(0), default=1, help="F of a stage, without --costs (default: 1)")
+    parser.add_argument("--backward-us", type=_number(0), default=2, help="B, or I with --weight-us (default: 2)")
+    parser.add_argument("--weight-us", type=_number(0), help="W: splits the backward into I and W")
+    parser.add_argument("--activation", type=_size, default=1, help="kept by F until the backward (default: 1)")
+    parser.add_argument("--boundary", type=_size, default=0, help="sent from stage to stage (default: 0)")
+    parser.add_argument("--limit", type=_size, help="memory of each rank, such as 40GB (default: none)")
+    parser.add_argument("--latency-us", type=_number(0), default=0, help="of every link (default: 0)")
+    parser.add_argument("--bytes-per-us", type=_number(1), help="rate of every link; 1 GB/s is 1000 (default: any)")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan: .json, or .csv for PyTorch's form")
+
+
+def _check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", help="plan.json, or a schedule CSV")
+
+
+def _simulate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", help="plan.json, or a schedule CSV (F 1 µs, B 2 µs)")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the timeline as JSON")
+
+
+def _show(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", help="plan.json (simulated first), timeline.json, or a schedule CSV")
+    parser.add_argument("--width", type=_number(20), help="columns (default: the terminal's)")
+    parser.add_argument("-o", "--output", metavar="PICTURE", help="draw a .png, .svg or .pdf instead")
+
+
+def _run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", help="plan.json")
+    parser.add_argument("script", help="Python file to run on every rank; it calls rota.given_plan()")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the script")
+    parser.add_argument("--timeline", metavar="FILE", help="write the last step's measured timeline")
+
+
+def _compare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("planned", help="plan.json (simulated first) or timeline.json")
+    parser.add_argument("measured", help="timeline.json, such as `rota run --timeline` writes")
+
+
+_Command = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str, str]
+_COMMANDS: dict[str, _Command] = {
+    "demo": (_demo, commands.demo, "train a small GPT on 4 processes, planned against measured", "rota demo"),
+    "plan": (
+        _plan,
+        commands.plan,
+        "make a plan by a named schedule, check it and show it",
+        "rota plan 1f1b --ranks 4 --microbatches 8 --forward-us 100 --backward-us 200 -o plan.json",
+    ),
+    "check": (
+        _check,
+        commands.check,
+        "refuse a plan that is wrong, could hang or would not fit",
+        "rota check plan.json",
+    ),
+    "simulate": (
+        _simulate,
+        commands.simulate,
+        "what a plan takes if everything takes what it should",
+        "rota simulate plan.json -o timeline.json",
+    ),
+    "show": (_show, commands.show, "a plan or timeline as a chart", "rota show plan.json -o plan.png"),
+    "run": (
+        _run,
+        commands.run,
+        "start a script on every rank of a plan, on this machine",
+        "rota run --timeline measured.json plan.json train.py --steps 100",
+    ),
+    "compare": (_compare, commands.compare, "planned against measured", "rota compare plan.json measured.json"),
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(prog="rota", description=_DESCRIPTION, formatter_class=form)
+    parser.add_argument("--version", action="store_true", help="print the version")
+    subparsers = parser.add_subparsers(metavar="COMMAND", dest="command")
+    for name, (add_arguments, function, summary, example) in _COMMANDS.items():
+        description, epilog = f"{summary[0].upper()}{summary[1:]}.", f"example:\n  {example}"
+        sub = subparsers.add_parser(name, help=summary, description=description, epilog=epilog, formatter_class=form)
+        add_arguments(sub)
+        sub.set_defaults(function=function)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0, 1 for a refused plan or a failed run, 2 for arguments or files that cannot be used."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.version:
+        import rota
+
+        print(f"rota {rota.__version__}")
+        return 0
+    if arguments.command is None:
+        parser.print_help()
+        return 2
+    try:
+        return int(arguments.function(arguments))
+    except RotaError as error:
+        print(f"rota {arguments.command}: {_what(error)}: {error}", file=sys.stderr)
+        return 1 if isinstance(error, (PlanError, PipelineError)) else 2
+    except KeyboardInterrupt:
+        print(f"rota {arguments.command}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _what(error: RotaError) -> str:
+    return "refused" if isinstance(error, PlanError) else "error"

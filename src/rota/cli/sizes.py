@@ -1,0 +1,17 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_BINARY = {"ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}
+
+
+def parse_bytes(text: str) -> int:
+    """ "40GB" -> 40000000000, "512MiB" -> 536870912, "1000" -> 1000; raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|[kmgt]i?)b?", text.strip().lower())
+    if match is None:
+        raise ValueError(f"{text!r} is no size; write bytes, or such as 40GB or 512MiB")
+    number, unit = match.groups()
+    return round(float(number) * (_UNITS | _BINARY)[unit])

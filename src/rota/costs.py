@@ -1,0 +1,225 @@
+"""What a pipeline costs and what it runs on: `Costs` of each stage, `Cluster` of ranks and links.
+
+Times are whole microseconds and sizes whole bytes, rounded where they are measured, so that simulator,
+checker and solver agree exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from rota import reading
+from rota.errors import PlacementError
+
+
+def whole(name: str, value: object) -> int:
+    """`value` if it is a whole number of 0 or more, else a PlacementError that names it."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise PlacementError(f"{name} is {value!r}: give a whole number of 0 or more (whole microseconds, whole bytes)")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction between two ranks. `bytes_per_us` None: as fast as you like (1 GB/s is 1000 bytes per µs)."""
+
+    latency_us: int = 0
+    bytes_per_us: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "latency_us", whole("latency_us", self.latency_us))
+        if self.bytes_per_us is not None:
+            object.__setattr__(self, "bytes_per_us", whole("bytes_per_us", self.bytes_per_us))
+            if self.bytes_per_us == 0:
+                raise PlacementError("bytes_per_us is 0: nothing would arrive; use None for no limit, else 1 or more")
+
+    def transfer_us(self, num_bytes: int) -> int:
+        """How long `num_bytes` travel: latency plus size over rate, rounded up."""
+        return self.latency_us + (-(-num_bytes // self.bytes_per_us) if self.bytes_per_us else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The ranks: the memory limit of each in bytes (None: no limit), and the links between them.
+
+    `link` joins every pair; `links` lists the pairs that differ, as (sender, receiver, Link).
+    """
+
+    limit_bytes: tuple[int | None, ...]
+    link: Link = Link()
+    links: tuple[tuple[int, int, Link], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.limit_bytes:
+            raise PlacementError("limit_bytes is empty: a cluster needs one entry a rank, None for no limit")
+        limits = enumerate(self.limit_bytes)
+        whole_limits = tuple(None if limit is None else whole(f"limit_bytes[{rank}]", limit) for rank, limit in limits)
+        object.__setattr__(self, "limit_bytes", whole_limits)
+        for sender, receiver, _ in self.links:
+            if not (0 <= sender < self.num_ranks and 0 <= receiver < self.num_ranks):
+                raise PlacementError(f"link {sender} -> {receiver} leaves the cluster of {self.num_ranks} ranks")
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.limit_bytes)
+
+    @classmethod
+    def uniform(
+        cls, num_ranks: int, limit_bytes: int | None = None, latency_us: int = 0, bytes_per_us: int | None = None
+    ) -> Cluster:
+        """`num_ranks` equal ranks, every pair joined by the same link."""
+        if num_ranks < 1:
+            raise PlacementError(f"num_ranks is {num_ranks}: a cluster needs at least 1 rank")
+        return cls((limit_bytes,) * num_ranks, Link(latency_us, bytes_per_us))
+
+    def link_between(self, sender: int, receiver: int) -> Link:
+        return next((link for a, b, link in self.links if (a, b) == (sender, receiver)), self.link)
+
+    def to_fields(self) -> dict[str, Any]:
+        return {
+            "limit_bytes": list(self.limit_bytes),
+            "link": [self.link.latency_us, self.link.bytes_per_us],
+            "links": [[a, b, link.latency_us, link.bytes_per_us] for a, b, link in self.links],
+        }
+
+    @classmethod
+    def from_fields(cls, field: reading.Field) -> Cluster:
+        def link(entries: list[reading.Field], where: reading.Field) -> Link:
+            if len(entries) != 2:
+                raise where.wrong("[latency_us, bytes_per_us]")
+            return Link(entries[0].integer(0), entries[1].integer_or_none(1))
+
+        links = []
+        for entry in field["links"]:
+            ends, rest = list(entry)[:2], list(entry)[2:]
+            if len(ends) + len(rest) != 4:
+                raise entry.wrong("[sender, receiver, latency_us, bytes_per_us]")
+            links.append((ends[0].integer(0), ends[1].integer(0), link(rest, entry)))
+        limits = tuple(limit.integer_or_none(0) for limit in field["limit_bytes"])
+        return cls(limits, link(list(field["link"]), field["link"]), tuple(links))
+
+
+_OPTIONAL = ("weight_us", "input_frees_bytes", "gradient_bytes")  # None says something of its own
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What each stage takes, one entry a stage (a single number stands for every stage).
+
+    With `weight_us` the backward is split: `backward_us` is then the time of I, F holds `activation_bytes`, I frees
+    `input_frees_bytes` of them (default: half) and W the rest. Unsplit, B frees all. `*_peak_bytes` are needed on
+    top while F, B (or I) and W run. `static_bytes` are there always: parameters, gradients, optimizer state.
+    `edges` are (source, target) stages, None for a chain; `boundary_bytes` and `gradient_bytes` (default: the same)
+    travel forward and backward, one entry an edge or a single number. A step ends with `reduce_us` and `optimizer_us`.
+    `note` says where the numbers come from.
+    """
+
+    forward_us: tuple[int, ...]
+    backward_us: tuple[int, ...]
+    weight_us: tuple[int, ...] | None = None
+    activation_bytes: tuple[int, ...] = 0  # type: ignore[assignment]  # a number is spread over the stages below
+    input_frees_bytes: tuple[int, ...] | None = None
+    boundary_bytes: tuple[int, ...] | int = 0
+    gradient_bytes: tuple[int, ...] | int | None = None
+    forward_peak_bytes: tuple[int, ...] = 0  # type: ignore[assignment]
+    backward_peak_bytes: tuple[int, ...] = 0  # type: ignore[assignment]
+    weight_peak_bytes: tuple[int, ...] = 0  # type: ignore[assignment]
+    static_bytes: tuple[int, ...] = 0  # type: ignore[assignment]
+    reduce_us: tuple[int, ...] = 0  # type: ignore[assignment]
+    optimizer_us: tuple[int, ...] = 0  # type: ignore[assignment]
+    edges: tuple[tuple[int, int], ...] | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        forward: object = self.forward_us
+        if not isinstance(forward, Sequence) or not forward:
+            raise PlacementError(f"forward_us is {forward!r}: give one time a stage, or use Costs.uniform(num_stages)")
+        edges = self.edges
+        if edges is not None:
+            if any(len(edge) != 2 for edge in edges):
+                raise PlacementError(f"edges is {edges!r}: give (source, target) pairs of stages")
+            edges = tuple((whole("edges", a), whole("edges", b)) for a, b in edges)
+            object.__setattr__(self, "edges", edges)
+        num_edges = len(forward) - 1 if edges is None else len(edges)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("edges", "note") or (value is None and field.name in _OPTIONAL):
+                continue
+            if field.name in ("boundary_bytes", "gradient_bytes"):
+                # A single number stays one: the edges may only be named when the stages are placed.
+                value = whole(field.name, value) if isinstance(value, int) else _spread(field.name, value, num_edges)
+            else:
+                value = _spread(field.name, value, len(forward))
+            object.__setattr__(self, field.name, value)
+        for stage, (freed, held) in enumerate(zip(self.freed_by_input, self.activation_bytes, strict=True)):
+            if freed > held:
+                raise PlacementError(
+                    f"input_frees_bytes[{stage}] is {freed}, more than activation_bytes[{stage}] = {held}"
+                )
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.forward_us)
+
+    @property
+    def freed_by_input(self) -> tuple[int, ...]:
+        """Bytes that I frees of each stage's activations."""
+        return self.input_frees_bytes or tuple(held // 2 for held in self.activation_bytes)
+
+    @classmethod
+    def uniform(
+        cls,
+        num_stages: int,
+        forward_us: int = 1,
+        backward_us: int = 2,
+        weight_us: int | None = None,
+        activation_bytes: int = 1,
+        boundary_bytes: int = 0,
+        **others: Any,
+    ) -> Costs:
+        """The same costs for each of `num_stages` stages; `others` are the remaining fields of Costs."""
+        if num_stages < 1:
+            raise PlacementError(f"num_stages is {num_stages}: a pipeline needs at least 1 stage")
+        return cls(
+            forward_us=(forward_us,) * num_stages,
+            backward_us=backward_us,  # type: ignore[arg-type]
+            weight_us=weight_us,  # type: ignore[arg-type]
+            activation_bytes=activation_bytes,  # type: ignore[arg-type]
+            boundary_bytes=boundary_bytes,
+            **others,
+        )
+
+    def to_json(self) -> str:
+        """One line a field; `from_json` reads it back."""
+        return reading.dump("costs", {field.name: getattr(self, field.name) for field in fields(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Costs:
+        """Raises FormatError or PlacementError, naming the field."""
+        document = reading.parse(text, "costs")
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            if field.name not in document and field.name not in ("forward_us", "backward_us"):
+                continue
+            entry = document[field.name]
+            if entry.value is None:
+                values[field.name] = None
+            elif field.name == "note":
+                values[field.name] = entry.text()
+            elif field.name == "edges":
+                values[field.name] = tuple(edge.integers(0) for edge in entry)
+            else:
+                values[field.name] = entry.integer(0) if isinstance(entry.value, int) else entry.integers(0)
+        return cls(**values)
+
+
+def _spread(name: str, value: object, count: int) -> tuple[int, ...]:
+    if not isinstance(value, Sequence):
+        return (whole(name, value),) * count
+    if len(value) != count:
+        raise PlacementError(f"{name} has {len(value)} entries for {count}; give {count}, or a single number for all")
+    return tuple(whole(f"{name}[{i}]", entry) for i, entry in enumerate(value))

@@ -1,0 +1,70 @@
+"""The demo: cut, profile, plan, check, see, run, compare."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+from rota.checking import check
+from rota.comparison import compare
+from rota.costs import Cluster
+from rota.demo import train
+from rota.demo.corpus import Corpus
+from rota.demo.gpt import loss_fn
+from rota.drawing import save, to_text
+from rota.placement import place
+from rota.profiling import profile
+from rota.runtime.launch import launch
+from rota.schedules import one_f_one_b
+from rota.simulation import simulate
+from rota.units import size_text
+
+NUM_STAGES, NUM_MICROBATCHES = 4, 8
+
+
+def run_demo(folder: str, steps: int) -> None:
+    """Writes costs.json, plan.csv, plan.json, timeline.json and plan.png into `folder`."""
+    output = Path(folder)
+    output.mkdir(parents=True, exist_ok=True)
+    width = shutil.get_terminal_size((100, 24)).columns
+
+    _heading(1, f"Cut: a GPT with 8 blocks and 7 CutPoints, into {NUM_STAGES} stages")
+    stages = train.make_stages(NUM_STAGES)
+    print(stages.table())
+
+    _heading(2, "Profile")
+    inputs, targets = Corpus(train.LENGTH).batch(train.ROWS // NUM_MICROBATCHES)
+    costs = profile(stages, inputs, targets, loss_fn, report=print)
+    print("stage   forward  backward   kept until the backward")
+    for stage in range(NUM_STAGES):
+        kept = size_text(costs.activation_bytes[stage])
+        print(f"{stage:>5}{costs.forward_us[stage]:>8,} µs{costs.backward_us[stage]:>7,} µs   {kept}")
+
+    _heading(3, f"Plan: 1F1B, {NUM_MICROBATCHES} micro-batches, checked")
+    plan = one_f_one_b(place(costs, Cluster.uniform(NUM_STAGES)), NUM_MICROBATCHES)
+    check(plan)
+    planned = simulate(plan)
+    print(to_text(planned, width))
+
+    _heading(4, f"Run: {steps} steps on {NUM_STAGES} processes, on the sources of Python's standard library")
+    measured = launch(plan, train.__file__, ["--steps", str(steps)])
+    assert measured is not None, "the script ends only after its steps"
+
+    _heading(5, "Compare: the plan against the last step")
+    print(to_text(measured, width))
+    print(compare(planned, measured).to_text())
+
+    written = {"costs.json": costs.to_json(), "plan.csv": plan.to_csv(), "plan.json": plan.to_json()}
+    for name, text in (written | {"timeline.json": measured.to_json()}).items():
+        Path(output, name).write_text(text)
+    names = [*written, "timeline.json"]
+    if importlib.util.find_spec("matplotlib") is not None:
+        save(planned, str(output / "plan.png"))
+        names.append("plan.png")
+    print(f"\nWritten to {output}/: {', '.join(names)}.")
+    print(f"Next: rota show {output}/timeline.json; rota run {output}/plan.json YOUR_SCRIPT.py")
+
+
+def _heading(number: int, text: str) -> None:
+    print(f"\n{number}. {text}\n")

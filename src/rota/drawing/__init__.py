@@ -1,0 +1,8 @@
+"""Timelines as pictures: a figure (Matplotlib), a file, or a chart for the terminal."""
+
+from __future__ import annotations
+
+from rota.drawing.figure import draw, save
+from rota.drawing.text import to_text
+
+__all__ = ["draw", "save", "to_text"]

@@ -1,0 +1,41 @@
+"""What Rota raises: one base class, so that a caller (and the command line) can tell our word from a bug.
+
+Every message gives the value, the place and the remedy, in one line where it can.
+"""
+
+from __future__ import annotations
+
+
+class RotaError(Exception):
+    """Base of every error that Rota raises on purpose."""
+
+
+class FormatError(RotaError):
+    """A file or text is not what it should be; the message names the file, the field and the value."""
+
+
+class PlacementError(RotaError):
+    """Costs, cluster and placement do not fit together."""
+
+
+class ScheduleError(RotaError):
+    """A schedule is not defined for this placement or number of micro-batches."""
+
+
+class PlanError(RotaError):
+    """A plan that must not run.
+
+    `reason` is one of "unknown", "duplicate", "wrong rank", "missing", "cycle", "memory".
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class SplitError(RotaError):
+    """A model cannot be cut as asked."""
+
+
+class PipelineError(RotaError):
+    """A plan, a model and a batch do not fit together, or a run went wrong."""

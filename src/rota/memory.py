@@ -1,0 +1,70 @@
+"""How many bytes a rank holds over time, from when its ops and transfers happen.
+
+A rank holds its static bytes, what its ops keep, received bytes from the transfer's start to the end of the op that
+reads them, sent bytes until the transfer ends, and `peak_bytes` while an op runs. At one instant what ends frees
+before what starts takes; ops that take no time are seen one after the other in the rank's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import itemgetter
+
+from rota.plan import Plan
+
+# Events at one instant, in this order; a sort key is 4 * time + one of these, so that plain integers sort fast.
+_TRANSFER_ENDS, _OP_ENDS, _TRANSFER_STARTS, _OP = range(4)
+
+Columns = Sequence[Sequence[int]]
+
+
+def events(
+    plan: Plan, rank: int, starts_us: Sequence[int], ends_us: Sequence[int], sent_us: Columns, arrived_us: Columns
+) -> list[tuple[int, int]]:
+    """(key, change in bytes) of one rank in order of time; key // 4 is the time in µs."""
+    result = _op_events(plan, rank, starts_us, ends_us)
+    in_order = len(result)
+    for route, starts, ends in zip(plan.placement.routes, sent_us, arrived_us, strict=True):
+        if rank not in (route.sender, route.receiver) or not route.num_bytes:
+            continue
+        size = route.num_bytes
+        result += [(4 * start + _TRANSFER_STARTS, size) for start in starts]
+        if rank == route.sender:  # from here the receiver's bytes are freed by the op that reads them
+            result += [(4 * end + _TRANSFER_ENDS, -size) for end in ends]
+    if len(result) > in_order:
+        result.sort(key=itemgetter(0))  # stable: ops at one instant keep the rank's order
+    return result
+
+
+def _op_events(plan: Plan, rank: int, starts_us: Sequence[int], ends_us: Sequence[int]) -> list[tuple[int, int]]:
+    changes = {}
+    received = dict.fromkeys(range(len(plan.placement.tasks)), 0)
+    for route in plan.placement.routes:
+        if route.receiver == rank:
+            received[route.target] += route.num_bytes
+    for i, task in enumerate(plan.placement.tasks):
+        at_start = max(task.held_bytes, 0) + task.peak_bytes
+        at_end = min(task.held_bytes, 0) - task.peak_bytes - received[i]
+        changes[task.stage, task.kind] = at_start, at_end
+    result = []
+    for (stage, kind, _), start, end in zip(plan.orders[rank], starts_us, ends_us, strict=True):
+        at_start, at_end = changes[stage, kind]
+        result.append((4 * start + _OP, at_start))
+        result.append((4 * end + (_OP_ENDS if end > start else _OP), at_end))
+    return result
+
+
+def peak_bytes(static_bytes: int, events: Sequence[tuple[int, int]]) -> int:
+    """The most that is ever held."""
+    return static_bytes + max(accumulate((change for _, change in events), initial=0))
+
+
+def levels(static_bytes: int, events: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(time in µs, bytes held from then on), a step function; the last level at one instant counts."""
+    curve = {0: static_bytes}
+    level = static_bytes
+    for key, change in events:
+        level += change
+        curve[key // 4] = level
+    return list(curve.items())

@@ -1,0 +1,10 @@
+"""Models as stages: mark where a model may be cut, cut it, or wire its pieces by hand."""
+
+from __future__ import annotations
+
+from rota.models.cutpoint import CutPoint
+from rota.models.splitting import split
+from rota.models.stages import Stages
+from rota.models.wiring import StageEdge
+
+__all__ = ["CutPoint", "StageEdge", "Stages", "split"]

@@ -1,0 +1,131 @@
+"""split: a model cut into stages at its CutPoints, or an nn.Sequential between its children."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from inspect import Parameter
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from rota.errors import SplitError
+from rota.models.carving import carve
+from rota.models.cutpoint import find_cut_points
+from rota.models.stages import Stages
+from rota.models.tracer import BY_HAND
+from rota.models.tracing import honours_none, trace
+
+Cuts: TypeAlias = Iterable[int | str]
+
+
+def split(model: nn.Module, num_stages: int, cuts: Cuts | None = None) -> Stages:
+    """Cut `model` into `num_stages` stages that together do what it does, with its own parameters.
+
+    It is cut at CutPoints that its forward calls: at those in `cuts`, by number in call order or by attribute path
+    (`"cutpoints[2]"`). An `nn.Sequential` without CutPoints is cut before the children in `cuts`, with no tracing.
+    By default the cuts are spread: the n possible ones leave n + 1 pieces, and no stage gets two pieces more than
+    another.
+
+    Inputs of the forward are read where they are used. Their defaults hold, unless the trace cannot tell what the
+    forward does with them (`mask=None`, and `if mask is None` in the forward): then a batch must have that input.
+    """
+    if num_stages < 1:
+        raise SplitError(f"num_stages is {num_stages}: give at least 1")
+    signature = _signature(model)
+    defaults = {name: default for name, default in signature.items() if default is not Parameter.empty}
+    if num_stages == 1:
+        _choose(1, cuts, {}, "cut")
+        return Stages([model], inputs=[tuple(signature)], input_names=signature, input_defaults=defaults)
+    _refuse_patches(model)
+    if find_cut_points(model):
+        whole = trace(model)
+        chosen = _choose(num_stages, cuts, dict(enumerate(whole.cut_names)), "CutPoint that the forward calls")
+        kept = {
+            name: value for name, value in defaults.items() if value is not None or honours_none(model, name, whole)
+        }
+        return Stages(*carve(model, whole, chosen), input_names=signature, input_defaults=kept)
+    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+        return _split_sequential(model, num_stages, cuts, tuple(signature))
+    raise SplitError(
+        f"{type(model).__name__} has no CutPoint to cut it at into {num_stages} stages: call a CutPoint() of its own "
+        f"between blocks in its forward, or {BY_HAND}"
+    )
+
+
+def _split_sequential(model: nn.Sequential, num_stages: int, cuts: Cuts | None, names: tuple[str, ...]) -> Stages:
+    children = [*model._modules.items()]  # named_children would leave out the second place of a child
+    possible = {index: name for index, (name, _) in enumerate(children) if index > 0}
+    starts = _choose(num_stages, cuts, possible, "child after the first")
+    modules = []
+    for begin, end in zip([0, *starts], [*starts, len(children)], strict=True):
+        stage = nn.Sequential(OrderedDict(children[begin:end]))
+        stage.training = model.training
+        modules.append(stage)
+    return Stages(modules, inputs={0: names}, input_names=names)
+
+
+def _signature(model: nn.Module) -> dict[str, Any]:
+    """The names of the forward's inputs with their defaults, `Parameter.empty` for none."""
+    parameters = inspect.signature(model.forward).parameters
+    for parameter in parameters.values():
+        if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD, Parameter.KEYWORD_ONLY):
+            raise SplitError(
+                f"forward of {type(model).__name__} takes {parameter.name!r} as {parameter.kind.description}: stages "
+                "read their inputs one by one and by position, so give the forward plain parameters"
+            )
+    return {name: parameter.default for name, parameter in parameters.items()}
+
+
+def _refuse_patches(model: nn.Module) -> None:
+    """Stages run what the model's class does, so nothing may be hung on the model object itself."""
+    hooks = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
+    if any(hooks) or "forward" in vars(model):
+        raise SplitError(
+            f"this {type(model).__name__} has hooks or a forward of its own, which no stage would run: put hooks on "
+            "its sub-modules, and the forward into its class"
+        )
+
+
+def _choose(num_stages: int, cuts: Cuts | None, possible: Mapping[int, str], what: str) -> list[int]:
+    """The numbers of the cuts to make, in order, out of the possible ones and their names."""
+    needed = num_stages - 1
+    names = ", ".join(f"{number} ({name})" for number, name in possible.items()) or "none"
+    if len(possible) < needed:
+        raise SplitError(
+            f"{num_stages} stages need {needed} cuts, but there are {len(possible)} possible ones, one for each "
+            f"{what}: {names}. Add some, or ask for at most {len(possible) + 1} stages"
+        )
+    if cuts is None:
+        numbers, num_pieces = [*possible], len(possible) + 1
+        return [numbers[stage * num_pieces // num_stages - 1] for stage in range(1, num_stages)]
+    given = [*cuts]
+    chosen = [_find(cut, possible, names) for cut in given]
+    if len(given) != needed:
+        raise SplitError(f"cuts {given} are {len(given)}, but {num_stages} stages need {needed}: give as many")
+    if len(set(chosen)) < len(chosen):
+        twice = next(cut for cut, number in zip(given, chosen, strict=True) if chosen.count(number) > 1)
+        raise SplitError(f"cuts {given} have {twice!r} twice: give {needed} different ones of {names}")
+    return sorted(chosen)
+
+
+def _find(cut: int | str, possible: Mapping[int, str], names: str) -> int:
+    if isinstance(cut, int):
+        if cut in possible:
+            return cut
+        hint = "."
+    else:
+        by_name = {_plain(name): number for number, name in possible.items()}
+        if _plain(cut) in by_name:
+            return by_name[_plain(cut)]
+        close = get_close_matches(_plain(cut), by_name, n=1)
+        hint = f", did you mean {possible[by_name[close[0]]]!r}?" if close else "."
+    raise SplitError(f"cuts has {cut!r}, which is no possible cut{hint} Possible are: {names}")
+
+
+def _plain(path: str) -> str:
+    """An attribute path with all steps alike: `cuts[2]` and `cuts['2']` are `cuts.2`."""
+    return re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", path)

@@ -1,0 +1,171 @@
+"""Stages: the modules of a pipeline, how values flow between them, and what each reads of the step's batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeAlias, final
+
+from torch import nn
+
+from rota.errors import PipelineError, SplitError
+from rota.models.table import cut_table
+from rota.models.wiring import StageEdge, parse_edges, topological_order
+
+Input: TypeAlias = int | str
+Inputs: TypeAlias = Sequence[Input | Iterable[Input]] | Mapping[int, Input | Iterable[Input]]
+
+
+@final
+class Stages:
+    """The modules of a pipeline as a DAG.
+
+    Stage i is called `modules[i](*values of its incoming edges, *its inputs)`, both in the order given.
+
+    - `edges`: `(source, target)` hands over the source's whole output, `(source, target, key)` hands over
+      `output[key]`. At most one edge joins two stages. Default: a chain.
+    - `inputs[i]`: what stage i reads of a batch, by position (int) or name (str). Default: input 0 for every
+      stage without incoming edges, nothing for the others.
+    - `input_names`: the inputs' names by position, so that named inputs can be read out of a tuple.
+    - `input_defaults`: values of inputs that a batch may leave out.
+
+    Values that travel are tensors, tuples, lists and dicts of tensors, ints, floats, bools and None.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        edges: Iterable[Sequence[Any]] | None = None,
+        inputs: Inputs | None = None,
+        input_names: Iterable[str] | None = None,
+        input_defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.modules: Final = _check_modules(modules)
+        chain = [(stage, stage + 1) for stage in range(len(self.modules) - 1)]
+        self.edges: Final = parse_edges(chain if edges is None else edges, len(self.modules))
+        self._order: Final = topological_order(self.edges, len(self.modules))
+        self.input_names: Final = tuple(input_names or ())
+        self.input_defaults: Final = dict(input_defaults or {})
+        roots = {stage: 0 for stage in range(len(self.modules)) if not self.incoming(stage)}
+        self.inputs: Final = _parse_inputs(roots if inputs is None else inputs, len(self.modules), self.input_names)
+
+    def __len__(self) -> int:
+        return len(self.modules)
+
+    def __getitem__(self, stage: int) -> nn.Module:
+        return self.modules[stage]
+
+    def incoming(self, stage: int) -> tuple[StageEdge, ...]:
+        """The edges that `stage` reads, in the order of its arguments."""
+        return tuple(edge for edge in self.edges if edge.target == stage)
+
+    def outgoing(self, stage: int) -> tuple[StageEdge, ...]:
+        """The edges that carry the output of `stage`."""
+        return tuple(edge for edge in self.edges if edge.source == stage)
+
+    def order(self) -> tuple[int, ...]:
+        """All stages, each after those it reads; of those ready, the smallest first."""
+        return self._order
+
+    @property
+    def sink(self) -> int:
+        """The one stage whose output goes to no other: the loss is taken there."""
+        sinks = [stage for stage in range(len(self)) if not self.outgoing(stage)]
+        if len(sinks) > 1:
+            raise SplitError(
+                f"stages {', '.join(map(str, sinks))} send their output nowhere, but the loss needs exactly one "
+                "final stage: add edges that lead all of them into one"
+            )
+        return sinks[0]
+
+    def pick_inputs(self, stage: int, batch: Any) -> tuple[Any, ...]:
+        """What `stage` reads of a batch: a lone tensor, a tuple of inputs, or a dict of inputs by name."""
+        return tuple(self._pick(stage, wanted, batch) for wanted in self.inputs[stage])
+
+    def _pick(self, stage: int, wanted: Input, batch: Any) -> Any:
+        name, position = self._name_and_position(wanted)
+        if isinstance(batch, Mapping):
+            if name in batch:
+                return batch[name]
+            has = f"a dict with {', '.join(map(repr, batch)) or 'nothing'}"
+        else:
+            values = batch if isinstance(batch, tuple | list) else (batch,)
+            if position is not None and position < len(values):
+                return values[position]
+            has = f"{len(values)} by position"
+        if name in self.input_defaults:
+            return self.input_defaults[name]
+        raise PipelineError(
+            f"stage {stage} reads input {wanted!r}, which the batch lacks (it has {has}; the inputs' names are "
+            f"{', '.join(map(repr, self.input_names)) or 'not given'}): add it to the batch, or give it a default "
+            "in input_defaults"
+        )
+
+    def _name_and_position(self, wanted: Input) -> tuple[str | None, int | None]:
+        if isinstance(wanted, str):
+            return wanted, self.input_names.index(wanted) if wanted in self.input_names else None
+        return self.input_names[wanted] if wanted < len(self.input_names) else None, wanted
+
+    def call(self, stage: int, edge_values: Iterable[Any], batch: Any) -> Any:
+        """The output of `stage`, given the values of its incoming edges and the batch."""
+        return self.modules[stage](*edge_values, *self.pick_inputs(stage, batch))
+
+    def run(self, batch: Any) -> Any:
+        """Run all stages here, one after another, on one batch; return the sink's output."""
+        outputs: dict[int, Any] = {}
+        for stage in self.order():
+            values = [edge.take(outputs[edge.source]) for edge in self.incoming(stage)]
+            outputs[stage] = self.call(stage, values, batch)
+        return outputs[self.sink]
+
+    def num_parameters(self, stage: int) -> int:
+        """How many trainable and frozen numbers `stage` holds in its parameters."""
+        return sum(parameter.numel() for parameter in self.modules[stage].parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All parameters; where two stages use the same name, every name gets its stage in front, `0.weight`."""
+        names = [name for module in self.modules for name, _ in module.named_parameters()]
+        clash = len(set(names)) < len(names)
+        for stage, module in enumerate(self.modules):
+            yield from module.named_parameters(prefix=str(stage) if clash else "")
+
+    def table(self) -> str:
+        """The cut as text, one line a stage: what it holds, its size, what it reads and where it sends."""
+        return cut_table(self)
+
+
+def _check_modules(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
+    """The modules as a tuple: at least one, all `nn.Module`, no parameter in two of them."""
+    checked = tuple(modules)
+    if not checked:
+        raise SplitError("modules is empty: give at least one stage")
+    home: dict[int, tuple[int, str]] = {}
+    for stage, module in enumerate(checked):
+        if not isinstance(module, nn.Module):
+            raise SplitError(f"modules[{stage}] is a {type(module).__name__}: every stage must be an nn.Module")
+        for name, parameter in module.named_parameters():
+            first, first_name = home.setdefault(id(parameter), (stage, name))
+            if first != stage:
+                alias = "" if name == first_name else f" as {name!r}"
+                raise SplitError(
+                    f"parameter {first_name!r} of stage {first} is used in stage {stage} too{alias}, and a parameter "
+                    "tied across stages is not supported: use it in one stage only, or untie it"
+                )
+    return checked
+
+
+def _parse_inputs(inputs: Inputs, num_stages: int, names: tuple[str, ...]) -> tuple[tuple[Input, ...], ...]:
+    """For each stage the inputs it reads, checked."""
+    if not isinstance(inputs, Mapping):
+        if len(inputs) != num_stages:
+            raise SplitError(f"inputs has {len(inputs)} entries for {num_stages} stages: give one a stage, or a dict")
+        inputs = dict(enumerate(inputs))
+    for stage in inputs:
+        if not 0 <= stage < num_stages:
+            raise SplitError(f"inputs names stage {stage!r}: use stages 0 to {num_stages - 1}")
+    read = {stage: (given,) if isinstance(given, int | str) else tuple(given) for stage, given in inputs.items()}
+    for stage, wanted in ((stage, wanted) for stage, given in read.items() for wanted in given):
+        if not isinstance(wanted, int | str) or (isinstance(wanted, int) and wanted < 0):
+            raise SplitError(f"inputs[{stage}] has {wanted!r}: give positions (0, 1, ...) or names")
+        if isinstance(wanted, str) and names and wanted not in names:
+            raise SplitError(f"inputs[{stage}] has {wanted!r}, which is not one of input_names {names}")
+    return tuple(read.get(stage, ()) for stage in range(num_stages))

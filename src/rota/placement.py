@@ -1,0 +1,311 @@
+"""All that one micro-batch is: tasks, the edges between them, and the ranks that do them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from rota import reading
+from rota.costs import Cluster, Costs, whole
+from rota.errors import PlacementError
+from rota.taskgraph import CycleError, TaskGraph
+from rota.tasks import Kind, Op, Task
+
+
+class Edge(NamedTuple):
+    """The task with index `target` reads `num_bytes` of what the task with index `source` made."""
+
+    source: int
+    target: int
+    num_bytes: int = 0
+
+
+class Route(NamedTuple):
+    """How an edge reaches one of its target's ranks: `num_bytes` from rank `sender` to rank `receiver`."""
+
+    source: int
+    target: int
+    sender: int
+    receiver: int
+    num_bytes: int
+    duration_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """What follows a stage's last gradient, on each of its ranks: reduction over replicas, then the optimizer."""
+
+    stage: int
+    reduce_us: int
+    optimizer_us: int
+
+    def __post_init__(self) -> None:
+        for name in ("reduce_us", "optimizer_us"):
+            object.__setattr__(self, name, whole(f"{name} of stage {self.stage}", getattr(self, name)))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Tasks on ranks, and edges between tasks (indexes into `tasks`), forming a DAG.
+
+    Each disconnected component is a data stream of its own: with C of them, ordered by their lowest stage,
+    component c takes the micro-batches c, c + C, c + 2C, … `static_bytes`: one entry a rank, default none.
+    """
+
+    tasks: tuple[Task, ...]
+    edges: tuple[Edge, ...]
+    cluster: Cluster
+    static_bytes: tuple[int, ...] = ()
+    step_ends: tuple[StepEnd, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.static_bytes:
+            object.__setattr__(self, "static_bytes", (0,) * self.num_ranks)
+        if len(self.static_bytes) != self.num_ranks:
+            raise PlacementError(f"static_bytes has {len(self.static_bytes)} entries for {self.num_ranks} ranks")
+        if not self.tasks:
+            raise PlacementError("a placement needs at least one task")
+        for task in self.tasks:
+            if max(task.ranks) >= self.num_ranks:
+                raise PlacementError(
+                    f"task {task} is on rank {max(task.ranks)}, but the cluster has {self.num_ranks} ranks "
+                    f"(0 to {self.num_ranks - 1}); give the cluster more ranks or place the stage elsewhere"
+                )
+        if len(self.index) != len(self.tasks):
+            names = [str(task) for task in self.tasks]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise PlacementError(f"task {twice} is there twice; a stage has at most one task of each kind")
+        edges = []
+        for edge in self.edges:
+            if not (0 <= edge.source < len(self.tasks) and 0 <= edge.target < len(self.tasks)):
+                raise PlacementError(f"{edge} points outside the {len(self.tasks)} tasks")
+            name = f"num_bytes of the edge {self.tasks[edge.source]} -> {self.tasks[edge.target]}"
+            edges.append(edge._replace(num_bytes=whole(name, edge.num_bytes)))
+        object.__setattr__(self, "edges", tuple(edges))
+        for end in self.step_ends:
+            if end.stage not in self.stages:
+                raise PlacementError(f"step_ends names stage {end.stage}, which has no task")
+        self._refuse_cycles()
+
+    def _refuse_cycles(self) -> None:
+        inputs: list[list[tuple[int, int]]] = [[] for _ in self.tasks]
+        for edge in self.edges:
+            inputs[edge.target].append((edge.source, 0))
+        try:
+            TaskGraph([0] * len(self.tasks), inputs).earliest()
+        except CycleError as error:
+            names = [str(self.tasks[node]) for node in reversed(error.nodes)]
+            raise PlacementError(f"the edges form a cycle: {' -> '.join([*names, names[0]])}") from None
+
+    @property
+    def num_ranks(self) -> int:
+        return self.cluster.num_ranks
+
+    @cached_property
+    def index(self) -> Mapping[tuple[int, Kind], int]:
+        """(stage, kind) -> index into `tasks`."""
+        return {(task.stage, task.kind): i for i, task in enumerate(self.tasks)}
+
+    @cached_property
+    def stages(self) -> tuple[int, ...]:
+        return tuple(sorted({task.stage for task in self.tasks}))
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    def task(self, stage: int, kind: Kind) -> Task | None:
+        """The task of a stage, or None if the stage has none of this kind."""
+        i = self.index.get((stage, kind))
+        return None if i is None else self.tasks[i]
+
+    def stages_on(self, rank: int) -> tuple[int, ...]:
+        """The stages that rank `rank` works on, in rising order."""
+        return tuple(sorted({task.stage for task in self.tasks if rank in task.ranks}))
+
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        return next(task.ranks for task in self.tasks if task.stage == stage)
+
+    @cached_property
+    def stage_edges(self) -> tuple[tuple[int, int], ...]:
+        """Which stages feed which, forward: (source, target)."""
+        pairs = ((self.tasks[edge.source], self.tasks[edge.target]) for edge in self.edges)
+        return tuple((a.stage, b.stage) for a, b in pairs if a.kind == b.kind == Kind.F)
+
+    @cached_property
+    def stream_of(self) -> tuple[int, ...]:
+        """For each task, which data stream (connected component) it belongs to."""
+        parent = list(range(len(self.tasks)))
+
+        def root(i: int) -> int:
+            while parent[i] != i:
+                parent[i] = parent[parent[i]]
+                i = parent[i]
+            return i
+
+        for edge in self.edges:
+            parent[root(edge.source)] = root(edge.target)
+        for task in range(len(self.tasks)):  # a stage's tasks belong together even where no edge says so
+            parent[root(task)] = root(min(self._tasks_of[self.tasks[task].stage]))
+        lowest: dict[int, int] = {}
+        for i, task_ in enumerate(self.tasks):
+            lowest[root(i)] = min(task_.stage, lowest.get(root(i), task_.stage))
+        rank = {component: c for c, component in enumerate(sorted(lowest, key=lowest.__getitem__))}
+        return tuple(rank[root(i)] for i in range(len(self.tasks)))
+
+    @cached_property
+    def _tasks_of(self) -> Mapping[int, list[int]]:
+        tasks: dict[int, list[int]] = {}
+        for i, task in enumerate(self.tasks):
+            tasks.setdefault(task.stage, []).append(i)
+        return tasks
+
+    @cached_property
+    def num_streams(self) -> int:
+        return max(self.stream_of) + 1
+
+    def microbatches(self, stage: int, num_microbatches: int) -> range:
+        """The micro-batches, out of `num_microbatches`, that pass through `stage`."""
+        stream = self.stream_of[self._tasks_of[stage][0]]
+        return range(stream, num_microbatches, self.num_streams)
+
+    @cached_property
+    def routes(self) -> tuple[Route, ...]:
+        """Every transfer that one micro-batch makes; what stays on its rank makes none.
+
+        Where both tasks are on equally many ranks each rank feeds its counterpart, else the source's first rank
+        feeds all.
+        """
+        routes = []
+        for edge in self.edges:
+            source, target = self.tasks[edge.source], self.tasks[edge.target]
+            same = len(source.ranks) == len(target.ranks)
+            senders = source.ranks if same else (source.ranks[0],) * len(target.ranks)
+            for sender, receiver in zip(senders, target.ranks, strict=True):
+                if sender != receiver:
+                    duration = self.cluster.link_between(sender, receiver).transfer_us(edge.num_bytes)
+                    routes.append(Route(edge.source, edge.target, sender, receiver, edge.num_bytes, duration))
+        return tuple(routes)
+
+    def forward_only(self) -> Placement:
+        """The same stages for inference: F tasks alone, which hold nothing after they ran."""
+        kept = [i for i, task in enumerate(self.tasks) if task.kind is Kind.F]
+        new = {old: i for i, old in enumerate(kept)}
+        edges = tuple(Edge(new[a], new[b], size) for a, b, size in self.edges if a in new and b in new)
+        tasks = tuple(replace(self.tasks[i], held_bytes=0) for i in kept)
+        return Placement(tasks, edges, self.cluster, self.static_bytes)
+
+    def to_fields(self) -> dict[str, Any]:
+        def name(task: int) -> str:
+            return str(self.tasks[task])
+
+        return {
+            "tasks": [[str(t), list(t.ranks), t.duration_us, t.held_bytes, t.peak_bytes] for t in self.tasks],
+            "edges": [[name(edge.source), name(edge.target), edge.num_bytes] for edge in self.edges],
+            "cluster": self.cluster.to_fields(),
+            "static_bytes": list(self.static_bytes),
+            "step_ends": [[end.stage, end.reduce_us, end.optimizer_us] for end in self.step_ends],
+        }
+
+    @classmethod
+    def from_fields(cls, document: reading.Field) -> Placement:
+        tasks = []
+        for entry in document["tasks"]:
+            name, ranks, *numbers = _exactly(5, entry)
+            stage, kind, _ = Op.parse(name.text() + "0")
+            duration, held, peak = (number.integer() for number in numbers)
+            tasks.append(Task(stage, kind, ranks.integers(0), duration, held, peak))
+        index = {str(task): i for i, task in enumerate(tasks)}
+        edges = []
+        for entry in document["edges"]:
+            source, target, size = _exactly(3, entry)
+            for end in (source, target):
+                if end.text() not in index:
+                    raise end.wrong("the name of a task, such as " + next(iter(index), "0F"))
+            edges.append(Edge(index[source.text()], index[target.text()], size.integer(0)))
+        ends = (tuple(number.integer(0) for number in _exactly(3, entry)) for entry in document["step_ends"])
+        return cls(
+            tuple(tasks),
+            tuple(edges),
+            Cluster.from_fields(document["cluster"]),
+            document["static_bytes"].integers(0),
+            tuple(StepEnd(*end) for end in ends),
+        )
+
+
+def _exactly(count: int, entry: reading.Field) -> list[reading.Field]:
+    values = list(entry)
+    if len(values) != count:
+        raise entry.wrong(f"{count} values")
+    return values
+
+
+def place(
+    costs: Costs,
+    cluster: Cluster,
+    ranks: Sequence[int | Iterable[int]] | None = None,
+    edges: Sequence[tuple[int, int]] | None = None,
+) -> Placement:
+    """Put stages on ranks: `ranks[i]` is stage i's rank or tuple of ranks (default: rank i).
+
+    `edges` are (source, target) stages; default: the costs' own, else a chain. Every forward edge is mirrored by a
+    backward one. Raises PlacementError.
+    """
+    num_stages = costs.num_stages
+    if ranks is None:
+        ranks = range(num_stages)
+    if len(ranks) != num_stages:
+        raise PlacementError(f"ranks has {len(ranks)} entries for {num_stages} stages; give one a stage")
+    on = [(entry,) if isinstance(entry, int) else tuple(entry) for entry in ranks]
+    if edges is None:
+        edges = [(i, i + 1) for i in range(num_stages - 1)] if costs.edges is None else costs.edges
+    for edge in edges:
+        if not all(0 <= stage < num_stages for stage in edge) or len(edge) != 2:
+            raise PlacementError(f"edge {edge} must join two of the stages 0 to {num_stages - 1}")
+    tasks = _tasks(costs, on)
+    static = [0] * cluster.num_ranks
+    for stage, stage_ranks in enumerate(on):
+        for rank in stage_ranks:
+            if rank < len(static):  # a rank outside the cluster is told by Placement
+                static[rank] += costs.static_bytes[stage]
+    ends = zip(range(num_stages), costs.reduce_us, costs.optimizer_us, strict=True)
+    step_ends = tuple(StepEnd(*end) for end in ends if any(end[1:]))
+    return Placement(tuple(tasks), tuple(_edges(costs, edges)), cluster, tuple(static), step_ends)
+
+
+def _tasks(costs: Costs, on: Sequence[tuple[int, ...]]) -> list[Task]:
+    """F of all stages, then B (or I), then W: task i * num_stages + s is stage s's i-th kind."""
+    stages = range(costs.num_stages)
+    held = costs.activation_bytes
+    peaks = costs.backward_peak_bytes
+    tasks = [Task(s, Kind.F, on[s], costs.forward_us[s], held[s], costs.forward_peak_bytes[s]) for s in stages]
+    if costs.weight_us is None:
+        return tasks + [Task(s, Kind.B, on[s], costs.backward_us[s], -held[s], peaks[s]) for s in stages]
+    freed = costs.freed_by_input
+    tasks += [Task(s, Kind.I, on[s], costs.backward_us[s], -freed[s], peaks[s]) for s in stages]
+    weight_us, peaks = costs.weight_us, costs.weight_peak_bytes
+    return tasks + [Task(s, Kind.W, on[s], weight_us[s], freed[s] - held[s], peaks[s]) for s in stages]
+
+
+def _edges(costs: Costs, edges: Sequence[tuple[int, int]]) -> list[Edge]:
+    def sizes(name: str, value: tuple[int, ...] | int) -> tuple[int, ...]:
+        if isinstance(value, int):
+            return (value,) * len(edges)
+        if len(value) != len(edges):
+            raise PlacementError(
+                f"{name} has {len(value)} entries, but there are {len(edges)} edges; give one an edge, "
+                f"or one number for all"
+            )
+        return value
+
+    n = costs.num_stages
+    forward = sizes("boundary_bytes", costs.boundary_bytes)
+    backward = forward if costs.gradient_bytes is None else sizes("gradient_bytes", costs.gradient_bytes)
+    result = [Edge(a, b, size) for (a, b), size in zip(edges, forward, strict=True)]
+    result += [Edge(n + b, n + a, size) for (a, b), size in zip(edges, backward, strict=True)]
+    result += [Edge(s, n + s) for s in range(n)]
+    if costs.weight_us is not None:
+        result += [Edge(n + s, 2 * n + s) for s in range(n)]
+    return result

@@ -1,0 +1,322 @@
+"""Who does what, and when: for each rank its ops in execution order, and the transfers that follow from them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise, repeat
+from typing import NamedTuple
+
+from rota import reading
+from rota.errors import FormatError, PlanError
+from rota.placement import Placement
+from rota.taskgraph import CycleError, Earliest, TaskGraph
+from rota.tasks import Op
+
+_LONGEST_CYCLE = 12  # waits that are told in full
+
+
+class Transfer(NamedTuple):
+    """What `source` made, on its way from rank `sender` to rank `receiver`, where `target` reads it."""
+
+    source: Op
+    target: Op
+    sender: int
+    receiver: int
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.source}→{self.target}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`orders[rank]` lists what the rank executes, first to last. Making one checks nothing: see `rota.check`."""
+
+    placement: Placement
+    num_microbatches: int
+    orders: tuple[tuple[Op, ...], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "orders", tuple(tuple(order) for order in self.orders))
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.orders)
+
+    @property
+    def num_stages(self) -> int:
+        return self.placement.num_stages
+
+    # --- the plan as a graph -------------------------------------------------------------------------------------
+    # Node numbers: the ops of task t are first_node[t], first_node[t] + 1, …, one for each micro-batch of its
+    # stream; behind all ops come the step's ends, a reduction and an optimizer step for each of `step_end_ranks`.
+
+    @cached_property
+    def first_node(self) -> tuple[int, ...]:
+        """For each task its first node; one entry more, the number of ops in all."""
+        first = [0]
+        for task in self.placement.tasks:
+            first.append(first[-1] + len(self.placement.microbatches(task.stage, self.num_microbatches)))
+        return tuple(first)
+
+    @property
+    def num_ops(self) -> int:
+        return self.first_node[-1]
+
+    def node(self, op: Op) -> int:
+        """The op's node in `graph`."""
+        task = self.placement.index[op.stage, op.kind]
+        return self.first_node[task] + op.microbatch // self.placement.num_streams
+
+    def op(self, node: int) -> Op:
+        """The op of a node."""
+        task = next(t for t, first in enumerate(self.first_node[1:]) if node < first)
+        position = node - self.first_node[task]
+        stage, kind = self.placement.tasks[task].stage, self.placement.tasks[task].kind
+        return Op(stage, kind, self.placement.microbatches(stage, self.num_microbatches)[position])
+
+    @cached_property
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """`orders` as nodes. Raises PlanError where they are not exactly the ops of the placement."""
+        if self.num_microbatches < 1:
+            raise PlanError(f"num_microbatches is {self.num_microbatches}; a step needs at least 1", "missing")
+        if self.num_ranks != self.placement.num_ranks:
+            raise PlanError(
+                f"the plan has {self.num_ranks} rank orders, but its placement has {self.placement.num_ranks} ranks; "
+                f"give one order a rank, empty where a rank has nothing to do",
+                "unknown",
+            )
+        nodes = tuple(self._nodes_on(rank) for rank in range(self.num_ranks))
+        for rank in range(self.num_ranks):  # after all ranks: an op on the wrong one is also missing on the right one
+            self._refuse_incomplete(rank, nodes[rank])
+        return nodes
+
+    def _nodes_on(self, rank: int) -> tuple[int, ...]:
+        streams = self.placement.num_streams
+        here = {
+            (task.stage, task.kind): (self.first_node[i], self.placement.stream_of[i])
+            for i, task in enumerate(self.placement.tasks)
+            if rank in task.ranks
+        }
+        nodes = []
+        for op in self.orders[rank]:
+            stage, kind, microbatch = op
+            known = here.get((stage, kind))
+            if known is None or microbatch % streams != known[1] or not 0 <= microbatch < self.num_microbatches:
+                raise self._misplaced(op, rank)
+            nodes.append(known[0] + microbatch // streams)
+        return tuple(nodes)
+
+    def _refuse_incomplete(self, rank: int, nodes: Sequence[int]) -> None:
+        if len(set(nodes)) != len(nodes):
+            twice = next(op for op, count in Counter(self.orders[rank]).items() if count > 1)
+            raise PlanError(f"rank {rank} does {twice} twice; remove one of them", "duplicate")
+        here = [
+            (task, self.placement.microbatches(task.stage, self.num_microbatches))
+            for task in self.placement.tasks
+            if rank in task.ranks
+        ]
+        expected = sum(len(batches) for _, batches in here)
+        if len(nodes) != expected:
+            planned = set(self.orders[rank])
+            every = (Op(task.stage, task.kind, m) for task, batches in here for m in batches)
+            first = next(op for op in every if op not in planned)
+            more = f" and {expected - len(nodes) - 1} more" if expected - len(nodes) > 1 else ""
+            raise PlanError(f"rank {rank} never does {first}{more}; add it to the rank's order", "missing")
+
+    def _misplaced(self, op: Op, rank: int) -> PlanError:
+        task = self.placement.task(op.stage, op.kind)
+        if task is None:
+            kinds = sorted(t.kind for t in self.placement.tasks if t.stage == op.stage)
+            has = f"stage {op.stage} has {' '.join(kinds)}" if kinds else f"there are {self.num_stages} stages"
+            return PlanError(f"rank {rank} does {op}, which the placement does not know ({has})", "unknown")
+        batches = self.placement.microbatches(op.stage, self.num_microbatches)
+        if op.microbatch not in batches:
+            there = f"{batches[0]} to {batches[-1]}" if batches else "none"
+            step = f" in steps of {batches.step}" if batches.step > 1 else ""
+            return PlanError(
+                f"rank {rank} does {op}, but stage {op.stage} has the micro-batches {there}{step}", "unknown"
+            )
+        ranks = ", ".join(map(str, task.ranks))
+        return PlanError(f"rank {rank} does {op}, but stage {op.stage} is on rank {ranks}; move it there", "wrong rank")
+
+    def _last_gradient(self, stage: int, rank: int) -> int:
+        """Where in the rank's order the stage's gradients are complete; -1 if it makes none."""
+        order = self.orders[rank]
+        kinds = [task.kind for task in self.placement.tasks if task.stage == stage and task.kind.makes_weight_gradients]
+        last = ((i, order[i]) for i in range(len(order) - 1, -1, -1))
+        return next((i for i, op in last if op.stage == stage and op.kind in kinds), -1)
+
+    @cached_property
+    def step_end_ranks(self) -> tuple[tuple[int, int], ...]:
+        """(index into `placement.step_ends`, rank) of every reduction and optimizer step, in graph order.
+
+        On one rank they follow each other as the stages' last gradients do.
+        """
+        ends = self.placement.step_ends
+        pairs = [(i, rank) for i, end in enumerate(ends) for rank in self.placement.ranks_of(end.stage)]
+        return tuple(sorted(pairs, key=lambda pair: (pair[1], self._last_gradient(ends[pair[0]].stage, pair[1]))))
+
+    @cached_property
+    def graph(self) -> TaskGraph:
+        """Ops and step ends with all that they wait for. Raises PlanError as `nodes` does."""
+        tasks = self.placement.tasks
+        counts = [after - first for first, after in pairwise(self.first_node)]
+        lags: dict[tuple[int, int], int] = {(edge.source, edge.target): 0 for edge in self.placement.edges}
+        for route in self.placement.routes:
+            lags[route.source, route.target] = max(lags[route.source, route.target], route.duration_us)
+        sources: list[list[tuple[int, int]]] = [[] for _ in tasks]
+        for (source, target), lag in lags.items():
+            sources[target].append((self.first_node[source], lag))
+        previous, further = self._order_edges()
+        durations: list[int] = []
+        inputs: list[tuple[tuple[int, int], ...]] = []
+        for task, count, edges in zip(tasks, counts, sources, strict=True):
+            durations += [task.duration_us] * count
+            span = slice(len(inputs), len(inputs) + count)
+            columns = [zip(range(first, first + count), repeat(lag)) for first, lag in edges]
+            inputs += zip(*columns, zip(previous[span], repeat(0)), strict=True)
+        for node, before in enumerate(previous):
+            if before < 0:
+                inputs[node] = inputs[node][:-1]
+        for before, node in further:
+            inputs[node] += ((before, 0),)
+        self._add_step_ends(durations, inputs)
+        return TaskGraph(durations, inputs)
+
+    def _order_edges(self) -> tuple[list[int], list[tuple[int, int]]]:
+        """For each op's node the one before it on a rank (-1: none), and (before, node) for a task's further ranks."""
+        previous = [-1] * self.num_ops
+        further = []
+        for nodes in self.nodes:
+            for before, node in pairwise(nodes):
+                if previous[node] < 0:
+                    previous[node] = before
+                else:
+                    further.append((before, node))
+        return previous, further
+
+    def _add_step_ends(self, durations: list[int], inputs: list[tuple[tuple[int, int], ...]]) -> None:
+        """A reduction waits for its stage's gradients; an optimizer step for it and for the rank's ops."""
+        previous: dict[int, int] = {}
+        for i, rank in self.step_end_ranks:
+            end, nodes = self.placement.step_ends[i], self.nodes[rank]
+            last_gradient = self._last_gradient(end.stage, rank)
+            reduction = len(durations)
+            durations += [end.reduce_us, end.optimizer_us]
+            inputs.append(((nodes[last_gradient], 0),) if last_gradient >= 0 else ())
+            before = [reduction, *nodes[-1:], *([previous[rank]] if rank in previous else [])]
+            inputs.append(tuple((node, 0) for node in before))
+            previous[rank] = reduction + 1
+
+    @cached_property
+    def earliest(self) -> Earliest:
+        """When each node starts if nothing is late. Raises PlanError, a cycle told as who waits for whom."""
+        try:
+            return self.graph.earliest()
+        except CycleError as error:
+            raise PlanError(self._tell_cycle(error.nodes), "cycle") from None
+
+    def _tell_cycle(self, nodes: list[int]) -> str:
+        data = {(edge.source, edge.target) for edge in self.placement.edges}
+        waits = list(zip(nodes, nodes[1:] + nodes[:1], strict=True))
+        half, more = _LONGEST_CYCLE // 2, len(waits) - _LONGEST_CYCLE
+        lines: list[str] = []
+        for node, before in waits if more <= 0 else waits[:half] + waits[-half:]:
+            op, other = self.op(node), self.op(before)
+            reads = (self.placement.index[other[:2]], self.placement.index[op[:2]]) in data
+            if reads and op.microbatch == other.microbatch:
+                lines.append(f"{op} reads what {other} makes")
+            else:
+                rank = next(r for r, order in enumerate(self.orders) if (other, op) in pairwise(order))
+                lines.append(f"{op} comes after {other} in rank {rank}'s order")
+        if more > 0:
+            lines.insert(half, f"… {more} more waits …")
+        return "the orders wait in a cycle: " + "; ".join(lines)
+
+    # --- transfers ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def wire_order(self) -> tuple[Op | Transfer, ...]:
+        """All ops and transfers in the one global order in which every rank starts them.
+
+        They are sorted by simulated start, ties by what waits for what, so each comes after all that it needs. A
+        set of sequential processes whose actions are all taken in one global order cannot wait in a cycle: the
+        first action in it that is not done yet has nothing left to wait for. That holds even where a send waits
+        for its receive, and where each pair of ranks is one ordered stream.
+        """
+        earliest = self.earliest
+        actions: list[tuple[int, int, int, Op | Transfer]] = []
+        position = {node: i for i, node in enumerate(earliest.sequence)}
+        streams = self.placement.num_streams
+        outgoing: list[list[int]] = [[] for _ in self.placement.tasks]
+        for i, route in enumerate(self.placement.routes):
+            outgoing[route.source].append(i)
+        for t, task in enumerate(self.placement.tasks):
+            stream, first = self.placement.stream_of[t], self.first_node[t]
+            for k in range(self.first_node[t + 1] - first):
+                op, node = Op(task.stage, task.kind, k * streams + stream), first + k
+                actions.append((earliest.starts_us[node], position[node], -1, op))
+                for i in outgoing[t]:
+                    route = self.placement.routes[i]
+                    target = self.placement.tasks[route.target]
+                    reader = Op(target.stage, target.kind, op.microbatch)
+                    transfer = Transfer(op, reader, route.sender, route.receiver, route.num_bytes)
+                    actions.append((earliest.ends_us[node], position[node], i, transfer))
+        actions.sort(key=lambda action: action[:3])
+        return tuple(action[3] for action in actions)
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """All transfers in the order in which they enter the wire."""
+        return tuple(action for action in self.wire_order if isinstance(action, Transfer))
+
+    # --- text -----------------------------------------------------------------------------------------------------
+
+    def to_csv(self) -> str:
+        """PyTorch's compute-only form: one line a rank, "0F0,0F1,0B0"."""
+        return "".join(",".join(map(str, order)) + "\n" for order in self.orders)
+
+    @classmethod
+    def from_csv(cls, text: str, placement: Placement) -> Plan:
+        """Read PyTorch's compute-only form; blank cells are skipped. Raises FormatError with line and cell."""
+        orders = []
+        for number, line in enumerate(text.splitlines(), 1):
+            orders.append(_parse_ops(line.split(","), f"line {number}, cell"))
+        while len(orders) > placement.num_ranks and not orders[-1]:  # blank lines at the end of a file
+            orders.pop()
+        num_microbatches = max((op.microbatch for order in orders for op in order), default=-1) + 1
+        return cls(placement, num_microbatches, tuple(orders))
+
+    def to_json(self) -> str:
+        """Placement and orders, one line a rank; `from_json` reads it back."""
+        fields = {
+            "num_microbatches": self.num_microbatches,
+            "orders": [" ".join(map(str, order)) for order in self.orders],
+            **self.placement.to_fields(),
+        }
+        return reading.dump("plan", fields)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Raises FormatError or PlacementError, naming the field."""
+        return cls.from_fields(reading.parse(text, "plan"))
+
+    @classmethod
+    def from_fields(cls, document: reading.Field) -> Plan:
+        orders = [_parse_ops(order.text().split(), f"{order.path}, op") for order in document["orders"]]
+        return cls(Placement.from_fields(document), document["num_microbatches"].integer(1), tuple(orders))
+
+
+def _parse_ops(cells: Sequence[str], where: str) -> tuple[Op, ...]:
+    ops = []
+    for number, cell in enumerate(cells, 1):
+        if cell.strip():
+            try:
+                ops.append(Op.parse(cell))
+            except FormatError as error:
+                raise FormatError(f"{where} {number}: {error}") from None
+    return tuple(ops)

@@ -1,0 +1,102 @@
+"""A step's batch as micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from rota.errors import PipelineError
+
+
+def to_microbatches(name: str, batch: Any, num_microbatches: int) -> list[Any]:
+    """A list is taken as the micro-batches themselves; tensors (alone, in tuples or dicts) are split along dim 0.
+
+    What is no tensor goes to every micro-batch. Raises PipelineError where sizes do not fit; nothing is dropped.
+    """
+    if batch is None:
+        return [None] * num_microbatches
+    if isinstance(batch, list):
+        if len(batch) != num_microbatches:
+            raise PipelineError(
+                f"{name} is a list of {len(batch)} micro-batches, but the plan has {num_microbatches}; "
+                f"give {num_microbatches}, or plan for {len(batch)}"
+            )
+        return batch
+    _refuse_unfitting([*_tensors(name, batch)], num_microbatches)
+    return _split(batch, num_microbatches)
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors in a batch, each with its place."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, (tuple, dict)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _tensors(f"{name}[{key!r}]", item)
+    elif isinstance(value, list) and next(_tensors(name, tuple(value)), None):
+        raise PipelineError(f"{name} is a list inside of a batch, which is not split; use a tuple")
+
+
+def _refuse_unfitting(tensors: list[tuple[str, torch.Tensor]], n: int) -> None:
+    for name, tensor in tensors:
+        rows, told = _num_rows(tensor), f"{name} has {_num_rows(tensor)} rows (shape {list(tensor.shape)})"
+        if not rows or rows % n:
+            fitting = f"{rows // n * n} or {(rows // n + 1) * n} rows" if rows >= n else f"{n} rows or more"
+            raise PipelineError(
+                f"{told}, which do not divide into {n} micro-batches; give {fitting}, or a list of {n} micro-batches"
+            )
+        first, rows_of_first = tensors[0][0], _num_rows(tensors[0][1])
+        if rows != rows_of_first:
+            raise PipelineError(
+                f"{told}, but {first} has {rows_of_first}; give equally many, or a list of {n} micro-batches"
+            )
+
+
+def _num_rows(tensor: torch.Tensor) -> int:
+    return tensor.shape[0] if tensor.dim() else 0
+
+
+def _split(value: Any, n: int) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        return list(value.tensor_split(n))
+    if isinstance(value, tuple):
+        columns = [_split(item, n) for item in value]
+        return [tuple(column[i] for column in columns) for i in range(n)]
+    if isinstance(value, dict):
+        named = {key: _split(item, n) for key, item in value.items()}
+        return [{key: column[i] for key, column in named.items()} for i in range(n)]
+    return [value] * n
+
+
+def weights(inputs: Any, targets: Any, num_microbatches: int) -> list[float]:
+    """Each micro-batch's share of the mean loss: equal parts of a split batch; by examples where a list was given."""
+    for given in (targets, inputs):
+        if isinstance(given, list):
+            sizes = [num_examples(microbatch) for microbatch in given]
+            if all(sizes):
+                return [size / sum(sizes) for size in sizes]
+    return [1 / num_microbatches] * num_microbatches
+
+
+def num_examples(value: Any) -> int:
+    """Rows of the first tensor in it; 0 if there is none."""
+    if isinstance(value, torch.Tensor):
+        return int(value.shape[0]) if value.dim() else 1
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        return next((size for size in map(num_examples, value) if size), 0)
+    return 0
+
+
+def shapes(value: Any) -> Any:
+    """Shapes and dtypes of the tensors in it; what else it holds, as it is."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, dict):
+        return {key: shapes(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [shapes(item) for item in value]
+    return value

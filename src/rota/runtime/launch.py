@@ -1,0 +1,74 @@
+"""Starts a script on every rank of a plan, on this machine, with torchrun's machinery; ends all when one fails."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from rota.checking import check
+from rota.errors import PipelineError
+from rota.plan import Plan
+from rota.runtime.recorder import Record, merge
+from rota.timeline import Timeline
+
+
+def launch(plan: Plan, script: str, arguments: Sequence[str] = (), threads_per_rank: int = 1) -> Timeline | None:
+    """Run `script` with `arguments` in one process a rank; it gets the plan by `rota.given_plan()`.
+
+    Returns the timeline of the last step, None if no Pipeline ran one. Raises PlanError before anything starts, and
+    PipelineError when a process fails; all others are ended then.
+    """
+    check(plan)
+    if not Path(script).is_file():
+        raise PipelineError(f"no script {script!r}; give the path of a Python file")
+    with tempfile.TemporaryDirectory(prefix="rota-run-") as folder:
+        handed = Path(folder, "plan.json")
+        handed.write_text(plan.to_json())
+        environment = {"ROTA_PLAN": str(handed), "ROTA_RECORDS": folder, "OMP_NUM_THREADS": str(threads_per_rank)}
+        before = dict(os.environ)
+        os.environ.update(environment)  # inherited by the ranks
+        try:
+            _start(plan.num_ranks, script, arguments)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        return _collect(plan, Path(folder))
+
+
+def _start(num_ranks: int, script: str, arguments: Sequence[str]) -> None:
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=f"rota-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        monitor_interval=0.1,
+        max_restarts=0,
+    )
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # our one line says it
+    try:
+        elastic_launch(config, sys.executable)("-u", "-m", "rota.runtime.worker", script, *arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        ended = f"signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+        raise PipelineError(
+            f"rank {rank} ended with {ended} first, and the others were ended; its own message stands above"
+        ) from None
+
+
+def _collect(plan: Plan, folder: Path) -> Timeline | None:
+    files = sorted(folder.glob("rank*.json"))
+    with_ops = sum(1 for order in plan.orders if order)
+    if len(files) < with_ops:
+        return None
+    records = {r.rank: r for r in (Record.from_fields(json.loads(file.read_text())) for file in files)}
+    return merge(plan, [records.get(rank, Record(rank)) for rank in range(plan.num_ranks)])

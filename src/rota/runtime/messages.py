@@ -1,0 +1,107 @@
+"""What crosses a boundary: tensors, and tuples, lists and dictionaries of them, as flat tensors and a layout.
+
+The layout says everything but the numbers: structure, dtypes, shapes, which tensors want a gradient, and plain
+values (None, bool, int, float, str). Both sides know it after the first step, so later steps send tensors alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import torch
+
+from rota.errors import PipelineError
+
+# ("tensor", dtype, shape, wants_gradient) | ("value", v) | ("size", shape) | ("tuple" | "list", (layout, …))
+# | ("dict", ((key, layout), …)): nested tuples, so that layouts compare and travel as JSON.
+Layout: TypeAlias = tuple[Any, ...]
+
+_DTYPES = {str(dtype)[6:]: dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+def flatten(value: object, where: str) -> tuple[list[torch.Tensor], Layout]:
+    """The tensors of a value in order, and its layout. `where` names the stage in errors."""
+    tensors: list[torch.Tensor] = []
+    return tensors, _flatten(value, tensors, where)
+
+
+def _flatten(value: object, tensors: list[torch.Tensor], where: str) -> Layout:
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return ("tensor", str(value.dtype)[6:], tuple(value.shape), value.requires_grad)
+    if isinstance(value, torch.Size):
+        return ("size", tuple(value))
+    if type(value) in (tuple, list):
+        return (type(value).__name__, tuple(_flatten(item, tensors, where) for item in value))  # type: ignore[attr-defined]
+    if type(value) is dict and all(isinstance(key, (str, int)) for key in value):
+        return ("dict", tuple((key, _flatten(item, tensors, where)) for key, item in value.items()))
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return ("value", value)
+    raise PipelineError(
+        f"{where} returned a {type(value).__name__}; stages exchange tensors, tuples, lists and dicts of them, "
+        f"numbers, texts and None"
+    )
+
+
+def unflatten(tensors: Iterator[torch.Tensor], layout: Layout) -> Any:
+    """The value of a layout, its tensors taken from an iterator in order."""
+    what, content = layout[0], layout[1]
+    if what == "tensor":
+        return next(tensors)
+    if what == "size":
+        return torch.Size(content)
+    if what == "dict":
+        return {key: unflatten(tensors, item) for key, item in content}
+    if what == "value":
+        return content
+    items = [unflatten(tensors, item) for item in content]
+    return tuple(items) if what == "tuple" else items
+
+
+def tensor_layouts(layout: Layout) -> list[Layout]:
+    """The layouts of the tensors in it, in order."""
+    if layout[0] == "tensor":
+        return [layout]
+    if layout[0] in ("tuple", "list"):
+        return [tensor for item in layout[1] for tensor in tensor_layouts(item)]
+    if layout[0] == "dict":
+        return [tensor for _, item in layout[1] for tensor in tensor_layouts(item)]
+    return []
+
+
+def gradient_layouts(layout: Layout) -> list[Layout]:
+    """The tensors that come back: those that want a gradient."""
+    return [tensor for tensor in tensor_layouts(layout) if tensor[3]]
+
+
+def empty(tensor: Layout) -> torch.Tensor:
+    """A buffer for a tensor of this layout."""
+    return torch.empty(tensor[2], dtype=_DTYPES[tensor[1]])
+
+
+def to_bytes(layout: Layout) -> torch.Tensor:
+    """A layout as a uint8 tensor."""
+    return torch.frombuffer(bytearray(json.dumps(layout).encode()), dtype=torch.uint8)
+
+
+def from_bytes(data: torch.Tensor) -> Layout:
+    layout: Layout = _to_tuples(json.loads(data.numpy().tobytes()))
+    return layout
+
+
+def _to_tuples(value: Any) -> Any:
+    return tuple(map(_to_tuples, value)) if isinstance(value, list) else value
+
+
+def describe(layout: Layout) -> str:
+    """For people: "float32[2, 8]", "(float32[2], None)"."""
+    what, content = layout[0], layout[1]
+    if what == "tensor":
+        return f"{content}{list(layout[2])}" + (" with gradient" if layout[3] else "")
+    if what == "dict":
+        return "{" + ", ".join(f"{key}: {describe(item)}" for key, item in content) + "}"
+    if what in ("tuple", "list"):
+        return "(" + ", ".join(map(describe, content)) + ")"
+    return str(content)

@@ -1,0 +1,116 @@
+"""When everything happened on each rank, on one clock, as a measured Timeline."""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rota.plan import Plan
+from rota.tasks import Op
+from rota.timeline import Timeline
+
+
+@dataclass(slots=True)
+class Record:
+    """One rank's last step, in ns of its own monotonic clock; `offset_ns` added gives rank 0's clock.
+
+    `sent_ns` and `through_ns` are by (route, position), see `Timeline`.
+    """
+
+    rank: int
+    offset_ns: int = 0
+    starts_ns: list[int] = field(default_factory=list)
+    ends_ns: list[int] = field(default_factory=list)
+    sent_ns: dict[tuple[int, int], int] = field(default_factory=dict)
+    through_ns: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def to_fields(self) -> dict[str, Any]:
+        messages = [[*column, sent, self.through_ns[column]] for column, sent in self.sent_ns.items()]
+        times = {"starts_ns": self.starts_ns, "ends_ns": self.ends_ns, "messages": messages}
+        return {"rank": self.rank, "offset_ns": self.offset_ns, **times}
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> Record:
+        record = cls(fields["rank"], fields["offset_ns"], fields["starts_ns"], fields["ends_ns"])
+        for route, position, sent, through in fields["messages"]:
+            record.sent_ns[route, position], record.through_ns[route, position] = sent, through
+        return record
+
+
+def merge(plan: Plan, records: list[Record]) -> Timeline:
+    """The records of all ranks as one timeline that begins with the first op."""
+    records = sorted(records, key=lambda record: record.rank)
+    origin = min(record.starts_ns[0] + record.offset_ns for record in records if record.starts_ns)
+
+    def us(record: Record, time_ns: int) -> int:
+        return max((time_ns + record.offset_ns - origin + 500) // 1000, 0)
+
+    starts = tuple(tuple(us(r, t) for t in r.starts_ns) for r in records)
+    ends = tuple(tuple(us(r, t) for t in r.ends_ns) for r in records)
+    start_of = {
+        op: start
+        for order, started in zip(plan.orders, starts, strict=True)
+        for op, start in zip(order, started, strict=True)
+    }
+    sent, arrived = [], []
+    for r, route in enumerate(plan.placement.routes):
+        target, sender = plan.placement.tasks[route.target], records[route.sender]
+        batches = plan.placement.microbatches(target.stage, plan.num_microbatches)
+        begun = [us(sender, sender.sent_ns[r, k]) for k in range(len(batches))]
+        through = [us(sender, sender.through_ns[r, k]) for k in range(len(batches))]
+        # A sender may hear late that its message is through, but the op that read it had it before it started.
+        read = [start_of[Op(target.stage, target.kind, m)] for m in batches]
+        sent.append(tuple(begun))
+        arrived.append(tuple(max(b, min(t, s)) for b, t, s in zip(begun, through, read, strict=True)))
+    step_ends = [(ends[rank][-1],) * 4 if ends[rank] else (0,) * 4 for _, rank in plan.step_end_ranks]
+    return Timeline(plan, starts, ends, tuple(sent), tuple(arrived), tuple(step_ends))
+
+
+def clock_offset_ns(group: dist.ProcessGroup, rounds: int = 20) -> int:
+    """What to add to this rank's monotonic clock to get rank 0's.
+
+    Ranks of one machine share the clock. Others ask rank 0 in turn (Cristian, "Probabilistic clock synchronization",
+    1989): of several rounds the fastest counts, and rank 0 read its clock in the middle of it.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    machines: list[Any] = [None] * size
+    dist.all_gather_object(machines, _machine(), group=group)
+    offset = 0
+    for other in range(1, size):
+        if machines[other] != machines[0] and rank in (0, other):
+            offset = _answer(other, group, rounds) if rank == 0 else ask_offset_ns(0, group, rounds)
+    return offset
+
+
+def _answer(peer: int, group: dist.ProcessGroup, rounds: int) -> int:
+    for _ in range(rounds):
+        question = torch.empty(1, dtype=torch.int64)
+        dist.recv(question, group_src=peer, group=group)
+        dist.send(torch.tensor([time.monotonic_ns()]), group_dst=peer, group=group)
+    return 0
+
+
+def ask_offset_ns(peer: int, group: dist.ProcessGroup, rounds: int) -> int:
+    """The peer's clock less ours, while the peer answers."""
+    best_round_ns, offset = None, 0
+    for _ in range(rounds):
+        asked = time.monotonic_ns()
+        dist.send(torch.tensor([asked]), group_dst=peer, group=group)
+        answer = torch.empty(1, dtype=torch.int64)
+        dist.recv(answer, group_src=peer, group=group)
+        round_ns = time.monotonic_ns() - asked
+        if best_round_ns is None or round_ns < best_round_ns:
+            best_round_ns, offset = round_ns, int(answer) - (asked + round_ns // 2)
+    return offset
+
+
+def _machine() -> str:
+    """Names the running kernel: processes that share it share its monotonic clock."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text() if boot.exists() else socket.gethostname()

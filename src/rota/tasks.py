@@ -1,0 +1,83 @@
+"""The smallest nouns: what kind of work there is, what a micro-batch asks of a stage, and one such piece of work.
+
+`Op` is a named tuple, not a dataclass: plans hold hundreds of thousands of them, as dictionary keys too.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from rota.costs import whole
+from rota.errors import FormatError, PlacementError
+
+
+class Kind(StrEnum):
+    """What an op computes, in the letters of PyTorch's schedule CSV."""
+
+    F = "F"  #: forward
+    B = "B"  #: backward: gradients of inputs and weights together
+    I = "I"  # noqa: E741  #: gradients of the inputs only
+    W = "W"  #: gradients of the weights only
+    R = "R"  #: forward once more, for activations that were not kept
+
+    @property
+    def makes_weight_gradients(self) -> bool:
+        """Whether a stage's gradients are complete only after these ops."""
+        return self in (Kind.B, Kind.W)
+
+
+_OP = re.compile(r"(\d{1,9})([FBIWR])(\d{1,9})", re.ASCII)
+
+
+class Op(NamedTuple):
+    """A task of one micro-batch. `str(Op(2, Kind.F, 0)) == "2F0"`, as PyTorch's schedule CSV writes it."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Op:
+        """Read "2F0"; raises FormatError on anything else."""
+        match = _OP.fullmatch(text.strip())
+        if match is None:
+            raise FormatError(
+                f"{text.strip()[:40]!r} is not an op: write stage, one of F B I W R, and micro-batch, such as 2F0"
+            )
+        stage, kind, microbatch = match.groups()
+        return cls(int(stage), Kind(kind), int(microbatch))
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What every micro-batch asks of one (stage, kind).
+
+    `ranks` do it together (usually one; several for a tensor-parallel task). `held_bytes` stay on each of them
+    after it; a negative number frees. `peak_bytes` are needed on top while it runs.
+    """
+
+    stage: int
+    kind: Kind
+    ranks: tuple[int, ...]
+    duration_us: int
+    held_bytes: int = 0
+    peak_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.stage < 0:
+            raise PlacementError(f"task {self}: stage {self.stage} is negative; stages count from 0")
+        if not self.ranks or len(set(self.ranks)) != len(self.ranks) or min(self.ranks) < 0:
+            raise PlacementError(f"task {self}: ranks {self.ranks} must be one or more different ranks, counted from 0")
+        for name in ("duration_us", "peak_bytes"):
+            object.__setattr__(self, name, whole(f"{name} of task {self}", getattr(self, name)))
+        if not isinstance(self.held_bytes, int):
+            raise PlacementError(f"held_bytes of task {self} is {self.held_bytes!r}: give a whole number of bytes")
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}"

@@ -1,0 +1,31 @@
+"""Times and sizes as people read them: three significant digits and a unit."""
+
+from __future__ import annotations
+
+TIME_UNITS = ((1_000_000, "s"), (1_000, "ms"), (1, "µs"))
+SIZE_UNITS = ((10**15, "PB"), (10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "B"))
+
+
+def time_text(time_us: int) -> str:
+    """12345 -> "12.3 ms"."""
+    return _text(time_us, TIME_UNITS)
+
+
+def size_text(num_bytes: int) -> str:
+    """1500000000 -> "1.5 GB"."""
+    return _text(num_bytes, SIZE_UNITS)
+
+
+def time_unit(time_us: int) -> tuple[int, str]:
+    """The unit that fits an axis up to `time_us`: its length in µs, its name."""
+    return _unit(time_us, TIME_UNITS)
+
+
+def _unit(value: float, units: tuple[tuple[int, str], ...]) -> tuple[int, str]:
+    return next((unit for unit in units if abs(value) >= unit[0]), units[-1])
+
+
+def _text(value: int, units: tuple[tuple[int, str], ...]) -> str:
+    rounded = float(f"{value:.3g}")  # before the unit is chosen: 999999 is 1 MB, not 1000 kB
+    length, name = _unit(rounded, units)
+    return f"{rounded / length:g} {name}"

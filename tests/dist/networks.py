@@ -1,0 +1,96 @@
+"""Small models, and the comparison of a pipeline's step with the unsplit model's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rota import Pipeline, Plan, Stages
+
+ROWS, WIDTH = 5, 6
+
+
+class Layer(nn.Module):
+    """Sums whatever comes in, then a layer."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, *values: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(torch.stack(values).sum(0))) + values[0]
+
+
+def graph_of_layers(num_stages: int, edges: list[tuple[int, int]], seed: int = 0) -> Stages:
+    """One layer a stage, joined by `edges`; sources read the batch."""
+    torch.manual_seed(seed)
+    return Stages([Layer().double() for _ in range(num_stages)], edges=edges)
+
+
+def chain(num_stages: int) -> Stages:
+    return graph_of_layers(num_stages, [(i, i + 1) for i in range(num_stages - 1)])
+
+
+def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return ((output - target) ** 2).mean()
+
+
+@dataclass
+class StepResult:
+    """What one rank saw, or what the unsplit model gives: gradients by (stage, parameter name)."""
+
+    loss: float
+    gradients: dict[tuple[int, str], torch.Tensor]
+
+
+def batch_of(num_microbatches: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_microbatches * ROWS, WIDTH)
+    return (
+        torch.randn(shape, generator=generator, dtype=torch.float64),
+        torch.randn(shape, generator=generator, dtype=torch.float64),
+    )
+
+
+def gradients_of(stages: Stages, which: Any) -> dict[tuple[int, str], torch.Tensor]:
+    return {
+        (stage, name): parameter.grad.clone()
+        for stage in which
+        for name, parameter in stages[stage].named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def serial_step(stages: Stages, inputs: Any, targets: Any) -> StepResult:
+    """The unsplit model on the whole batch."""
+    loss = loss_fn(stages.run(inputs), targets)
+    loss.backward()
+    return StepResult(loss.item(), gradients_of(stages, range(len(stages))))
+
+
+def pipeline_steps(rank: int, stages: Stages, plan: Plan, batches: list[Any], **options: Any) -> list[StepResult]:
+    """On each rank: the steps of a pipeline, gradients cleared between them."""
+    del rank
+    results = []
+    with Pipeline(stages, plan, loss_fn, **options) as pipeline:
+        for inputs, targets in batches:
+            for parameter in pipeline.parameters():
+                parameter.grad = None
+            loss = pipeline.step(inputs, targets)
+            results.append(StepResult(loss, gradients_of(stages, pipeline.local_stages)))
+    return results
+
+
+def assert_equal_steps(by_rank: list[StepResult], serial: StepResult, tolerance: float = 1e-10) -> None:
+    """Every rank has the serial loss; all gradients are there exactly once, and equal."""
+    gradients: dict[tuple[int, str], torch.Tensor] = {}
+    for result in by_rank:
+        assert abs(result.loss - serial.loss) <= tolerance
+        assert not gradients.keys() & result.gradients.keys()
+        gradients |= result.gradients
+    assert gradients.keys() == serial.gradients.keys()
+    for key, gradient in serial.gradients.items():
+        torch.testing.assert_close(gradients[key], gradient, rtol=tolerance, atol=tolerance)

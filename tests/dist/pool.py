@@ -1,0 +1,104 @@
+"""A standing pool of worker processes, so that a test pays for starting torch once a session."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+
+class WorkerFailed(AssertionError):
+    """A worker raised, died or did not answer in time; the message holds its traceback or its last words."""
+
+
+class Pool:
+    """`run(n, function, *args)` calls `function(rank, *args)` on n processes that share a fresh Gloo group."""
+
+    def __init__(self, size: int) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._size = size
+        self._workers: list[tuple[Any, Connection]] = []
+        self._folder = Path(tempfile.mkdtemp(prefix="rota-pool-"))
+        self._jobs = 0
+
+    def run(self, num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60) -> list[Any]:
+        """The results by rank. After a failure the workers are replaced: their group may be broken."""
+        while len(self._workers) < num_ranks:
+            self._workers.append(self._start(len(self._workers)))
+        self._jobs += 1
+        store = self._folder / f"store{self._jobs}"
+        workers = self._workers[:num_ranks]
+        for rank, (_, pipe) in enumerate(workers):
+            pipe.send((function, args, rank, num_ranks, store))
+        try:
+            return self._collect(workers, timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _collect(self, workers: list[tuple[Any, Connection]], timeout_s: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        deadline = monotonic() + timeout_s
+        pipes = {pipe: rank for rank, (_, pipe) in enumerate(workers)}
+        while len(results) < len(workers):
+            ready = wait([pipe for pipe, rank in pipes.items() if rank not in results], deadline - monotonic())
+            if not ready:
+                for process, _ in workers:
+                    os.kill(process.pid, signal.SIGUSR1)  # prints the stacks
+                raise WorkerFailed(f"no answer after {timeout_s} s; ranks that finished: {sorted(results)}")
+            for pipe in ready:
+                try:
+                    ok, value = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    workers[pipes[pipe]][0].join()
+                    code = workers[pipes[pipe]][0].exitcode
+                    raise WorkerFailed(f"rank {pipes[pipe]} ended with exit code {code}; see stderr") from None
+                if not ok:
+                    raise WorkerFailed(f"rank {pipes[pipe]}:\n{value}")
+                results[pipes[pipe]] = value
+        return [results[rank] for rank in range(len(workers))]
+
+    def _start(self, number: int) -> tuple[Any, Connection]:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_work, args=(theirs,), name=f"worker{number}", daemon=True)
+        process.start()
+        theirs.close()
+        return process, ours
+
+    def close(self) -> None:
+        for process, pipe in self._workers:
+            process.kill()
+            process.join()
+            pipe.close()
+        self._workers.clear()
+
+
+def _work(pipe: Connection) -> None:
+    faulthandler.register(signal.SIGUSR1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, args, rank, num_ranks, store = pipe.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+            result = function(rank, *args)
+            dist.destroy_process_group()
+            pipe.send((True, result))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+            sys.stderr.flush()

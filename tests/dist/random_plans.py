@@ -1,0 +1,42 @@
+"""Random stage graphs, placements and orders, by seed: as odd as `check` lets them be."""
+
+from __future__ import annotations
+
+import random
+
+from core_strategies import deal, linear_extension
+from rota import Cluster, Costs, Plan, place
+
+Edges = list[tuple[int, int]]
+
+
+def random_edges(rng: random.Random, num_stages: int) -> Edges:
+    """A chain, or a connected DAG with one sink; stages are numbered in any order."""
+    label = list(range(num_stages))
+    rng.shuffle(label)
+    pairs = {(a, a + 1) for a in range(num_stages - 1)}
+    if rng.random() < 0.75:
+        pairs = {(a, b) for b in range(1, num_stages) for a in rng.sample(range(b), rng.randint(0, min(b, 2)))}
+        fed = {a for a, _ in pairs}
+        pairs |= {(a, num_stages - 1) for a in range(num_stages - 1) if a not in fed}
+    edges = [(label[a], label[b]) for a, b in sorted(pairs)]
+    rng.shuffle(edges)
+    return edges
+
+
+def random_plan(seed: int, num_ranks: int) -> tuple[Edges, Plan]:
+    """The edges between the stages and a valid plan for them: stages anywhere, micro-batches in any order."""
+    rng = random.Random(seed)
+    num_stages = rng.randint(1, 6)
+    edges = random_edges(rng, num_stages)
+    costs = Costs(
+        forward_us=tuple(rng.randint(0, 3) for _ in range(num_stages)),
+        backward_us=tuple(rng.randint(0, 3) for _ in range(num_stages)),
+    )
+    cluster = Cluster.uniform(num_ranks, latency_us=rng.choice([0, 0, 1, 5]))
+    placement = place(costs, cluster, [rng.randrange(num_ranks) for _ in range(num_stages)], edges)
+    if rng.random() < 0.1:
+        placement = placement.forward_only()
+    num_microbatches = rng.randint(1, 6)
+    sequence = linear_extension(placement, num_microbatches, rng, in_order=rng.random() < 0.3)
+    return edges, deal(placement, num_microbatches, sequence)

@@ -1,0 +1,189 @@
+"""Whatever crosses a boundary, between ranks or on one, the gradients are the unsplit model's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dist.networks import StepResult, assert_equal_steps, batch_of, pipeline_steps, serial_step
+from dist.pool import Pool
+from rota import Cluster, Costs, Plan, Stages, place
+from rota.schedules import NAMED
+
+WIDTH = 6
+
+
+class Stage(nn.Module):
+    """A layer and what a function makes of it and the received values."""
+
+    def __init__(self, function: Callable[..., Any], seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+        self.function = function
+
+    def forward(self, *values: Any) -> Any:
+        return self.function(self.linear, *values)
+
+
+def stages_of(*functions: Callable[..., Any], **wiring: Any) -> Stages:
+    return Stages([Stage(function, seed) for seed, function in enumerate(functions)], **wiring)
+
+
+# --- what crosses -----------------------------------------------------------------------------------------------------
+
+
+def layer(linear: nn.Linear, *values: Tensor) -> Tensor:
+    return torch.tanh(linear(sum(values)))
+
+
+def make_nested(linear: nn.Linear, x: Tensor) -> Any:
+    ids = (x[:, 0] > 0).long()
+    plain = [None, 3, 2.5, True, "text"]
+    return {"h": (linear(x), plain), 7: ids, "shape": x.shape, "nothing": (), "mask": x > 0, "cut": linear(x).detach()}
+
+
+def read_nested(linear: nn.Linear, v: Any) -> Any:
+    h, plain = v["h"]
+    assert plain == [None, 3, 2.5, True, "text"]
+    assert [type(item) for item in plain] == [type(None), int, float, bool, str]
+    assert type(v["shape"]) is torch.Size
+    assert (v["shape"], v["nothing"]) == (h.shape, ())
+    assert [*v] == ["h", 7, "shape", "nothing", "mask", "cut"]
+    assert (v[7].dtype, v["mask"].dtype) == (torch.int64, torch.bool)
+    assert not v["cut"].requires_grad
+    h = h * v["mask"] + v["cut"]
+    return [linear(h) * v[7][:, None], (h, v[7])]
+
+
+def end_nested(linear: nn.Linear, v: Any) -> Tensor:
+    a, (b, ids) = v
+    return layer(linear, a, b) / (ids[:, None] + 1)
+
+
+def make_two(linear: nn.Linear, x: Tensor) -> dict[str, Tensor]:
+    return {"a": linear(x), "b": linear(x).sin(), "unused": x}
+
+
+def make_pair(linear: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor]:
+    return linear(x), linear(x).sin()
+
+
+def make_twice(linear: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor]:
+    y = linear(x)
+    return y, y
+
+
+def read_pair(linear: nn.Linear, pair: tuple[Tensor, Tensor]) -> Tensor:
+    return layer(linear, pair[0], 2 * pair[1])
+
+
+def pass_on(linear: nn.Linear, x: Any) -> Any:
+    return x
+
+
+def pass_on_and_add(linear: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor]:
+    return x, linear(x)
+
+
+def transposed(linear: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor]:
+    y = linear(x)
+    return y.mT, y[:, ::2].expand(2, -1, -1)
+
+
+def read_transposed(linear: nn.Linear, pair: tuple[Tensor, Tensor]) -> Tensor:
+    return linear(pair[0].mT) * pair[1].sum((0, 2))[:, None]
+
+
+def own_parameter(linear: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor]:
+    return linear(x), linear.bias
+
+
+def read_first_only(linear: nn.Linear, pair: tuple[Tensor, Tensor]) -> Tensor:
+    return layer(linear, pair[0])
+
+
+def with_empty(linear: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor]:
+    y = linear(x)
+    return y, y[:0]
+
+
+def read_with_empty(linear: nn.Linear, pair: tuple[Tensor, Tensor]) -> Tensor:
+    assert (pair[1].shape, pair[1].requires_grad) == ((0, WIDTH), True)
+    return layer(linear, pair[0]) + pair[1].sum()
+
+
+def no_tensor(linear: nn.Linear, x: Tensor) -> tuple[int, None]:
+    return x.shape[1], None
+
+
+def read_no_tensor(linear: nn.Linear, pair: tuple[int, None], x: Tensor) -> Tensor:
+    return linear(x) * pair[0]
+
+
+def large(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x).repeat(1, 20_000)
+
+
+def read_large(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x.unflatten(1, (-1, WIDTH)).mean(1))
+
+
+ONE_TO_TWO = {"edges": [(0, 1), (0, 2), (1, 2)]}
+CASES: dict[str, Stages] = {
+    "nested": stages_of(make_nested, read_nested, end_nested),
+    "keys of a dict": stages_of(make_two, layer, layer, edges=[(0, 1, "a"), (0, 2, "b"), (1, 2)]),
+    "keys of a tuple": stages_of(make_pair, layer, layer, edges=[(0, 2, 1), (0, 1, 0), (1, 2)]),
+    "one key twice": stages_of(make_two, layer, layer, edges=[(0, 1, "a"), (0, 2, "a"), (1, 2)]),
+    "one output, two readers": stages_of(layer, layer, layer, **ONE_TO_TWO),
+    "one tensor twice": stages_of(make_twice, read_pair, layer),
+    "passed on": stages_of(layer, pass_on, layer),
+    "input passed on": stages_of(pass_on, layer, layer),
+    "a pair passed on": stages_of(make_pair, pass_on, read_pair),
+    "passed on and used": stages_of(layer, pass_on_and_add, read_pair),
+    "not contiguous": stages_of(transposed, read_transposed, layer),
+    "a parameter": stages_of(own_parameter, read_pair, layer),
+    "part not used": stages_of(make_pair, read_first_only, layer),
+    "empty tensors": stages_of(with_empty, read_with_empty, layer),
+    "no tensors": stages_of(no_tensor, read_no_tensor, layer, inputs=[(0,), (0,), ()]),
+    "large": stages_of(large, read_large, layer),
+}
+
+
+PLACES = {"1f1b": [[0, 1, 2], [2, 0, 1]], "gpipe": [[0, 1, 2], [0, 0, 1], [0, 1, 1], [1, 0, 1], [0, 0, 0]]}
+
+
+def plans_for(stages: Stages, num_microbatches: int = 4) -> list[Plan]:
+    edges = [edge[:2] for edge in stages.edges]
+    costs, cluster = Costs.uniform(3, 10, 20), Cluster.uniform(3)
+    return [
+        NAMED[name](place(costs, cluster, ranks, edges), num_microbatches)
+        for name, choices in PLACES.items()
+        for ranks in choices
+    ]
+
+
+def run_each(rank: int, stages: Stages, plans: list[Plan], batches: list[Any]) -> list[list[StepResult]]:
+    return [pipeline_steps(rank, stages, plan, batches) for plan in plans]
+
+
+def serial_gradients(stages: Stages, *batch: Any) -> StepResult:
+    result = serial_step(stages, *batch)
+    for module in stages.modules:
+        module.zero_grad(set_to_none=True)
+    return result
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_boundary(pool: Pool, case: str) -> None:
+    stages, batches = CASES[case], [batch_of(4, seed) for seed in range(3)]
+    plans = plans_for(stages)
+    by_rank = pool.run(3, run_each, stages, plans, batches)
+    for step, batch in enumerate(batches):
+        serial = serial_gradients(stages, *batch)
+        for plan in range(len(plans)):
+            assert_equal_steps([results[plan][step] for results in by_rank], serial)

@@ -1,0 +1,105 @@
+"""A closed pipeline leaves nothing behind, and a running one does not grow."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dist.networks import Layer, batch_of, chain, graph_of_layers, loss_fn
+from dist.pool import Pool
+from rota import Cluster, Costs, Pipeline, Plan, Stages, place, schedules
+
+NUM_RANKS = 3
+
+
+def plan_for(num_microbatches: int = 4) -> Plan:
+    return schedules.one_f_one_b(place(Costs.uniform(NUM_RANKS), Cluster.uniform(NUM_RANKS)), num_microbatches)
+
+
+def held() -> dict[str, int]:
+    """What this process holds now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "Python threads": threading.active_count(),
+        "threads": len(os.listdir("/proc/self/task")),
+        "files": len(os.listdir("/proc/self/fd")),
+        "bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+    }
+
+
+def names_of_threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("rota")}
+
+
+def threads_before_in_and_after(rank: int, stages: Stages, plan: Plan, batch: Any) -> list[set[str]]:
+    seen = [names_of_threads()]
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        pipeline.step(*batch)
+        seen.append(names_of_threads())
+    pipeline.close()  # once more does nothing
+    return [*seen, names_of_threads()]
+
+
+def test_close_ends_the_threads(pool: Pool) -> None:
+    seen = pool.run(NUM_RANKS, threads_before_in_and_after, chain(NUM_RANKS), plan_for(), batch_of(4))
+    assert seen == [[set(), {"rota-sends", "rota-watchdog"}, set()]] * NUM_RANKS
+
+
+def many_pipelines(rank: int, stages: Stages, plan: Plan, batch: Any) -> tuple[dict[str, int], dict[str, int]]:
+    early: dict[str, int] = {}
+    for count in range(20):
+        with Pipeline(stages, plan, loss_fn) as pipeline:
+            pipeline.step(*batch)
+        torch.distributed.barrier()
+        early = early or (held() if count == 3 else {})
+    return early, held()
+
+
+def test_pipelines_made_one_after_another_leave_nothing(pool: Pool) -> None:
+    for early, late in pool.run(NUM_RANKS, many_pipelines, chain(NUM_RANKS), plan_for(), batch_of(4)):
+        assert late["threads"] <= early["threads"] + 1, (early, late)
+        assert late["files"] <= early["files"] + 1, (early, late)
+
+
+def many_steps(rank: int, stages: Stages, plan: Plan, batch: Any) -> tuple[dict[str, int], dict[str, int]]:
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        for step in range(200):
+            pipeline.step(*batch)
+            if step == 20:
+                early = held()
+        return early, held()
+
+
+def test_two_hundred_steps_stay_flat(pool: Pool) -> None:
+    """A boundary tensor has 100 kB, so that 180 steps would leave 70 MB if each left one micro-batch's."""
+    width = 128
+    stages = Stages([Layer(width).double() for _ in range(NUM_RANKS)])
+    batch = torch.randn(2, 400, width, dtype=torch.float64).unbind()
+    for early, late in pool.run(NUM_RANKS, many_steps, stages, plan_for(), batch, timeout_s=100):
+        assert late["Python threads"] == early["Python threads"]
+        assert late["threads"] <= early["threads"]
+        assert late["files"] <= early["files"]
+        assert late["bytes"] < early["bytes"] + 20e6
+
+
+def use_after_close(rank: int, stages: Stages, plan: Plan) -> str:
+    pipeline = Pipeline(stages, plan, loss_fn)
+    pipeline.close()
+    try:
+        pipeline.step()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was said"
+
+
+def test_closed_pipeline_says_so(pool: Pool) -> None:
+    told = pool.run(2, use_after_close, graph_of_layers(2, [(0, 1)]), schedules.gpipe(two_ranks(), 2))
+    assert told == ["PipelineError: the pipeline is closed; make a new one"] * 2
+
+
+def two_ranks() -> Any:
+    return place(Costs.uniform(2), Cluster.uniform(2))

@@ -1,0 +1,132 @@
+"""What was sent or read is let go at once: a rank holds what the plan says, not what a step has seen."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from dist.networks import batch_of, loss_fn
+from dist.pool import Pool
+from rota import Cluster, Costs, Pipeline, Plan, Stages, place
+from rota.schedules import NAMED
+
+NUM_RANKS, WIDTH = 3, 6
+
+#: Storages that crossed a boundary, of each kind, in this process.
+crossed: defaultdict[str, list[StorageWeakRef]] = defaultdict(list)
+#: How many of them were alive when a forward or backward began, at most.
+most_alive: defaultdict[str, int] = defaultdict(int)
+
+
+def note(kind: str, tensor: Tensor) -> None:
+    crossed[kind].append(StorageWeakRef(tensor.untyped_storage()))
+
+
+def alive(kind: str) -> int:
+    return sum(not storage.expired() for storage in crossed[kind])
+
+
+def look() -> None:
+    for kind in [*crossed]:
+        most_alive[kind] = max(most_alive[kind], alive(kind))
+
+
+class Noting(nn.Module):
+    """A linear layer, which saves its input for the backward but not its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        look()
+        time.sleep(0.001)  # sends are let go by another thread, which has to be given a chance
+        note("received", x)
+        y: Tensor = self.linear(x)
+        note("sent", y)
+        if x.requires_grad:
+            x.register_post_accumulate_grad_hook(lambda x: note("gradients sent", x.grad))
+        y.register_hook(self.received_gradient)
+        return y
+
+    def received_gradient(self, gradient: Tensor) -> None:
+        look()
+        note("gradients received", gradient)
+
+
+def plan_for(schedule: str, num_microbatches: int, num_ranks: int = NUM_RANKS) -> Plan:
+    placement = place(Costs.uniform(num_ranks, 10, 20), Cluster.uniform(num_ranks))
+    return NAMED[schedule](placement, num_microbatches)
+
+
+def most_alive_in_a_step(rank: int, stages: Stages, plan: Plan, batch: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """For each kind: the most that were alive at once in the second step, and those alive after it."""
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        pipeline.step(*batch)
+        crossed.clear()
+        most_alive.clear()
+        pipeline.step(*batch)
+        gc.collect()
+        after = {kind: alive(kind) for kind in crossed if not (kind == "received" and rank == 0)}
+    assert len(crossed["sent"]) == plan.num_microbatches * len(plan.placement.stages_on(rank))
+    return dict(most_alive), after
+
+
+def noting_stages() -> Stages:
+    return Stages([Noting() for _ in range(NUM_RANKS)])
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_nothing_that_crossed_a_boundary_outlives_the_step(pool: Pool, schedule: str) -> None:
+    by_rank = pool.run(NUM_RANKS, most_alive_in_a_step, noting_stages(), plan_for(schedule, 6), batch_of(6))
+    for _, after in by_rank:
+        assert not any(after.values()), by_rank
+
+
+def test_alive_boundary_tensors_do_not_grow_with_the_number_of_microbatches(pool: Pool) -> None:
+    by_rank = pool.run(NUM_RANKS, most_alive_in_a_step, noting_stages(), plan_for("1f1b", 32), batch_of(32))
+    for rank, (most, _) in enumerate(by_rank):
+        in_flight = NUM_RANKS - rank
+        if rank > 0:  # rank 0 receives the caller's batch
+            assert most["received"] <= in_flight
+            assert most["gradients sent"] <= 5
+        if rank < NUM_RANKS - 1:
+            assert most["sent"] <= in_flight + 3
+            assert most["gradients received"] <= 2
+
+
+def outputs_alive_before_backward(rank: int, stages: Stages, plan: Plan, batch: Any) -> int:
+    seen = []
+
+    def count(_: Tensor) -> None:
+        deadline = time.monotonic() + 2
+        while alive("sent") and time.monotonic() < deadline and not seen:
+            time.sleep(0.001)  # what has arrived there is let go here a little later, by another thread
+        seen.append(alive("sent"))
+
+    stages[rank].received_gradient = count  # type: ignore[assignment]
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        for _ in range(2):
+            crossed.clear()
+            seen.clear()
+            pipeline.step(*batch)
+    return seen[0]
+
+
+def test_outputs_are_not_kept_for_their_backward(pool: Pool) -> None:
+    plan, batch = plan_for("gpipe", 6), batch_of(6)
+    by_rank = pool.run(NUM_RANKS, outputs_alive_before_backward, noting_stages(), plan, batch)
+    assert by_rank[:2] == [0, 0]
+
+
+def test_outputs_between_stages_of_one_rank_are_freed_too(pool: Pool) -> None:
+    """The second stage's input is the first one's output: alive until the second's backward, then gone."""
+    placement = place(Costs.uniform(3, 10, 20), Cluster.uniform(2), [0, 0, 1])
+    by_rank = pool.run(2, most_alive_in_a_step, noting_stages(), NAMED["gpipe"](placement, 4), batch_of(4))
+    assert not any(by_rank[0][1].values()), by_rank

@@ -1,0 +1,104 @@
+"""Measured costs: bytes counted independently, times of known work, nothing touched."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from rota import PipelineError, Stages, profile
+
+
+class TwoLayers(nn.Module):
+    """Keeps its input (the first Linear), the hidden layer (the second) and, for ReLU, its output: the same storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(torch.relu(self.first(x)))
+        return out
+
+
+def test_bytes_are_those_that_autograd_keeps() -> None:
+    stages = Stages([TwoLayers(), TwoLayers()])
+    costs = profile(stages, torch.zeros(5, 8), repeats=1)
+    hidden, boundary, parameters = 5 * 16 * 4, 5 * 8 * 4, (8 * 16 + 16 + 16 * 8 + 8) * 4
+    assert costs.activation_bytes == (hidden, boundary + hidden)  # the step's own batch is not the first stage's
+    assert costs.boundary_bytes == costs.gradient_bytes == (boundary,)
+    assert costs.static_bytes == (2 * parameters, 2 * parameters)
+    assert costs.edges == ((0, 1),)
+
+
+class Views(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2  # keeps nothing: the factor is a number
+        return y[:1].sigmoid().sum() + (y[1:] * y[:-1]).sum()  # keeps y, by three views, and the sigmoid
+
+
+def test_views_of_one_storage_count_once() -> None:
+    stages = Stages([nn.Linear(4, 4), Views()])
+    costs = profile(stages, torch.zeros(6, 4), repeats=1)
+    received, y, sigmoid = 6 * 4 * 4, 6 * 4 * 4, 1 * 4 * 4
+    assert costs.activation_bytes[1] == received + y + sigmoid
+
+
+def test_integers_travel_but_have_no_gradient() -> None:
+    class Tokens(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x * torch.ones(3, requires_grad=True), torch.arange(7)
+
+    class Reader(nn.Module):
+        def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            return pair[0].sum()
+
+    costs = profile(Stages([Tokens(), Reader()]), torch.zeros(3), repeats=1)
+    assert (costs.boundary_bytes, costs.gradient_bytes) == ((3 * 4 + 7 * 8,), (3 * 4,))
+
+
+def test_the_model_is_not_touched() -> None:
+    stages = Stages([nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout()), nn.Linear(4, 1)])
+    before = copy.deepcopy([module.state_dict() for module in stages.modules])
+    random = torch.get_rng_state()
+    costs = profile(stages, torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), repeats=2)
+    for module, state in zip(stages.modules, before, strict=True):
+        assert all(torch.equal(tensor, state[name]) for name, tensor in module.state_dict().items())
+        assert all(parameter.grad is None for parameter in module.parameters())
+    assert torch.equal(random, torch.get_rng_state())
+    assert min(costs.forward_us + costs.backward_us) > 0
+
+
+def test_more_work_takes_longer() -> None:
+    class Repeat(nn.Module):
+        def __init__(self, times: int) -> None:
+            super().__init__()
+            self.times, self.layer = times, nn.Linear(128, 128)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(self.times):
+                x = torch.tanh(self.layer(x))
+            return x
+
+    costs = profile(Stages([Repeat(2), Repeat(40)]), torch.zeros(64, 128), repeats=3)
+    assert costs.forward_us[1] > 4 * costs.forward_us[0]
+    assert costs.backward_us[1] > 4 * costs.backward_us[0]
+
+
+def test_ranks_that_share_cores_are_told() -> None:
+    told: list[str] = []
+    num_ranks = len(os.sched_getaffinity(0)) + 1
+    stages = Stages([nn.Linear(2, 2) for _ in range(2 * num_ranks)])
+    ranks = [stage % num_ranks for stage in range(2 * num_ranks)]
+    costs = profile(stages, torch.zeros(1, 2), ranks=ranks, repeats=1, report=told.append)
+    assert f"{num_ranks} ranks share {num_ranks - 1} cores" in told[0]
+    assert f"{num_ranks} ranks share {num_ranks - 1} cores" in costs.note
+
+
+def test_a_stage_that_fails_is_named() -> None:
+    stages = Stages([nn.Linear(2, 2), nn.Linear(3, 3), nn.Linear(3, 3)])
+    with pytest.raises(PipelineError, match=r"stage 1 failed while profiling: RuntimeError"):
+        profile(stages, torch.zeros(1, 2), repeats=1)

@@ -1,0 +1,59 @@
+"""Whatever `check` lets pass runs to its end, with the unsplit model's losses and gradients."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+from dist.networks import StepResult, assert_equal_steps, batch_of, graph_of_layers, pipeline_steps, serial_step
+from dist.pool import Pool
+from dist.random_plans import random_plan
+from rota import Kind, Plan, Stages
+
+NUM_RANKS, NUM_PLANS = 3, 60
+
+
+def run_each(rank: int, cases: list[tuple[Stages, Plan, list[Any]]]) -> list[list[StepResult]]:
+    """Every stage takes as long as it likes, not what the plan says."""
+    chance = random.Random(rank)
+    for stages, _, _ in cases:
+        for module in stages.modules:
+            module.register_forward_pre_hook(lambda *_: time.sleep(0.002 * chance.random() ** 4))
+    return [pipeline_steps(rank, stages, plan, batches) for stages, plan, batches in cases]
+
+
+def trains(plan: Plan) -> bool:
+    return any(task.kind is Kind.B for task in plan.placement.tasks)
+
+
+def test_random_orders(pool: Pool) -> None:
+    cases = []
+    for seed in range(NUM_PLANS):
+        edges, plan = random_plan(seed, NUM_RANKS)
+        batches = [batch_of(plan.num_microbatches, seed) for seed in (1, 2)]
+        cases.append((graph_of_layers(plan.num_stages, edges, seed), plan, batches))
+    by_rank = pool.run(NUM_RANKS, run_each, cases, timeout_s=100)
+    for case, (stages, plan, batches) in enumerate(cases):
+        for step, batch in enumerate(batches):
+            for parameter in (p for module in stages.modules for p in module.parameters()):
+                parameter.grad = None
+            serial = serial_step(stages, *batch)
+            if not trains(plan):
+                serial.gradients.clear()
+            assert_equal_steps([results[case][step] for results in by_rank], serial)
+
+
+def test_the_random_plans_are_odd_enough() -> None:
+    drawn = [random_plan(seed, NUM_RANKS) for seed in range(NUM_PLANS)]
+    plans = [plan for _, plan in drawn]
+    assert any(not order for plan in plans for order in plan.orders)  # an idle rank
+    assert any(len(plan.placement.stages_on(rank)) > 1 for plan in plans for rank in range(NUM_RANKS))
+    assert sum(not trains(plan) for plan in plans) > 1
+    assert sum(len({a for a, _ in edges}) < len(edges) for edges, _ in drawn) > 10  # an output with several readers
+    out_of_order = 0
+    for plan in plans:
+        for order in plan.orders:
+            forwards = [op.microbatch for op in order if op.kind is Kind.F and op.stage == order[0].stage]
+            out_of_order += forwards != sorted(forwards)
+    assert out_of_order > 20

@@ -1,0 +1,269 @@
+"""Every way to break a plan is refused for the right reason, and the message can be believed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from core_strategies import Chooser, deal, plans, read_by, with_limits
+from rota import schedules
+from rota.checking import check
+from rota.costs import Cluster, Costs
+from rota.errors import PlanError
+from rota.placement import Placement, place
+from rota.plan import Plan
+from rota.simulation import simulate
+from rota.tasks import Kind, Op, Task
+
+Orders = list[list[Op]]
+choosers = st.integers(0, 2**16).map(Chooser)
+
+
+def refusal(plan: Plan) -> PlanError:
+    with pytest.raises(PlanError) as caught:
+        check(plan)
+    return caught.value
+
+
+@given(plans())
+@settings(max_examples=300)
+def test_valid_plans_pass(plan: Plan) -> None:
+    check(plan)
+
+
+# --- broken plans -----------------------------------------------------------------------------------------------------
+# Each breaks the orders in place, and may find that it cannot.
+
+
+def pick(orders: Orders, chooser: Chooser) -> tuple[int, int]:
+    """A random op: its rank and where it is in the rank's order."""
+    return chooser.choice([(rank, i) for rank, order in enumerate(orders) for i in range(len(order))])
+
+
+def removed(plan: Plan, orders: Orders, chooser: Chooser) -> None:
+    rank, i = pick(orders, chooser)
+    del orders[rank][i]
+
+
+def duplicated(plan: Plan, orders: Orders, chooser: Chooser) -> None:
+    rank, i = pick(orders, chooser)
+    orders[rank].insert(chooser.randint(0, len(orders[rank])), orders[rank][i])
+
+
+def moved(plan: Plan, orders: Orders, chooser: Chooser) -> None:
+    rank, i = pick(orders, chooser)
+    op = orders[rank][i]
+    others = [r for r in range(plan.num_ranks) if r not in plan.placement.task(op.stage, op.kind).ranks]
+    assume(others)
+    order = orders[chooser.choice(others)]
+    order.insert(chooser.randint(0, len(order)), orders[rank].pop(i))
+
+
+def unknown_stage(plan: Plan, orders: Orders, chooser: Chooser) -> None:
+    rank, i = pick(orders, chooser)
+    orders[rank][i] = orders[rank][i]._replace(stage=max(plan.placement.stages) + chooser.randint(1, 3))
+
+
+def unknown_kind(plan: Plan, orders: Orders, chooser: Chooser) -> None:
+    rank, i = pick(orders, chooser)
+    kinds = [kind for kind in Kind if (orders[rank][i].stage, kind) not in plan.placement.index]
+    assume(kinds)
+    orders[rank][i] = orders[rank][i]._replace(kind=chooser.choice(kinds))
+
+
+def unknown_microbatch(plan: Plan, orders: Orders, chooser: Chooser) -> None:
+    rank, i = pick(orders, chooser)
+    op = orders[rank][i]
+    known = plan.placement.microbatches(op.stage, plan.num_microbatches)  # those of another stream are unknown too
+    unknown = set(range(-2, plan.num_microbatches + 3)) - set(known)
+    orders[rank][i] = op._replace(microbatch=chooser.choice(sorted(unknown)))
+
+
+def before_its_data(plan: Plan, orders: Orders, chooser: Chooser) -> None:
+    needs = {op: set(read_by(plan.placement, op)) for order in orders for op in order}
+    for _ in needs:  # transitively
+        needs = {op: before.union(*(needs[b] for b in before)) for op, before in needs.items()}
+    found = [(order, a, b) for order in orders for b in order for a in needs[b] if a in order]
+    assume(found)
+    order, a, b = chooser.choice(found)
+    order.remove(b)
+    order.insert(order.index(a), b)
+
+
+def against_another_rank(plan: Plan, orders: Orders, chooser: Chooser) -> None:
+    shared = [(x, {*x} & {*y}) for x in orders for y in orders if x is not y]
+    found = [(order, a, b) for order, both in shared for a, b in pairwise(op for op in order if op in both)]
+    assume(found)
+    order, a, b = chooser.choice(found)
+    i, j = order.index(a), order.index(b)
+    order[i], order[j] = b, a
+
+
+REASONS: dict[Callable[[Plan, Orders, Chooser], None], str] = {
+    removed: "missing",
+    duplicated: "duplicate",
+    moved: "wrong rank",
+    unknown_stage: "unknown",
+    unknown_kind: "unknown",
+    unknown_microbatch: "unknown",
+    before_its_data: "cycle",
+    against_another_rank: "cycle",
+}
+
+
+@pytest.mark.parametrize("break_", REASONS, ids=lambda function: function.__name__)
+@given(plan=plans(), chooser=choosers)
+@settings(max_examples=70)
+def test_a_broken_plan_is_refused_for_the_right_reason(
+    break_: Callable[[Plan, Orders, Chooser], None], plan: Plan, chooser: Chooser
+) -> None:
+    orders = [list(order) for order in plan.orders]
+    break_(plan, orders, chooser)
+    broken = replace(plan, orders=tuple(map(tuple, orders)))
+    error = refusal(broken)
+    assert error.reason == REASONS[break_]
+    if error.reason == "cycle":
+        believe_cycle(broken, str(error))
+    else:
+        rank, op = re.match(r"rank (\d+) (?:does|never does) (\d+[FBIWR]-?\d+)", str(error)).groups()
+        names = [str(op) for op in broken.orders[int(rank)]]
+        assert names.count(op) == {"missing": 0, "duplicate": 2}.get(error.reason, 1)
+
+
+def believe_cycle(plan: Plan, message: str) -> None:
+    """The waits that `message` tells are real, each for the one in the next line, and they close."""
+    head, _, told = message.partition(": ")
+    assert head == "the orders wait in a cycle"
+    waits: list[tuple[Op, Op] | None] = []
+    for line in told.split("; "):
+        if match := re.fullmatch(r"(\w+) reads what (\w+) makes", line):
+            op, other = map(Op.parse, match.groups())
+            assert other in read_by(plan.placement, op)
+        elif match := re.fullmatch(r"(\w+) comes after (\w+) in rank (\d+)'s order", line):
+            op, other = map(Op.parse, match.groups()[:2])
+            order = plan.orders[int(match[3])]
+            assert order.index(op) > order.index(other)
+        else:
+            assert re.fullmatch(r"… \d+ more waits …", line)
+            waits.append(None)
+            continue
+        waits.append((op, other))
+    for wait, following in zip(waits, waits[1:] + waits[:1], strict=True):
+        assert wait is None or following is None or wait[1] == following[0]
+
+
+@given(plans(), choosers)
+@settings(max_examples=300)
+def test_shuffled_orders_pass_exactly_if_nothing_waits_in_a_cycle(plan: Plan, chooser: Chooser) -> None:
+    orders = [list(order) for order in plan.orders]
+    for order in orders:
+        for _ in range(chooser.randint(0, 2) if order else 0):
+            i = chooser.randrange(len(order))
+            order.insert(chooser.randrange(len(order)), order.pop(i))
+    needs = {op: set(read_by(plan.placement, op)) for order in orders for op in order}
+    for order in orders:
+        for before, op in pairwise(order):
+            needs[op].add(before)
+    while free := [op for op, before in needs.items() if not before & needs.keys()]:
+        for op in free:
+            del needs[op]
+    shuffled = replace(plan, orders=tuple(map(tuple, orders)))
+    if needs:
+        error = refusal(shuffled)
+        assert error.reason == "cycle"
+        believe_cycle(shuffled, str(error))
+    else:
+        check(shuffled)
+
+
+def test_a_long_cycle_is_told_in_short() -> None:
+    n = 40
+    placement = place(Costs.uniform(n), Cluster.uniform(n))
+    orders = [list(order) for order in schedules.gpipe(placement, 1).orders]
+    orders[0].reverse()
+    broken = Plan(placement, 1, tuple(map(tuple, orders)))
+    message = str(refusal(broken))
+    assert "… 68 more waits …" in message
+    believe_cycle(broken, message)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@given(plans(), choosers)
+@settings(max_examples=300)
+def test_a_limit_holds_to_the_byte(plan: Plan, chooser: Chooser) -> None:
+    timeline = simulate(plan)
+    peaks = timeline.peak_memory_bytes
+    check(with_limits(plan, peaks))
+    over = [rank for rank, peak in enumerate(peaks) if peak > 0]
+    assume(over)
+    rank = chooser.choice(over)
+    peak = peaks[rank]
+    error = refusal(with_limits(plan, (peak - (r == rank) for r, peak in enumerate(peaks))))
+    assert error.reason == "memory"
+    assert f"over its limit of {exactly(peak - 1)}" in str(error)
+    if plan.placement.static_bytes[rank] == peak:
+        assert f"rank {rank} holds {exactly(peak)} before its first op" in str(error)
+    else:
+        rank_and_op = f"rank {rank} would hold {re.escape(exactly(peak))} at (\\w+),"
+        assert Op.parse(re.match(rank_and_op, str(error))[1]) in plan.orders[rank]
+        assert f"(its peak is {exactly(peak)})" in str(error)
+
+
+def exactly(num_bytes: int) -> str:
+    return f"{num_bytes} B ({num_bytes} bytes)"
+
+
+def test_the_message_names_rank_op_and_bytes() -> None:
+    placement = place(Costs.uniform(2, activation_bytes=10**6, static_bytes=500), Cluster((None, 3_000_000)))
+    assert str(refusal(schedules.gpipe(placement, 4))) == (
+        "rank 1 would hold 3 MB (3000500 bytes) at 1F2, over its limit of 3 MB (3000000 bytes) "
+        "(its peak is 4 MB (4000500 bytes)); start fewer forwards before the backwards, make micro-batches smaller, "
+        "or raise the limit"
+    )
+    check(schedules.one_f_one_b(placement, 4))
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("orders", "num_microbatches", "reason", "told"),
+    [
+        ((), 1, "unknown", "the plan has 0 rank orders, but its placement has 2 ranks; give one order a rank"),
+        (((), ()), 0, "missing", "num_microbatches is 0; a step needs at least 1"),
+        (((), ()), 2, "missing", "rank 0 never does 0F0 and 3 more; add it to the rank's order"),
+        (
+            ((Op(7, Kind.F, 0),), ()),
+            1,
+            "unknown",
+            "0 does 7F0, which the placement does not know (there are 2 stages)",
+        ),
+        (
+            ((Op(0, Kind.W, 0),), ()),
+            1,
+            "unknown",
+            "0 does 0W0, which the placement does not know (stage 0 has B F)",
+        ),
+        (((Op(0, Kind.F, 3),), ()), 2, "unknown", "rank 0 does 0F3, but stage 0 has the micro-batches 0 to 1"),
+        (((Op(1, Kind.F, 0),), ()), 1, "wrong rank", "rank 0 does 1F0, but stage 1 is on rank 1; move it there"),
+    ],
+)
+def test_messages(orders: tuple[tuple[Op, ...], ...], num_microbatches: int, reason: str, told: str) -> None:
+    error = refusal(Plan(place(Costs.uniform(2), Cluster.uniform(2)), num_microbatches, orders))
+    assert error.reason == reason
+    assert told in str(error)
+
+
+def test_a_micro_batch_of_another_stream_is_unknown() -> None:
+    placement = Placement((Task(0, Kind.F, (0,), 1), Task(1, Kind.F, (0,), 1)), (), Cluster.uniform(1))
+    check(deal(placement, 3, [Op(1, Kind.F, 1), Op(0, Kind.F, 2), Op(0, Kind.F, 0)]))
+    error = refusal(deal(placement, 3, [Op(1, Kind.F, 1), Op(0, Kind.F, 1)]))
+    assert str(error) == "rank 0 does 0F1, but stage 0 has the micro-batches 0 to 2 in steps of 2"

@@ -1,0 +1,150 @@
+"""The command line in one process: files between commands, exit codes, one-line errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rota import Costs, Plan, Timeline, simulate
+from rota.cli import main
+from rota.cli.main import _COMMANDS
+from rota.cli.sizes import parse_bytes
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Exit code, standard output, standard error."""
+    try:
+        code = main([str(argument) for argument in arguments])
+    except SystemExit as stop:
+        code = int(str(stop.code))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    path = tmp_path / "plan.json"
+    assert run(capsys, "plan", "1f1b", "--ranks", 3, "--microbatches", 4, "-o", path)[0] == 0
+    return path
+
+
+def test_plan_simulate_show_and_compare_pass_files_on(
+    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timeline = tmp_path / "timeline.json"
+    assert run(capsys, "check", plan_file)[0] == 0
+    assert run(capsys, "simulate", plan_file, "-o", timeline)[0] == 0
+    assert Timeline.from_json(timeline.read_text()) == simulate(Plan.from_json(plan_file.read_text()))
+    for file in (plan_file, timeline):
+        code, out, _ = run(capsys, "show", file, "--width", 70)
+        assert code == 0
+        assert "rank 2" in out
+        assert max(map(len, out.splitlines())) <= 70
+    picture = tmp_path / "plan.png"
+    assert run(capsys, "show", timeline, "-o", picture)[0] == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    code, out, _ = run(capsys, "compare", plan_file, timeline)
+    assert code == 0
+    assert "slower ops" in out
+
+
+def test_csv_is_written_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.csv"
+    arguments = ["--stages", 4, "--ranks", 2, "--microbatches", 3, "-o", path]
+    assert run(capsys, "plan", "gpipe", *arguments)[0] == 0
+    assert path.read_text().startswith("0F0,0F1,0F2,2F0")
+    code, out, _ = run(capsys, "check", path)
+    assert code == 0
+    assert "4 stages and 3 micro-batches on 2 ranks" in out
+
+
+def test_measured_costs_are_taken_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    costs = tmp_path / "costs.json"
+    costs.write_text(Costs(forward_us=(5, 7), backward_us=(11, 13)).to_json())
+    plan = tmp_path / "plan.json"
+    assert run(capsys, "plan", "1f1b", "--costs", costs, "--microbatches", 1, "-o", plan)[0] == 0
+    assert simulate(Plan.from_json(plan.read_text())).makespan_us == 5 + 7 + 13 + 11
+
+
+def test_forward_only_makes_its_own_placement(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "plan", "forward_only", "--ranks", 3, "--microbatches", 2)[0] == 0
+
+
+def _corrupt(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["plann"], 2, ["'plann'", "did you mean plan?"]),
+        (["plan", "1f2b", "--ranks", "2", "--microbatches", "2"], 2, ["'1f2b'", "did you mean 1f1b?"]),
+        (["plan", "1f1b", "--ranks", "0", "--microbatches", "2"], 2, ["--ranks", "'0'", "1 or more"]),
+        (["plan", "1f1b", "--ranks", "2"], 2, ["--microbatches"]),
+        (["plan", "1f1b", "--microbatches", "2"], 2, ["give --ranks"]),
+        (["plan", "1f1b", "--ranks", "2", "--microbatches", "2", "--limit", "3 pounds"], 2, ["3 pounds", "40GB"]),
+        (["check", "absent.json"], 2, ["absent.json", "No such file"]),
+        (["run", "absent.json", "train.py"], 2, ["absent.json", "No such file"]),
+        (
+            ["plan", "1f1b", "--ranks", "4", "--microbatches", "8", "--activation", "1GB", "--limit", "2.5GB"],
+            1,
+            ["refused", "rank 0", "0F2", "2500000000 bytes"],
+        ),
+    ],
+)
+def test_errors(arguments: list[str], code: int, told: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    got, _, error = run(capsys, *arguments)
+    assert got == code
+    assert error.count("\n") == 1
+    for words in told:
+        assert words in error
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "code", "told"),
+    [
+        ("bad.json", '{"rota": "plan", ', 2, ["bad.json", "not JSON", "line 1"]),
+        ("bad.json", '{"rota": "costs"}', 2, ["bad.json", '"costs"']),
+        ("bad.json", '{"rota": "plan", "num_microbatches": 0}', 2, ["bad.json", "plan"]),
+        ("bad.csv", "0F0,0B0\n1F0,1X0\n", 2, ["bad.csv", "line 2, cell 2", "'1X0'"]),
+        ("bad.csv", "", 2, ["bad.csv", "empty"]),
+        ("bad.csv", "1F0\n", 2, ["bad.csv", "never runs stage 0"]),
+        ("cycle.csv", "0B0,0F0\n1F0,1B0\n", 1, ["refused", "cycle", "0F0 comes after 0B0 in rank 0's order"]),
+        ("short.csv", "0F0,0B0\n1F0\n", 1, ["refused", "rank 1 never does 1B0"]),
+    ],
+)
+def test_bad_files(
+    name: str, text: str, code: int, told: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    got, _, error = run(capsys, "check", _corrupt(tmp_path, name, text))
+    assert got == code
+    assert error.count("\n") == 1
+    for words in told:
+        assert words in error
+
+
+def test_binary_files_and_folders_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "picture.json").write_bytes(b"\x89PNG\xff\xfe")
+    assert "no text file" in run(capsys, "show", tmp_path / "picture.json")[2]
+    assert "directory" in run(capsys, "show", tmp_path)[2]
+
+
+@pytest.mark.parametrize("command", _COMMANDS)
+def test_help_teaches_by_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, command, "--help")
+    assert code == 0
+    assert f"example:\n  rota {command}" in out
+
+
+def test_bare_command_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys)
+    assert code == 2
+    assert "rota demo" in out
+
+
+@pytest.mark.parametrize(("text", "size"), [("40GB", 40 * 10**9), ("512MiB", 2**29), ("7", 7), ("1.5 k", 1500)])
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size

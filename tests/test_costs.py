@@ -1,0 +1,131 @@
+"""Costs, links and clusters, and their text."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from math import ceil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core_strategies import costs
+from rota.costs import Cluster, Costs, Link
+from rota.errors import FormatError, PlacementError, RotaError
+
+GIVEN = Costs((1, 2, 3), (4, 5, 6), activation_bytes=7, boundary_bytes=(8, 9), edges=((0, 1), (0, 2)))
+
+
+@given(st.integers(0, 10**12), st.integers(0, 10**6), st.integers(1, 10**6))
+def test_a_transfer_takes_latency_and_size_over_rate_rounded_up(num_bytes: int, latency: int, rate: int) -> None:
+    assert Link(latency, rate).transfer_us(num_bytes) == latency + ceil(Fraction(num_bytes, rate))
+    assert Link(latency).transfer_us(num_bytes) == latency
+
+
+def test_a_pair_may_have_a_link_of_its_own_in_each_direction() -> None:
+    cluster = Cluster((None, 5), Link(1), ((0, 1, Link(2)),))
+    assert cluster.link_between(0, 1) == Link(2)
+    assert cluster.link_between(1, 0) == Link(1)
+    assert Cluster.uniform(2, 5, 1, 3) == Cluster((5, 5), Link(1, 3))
+
+
+def test_whole_floats_become_whole_numbers() -> None:
+    assert repr(Cluster.uniform(1, 80e9, 2.0, 1e3)) == repr(Cluster.uniform(1, 80_000_000_000, 2, 1000))
+    assert repr(Costs((1.0,), 2.0, static_bytes=3e9)) == repr(Costs((1,), 2, static_bytes=3_000_000_000))
+
+
+def test_one_number_stands_for_every_stage() -> None:
+    assert GIVEN.activation_bytes == (7, 7, 7)
+    assert GIVEN.boundary_bytes == (8, 9)
+    assert Costs.uniform(3).boundary_bytes == 0  # a number until the edges are known
+    assert Costs.uniform(2, 3, 4, 5, 6, reduce_us=7) == Costs((3, 3), (4, 4), (5, 5), (6, 6), reduce_us=(7, 7))
+
+
+def test_the_input_gradient_frees_half_unless_told() -> None:
+    assert Costs.uniform(2, activation_bytes=5).freed_by_input == (2, 2)
+    assert Costs.uniform(2, activation_bytes=5, input_frees_bytes=0).freed_by_input == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"forward_us": ()}, "forward_us is (): give one time a stage, or use Costs.uniform(num_stages)"),
+        ({"forward_us": 3}, "forward_us is 3: give one time a stage"),
+        ({"backward_us": (1, 2)}, "backward_us has 2 entries for 3; give 3, or a single number for all"),
+        ({"backward_us": (1, 2, -3)}, "backward_us[2] is -3: give a whole number of 0 or more"),
+        ({"backward_us": None}, "backward_us is None"),
+        ({"activation_bytes": None}, "activation_bytes is None"),
+        ({"optimizer_us": None}, "optimizer_us is None"),
+        ({"weight_us": (1, 2.5, 3)}, "weight_us[1] is 2.5"),
+        ({"reduce_us": True}, "reduce_us is True"),
+        ({"static_bytes": "123"}, "static_bytes[0] is '1'"),
+        ({"boundary_bytes": (1,)}, "boundary_bytes has 1 entries for 2"),
+        ({"gradient_bytes": -1}, "gradient_bytes is -1"),
+        ({"edges": ((0, 1, 2),)}, "edges is ((0, 1, 2),): give (source, target) pairs of stages"),
+        ({"edges": ((0, -1),)}, "edges is -1"),
+        ({"input_frees_bytes": (0, 2, 0)}, "input_frees_bytes[1] is 2, more than activation_bytes[1] = 1"),
+    ],
+)
+def test_costs_that_make_no_sense_are_refused(fields: dict[str, object], told: str) -> None:
+    with pytest.raises(PlacementError) as caught:
+        Costs(**{"forward_us": (1, 1, 1), "backward_us": 1, "activation_bytes": 1, **fields})  # type: ignore[arg-type]
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: Costs.uniform(0), "num_stages is 0: a pipeline needs at least 1 stage"),
+        (lambda: Cluster.uniform(0), "num_ranks is 0: a cluster needs at least 1 rank"),
+        (lambda: Cluster(()), "limit_bytes is empty"),
+        (lambda: Cluster((None, -1)), "limit_bytes[1] is -1"),
+        (lambda: Cluster((None,), Link(), ((0, 1, Link()),)), "link 0 -> 1 leaves the cluster of 1 ranks"),
+        (lambda: Link(-1), "latency_us is -1"),
+        (lambda: Link(0.5), "latency_us is 0.5"),
+        (lambda: Link(0, 0), "bytes_per_us is 0: nothing would arrive; use None for no limit, else 1 or more"),
+    ],
+)
+def test_clusters_and_counts_that_make_no_sense_are_refused(make: object, told: str) -> None:
+    with pytest.raises(PlacementError) as caught:
+        make()  # type: ignore[operator]
+    assert told in str(caught.value)
+
+
+@given(costs())
+def test_json_round_trip(given: Costs) -> None:
+    text = given.to_json()
+    assert Costs.from_json(text) == given
+    assert Costs.from_json(text).to_json() == text
+
+
+def test_fields_with_a_default_may_be_left_out() -> None:
+    assert Costs.from_json('{"rota": "costs", "forward_us": [1, 2], "backward_us": 3}') == Costs((1, 2), (3, 3))
+
+
+def changed(**fields: object) -> str:
+    return json.dumps({**json.loads(GIVEN.to_json()), **fields})
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"rota": "costs", "forward_us": [1]', "not JSON: Expecting ',' delimiter at line 1, column 36"),
+        ('{"rota": "costs", "forward_us": [1]}', "costs has no field 'backward_us'; it has rota, forward_us"),
+        (changed(rota="plan"), 'not a costs file: it says "rota": "plan"'),
+        (changed(forward_us=[1, True, 3]), "costs.forward_us[1] is true; expected a whole number"),
+        (changed(forward_us=[1, 2.0, 3]), "costs.forward_us[1] is 2.0; expected a whole number"),
+        (changed(backward_us=-1), "costs.backward_us is -1; expected 0 or more"),
+        (changed(backward_us="4"), 'costs.backward_us is "4"; expected a list'),
+        (changed(backward_us=None), "backward_us is None"),
+        (changed(static_bytes=False), "costs.static_bytes is false; expected a whole number"),
+        (changed(edges=[[0, 1], 2]), "costs.edges[1] is 2; expected a list"),
+        (changed(edges=[[0, 1], [2]]), "edges is ((0, 1), (2,)): give (source, target) pairs"),
+        (changed(reduce_us=2**63), "costs.reduce_us is 9223372036854775808; expected 9223372036854775807 or less"),
+    ],
+)
+def test_what_is_wrong_is_told_with_place_and_value(text: str, told: str) -> None:
+    with pytest.raises(RotaError) as caught:
+        Costs.from_json(text)
+    assert told in str(caught.value)
+    assert isinstance(caught.value, FormatError | PlacementError)

@@ -1,0 +1,127 @@
+"""Memory over time against the definition, replayed in the most naive way: who is held at this moment?"""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+
+from core_strategies import plans
+from rota import schedules
+from rota.costs import Cluster, Costs, Link
+from rota.placement import Edge, Placement, place
+from rota.plan import Plan, Transfer
+from rota.simulation import simulate
+from rota.tasks import Kind, Op, Task
+from rota.timeline import Timeline
+
+F, B = Kind.F, Kind.B
+
+
+class Replay:
+    """One rank of a timeline, asked at single moments.
+
+    At one instant, what ends frees first, then what arrives takes, then the ops that start take, in the rank's order;
+    one that takes no time has ended when the next one is seen.
+    """
+
+    def __init__(self, timeline: Timeline, rank: int) -> None:
+        self.plan, self.rank = timeline.plan, rank
+        self.order = timeline.plan.orders[rank]
+        self.starts, self.ends = timeline.starts_us[rank], timeline.ends_us[rank]
+        self.transfers = [(span.start_us, span.end_us, span.work) for span in timeline.transfer_spans()]
+
+    def holds(self, started: int, ended: int, now: int) -> int:
+        """Bytes when the first `started` ops of the order have started and the first `ended` of them have ended."""
+        total = self.plan.placement.static_bytes[self.rank]
+        for i, op in enumerate(self.order[:started]):
+            task = self.plan.placement.task(op.stage, op.kind)
+            if task.held_bytes > 0 or i < ended:
+                total += task.held_bytes
+            if i >= ended:
+                total += task.peak_bytes
+        for start, end, transfer in self.transfers:
+            if transfer.sender == self.rank and start <= now < end:
+                total += transfer.num_bytes
+            if transfer.receiver == self.rank and start <= now and transfer.target not in self.order[:ended]:
+                total += transfer.num_bytes
+        return total
+
+    def at_op(self, i: int) -> int:
+        return self.holds(started=i + 1, ended=i, now=self.starts[i])
+
+    def after(self, now: int) -> int:
+        """When all that happens at `now` has happened."""
+        return self.holds(sum(start <= now for start in self.starts), sum(end <= now for end in self.ends), now)
+
+    def instants(self) -> list[int]:
+        sent = [time for start, end, transfer in self.transfers if self.rank in transfer[2:4] for time in (start, end)]
+        return sorted({0, *self.starts, *self.ends, *sent})
+
+    def peak(self) -> int:
+        """The most at any moment; before the first, the static bytes."""
+        moments = [self.at_op(i) for i in range(len(self.order))] + [self.after(now) for now in self.instants()]
+        return max(self.plan.placement.static_bytes[self.rank], *moments)
+
+
+@given(plans())
+@settings(max_examples=500)
+def test_peak_and_every_instant_match_the_naive_replay(plan: Plan) -> None:
+    timeline = simulate(plan)
+    for rank in range(plan.num_ranks):
+        replay = Replay(timeline, rank)
+        level, curve = plan.placement.static_bytes[rank], dict(timeline.memory(rank))
+        assert list(curve) == sorted(curve)
+        assert set(curve) <= set(replay.instants())
+        for now in replay.instants():
+            level = curve.get(now, level)
+            assert level == replay.after(now)
+        assert timeline.peak_memory_bytes[rank] == replay.peak()
+
+
+def test_gpipe_holds_every_micro_batch_and_1f1b_few() -> None:
+    placement = place(Costs.uniform(4, activation_bytes=100, static_bytes=7), Cluster.uniform(4))
+    assert simulate(schedules.gpipe(placement, 8)).peak_memory_bytes == (807,) * 4
+    assert simulate(schedules.one_f_one_b(placement, 8)).peak_memory_bytes == (407, 307, 207, 107)
+
+
+def test_a_forward_holds_from_its_start_and_a_backward_frees_at_its_end() -> None:
+    placement = place(
+        Costs((3,), (4,), activation_bytes=10, forward_peak_bytes=1, backward_peak_bytes=5), Cluster((None,))
+    )
+    timeline = simulate(schedules.gpipe(placement, 2))
+    assert timeline.memory(0) == [(0, 11), (3, 21), (6, 25), (10, 15), (14, 0)]
+    assert timeline.peak_memory_bytes == (25,)
+
+
+def test_received_bytes_stay_from_the_transfers_start_to_the_readers_end_and_sent_ones_until_it_ends() -> None:
+    tasks = (Task(0, F, (0,), 1), Task(1, F, (1,), 3))
+    placement = Placement(tasks, (Edge(0, 1, 8),), Cluster((None, None), Link(1, 4)), (100, 200))
+    timeline = simulate(Plan(placement, 1, ((Op(0, F, 0),), (Op(1, F, 0),))))
+    assert timeline.memory(0) == [(0, 100), (1, 108), (4, 100)]
+    assert timeline.memory(1) == [(0, 200), (1, 208), (4, 208), (7, 200)]
+
+
+def test_each_edge_is_received_on_its_own() -> None:
+    tasks = (Task(0, F, (0,), 1), Task(1, F, (1,), 1), Task(2, F, (1,), 1))
+    placement = Placement(tasks, (Edge(0, 1, 8), Edge(0, 2, 8)), Cluster.uniform(2))
+    timeline = simulate(Plan(placement, 1, ((Op(0, F, 0),), (Op(1, F, 0), Op(2, F, 0)))))
+    assert timeline.memory(1) == [(0, 0), (1, 16), (2, 8), (3, 0)]
+
+
+def test_ops_that_take_no_time_are_seen_one_after_the_other() -> None:
+    tasks = (Task(0, F, (0,), 0, 5, 1), Task(0, B, (0,), 0, -5, 2))
+    placement = Placement(tasks, (Edge(0, 1),), Cluster((None,)))
+    ops = [Op(0, kind, m) for m in range(3) for kind in (F, B)]
+    assert simulate(Plan(placement, 3, (tuple(ops),))).peak_memory_bytes == (7,)  # never two micro-batches
+    assert simulate(Plan(placement, 3, (tuple(sorted(ops, key=lambda op: op.kind == B)),))).peak_memory_bytes == (17,)
+
+
+def test_a_task_on_several_ranks_holds_on_each() -> None:
+    placement = Placement((Task(0, F, (0, 1), 2, 5, 1),), (), Cluster((None, None)), (0, 3))
+    assert simulate(Plan(placement, 2, ((Op(0, F, 0), Op(0, F, 1)),) * 2)).peak_memory_bytes == (11, 14)
+
+
+def test_a_transfer_to_the_same_rank_takes_nothing() -> None:
+    placement = place(Costs.uniform(2, boundary_bytes=50, activation_bytes=1), Cluster((None,)), ranks=(0, 0))
+    timeline = simulate(schedules.gpipe(placement, 1))
+    assert not any(isinstance(span.work, Transfer) for span in timeline.spans())
+    assert timeline.peak_memory_bytes == (2,)

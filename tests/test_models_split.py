@@ -1,0 +1,436 @@
+"""split: the stages of a model do what the model does, bit by bit, with the model's own parameters and names."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rota.errors import PipelineError, SplitError
+from rota.models import CutPoint, StageEdge, Stages, split
+
+WIDTH, WORDS = 4, 7
+
+
+class Block(nn.Module):
+    """A layer that decides by its data, as no trace could."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = self.linear(self.norm(x))
+        if y.sum() > 0:
+            y = y.tanh()
+        if mask is not None:
+            y = y * mask
+        return x + y
+
+
+class GPT(nn.Module):
+    """Embeddings, blocks with a cut point after each, a head; `kind` says how it keeps its cut points."""
+
+    def __init__(self, num_blocks: int = 4, kind: str = "list") -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.position = nn.Parameter(torch.randn(16, WIDTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+        cuts = [CutPoint() for _ in range(num_blocks)]
+        self.cuts: Any = nn.ModuleList(cuts) if kind == "ModuleList" else cuts if kind == "list" else None
+        if kind == "attributes":
+            for index, cut in enumerate(cuts):
+                setattr(self, f"cut{index}", cut)
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.embed(tokens) + self.position[torch.arange(tokens.shape[1], device=tokens.device)]
+        for index, block in enumerate(self.blocks):
+            x = block(x, mask)
+            x = (self.cuts[index] if self.cuts is not None else getattr(self, f"cut{index}"))(x)
+        return self.head(self.norm(x) * 2)
+
+
+class Plain(nn.Module):
+    """Any forward over four linear layers and three cut points."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.cuts = [CutPoint() for _ in range(3)]
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, WORDS, (2, 5), generator=torch.Generator().manual_seed(0))
+
+
+def values() -> Tensor:
+    return torch.randn(2, 5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def grads(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor | None]:
+    found = {name: parameter.grad for name, parameter in parameters}
+    return {name: grad for name, grad in found.items() if grad is not None}
+
+
+def assert_same(model: nn.Module, stages: Stages, batch: Any) -> None:
+    """Outputs and gradients, exactly; parameters by the names they have in the model."""
+    args, kwargs = ((), batch) if isinstance(batch, dict) else (batch if isinstance(batch, tuple) else (batch,), {})
+    whole = copy.deepcopy(model)
+    expected = whole(*args, **kwargs)
+    expected.square().sum().backward()
+    model.zero_grad()
+    output = stages.run(batch)
+    output.square().sum().backward()
+    assert torch.equal(output, expected)
+    wanted, got = grads(whole.named_parameters()), grads(stages.named_parameters())
+    assert wanted.keys() == got.keys()
+    assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+    own = dict(model.named_parameters())
+    assert all(parameter is own[name] for name, parameter in stages.named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["list", "ModuleList", "attributes"])
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+def test_gpt(kind: str, num_stages: int) -> None:
+    model = GPT(kind=kind).double()
+    stages = split(model, num_stages)
+    assert len(stages) == num_stages
+    mask = torch.ones(2, 5, 1, dtype=torch.float64).tril()
+    for batch in (tokens(), (tokens(), mask), {"mask": mask, "tokens": tokens()}):
+        assert_same(model, stages, batch)
+    assert [name for name, _ in stages.named_parameters()] == [name for name, _ in model.named_parameters()]
+
+
+def test_gpt_table() -> None:
+    stages = split(GPT(), 3, cuts=[0, "cuts[2]"])
+    assert stages.table().splitlines() == [
+        "stage  holds                      parameters  bytes  reads         sends to",
+        "0      position, embed, blocks.0  120         480    tokens, mask  1",
+        "1      blocks.1-2                 56          224    mask          2",
+        "2      blocks.3, norm, head       71          284    mask          -",
+    ]
+
+
+@settings(derandomize=True, max_examples=25, deadline=None)
+@given(st.data())
+def test_any_cuts_of_any_gpt(data: st.DataObject) -> None:
+    num_blocks = data.draw(st.integers(1, 6))
+    cuts = data.draw(st.lists(st.integers(0, num_blocks - 1), unique=True, max_size=num_blocks))
+    model = GPT(num_blocks).double()
+    stages = split(model, len(cuts) + 1, cuts)
+    assert len(stages) == len(cuts) + 1
+    assert_same(model, stages, tokens())
+
+
+@settings(derandomize=True, max_examples=25, deadline=None)
+@given(num_blocks=st.integers(0, 12), num_stages=st.integers(1, 13))
+def test_default_cuts_are_even(num_blocks: int, num_stages: int) -> None:
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(num_blocks + 1)))
+    if num_stages > num_blocks + 1:
+        with pytest.raises(SplitError, match=f"{num_stages} stages need {num_stages - 1} cuts, but there are"):
+            split(model, num_stages)
+        return
+    sizes = [len(list(stage.parameters())) // 2 for stage in split(model, num_stages)]
+    assert sum(sizes) == num_blocks + 1
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_cut_points_in_a_list_of_a_submodule() -> None:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Block() for _ in range(3))
+            self.marks = {"after": [CutPoint() for _ in range(3)]}
+            self.parent = [self]  # a way back must not be followed forever
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer, mark in zip(self.layers, self.marks["after"], strict=True):
+                x = mark(layer(x))
+            return x
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleDict({"encoder": Encoder()})
+            self.head = nn.Linear(WIDTH, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.inner["encoder"](x).mean(1))
+
+    model = Model().double()
+    stages = split(model, 3, cuts=["inner.encoder.marks['after'][0]", "inner.encoder.marks.after.1"])
+    assert next(name for name, _ in stages[1].named_parameters()) == "inner.encoder.layers.1.norm.weight"
+    assert_same(model, stages, values())
+
+
+def test_skip_over_stages_and_several_values_on_one_edge() -> None:
+    class Model(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            start = self.a(x)
+            size, half = x.shape[0], start * 0.5
+            x = self.cuts[0](start)
+            y = self.cuts[1](self.b(x) + half)
+            z = self.cuts[2](self.c(y))
+            return self.d(z + start).reshape(size, -1) * size
+
+    model = Model().double()
+    stages = split(model, 4)
+    assert stages.edges == (StageEdge(0, 1, 0), StageEdge(0, 3, 1), StageEdge(1, 2), StageEdge(2, 3))
+    first = stages.call(0, (), values())
+    assert [type(value) for value in first[0]] == [Tensor, Tensor]
+    assert [type(value) for value in first[1]] == [Tensor, int]
+    assert_same(model, stages, values())
+
+
+def test_inputs_are_read_where_they_are_used() -> None:
+    class Model(Plain):
+        def forward(self, x: Tensor, mask: Tensor, scale: float = 3.0) -> Tensor:
+            x = self.cuts[0](self.a(x))
+            x = self.cuts[1](self.b(x) * mask)
+            return self.d(self.cuts[2](self.c(x)).to(mask.device, mask.dtype)) * scale
+
+    model = Model().double()
+    stages = split(model, 4)
+    assert stages.inputs == (("x",), ("mask",), (), ("mask", "scale"))
+    assert stages.edges == (StageEdge(0, 1), StageEdge(1, 2), StageEdge(2, 3))
+    mask = torch.ones(WIDTH, dtype=torch.float64)
+    for batch in ((values(), mask), (values(), mask, 0.5), {"mask": mask, "x": values()}):
+        assert_same(model, stages, batch)
+
+
+def test_devices_and_dtypes_do_not_travel_but_shapes_do() -> None:
+    class Model(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            device, dtype, shape = x.device, x.dtype, x.shape
+            x = self.cuts[0](x.flatten())
+            x = self.cuts[1](x + torch.ones(x.numel(), device=x.device, dtype=x.dtype))
+            return self.b(x.view(shape)) + torch.ones(1, device=device.type, dtype=dtype)
+
+    model = Model().double()
+    stages = split(model, 3)
+    to_second, to_last = stages.call(0, (), values())
+    assert to_second.shape == (40,)
+    assert [type(value) for value in to_last] == [Tensor, torch.Size]
+    assert type(stages.call(1, (to_second,), values())) is Tensor
+    assert_same(model, stages, values())
+
+
+def test_sizes_known_only_from_the_batch() -> None:
+    class Model(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.cuts[0](self.a(x))
+            start = torch.zeros(x.size(0), x.shape[1], device=x.device, dtype=x.dtype)
+            return self.b(self.cuts[1](x + start[:, :, None])) * torch.ones(WIDTH)
+
+    model = Model().double()
+    assert_same(model, split(model, 3), values())
+
+
+def test_parameters_and_buffers_read_by_the_forward_move_to_their_stage() -> None:
+    class Model(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(WIDTH))
+            self.unused = nn.Linear(1, 1)
+            self.register_buffer("kept", torch.ones(WIDTH))
+            self.register_buffer("lost", torch.ones(WIDTH), persistent=False)
+            self.register_buffer("calls", torch.zeros(()))
+            self.plain = torch.full((WIDTH,), 2.0, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.cuts[0](self.a(x) * self.kept)
+            self.calls.add_(1)
+            x = self.cuts[1](self.b(x) * self.scale * self.lost * self.kept)
+            return x * self.plain + torch.tensor([0.5, 1.0, 2.0, 4.0])
+
+    model = Model().double()
+    stages = split(model, 3)
+    assert [dict(stage.named_parameters(recurse=False)).keys() for stage in stages] == [set(), {"scale"}, set()]
+    again = pickle.loads(pickle.dumps(stages))
+    for each in (stages, again, copy.deepcopy(stages)):
+        assert [{name for name in stage.state_dict() if "." not in name} for stage in each] == [
+            {"kept"},
+            {"kept", "scale", "calls"},
+            set(),
+        ]
+        assert not any(name.startswith("unused") for name, _ in each.named_parameters())
+    assert torch.equal(again.run(values()), stages.run(values()))
+    assert model.calls.item() == 1  # and not 2: `again` has its own
+    assert not hasattr(model, "_tensor_constant0")
+    assert_same(model, stages, values())
+
+
+def test_batch_norm_keeps_its_statistics() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.BatchNorm1d(5) for _ in range(3))
+            self.cuts = [CutPoint() for _ in range(2)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer, cut in zip(self.layers, self.cuts, strict=False):
+                x = cut(layer(x))
+            return self.layers[2](x)
+
+    model = Model().double()
+    whole = copy.deepcopy(model)
+    stages = split(model, 3)
+    whole(values())
+    stages.run(values())
+    state = {name: value for stage in stages for name, value in stage.state_dict().items()}
+    assert state.keys() == whole.state_dict().keys()
+    assert all(torch.equal(value, state[name]) for name, value in whole.state_dict().items())
+    for stage in stages:
+        stage.eval()
+    assert torch.equal(stages.run(values()), whole.eval()(values()))
+
+
+def test_cut_point_around_a_tuple_and_nested_output() -> None:
+    class Model(Plain):
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            first, second = self.cuts[0]((self.a(x), self.b(x)))
+            return {"sum": self.cuts[1](self.c(first) + second), "parts": [first, (x, None)]}
+
+    model = Model().double()
+    stages, x = split(model, 3), values()
+    assert torch.equal(stages.run(x)["sum"], model(x)["sum"])
+    assert torch.equal(stages.run(x)["parts"][0], model(x)["parts"][0])
+    assert stages.run(x)["parts"][1][0] is x
+
+
+def test_stages_follow_train_and_eval_and_keep_frozen_modules() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), CutPoint(), nn.BatchNorm1d(5), nn.Dropout(0.5)).double()
+    model[2].eval()
+    model.forward(values())
+    stages = split(model, 2)
+    assert [name for name, _ in stages[1].named_parameters()] == ["2.weight", "2.bias"]
+    assert model.training
+    assert model[3].training
+    assert not model[2].training
+    assert stages[1].training
+    for stage in stages:
+        stage.eval()
+    assert not model[3].training
+    assert torch.equal(stages.run(values()), model.eval()(values()))
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "cuts"), [(1, None), (2, None), (4, None), (3, [2, 5]), (3, ["5", 1]), (6, None)]
+)
+def test_sequential_is_cut_between_children(num_stages: int, cuts: list[int | str] | None) -> None:
+    model = nn.Sequential(*(Block() if index % 2 else nn.Linear(WIDTH, WIDTH) for index in range(6))).double()
+    stages = split(model, num_stages, cuts)
+    assert [name for name, _ in stages.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert_same(model, stages, values())
+    assert torch.equal(stages.run({"input": values()}), model(values()))
+
+
+def test_sequential_child_that_comes_twice() -> None:
+    layer, act = nn.Linear(WIDTH, WIDTH), nn.Tanh()
+    model = nn.Sequential(layer, act, nn.Linear(WIDTH, WIDTH), act).double()
+    assert_same(model, split(model, 2), values())
+    with pytest.raises(SplitError, match=r"parameter '0.weight' of stage 0 is used in stage 2 too as '2.weight'"):
+        split(nn.Sequential(layer, act, layer), 3)
+
+
+def test_one_stage_is_the_model_itself() -> None:
+    model = Block()
+    stages = split(model, 1)
+    assert stages.modules == (model,)
+    assert stages.inputs == (("x", "mask"),)
+    assert stages.input_defaults == {"mask": None}
+
+
+def test_default_that_the_trace_does_not_honour_must_be_in_the_batch() -> None:
+    class Model(Plain):
+        def forward(self, x: Tensor, mask: Tensor | None = None, other: Tensor | None = None) -> Tensor:
+            x = self.cuts[0](self.a(x))
+            if mask is not None:
+                x = x * mask
+            return F.scaled_dot_product_attention(x, x, x, other)
+
+    model = Model().double()
+    stages, x = split(model, 2), values()
+    assert stages.input_defaults == {"other": None}
+    assert_same(model, stages, (x, x))
+    with pytest.raises(PipelineError, match="stage 1 reads input 'mask', which the batch lacks"):
+        stages.run(x)
+
+
+def test_module_without_parameters_may_serve_two_stages() -> None:
+    class Model(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.Tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(self.b(self.cuts[0](self.act(self.a(x)))))
+
+    model = Model().double()
+    assert_same(model, split(model, 2), values())
+
+
+def test_tied_parameter_is_fine_in_one_stage_and_refused_in_two() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleDict({"embed": nn.Embedding(WORDS, WIDTH)})
+            self.head = nn.Linear(WIDTH, WORDS, bias=False)
+            self.last = nn.Linear(WORDS, WORDS)
+            self.head.weight = self.inner["embed"].weight
+            self.cuts = [CutPoint() for _ in range(2)]
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.inner["embed"](tokens)
+            return self.last(self.cuts[1](self.head(self.cuts[0](x))))
+
+    model = Tied().double()
+    stages = split(model, 2, cuts=[1])
+    assert [name for name, _ in stages[0].named_parameters()] == ["inner.embed.weight"]
+    assert_same(model, stages, tokens())
+    with pytest.raises(
+        SplitError, match=r"parameter 'inner.embed.weight' of stage 0 is used in stage 1 too as 'head.w"
+    ):
+        split(model, 2, cuts=[0])
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "cuts", "message"),
+    [
+        (0, None, "num_stages is 0: give at least 1"),
+        (6, None, r"6 stages need 5 cuts, but there are 4 possible .*CutPoint.*0 \(cuts\[0\]\), .* at most 5 stages"),
+        (3, [1], r"cuts \[1\] are 1, but 3 stages need 2"),
+        (1, [1], "cuts has 1, which is no possible cut"),
+        (3, [1, "cuts[1]"], r"cuts \[1, 'cuts\[1\]'\] have 1 twice"),
+        (2, [4], r"cuts has 4, which is no possible cut. Possible are: 0 \(cuts\[0\]\)"),
+        (2, ["cut[1]"], r"cuts has 'cut\[1\]', which is no possible cut, did you mean 'cuts\[1\]'\?"),
+    ],
+)
+def test_cuts_that_cannot_be(num_stages: int, cuts: list[int | str] | None, message: str) -> None:
+    with pytest.raises(SplitError, match=message):
+        split(GPT(), num_stages, cuts)
+
+
+def test_sequential_cuts_that_cannot_be() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    with pytest.raises(SplitError, match=r"cuts has 0, which is no possible cut. Possible are: 1 \(1\)"):
+        split(model, 2, cuts=[0])
+    with pytest.raises(SplitError, match="3 stages need 2 cuts, but there are 1 possible"):
+        split(model, 3)
+
+
+def test_model_without_cut_points() -> None:
+    with pytest.raises(SplitError, match=r"Block has no CutPoint .* call a CutPoint\(\) .*Stages\(modules, edges"):
+        split(Block(), 2)

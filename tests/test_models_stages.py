@@ -1,0 +1,215 @@
+"""Stages wired by hand: edges, inputs, and what is said when they do not fit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rota.errors import PipelineError, SplitError
+from rota.models import CutPoint, StageEdge, Stages
+from rota.models.table import condense
+
+
+class Fork(nn.Module):
+    """Two halves of what a linear layer makes, by name, and the number of columns of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> dict[str, object]:
+        left, right = self.linear(x).chunk(2, dim=1)
+        return {"left": left, "right": (right, right.shape[1])}
+
+
+class Grow(nn.Module):
+    """Scales a tensor by the number that comes with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, pair: tuple[Tensor, int]) -> Tensor:
+        return self.linear(pair[0]) * pair[1]
+
+
+class Join(nn.Module):
+    """Adds two branches, and masks the sum."""
+
+    def forward(self, left: Tensor, right: Tensor, mask: Tensor, scale: float) -> Tensor:
+        return (left + right) * mask * scale
+
+
+def diamond() -> Stages:
+    return Stages(
+        [Fork(), nn.Linear(3, 3), Grow(), Join()],
+        edges=[(0, 1, "left"), (0, 2, "right"), (1, 3), (2, 3)],
+        inputs={0: ("x",), 3: ("mask", "scale")},
+        input_names=("x", "mask", "scale"),
+        input_defaults={"scale": 2.0},
+    )
+
+
+def test_branches_that_join_give_what_the_modules_give() -> None:
+    stages = diamond()
+    fork, left, grow, _ = stages.modules
+    x, mask = torch.randn(5, 4), torch.ones(5, 3)
+    halves = fork(x)
+    expected = (left(halves["left"]) + grow(halves["right"])) * mask * 2.0
+    for batch in ((x, mask), {"x": x, "mask": mask}, [x, mask, 2.0]):
+        assert torch.equal(stages.run(batch), expected)
+
+
+def test_default_is_a_chain_whose_first_stage_reads_input_0() -> None:
+    modules = [nn.Linear(2, 3), nn.Linear(3, 4), nn.Linear(4, 2)]
+    stages = Stages(modules)
+    x = torch.randn(3, 2)
+    assert stages.edges == (StageEdge(0, 1), StageEdge(1, 2))
+    assert stages.inputs == ((0,), (), ())
+    assert len(stages) == 3
+    assert stages[1] is modules[1]
+    assert stages.sink == 2
+    for batch in (x, (x, "targets"), [x]):
+        assert torch.equal(stages.run(batch), nn.Sequential(*modules)(x))
+
+
+def test_graph_is_told_edge_by_edge() -> None:
+    stages = Stages([nn.Identity() for _ in range(4)], edges=[(3, 1), (3, 0), (0, 2), (1, 2)])
+    assert stages.order() == (3, 0, 1, 2)
+    assert stages.incoming(2) == (StageEdge(0, 2), StageEdge(1, 2))
+    assert stages.outgoing(3) == (StageEdge(3, 1), StageEdge(3, 0))
+    assert stages.inputs == ((), (), (), (0,))
+
+
+def test_arguments_come_in_the_order_of_the_edges() -> None:
+    class Subtract(nn.Module):
+        def forward(self, first: Tensor, second: Tensor) -> Tensor:
+            return first - second
+
+    modules = [nn.Linear(2, 2), nn.Linear(2, 2), Subtract()]
+    x = torch.randn(1, 2)
+    forwards, backwards = Stages(modules, [(0, 2), (1, 2)]), Stages(modules, [(1, 2), (0, 2)])
+    assert torch.equal(forwards.run(x), -backwards.run(x))
+    assert torch.equal(forwards.call(2, (x, 2 * x), batch=None), -x)
+
+
+@pytest.mark.parametrize(
+    ("edges", "message"),
+    [
+        ([(0, 3)], r"edges\[0\] names stage 3, but there are 3 stages: use stages 0 to 2"),
+        ([(0, 1), (-1, 1)], r"edges\[1\] names stage -1"),
+        ([("a", 1)], "names stage 'a'"),
+        ([(0, 1, "x"), (0, 1, "y")], r"edges\[1\] is a second edge 0 -> 1: at most one .* one tuple or dict"),
+        ([(0,)], r"edges\[0\] is \(0,\): give \(source, target\)"),
+        ([(0, 1), (1, 2), (2, 1)], "in a cycle, 1 -> 2 -> 1: remove one"),
+        ([(0, 1), (1, 1)], "in a cycle, 1 -> 1"),
+        ([(0, 2), (2, 1), (1, 0)], "in a cycle, (0 -> 2 -> 1 -> 0)"),
+    ],
+)
+def test_edges_that_cannot_be(edges: list[tuple[int, ...]], message: str) -> None:
+    with pytest.raises(SplitError, match=message):
+        Stages([nn.Identity() for _ in range(3)], edges)
+
+
+def test_loss_needs_one_final_stage() -> None:
+    stages = Stages([nn.Identity() for _ in range(3)], [(0, 1), (0, 2)])
+    with pytest.raises(SplitError, match="stages 1, 2 send their output nowhere, but the loss needs exactly one final"):
+        _ = stages.sink
+
+
+def test_parameter_in_two_stages_is_refused_with_its_names() -> None:
+    embed, head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+    head.weight = embed.weight
+    with pytest.raises(SplitError, match=r"parameter 'weight' of stage 0 is used in stage 2 too.*not supported"):
+        Stages([embed, nn.Linear(3, 3), head])
+    with pytest.raises(SplitError, match=r"parameter 'weight' of stage 0 is used in stage 1 too as '0.weight'"):
+        Stages([embed, nn.Sequential(head)])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ([0], "inputs has 1 entries for 2 stages"),
+        ({5: 0}, "inputs names stage 5: use stages 0 to 1"),
+        ({0: -1}, r"inputs\[0\] has -1: give positions"),
+        ({0: (1.5,)}, r"inputs\[0\] has 1.5"),
+        ({1: ("y",)}, r"inputs\[1\] has 'y', which is not one of input_names \('x',\)"),
+    ],
+)
+def test_inputs_that_cannot_be(inputs: object, message: str) -> None:
+    with pytest.raises(SplitError, match=message):
+        Stages([nn.Identity(), nn.Identity()], inputs=inputs, input_names=["x"])  # type: ignore[arg-type]
+
+
+def test_modules_that_cannot_be() -> None:
+    with pytest.raises(SplitError, match="at least one stage"):
+        Stages([])
+    with pytest.raises(SplitError, match=r"modules\[1\] is a function"):
+        Stages([nn.Identity(), lambda x: x])  # type: ignore[list-item]
+
+
+def test_batch_that_lacks_an_input_is_told_what_it_has() -> None:
+    stages, x = diamond(), torch.randn(5, 4)
+    with pytest.raises(
+        PipelineError, match=r"stage 3 reads input 'mask', which the batch lacks .it has a dict with 'x'"
+    ):
+        stages.run({"x": x})
+    with pytest.raises(PipelineError, match=r"'mask', .*.it has 1 by position.*names are 'x', 'mask', 'scale'.*add it"):
+        stages.run(x)
+    with pytest.raises(PipelineError, match=r"stage 0 reads input 0, which the batch lacks .*dict with 'x'.*not given"):
+        Stages([nn.Identity()]).run({"x": x})
+
+
+def test_positions_find_names_and_names_find_positions() -> None:
+    stages = Stages([nn.Identity()], inputs=[(1, "a", "c")], input_names=["a", "b", "c"], input_defaults={"c": None})
+    assert stages.pick_inputs(0, {"a": 1, "b": 2, "c": 3}) == (2, 1, 3)
+    assert stages.pick_inputs(0, (1, 2)) == (2, 1, None)
+
+
+def test_edge_whose_key_is_not_there() -> None:
+    stages = Stages([nn.Identity(), nn.Identity()], [(0, 1, "out")])
+    with pytest.raises(PipelineError, match=r"edge 0 -> 1 takes \['out'\] of the output of stage 0, a Tensor"):
+        stages.run(torch.ones(1))
+    with pytest.raises(PipelineError, match=r"a dict with keys \['in'\]"):
+        StageEdge(0, 1, "out").take({"in": 1})
+    with pytest.raises(PipelineError, match=r"takes \[3\] .*a tuple with keys \[0, 1\]"):
+        StageEdge(0, 1, 3).take((1, 2))
+
+
+def test_parameter_names_are_the_stages_own_where_they_differ() -> None:
+    stages = Stages([nn.Sequential(nn.Linear(2, 2, bias=False)), nn.LayerNorm(2)])
+    assert [name for name, _ in stages.named_parameters()] == ["0.weight", "weight", "bias"]
+    stages = Stages([nn.Linear(2, 2), nn.LayerNorm(2)])
+    assert [name for name, _ in stages.named_parameters()] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert stages.num_parameters(0) == 6
+
+
+def test_stages_survive_pickling_and_copying() -> None:
+    stages, batch = diamond(), (torch.randn(5, 4), torch.ones(5, 3))
+    for again in (pickle.loads(pickle.dumps(stages)), copy.deepcopy(stages)):
+        assert again.edges == stages.edges
+        assert torch.equal(again.run(batch), stages.run(batch))
+
+
+def test_table() -> None:
+    assert diamond().table().splitlines() == [
+        "stage  holds   parameters  bytes  reads        sends to",
+        "0      linear  30          120    x            1, 2",
+        "1      Linear  12          48     -            3",
+        "2      linear  12          48     -            3",
+        "3      Join    0           0      mask, scale  -",
+    ]
+
+
+def test_numbered_neighbours_are_condensed() -> None:
+    names = ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.4", "h.5", "h.6", "7", "8", "layer1", "layer2"]
+    assert condense(names) == ["embed", "blocks.0-2", "blocks.4", "h.5-6", "7-8", "layer1", "layer2"]
+
+
+def test_cut_point_returns_what_it_is_given() -> None:
+    value = (torch.ones(1), {"a": 1})
+    assert CutPoint()(value) is value

@@ -1,0 +1,172 @@
+"""Tasks, edges and ranks of one micro-batch: what `place` makes, streams, routes, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+
+from core_strategies import costs, placements
+from rota import reading
+from rota.costs import Cluster, Costs, Link
+from rota.errors import PlacementError
+from rota.placement import Edge, Placement, Route, StepEnd, place
+from rota.tasks import Kind, Task
+
+F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
+ONE = Cluster.uniform(1)
+
+
+def named_edges(placement: Placement) -> list[tuple[str, str, int]]:
+    return [(str(placement.tasks[a]), str(placement.tasks[b]), size) for a, b, size in placement.edges]
+
+
+# --- place ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_chain_is_mirrored() -> None:
+    given = Costs((1, 2), (3, 4), activation_bytes=(5, 6), boundary_bytes=7, gradient_bytes=8, static_bytes=(9, 10))
+    placement = place(given, Cluster.uniform(2))
+    assert placement.tasks == (
+        Task(0, F, (0,), 1, 5),
+        Task(1, F, (1,), 2, 6),
+        Task(0, B, (0,), 3, -5),
+        Task(1, B, (1,), 4, -6),
+    )
+    assert named_edges(placement) == [("0F", "1F", 7), ("1B", "0B", 8), ("0F", "0B", 0), ("1F", "1B", 0)]
+    assert placement.static_bytes == (9, 10)
+    assert placement.step_ends == ()
+
+
+def test_a_split_backward_makes_i_and_w() -> None:
+    given = Costs((1,), (2,), (3,), activation_bytes=9, input_frees_bytes=4, backward_peak_bytes=5, weight_peak_bytes=6)
+    placement = place(given, ONE)
+    assert placement.tasks == (Task(0, F, (0,), 1, 9), Task(0, I, (0,), 2, -4, 5), Task(0, W, (0,), 3, -5, 6))
+    assert named_edges(placement) == [("0F", "0I", 0), ("0I", "0W", 0)]
+
+
+@given(costs())
+def test_every_forward_edge_has_a_backward_one_and_all_that_is_held_is_freed(given: Costs) -> None:
+    placement = place(given, Cluster.uniform(given.num_stages))
+    edges = {(a, b) for a, b, _ in named_edges(placement)}
+    back = "B" if given.weight_us is None else "I"
+    chain = tuple((i, i + 1) for i in range(given.num_stages - 1))
+    assert placement.stage_edges == (chain if given.edges is None else given.edges)
+    for a, b in placement.stage_edges:
+        assert {(f"{a}F", f"{b}F"), (f"{b}{back}", f"{a}{back}")} <= edges
+    for stage in placement.stages:
+        assert sum(task.held_bytes for task in placement.tasks if task.stage == stage) == 0
+
+
+def test_edges_may_be_given_with_the_costs_or_with_the_placement() -> None:
+    assert place(Costs.uniform(3, edges=((0, 2),)), Cluster.uniform(3)).stage_edges == ((0, 2),)
+    assert place(Costs.uniform(3), Cluster.uniform(3), edges=[(0, 2), (1, 2)]).stage_edges == ((0, 2), (1, 2))
+    assert place(Costs.uniform(2, edges=()), Cluster.uniform(2)).num_streams == 2  # none is not the same as a chain
+
+
+def test_stages_share_ranks_and_tasks_span_them() -> None:
+    given = Costs.uniform(3, static_bytes=(1, 10, 100), reduce_us=(0, 2, 0), optimizer_us=(0, 0, 3))
+    placement = place(given, Cluster.uniform(3), ranks=(0, (2, 1), 1))
+    assert placement.static_bytes == (1, 110, 10)
+    assert [placement.stages_on(rank) for rank in range(3)] == [(0,), (1, 2), (1,)]
+    assert placement.ranks_of(1) == (2, 1)
+    assert placement.step_ends == (StepEnd(1, 2, 0), StepEnd(2, 0, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: place(Costs.uniform(3), ONE, ranks=(0, 0)), "ranks has 2 entries for 3 stages; give one a stage"),
+        (lambda: place(Costs.uniform(2), ONE), "task 1F is on rank 1, but the cluster has 1 ranks (0 to 0)"),
+        (lambda: place(Costs.uniform(2), ONE, (0, 0), [(0, 2)]), "edge (0, 2) must join two of the stages 0 to 1"),
+        (lambda: place(Costs.uniform(2), ONE, (0, 0), [(0, 1), (1, 0)]), "the edges form a cycle: "),
+        (lambda: place(Costs.uniform(2), ONE, (0, ())), "ranks () must be one or more different ranks"),
+        (
+            lambda: place(Costs.uniform(3, boundary_bytes=(1, 2)), ONE, (0, 0, 0), [(0, 1)]),
+            "boundary_bytes has 2 entries, but there are 1 edges; give one an edge, or one number for all",
+        ),
+    ],
+)
+def test_what_cannot_be_placed_is_refused(make: object, told: str) -> None:
+    with pytest.raises(PlacementError) as caught:
+        make()  # type: ignore[operator]
+    assert told in str(caught.value)
+
+
+# --- placements -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"tasks": ()}, "a placement needs at least one task"),
+        ({"tasks": (Task(0, F, (0,), 1),) * 2}, "task 0F is there twice; a stage has at most one task of each kind"),
+        ({"edges": (Edge(0, 2),)}, "points outside the 2 tasks"),
+        ({"edges": (Edge(-1, 1),)}, "points outside the 2 tasks"),
+        ({"edges": (Edge(0, 1, -3),)}, "num_bytes of the edge 0F -> 1F is -3"),
+        ({"edges": (Edge(0, 1), Edge(1, 0))}, "the edges form a cycle: "),
+        ({"edges": (Edge(0, 0),)}, "the edges form a cycle: 0F -> 0F"),
+        ({"static_bytes": (1, 2)}, "static_bytes has 2 entries for 1 ranks"),
+        ({"step_ends": (StepEnd(7, 0, 0),)}, "step_ends names stage 7, which has no task"),
+    ],
+)
+def test_a_placement_refuses_what_makes_no_sense(changed: dict[str, object], told: str) -> None:
+    fields = {"tasks": (Task(0, F, (0,), 1), Task(1, F, (0,), 1)), "edges": (), "cluster": ONE}
+    with pytest.raises(PlacementError) as caught:
+        Placement(**{**fields, **changed})  # type: ignore[arg-type]
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("times", [(-1, 0), (0, -1), (0, 0.5)])
+def test_a_step_end_refuses_what_is_no_time(times: tuple[int, int]) -> None:
+    with pytest.raises(PlacementError, match="of stage 3 is"):
+        StepEnd(3, *times)
+
+
+@given(placements)
+def test_every_component_is_a_stream_of_its_own(placement: Placement) -> None:
+    component = {task: {task} for task in placement.tasks}  # merge until nothing changes
+    pairs = [(placement.tasks[a], placement.tasks[b]) for a, b, _ in placement.edges]
+    pairs += [(a, b) for a in placement.tasks for b in placement.tasks if a.stage == b.stage]
+    for _ in placement.tasks:
+        for a, b in pairs:
+            component[a] = component[b] = component[a] | component[b]
+    groups = sorted({min(task.stage for task in group) for group in component.values()})
+    assert placement.num_streams == len(groups)
+    for i, task in enumerate(placement.tasks):
+        stream = groups.index(min(other.stage for other in component[task]))
+        assert placement.stream_of[i] == stream
+        batches = placement.microbatches(task.stage, 7)
+        assert list(batches) == [m for m in range(7) if m % len(groups) == stream]
+
+
+def test_a_task_on_several_ranks_is_fed_rank_by_rank_or_from_the_first() -> None:
+    tasks = (Task(0, F, (0, 1), 1), Task(1, F, (1, 2), 1), Task(2, F, (2, 0, 3), 1))
+    links = ((1, 2, Link(5, 2)),)
+    placement = Placement(tasks, (Edge(0, 1, 7), Edge(1, 2, 4)), Cluster((None,) * 4, Link(1), links))
+    assert placement.routes == (
+        Route(0, 1, 0, 1, 7, 1),
+        Route(0, 1, 1, 2, 7, 9),
+        Route(1, 2, 1, 2, 4, 7),
+        Route(1, 2, 1, 0, 4, 1),
+        Route(1, 2, 1, 3, 4, 1),
+    )
+
+
+def test_what_stays_on_its_rank_makes_no_transfer() -> None:
+    assert place(Costs.uniform(3), Cluster.uniform(2), (0, 0, 1)).routes[0][:4] == (1, 2, 0, 1)
+
+
+def test_forward_only_keeps_forwards_that_hold_nothing() -> None:
+    given = Costs.uniform(3, boundary_bytes=5, static_bytes=2, forward_peak_bytes=4, reduce_us=3)
+    placement = place(given, Cluster.uniform(3)).forward_only()
+    assert placement.tasks == tuple(Task(stage, F, (stage,), 1, 0, 4) for stage in range(3))
+    assert placement.edges == (Edge(0, 1, 5), Edge(1, 2, 5))
+    assert (placement.static_bytes, placement.step_ends) == ((2, 2, 2), ())
+
+
+@given(placements)
+def test_text_round_trip(placement: Placement) -> None:
+    text = reading.dump("plan", placement.to_fields())
+    again = Placement.from_fields(reading.parse(text, "plan"))
+    assert again == placement
+    assert (again.routes, again.stream_of, again.index) == (placement.routes, placement.stream_of, placement.index)

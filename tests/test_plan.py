@@ -1,0 +1,246 @@
+"""Plans: their graph, their text, and the certificate that they cannot wait in a cycle."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+
+from core_strategies import every_op, json_mutants, plans, read_by, text_mutants
+from rota import schedules
+from rota.checking import check
+from rota.costs import Cluster, Costs, Link
+from rota.errors import FormatError, RotaError
+from rota.placement import place
+from rota.plan import Plan, Transfer
+from rota.tasks import Op
+
+PLAN = schedules.one_f_one_b(
+    place(Costs.uniform(2, reduce_us=2), Cluster((None, 99), Link(1, 2), ((0, 1, Link(3)),))), num_microbatches=3
+)
+
+
+@given(plans())
+@settings(max_examples=200)
+def test_nodes_number_every_op_once(plan: Plan) -> None:
+    ops = [plan.op(node) for node in range(plan.num_ops)]
+    assert sorted(ops) == sorted(every_op(plan.placement, plan.num_microbatches))
+    assert [plan.node(op) for op in ops] == list(range(plan.num_ops))
+    assert plan.nodes == tuple(tuple(map(plan.node, order)) for order in plan.orders)
+
+
+@given(plans())
+@settings(max_examples=300)
+def test_the_wire_order_holds_everything_after_what_it_needs(plan: Plan) -> None:
+    position = {action: i for i, action in enumerate(plan.wire_order)}
+    parallel = len(plan.wire_order) - len(position)  # two edges may join the same two tasks
+    assert len(position) + parallel == plan.num_ops + len(plan.transfers)
+    for order in plan.orders:
+        assert [position[op] for op in order] == sorted(position[op] for op in order)
+    for op in every_op(plan.placement, plan.num_microbatches):
+        assert all(position[before] < position[op] for before in read_by(plan.placement, op))
+    for transfer in plan.transfers:
+        assert position[transfer.source] < position[transfer] < position[transfer.target]
+
+
+# --- the certificate --------------------------------------------------------------------------------------------------
+# Ranks as sequential processes: each has a program, a list of actions (indexes into `wire_order`), and looks at nothing
+# else. An op is done by all its ranks together. Each unordered pair of ranks is one stream of transfers, in the order
+# in which either side comes to them; where the two sides disagree, the stream stands still.
+
+
+def programs(plan: Plan) -> list[list[int]]:
+    """`wire_order` restricted to each rank."""
+    ranks = enumerate(map(partial(ranks_of, plan), plan.wire_order))
+    taking_part = [(action, rank) for action, those in ranks for rank in those]
+    return [[action for action, rank in taking_part if rank == mine] for mine in range(plan.num_ranks)]
+
+
+def ranks_of(plan: Plan, action: Op | Transfer) -> tuple[int, ...]:
+    if isinstance(action, Transfer):
+        return action.sender, action.receiver
+    return plan.placement.tasks[plan.placement.index[action.stage, action.kind]].ranks
+
+
+def finishes(plan: Plan, programs: Sequence[Sequence[int]], posted: bool = False) -> bool:
+    """Whether all ranks get to the end. A transfer, like an op, needs all its ranks to stand at it at the same time;
+    a `posted` receive lets its rank go on, and the op that reads it waits."""
+    actions = plan.wire_order
+    needs: list[set[int]] = [set() for _ in actions]  # op: what it reads; transfer: the one before it in its stream
+    for program in programs:
+        last: dict[frozenset[int], int] = {}
+        for i in program:
+            action = actions[i]
+            if isinstance(action, Transfer):
+                pair = frozenset(ranks_of(plan, action))
+                needs[i] |= {last[pair]} if pair in last else set()
+                last[pair] = i
+            else:
+                needs[i] |= {j for j, t in enumerate(actions) if isinstance(t, Transfer) and t.target == action}
+    place = [{i: k for k, i in enumerate(program)} for program in programs]
+    at, done = [0] * len(programs), set[int]()
+    while True:
+        for rank, program in enumerate(programs):
+            while at[rank] < len(program):
+                i = program[at[rank]]
+                passes = posted and isinstance(actions[i], Transfer) and actions[i].receiver == rank
+                if i not in done and not passes:
+                    break
+                at[rank] += 1
+        ready = {
+            i
+            for i, action in enumerate(actions)
+            if i not in done and needs[i] <= done and all(place[r][i] <= at[r] for r in ranks_of(plan, action))
+        }
+        if not ready:
+            return len(done) == len(actions)
+        done |= ready
+
+
+def hoisted(plan: Plan, far: bool) -> list[list[int]]:
+    """Each receive before the op in front of it, or (`far`) right behind the transfer in front of it."""
+    result = []
+    for rank, program in enumerate(programs(plan)):
+        early: list[int] = []
+        for i in program:
+            action, at = plan.wire_order[i], len(early)
+            if isinstance(action, Transfer) and action.receiver == rank:
+                while at and isinstance(plan.wire_order[early[at - 1]], Op) and (far or at == len(early)):
+                    at -= 1
+            early.insert(at, i)
+        result.append(early)
+    return result
+
+
+@given(plans())
+@settings(max_examples=300)
+def test_the_wire_order_finishes_where_every_send_waits_for_its_receive(plan: Plan) -> None:
+    check(plan)
+    assert finishes(plan, programs(plan))
+
+
+@pytest.mark.parametrize("far", [False, True])
+@given(plan=plans())
+@settings(max_examples=300)
+def test_the_wire_order_finishes_with_receives_posted_early(far: bool, plan: Plan) -> None:
+    assert finishes(plan, hoisted(plan, far), posted=True)
+
+
+def test_the_interpreter_sees_a_hang() -> None:
+    plan = schedules.one_f_one_b(place(Costs.uniform(2), Cluster.uniform(2)), 3)
+    number = {action: i for i, action in enumerate(plan.wire_order)}
+    careless: list[list[int]] = [[], []]
+    for rank, order in enumerate(plan.orders):
+        for op in order:
+            received = [t for t in plan.transfers if t.target == op]
+            sent = [t for t in plan.transfers if t.source == op]
+            careless[rank] += [number[action] for action in (*received, op, *sent)]
+    assert not finishes(plan, careless)  # rank 0 sends 0F1 while rank 1 sends 1B0
+
+    crossed = programs(plan)
+    crossed[1].remove(number[plan.transfers[0]])
+    crossed[1].insert(crossed[1].index(number[plan.transfers[1]]) + 1, number[plan.transfers[0]])
+    assert not finishes(plan, crossed, posted=True)
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+@given(plans())
+@settings(max_examples=200)
+def test_json_round_trip(plan: Plan) -> None:
+    text = plan.to_json()
+    assert Plan.from_json(text) == plan
+    assert Plan.from_json(text).to_json() == text
+
+
+@given(plans())
+@settings(max_examples=200)
+def test_csv_round_trip(plan: Plan) -> None:
+    text = plan.to_csv()
+    assert Plan.from_csv(text, plan.placement) == plan
+    assert Plan.from_csv(text.replace(",", " , ,"), plan.placement) == plan  # blank cells, as PyTorch writes idle time
+    assert Plan.from_csv(text + "\n\n", plan.placement) == plan
+
+
+def test_csv_is_pytorchs() -> None:
+    assert PLAN.to_csv() == "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("0F0,0B0\n1F0,1B0,what", "line 2, cell 3: 'what' is not an op"),
+        (
+            "0F0,,,0X0",
+            "line 1, cell 4: '0X0' is not an op: write stage, one of F B I W R, and micro-batch, such as 2F0",
+        ),
+        ("0F0\n0F0 0F1", "line 2, cell 1: '0F0 0F1' is not an op"),
+    ],
+)
+def test_a_bad_cell_is_told_with_line_and_cell(text: str, told: str) -> None:
+    with pytest.raises(FormatError) as caught:
+        Plan.from_csv(text, PLAN.placement)
+    assert told in str(caught.value)
+
+
+def changed(**fields: object) -> str:
+    return json.dumps({**json.loads(PLAN.to_json()), **fields})
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[1, 2", "not JSON: Expecting ',' delimiter at line 1, column 6"),
+        ("[]", 'not a plan file: it has no "rota": "plan"'),
+        (changed(rota="costs"), 'not a plan file: it says "rota": "costs"'),
+        (changed(num_microbatches=0), "plan.num_microbatches is 0; expected 1 or more"),
+        (changed(num_microbatches=True), "plan.num_microbatches is true; expected a whole number"),
+        (changed(num_microbatches=3.0), "plan.num_microbatches is 3.0; expected a whole number"),
+        (changed(num_microbatches="3"), 'plan.num_microbatches is "3"; expected a whole number'),
+        (changed(orders=["0F0 0F1", 5]), "plan.orders[1] is 5; expected a text"),
+        (changed(orders=["0F0", "1F0 1Q0"]), "plan.orders[1], op 2: '1Q0' is not an op"),
+        (changed(tasks=[["0F", [0], 1, 0]]), 'plan.tasks[0] is ["0F", [0], 1, 0]; expected 5 values'),
+        (changed(tasks=[["0F", [0], -1, 0, 0]]), "duration_us of task 0F is -1"),
+        (changed(tasks=[["0F", [-1], 1, 0, 0]]), "plan.tasks[0][1][0] is -1; expected 0 or more"),
+        (changed(edges=[["0F", "7F", 0]]), 'plan.edges[0][1] is "7F"; expected the name of a task, such as 0F'),
+        (changed(edges=[["0F", "1F", -4]]), "plan.edges[0][2] is -4; expected 0 or more"),
+        (changed(cluster={"limit_bytes": [1]}), "plan.cluster has no field 'links'; it has limit_bytes"),
+        (
+            changed(cluster={"limit_bytes": [1], "link": [0], "links": []}),
+            "plan.cluster.link is [0]; expected [latency_us",
+        ),
+        (
+            changed(cluster={"limit_bytes": [1], "link": [0, 1], "links": [[0, 1, 2]]}),
+            "plan.cluster.links[0] is [0, 1, 2]; expected [sender, receiver, latency_us, bytes_per_us]",
+        ),
+        (changed(static_bytes={}), "plan.static_bytes is {}; expected a list"),
+    ],
+)
+def test_what_is_wrong_is_told_with_place_and_value(text: str, told: str) -> None:
+    with pytest.raises(RotaError) as caught:
+        Plan.from_json(text)
+    assert told in str(caught.value)
+
+
+def test_mutated_text_is_read_or_refused() -> None:
+    chooser = random.Random(5)
+    documents, csv = PLAN.to_json(), PLAN.to_csv()
+    reads: list[tuple[str, Callable[[str], Plan]]] = [
+        *((text, Plan.from_json) for text in json_mutants(documents, 1500, chooser)),
+        *((text, Plan.from_json) for text in text_mutants(documents, 500, chooser)),
+        *((text, partial(Plan.from_csv, placement=PLAN.placement)) for text in text_mutants(csv, 2000, chooser)),
+    ]
+    outcomes = Counter()
+    for text, read in reads:
+        try:
+            check(read(text))
+            outcomes["good"] += 1
+        except RotaError as error:
+            outcomes[type(error).__name__] += 1
+    assert min(outcomes[name] for name in ("good", "FormatError", "PlacementError", "PlanError")) > 20

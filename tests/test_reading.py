@@ -1,0 +1,89 @@
+"""Reading documents: every complaint names the path, the value and what belongs there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rota import reading
+from rota.errors import FormatError
+from rota.reading import Field
+
+DOCUMENT = Field("plan", {"a": 1, "b": [1, "x", None], "c": {"d": True}, "e": [0.5, [2]]})
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+documents = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=5)
+
+
+@given(st.dictionaries(st.text("abc_", min_size=1), documents, max_size=4))
+def test_what_is_dumped_is_parsed(fields: dict[str, object]) -> None:
+    text = reading.dump("plan", fields)
+    assert reading.parse(text, "plan").value == {"rota": "plan", **fields}
+
+
+def test_a_dump_has_one_line_a_field_and_an_entry() -> None:
+    assert reading.dump("plan", {"n": 3, "times": [1, 2], "rows": [[1], [2]], "none": []}) == (
+        '{\n  "rota": "plan",\n  "n": 3,\n  "times": [1, 2],\n  "rows": [\n    [1],\n    [2]\n  ],\n  "none": []\n}\n'
+    )
+
+
+def test_fields_are_read_with_their_path() -> None:
+    assert DOCUMENT["a"].integer(1) == 1
+    assert DOCUMENT["b"].path == "plan.b"
+    assert [item.path for item in DOCUMENT["b"]] == ["plan.b[0]", "plan.b[1]", "plan.b[2]"]
+    _, text, none = DOCUMENT["b"]
+    assert (text.text(), none.integer_or_none()) == ("x", None)
+    assert ("a" in DOCUMENT, "z" in DOCUMENT, "a" in DOCUMENT["b"]) == (True, False, False)
+    assert next(iter(list(DOCUMENT["e"])[1:])).integers() == (2,)
+
+
+@pytest.mark.parametrize(
+    ("read", "told"),
+    [
+        (lambda: DOCUMENT["z"], "plan has no field 'z'; it has a, b, c, e"),
+        (lambda: Field("plan.c", {})["z"], "plan.c has no field 'z'; it has none"),
+        (lambda: DOCUMENT["a"]["z"], "plan.a is 1; expected an object"),
+        (lambda: list(DOCUMENT["a"]), "plan.a is 1; expected a list"),
+        (lambda: list(DOCUMENT["c"]), 'plan.c is {"d": true}; expected a list'),
+        (lambda: DOCUMENT["a"].text(), "plan.a is 1; expected a text"),
+        (lambda: DOCUMENT["a"].integer(2), "plan.a is 1; expected 2 or more"),
+        (lambda: DOCUMENT["c"]["d"].integer(), "plan.c.d is true; expected a whole number"),
+        (lambda: DOCUMENT["b"].integers(), 'plan.b[1] is "x"; expected a whole number'),
+        (lambda: DOCUMENT["e"].integers(), "plan.e[0] is 0.5; expected a whole number"),
+        (lambda: Field("x", 2**63).integer(), "x is 9223372036854775808; expected 9223372036854775807 or less"),
+        (lambda: Field("x", ["y" * 99]).text(), 'x is ["' + "y" * 55 + "...; expected a text"),
+    ],
+)
+def test_what_is_wrong_is_told_with_path_and_value(read: Callable[[], object], told: str) -> None:
+    with pytest.raises(FormatError) as caught:
+        read()
+    assert str(caught.value) == told
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "not JSON: Expecting value at line 1, column 1"),
+        ('{\n "rota": plan}', "not JSON: Expecting value at line 2, column 10"),
+        ("3", 'not a plan file: it has no "rota": "plan"'),
+        ("{}", 'not a plan file: it has no "rota": "plan"'),
+        ('{"rota": ["plan"]}', 'not a plan file: it says "rota": ["plan"]'),
+        ("[" * 100_000, "not a file of ours: nested too deep"),
+        ("9" * 5000, "not JSON that can be read: Exceeds the limit (4300 digits)"),
+    ],
+)
+def test_what_is_no_document_of_ours_is_refused(text: str, told: str) -> None:
+    with pytest.raises(FormatError) as caught:
+        reading.parse(text, "plan")
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("depth", range(900, 1000, 5))
+def test_deep_nesting_is_refused_wherever_the_stack_ends(depth: int) -> None:
+    text = json.dumps({"rota": "plan", "a": 0}).replace("0", "[" * depth + "]" * depth)
+    with pytest.raises(FormatError):
+        reading.parse(text, "plan")["a"].text()

@@ -1,0 +1,89 @@
+"""What crosses a boundary comes out as it went in, and its layout says all but the numbers."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rota.errors import PipelineError
+from rota.runtime.messages import (
+    describe,
+    empty,
+    flatten,
+    from_bytes,
+    gradient_layouts,
+    tensor_layouts,
+    to_bytes,
+    unflatten,
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.uint8]
+sizes = st.lists(st.integers(0, 3), max_size=3)
+tensors = st.builds(torch.zeros, sizes, dtype=st.sampled_from(DTYPES))
+plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+leaves = plain | tensors | sizes.map(torch.Size)
+keys = st.text() | st.integers()
+values = st.recursive(
+    leaves,
+    lambda v: st.lists(v, max_size=3) | st.lists(v, max_size=3).map(tuple) | st.dictionaries(keys, v, max_size=3),
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a is b
+    if isinstance(a, dict):
+        return [*a] == [*b] and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+@given(values)
+def test_round_trip(value: object) -> None:
+    found, layout = flatten(value, "stage 0")
+    assert same(unflatten(iter(found), layout), value)
+    again = from_bytes(to_bytes(layout))
+    assert again == layout
+    assert same(unflatten(iter(found), again), value)
+    buffers = [empty(tensor) for tensor in tensor_layouts(again)]
+    assert [(b.shape, b.dtype) for b in buffers] == [(t.shape, t.dtype) for t in found]
+    assert describe(layout)
+
+
+def test_only_tensors_that_require_a_gradient_come_back() -> None:
+    with_gradient, without = torch.ones(2, requires_grad=True), torch.ones(3)
+    _, layout = flatten({"a": [without, (with_gradient,)], 1: without.long()}, "stage 0")
+    assert gradient_layouts(layout) == [("tensor", "float32", (2,), True)]
+    assert len(tensor_layouts(layout)) == 3
+
+
+def test_layouts_differ_where_buffers_or_values_would() -> None:
+    x = torch.ones(2, 3)
+    layouts = [
+        flatten(value, "stage 0")[1]
+        for value in (x, x.double(), x.mT, torch.ones(2, 3, requires_grad=True), (x,), [x], {"x": x}, 1, True, 1.0, "1")
+    ]
+    assert len({repr(layout) for layout in layouts}) == len(layouts)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{1, 2}, object(), (torch.ones(1), {"a": b"bytes"}), {(1, 2): 3}, namedtuple("Pair", "a b")(1, 2), 1j],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_cannot_travel_is_told_with_its_stage(value: object) -> None:
+    with pytest.raises(PipelineError, match=r"^stage 7 returned a \w+; stages exchange tensors, tuples"):
+        flatten(value, "stage 7")
+
+
+def test_describe() -> None:
+    value = {"h": (torch.ones(2, 8, requires_grad=True), None), "n": 3, "ids": [torch.ones(4, dtype=torch.int64)]}
+    assert describe(flatten(value, "stage 0")[1]) == "{h: (float32[2, 8] with gradient, None), n: 3, ids: (int64[4])}"

@@ -1,0 +1,180 @@
+"""A rank's program: the plan's order, receives posted at most one op early, and what cannot be run refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dist.random_plans import Edges, random_plan
+from rota.costs import Cluster, Costs
+from rota.errors import PipelineError
+from rota.placement import Placement, place
+from rota.plan import Plan
+from rota.runtime.program import Action, Program, compile_program, refuse_unsupported
+from rota.schedules import forward_only, gpipe, one_f_one_b
+from rota.tasks import Kind, Op
+
+CHAIN = [(0, 1), (1, 2)]
+
+
+def programs(edges: Edges, plan: Plan) -> list[Program]:
+    index = {edge: i for i, edge in enumerate(edges)}
+    return [compile_program(plan, index, rank) for rank in range(plan.num_ranks)]
+
+
+def many_programs() -> list[tuple[Plan, list[Program]]]:
+    drawn = [random_plan(seed, num_ranks) for seed in range(100) for num_ranks in (2, 4)]
+    return [(plan, programs(edges, plan)) for edges, plan in drawn]
+
+
+def chain_plan(schedule: object = one_f_one_b) -> Plan:
+    return schedule(place(Costs.uniform(3), Cluster.uniform(3)), 4)  # type: ignore[operator]
+
+
+def test_strict_keeps_the_wire_order() -> None:
+    for plan, of_ranks in many_programs():
+        for program in of_ranks:
+            here = [
+                action
+                for action in plan.wire_order
+                if (isinstance(action, Op) and action in plan.orders[program.rank])
+                or (not isinstance(action, Op) and program.rank in (action.sender, action.receiver))
+            ]
+            done = [action.message.transfer if action.message else action.op for action in program.strict]
+            assert done == here
+
+
+def test_each_rank_runs_its_ops_in_the_plans_order() -> None:
+    for plan, of_ranks in many_programs():
+        for program in of_ranks:
+            for actions in (program.strict, program.overlapped):
+                assert tuple(a.op for a in actions if a.what == "run") == plan.orders[program.rank]
+
+
+def test_receives_come_before_their_reader_and_sends_before_the_next_op() -> None:
+    for _, of_ranks in many_programs():
+        for program in of_ranks:
+            for actions in (program.strict, program.overlapped):
+                run_at = {action.op: i for i, action in enumerate(actions) if action.what == "run"}
+                for i, action in enumerate(actions):
+                    if action.what == "receive":
+                        assert i < run_at[action.op]
+                    if action.what == "send":
+                        assert run_at[action.op] < i
+                        assert all(a.what != "run" for a in actions[run_at[action.op] + 1 : i])
+
+
+def test_receives_are_posted_over_at_most_one_op_and_some_are() -> None:
+    num_early = 0
+    for _, of_ranks in many_programs():
+        for program in of_ranks:
+            assert sorted(map(repr, program.strict)) == sorted(map(repr, program.overlapped))
+            for action in (a for a in program.strict if a.what == "receive"):
+                ops_before = num_ops_before(program.strict, action) - num_ops_before(program.overlapped, action)
+                assert 0 <= ops_before <= 1
+                num_early += ops_before
+            strict, overlapped = ([a for a in p if a.what != "run"] for p in (program.strict, program.overlapped))
+            assert strict == overlapped  # messages keep their order among themselves
+    assert num_early > 50
+
+
+def num_ops_before(actions: list[Action], action: Action) -> int:
+    return sum(a.what == "run" for a in actions[: actions.index(action)])
+
+
+def test_both_sides_of_a_pair_agree_on_the_order_of_messages() -> None:
+    for _, of_ranks in many_programs():
+        for a in of_ranks:
+            for b in of_ranks:
+                sent = [x.message.transfer for x in a.overlapped if x.what == "send" and x.message]
+                received = [x.message.transfer for x in b.overlapped if x.what == "receive" and x.message]
+                assert [t for t in sent if t.receiver == b.rank] == [t for t in received if t.sender == a.rank]
+
+
+def test_values_and_columns_are_told_apart() -> None:
+    for plan, of_ranks in many_programs():
+        for program in of_ranks:
+            messages = [action.message for action in program.strict if action.message]
+            assert len({message.value for message in messages}) == len(messages)
+            received = {a.message.value for a in program.strict if a.what == "receive" and a.message}
+            assert program.arriving == received
+        columns = [a.message.column for p in of_ranks for a in p.strict if a.what == "send" and a.message]
+        routes = plan.placement.routes
+        assert sorted(columns) == [(r, k) for r in range(len(routes)) for k in range(plan.num_microbatches)]
+        for program in of_ranks:
+            for message in (action.message for action in program.strict if action.message):
+                route = routes[message.column[0]]
+                assert (route.sender, route.receiver) == message.transfer[2:4]
+                assert message.column[1] == message.transfer.source.microbatch
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def split_backward() -> Plan:
+    return gpipe(place(Costs.uniform(3, weight_us=1), Cluster.uniform(3)), 2)
+
+
+def recomputing() -> Plan:
+    placement = chain_plan().placement
+    tasks = (*placement.tasks, replace(placement.tasks[0], kind=Kind.R))
+    return Plan(replace(placement, tasks=tasks), 1, ((), (), ()))
+
+
+def on_two_ranks() -> Plan:
+    return gpipe(place(Costs.uniform(3), Cluster.uniform(4), [0, (1, 2), 3]), 2)
+
+
+def two_streams() -> Plan:
+    return gpipe(place(Costs.uniform(3), Cluster.uniform(3), edges=[(0, 1)]), 2)
+
+
+def two_stages() -> Plan:
+    return gpipe(place(Costs.uniform(2), Cluster.uniform(3), [0, 1]), 2)
+
+
+def without_edge() -> Plan:
+    return gpipe(place(Costs.uniform(3), Cluster.uniform(3), edges=[(0, 1), (0, 2)]), 2)
+
+
+def with_edge() -> Plan:
+    return gpipe(place(Costs.uniform(3), Cluster.uniform(3), edges=[*CHAIN, (0, 2)]), 2)
+
+
+def edge_twice() -> Plan:
+    return gpipe(place(Costs.uniform(3), Cluster.uniform(3), edges=[*CHAIN, (1, 2)]), 2)
+
+
+def backward_elsewhere() -> Plan:
+    placement = chain_plan().placement
+    tasks = tuple(replace(t, ranks=(0,)) if str(t) == "2B" else t for t in placement.tasks)
+    orders = [["0F0", "2B0", "0B0"], ["1F0", "1B0"], ["2F0"]]
+    return Plan(Placement(tasks, placement.edges, placement.cluster), 1, tuple(tuple(map(Op.parse, o)) for o in orders))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (split_backward, "the plan has 0I tasks, but only F and B can be run; plan without split backward"),
+        (recomputing, "the plan has 0R tasks, but only F and B can be run"),
+        (on_two_ranks, r"task 1F is on the ranks \(1, 2\); only one rank a stage"),
+        (two_streams, "the plan has 2 separate data streams; only one can be run"),
+        (two_stages, r"the plan has 2 stages, the model was split into 3; split\(model, 2\), or plan for 3 stages"),
+        (without_edge, "lacks the edge 1F → 2F; make it by place"),
+        (with_edge, "has, against the model, the edge 0F → 2F; make it by place"),
+        (edge_twice, "has an edge twice"),
+        (backward_elsewhere, "task 2B is on rank 0, but stage 2's other task on rank 2; place a stage's forward"),
+    ],
+)
+def test_refused(make: object, message: str) -> None:
+    with pytest.raises(PipelineError, match=message):
+        refuse_unsupported(make(), CHAIN, 3)  # type: ignore[operator]
+
+
+def test_what_is_supported_is_not_refused() -> None:
+    for plan in (chain_plan(), chain_plan(gpipe), forward_only(chain_plan().placement.forward_only(), 3)):
+        refuse_unsupported(plan, CHAIN, 3)
+    for seed in range(50):
+        edges, plan = random_plan(seed, 3)
+        refuse_unsupported(plan, edges, plan.num_stages)

@@ -1,0 +1,76 @@
+"""Records of several clocks become one timeline."""
+
+from __future__ import annotations
+
+import json
+
+from rota.costs import Cluster, Costs
+from rota.placement import place
+from rota.plan import Plan
+from rota.runtime.recorder import Record, merge
+from rota.schedules import forward_only, gpipe
+
+MS = 1_000_000
+
+
+def plan_of_two(num_microbatches: int = 1, **costs: int) -> Plan:
+    return gpipe(place(Costs.uniform(2, **costs), Cluster.uniform(2)), num_microbatches)
+
+
+def records(offset_ns: int = 0, through_ms: tuple[float, float] = (12, 32)) -> list[Record]:
+    """One micro-batch: 0F 0-10, sent, 1F 13-20, 1B 20-30, sent, 0B 33-50 (ms of rank 0's clock, from 1000 on)."""
+
+    def at(rank: int, *times: float) -> list[int]:
+        return [int((1000 + ms) * MS) - rank * offset_ns for ms in times]
+
+    return [
+        Record(0, 0, at(0, 0, 33), at(0, 10, 50), {(0, 0): at(0, 10.25)[0]}, {(0, 0): at(0, through_ms[0])[0]}),
+        Record(1, offset_ns, at(1, 13, 20), at(1, 20, 30), {(1, 0): at(1, 30)[0]}, {(1, 0): at(1, through_ms[1])[0]}),
+    ]
+
+
+def test_one_clock() -> None:
+    timeline = merge(plan_of_two(), records())
+    assert timeline.starts_us == ((0, 33_000), (13_000, 20_000))
+    assert timeline.ends_us == ((10_000, 50_000), (20_000, 30_000))
+    assert timeline.sent_us == ((10_250,), (30_000,))
+    assert timeline.arrived_us == ((12_000,), (32_000,))
+    assert timeline.makespan_us == 50_000
+
+
+def test_offsets_and_order_of_records_make_no_difference() -> None:
+    expected = merge(plan_of_two(), records())
+    for offset_ns in (-7 * MS, 123_456_789_000, -(10**15)):
+        assert merge(plan_of_two(), records(offset_ns)) == expected
+        assert merge(plan_of_two(), records(offset_ns)[::-1]) == expected
+
+
+def test_a_sender_that_hears_late_does_not_move_the_arrival_behind_its_reader() -> None:
+    timeline = merge(plan_of_two(), records(through_ms=(49, 49)))
+    assert timeline.arrived_us == ((13_000,), (33_000,))
+
+
+def test_clocks_that_disagree_never_make_a_transfer_end_before_it_starts() -> None:
+    skewed = records()
+    skewed[1].offset_ns = -5 * MS  # rank 1 seems to read before rank 0 sends
+    timeline = merge(plan_of_two(), skewed)
+    assert timeline.sent_us == ((10_250,), (25_000,))
+    assert timeline.arrived_us == ((10_250,), (27_000,))
+
+
+def test_records_travel_as_json() -> None:
+    for record in records(5):
+        assert Record.from_fields(json.loads(json.dumps(record.to_fields()))) == record
+
+
+def test_rank_that_does_nothing() -> None:
+    placement = place(Costs.uniform(1), Cluster.uniform(2), [1]).forward_only()
+    timeline = merge(forward_only(placement, 1), [Record(0), Record(1, 0, [5000], [9000])])
+    assert timeline.starts_us == ((), (0,))
+    assert timeline.ends_us == ((), (4,))
+
+
+def test_steps_end_where_the_ranks_last_op_does() -> None:
+    timeline = merge(plan_of_two(reduce_us=5, optimizer_us=5), records())
+    assert timeline.step_ends_us == ((50_000,) * 4, (30_000,) * 4)
+    assert timeline.makespan_us == 50_000

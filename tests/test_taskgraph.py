@@ -1,0 +1,116 @@
+"""Earliest, latest, slack and cycles of the task graph against brute force on small random graphs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rota.taskgraph import CycleError, TaskGraph
+
+Inputs = list[list[tuple[int, int]]]
+
+
+@st.composite
+def graphs(draw: st.DrawFn, cyclic: bool = False) -> TaskGraph:
+    """1 to 8 nodes with edges between any two (`cyclic`), or only along a hidden random order."""
+    n = draw(st.integers(1, 8))
+    place = draw(st.permutations(range(n)))
+    pairs = [(a, b) for a in range(n) for b in range(n) if cyclic or place[a] < place[b]]
+    inputs: Inputs = [[] for _ in range(n)]
+    if pairs:
+        for a, b in draw(st.lists(st.sampled_from(pairs), max_size=14)):
+            inputs[b].append((a, draw(st.integers(0, 5))))
+    return TaskGraph(draw(st.lists(st.integers(0, 9), min_size=n, max_size=n)), inputs)
+
+
+def paths_to(graph: TaskGraph, node: int) -> list[int]:
+    """The length of every path that ends with `node`."""
+    before = [length + lag for source, lag in graph.inputs[node] for length in paths_to(graph, source)]
+    return [graph.durations_us[node] + length for length in [0, *before]]
+
+
+def makespan(graph: TaskGraph, node: int = 0, longer_us: int = 0) -> int:
+    """The longest path of all if `node` takes longer."""
+    durations = list(graph.durations_us)
+    durations[node] += longer_us
+    return max(max(paths_to(TaskGraph(durations, graph.inputs), end)) for end in range(len(durations)))
+
+
+@given(graphs())
+@settings(max_examples=300)
+def test_each_node_ends_with_the_longest_path_to_it(graph: TaskGraph) -> None:
+    earliest = graph.earliest()
+    for node, duration in enumerate(graph.durations_us):
+        assert earliest.ends_us[node] == max(paths_to(graph, node)) == earliest.starts_us[node] + duration
+    position = {node: i for i, node in enumerate(earliest.sequence)}
+    assert len(position) == len(graph.durations_us)
+    assert all(position[before] < position[node] for node, edges in enumerate(graph.inputs) for before, _ in edges)
+
+
+@given(graphs())
+@settings(max_examples=300)
+def test_slack_is_how_much_longer_a_node_may_take(graph: TaskGraph) -> None:
+    earliest = graph.earliest()
+    latest = graph.latest_ends(earliest)
+    for node, slack in enumerate(graph.slack_us(earliest)):
+        assert latest[node] == earliest.ends_us[node] + slack
+        assert makespan(graph, node, slack) == makespan(graph) < makespan(graph, node, slack + 1)
+
+
+@given(graphs())
+@settings(max_examples=300)
+def test_the_critical_path_is_a_chain_without_gaps_or_slack(graph: TaskGraph) -> None:
+    earliest = graph.earliest()
+    starts, ends = earliest.starts_us, earliest.ends_us
+    path = graph.critical_path(starts, ends)
+    assert starts[path[0]] == 0
+    assert ends[path[-1]] == makespan(graph)
+    for before, node in pairwise(path):
+        assert starts[node] - ends[before] in [lag for source, lag in graph.inputs[node] if source == before]
+    slack = graph.slack_us(earliest)
+    assert all(slack[node] == 0 for node in path)
+
+
+@given(graphs(cyclic=True))
+@settings(max_examples=500)
+def test_a_cycle_is_found_and_told_as_who_waits_for_whom(graph: TaskGraph) -> None:
+    if not has_cycle(graph):
+        assert len(graph.earliest().sequence) == len(graph.durations_us)
+        return
+    with pytest.raises(CycleError) as caught:
+        graph.earliest()
+    nodes = caught.value.nodes
+    assert len(set(nodes)) == len(nodes)
+    for node, awaited in zip(nodes, nodes[1:] + nodes[:1], strict=True):
+        assert awaited in [before for before, _ in graph.inputs[node]]
+    assert str(nodes) in str(caught.value)
+
+
+def has_cycle(graph: TaskGraph) -> bool:
+    """Whether nodes are left when those that wait for nobody left are taken away, again and again."""
+    left = set(range(len(graph.durations_us)))
+    while free := {node for node in left if not any(before in left for before, _ in graph.inputs[node])}:
+        left -= free
+    return bool(left)
+
+
+def test_no_nodes() -> None:
+    graph = TaskGraph([], [])
+    earliest = graph.earliest()
+    assert (earliest.starts_us, earliest.ends_us, earliest.sequence) == ([], [], [])
+    assert graph.slack_us(earliest) == graph.critical_path([], []) == []
+
+
+def test_a_node_that_waits_for_itself() -> None:
+    with pytest.raises(CycleError) as caught:
+        TaskGraph([1, 1], [[], [(0, 0), (1, 0)]]).earliest()
+    assert caught.value.nodes == [1]
+
+
+def test_long_chains_need_no_recursion() -> None:
+    n = 20_000
+    graph = TaskGraph([1] * n, [[(i + 1, 0)] if i + 1 < n else [] for i in range(n)])
+    assert graph.earliest().ends_us[0] == n
