@@ -161,3 +161,11 @@ def test_timelines_of_different_plans_are_refused(other: Plan, told: str) -> Non
     assert "the timelines are of different plans" in str(caught.value)
     assert told in str(caught.value)
     assert "compare two timelines of one plan" in str(caught.value)
+
+
+def test_the_same_orders_on_another_graph_are_another_plan() -> None:
+    costs, cluster = Costs.uniform(3), Cluster.uniform(3)
+    chain, joined = (place(costs, cluster, edges=edges) for edges in ([(0, 1), (1, 2)], [(0, 2), (1, 2)]))
+    planned, measured = (simulate(schedules.gpipe(placement, 2)) for placement in (chain, joined))
+    with pytest.raises(PlanError, match="tasks or edges differ"):
+        compare(planned, measured)

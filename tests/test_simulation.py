@@ -182,3 +182,11 @@ def test_orders_that_contradict_dependencies_are_refused() -> None:
     with pytest.raises(PlanError, match="cycle") as caught:
         simulate(Plan(placement, 1, ((Op(0, B, 0), Op(0, F, 0)),)))
     assert caught.value.reason == "cycle"
+
+
+def test_a_step_ends_where_the_weight_gradients_are() -> None:
+    tasks = (Task(0, Kind.F, (0,), 5), Task(0, Kind.B, (1,), 5))
+    placement = Placement(tasks, (Edge(0, 1),), Cluster.uniform(2), step_ends=(StepEnd(0, 3, 1),))
+    timeline = simulate(Plan(placement, 1, ((Op(0, Kind.F, 0),), (Op(0, Kind.B, 0),))))
+    assert timeline.plan.step_end_ranks == ((0, 1),)
+    assert timeline.step_ends_us == ((10, 13, 13, 14),)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-
 from rota.errors import PlanError
+from rota.memory import is_op_event
 from rota.plan import Plan
 from rota.simulation import simulate
 from rota.timeline import Timeline
@@ -31,11 +30,13 @@ def _tell_overflow(timeline: Timeline, rank: int, limit: int) -> str:
             f"rank {rank} holds {_size(static)} before its first op (parameters, gradients, optimizer), over its limit "
             f"of {_size(limit)}; give it fewer layers or raise the limit"
         )
+    op_events = 0
     for key, change in timeline.memory_events(rank):
         level += change
+        op_events += is_op_event(key)
         if level > limit:
-            running = max(bisect_right(timeline.starts_us[rank], key // 4) - 1, 0)
             break
+    running = max(op_events - 1, 0) // 2  # every op makes two events, in the rank's order
     return (
         f"rank {rank} would hold {_size(level)} at {timeline.plan.orders[rank][running]}, over its limit of "
         f"{_size(limit)} (its peak is {_size(timeline.peak_memory_bytes[rank])}); start fewer forwards before the "

@@ -62,7 +62,7 @@ class Comparison:
         planned, measured = self.planned, self.measured
         lines = [
             "               planned    measured  difference",
-            _row("makespan", planned.makespan_us, measured.makespan_us, " µs"),
+            _row("makespan", planned.makespan_us, measured.makespan_us),
             f"{'bubble':<10}{planned.bubble_fraction:>11.1%}{measured.bubble_fraction:>12.1%}"
             f"{measured.bubble_fraction - planned.bubble_fraction:>+12.1%}",
             "",
@@ -86,15 +86,15 @@ class Comparison:
         return "\n".join(lines)
 
 
-def _row(name: str, planned: int, measured: int, unit: str) -> str:
+def _row(name: str, planned: int, measured: int) -> str:
     change = f"{(measured - planned) / planned:+.1%}" if planned else "-"
-    return f"{name:<10}{planned:>11,}{measured:>12,}{change:>12}{unit if not change else ''}"
+    return f"{name:<10}{planned:>11,}{measured:>12,}{change:>12}  µs"
 
 
 def compare(planned: Timeline, measured: Timeline) -> Comparison:
     """Raises PlanError where the two timelines are not of one plan."""
     plan = planned.plan
-    if (plan.orders, plan.num_microbatches) != (measured.plan.orders, measured.plan.num_microbatches):
+    if _shape(plan) != _shape(measured.plan):
         raise PlanError(_tell_other_plan(plan, measured.plan), "unknown")
     groups: dict[tuple[int, Kind], list[tuple[int, int]]] = {}
     ops = []
@@ -151,11 +151,19 @@ def _transfer_lags(timeline: Timeline) -> dict[tuple[int, int], int]:
     return lags
 
 
+def _shape(plan: Plan) -> tuple[object, ...]:
+    """All of a plan but its costs: those may have been measured anew."""
+    tasks = tuple((task.stage, task.kind, task.ranks) for task in plan.placement.tasks)
+    edges = tuple(edge[:2] for edge in plan.placement.edges)
+    return plan.orders, plan.num_microbatches, tasks, edges
+
+
 def _tell_other_plan(a: Plan, b: Plan) -> str:
     if (a.num_ranks, a.num_microbatches) != (b.num_ranks, b.num_microbatches):
         return (
             f"the timelines are of different plans: {a.num_ranks} ranks and {a.num_microbatches} micro-batches "
             f"against {b.num_ranks} and {b.num_microbatches}; compare two timelines of one plan"
         )
-    rank = next(r for r, (x, y) in enumerate(zip(a.orders, b.orders, strict=True)) if x != y)
-    return f"the timelines are of different plans: rank {rank} does another order; compare two timelines of one plan"
+    differing = [r for r, (x, y) in enumerate(zip(a.orders, b.orders, strict=True)) if x != y]
+    what = f"rank {differing[0]} does another order" if differing else "tasks or edges differ"
+    return f"the timelines are of different plans: {what}; compare two timelines of one plan"

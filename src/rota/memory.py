@@ -55,6 +55,11 @@ def _op_events(plan: Plan, rank: int, starts_us: Sequence[int], ends_us: Sequenc
     return result
 
 
+def is_op_event(key: int) -> bool:
+    """Whether an event is the start or the end of an op, not of a transfer."""
+    return key % 4 in (_OP_ENDS, _OP)
+
+
 def peak_bytes(static_bytes: int, events: Sequence[tuple[int, int]]) -> int:
     """The most that is ever held."""
     return static_bytes + max(accumulate((change for _, change in events), initial=0))

@@ -128,6 +128,11 @@ class Placement:
     def ranks_of(self, stage: int) -> tuple[int, ...]:
         return next(task.ranks for task in self.tasks if task.stage == stage)
 
+    def gradient_ranks(self, stage: int) -> tuple[int, ...]:
+        """The ranks on which the stage's weight gradients are complete; where it has none, its ranks."""
+        tasks = (task for task in self.tasks if task.stage == stage and task.kind.makes_weight_gradients)
+        return next((task.ranks for task in tasks), self.ranks_of(stage))
+
     @cached_property
     def stage_edges(self) -> tuple[tuple[int, int], ...]:
         """Which stages feed which, forward: (source, target)."""

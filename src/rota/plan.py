@@ -157,7 +157,7 @@ class Plan:
         On one rank they follow each other as the stages' last gradients do.
         """
         ends = self.placement.step_ends
-        pairs = [(i, rank) for i, end in enumerate(ends) for rank in self.placement.ranks_of(end.stage)]
+        pairs = [(i, rank) for i, end in enumerate(ends) for rank in self.placement.gradient_ranks(end.stage)]
         return tuple(sorted(pairs, key=lambda pair: (pair[1], self._last_gradient(ends[pair[0]].stage, pair[1]))))
 
     @cached_property

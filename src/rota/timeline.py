@@ -156,7 +156,7 @@ class Timeline:
         return tuple(self._with_transfers(path))
 
     def _with_transfers(self, path: Sequence[Span]) -> Iterator[Span]:
-        """Between two ops of a path that a transfer joins, that transfer; spans that take no time are left out."""
+        """Between two ops of a path that a transfer joins, that transfer, if it took time."""
         joins: dict[tuple[object, object], Span] = {}
         wanted = {(a.work, b.work) for a, b in pairwise(path)}
         for span in self.transfer_spans():
