@@ -11,7 +11,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from rota.costs import Cluster, Costs, Link
-from rota.placement import Edge, Placement, StepEnd, place
+from rota.placement import Edge, Placement, StepEnd
+from rota.placing import place
 from rota.plan import Plan
 from rota.tasks import Kind, Op, Task
 

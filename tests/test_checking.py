@@ -16,7 +16,8 @@ from rota import schedules
 from rota.checking import check
 from rota.costs import Cluster, Costs
 from rota.errors import PlanError
-from rota.placement import Edge, Placement, place
+from rota.placement import Edge, Placement
+from rota.placing import place
 from rota.plan import Plan
 from rota.simulation import simulate
 from rota.tasks import Kind, Op, Task

@@ -13,7 +13,8 @@ from rota import schedules
 from rota.comparison import Comparison, KindRow, compare
 from rota.costs import Cluster, Costs
 from rota.errors import PlanError
-from rota.placement import Placement, place
+from rota.placement import Placement
+from rota.placing import place
 from rota.plan import Plan
 from rota.simulation import simulate
 from rota.tasks import Kind, Op, Task

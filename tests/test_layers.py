@@ -33,7 +33,19 @@ class Row:
 CORE = tuple(
     f"rota.{name}"
     for name in (
-        *("errors", "units", "reading", "costs", "tasks", "taskgraph", "placement", "plan", "memory", "timeline"),
+        *(
+            "errors",
+            "units",
+            "reading",
+            "costs",
+            "tasks",
+            "taskgraph",
+            "placement",
+            "placing",
+            "plan",
+            "memory",
+            "timeline",
+        ),
         *("schedules", "simulation", "checking", "accounting", "comparison", "cutting"),
     )
 )

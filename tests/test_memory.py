@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from core_strategies import plans
 from rota import schedules
 from rota.costs import Cluster, Costs, Link
-from rota.placement import Edge, Placement, place
+from rota.placement import Edge, Placement
+from rota.placing import place
 from rota.plan import Plan, Transfer
 from rota.simulation import simulate
 from rota.tasks import Kind, Op, Task

@@ -9,7 +9,8 @@ from core_strategies import costs, placements
 from rota import reading
 from rota.costs import Cluster, Costs, Link
 from rota.errors import PlacementError
-from rota.placement import Edge, Placement, Route, StepEnd, place
+from rota.placement import Edge, Placement, Route, StepEnd
+from rota.placing import place
 from rota.tasks import Kind, Task
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741

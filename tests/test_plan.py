@@ -16,7 +16,7 @@ from rota import schedules
 from rota.checking import check
 from rota.costs import Cluster, Costs, Link
 from rota.errors import FormatError, RotaError
-from rota.placement import place
+from rota.placing import place
 from rota.plan import Plan, Transfer
 from rota.tasks import Op
 

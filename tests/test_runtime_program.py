@@ -9,7 +9,8 @@ import pytest
 from dist.random_plans import Edges, random_plan
 from rota.costs import Cluster, Costs
 from rota.errors import PipelineError
-from rota.placement import Placement, place
+from rota.placement import Placement
+from rota.placing import place
 from rota.plan import Plan
 from rota.runtime.program import Action, Program, compile_program, refuse_unsupported
 from rota.schedules import forward_only, gpipe, one_f_one_b

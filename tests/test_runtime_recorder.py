@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from rota.costs import Cluster, Costs
-from rota.placement import place
+from rota.placing import place
 from rota.plan import Plan
 from rota.runtime.recorder import Record, merge
 from rota.schedules import forward_only, gpipe

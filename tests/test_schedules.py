@@ -14,7 +14,8 @@ from core_strategies import clusters, costs, placed, raw
 from rota.checking import check
 from rota.costs import Cluster, Costs
 from rota.errors import ScheduleError
-from rota.placement import Placement, place
+from rota.placement import Placement
+from rota.placing import place
 from rota.plan import Plan
 from rota.schedules import NAMED, forward_only, gpipe, one_f_one_b
 from rota.simulation import simulate

@@ -9,7 +9,8 @@ from core_strategies import deal, plans, read_by
 from rota import schedules
 from rota.costs import Cluster, Costs, Link
 from rota.errors import PlanError
-from rota.placement import Edge, Placement, StepEnd, place
+from rota.placement import Edge, Placement, StepEnd
+from rota.placing import place
 from rota.plan import Plan, Transfer
 from rota.simulation import simulate
 from rota.tasks import Kind, Op, Task

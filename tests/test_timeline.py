@@ -14,7 +14,7 @@ from core_strategies import json_mutants, plans, text_mutants
 from rota import schedules
 from rota.costs import Cluster, Costs
 from rota.errors import FormatError, RotaError
-from rota.placement import place
+from rota.placing import place
 from rota.plan import Plan, Transfer
 from rota.simulation import simulate
 from rota.tasks import Kind, Op

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 _HOMES = {
     "rota.tasks": ("Kind", "Op", "Task"),
     "rota.costs": ("Cluster", "Costs", "Link"),
-    "rota.placement": ("Edge", "Placement", "StepEnd", "place"),
+    "rota.placement": ("Edge", "Placement", "StepEnd"),
+    "rota.placing": ("place",),
     "rota.plan": ("Plan", "Transfer"),
     "rota.timeline": ("Span", "Timeline"),
     "rota.checking": ("check",),
@@ -24,6 +25,7 @@ _HOMES = {
     "rota.comparison": ("Comparison", "compare"),
     "rota.errors": (
         "FormatError",
+        "LostRankError",
         "PipelineError",
         "PlacementError",
         "PlanError",
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from rota.costs import Link as Link
     from rota.drawing import draw as draw
     from rota.errors import FormatError as FormatError
+    from rota.errors import LostRankError as LostRankError
     from rota.errors import PipelineError as PipelineError
     from rota.errors import PlacementError as PlacementError
     from rota.errors import PlanError as PlanError
@@ -64,7 +67,7 @@ if TYPE_CHECKING:
     from rota.placement import Edge as Edge
     from rota.placement import Placement as Placement
     from rota.placement import StepEnd as StepEnd
-    from rota.placement import place as place
+    from rota.placing import place as place
     from rota.plan import Plan as Plan
     from rota.plan import Transfer as Transfer
     from rota.profiling import profile as profile

@@ -39,3 +39,7 @@ class SplitError(RotaError):
 
 class PipelineError(RotaError):
     """A plan, a model and a batch do not fit together, or a run went wrong."""
+
+
+class LostRankError(PipelineError):
+    """Another rank is gone; the first error is there, not here."""

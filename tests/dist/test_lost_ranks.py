@@ -80,16 +80,16 @@ def test_stage_that_raises(tmp_path: Path, where: str, microbatch: int, told: di
     assert_told(ended[1], "^ValueError: broken on purpose")
     assert "break_if_it_is_time" in ended[1].stderr
     for rank in (0, 2):
-        assert_told(ended[rank], "PipelineError: lost (a )?rank.* while .*: look there for the first error")
+        assert_told(ended[rank], "LostRankError: lost (a )?rank.* while .*: look there for the first error")
     for rank, doing in told.items():
-        assert_told(ended[rank], f"PipelineError: lost rank 1 while {doing}:")
+        assert_told(ended[rank], f"LostRankError: lost rank 1 while {doing}:")
 
 
 def test_error_passes_through_rank_after_rank(tmp_path: Path) -> None:
     ended = run_fresh(tmp_path, NUM_RANKS, steps, stages_with(Breaks("forward", 4), 2), plan_for(), 2)
     assert_told(ended[2], "ValueError: broken on purpose")
-    assert_told(ended[1], "PipelineError: lost rank 2 while waiting for 2B0→1B0")
-    assert_told(ended[0], "PipelineError: lost rank 1 while waiting for 1B0→0B0")
+    assert_told(ended[1], "LostRankError: lost rank 2 while waiting for 2B0→1B0")
+    assert_told(ended[0], "LostRankError: lost rank 1 while waiting for 1B0→0B0")
 
 
 def broken_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -99,21 +99,21 @@ def broken_loss(output: Tensor, target: Tensor) -> Tensor:
 def test_loss_fn_that_returns_no_number(tmp_path: Path) -> None:
     ended = run_fresh(tmp_path, NUM_RANKS, steps, stages_with(Layer(), 0), plan_for(), 1, broken_loss)
     assert_told(ended[2], r"PipelineError: loss_fn returned shape \[5, 6\]; it must return a tensor with one element")
-    assert_told(ended[1], "PipelineError: lost rank 2 while waiting for 2B0→1B0")
+    assert_told(ended[1], "LostRankError: lost rank 2 while waiting for 2B0→1B0")
 
 
 def test_rank_that_only_sends_is_told_too(tmp_path: Path) -> None:
     ended = run_fresh(tmp_path, NUM_RANKS, steps, stages_with(Breaks("forward", 4 + 1), 1), plan_for("forward_only"), 2)
     assert_told(ended[1], "ValueError: broken on purpose")
-    assert_told(ended[0], r"PipelineError: lost rank 1 while sending 0F(\d)→1F\1:")
-    assert_told(ended[2], "PipelineError: lost rank 1 while waiting for 1F1→2F1:")
+    assert_told(ended[0], r"LostRankError: lost rank 1 while sending 0F(\d)→1F\1:")
+    assert_told(ended[2], "LostRankError: lost rank 1 while waiting for 1F1→2F1:")
 
 
 def test_rank_that_is_gone_between_two_steps(tmp_path: Path) -> None:
     ended = run_fresh(tmp_path, NUM_RANKS, step_and_go, stages_with(Layer(), 0), plan_for())
     assert ended[1].exit_code == 9
     for rank in (0, 2):
-        assert_told(ended[rank], "PipelineError: lost a rank while waiting for the others to begin the step")
+        assert_told(ended[rank], "LostRankError: lost a rank while waiting for the others to begin the step")
 
 
 def step_and_go(rank: int, stages: Stages, plan: Plan) -> None:
@@ -149,5 +149,5 @@ def test_shapes_that_depend_on_the_data_are_told_by_the_sender(tmp_path: Path) -
     made = r"float64\[\d, 6\] with gradient"
     assert_told(ended[1], rf"PipelineError: 1F\d→2F\d: stage 1 made {made}, after {made} in an earlier step")
     assert "use Pipeline(…, dynamic_shapes=True)" in ended[1].last_line
-    assert_told(ended[0], "PipelineError: lost rank 1 while")
-    assert_told(ended[2], "PipelineError: lost rank 1 while waiting for 1F")
+    assert_told(ended[0], "LostRankError: lost rank 1 while")
+    assert_told(ended[2], "LostRankError: lost rank 1 while waiting for 1F")

@@ -144,7 +144,7 @@ def test_refused_on_one_rank_alone_ends_the_others(tmp_path: Path) -> None:
     assert "PlanError: the orders wait in a cycle" in ended[1].last_line
     for rank in (0, 2):
         assert ended[rank].exit_code == 1, ended
-        assert "PipelineError: lost a rank while" in ended[rank].last_line
+        assert "LostRankError: lost a rank while" in ended[rank].last_line
 
 
 def make(rank: int, plan: Plan, odd_plan: Plan) -> None:

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from dist.networks import batch_of, chain, graph_of_layers, loss_fn, serial_step
+from dist.networks import (
+    assert_equal_steps,
+    batch_of,
+    chain,
+    graph_of_layers,
+    loss_fn,
+    pipeline_steps,
+    serial_step,
+)
 from dist.pool import Pool
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
 from rota.schedules import NAMED, forward_only, gpipe, one_f_one_b
@@ -70,6 +78,14 @@ def test_gradients_add_up_over_steps_as_backward_does(pool: Pool) -> None:
             torch.testing.assert_close(by_rank[stage][name], parameter.grad, rtol=1e-10, atol=1e-10)
 
 
+def test_one_process_runs_all_stages(pool: Pool) -> None:
+    batches = [batch_of(4, seed) for seed in (1, 2)]
+    plan = gpipe(place(Costs.uniform(3), Cluster.uniform(1), [0, 0, 0]), 4)
+    (steps,) = pool.run(1, pipeline_steps, chain(3), plan, batches)
+    for step, batch in zip(steps, batches, strict=True):
+        assert_equal_steps([step], serial_step(chain(3), *batch))
+
+
 # --- forwards alone, outputs ------------------------------------------------------------------------------------------
 
 
@@ -123,6 +139,35 @@ def keep_outputs(rank: int, stages: Stages, plan: Plan, batch: Any) -> tuple[Any
         pipeline.step(*batch)
         assert all(output.grad_fn is None for output in pipeline.outputs.values())
         return {m: output.detach() for m, output in pipeline.outputs.items()}, pipeline.losses
+
+
+def train_and_evaluate(rank: int, stages: Stages, training: Plan, evaluation: Plan, batches: list[Any]) -> list[float]:
+    """Two pipelines over the same stages, in turn."""
+    losses = []
+    with Pipeline(stages, training, loss_fn) as train, Pipeline(stages, evaluation, loss_fn) as evaluate:
+        optimizer = torch.optim.SGD(train.parameters(), lr=0.05)
+        for batch in batches:
+            optimizer.zero_grad()
+            losses.append(train.step(*batch))
+            optimizer.step()
+            losses.append(evaluate.step(*batch))
+    return losses
+
+
+def test_training_and_evaluation_take_turns(pool: Pool) -> None:
+    batches = [batch_of(4, seed) for seed in range(3)]
+    placement = place(Costs.uniform(2), Cluster.uniform(2))
+    plans = one_f_one_b(placement, 4), forward_only(placement.forward_only(), 2)
+    by_rank = pool.run(2, train_and_evaluate, chain(2), *plans, batches)
+    serial, expected = chain(2), []
+    optimizer = torch.optim.SGD([p for _, p in serial.named_parameters()], lr=0.05)
+    for batch in batches:
+        optimizer.zero_grad()
+        expected.append(serial_step(serial, *batch).loss)
+        optimizer.step()
+        expected.append(loss_fn(serial.run(batch[0]), batch[1]).item())
+    for losses in by_rank:
+        assert losses == pytest.approx(expected, abs=1e-10)
 
 
 def a_target_is_missing(rank: int, stages: Stages, plan: Plan, x: Any, targets: list[Any]) -> str:

@@ -69,7 +69,7 @@ def assert_waited_or_lost(ended: Ended, transfer: str, peer: int) -> None:
         assert f"rank {peer}" in ended.last_line, ended
     else:
         assert ended.exit_code == 1, ended
-        assert f"PipelineError: lost rank {peer} while waiting for {transfer}" in ended.last_line, ended
+        assert f"LostRankError: lost rank {peer} while waiting for {transfer}" in ended.last_line, ended
 
 
 def test_stage_that_hangs_in_its_forward(tmp_path: Path) -> None:

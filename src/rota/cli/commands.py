@@ -9,7 +9,7 @@ from argparse import Namespace
 from rota import checking, comparison, simulation
 from rota.cli import files
 from rota.costs import Cluster, Costs
-from rota.placement import place
+from rota.placing import place
 from rota.schedules import NAMED
 from rota.timeline import Timeline
 

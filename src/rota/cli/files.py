@@ -8,7 +8,8 @@ from pathlib import Path
 
 from rota.costs import Cluster, Costs
 from rota.errors import FormatError, RotaError
-from rota.placement import Placement, place
+from rota.placement import Placement
+from rota.placing import place
 from rota.plan import Plan
 from rota.simulation import simulate
 from rota.tasks import Kind

@@ -13,7 +13,7 @@ from rota.demo import train
 from rota.demo.corpus import Corpus
 from rota.demo.gpt import loss_fn
 from rota.drawing import save, to_text
-from rota.placement import place
+from rota.placing import place
 from rota.profiling import profile
 from rota.runtime.launch import launch
 from rota.schedules import one_f_one_b

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rota.errors import PipelineError
+from rota.errors import LostRankError, PipelineError
 from rota.plan import Transfer
 from rota.runtime.messages import (
     Layout,
@@ -53,7 +53,7 @@ class Transport:
         # Gloo tells that a send is through only to whoever waits for it: one thread waits, and lets the tensors go.
         self._sending: queue.SimpleQueue[tuple[Message, list[Any], list[torch.Tensor]] | None] = queue.SimpleQueue()
         self._all_through = threading.Event()
-        self._failure: PipelineError | None = None
+        self._failure: LostRankError | None = None
         self.oldest: Transfer | None = None  # of those not through yet
         self._reaper = threading.Thread(target=self._reap, name="rota-sends", daemon=True)
         self._reaper.start()
@@ -169,7 +169,7 @@ def together(doing: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise PipelineError(f"lost a rank while {doing}: {_first_error(error)}") from error
+        raise LostRankError(f"lost a rank while {doing}: {_first_error(error)}") from error
 
 
 def _wait(work: Any, message: Message) -> None:
@@ -179,9 +179,9 @@ def _wait(work: Any, message: Message) -> None:
         raise _lost(message.transfer.sender, message, error) from error
 
 
-def _lost(peer: int, message: Message, error: Exception) -> PipelineError:
+def _lost(peer: int, message: Message, error: Exception) -> LostRankError:
     doing = "waiting for" if peer == message.transfer.sender else "sending"
-    return PipelineError(f"lost rank {peer} while {doing} {message.transfer}: {_first_error(error)}")
+    return LostRankError(f"lost rank {peer} while {doing} {message.transfer}: {_first_error(error)}")
 
 
 def _first_error(error: Exception) -> str:

@@ -8,25 +8,27 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import time
 import traceback
 
-from rota.errors import RotaError
+from rota.errors import LostRankError, RotaError
+
+_LET_FIRST_ERROR_BE_SEEN_S = 2.0  # the launcher reports the rank that ended first, and looks every 0.1 s
 
 
 def main() -> None:
     script, *arguments = sys.argv[1:]
     sys.argv = [script, *arguments]
-    sys.path[0] = os.path.dirname(os.path.abspath(script))  # as `python SCRIPT` has it
+    ours = os.path.abspath(script)
+    sys.path[0] = os.path.dirname(ours)  # as `python SCRIPT` has it
     try:
         runpy.run_path(script, run_name="__main__")
     except RotaError as error:
-        here = [
-            f
-            for f in traceback.extract_tb(error.__traceback__)
-            if os.path.abspath(f.filename) == os.path.abspath(script)
-        ]
-        place = f" ({script}:{here[-1].lineno})" if here else ""
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if os.path.abspath(f.filename) == ours]
+        place = f" ({script}:{lines[-1]})" if lines else ""
         print(f"rota: rank {os.environ.get('RANK', '?')}: {error}{place}", file=sys.stderr, flush=True)
+        if isinstance(error, LostRankError):
+            time.sleep(_LET_FIRST_ERROR_BE_SEEN_S)
         # Peers may be waiting for this rank: end at once rather than tidy up with them.
         os._exit(1)
 
