@@ -61,9 +61,9 @@ class Comparison:
         """The table that `rota compare` prints."""
         planned, measured = self.planned, self.measured
         lines = [
-            "               planned    measured  difference",
-            _row("makespan", planned.makespan_us, measured.makespan_us),
-            f"{'bubble':<10}{planned.bubble_fraction:>11.1%}{measured.bubble_fraction:>12.1%}"
+            "                 planned    measured  difference",
+            _row("makespan µs", planned.makespan_us, measured.makespan_us),
+            f"{'bubble':<12}{planned.bubble_fraction:>11.1%}{measured.bubble_fraction:>12.1%}"
             f"{measured.bubble_fraction - planned.bubble_fraction:>+12.1%}",
             "",
             "Where the difference in makespan comes from:",
@@ -88,7 +88,7 @@ class Comparison:
 
 def _row(name: str, planned: int, measured: int) -> str:
     change = f"{(measured - planned) / planned:+.1%}" if planned else "-"
-    return f"{name:<10}{planned:>11,}{measured:>12,}{change:>12}  µs"
+    return f"{name:<12}{planned:>11,}{measured:>12,}{change:>12}"
 
 
 def compare(planned: Timeline, measured: Timeline) -> Comparison:
