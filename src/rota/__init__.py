@@ -17,7 +17,7 @@ _HOMES = {
     "rota.tasks": ("Kind", "Op", "Task"),
     "rota.costs": ("Cluster", "Costs", "Link"),
     "rota.placement": ("Edge", "Placement", "StepEnd"),
-    "rota.placing": ("place",),
+    "rota.placing": ("bidirectional", "interleaved", "place", "wave"),
     "rota.plan": ("Plan", "Transfer"),
     "rota.timeline": ("Span", "Timeline"),
     "rota.checking": ("check",),
@@ -67,7 +67,10 @@ if TYPE_CHECKING:
     from rota.placement import Edge as Edge
     from rota.placement import Placement as Placement
     from rota.placement import StepEnd as StepEnd
+    from rota.placing import bidirectional as bidirectional
+    from rota.placing import interleaved as interleaved
     from rota.placing import place as place
+    from rota.placing import wave as wave
     from rota.plan import Plan as Plan
     from rota.plan import Transfer as Transfer
     from rota.profiling import profile as profile

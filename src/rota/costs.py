@@ -7,7 +7,7 @@ checker and solver agree exactly.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from rota import reading
@@ -103,7 +103,7 @@ class Cluster:
         return cls(limits, link(list(field["link"]), field["link"]), tuple(links))
 
 
-_OPTIONAL = ("weight_us", "input_frees_bytes", "gradient_bytes")  # None says something of its own
+_OPTIONAL = ("weight_us", "input_frees_bytes", "gradient_bytes", "recompute_us")  # None says something of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +115,8 @@ class Costs:
     top while F, B (or I) and W run. `static_bytes` are there always: parameters, gradients, optimizer state.
     `edges` are (source, target) stages, None for a chain; `boundary_bytes` and `gradient_bytes` (default: the same)
     travel forward and backward, one entry an edge or a single number. A step ends with `reduce_us` and `optimizer_us`.
+    With `recompute_us` (None for a stage that keeps its activations) F holds only `checkpoint_bytes`, and R makes the
+    activations again before the backward.
     `note` says where the numbers come from.
     """
 
@@ -131,6 +133,8 @@ class Costs:
     static_bytes: tuple[int, ...] = 0  # type: ignore[assignment]
     reduce_us: tuple[int, ...] = 0  # type: ignore[assignment]
     optimizer_us: tuple[int, ...] = 0  # type: ignore[assignment]
+    recompute_us: tuple[int | None, ...] | None = None
+    checkpoint_bytes: tuple[int, ...] = 0  # type: ignore[assignment]
     edges: tuple[tuple[int, int], ...] | None = None
     note: str = ""
 
@@ -153,12 +157,18 @@ class Costs:
                 # A single number stays one: the edges may only be named when the stages are placed.
                 value = whole(field.name, value) if isinstance(value, int) else _spread(field.name, value, num_edges)
             else:
-                value = _spread(field.name, value, len(forward))
+                value = _spread(field.name, value, len(forward), gaps=field.name == "recompute_us")
             object.__setattr__(self, field.name, value)
         for stage, (freed, held) in enumerate(zip(self.freed_by_input, self.activation_bytes, strict=True)):
             if freed > held:
                 raise PlacementError(
                     f"input_frees_bytes[{stage}] is {freed}, more than activation_bytes[{stage}] = {held}"
+                )
+
+        for stage, (kept, held) in enumerate(zip(self.checkpoint_bytes, self.activation_bytes, strict=True)):
+            if self.recompute_us is not None and kept > held:
+                raise PlacementError(
+                    f"checkpoint_bytes[{stage}] is {kept}, more than activation_bytes[{stage}] = {held}"
                 )
 
     @property
@@ -193,6 +203,15 @@ class Costs:
             **others,
         )
 
+    def repeated(self, times: int, edges: Sequence[tuple[int, int]]) -> Costs:
+        """The same stages `times` over, joined by `edges`; for a chain's boundaries the chain's sizes again."""
+        values: dict[str, Any] = {"edges": tuple(edges)}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, tuple) and field.name != "edges":
+                values[field.name] = value * times
+        return replace(self, **values)
+
     def to_json(self) -> str:
         """One line a field; `from_json` reads it back."""
         return reading.dump("costs", {field.name: getattr(self, field.name) for field in fields(self)})
@@ -212,14 +231,17 @@ class Costs:
                 values[field.name] = entry.text()
             elif field.name == "edges":
                 values[field.name] = tuple(edge.integers(0) for edge in entry)
+            elif field.name == "recompute_us" and isinstance(entry.value, list):
+                values[field.name] = tuple(stage.integer_or_none(0) for stage in entry)
             else:
                 values[field.name] = entry.integer(0) if isinstance(entry.value, int) else entry.integers(0)
         return cls(**values)
 
 
-def _spread(name: str, value: object, count: int) -> tuple[int, ...]:
+def _spread(name: str, value: object, count: int, gaps: bool = False) -> tuple[int | None, ...]:
+    """One entry each; `gaps` allows None for some."""
     if not isinstance(value, Sequence):
         return (whole(name, value),) * count
     if len(value) != count:
         raise PlacementError(f"{name} has {len(value)} entries for {count}; give {count}, or a single number for all")
-    return tuple(whole(f"{name}[{i}]", entry) for i, entry in enumerate(value))
+    return tuple(entry if gaps and entry is None else whole(f"{name}[{i}]", entry) for i, entry in enumerate(value))

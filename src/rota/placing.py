@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from rota.costs import Cluster, Costs
 from rota.errors import PlacementError
@@ -40,24 +41,31 @@ def place(
                 static[rank] += costs.static_bytes[stage]
     ends = zip(range(num_stages), costs.reduce_us, costs.optimizer_us, strict=True)
     step_ends = tuple(StepEnd(*end) for end in ends if any(end[1:]))
-    return Placement(tuple(tasks), tuple(_edges(costs, edges)), cluster, tuple(static), step_ends)
+    return Placement(tuple(tasks), tuple(_edges(costs, tasks, edges)), cluster, tuple(static), step_ends)
 
 
 def _tasks(costs: Costs, on: Sequence[tuple[int, ...]]) -> list[Task]:
-    """F of all stages, then B (or I), then W: task i * num_stages + s is stage s's i-th kind."""
+    """Each kind for all stages in turn: F, B (or I), W, R."""
     stages = range(costs.num_stages)
-    held = costs.activation_bytes
+    held, freed = costs.activation_bytes, costs.freed_by_input
+    recompute = costs.recompute_us or (None,) * costs.num_stages
+    kept = [held[s] if recompute[s] is None else costs.checkpoint_bytes[s] for s in stages]
     peaks = costs.backward_peak_bytes
-    tasks = [Task(s, Kind.F, on[s], costs.forward_us[s], held[s], costs.forward_peak_bytes[s]) for s in stages]
+    tasks = [Task(s, Kind.F, on[s], costs.forward_us[s], kept[s], costs.forward_peak_bytes[s]) for s in stages]
     if costs.weight_us is None:
-        return tasks + [Task(s, Kind.B, on[s], costs.backward_us[s], -held[s], peaks[s]) for s in stages]
-    freed = costs.freed_by_input
-    tasks += [Task(s, Kind.I, on[s], costs.backward_us[s], -freed[s], peaks[s]) for s in stages]
-    weight_us, peaks = costs.weight_us, costs.weight_peak_bytes
-    return tasks + [Task(s, Kind.W, on[s], weight_us[s], freed[s] - held[s], peaks[s]) for s in stages]
+        tasks += [Task(s, Kind.B, on[s], costs.backward_us[s], -held[s], peaks[s]) for s in stages]
+    else:
+        tasks += [Task(s, Kind.I, on[s], costs.backward_us[s], -freed[s], peaks[s]) for s in stages]
+        weight_us, peaks = costs.weight_us, costs.weight_peak_bytes
+        tasks += [Task(s, Kind.W, on[s], weight_us[s], freed[s] - held[s], peaks[s]) for s in stages]
+    again = ((s, again_us) for s, again_us in enumerate(recompute) if again_us is not None)
+    peaks = costs.forward_peak_bytes
+    return tasks + [Task(s, Kind.R, on[s], again_us, held[s] - kept[s], peaks[s]) for s, again_us in again]
 
 
-def _edges(costs: Costs, edges: Sequence[tuple[int, int]]) -> list[Edge]:
+def _edges(costs: Costs, tasks: Sequence[Task], edges: Sequence[tuple[int, int]]) -> list[Edge]:
+    """Activations along `edges`, gradients back, and F (R) B, or F (R) I W, within each stage."""
+
     def sizes(name: str, value: tuple[int, ...] | int) -> tuple[int, ...]:
         if isinstance(value, int):
             return (value,) * len(edges)
@@ -68,12 +76,51 @@ def _edges(costs: Costs, edges: Sequence[tuple[int, int]]) -> list[Edge]:
             )
         return value
 
-    n = costs.num_stages
     forward = sizes("boundary_bytes", costs.boundary_bytes)
     backward = forward if costs.gradient_bytes is None else sizes("gradient_bytes", costs.gradient_bytes)
-    result = [Edge(a, b, size) for (a, b), size in zip(edges, forward, strict=True)]
-    result += [Edge(n + b, n + a, size) for (a, b), size in zip(edges, backward, strict=True)]
-    result += [Edge(s, n + s) for s in range(n)]
-    if costs.weight_us is not None:
-        result += [Edge(n + s, 2 * n + s) for s in range(n)]
+    index = {(task.stage, task.kind): i for i, task in enumerate(tasks)}
+    back = Kind.B if costs.weight_us is None else Kind.I
+    result = [Edge(index[a, Kind.F], index[b, Kind.F], size) for (a, b), size in zip(edges, forward, strict=True)]
+    result += [Edge(index[b, back], index[a, back], size) for (a, b), size in zip(edges, backward, strict=True)]
+    for s in range(costs.num_stages):
+        order = [index[s, kind] for kind in (Kind.F, Kind.R, back, Kind.W) if (s, kind) in index]
+        result += [Edge(before, after) for before, after in pairwise(order)]
     return result
+
+
+def interleaved(costs: Costs, cluster: Cluster) -> Placement:
+    """A chain dealt to the ranks in turn: stage i on rank i mod ranks (Megatron's virtual stages)."""
+    _whole_rounds("interleaved", costs, cluster, 1)
+    return place(costs, cluster, [stage % cluster.num_ranks for stage in range(costs.num_stages)])
+
+
+def wave(costs: Costs, cluster: Cluster) -> Placement:
+    """A chain that runs down the ranks and back up, again and again: 0 1 2 2 1 0 0 1 2 … (V with two stages a rank)."""
+    _whole_rounds("wave", costs, cluster, 2)
+    n = cluster.num_ranks
+    down_and_up = [*range(n), *reversed(range(n))]
+    return place(costs, cluster, [down_and_up[stage % (2 * n)] for stage in range(costs.num_stages)])
+
+
+def bidirectional(costs: Costs, cluster: Cluster) -> Placement:
+    """Two chains with the same weights in opposite directions (X): `costs` are of one chain, a stage a rank.
+
+    Stage s of the first chain is on rank s, stage n + s, its copy in the second, on rank n - 1 - s. Each rank so holds
+    two stages, and the chains take turns in taking micro-batches.
+    """
+    n = cluster.num_ranks
+    if costs.num_stages != n or costs.edges is not None:
+        raise PlacementError(f"bidirectional needs a chain of {n} stages for {n} ranks, not {costs.num_stages} stages")
+    chain = [(s, s + 1) for s in range(n - 1)]
+    both = costs.repeated(2, chain + [(n + a, n + b) for a, b in chain])
+    return place(both, cluster, [*range(n), *reversed(range(n))])
+
+
+def _whole_rounds(name: str, costs: Costs, cluster: Cluster, directions: int) -> None:
+    step = directions * cluster.num_ranks
+    if costs.num_stages % step or costs.edges not in (None, tuple((i, i + 1) for i in range(costs.num_stages - 1))):
+        near = max(costs.num_stages // step, 1) * step
+        raise PlacementError(
+            f"{name} on {cluster.num_ranks} ranks needs a chain of a multiple of {step} stages, not "
+            f"{costs.num_stages}; split the model into {near} or {near + step}"
+        )

@@ -1,6 +1,8 @@
-"""What several families need to know of a placement."""
+"""What several families share: a look at the placement, and the pattern that most of them follow."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from rota.errors import ScheduleError
 from rota.placement import Placement
@@ -28,10 +30,71 @@ def depth(placement: Placement) -> dict[int, int]:
 
 
 def backward_ops(placement: Placement, stage: int, microbatch: int) -> list[Op]:
-    """What follows a forward: B, or I and W."""
+    """What follows a forward: (R) B, or (R) I W."""
     return [Op(stage, kind, microbatch) for kind in BACKWARD_KINDS if (stage, kind) in placement.index]
+
+
+def alternate(
+    placement: Placement,
+    forwards: Sequence[tuple[int, int]],
+    backwards: Sequence[tuple[int, int]],
+    warmup: int,
+    weight_lag: int = 0,
+) -> tuple[Op, ...]:
+    """One rank's order: `warmup` forwards, then forward and backward in turn, then the backwards that are left.
+
+    `forwards` and `backwards` are (stage, micro-batch) in order. With a split backward W follows I after
+    `weight_lag` further rounds:
+
+        warmup 2, lag 0:  F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 …        warmup 2, lag 1:  F0 F1 F2 I0 F3 I1 W0 I2 W1 … W2
+    """
+    order = [Op(stage, Kind.F, m) for stage, m in forwards[:warmup]]
+    weights: list[Op] = []
+    for i, (stage, m) in enumerate(backwards):
+        if warmup + i < len(forwards):
+            order.append(Op(forwards[warmup + i][0], Kind.F, forwards[warmup + i][1]))
+        ops = backward_ops(placement, stage, m)
+        order += [op for op in ops if op.kind is not Kind.W]
+        weights += [op for op in ops if op.kind is Kind.W]
+        if i >= weight_lag:
+            order += weights[i - weight_lag : i - weight_lag + 1]
+    done = max(len(backwards) - weight_lag, 0)
+    return tuple(order + weights[done:])
 
 
 def require_microbatches(name: str, num_microbatches: int) -> None:
     if num_microbatches < 1:
         raise ScheduleError(f"{name}: num_microbatches is {num_microbatches}; give 1 or more")
+
+
+def require_split(name: str, placement: Placement) -> None:
+    """Every stage has I and W."""
+    for stage in placement.stages:
+        if not {(stage, Kind.I), (stage, Kind.W)} <= placement.index.keys():
+            raise ScheduleError(
+                f"{name}: stage {stage} has no I and W; give the costs weight_us, to split the backward"
+            )
+
+
+def require_chain_on(name: str, placement: Placement, ranks: Sequence[int], shape: str) -> None:
+    """The stages are a chain, stage i on `ranks[i]`; `shape` says how to make such a placement."""
+    stages = placement.stages
+    chain = {(a, a + 1) for a in stages[:-1]}
+    if stages != tuple(range(len(ranks))) or set(placement.stage_edges) != chain:
+        raise ScheduleError(f"{name}: needs a chain of stages; place it by {shape}")
+    for stage in stages:
+        if placement.ranks_of(stage) != (ranks[stage],):
+            on = ", ".join(map(str, placement.ranks_of(stage)))
+            raise ScheduleError(
+                f"{name}: stage {stage} is on rank {on}, but belongs on rank {ranks[stage]}; place it by {shape}"
+            )
+
+
+def num_rounds(name: str, placement: Placement, step: int, shape: str) -> int:
+    """How many times the stages go round the ranks, `step` stages a time."""
+    if placement.num_stages % step:
+        raise ScheduleError(
+            f"{name}: {placement.num_stages} stages do not go round {placement.num_ranks} ranks; place a multiple of "
+            f"{step} stages by {shape}"
+        )
+    return placement.num_stages // step

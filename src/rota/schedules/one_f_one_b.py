@@ -2,7 +2,8 @@
 
 Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019, section 3.2, in the
 synchronous form of Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush), 2021,
-section 3.3.
+section 3.3. Eager 1F1B warms up with twice as many forwards, so that transfers are hidden: Zhuang et al., "On
+Optimizing the Communication of Model Parallelism", 2022, section 4.
 
     rank 0  F0 F1 .  .  B0 B0 F2 B1 B1 F3 …
     rank 1  .  F0 B0 B0 F1 B1 B1 F2 …
@@ -13,8 +14,8 @@ from __future__ import annotations
 from rota.errors import ScheduleError
 from rota.placement import Placement
 from rota.plan import Plan
-from rota.schedules.common import backward_ops, depth, require_microbatches
-from rota.tasks import Kind, Op
+from rota.schedules.common import alternate, depth, require_microbatches
+from rota.tasks import Op
 
 
 def one_f_one_b(placement: Placement, num_microbatches: int) -> Plan:
@@ -24,24 +25,26 @@ def one_f_one_b(placement: Placement, num_microbatches: int) -> Plan:
     by at least one, so with h = its length, running F of micro-batch m at 2m - h and B at 2m + h + 1 contradicts
     neither data nor orders: no DAG deadlocks.
     """
-    require_microbatches("1f1b", num_microbatches)
+    return _warmed_up("1f1b", placement, num_microbatches, forwards_a_hop=1)
+
+
+def eager_one_f_one_b(placement: Placement, num_microbatches: int) -> Plan:
+    """1F1B with two forwards of warm-up for each stage that follows; up to 2(p - s) - 1 micro-batches in flight."""
+    return _warmed_up("eager_1f1b", placement, num_microbatches, forwards_a_hop=2)
+
+
+def _warmed_up(name: str, placement: Placement, num_microbatches: int, forwards_a_hop: int) -> Plan:
+    require_microbatches(name, num_microbatches)
     depths = depth(placement)
     orders: list[tuple[Op, ...]] = []
     for rank in range(placement.num_ranks):
         stages = placement.stages_on(rank)
         if len(stages) > 1:
             raise ScheduleError(
-                f"1f1b: rank {rank} has the stages {', '.join(map(str, stages))}, but 1f1b takes one stage a rank; "
-                f"place one stage a rank, or use gpipe"
+                f"{name}: rank {rank} has the stages {', '.join(map(str, stages))}, but {name} takes one stage a rank; "
+                f"place one stage a rank, or use interleaved_1f1b or gpipe"
             )
-        order: list[Op] = []
-        for stage in stages:
-            batches = placement.microbatches(stage, num_microbatches)
-            warmup = min(depths[stage], len(batches))
-            order += [Op(stage, Kind.F, m) for m in batches[:warmup]]
-            for i, m in enumerate(batches):
-                if warmup + i < len(batches):
-                    order.append(Op(stage, Kind.F, batches[warmup + i]))
-                order += backward_ops(placement, stage, m)
-        orders.append(tuple(order))
+        batches = [(stage, m) for stage in stages for m in placement.microbatches(stage, num_microbatches)]
+        warmup = forwards_a_hop * depths[stages[0]] if stages else 0
+        orders.append(alternate(placement, batches, batches, min(warmup, len(batches))))
     return Plan(placement, num_microbatches, tuple(orders))

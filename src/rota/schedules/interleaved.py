@@ -1,0 +1,99 @@
+"""Several stages a rank, dealt in turn: the pipeline fills and drains in steps of a fraction of a rank's work.
+
+Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021, section 2.2
+(interleaved 1F1B, depth first); Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2023, section 4 (looped BFS); Qi et
+al., "Zero Bubble Pipeline Parallelism", 2023, section 2 (interleaved zero bubble: W fills what is left).
+
+    2 ranks, 4 stages, interleaved 1F1B:
+    rank 0  0F0 0F1 2F0 2F1 .   2B0 0F2 2B1 …
+    rank 1  .   1F0 1F1 3F0 3B0 3F1 3B1 1F2 …
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from rota.errors import ScheduleError
+from rota.placement import Placement
+from rota.plan import Plan
+from rota.schedules.common import alternate, num_rounds, require_chain_on, require_microbatches, require_split
+
+_SHAPE = "rota.interleaved(costs, cluster)"
+
+
+def interleaved_one_f_one_b(placement: Placement, num_microbatches: int, group_size: int | None = None) -> Plan:
+    """Micro-batches go through a rank's stages in groups, a forward and a backward in turn.
+
+    `group_size` is Megatron's microbatch_group_size_per_vp_stage; by default there are as many groups as can be, of
+    equal size where that is possible (then PyTorch's). With one stage a rank this is 1F1B.
+    """
+    name = "interleaved_1f1b"
+    rounds = _rounds(name, placement, num_microbatches)
+    groups = _groups(name, placement, num_microbatches, group_size)
+    p = placement.num_ranks
+    orders = []
+    for rank in range(p):
+        forwards, backwards = _virtual_order(rank, p, rounds, groups)
+        warmup = p - 1 - rank if rounds == 1 else 2 * (p - 1 - rank) + (rounds - 1) * len(groups[0])
+        orders.append(alternate(placement, forwards, backwards, min(warmup, len(forwards))))
+    return Plan(placement, num_microbatches, tuple(orders))
+
+
+def interleaved_zero_bubble(placement: Placement, num_microbatches: int, group_size: int | None = None) -> Plan:
+    """Interleaved 1F1B with half the warm-up, and W of a micro-batch `rank` rounds behind its I (ZB1P in PyTorch)."""
+    name = "interleaved_zb"
+    rounds = _rounds(name, placement, num_microbatches)
+    require_split(name, placement)
+    groups = _groups(name, placement, num_microbatches, group_size)
+    p = placement.num_ranks
+    orders = []
+    for rank in range(p):
+        forwards, backwards = _virtual_order(rank, p, rounds, groups)
+        warmup = min(p - 1 - rank + (rounds - 1) * len(groups[0]), len(forwards))
+        orders.append(alternate(placement, forwards, backwards, warmup, weight_lag=rank))
+    return Plan(placement, num_microbatches, tuple(orders))
+
+
+def looped_bfs(placement: Placement, num_microbatches: int) -> Plan:
+    """All micro-batches through a rank's first stage, then through the next; backwards in the opposite order."""
+    rounds = _rounds("looped_bfs", placement, num_microbatches)
+    p = placement.num_ranks
+    orders = []
+    for rank in range(p):
+        forwards = [(rank + i * p, m) for i in range(rounds) for m in range(num_microbatches)]
+        orders.append(alternate(placement, forwards, forwards[::-1], len(forwards)))
+    return Plan(placement, num_microbatches, tuple(orders))
+
+
+def _rounds(name: str, placement: Placement, num_microbatches: int) -> int:
+    require_microbatches(name, num_microbatches)
+    rounds = num_rounds(name, placement, placement.num_ranks, _SHAPE)
+    require_chain_on(name, placement, [s % placement.num_ranks for s in range(placement.num_stages)], _SHAPE)
+    return rounds
+
+
+def _groups(name: str, placement: Placement, num_microbatches: int, size: int | None) -> list[range]:
+    """The micro-batches in groups that go through a rank's stages together, none smaller than the number of ranks."""
+    least = min(placement.num_ranks, num_microbatches)
+    if size is None:
+        even, larger = divmod(num_microbatches, num_microbatches // least)
+        sizes = [even + 1] * larger + [even] * (num_microbatches // least - larger)  # the warm-up is for the largest
+        return [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    if size < least or 0 < num_microbatches % size < least:
+        fitting = [g for g in range(least, num_microbatches + 1) if not 0 < num_microbatches % g < least]
+        near = sorted(fitting, key=lambda g: abs(g - size))[:2]
+        raise ScheduleError(
+            f"{name}: group_size {size} leaves a group of less than {least} of the {num_microbatches} micro-batches: "
+            f"ranks would be back at their first stage before the last has begun; give {' or '.join(map(str, near))}"
+        )
+    return [range(start, min(start + size, num_microbatches)) for start in range(0, num_microbatches, size)]
+
+
+def _virtual_order(
+    rank: int, num_ranks: int, rounds: int, groups: list[range]
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(stage, micro-batch) of a rank's forwards and of its backwards: group by group, through all its stages."""
+    stages = [rank + i * num_ranks for i in range(rounds)]
+    forwards = [(stage, m) for batches in groups for stage in stages for m in batches]
+    backwards = [(stage, m) for batches in groups for stage in reversed(stages) for m in batches]
+    return forwards, backwards

@@ -1,0 +1,38 @@
+"""Zero bubble by hand: the backward split into I, which others wait for, and W, which fills the gaps.
+
+Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", 2023, section 2: H1 keeps the memory of 1F1B, H2 takes up to
+twice as much and has no bubble at all when F = I = W.
+
+    H1, 2 ranks:  F0 F1 .  I0 W0 F2 I1 W1 …         H2, 2 ranks:  F0 F1 F2 I0 W0 F3 I1 W1 …
+                  .  F0 I0 F1 I1 W0 F2 I2 W1 …                    .  F0 I0 F1 I1 W0 F2 I2 W1 …
+"""
+
+from __future__ import annotations
+
+from rota.placement import Placement
+from rota.plan import Plan
+from rota.schedules.common import alternate, require_chain_on, require_microbatches, require_split
+
+_SHAPE = "rota.place(costs, cluster)"
+
+
+def zb_h1(placement: Placement, num_microbatches: int) -> Plan:
+    """1F1B's warm-up; rank r does W r rounds behind I, so that all ranks hold as much as rank 0 does in 1F1B."""
+    return _by_hand("zb_h1", placement, num_microbatches, forwards_a_hop=1)
+
+
+def zb_h2(placement: Placement, num_microbatches: int) -> Plan:
+    """Forwards until the first gradient comes back (2(p - r) - 1 of them); W as in H1."""
+    return _by_hand("zb_h2", placement, num_microbatches, forwards_a_hop=2)
+
+
+def _by_hand(name: str, placement: Placement, num_microbatches: int, forwards_a_hop: int) -> Plan:
+    require_microbatches(name, num_microbatches)
+    require_chain_on(name, placement, range(placement.num_ranks), _SHAPE)
+    require_split(name, placement)
+    orders = []
+    for rank in range(placement.num_ranks):
+        batches = [(rank, m) for m in range(num_microbatches)]
+        warmup = min(forwards_a_hop * (placement.num_ranks - 1 - rank), num_microbatches)
+        orders.append(alternate(placement, batches, batches, warmup, weight_lag=rank))
+    return Plan(placement, num_microbatches, tuple(orders))
