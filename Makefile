@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-core check fmt bench clean
+.PHONY: help demo test test-core check fmt docs bench clean
 
 PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -32,6 +32,9 @@ check: $(READY) ## lint, formatting and types
 fmt: $(READY) ## format the code and mend what the linter can
 	$(BIN)/ruff check --fix-only
 	$(BIN)/ruff format
+
+docs: $(READY) ## make docs/schedules.md and its pictures
+	$(BIN)/python docs/make_schedules.py
 
 bench: $(READY) ## run each benchmarks/*/main.py
 	@for main in $(sort $(wildcard benchmarks/*/main.py)); do \

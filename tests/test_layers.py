@@ -42,11 +42,12 @@ CORE = tuple(
             "taskgraph",
             "placement",
             "placing",
+            "schedule_csv",
             "plan",
             "memory",
             "timeline",
         ),
-        *("schedules", "simulation", "checking", "accounting", "comparison", "cutting"),
+        *("simulation", "checking", "schedules", "accounting", "comparison", "cutting"),
     )
 )
 #: A module belongs to the longest name here that it begins with.

@@ -17,7 +17,7 @@ from rota.errors import ScheduleError
 from rota.placement import Placement
 from rota.placing import place
 from rota.plan import Plan
-from rota.schedules import NAMED, forward_only, gpipe, one_f_one_b
+from rota.schedules import forward_only, gpipe, one_f_one_b
 from rota.simulation import simulate
 from rota.tasks import Kind
 
@@ -124,7 +124,8 @@ def test_stages_on_one_rank_run_one_after_the_other(given: Costs, cluster: Clust
     [
         (
             lambda: one_f_one_b(place(Costs.uniform(4), Cluster.uniform(2), (0, 1, 0, 1)), 2),
-            "1f1b: rank 0 has the stages 0, 2, but 1f1b takes one stage a rank; place one stage a rank, or use gpipe",
+            "1f1b: rank 0 has the stages 0, 2, but 1f1b takes one stage a rank; place one stage a rank, "
+            "or use interleaved_1f1b or gpipe",
         ),
         (
             lambda: forward_only(chain(2), 2),
@@ -139,10 +140,6 @@ def test_what_is_not_defined_is_refused(make: Callable[[], Plan], told: str) -> 
     with pytest.raises(ScheduleError) as caught:
         make()
     assert str(caught.value) == told
-
-
-def test_names() -> None:
-    assert {"gpipe": gpipe, "1f1b": one_f_one_b, "forward_only": forward_only} == NAMED
 
 
 # --- PyTorch ----------------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ class Comparison:
             "                 planned    measured  difference",
             _row("makespan µs", planned.makespan_us, measured.makespan_us),
             f"{'bubble':<12}{planned.bubble_fraction:>11.1%}{measured.bubble_fraction:>12.1%}"
-            f"{measured.bubble_fraction - planned.bubble_fraction:>+12.1%}",
+            f"{100 * (measured.bubble_fraction - planned.bubble_fraction):>+8.1f} pts",
             "",
             "Where the difference in makespan comes from:",
             f"  {'slower ops':<16}{self.slower_ops_us:>+12,} µs   (the plan simulated with the measured op times)",

@@ -15,12 +15,12 @@ def place(
     costs: Costs,
     cluster: Cluster,
     ranks: Sequence[int | Iterable[int]] | None = None,
-    edges: Sequence[tuple[int, int]] | None = None,
+    edges: Sequence[tuple[int, ...]] | None = None,
 ) -> Placement:
     """Put stages on ranks: `ranks[i]` is stage i's rank or tuple of ranks (default: rank i).
 
-    `edges` are (source, target) stages; default: the costs' own, else a chain. Every forward edge is mirrored by a
-    backward one. Raises PlacementError.
+    `edges` are (source, target) stages, or `stages.edges`; default: the costs' own, else a chain. Every forward edge
+    is mirrored by a backward one. Raises PlacementError.
     """
     num_stages = costs.num_stages
     if ranks is None:
@@ -30,9 +30,10 @@ def place(
     on = [(entry,) if isinstance(entry, int) else tuple(entry) for entry in ranks]
     if edges is None:
         edges = [(i, i + 1) for i in range(num_stages - 1)] if costs.edges is None else costs.edges
-    for edge in edges:
-        if not all(0 <= stage < num_stages for stage in edge) or len(edge) != 2:
-            raise PlacementError(f"edge {edge} must join two of the stages 0 to {num_stages - 1}")
+    pairs = [(edge[0], edge[1]) for edge in edges]  # the edges of Stages carry a key as well
+    for pair in pairs:
+        if not all(0 <= stage < num_stages for stage in pair):
+            raise PlacementError(f"edge {pair} must join two of the stages 0 to {num_stages - 1}")
     tasks = _tasks(costs, on)
     static = [0] * cluster.num_ranks
     for stage, stage_ranks in enumerate(on):
@@ -41,7 +42,7 @@ def place(
                 static[rank] += costs.static_bytes[stage]
     ends = zip(range(num_stages), costs.reduce_us, costs.optimizer_us, strict=True)
     step_ends = tuple(StepEnd(*end) for end in ends if any(end[1:]))
-    return Placement(tuple(tasks), tuple(_edges(costs, tasks, edges)), cluster, tuple(static), step_ends)
+    return Placement(tuple(tasks), tuple(_edges(costs, tasks, pairs)), cluster, tuple(static), step_ends)
 
 
 def _tasks(costs: Costs, on: Sequence[tuple[int, ...]]) -> list[Task]:

@@ -9,8 +9,8 @@ from functools import cached_property
 from itertools import pairwise, repeat
 from typing import NamedTuple
 
-from rota import reading
-from rota.errors import FormatError, PlanError
+from rota import reading, schedule_csv
+from rota.errors import PlanError
 from rota.placement import Placement
 from rota.taskgraph import CycleError, Earliest, TaskGraph
 from rota.tasks import Op
@@ -114,11 +114,8 @@ class Plan:
         if len(set(nodes)) != len(nodes):
             twice = next(op for op, count in Counter(self.orders[rank]).items() if count > 1)
             raise PlanError(f"rank {rank} does {twice} twice; remove one of them", "duplicate")
-        here = [
-            (task, self.placement.microbatches(task.stage, self.num_microbatches))
-            for task in self.placement.tasks
-            if rank in task.ranks
-        ]
+        tasks = [task for task in self.placement.tasks if rank in task.ranks]
+        here = [(task, self.placement.microbatches(task.stage, self.num_microbatches)) for task in tasks]
         expected = sum(len(batches) for _, batches in here)
         if len(nodes) != expected:
             planned = set(self.orders[rank])
@@ -128,20 +125,19 @@ class Plan:
             raise PlanError(f"rank {rank} never does {first}{more}; add it to the rank's order", "missing")
 
     def _misplaced(self, op: Op, rank: int) -> PlanError:
+        does = f"rank {rank} does {op}"
         task = self.placement.task(op.stage, op.kind)
         if task is None:
             kinds = sorted(t.kind for t in self.placement.tasks if t.stage == op.stage)
             has = f"stage {op.stage} has {' '.join(kinds)}" if kinds else f"there are {self.num_stages} stages"
-            return PlanError(f"rank {rank} does {op}, which the placement does not know ({has})", "unknown")
+            return PlanError(f"{does}, which the placement does not know ({has})", "unknown")
         batches = self.placement.microbatches(op.stage, self.num_microbatches)
         if op.microbatch not in batches:
             there = f"{batches[0]} to {batches[-1]}" if batches else "none"
             step = f" in steps of {batches.step}" if batches.step > 1 else ""
-            return PlanError(
-                f"rank {rank} does {op}, but stage {op.stage} has the micro-batches {there}{step}", "unknown"
-            )
+            return PlanError(f"{does}, but stage {op.stage} has the micro-batches {there}{step}", "unknown")
         ranks = ", ".join(map(str, task.ranks))
-        return PlanError(f"rank {rank} does {op}, but stage {op.stage} is on rank {ranks}; move it there", "wrong rank")
+        return PlanError(f"{does}, but stage {op.stage} is on rank {ranks}; move it there", "wrong rank")
 
     def _last_gradient(self, stage: int, rank: int) -> int:
         """Where in the rank's order the stage's gradients are complete; -1 if it makes none."""
@@ -266,8 +262,7 @@ class Plan:
                     reader = Op(target.stage, target.kind, op.microbatch)
                     transfer = Transfer(op, reader, route.sender, route.receiver, route.num_bytes)
                     actions.append((earliest.ends_us[node], position[node], i, transfer))
-        actions.sort(key=lambda action: action[:3])
-        return tuple(action[3] for action in actions)
+        return tuple(action for *_, action in sorted(actions, key=lambda entry: entry[:3]))
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -276,28 +271,22 @@ class Plan:
 
     # --- text -----------------------------------------------------------------------------------------------------
 
-    def to_csv(self) -> str:
-        """PyTorch's compute-only form: one line a rank, "0F0,0F1,0B0"."""
-        return "".join(",".join(map(str, order)) + "\n" for order in self.orders)
+    def to_csv(self, *, communication: bool = False, overlap: bool = False) -> str:
+        """PyTorch's schedule CSV, "0F0,0B0" (see `rota.schedule_csv`); ScheduleError where it cannot say the plan."""
+        schedule_csv.require_chain(self.placement)
+        wire = self.wire_order if communication or overlap else ()
+        return schedule_csv.write(self.orders, wire, communication, overlap)
 
     @classmethod
     def from_csv(cls, text: str, placement: Placement) -> Plan:
-        """Read PyTorch's compute-only form; blank cells are skipped. Raises FormatError with line and cell."""
-        orders = []
-        for number, line in enumerate(text.splitlines(), 1):
-            orders.append(_parse_ops(line.split(","), f"line {number}, cell"))
-        while len(orders) > placement.num_ranks and not orders[-1]:  # blank lines at the end of a file
-            orders.pop()
-        num_microbatches = max((op.microbatch for order in orders for op in order), default=-1) + 1
-        return cls(placement, num_microbatches, tuple(orders))
+        """Read PyTorch's schedule CSV, with or without communication. Raises FormatError with line and cell."""
+        orders = schedule_csv.read(text, placement)
+        return cls(placement, max((op.microbatch for order in orders for op in order), default=-1) + 1, orders)
 
     def to_json(self) -> str:
         """Placement and orders, one line a rank; `from_json` reads it back."""
-        fields = {
-            "num_microbatches": self.num_microbatches,
-            "orders": [" ".join(map(str, order)) for order in self.orders],
-            **self.placement.to_fields(),
-        }
+        orders = [" ".join(map(str, order)) for order in self.orders]
+        fields = {"num_microbatches": self.num_microbatches, "orders": orders, **self.placement.to_fields()}
         return reading.dump("plan", fields)
 
     @classmethod
@@ -307,16 +296,5 @@ class Plan:
 
     @classmethod
     def from_fields(cls, document: reading.Field) -> Plan:
-        orders = [_parse_ops(order.text().split(), f"{order.path}, op") for order in document["orders"]]
+        orders = [schedule_csv.parse_ops(order.text().split(), f"{order.path}, op") for order in document["orders"]]
         return cls(Placement.from_fields(document), document["num_microbatches"].integer(1), tuple(orders))
-
-
-def _parse_ops(cells: Sequence[str], where: str) -> tuple[Op, ...]:
-    ops = []
-    for number, cell in enumerate(cells, 1):
-        if cell.strip():
-            try:
-                ops.append(Op.parse(cell))
-            except FormatError as error:
-                raise FormatError(f"{where} {number}: {error}") from None
-    return tuple(ops)

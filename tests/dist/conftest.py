@@ -18,4 +18,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pool() -> Iterator[Pool]:
     pool = Pool(4)
     yield pool
-    pool.close()
+    pool.remove()

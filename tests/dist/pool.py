@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -80,6 +81,11 @@ class Pool:
             process.join()
             pipe.close()
         self._workers.clear()
+
+    def remove(self) -> None:
+        """End the workers, and leave no file behind."""
+        self.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _work(pipe: Connection) -> None:

@@ -9,8 +9,8 @@ from argparse import Namespace
 from rota import checking, comparison, simulation
 from rota.cli import files
 from rota.costs import Cluster, Costs
-from rota.placing import place
-from rota.schedules import NAMED
+from rota.errors import PipelineError
+from rota.schedules import NAMED, Family, table
 from rota.timeline import Timeline
 
 
@@ -18,18 +18,15 @@ def demo(arguments: Namespace) -> int:
     files.require("torch", "torch")
     from rota.demo.main import run_demo
 
+    files.make_folder(arguments.output)
     run_demo(arguments.output, arguments.steps)
     return 0
 
 
 def plan(arguments: Namespace) -> int:
-    costs = _costs(arguments)
-    num_ranks = arguments.ranks or costs.num_stages
-    cluster = Cluster.uniform(num_ranks, arguments.limit, arguments.latency_us, arguments.bytes_per_us)
-    placement = place(costs, cluster, [stage % num_ranks for stage in range(costs.num_stages)])
-    if arguments.schedule == "forward_only":
-        placement = placement.forward_only()
-    planned = NAMED[arguments.schedule](placement, arguments.microbatches)
+    family = NAMED[arguments.schedule]
+    costs = _costs(arguments, family)
+    planned = family(family.place(costs, _cluster(arguments, costs)), arguments.microbatches)
     checking.check(planned)
     _print(simulation.simulate(planned))
     if arguments.output is None:
@@ -41,19 +38,62 @@ def plan(arguments: Namespace) -> int:
     return 0
 
 
-def _costs(arguments: Namespace) -> Costs:
+def _costs(arguments: Namespace, family: Family) -> Costs:
+    """From the file, else uniform, with the backward as the family needs it."""
     if arguments.costs is not None:
-        return files.read_costs(arguments.costs)
-    if arguments.ranks is None and arguments.stages is None:
+        if arguments.stages is not None:
+            raise files.InputError(
+                f"--stages {arguments.stages} and --costs {arguments.costs}: the file has the stages"
+            )
+        return _measured(arguments)
+    num_stages = arguments.stages or (arguments.ranks or 0) * family.stages_a_rank
+    if not num_stages:
         raise files.InputError("how many stages? give --ranks, --stages or --costs")
-    return Costs.uniform(
-        arguments.stages or arguments.ranks,
-        forward_us=arguments.forward_us,
-        backward_us=arguments.backward_us,
-        weight_us=arguments.weight_us,
-        activation_bytes=arguments.activation,
-        boundary_bytes=arguments.boundary,
-    )
+    return family.adapted(_uniform(arguments, num_stages))
+
+
+_GUESSES = ("forward_us", "backward_us", "weight_us", "activation_bytes", "boundary_bytes")
+
+
+def _measured(arguments: Namespace) -> Costs:
+    for name in _GUESSES:
+        if getattr(arguments, name) is not None:
+            option = "--" + name.removesuffix("_bytes").replace("_", "-")
+            raise files.InputError(f"{option} and --costs {arguments.costs}: the file has them; leave {option} out")
+    return files.read_costs(arguments.costs)
+
+
+def _uniform(arguments: Namespace, num_stages: int) -> Costs:
+    given = {name: getattr(arguments, name) for name in _GUESSES if getattr(arguments, name) is not None}
+    return Costs.uniform(num_stages, **given)
+
+
+def _cluster(arguments: Namespace, costs: Costs) -> Cluster:
+    num_ranks = arguments.ranks or costs.num_stages
+    return Cluster.uniform(num_ranks, arguments.limit, arguments.latency_us, arguments.bytes_per_us)
+
+
+def schedules(arguments: Namespace) -> int:
+    if arguments.costs is None and arguments.ranks is None:
+        raise files.InputError("how many ranks? give --ranks or --costs")
+    costs = _measured(arguments) if arguments.costs else _uniform(arguments, arguments.ranks)
+    if arguments.ranks not in (None, costs.num_stages):
+        raise files.InputError(
+            f"{arguments.costs} has {costs.num_stages} stages for --ranks {arguments.ranks}; the table takes one a rank"
+        )
+    rows = table.compare_schedules(costs, _cluster(arguments, costs), arguments.microbatches, progress=_progress)
+    _progress("")
+    if arguments.json or arguments.csv:
+        print(table.to_json(rows) if arguments.json else table.to_csv(rows), end="")
+    else:
+        print(table.to_text(rows, arguments.limit))
+    return 0
+
+
+def _progress(doing: str) -> None:
+    """One line in a terminal, overwritten; nothing elsewhere."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{doing and f'planning {doing} …'}", end="", file=sys.stderr, flush=True)
 
 
 def check(arguments: Namespace) -> int:
@@ -87,6 +127,7 @@ def show(arguments: Namespace) -> int:
     files.require("matplotlib", "draw")
     from rota.drawing import save
 
+    files.require_folder(arguments.output)
     save(timeline, arguments.output)
     print(f"Wrote {arguments.output}.")
     return 0
@@ -97,10 +138,13 @@ def run(arguments: Namespace) -> int:
     files.require("torch", "torch")
     from rota.runtime.launch import launch
 
+    files.read(arguments.script)
+    if arguments.timeline is not None:
+        files.require_folder(arguments.timeline)  # before the run, not after it
     timeline = launch(planned, arguments.script, arguments.arguments)
     if arguments.timeline is not None:
         if timeline is None:
-            raise files.InputError(
+            raise PipelineError(
                 f"{arguments.script} ran no step of a Pipeline: there is no timeline to write to {arguments.timeline}"
             )
         files.write(arguments.timeline, timeline.to_json())

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 
+from rota import schedule_csv
 from rota.costs import Cluster, Costs
 from rota.errors import FormatError, RotaError
 from rota.placement import Placement
@@ -24,6 +26,19 @@ def require(module: str, extra: str) -> None:
     """Raises InputError, with the remedy, if an extra is not installed."""
     if importlib.util.find_spec(module) is None:
         raise InputError(f"this needs {module}; install it by: pip install 'rota[{extra}]'")
+
+
+def require_folder(path: str) -> None:
+    """Raises InputError if a file could not be written there."""
+    if not os.access(Path(path).parent, os.W_OK) or Path(path).is_dir():
+        raise InputError(f"cannot write {path}: there is no such folder that can be written to; check the path")
+
+
+def make_folder(path: str) -> None:
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make the folder {path}: {error.strerror}; give another by -o") from None
 
 
 def read(path: str) -> str:
@@ -85,24 +100,12 @@ def _kind_of(text: str) -> object:
 
 def _placement_of_csv(text: str) -> Placement:
     """A chain of stages where the CSV puts them: F 1 µs, B 2 µs or I and W 1 µs each, no limit."""
-    lines = text.splitlines()
-    while lines and not lines[-1].strip():
-        lines.pop()
-    if not lines:
+    orders = schedule_csv.read(text)
+    if not orders:
         raise FormatError("the CSV is empty; it needs one line a rank, such as 0F0,0F1,0B0,0B1")
-    # A first reading, for the ops alone: on which rank is each stage?
-    any_placement = place(Costs.uniform(1), Cluster.uniform(len(lines)))
-    orders = Plan.from_csv(text, any_placement).orders
-    ranks: dict[int, int] = {}
-    for rank, order in enumerate(orders):
-        for op in order:
-            ranks.setdefault(op.stage, rank)
-    stages = sorted(ranks)
-    if stages != list(range(len(stages))):
-        missing = next(stage for stage in range(len(stages)) if stage not in ranks)
-        raise FormatError(f"the CSV never runs stage {missing}, but runs stage {stages[-1]}; stages count from 0")
+    ranks = schedule_csv.stage_ranks(orders)
     kinds = {op.kind for order in orders for op in order}
     split = Kind.W in kinds
-    costs = Costs.uniform(len(stages), 1, 1 if split else 2, 1 if split else None)
-    placement = place(costs, Cluster.uniform(len(orders)), [ranks[stage] for stage in stages])
+    costs = Costs.uniform(len(ranks), 1, 1 if split else 2, 1 if split else None)
+    placement = place(costs, Cluster.uniform(len(orders)), ranks)
     return placement if kinds - {Kind.F} else placement.forward_only()

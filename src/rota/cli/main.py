@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -62,20 +63,34 @@ def _demo(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("schedule", choices=sorted(NAMED), metavar="SCHEDULE", help=", ".join(sorted(NAMED)))
+    choices = sorted(NAMED)
+    parser.add_argument("schedule", type=str.lower, choices=choices, metavar="SCHEDULE", help=", ".join(choices))
+    parser.add_argument("--stages", type=_number(1), help="stages, placed as the schedule wants (default: its least)")
+    _costs(parser, "a stage")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan: .json, or .csv for PyTorch's form")
+
+
+def _schedules(parser: argparse.ArgumentParser) -> None:
+    _costs(parser, "a rank; families with several stages a rank deal it to them")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON")
+    form.add_argument("--csv", action="store_true", help="print CSV")
+
+
+def _costs(parser: argparse.ArgumentParser, of_what: str) -> None:
     parser.add_argument("--ranks", type=_number(1), help="processes (default: one a stage of --costs)")
-    parser.add_argument("--stages", type=_number(1), help="stages, dealt to the ranks in turn (default: one a rank)")
     parser.add_argument("--microbatches", type=_number(1), required=True, help="micro-batches a step")
     parser.add_argument("--costs", metavar="FILE", help="measured costs, written by Costs.to_json()")
-    parser.add_argument("--forward-us", type=_number(0), default=1, help="F of a stage, without --costs (default: 1)")
-    parser.add_argument("--backward-us", type=_number(0), default=2, help="B, or I with --weight-us (default: 2)")
+    parser.add_argument("--forward-us", type=_number(0), help=f"F of {of_what} (default: 1)")
+    parser.add_argument("--backward-us", type=_number(0), help="B, or I with --weight-us (default: 2)")
     parser.add_argument("--weight-us", type=_number(0), help="W: splits the backward into I and W")
-    parser.add_argument("--activation", type=_size, default=1, help="kept by F until the backward (default: 1)")
-    parser.add_argument("--boundary", type=_size, default=0, help="sent from stage to stage (default: 0)")
+    parser.add_argument(
+        "--activation", type=_size, dest="activation_bytes", help="kept by F until the backward (default: 1)"
+    )
+    parser.add_argument("--boundary", type=_size, dest="boundary_bytes", help="sent from stage to stage (default: 0)")
     parser.add_argument("--limit", type=_size, help="memory of each rank, such as 40GB (default: none)")
     parser.add_argument("--latency-us", type=_number(0), default=0, help="of every link (default: 0)")
     parser.add_argument("--bytes-per-us", type=_number(1), help="rate of every link; 1 GB/s is 1000 (default: any)")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan: .json, or .csv for PyTorch's form")
 
 
 def _check(parser: argparse.ArgumentParser) -> None:
@@ -113,6 +128,12 @@ _COMMANDS: dict[str, _Command] = {
         commands.plan,
         "make a plan by a named schedule, check it and show it",
         "rota plan 1f1b --ranks 4 --microbatches 8 --forward-us 100 --backward-us 200 -o plan.json",
+    ),
+    "schedules": (
+        _schedules,
+        commands.schedules,
+        "all named schedules side by side: time, bubble, memory, what fits",
+        "rota schedules --ranks 8 --microbatches 24 --forward-us 1000 --backward-us 2000 --activation 1GB --limit 8GB",
     ),
     "check": (
         _check,
@@ -152,6 +173,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0, 1 for a refused plan or a failed run, 2 for arguments or files that cannot be used."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that knows no µ gets a ?, not a traceback
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.version:

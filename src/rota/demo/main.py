@@ -26,7 +26,6 @@ NUM_STAGES, NUM_MICROBATCHES = 4, 8
 def run_demo(folder: str, steps: int) -> None:
     """Writes costs.json, plan.csv, plan.json, timeline.json and plan.png into `folder`."""
     output = Path(folder)
-    output.mkdir(parents=True, exist_ok=True)
     width = shutil.get_terminal_size((100, 24)).columns
 
     _heading(1, f"Cut: a GPT with 8 blocks and 7 CutPoints, into {NUM_STAGES} stages")
@@ -54,6 +53,11 @@ def run_demo(folder: str, steps: int) -> None:
     _heading(5, "Compare: the plan against the last step")
     print(to_text(measured, width))
     print(compare(planned, measured).to_text())
+    if "share" in costs.note:
+        print(
+            f"\n{costs.note}. Costs are measured with all ranks busy; in a run some of them wait,\n"
+            f"the others get more of the cores, and ops come out faster than planned."
+        )
 
     written = {"costs.json": costs.to_json(), "plan.csv": plan.to_csv(), "plan.json": plan.to_json()}
     for name, text in (written | {"timeline.json": measured.to_json()}).items():

@@ -58,6 +58,12 @@ def profile(
     parameters and `batch` left out; static bytes are parameters, gradients and buffers. The caller's modules,
     gradients and random state are not touched. Raises PipelineError if a stage fails, with its number.
     """
+    if not isinstance(stages, Stages):
+        raise PipelineError(
+            f"profile takes Stages, not a {type(stages).__name__}; use rota.split(model, num_stages) first"
+        )
+    if ranks is not None and len(ranks) != len(stages):
+        raise PipelineError(f"ranks has {len(ranks)} entries for {len(stages)} stages; give each stage's rank")
     for stage, module in enumerate(stages.modules):
         device = next((t.device.type for t in module.state_dict().values() if t.device.type != "cpu"), None)
         if device is not None:

@@ -24,6 +24,10 @@ def to_microbatches(name: str, batch: Any, num_microbatches: int) -> list[Any]:
                 f"give {num_microbatches}, or plan for {len(batch)}"
             )
         return batch
+    if not isinstance(batch, (torch.Tensor, tuple, dict)):
+        raise PipelineError(
+            f"{name} is of type {type(batch).__name__}; give a tensor, a tuple or a dict, or a list of micro-batches"
+        )
     _refuse_unfitting([*_tensors(name, batch)], num_microbatches)
     return _split(batch, num_microbatches)
 

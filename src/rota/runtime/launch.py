@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from rota.checking import check
 from rota.errors import PipelineError
 from rota.plan import Plan
-from rota.runtime.recorder import Record, merge
+from rota.runtime.recorder import Record, merge, record_name
 from rota.timeline import Timeline
 
 
@@ -36,14 +38,14 @@ def launch(plan: Plan, script: str, arguments: Sequence[str] = (), threads_per_r
         before = dict(os.environ)
         os.environ.update(environment)  # inherited by the ranks
         try:
-            _start(plan.num_ranks, script, arguments)
+            _start(plan.num_ranks, script, arguments, folder)
         finally:
             os.environ.clear()
             os.environ.update(before)
         return _collect(plan, Path(folder))
 
 
-def _start(num_ranks: int, script: str, arguments: Sequence[str]) -> None:
+def _start(num_ranks: int, script: str, arguments: Sequence[str], folder: str) -> None:
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -53,22 +55,30 @@ def _start(num_ranks: int, script: str, arguments: Sequence[str]) -> None:
         rdzv_endpoint="localhost:0",
         monitor_interval=0.1,
         max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=folder),  # else torchrun leaves a folder of its own behind
     )
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # our one line says it
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # our one line says it
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", "rota.runtime.worker", script, *arguments)
+        # -P: the working folder must not shadow what torch imports.
+        elastic_launch(config, sys.executable)("-u", "-P", "-m", "rota.runtime.worker", script, *arguments)
+    except SignalException as error:
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise PipelineError(f"ended by {error.sigval.name}, and all ranks with it") from None
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
+        if failure.exitcode == -signal.SIGINT:
+            raise KeyboardInterrupt from None
         ended = f"signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
         raise PipelineError(
-            f"rank {rank} ended with {ended} first, and the others were ended; its own message stands above"
+            f"rank {rank} ended with {ended} first, and the others were ended; see above for what it wrote"
         ) from None
 
 
 def _collect(plan: Plan, folder: Path) -> Timeline | None:
-    files = sorted(folder.glob("rank*.json"))
-    with_ops = sum(1 for order in plan.orders if order)
-    if len(files) < with_ops:
+    files = [folder / record_name(plan, rank) for rank in range(plan.num_ranks)]
+    if not all(file.exists() for file in files):
         return None
-    records = {r.rank: r for r in (Record.from_fields(json.loads(file.read_text())) for file in files)}
-    return merge(plan, [records.get(rank, Record(rank)) for rank in range(plan.num_ranks)])
+    return merge(plan, [Record.from_fields(json.loads(file.read_text())) for file in files])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
 import json
 import math
 import os
@@ -24,7 +23,7 @@ from rota.plan import Plan
 from rota.runtime import batches
 from rota.runtime.gradients import Kept, backward, forward, hand_over, take_loss
 from rota.runtime.program import Action, ValueKey, compile_program, refuse_unsupported
-from rota.runtime.recorder import Record, clock_offset_ns, merge
+from rota.runtime.recorder import Record, clock_offset_ns, digest, merge, record_name
 from rota.runtime.transport import Transport, together
 from rota.runtime.watchdog import Watchdog
 from rota.tasks import Kind, Op
@@ -75,6 +74,7 @@ class Pipeline:
         self._watchdog = Watchdog(self.rank, timeout_s, self._doing)
         self._action: Action | None = None  # what the watchdog tells; None before the first and after the last
         self._signature: object = None
+        self._seed = 0
         self._record = Record(self.rank, clock_offset_ns(self._group))
         self._local: dict[ValueKey, Any] = {}
         self._kept: dict[tuple[int, int], Kept] = {}
@@ -97,7 +97,7 @@ class Pipeline:
             dist.init_process_group("gloo")
         plans: list[Any] = [None] * dist.get_world_size()
         with together("comparing plans"):  # before anything that could fail on one rank alone
-            dist.all_gather_object(plans, hashlib.sha256(self.plan.to_json().encode()).hexdigest())
+            dist.all_gather_object(plans, digest(self.plan))
         for rank, other in enumerate(plans):
             if other != plans[0]:
                 raise PipelineError(f"rank {rank} has another plan than rank 0; give all ranks the same plan")
@@ -140,6 +140,8 @@ class Pipeline:
             raise PipelineError("the pipeline is closed; make a new one")
         batch = self._prepare(inputs, targets)
         self._watchdog.begin()
+        self._seed = int(torch.randint(2**62, ()))
+        random_state = torch.get_rng_state()
         try:
             fresh = self._agree_on_layouts(batch)
             self._begin_step()
@@ -153,6 +155,8 @@ class Pipeline:
             loss = self._mean_loss(batch[2])
         finally:
             self._watchdog.end()
+            # Each rank has drawn one number, whatever its stages drew: shuffles stay the same on all ranks.
+            torch.set_rng_state(random_state)
         self._complete = True
         return loss
 
@@ -224,6 +228,8 @@ class Pipeline:
     def _forward(self, op: Op, received: list[Any], batch: tuple[list[Any], list[Any], list[float]]) -> list[Any]:
         inputs, targets, shares = batch
         m = op.microbatch
+        # Dropout is a matter of step, stage and micro-batch, not of the order or the rank.
+        torch.default_generator.manual_seed(hash((self._seed, op.stage, m)) % 2**63)
         output, values, kept = forward(self.stages, op.stage, received, inputs[m])
         if op.stage == self._sink:
             if self.loss_fn is not None and targets[m] is not None:
@@ -278,7 +284,7 @@ class Pipeline:
         self._transport.close()
         folder = os.environ.get("ROTA_RECORDS")
         if folder and self._complete:
-            Path(folder, f"rank{self.rank}.json").write_text(json.dumps(self._record.to_fields()))
+            Path(folder, record_name(self.plan, self.rank)).write_text(json.dumps(self._record.to_fields()))
         group = dist.group.WORLD if self._owns_process_group else self._group
         del self._group  # the last reference: closes the group's connections, which tells the peers
         if dist.is_initialized():

@@ -136,5 +136,6 @@ def refuse_unsupported(plan: Plan, edges: Iterable[tuple[int, int]], num_stages:
         if differing:
             a, b = min(differing)
             raise PipelineError(
-                f"the plan's placement {told} the edge {a} → {b}; make it by place(costs, cluster, edges=stages' edges)"
+                f"the plan's placement {told} the edge {a} → {b}; measure the stages and plan with these "
+                f"costs (rota.profile, then rota plan --costs), or place(costs, cluster, edges=stages.edges)"
             )

@@ -53,7 +53,7 @@ class Watchdog:
     def _end_process(self, still_s: float) -> None:
         print(
             f"rota: rank {self._rank} {self._describe()} for {still_s:.0f} s, and was ended by the watchdog "
-            f"(timeout_s={self._timeout_s:g})",
+            f"(timeout_s={self._timeout_s:g}); if it only needs longer, give Pipeline a larger timeout_s",
             file=sys.stderr,
             flush=True,
         )

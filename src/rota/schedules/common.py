@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from rota.errors import ScheduleError
@@ -39,27 +40,25 @@ def alternate(
     forwards: Sequence[tuple[int, int]],
     backwards: Sequence[tuple[int, int]],
     warmup: int,
-    weight_lag: int = 0,
+    rounds_without_weight: range = range(0),
 ) -> tuple[Op, ...]:
     """One rank's order: `warmup` forwards, then forward and backward in turn, then the backwards that are left.
 
-    `forwards` and `backwards` are (stage, micro-batch) in order. With a split backward W follows I after
-    `weight_lag` further rounds:
+    `forwards` and `backwards` are (stage, micro-batch) in order. With a split backward each round does one W, the
+    oldest, but in `rounds_without_weight`; what is left is done at the end.
 
-        warmup 2, lag 0:  F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 …        warmup 2, lag 1:  F0 F1 F2 I0 F3 I1 W0 I2 W1 … W2
+        warmup 2:  F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 …        without W in round 0:  F0 F1 F2 I0 F3 I1 W0 I2 W1 … W2
     """
     order = [Op(stage, Kind.F, m) for stage, m in forwards[:warmup]]
-    weights: list[Op] = []
+    weights: deque[Op] = deque()
     for i, (stage, m) in enumerate(backwards):
-        if warmup + i < len(forwards):
-            order.append(Op(forwards[warmup + i][0], Kind.F, forwards[warmup + i][1]))
+        order += [Op(stage, Kind.F, m) for stage, m in forwards[warmup + i : warmup + i + 1]]
         ops = backward_ops(placement, stage, m)
         order += [op for op in ops if op.kind is not Kind.W]
         weights += [op for op in ops if op.kind is Kind.W]
-        if i >= weight_lag:
-            order += weights[i - weight_lag : i - weight_lag + 1]
-    done = max(len(backwards) - weight_lag, 0)
-    return tuple(order + weights[done:])
+        if weights and i not in rounds_without_weight:
+            order.append(weights.popleft())
+    return (*order, *weights)
 
 
 def require_microbatches(name: str, num_microbatches: int) -> None:

@@ -50,7 +50,7 @@ def interleaved_zero_bubble(placement: Placement, num_microbatches: int, group_s
     for rank in range(p):
         forwards, backwards = _virtual_order(rank, p, rounds, groups)
         warmup = min(p - 1 - rank + (rounds - 1) * len(groups[0]), len(forwards))
-        orders.append(alternate(placement, forwards, backwards, warmup, weight_lag=rank))
+        orders.append(alternate(placement, forwards, backwards, warmup, rounds_without_weight=range(rank)))
     return Plan(placement, num_microbatches, tuple(orders))
 
 
@@ -79,12 +79,12 @@ def _groups(name: str, placement: Placement, num_microbatches: int, size: int | 
         even, larger = divmod(num_microbatches, num_microbatches // least)
         sizes = [even + 1] * larger + [even] * (num_microbatches // least - larger)  # the warm-up is for the largest
         return [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
-    if size < least or 0 < num_microbatches % size < least:
+    if not least <= size <= num_microbatches or 0 < num_microbatches % size < least:
         fitting = [g for g in range(least, num_microbatches + 1) if not 0 < num_microbatches % g < least]
         near = sorted(fitting, key=lambda g: abs(g - size))[:2]
         raise ScheduleError(
-            f"{name}: group_size {size} leaves a group of less than {least} of the {num_microbatches} micro-batches: "
-            f"ranks would be back at their first stage before the last has begun; give {' or '.join(map(str, near))}"
+            f"{name}: group_size {size} does not cut {num_microbatches} micro-batches into groups of {least} or more "
+            f"(with less, ranks come back to their first stage too early); give {' or '.join(map(str, near))}"
         )
     return [range(start, min(start + size, num_microbatches)) for start in range(0, num_microbatches, size)]
 

@@ -3,8 +3,8 @@
 Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", 2023, section 2: H1 keeps the memory of 1F1B, H2 takes up to
 twice as much and has no bubble at all when F = I = W.
 
-    H1, 2 ranks:  F0 F1 .  I0 W0 F2 I1 W1 …         H2, 2 ranks:  F0 F1 F2 I0 W0 F3 I1 W1 …
-                  .  F0 I0 F1 I1 W0 F2 I2 W1 …                    .  F0 I0 F1 I1 W0 F2 I2 W1 …
+    H1, 2 ranks:  F0 F1 .  I0 W0 F2 I1 W1 …         H2, 2 ranks:  F0 F1 F2 I0 W0 F3 I1 W1 … I W
+                  .  F0 I0 F1 I1 W0 F2 I2 W1 …                    .  F0 I0 W0 F1 I1 W1 F2 I2 W2 … I F I W W
 """
 
 from __future__ import annotations
@@ -22,17 +22,26 @@ def zb_h1(placement: Placement, num_microbatches: int) -> Plan:
 
 
 def zb_h2(placement: Placement, num_microbatches: int) -> Plan:
-    """Forwards until the first gradient comes back (2(p - r) - 1 of them); W as in H1."""
+    """Forwards until the first gradient comes back, 2(p - r) - 1 of them.
+
+    When rank 0 has no forwards left it takes gradients faster, so the ranks behind put off W to deliver them.
+    """
     return _by_hand("zb_h2", placement, num_microbatches, forwards_a_hop=2)
 
 
 def _by_hand(name: str, placement: Placement, num_microbatches: int, forwards_a_hop: int) -> Plan:
     require_microbatches(name, num_microbatches)
-    require_chain_on(name, placement, range(placement.num_ranks), _SHAPE)
+    p = placement.num_ranks
+    require_chain_on(name, placement, range(p), _SHAPE)
     require_split(name, placement)
+    # Rounds in which the first rank still has forwards.
+    first_has_forwards = max(num_microbatches - forwards_a_hop * (p - 1), 0)
     orders = []
-    for rank in range(placement.num_ranks):
+    for rank in range(p):
         batches = [(rank, m) for m in range(num_microbatches)]
-        warmup = min(forwards_a_hop * (placement.num_ranks - 1 - rank), num_microbatches)
-        orders.append(alternate(placement, batches, batches, warmup, weight_lag=rank))
+        warmup = min(forwards_a_hop * (p - 1 - rank), num_microbatches)
+        put_off = (
+            range(rank) if forwards_a_hop == 1 else range(first_has_forwards - rank, num_microbatches - warmup - 1)
+        )
+        orders.append(alternate(placement, batches, batches, warmup, put_off))
     return Plan(placement, num_microbatches, tuple(orders))

@@ -1,0 +1,99 @@
+"""Writes docs/schedules.md and its pictures: `make docs`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rota import Cluster, Costs, simulate
+from rota.drawing import save
+from rota.schedules import FAMILIES, Family, compare_schedules
+from rota.schedules.table import to_text
+
+FOLDER = Path(__file__).parent
+NUM_RANKS, NUM_MICROBATCHES = 8, 24
+HEAD = f"""# The named schedules
+
+{{made}}
+
+A family is a function `(placement, num_microbatches) -> Plan`. `rota schedules` compares them on your sizes and costs:
+
+    rota schedules --ranks {NUM_RANKS} --microbatches {NUM_MICROBATCHES} --forward-us 1000 --backward-us 1000 \\
+        --weight-us 1000 --activation 2kB
+
+```
+{{table}}
+```
+
+A rank's work is dealt evenly to its stages. "published bubble" is the idle time of a rank that the paper's formula
+gives, beside what the simulator finds for the rank that idles least: within the makespan, for `zb_h2` within the span
+(the busy window of one rank). A backward that a paper does not split is whole here.
+
+Write your own: a subclass of `PipeSchedule` yields the ops of one stage.
+
+```python
+{{example}}```
+
+For several stages on a rank make a `rota.Plan(placement, num_microbatches, orders)` directly. Both get checker,
+simulator, pictures and runtime for nothing.
+"""
+EXAMPLE = '''import rota
+from rota import Kind, Op
+from rota.schedules import PipeSchedule
+
+
+class TwoAtATime(PipeSchedule):
+    """1F1B with pairs: two forwards, two backwards."""
+
+    def steps(self, stage):
+        batches = list(self.microbatches(stage))
+        warmup = 2 * self.stages_after(stage)
+        forwards = [Op(stage, Kind.F, m) for m in batches]
+        backwards = [Op(stage, Kind.B, m) for m in batches]
+        yield from forwards[:warmup]
+        for i in range(0, len(batches), 2):
+            yield from forwards[warmup + i : warmup + i + 2]
+            yield from backwards[i : i + 2]
+
+
+placement = rota.place(rota.Costs.uniform(4, 100, 200), rota.Cluster.uniform(4))
+plan = TwoAtATime(placement, num_microbatches=8).plan()
+rota.check(plan)
+print(rota.simulate(plan).makespan_us)
+'''
+
+
+def main() -> None:
+    costs = Costs.uniform(NUM_RANKS, 1000, 1000, 1000, activation_bytes=2000)
+    table = to_text(compare_schedules(costs, Cluster.uniform(NUM_RANKS), NUM_MICROBATCHES))
+    made = "*Table and pictures are made by `make docs`.*"
+    parts = [HEAD.format(made=made, table=table, example=EXAMPLE)]
+    for family in FAMILIES:
+        picture(family)
+        parts.append(section(family))
+    (FOLDER / "schedules.md").write_text("\n".join(parts))
+
+
+def section(family: Family) -> str:
+    """The family's own words: the docstrings of its module and function."""
+    module = sys.modules[family.schedule.__module__].__doc__ or ""
+    citation = module.strip().partition("\n\n")[2].partition("\n\n")[0]
+    says = " ".join((family.schedule.__doc__ or "").split())
+    cite = " ".join(citation.split())
+    where = family.place.__name__.strip("_")
+    shape = {"dealt": "place", "dealt_forward": "place, then .forward_only()"}.get(where, where)
+    return (
+        f"## {family.name}\n\n{says}\n\n{cite or family.source}\n\nPlacement: `rota.{shape}`. "
+        f"Function: `rota.schedules.{family.schedule.__name__}`.\n\n![{family.name}](pictures/{family.name}.png)\n"
+    )
+
+
+def picture(family: Family) -> None:
+    """4 ranks, 8 micro-batches, F = I = W."""
+    costs = family.adapted(Costs.uniform(4 * family.stages_a_rank, 1000, 1000, 1000, activation_bytes=1000))
+    plan = family(family.place(costs, Cluster.uniform(4)), 8)
+    save(simulate(plan), str(FOLDER / "pictures" / f"{family.name}.png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""PyTorch's schedule CSV: one line a rank, one cell an action, in the order in which the rank does them.
+
+    0F0,0F1,,0B0,0F2                     compute only; blanks are idle time and say nothing
+    0F0,0SEND_F0,0F1,…,0RECV_B0,0B0      with communication: 1RECV_F0 is what 0SEND_F0 sends
+    (3F1;0B2)OVERLAP_F_B                 a forward and a backward that PyTorch may run as one
+
+A chain of stages, each on one rank, is all that it can say. Communication is verified when it is read and then
+dropped: a plan makes its own. So is what PyTorch does for its own sake: UNSHARD, RESHARD and REDUCE_GRAD.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
+
+from rota.errors import FormatError, ScheduleError
+from rota.placement import Placement
+from rota.tasks import Kind, Op
+
+_MESSAGE = re.compile(r"(\d{1,9})(SEND|RECV)_([FB])(\d{1,9})", re.ASCII)
+_PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_DROPPED = re.compile(r"\d{1,9}(UNSHARD|RESHARD|REDUCE_GRAD)\d{0,9}", re.ASCII)
+_KEEP = "or keep the plan by to_json"
+
+Parsed = TypeVar("Parsed")
+Orders = Sequence[Sequence[Op]]
+#: An op, or (source, target, sender, receiver, bytes) of a transfer.
+Wire = Iterable[Op | tuple[Op, Op, int, int, int]]
+
+
+class Message(NamedTuple):
+    """One side of a transfer, seen from `stage`: the sender's of what it made, or the receiver's of what it reads."""
+
+    stage: int
+    sends: bool
+    forward: bool
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{'SEND' if self.sends else 'RECV'}_{'F' if self.forward else 'B'}{self.microbatch}"
+
+    @property
+    def other(self) -> Message:
+        """The transfer's other side."""
+        further = 1 if self.forward == self.sends else -1
+        return Message(self.stage + further, not self.sends, self.forward, self.microbatch)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+class _Cell(NamedTuple):
+    action: Op | Message
+    where: str
+
+
+def read(text: str, placement: Placement | None = None) -> tuple[tuple[Op, ...], ...]:
+    """Each rank's ops. Raises FormatError with line and cell, also where communication does not fit the ops.
+
+    Blank lines at the end are no ranks, unless the placement has them. Where it splits a stage's backward, B is read
+    as I and W.
+    """
+    lines = [_read_line(line, number) for number, line in enumerate(text.splitlines(), 1)]
+    while len(lines) > (0 if placement is None else placement.num_ranks) and not lines[-1]:
+        lines.pop()
+    orders = tuple(tuple(action for action, _ in line if isinstance(action, Op)) for line in lines)
+    if any(len(order) < len(line) for order, line in zip(orders, lines, strict=True)):
+        _verify(lines, stage_ranks(orders))
+        if placement is not None:
+            require_chain(placement)
+    if placement is None:
+        return orders
+    return tuple(tuple(part for op in order for part in _as_placed(op, placement)) for order in orders)
+
+
+def stage_ranks(orders: Orders) -> list[int]:
+    """For each stage the first rank that runs it; FormatError if one is left out."""
+    ranks: dict[int, int] = {}
+    for rank, order in enumerate(orders):
+        for op in order:
+            ranks.setdefault(op.stage, rank)
+    for stage in range(len(ranks)):
+        if stage not in ranks:
+            raise FormatError(f"the CSV never runs stage {stage}, but runs stage {max(ranks)}; stages count from 0")
+    return [ranks[stage] for stage in range(len(ranks))]
+
+
+def parse_ops(words: Iterable[str], where: str) -> tuple[Op, ...]:
+    """One op a word; `where` tells, with the word's number, which one is none."""
+    return tuple(_parse_at(f"{where} {number}", Op.parse, word) for number, word in enumerate(words, 1))
+
+
+def _parse_at(where: str, parse: Callable[[str], Parsed], text: str) -> Parsed:
+    try:
+        return parse(text)
+    except FormatError as error:
+        raise FormatError(f"{where}: {error}") from None
+
+
+def _read_line(line: str, number: int) -> list[_Cell]:
+    cells = []
+    for at, text in enumerate(line.split(","), 1):
+        where = f"line {number}, cell {at}"
+        cells += [_Cell(action, where) for action in _parse_at(where, _parse_cell, text.strip())]
+    return cells
+
+
+def _parse_cell(text: str) -> list[Op | Message]:
+    if message := _MESSAGE.fullmatch(text):
+        stage, verb, way, microbatch = message.groups()
+        return [Message(int(stage), verb == "SEND", way == "F", int(microbatch))]
+    if pair := _PAIR.fullmatch(text):
+        return [Op.parse(op) for op in pair[1].split(";")]
+    return [] if not text or _DROPPED.fullmatch(text) else [Op.parse(text)]
+
+
+def _as_placed(op: Op, placement: Placement) -> tuple[Op, ...]:
+    if op.kind is Kind.B and (op.stage, Kind.B) not in placement.index and (op.stage, Kind.W) in placement.index:
+        return op._replace(kind=Kind.I), op._replace(kind=Kind.W)
+    return (op,)
+
+
+# --- verifying --------------------------------------------------------------------------------------------------------
+
+
+def _verify(lines: Sequence[Sequence[_Cell]], ranks: Sequence[int]) -> None:
+    """Every value that crosses ranks is sent once after it is made, and received once before it is read."""
+    messages = {cell.action for line in lines for cell in line if isinstance(cell.action, Message)}
+    for rank, line in enumerate(lines):
+        done: set[Op | Message] = set()
+        for action, where in line:
+            if action.stage >= len(ranks):
+                problem = f"belongs to stage {action.stage}, which no line runs; remove it"
+            elif ranks[action.stage] != rank:
+                home = ranks[action.stage]
+                problem = f"is on rank {rank}, but stage {action.stage} runs on rank {home}; move it to line {home + 1}"
+            elif isinstance(action, Op):
+                problem = _op_problem(action, ranks, done)
+            else:
+                problem = _message_problem(action, ranks, done, messages)
+            if problem:
+                raise FormatError(f"{where}: {action} {problem}")
+            done.add(action)
+
+
+def _op_problem(op: Op, ranks: Sequence[int], done: set[Op | Message]) -> str:
+    if op.kind not in (Kind.F, Kind.B, Kind.I):
+        return ""
+    needed = Message(op.stage, False, op.kind is Kind.F, op.microbatch)
+    crosses = 0 <= needed.other.stage < len(ranks) and ranks[needed.other.stage] != ranks[op.stage]
+    return f"runs before its input has arrived; put {needed} in front of it" if crosses and needed not in done else ""
+
+
+def _message_problem(message: Message, ranks: Sequence[int], done: set[Op | Message], messages: set[Message]) -> str:
+    other = message.other
+    kinds = (Kind.F,) if message.forward else (Kind.B, Kind.I)
+    made = [Op(message.stage, kind, message.microbatch) for kind in kinds]
+    if message in done:
+        return "is there twice; remove one of them"
+    if not 0 <= other.stage < len(ranks):
+        return f"has no stage {other.stage} at its other end; remove it"
+    if ranks[other.stage] == ranks[message.stage]:
+        return f"stays on rank {ranks[other.stage]}, where stage {other.stage} is too; remove it"
+    if other not in messages:
+        return f"has no {other}; put it into line {ranks[other.stage] + 1}"
+    if message.sends and done.isdisjoint(made):
+        return f"sends what is not made yet; put it behind {' or '.join(map(str, made))}"
+    return ""
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+class _Step(NamedTuple):
+    """An op, or the two of a pair, and what follows before the next one; at a program's start no op."""
+
+    ops: tuple[Op, ...]
+    messages: list[Message | str]
+
+    def cells(self, communication: bool) -> list[str]:
+        ops = ";".join(map(str, self.ops))
+        action = f"({ops})OVERLAP_F_B" if len(self.ops) > 1 else ops
+        return [action] * bool(self.ops) + [str(message) for message in self.messages if communication]
+
+
+def write(orders: Orders, wire: Wire = (), communication: bool = False, overlap: bool = False) -> str:
+    """The CSV of `orders`; with `communication` or `overlap`, of all ops and transfers in their global order `wire`.
+
+    The former is PyTorch's "compute_comms", with a REDUCE_GRAD for each stage: nothing else scales and reduces its
+    gradients there. It has no UNSHARD: for sharded stages (FSDP) give PyTorch the CSV without communication.
+    """
+    if not communication and not overlap:
+        return "".join(",".join(map(str, order)) + "\n" for order in orders)
+    programs = _programs(wire, stage_ranks(orders), len(orders))
+    if overlap:
+        programs = [_paired(program) for program in programs]
+    for program in programs:
+        _add_reductions(program)
+    lines = ([cell for step in program for cell in step.cells(communication)] for program in programs)
+    return "".join(",".join(line) + "\n" for line in lines)
+
+
+def _programs(wire: Wire, ranks: Sequence[int], num_ranks: int) -> list[list[_Step]]:
+    """`wire` as each rank sees it."""
+    programs = [[_Step((), [])] for _ in range(num_ranks)]
+    for action in wire:
+        if isinstance(action, Op):
+            programs[ranks[action.stage]].append(_Step((action,), []))
+        else:
+            source, _, sender, receiver, _ = action
+            message = Message(source.stage, True, source.kind is Kind.F, source.microbatch)
+            programs[sender][-1].messages.append(message)
+            programs[receiver][-1].messages.append(message.other)
+    return programs
+
+
+def _paired(program: Sequence[_Step]) -> list[_Step]:
+    """F with the B, or the I and W, right behind it becomes a pair, if what the backward reads is there before F.
+
+    Messages keep their order, now behind the pair: an order that all ranks agree on stays one.
+    """
+    result: list[_Step] = []
+    at = 0
+    while at < len(program):
+        pair = next((steps for steps in (program[at : at + 2], program[at : at + 3]) if _may_overlap(steps)), ())
+        if pair:
+            forward, backward = pair[0].ops[0], pair[1].ops[0]._replace(kind=Kind.B)
+            messages = [message for step in pair for message in step.messages]
+        result.append(_Step((forward, backward), messages) if pair else program[at])
+        at += len(pair) or 1
+    return result
+
+
+def _may_overlap(steps: Sequence[_Step]) -> bool:
+    ops = [op for step in steps for op in step.ops]
+    if len(ops) < len(steps) or [op.kind for op in ops] not in ([Kind.F, Kind.B], [Kind.F, Kind.I, Kind.W]):
+        return False
+    (forward, first), *backward = [(op.stage, op.microbatch) for op in ops]
+    needed = Message(backward[0][0], False, False, backward[0][1])
+    return len(set(backward)) == 1 and (forward, first) != backward[0] and needed not in steps[0].messages
+
+
+def _add_reductions(program: Sequence[_Step]) -> None:
+    """REDUCE_GRAD behind each stage's last gradient, and behind the messages there, which others wait for."""
+    reduced: set[int] = set()
+    for step in reversed(program):
+        for op in step.ops:
+            if op.kind.makes_weight_gradients and op.stage not in reduced:
+                reduced.add(op.stage)
+                step.messages.append(f"{op.stage}REDUCE_GRAD")
+
+
+# --- what it cannot say -----------------------------------------------------------------------------------------------
+
+
+def require_chain(placement: Placement) -> None:
+    """Raises ScheduleError unless the stages are a chain 0, 1, …, each on one rank, without recompute."""
+    flows: list[list[Kind]] = []
+    for stage in range(placement.num_stages):
+        tasks = [task for task in placement.tasks if task.stage == stage]
+        ranks = sorted({rank for task in tasks for rank in task.ranks})
+        flows.append(sorted((task.kind for task in tasks), key="FBIW".find))
+        if Kind.R in flows[-1]:
+            raise ScheduleError(f"PyTorch's schedule CSV cannot say {stage}R: plan without recompute, {_KEEP}")
+        if len(ranks) > 1:
+            on = ", ".join(map(str, ranks))
+            raise ScheduleError(
+                f"PyTorch's schedule CSV has one rank a stage, but stage {stage} is on ranks {on}: place it on one, "
+                f"{_KEEP}"
+            )
+        if "".join(flows[-1]) not in ("F", "FB", "FIW"):
+            has = " ".join(flows[-1]) or "no task"
+            raise ScheduleError(
+                f"PyTorch's schedule CSV has stages 0, 1, … of F, of F and B, or of F, I and W, but stage {stage} has "
+                f"{has}: number and split them so, {_KEEP}"
+            )
+    names = [str(task) for task in placement.tasks]
+    have = Counter((names[edge.source], names[edge.target]) for edge in placement.edges)
+    wanted = Counter(_chain_edges(flows))
+    for odd, problem in ((have - wanted, "this one also has"), (wanted - have, "this one lacks")):
+        for source, target in odd:
+            raise ScheduleError(
+                f"PyTorch's schedule CSV is of a chain of stages, but {problem} {source} -> {target}: place a chain, "
+                f"{_KEEP}"
+            )
+
+
+def _chain_edges(flows: Sequence[Sequence[Kind]]) -> Iterable[tuple[str, str]]:
+    """What reads what in a chain, by the tasks' names."""
+    backs = [f"{stage}{(*flow, Kind.B)[1]}" for stage, flow in enumerate(flows)]
+    for stage, flow in enumerate(flows):
+        yield from pairwise(f"{stage}{kind}" for kind in flow)
+        if stage > 0:
+            yield f"{stage - 1}F", f"{stage}F"
+        if stage > 0 and any(len(each) > 1 for each in flows):
+            yield backs[stage], backs[stage - 1]

@@ -1,0 +1,148 @@
+"""All named schedules side by side, on the same costs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from statistics import mean
+
+from rota.checking import check
+from rota.costs import Cluster, Costs
+from rota.errors import PlanError, RotaError
+from rota.schedules.families import FAMILIES, Family, Sizes
+from rota.simulation import simulate
+from rota.timeline import Timeline
+from rota.units import size_text, time_text
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A schedule's figures. `activation_bytes`: the most that any rank holds above its static bytes.
+
+    `formula_us`: the bubble that the paper publishes, for these sizes and the ranks' mean costs, None where it gives
+    none. `fits`: within every rank's limit. `problem`: why there are no figures.
+    """
+
+    name: str
+    stages_a_rank: int
+    makespan_us: int | None = None
+    span_us: int | None = None
+    bubble_fraction: float | None = None
+    activation_bytes: int | None = None
+    formula: str = ""
+    formula_us: float | None = None
+    bubble_us: int | None = None
+    fits: bool = False
+    problem: str = ""
+
+
+def compare_schedules(
+    costs: Costs,
+    cluster: Cluster,
+    num_microbatches: int,
+    families: Iterable[Family] = FAMILIES,
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[Row]:
+    """Every family on `costs` (a chain of one stage a rank, cut and split as each family needs), fastest first."""
+    rows = []
+    for family in families:
+        if family.name == "forward_only":  # no step to compare
+            continue
+        progress(family.name)
+        rows.append(_row(family, costs, cluster, num_microbatches))
+    last = max((row.makespan_us or 0 for row in rows), default=0) + 1
+    return sorted(rows, key=lambda row: (not row.fits, row.makespan_us or last, row.activation_bytes or 0))
+
+
+def best(rows: Iterable[Row]) -> Row | None:
+    """The fastest that fits; of equal ones the one that holds least."""
+    fitting = [row for row in rows if row.fits and row.makespan_us is not None]
+    return min(fitting, key=lambda row: (row.makespan_us, row.activation_bytes), default=None)
+
+
+def _row(family: Family, costs: Costs, cluster: Cluster, num_microbatches: int) -> Row:
+    try:
+        placement = family.place(family.costs_from(costs), cluster)
+        timeline = simulate(family(placement, num_microbatches))
+    except RotaError as error:
+        return Row(family.name, family.stages_a_rank, problem=str(error))
+    try:
+        check(timeline.plan)
+        problem = ""
+    except PlanError as error:
+        problem = str(error)
+    static = placement.static_bytes
+    held = max(peak - there for peak, there in zip(timeline.peak_memory_bytes, static, strict=True))
+    return Row(
+        family.name,
+        len(placement.stages_on(0)),
+        timeline.makespan_us,
+        timeline.span_us,
+        timeline.bubble_fraction,
+        held,
+        family.bubble.text if family.bubble else "",
+        _published_us(family, costs, num_microbatches),
+        _bubble_us(family, timeline),
+        not problem,
+        problem,
+    )
+
+
+def _published_us(family: Family, costs: Costs, num_microbatches: int) -> float | None:
+    if family.bubble is None:
+        return None
+    forward, backward = mean(costs.forward_us), mean(costs.backward_us)
+    weight = mean(costs.weight_us) if costs.weight_us is not None else backward // 2
+    whole = backward + weight if costs.weight_us is not None else backward
+    sizes = Sizes(costs.num_stages, num_microbatches, family.stages_a_rank, forward, whole, weight)
+    return family.bubble.us(sizes)
+
+
+def _bubble_us(family: Family, timeline: Timeline) -> int:
+    """The idle time of the rank that idles least, within the makespan or the span as its paper counts it."""
+    return (timeline.span_us if family.of_span else timeline.makespan_us) - max(timeline.busy_us)
+
+
+def to_text(rows: list[Row], limit_bytes: int | None = None) -> str:
+    """The table that `rota schedules` prints."""
+    one_f_one_b = next((row.activation_bytes for row in rows if row.name == "1f1b"), None)
+    lines = [
+        "                   stages                             activations     published bubble",
+        "schedule           a rank   makespan      span  bubble  peak  of 1F1B   formula           it says   simulated",
+    ]
+    winner = best(rows)
+    for row in rows:
+        mark = "▸" if row is winner else " "
+        if row.makespan_us is None or row.span_us is None or row.activation_bytes is None:
+            lines.append(f"{mark} {row.name:<17}{row.stages_a_rank:>5}   not here: {row.problem}")
+            continue
+        share = f"{row.activation_bytes / one_f_one_b:.0%}" if one_f_one_b else "-"
+        line = (
+            f"{mark} {row.name:<17}{row.stages_a_rank:>5}{time_text(row.makespan_us):>12}{time_text(row.span_us):>10}"
+            f"{row.bubble_fraction:>8.1%}{size_text(row.activation_bytes):>9}{share:>6}   {row.formula:<16}"
+        )
+        if row.formula_us is not None and row.bubble_us is not None:
+            line += f"{time_text(round(row.formula_us)):>9}{time_text(row.bubble_us):>12}"
+        lines.append(line + ("" if row.fits else "   over the limit"))
+    if winner is not None:
+        within = "" if limit_bytes is None else f" within {size_text(limit_bytes)} a rank"
+        lines.append(f"\n▸ the fastest{within}: {winner.name}, {time_text(winner.makespan_us or 0)}")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def to_csv(rows: list[Row]) -> str:
+    """One line a schedule, the fields of Row as columns."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(asdict(Row("", 1))), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    return text.getvalue()
+
+
+def to_json(rows: list[Row]) -> str:
+    """A list of objects, the fields of Row; `best` marks the fastest that fits."""
+    winner = best(rows)
+    return json.dumps([{**asdict(row), "best": row is winner} for row in rows], indent=1) + "\n"

@@ -1,0 +1,21 @@
+"""The code blocks of the docs run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL)
+
+
+def test_your_own_schedule_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = blocks("schedules.md")
+    exec(compile(example, "docs/schedules.md", "exec"), {"__name__": "example"})
+    assert int(capsys.readouterr().out) >= (8 + 3) * 300 - 3 * 300
+    assert len(example.splitlines()) <= 27

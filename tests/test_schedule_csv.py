@@ -1,0 +1,278 @@
+"""The schedule CSV comes back as it went, nonsense is told, and what it cannot say is refused."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from core_strategies import clusters, plans, text_mutants
+from rota.checking import check
+from rota.cli import main
+from rota.cli.files import _placement_of_csv
+from rota.costs import Cluster, Costs
+from rota.errors import FormatError, PlanError, RotaError, ScheduleError
+from rota.placement import Edge, Placement
+from rota.placing import bidirectional, place, wave
+from rota.plan import Plan
+from rota.schedules.forward_only import forward_only
+from rota.schedules.gpipe import gpipe
+from rota.schedules.one_f_one_b import one_f_one_b
+from rota.schedules.zero_bubble import zb_h1
+from rota.tasks import Kind, Op, Task
+from torch_orders import simulates, theirs
+
+FORMS = [{"communication": c, "overlap": o} for c in (False, True) for o in (False, True)]
+PLAN = one_f_one_b(place(Costs.uniform(3), Cluster.uniform(3)), 4)
+SPLIT = zb_h1(place(Costs.uniform(2, weight_us=1), Cluster.uniform(2)), 3)
+
+
+def test_the_forms() -> None:
+    plan = one_f_one_b(place(Costs.uniform(2), Cluster.uniform(2)), 2)
+    assert plan.to_csv() == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+    assert plan.to_csv(communication=True) == (
+        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0REDUCE_GRAD\n"
+        "1RECV_F0,1F0,1RECV_F1,1B0,1SEND_B0,1F1,1B1,1SEND_B1,1REDUCE_GRAD\n"
+    )
+    forward = forward_only(plan.placement.forward_only(), 2)
+    assert forward.to_csv(communication=True) == "0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F0,1F0,1RECV_F1,1F1\n"
+
+
+def test_pairs() -> None:
+    placement = wave(Costs.uniform(4), Cluster.uniform(2))
+    text = "0F0,0F1,3F0,(3F1;3B0)OVERLAP_F_B,( 0F2 ; 0B0 )OVERLAP_F_B\n1F0,2F0,1F1,2F1,(1F2;2B0)OVERLAP_F_B,1B0\n"
+    assert Plan.from_csv(text, placement).orders == (
+        tuple(map(Op.parse, ("0F0", "0F1", "3F0", "3F1", "3B0", "0F2", "0B0"))),
+        tuple(map(Op.parse, ("1F0", "2F0", "1F1", "2F1", "1F2", "2B0", "1B0"))),
+    )
+    one_rank = place(Costs.uniform(2), Cluster.uniform(1), [0, 0])
+    written = Plan.from_csv("0F0,1F0,0F1,1B0,1F1,1B1,0B0,0B1", one_rank).to_csv(overlap=True)
+    assert written == "0F0,1F0,(0F1;1B0)OVERLAP_F_B,1F1,1B1,0B0,0B1\n"  # 1B1 reads 1F1
+    split = place(Costs.uniform(2, weight_us=1), Cluster.uniform(1), [0, 0])
+    written = Plan.from_csv("0F0,1F0,0F1,1I0,1W0,1F1,0I0,1I1,1W1,0W0,0I1,0W1", split).to_csv(overlap=True)
+    assert written == "0F0,1F0,(0F1;1B0)OVERLAP_F_B,1F1,0I0,1I1,1W1,0W0,0I1,0W1\n"  # 0W0 is not right behind 0I0
+
+
+def test_the_command_line_reads_both_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = []
+    for form in FORMS:
+        path = tmp_path / "plan.csv"
+        path.write_text(PLAN.to_csv(**form))
+        assert main(["check", str(path)]) == 0
+        told.append(capsys.readouterr().out)
+    assert len(set(told)) == 1
+    assert "24 ops of 3 stages and 4 micro-batches on 3 ranks" in told[0]
+    path.write_text(PLAN.to_csv(communication=True).replace("1SEND_B2,", ""))
+    assert main(["check", str(path)]) == 2
+    assert "0RECV_B2 has no 1SEND_B2; put it into line 2" in capsys.readouterr().err
+
+
+# --- round trips ------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> Placement:
+    """1 to 5 stages, each on any rank; F alone, with B, or with I and W."""
+    n = draw(st.integers(1, 5))
+    cluster = draw(clusters())
+    given_costs = Costs.uniform(
+        n, draw(st.integers(0, 3)), draw(st.integers(0, 3)), draw(st.none() | st.integers(0, 3))
+    )
+    rank = st.integers(0, cluster.num_ranks - 1)
+    placement = place(given_costs, cluster, draw(st.lists(rank, min_size=n, max_size=n)))
+    return placement.forward_only() if draw(st.integers(0, 4)) == 0 else placement
+
+
+@given(plans(chains()))
+@settings(max_examples=200)
+def test_chains_come_back(plan: Plan) -> None:
+    for form in FORMS:
+        text = plan.to_csv(**form)
+        assert Plan.from_csv(text, plan.placement) == plan
+        assert Plan.from_csv(text.replace(",", " , ,"), plan.placement) == plan
+        assert Plan.from_csv(text.replace("\n", "\r\n") + "\n\n", plan.placement) == plan
+
+
+@given(plans(chains()))
+@settings(max_examples=100)
+def test_pytorch_takes_any_chain_that_keeps_all_ranks_busy(plan: Plan) -> None:
+    """Its own adding of communication takes no idle rank, its validator no forwards alone."""
+    assume(all(plan.orders) and len(plan.placement.tasks) > plan.num_stages)
+    home = dict(enumerate(plan.placement.ranks_of(stage)[0] for stage in plan.placement.stages))
+    for form in FORMS:
+        lines = plan.to_csv(**form).splitlines()
+        actions = {rank: [theirs._Action.from_str(cell) for cell in line.split(",")] for rank, line in enumerate(lines)}
+        assert theirs._validate_schedule(actions, plan.num_ranks, plan.num_stages, plan.num_microbatches) == home
+        if not form["communication"]:
+            actions = theirs._add_send_recv(actions, home.get, plan.num_stages)
+        simulates(
+            SimpleNamespace(pipeline_order_with_comms=actions, stage_index_to_group_rank=home, _num_stages=len(home))
+        )
+
+
+# --- what is wrong is told --------------------------------------------------------------------------------------------
+
+
+@given(plans(chains()), st.randoms(use_true_random=False))
+@settings(max_examples=200)
+def test_no_message_may_be_missing_or_there_twice_or_elsewhere(plan: Plan, chooser: random.Random) -> None:
+    lines = [line.split(",") for line in plan.to_csv(communication=True).splitlines()]
+    messages = [
+        (r, i) for r, line in enumerate(lines) for i, cell in enumerate(line) if "SEND" in cell or "RECV" in cell
+    ]
+    if not messages:
+        return
+    home, at = chooser.choice(messages)
+    cell = lines[home].pop(at)
+    early, late = [cell, *lines[home]], [*lines[home], cell]
+    twice = [*lines[home][:at], cell, cell, *lines[home][at:]]
+    wrong = {home: [lines[home], early if "SEND" in cell else late, twice]}
+    wrong |= {rank: [[*line, cell]] for rank, line in enumerate(lines) if rank != home}
+    for rank, changes in wrong.items():
+        for line in changes:
+            text = "\n".join(",".join(line if r == rank else lines[r]) for r in range(len(lines)))
+            with pytest.raises(FormatError):
+                Plan.from_csv(text, plan.placement)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("0F0,0SEND_F0\n1F0", "line 1, cell 2: 0SEND_F0 has no 1RECV_F0; put it into line 2"),
+        ("0F0\n1RECV_F0,1F0", "line 2, cell 1: 1RECV_F0 has no 0SEND_F0; put it into line 1"),
+        ("0SEND_F0,0F0\n1RECV_F0,1F0", "line 1, cell 1: 0SEND_F0 sends what is not made yet; put it behind 0F0"),
+        (
+            "0F0,0SEND_F0,0RECV_B0\n1RECV_F0,1F0,1SEND_B0,1I0",
+            "line 2, cell 3: 1SEND_B0 sends what is not made yet; put it behind 1B0 or 1I0",
+        ),
+        (
+            "0F0,0SEND_F0\n1F0,1RECV_F0",
+            "line 2, cell 1: 1F0 runs before its input has arrived; put 1RECV_F0 in front of it",
+        ),
+        (
+            "0F0,0SEND_F0,,0B0\n1RECV_F0,1F0,1B0",
+            "line 1, cell 4: 0B0 runs before its input has arrived; put 0RECV_B0 in front of it",
+        ),
+        ("0F0,0SEND_F0,0SEND_F0\n1RECV_F0,1F0", "line 1, cell 3: 0SEND_F0 is there twice; remove one of them"),
+        (
+            "0F0,1RECV_F0\n0SEND_F0,1F0",
+            "line 1, cell 2: 1RECV_F0 is on rank 0, but stage 1 runs on rank 1; move it to line 2",
+        ),
+        (
+            "0F0,0SEND_F0\n1RECV_F0,1F0,0F1",
+            "line 2, cell 3: 0F1 is on rank 1, but stage 0 runs on rank 0; move it to line 1",
+        ),
+        ("0F0,1F0,0SEND_F0,1RECV_F0", "line 1, cell 3: 0SEND_F0 stays on rank 0, where stage 1 is too; remove it"),
+        ("0F0,0SEND_F0\n1RECV_F0,1F0,1SEND_F0", "line 2, cell 3: 1SEND_F0 has no stage 2 at its other end; remove it"),
+        ("0RECV_F0,0F0", "line 1, cell 1: 0RECV_F0 has no stage -1 at its other end; remove it"),
+        ("0F0,3SEND_F0", "line 1, cell 2: 3SEND_F0 belongs to stage 3, which no line runs; remove it"),
+        ("0F0,0SEND_F0\n2F0", "the CSV never runs stage 1, but runs stage 2; stages count from 0"),
+        ("0F0,0SEND_X0", "line 1, cell 2: '0SEND_X0' is not an op"),
+        ("0F0,0SEND_F", "line 1, cell 2: '0SEND_F' is not an op"),
+        ("0F0\n(0F1;0SEND_F0)OVERLAP_F_B", "line 2, cell 1: '0SEND_F0' is not an op"),
+        ("()OVERLAP_F_B", "line 1, cell 1: '' is not an op"),
+        ("(0F0;0B0", "line 1, cell 1: '(0F0;0B0' is not an op"),
+    ],
+)
+def test_a_wrong_cell_is_told(text: str, told: str) -> None:
+    with pytest.raises(FormatError) as caught:
+        Plan.from_csv(text, place(Costs.uniform(2), Cluster.uniform(2)))
+    assert told in str(caught.value)
+
+
+def test_blanks_and_what_pytorch_does_for_itself_say_nothing() -> None:
+    placement = place(Costs.uniform(1), Cluster.uniform(1))
+    told = Plan.from_csv("0UNSHARD, 0F0 ,,0B0,0REDUCE_GRAD,0RESHARD,0UNSHARD3", placement)
+    assert told.to_csv() == "0F0,0B0\n"
+
+
+def test_b_is_i_and_w_where_the_placement_splits_it() -> None:
+    text = PLAN.to_csv(communication=True)
+    split = place(Costs.uniform(3, weight_us=1), Cluster.uniform(3))
+    assert Plan.from_csv(text, split).to_csv() == one_f_one_b(split, 4).to_csv()
+    with pytest.raises(PlanError, match=r"rank 0 does 0B0, which the placement does not know \(stage 0 has F\)"):
+        check(Plan.from_csv(text, PLAN.placement.forward_only()))
+
+
+_TEXTS = [plan.to_csv(**form) for form in FORMS for plan in (PLAN, SPLIT)]
+_CELLS = ["", "0F0", "1B1", "(0F1;1B0)OVERLAP_F_B", "0SEND_F0", "1RECV_F0", "0UNSHARD", "9" * 5000 + "F0", "0R0", "\n"]
+
+
+@st.composite
+def mutants(draw: st.DrawFn) -> str:
+    """A CSV in which some characters or cells have become others, or letters that might have been one."""
+    text = draw(st.sampled_from(_TEXTS) | st.text("01F;BW,(SEND_RCV)OLAP\n", max_size=60))
+    chooser = random.Random(draw(st.integers(0, 2**32)))
+    for change in draw(st.lists(st.sampled_from(["text", "cell", "swap"]), min_size=1, max_size=3)):
+        cells = text.split(",")
+        at, other = chooser.randrange(len(cells)), chooser.randrange(len(cells))
+        if change == "text":
+            cells = [*text_mutants(text, 1, chooser)]
+        elif change == "cell":
+            cells[at] = chooser.choice(_CELLS)
+        else:
+            cells[at], cells[other] = cells[other], cells[at]
+        text = ",".join(cells)
+    return text
+
+
+@given(mutants())
+@settings(max_examples=600)
+def test_any_text_is_a_plan_or_told(text: str) -> None:
+    for placement in (lambda: PLAN.placement, lambda: _placement_of_csv(text)):
+        try:
+            plan = Plan.from_csv(text, placement())
+            check(plan)
+        except RotaError:
+            continue
+        for form in FORMS:
+            assert Plan.from_csv(plan.to_csv(**form), plan.placement) == plan
+
+
+# --- what it cannot say -----------------------------------------------------------------------------------------------
+
+
+def gapped() -> Placement:
+    """Stages 0 and 2, and none between them."""
+    return Placement((Task(0, Kind.F, (0,), 1), Task(2, Kind.F, (0,), 1)), (Edge(0, 1),), Cluster.uniform(1))
+
+
+@pytest.mark.parametrize(
+    ("placement", "told"),
+    [
+        (place(Costs.uniform(2, recompute_us=1), Cluster.uniform(2)), "cannot say 0R: plan without recompute"),
+        (place(Costs.uniform(2), Cluster.uniform(3), [0, (1, 2)]), "stage 1 is on ranks 1, 2: place it on one"),
+        (
+            place(Costs.uniform(3, edges=((0, 1), (1, 2), (0, 2))), Cluster.uniform(3)),
+            "is of a chain of stages, but this one also has 0F -> 2F",
+        ),
+        (
+            place(Costs.uniform(3, edges=((0, 1),)), Cluster.uniform(3)),
+            "is of a chain of stages, but this one lacks 1F -> 2F",
+        ),
+        (bidirectional(Costs.uniform(2), Cluster.uniform(2)), "but this one lacks 1F -> 2F"),
+        (gapped(), "but stage 1 has no task"),
+        (
+            Placement((Task(0, Kind.F, (0,), 1), Task(0, Kind.W, (0,), 1)), (), Cluster.uniform(1)),
+            "but stage 0 has F W: number and split them so, or keep the plan by to_json",
+        ),
+    ],
+)
+def test_what_it_cannot_say_is_refused(placement: Placement, told: str) -> None:
+    plan = gpipe(placement, 2)
+    for form in FORMS:
+        with pytest.raises(ScheduleError) as caught:
+            plan.to_csv(**form)
+        assert told in str(caught.value)
+
+
+def test_communication_of_a_chain_does_not_fit_another_shape() -> None:
+    text = PLAN.to_csv(communication=True)
+    skip = place(Costs.uniform(3, edges=((0, 1), (1, 2), (0, 2))), Cluster.uniform(3))
+    assert Plan.from_csv(PLAN.to_csv(), skip).orders == PLAN.orders
+    with pytest.raises(ScheduleError, match="also has 0F -> 2F"):
+        Plan.from_csv(text, skip)
