@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -18,7 +17,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from rota.checking import check
 from rota.errors import PipelineError
 from rota.plan import Plan
-from rota.runtime.recorder import Record, merge, record_name
+from rota.runtime.handover import collect, leave_plan
 from rota.timeline import Timeline
 
 
@@ -32,9 +31,7 @@ def launch(plan: Plan, script: str, arguments: Sequence[str] = (), threads_per_r
     if not Path(script).is_file():
         raise PipelineError(f"no script {script!r}; give the path of a Python file")
     with tempfile.TemporaryDirectory(prefix="rota-run-") as folder:
-        handed = Path(folder, "plan.json")
-        handed.write_text(plan.to_json())
-        environment = {"ROTA_PLAN": str(handed), "ROTA_RECORDS": folder, "OMP_NUM_THREADS": str(threads_per_rank)}
+        environment = {**leave_plan(plan, folder), "OMP_NUM_THREADS": str(threads_per_rank)}
         before = dict(os.environ)
         os.environ.update(environment)  # inherited by the ranks
         try:
@@ -42,7 +39,7 @@ def launch(plan: Plan, script: str, arguments: Sequence[str] = (), threads_per_r
         finally:
             os.environ.clear()
             os.environ.update(before)
-        return _collect(plan, Path(folder))
+        return collect(plan, folder)
 
 
 def _start(num_ranks: int, script: str, arguments: Sequence[str], folder: str) -> None:
@@ -75,10 +72,3 @@ def _start(num_ranks: int, script: str, arguments: Sequence[str], folder: str) -
         raise PipelineError(
             f"rank {rank} ended with {ended} first, and the others were ended; see above for what it wrote"
         ) from None
-
-
-def _collect(plan: Plan, folder: Path) -> Timeline | None:
-    files = [folder / record_name(plan, rank) for rank in range(plan.num_ranks)]
-    if not all(file.exists() for file in files):
-        return None
-    return merge(plan, [Record.from_fields(json.loads(file.read_text())) for file in files])

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import json
 import math
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -22,8 +20,9 @@ from rota.models import Stages
 from rota.plan import Plan
 from rota.runtime import batches
 from rota.runtime.gradients import Kept, backward, forward, hand_over, take_loss
+from rota.runtime.handover import digest, leave_record
 from rota.runtime.program import Action, ValueKey, compile_program, refuse_unsupported
-from rota.runtime.recorder import Record, clock_offset_ns, digest, merge, record_name
+from rota.runtime.recorder import Record, clock_offset_ns, merge
 from rota.runtime.transport import Transport, together
 from rota.runtime.watchdog import Watchdog
 from rota.tasks import Kind, Op
@@ -282,9 +281,8 @@ class Pipeline:
         atexit.unregister(self.close)
         self._watchdog.close()
         self._transport.close()
-        folder = os.environ.get("ROTA_RECORDS")
-        if folder and self._complete:
-            Path(folder, record_name(self.plan, self.rank)).write_text(json.dumps(self._record.to_fields()))
+        if self._complete:
+            leave_record(self.plan, self._record)
         group = dist.group.WORLD if self._owns_process_group else self._group
         del self._group  # the last reference: closes the group's connections, which tells the peers
         if dist.is_initialized():
@@ -296,11 +294,3 @@ class Pipeline:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def given_plan() -> Plan:
-    """The plan that `rota run` was given; raises PipelineError in a script that was started otherwise."""
-    path = os.environ.get("ROTA_PLAN")
-    if path is None:
-        raise PipelineError("no plan was handed over; start the script by `rota run plan.json script.py`")
-    return Plan.from_json(Path(path).read_text())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import socket
 import time
 from dataclasses import dataclass, field
@@ -42,16 +41,6 @@ class Record:
         for route, position, sent, through in fields["messages"]:
             record.sent_ns[route, position], record.through_ns[route, position] = sent, through
         return record
-
-
-def digest(plan: Plan) -> str:
-    """Tells plans apart."""
-    return hashlib.sha256(plan.to_json().encode()).hexdigest()
-
-
-def record_name(plan: Plan, rank: int) -> str:
-    """The file that hands a rank's record to the launcher; a script may run pipelines of several plans."""
-    return f"{digest(plan)[:16]}.rank{rank}.json"
 
 
 def merge(plan: Plan, records: list[Record]) -> Timeline:
