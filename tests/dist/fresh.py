@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Collection
@@ -11,6 +10,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from time import monotonic
 from typing import Any
+
+from dist.pool import forking_context
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,7 @@ def run_fresh(
 
     Those left when the `expected` ranks (default: all) have ended, or after `timeout_s`, are killed: exit code None.
     """
-    context = multiprocessing.get_context("forkserver")  # torch is imported once, by the server
-    context.set_forkserver_preload(["torch", "torch.distributed", "rota.runtime"])
+    context = forking_context()
     files = [folder / f"stderr{rank}" for rank in range(num_ranks)]
     processes = [
         context.Process(target=_child, args=(rank, num_ranks, folder / "store", files[rank], function, args))
@@ -85,5 +85,8 @@ def _child(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    # Torch loads much at the first backward, which on a busy machine takes longer than some timeouts that are tested.
+    torch.nn.Linear(1, 1)(torch.ones(1, 1)).square().mean().backward()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    dist.barrier()
     function(rank, *args)

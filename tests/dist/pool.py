@@ -21,11 +21,18 @@ class WorkerFailed(AssertionError):
     """A worker raised, died or did not answer in time; the message holds its traceback or its last words."""
 
 
+def forking_context() -> Any:
+    """Processes forked from a server that has imported torch, so that this is paid for once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "rota.runtime"])
+    return context
+
+
 class Pool:
     """`run(n, function, *args)` calls `function(rank, *args)` on n processes that share a fresh Gloo group."""
 
     def __init__(self, size: int) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        self._context = forking_context()
         self._size = size
         self._workers: list[tuple[Any, Connection]] = []
         self._folder = Path(tempfile.mkdtemp(prefix="rota-pool-"))

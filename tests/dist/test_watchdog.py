@@ -14,7 +14,7 @@ from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
 from rota.runtime.watchdog import EXIT_CODE
 from rota.schedules import NAMED
 
-NUM_RANKS, TIMEOUT_S = 3, 1.0
+NUM_RANKS, TIMEOUT_S = 3, 1.5
 
 
 class Stuck(Layer):
@@ -148,17 +148,16 @@ class Broken(Layer):
 def take_time(rank: int, plan: Plan) -> None:
     """A step that takes longer than the timeout, a long rest after it, and a long rest after a broken one."""
     slow, broken = (Stages([layer().double() for _ in range(NUM_RANKS)]) for layer in (Slow, Broken))
-    with Pipeline(slow, plan, loss_fn, timeout_s=1) as pipeline:
+    with Pipeline(slow, plan, loss_fn, timeout_s=TIMEOUT_S) as pipeline:
         pipeline.step(*batch_of(plan.num_microbatches))
-        time.sleep(1.3)
-        pipeline.step(*batch_of(plan.num_microbatches))
+        time.sleep(TIMEOUT_S + 0.3)
     error, told = (ValueError, "on purpose") if rank == 0 else (PipelineError, "lost rank")
-    with Pipeline(broken, plan, loss_fn, timeout_s=1 if rank == 0 else 1000) as pipeline:
+    with Pipeline(broken, plan, loss_fn, timeout_s=TIMEOUT_S if rank == 0 else 1000) as pipeline:
         with pytest.raises(error, match=told):
             pipeline.step(*batch_of(plan.num_microbatches))
-        time.sleep(1.3 if rank == 0 else 0)
+        time.sleep(TIMEOUT_S + 0.3 if rank == 0 else 0)
 
 
 def test_slow_steps_rests_and_failed_steps_do_not_wake_it(tmp_path: Path) -> None:
-    for ended in run_fresh(tmp_path, NUM_RANKS, take_time, plan_for(num_microbatches=4)):
+    for ended in run_fresh(tmp_path, NUM_RANKS, take_time, plan_for(num_microbatches=8)):
         assert ended.exit_code == 0, ended

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from rota.schedules.chimera import chimera
+from rota.schedules.controllable_memory import v_half, v_min
 from rota.schedules.custom import PipeSchedule
 from rota.schedules.dualpipe import dualpipe, dualpipe_v
 from rota.schedules.families import FAMILIES, NAMED, Family
 from rota.schedules.forward_only import forward_only
 from rota.schedules.gpipe import gpipe
+from rota.schedules.hanayo import hanayo
 from rota.schedules.interleaved import interleaved_one_f_one_b, interleaved_zero_bubble, looped_bfs
 from rota.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
 from rota.schedules.table import compare_schedules
@@ -27,10 +29,13 @@ __all__ = [
     "eager_one_f_one_b",
     "forward_only",
     "gpipe",
+    "hanayo",
     "interleaved_one_f_one_b",
     "interleaved_zero_bubble",
     "looped_bfs",
     "one_f_one_b",
+    "v_half",
+    "v_min",
     "varuna",
     "zb_h1",
     "zb_h2",

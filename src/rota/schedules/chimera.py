@@ -1,13 +1,18 @@
-"""Chimera: two 1F1B pipelines in opposite directions, each of which fills the other one's bubbles.
+"""Chimera: two 1F1B pipelines in opposite directions, each in the bubbles of the other.
 
 Li and Hoefler, "Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional Pipelines", 2021, section
-3.1; with more micro-batches than ranks, units of as many as there are ranks follow each other, section 3.5. Even
-numbers go down the ranks, odd ones up. In slots of equal length:
+3.1. With more micro-batches than ranks units of as many as there are ranks follow each other: section 3.5, direct
+concatenation. Even micro-batches go down the ranks, odd ones up.
 
-    rank 0   F0 .  F2 F1 B1 F3 B3 B0 .  B2        F of the k-th micro-batch of a unit on stage s: slot s + 2k,
-    rank 1   .  F0 F1 F2 F3 B1 B0 B3 B2 .         B: slot 2p - 1 - s + 2k, the next unit 2p slots later.
-    rank 2   .  F1 F0 F3 F2 B0 B1 B2 B3 .         On a rank with an even number the first chain has F in even slots
-    rank 3   F1 .  F3 F0 B0 F2 B2 B1 .  B3        and B in odd ones, the second one the other way round.
+    4 ranks, 6 micro-batches: a unit of 4 and one of 2, whose forwards are in the bubbles of the first.
+
+    rank 0   F0 F2 .  F1 B1 F3 B3 B0 F4 B2 .  F5 B5 .  .  B4
+    rank 1   .  F0 F1 F2 F3 B1 B0 B3 B2 F4 F5 .  .  B5 B4 .
+    rank 2   .  F1 F0 F3 F2 B0 B1 B2 B3 F5 F4 .  .  B4 B5 .
+    rank 3   F1 F3 .  F0 B0 F2 B2 B1 F5 B3 .  F4 B4 .  .  B5
+
+In slots: F of a direction's k-th micro-batch of a unit on stage s is in slot s + 2k, B in slot 2p - 1 - s + 2k, and the
+next unit 2p slots later. On even ranks even slots are for F down, then B up, and odd ones for F up, then B down.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from rota.tasks import Kind, Op
 def chimera(placement: Placement, num_microbatches: int) -> Plan:
     """Two chains in opposite directions (`rota.bidirectional`), an even number of ranks and of micro-batches.
 
-    With a split backward W follows I at once. What is left over after the units of p micro-batches makes a smaller one.
+    The last unit may be smaller. With a split backward W follows I at once.
     """
     require_bidirectional("chimera", placement, num_microbatches)
     p = placement.num_ranks

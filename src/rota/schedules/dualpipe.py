@@ -1,12 +1,13 @@
-"""DualPipe: micro-batches enter at both ends, so that one's forward runs beside another's backward all the time.
+"""DualPipe: micro-batches enter at both ends, so that one's forward always runs beside another one's backward.
 
-DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.2.1, and the eight steps of the program published with
-it. DualPipeV is one half of it: "cut in half" (Sea AI Lab, 2025), the middle of the pipeline becomes the turn of a V.
-On each rank 0 is the stage that is nearer to its chain's start, 1 the other one; B is I and W in one.
+DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.2.1, and the eight steps published with it (github.com,
+deepseek-ai/DualPipe). DualPipeV is one half of it, in which the middle of the pipeline becomes the turn of a V: "Cut-
+in-half" (Sea AI Lab, 2025). W runs right behind I, but for the last backwards, where it is put off to fill the drain.
 
-    rank 0 of 4   F0 F0 .  F0 .  F1 I1 W1 F1 …     F0 B1 F1 B0 …     B1 F1 B0 …   B1 I0 …   W I0 …   W …
-    rank 1 of 4   .  F0 F1 F0 F1 F0 B1 F1 B0 …     (its own 0 is stage 1 of the first chain; ranks 2, 3 mirror 1, 0)
-                  fill             pairs of F and B    drain, W of the last ones put off to fill the bubbles
+    4 ranks, 8 micro-batches, all ops equally long. Ranks 3 and 2 mirror these; DualPipeV's 2 ranks do the same in a V.
+
+    rank 0   0F0 0F2 0F4 7F1 7I1 7W1 7F3 0F6 7I3 7W3 7F5 0I0 0W0 7I5 7W5 7F7 0I2 0W2 7I7 7W7 0I4 0W4 .   0I6 0W6
+    rank 1   .   1F0 6F1 1F2 6F3 1F4 6I1 6W1 6F5 1I0 1W0 1F6 6I3 6W3 6F7 1I2 1W2 6I5 6W5 1I4 1W4 6I7 1I6 6W7 1W6
 """
 
 from __future__ import annotations
@@ -23,11 +24,9 @@ def dualpipe(placement: Placement, num_microbatches: int) -> Plan:
 
     An even number of ranks, and of micro-batches, of which there are two a rank or more.
     """
-    name = "dualpipe"
-    require_bidirectional(name, placement, num_microbatches)
-    require_split(name, placement)
     p = placement.num_ranks
-    _require_enough(name, num_microbatches, 2 * p)
+    require_bidirectional("dualpipe", placement, num_microbatches, least=2 * p)
+    require_split("dualpipe", placement)
     orders = []
     for rank in range(p):
         stages = (rank, 2 * p - 1 - rank)
@@ -39,10 +38,12 @@ def dualpipe(placement: Placement, num_microbatches: int) -> Plan:
 
 def dualpipe_v(placement: Placement, num_microbatches: int) -> Plan:
     """A V (`rota.wave`, two stages a rank) with a split backward; two micro-batches a rank or more. PyTorch's order."""
-    name = "dualpipe_v"
-    require_v(name, placement, num_microbatches)
     p = placement.num_ranks
-    _require_enough(name, num_microbatches, 2 * p)
+    require_v("dualpipe_v", placement, num_microbatches)
+    if num_microbatches < 2 * p:
+        raise ScheduleError(
+            f"dualpipe_v: {num_microbatches} micro-batches do not fill {p} ranks; give {2 * p} or more, two a rank"
+        )
     orders = []
     for rank in range(p):
         steps = _steps(rank, p, num_microbatches)
@@ -51,9 +52,12 @@ def dualpipe_v(placement: Placement, num_microbatches: int) -> Plan:
 
 
 def _steps(rank: int, p: int, num_microbatches: int) -> list[str]:
-    """The published eight steps, of a rank in a V of `p` ranks or in one half of a bidirectional pipeline."""
-    before, after = rank, p - 1 - rank  # ranks on either side
-    last = ["1", "0"] * (before + 1)  # where the backwards after the last F run; the second half of them puts W off
+    """The eight steps, for `zb_v.count_off`: 0 is the stage nearer to the start of its chain, 1 the other one.
+
+    For a rank of a V over `p` ranks, or of one half, with 2p ranks, of a bidirectional pipeline.
+    """
+    before, after = rank, p - 1 - rank  # the ranks on either side
+    last = ["1", "0"] * (before + 1)  # the stages of the backwards behind the last F; the second half puts W off
     put_off = [*last[before + 1 :], *["0"] * after]
     return [
         *["F0"] * (2 * after),
@@ -61,38 +65,34 @@ def _steps(rank: int, p: int, num_microbatches: int) -> list[str]:
         *["I1", "W1", "F1"] * after,
         *["F0", "B1", "F1", "B0"] * (num_microbatches - p - after),
         *["B1", "F1", "B0"] * after,
-        *["B" + where for where in last[: before + 1]],
-        *["I" + where for where in last[before + 1 :]],
-        *[step for where in put_off[:after] for step in ("W" + where, "I0")],
-        *["W" + where for where in put_off[after:]],
+        *["B" + place for place in last[: before + 1]],
+        *["I" + place for place in last[before + 1 :]],
+        *[step for place in put_off[:after] for step in ("W" + place, "I0")],
+        *["W" + place for place in put_off[after:]],
     ]
 
 
-def require_bidirectional(name: str, placement: Placement, num_microbatches: int) -> None:
-    """Two chains in opposite directions over an even number of ranks; both take as many micro-batches."""
+def require_bidirectional(name: str, placement: Placement, num_microbatches: int, least: int = 2) -> None:
+    """Two chains in opposite directions over an even number of ranks, and an even number of micro-batches."""
     require_microbatches(name, num_microbatches)
     p = placement.num_ranks
     if p % 2:
-        near = f"{p - 1} or {p + 1}" if p > 1 else "2"
-        raise ScheduleError(f"{name}: needs an even number of ranks, not {p}; give {near}")
+        raise ScheduleError(f"{name}: needs an even number of ranks, not {p}; give {_even_near(p, 2)}")
     chains = {(start + s, start + s + 1) for start in (0, p) for s in range(p - 1)}
     ranks = [(rank,) for rank in (*range(p), *reversed(range(p)))]
-    stages = placement.stages
-    found = [placement.ranks_of(stage) for stage in stages]
-    if stages != tuple(range(2 * p)) or set(placement.stage_edges) != chains or found != ranks:
+    found = [placement.ranks_of(stage) for stage in placement.stages]
+    if placement.stages != tuple(range(2 * p)) or set(placement.stage_edges) != chains or found != ranks:
         raise ScheduleError(
-            f"{name}: needs two chains in opposite directions, a stage of each on every rank; place them by "
+            f"{name}: needs two chains in opposite directions, with a stage of each on every rank; place them by "
             f"rota.bidirectional(costs, cluster)"
         )
-    if num_microbatches % 2:
-        near = f"{num_microbatches - 1} or {num_microbatches + 1}" if num_microbatches > 1 else "2"
+    if num_microbatches % 2 or num_microbatches < least:
         raise ScheduleError(
-            f"{name}: {num_microbatches} micro-batches cannot be shared by two directions evenly; give {near}"
+            f"{name}: needs an even number of micro-batches, {least} or more on {p} ranks, not {num_microbatches}; "
+            f"give {_even_near(num_microbatches, least)}"
         )
 
 
-def _require_enough(name: str, num_microbatches: int, least: int) -> None:
-    if num_microbatches < least:
-        raise ScheduleError(
-            f"{name}: {num_microbatches} micro-batches do not fill the pipeline; give {least} or more, two a rank"
-        )
+def _even_near(value: int, least: int) -> str:
+    """The even numbers next to an odd or too small one."""
+    return " or ".join(map(str, sorted({max(value - 1, least), max(value + 1, least)})))

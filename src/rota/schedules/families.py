@@ -12,9 +12,11 @@ from rota.placement import Placement
 from rota.placing import bidirectional, interleaved, place, wave
 from rota.plan import Plan
 from rota.schedules.chimera import chimera
+from rota.schedules.controllable_memory import v_half, v_min
 from rota.schedules.dualpipe import dualpipe, dualpipe_v
 from rota.schedules.forward_only import forward_only
 from rota.schedules.gpipe import gpipe
+from rota.schedules.hanayo import hanayo
 from rota.schedules.interleaved import interleaved_one_f_one_b, interleaved_zero_bubble, looped_bfs
 from rota.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
 from rota.schedules.varuna import varuna
@@ -45,8 +47,7 @@ class Bubble:
 class Family:
     """A named schedule: `family(placement, num_microbatches)` makes its plan.
 
-    `place` makes the placement it takes, from costs with `stages_a_rank` stages a rank (a default: families that take
-    any number say so by `any_stages_a_rank`). `backward`: "whole" (B), "split" (I and W) or "any". `bubble` counts the
+    `place` makes the placement it takes, by default from costs with `stages_a_rank` stages a rank. `backward`: "whole" (B), "split" (I and W) or "any". `bubble` counts the
     idle time within the span where `of_span`, else within the makespan.
     """
 
@@ -56,7 +57,6 @@ class Family:
     source: str
     backward: Literal["whole", "split", "any"] = "any"
     stages_a_rank: int = 1
-    any_stages_a_rank: bool = False
     recomputes: bool = False
     bubble: Bubble | None = None
     of_span: bool = False
@@ -143,7 +143,11 @@ def _zb(hops: int) -> Bubble:
     return Bubble(f"(p−1)(F+I−{times}W)", lambda s: max((s.p - 1) * (s.f + s.b - (1 + hops) * s.w), 0))
 
 
-_CHIMERA = Bubble("(p/2−1)(F+B)", lambda s: (s.p / 2 - 1) * (s.f + s.b))
+_CHIMERA = Bubble("(p−2)B, m=p", lambda s: (s.p - 2) * s.b)
+_DUALPIPE = Bubble("(p/2−1)(F+I−W)", lambda s: (s.p / 2 - 1) * (s.f + s.b - 2 * s.w))
+_DUALPIPE_V = Bubble("(p−1)(F+I−W)/v", lambda s: (s.p - 1) * (s.f + s.b - 2 * s.w) / s.v)
+_HANAYO = Bubble("2(p−1)B/v", lambda s: 2 * (s.p - 1) * s.b / s.v)
+_NONE = Bubble("0 if F=I=W", lambda _: 0)
 
 FAMILIES = (
     Family("gpipe", gpipe, _dealt, "Huang et al. 2019", bubble=_1F1B),
@@ -155,7 +159,6 @@ FAMILIES = (
         interleaved,
         "Narayanan et al. 2021 (Megatron-LM)",
         stages_a_rank=2,
-        any_stages_a_rank=True,
         bubble=_INTERLEAVED,
     ),
     Family(
@@ -164,7 +167,6 @@ FAMILIES = (
         interleaved,
         "Lamy-Poirier 2023",
         stages_a_rank=2,
-        any_stages_a_rank=True,
         bubble=_INTERLEAVED,
     ),
     Family("zb_h1", zb_h1, place, "Qi et al. 2023", "split", bubble=_zb(1)),
@@ -176,12 +178,14 @@ FAMILIES = (
         "Qi et al. 2023",
         "split",
         stages_a_rank=2,
-        any_stages_a_rank=True,
     ),
-    Family("zb_v", zb_v, wave, "Qi et al. 2024", "split", 2),
-    Family("dualpipe_v", dualpipe_v, wave, "DeepSeek-AI 2024", "split", 2),
-    Family("dualpipe", dualpipe, bidirectional, "DeepSeek-AI 2024", "split"),
+    Family("zb_v", zb_v, wave, "Qi et al. 2024", "split", 2, bubble=_NONE, of_span=True),
+    Family("v_half", v_half, wave, "Qi et al. 2024", "split", 2),
+    Family("v_min", v_min, wave, "Qi et al. 2024", "split", 2),
+    Family("dualpipe_v", dualpipe_v, wave, "DeepSeek-AI 2024", "split", 2, bubble=_DUALPIPE_V),
+    Family("dualpipe", dualpipe, bidirectional, "DeepSeek-AI 2024", "split", bubble=_DUALPIPE),
     Family("chimera", chimera, bidirectional, "Li and Hoefler 2021", "whole", bubble=_CHIMERA),
+    Family("hanayo", hanayo, wave, "Liu et al. 2023", stages_a_rank=2, bubble=_HANAYO),
     Family("varuna", varuna, place, "Athlur et al. 2022", "whole", recomputes=True),
     Family("forward_only", forward_only, _dealt_forward, "inference"),
 )

@@ -1,10 +1,12 @@
-"""ZB-V: two stages a rank in a V, with which W fills every bubble in the memory of 1F1B.
+"""ZB-V: two stages a rank in a V, so that W can fill all bubbles in the memory of 1F1B.
 
-Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", 2023, section 6. A rank's two stages are 0, the one on the
-way down, and 1, the one on the way back up; the last rank has the turn of the V.
+Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", 2023, section 6. The chain runs down the ranks and back up.
+The rank that a micro-batch enters first is the one that it leaves last, and both its backwards start early.
 
-    rank 0  F0 F0 F0 .  F1 I1 W1 F1 I1 W1 …        warm-up, then F0 I0 W0 F1 I1 W1 for ever,
-    rank 1  .  F0 F1 F0 F1 I1 W1 F0 I0 W0 …        then I0 I1 …, I0 W0 …, and the W that are left
+    2 ranks, 4 micro-batches, all ops equally long: no rank ever waits from its first op to its last.
+
+    rank 0   0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3
+    rank 1   .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
 """
 
 from __future__ import annotations
@@ -17,11 +19,14 @@ from rota.plan import Plan
 from rota.schedules.common import backward_ops, require_chain_on, require_microbatches, require_split
 from rota.tasks import Kind, Op
 
-SHAPE = "rota.wave(costs, cluster), with two stages a rank"
+_SHAPE = "rota.wave(costs, cluster), with two stages a rank"
 
 
 def zb_v(placement: Placement, num_microbatches: int) -> Plan:
-    """A V (`rota.wave`, two stages a rank) with a split backward; any number of micro-batches. PyTorch's order."""
+    """A V (`rota.wave`, two stages a rank) with a split backward; any number of micro-batches. PyTorch's order.
+
+    Fewer than 2p - 1 micro-batches do as the first ones of 2p - 1 would.
+    """
     require_v("zb_v", placement, num_microbatches)
     p = placement.num_ranks
     orders = []
@@ -32,8 +37,8 @@ def zb_v(placement: Placement, num_microbatches: int) -> Plan:
 
 
 def _steps(rank: int, p: int, num_microbatches: int) -> list[str]:
-    """What a rank does if there are enough micro-batches to fill the pipeline, 2p - 1 or more."""
-    before, after = rank, p - 1 - rank  # ranks on either side
+    """For `count_off`: 0 is the rank's stage on the way down, 1 the one on the way up. 2p - 1 micro-batches or more."""
+    before, after = rank, p - 1 - rank  # the ranks on either side
     return [
         *["F0"] * (2 * after + 1),
         *["F1", "F0"] * before,
@@ -50,31 +55,26 @@ def _steps(rank: int, p: int, num_microbatches: int) -> list[str]:
 def count_off(
     placement: Placement, stages: Sequence[int], steps: Iterable[str], num_microbatches: int
 ) -> tuple[Op, ...]:
-    """A rank's ops: "F1" is F of the next micro-batch of `stages[1]`, and so for I (with R before it) and W.
+    """A rank's ops. The step "F1" is F of the next micro-batch of `stages[1]`; so are "I1" (with R before it) and "W1".
 
-    "B1" is I and W. Micro-batches that a stage does not have are left out.
+    "B1" is I and W. What would be one micro-batch too many for a stage is left out.
     """
     batches = [placement.microbatches(stage, num_microbatches) for stage in stages]
-    done: Counter[tuple[Kind, int]] = Counter()
+    done: Counter[tuple[str, int]] = Counter()
     ops: list[Op] = []
     for step in steps:
-        where = int(step[1])
-        for kind in (Kind.I, Kind.W) if step[0] == "B" else (Kind(step[0]),):
-            count = done[kind, where]
-            done[kind, where] += 1
-            if count >= len(batches[where]):
-                continue
-            op = Op(stages[where], kind, batches[where][count])
-            if kind is Kind.I:
-                ops += [back for back in backward_ops(placement, op.stage, op.microbatch) if back.kind is not Kind.W]
-            else:
-                ops.append(op)
+        letter, place = step[0], int(step[1])
+        for kind in "IW" if letter == "B" else letter:
+            done[kind, place] += 1
+            for m in batches[place][done[kind, place] - 1 : done[kind, place]]:
+                backward = [op for op in backward_ops(placement, stages[place], m) if op.kind is not Kind.W]
+                ops += backward if kind == Kind.I else [Op(stages[place], Kind(kind), m)]
     return tuple(ops)
 
 
 def require_v(name: str, placement: Placement, num_microbatches: int) -> None:
-    """Stage s on rank s, and stage 2p - 1 - s there too; every stage with I and W."""
+    """Two stages on each rank s: stage s and stage 2p - 1 - s. All of them with I and W."""
     require_microbatches(name, num_microbatches)
     down = range(placement.num_ranks)
-    require_chain_on(name, placement, [*down, *reversed(down)], SHAPE)
+    require_chain_on(name, placement, [*down, *reversed(down)], _SHAPE)
     require_split(name, placement)

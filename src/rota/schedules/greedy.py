@@ -1,0 +1,204 @@
+"""A list scheduler: whenever a rank is free it starts, of what it could do, what comes first in an ideal schedule.
+
+Graham, "Bounds on Multiprocessing Timing Anomalies", 1969. In the ideal schedule every op has its turn, a slot, as if
+all took one slot. Here ops and transfers take what the placement says, and a forward waits until there is room for what
+it keeps.
+
+    turns of a rank      F0  .  .  I0 F1 .  .  I1        slots
+    what becomes of it   F0 .  .  .  .  F1 F1 I0 I0 W0   F1 overtakes I0, whose gradient is late; W fills gaps
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from rota.placement import Placement
+from rota.plan import Plan
+from rota.schedules.common import BACKWARD_KINDS
+from rota.tasks import Kind, Op
+
+_WEIGHT = -1  # in place of a leg: the oldest W that was put off
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """A part of the way that each micro-batch takes, down a chain and back: kinds of one stage, done in one go."""
+
+    rank: int
+    stage: int
+    kinds: tuple[Kind, ...]
+    duration_us: int
+    lag_us: int  #: until the next leg can start
+    puts_off_weight: bool
+    weight_us: int  #: of the W that is put off
+
+    @property
+    def is_forward(self) -> bool:
+        return self.kinds == (Kind.F,)
+
+
+def way_through(placement: Placement, puts_off_weights: bool) -> list[Leg]:
+    """A chain's legs: each stage's F; then, last stage first, its (R) B, or (R) I W, or (R) I where W is put off."""
+    there = [(stage, (Kind.F,)) for stage in placement.stages]
+    backward = [kind for kind in BACKWARD_KINDS if not (puts_off_weights and kind is Kind.W)]
+    back = [(s, tuple(k for k in backward if (s, k) in placement.index)) for s in reversed(placement.stages)]
+    lags_us: dict[tuple[int, int], int] = {}
+    for route in placement.routes:
+        ends = placement.tasks[route.source].stage, placement.tasks[route.target].stage
+        lags_us[ends] = max(route.duration_us, lags_us.get(ends, 0))
+    legs, way = [], there + back
+    for (stage, kinds), (following, _) in zip(way, [*way[1:], way[-1]], strict=True):
+        tasks = [placement.tasks[placement.index[stage, kind]] for kind in kinds]
+        weight = placement.task(stage, Kind.W) if puts_off_weights and kinds != (Kind.F,) else None
+        legs.append(
+            Leg(
+                rank=tasks[0].ranks[0],
+                stage=stage,
+                kinds=kinds,
+                duration_us=sum(task.duration_us for task in tasks),
+                lag_us=lags_us.get((stage, following), 0),
+                puts_off_weight=weight is not None,
+                weight_us=weight.duration_us if weight else 0,
+            )
+        )
+    return legs
+
+
+@dataclass(slots=True)
+class _Rank:
+    """How far a rank is."""
+
+    agenda: list[tuple[int, int, int]]  #: (turn, leg, micro-batch) of all that it does, as they are due
+    left_us: int  #: work not yet started
+    num_done: int = 0  #: of the agenda; all before this one have started
+    free_us: int = 0
+    held: int = 0  #: forwards whose last backward has not begun
+    weights: deque[tuple[Leg, int]] = field(default_factory=deque)  #: put off, with the micro-batch
+    order: list[Op] = field(default_factory=list)
+
+
+class ListScheduler:
+    """Takes micro-batches along `legs`, each leg in order; `turns[leg][microbatch]` rises along the way.
+
+    An op may start while another one of its rank, due up to `slots_ahead` slots before it, cannot. A forward needs
+    room: fewer than `stage_limits[stage]` micro-batches held by its stage (default: no limit) and fewer than
+    `rank_limit` by all stages of its rank. W that is put off runs where it makes nothing else late, and to make room.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        legs: Sequence[Leg],
+        turns: Sequence[Sequence[int]],
+        slots_ahead: int,
+        rank_limit: int,
+        stage_limits: Sequence[int] = (),
+    ) -> None:
+        self.placement = placement
+        self.legs = legs
+        self.slots_ahead = slots_ahead
+        self.rank_limit = rank_limit
+        self.num_microbatches = len(turns[0])
+        self.stage_limits = stage_limits or [self.num_microbatches] * placement.num_stages
+        self.held = [0] * placement.num_stages
+        self.started = [0] * len(legs)
+        self.arrivals_us: list[list[int]] = [[0] * self.num_microbatches, *([] for _ in legs[1:])]
+        self.ranks = []
+        for rank in range(placement.num_ranks):
+            own = [i for i, leg in enumerate(legs) if leg.rank == rank]
+            work_us = sum(legs[i].duration_us + legs[i].weight_us for i in own) * self.num_microbatches
+            self.ranks.append(_Rank(sorted((turn, i, m) for i in own for m, turn in enumerate(turns[i])), work_us))
+
+    @property
+    def makespan_us(self) -> int:
+        return max(rank.free_us for rank in self.ranks)
+
+    def plan(self, sooner_than_us: int | None = None) -> Plan | None:
+        """None if nothing more has room, or if it would take `sooner_than_us` or longer."""
+        wakes = [(0, rank) for rank in range(len(self.ranks))]  # a heap: when to look at which rank
+        while wakes:
+            now_us, index = heappop(wakes)
+            rank = self.ranks[index]
+            leg = self._next_leg(rank, now_us) if now_us >= rank.free_us else None
+            if leg is None:
+                continue
+            if leg == _WEIGHT:
+                self._do_weight(rank, now_us)
+            else:
+                self._do_leg(rank, leg, now_us, wakes)
+            if sooner_than_us is not None and rank.free_us + rank.left_us >= sooner_than_us:
+                return None
+            heappush(wakes, (rank.free_us, index))
+        if min(self.started) < self.num_microbatches:
+            return None
+        return Plan(self.placement, self.num_microbatches, tuple(tuple(rank.order) for rank in self.ranks))
+
+    def _next_leg(self, rank: _Rank, now_us: int) -> int | None:
+        """What to start now; None to wait."""
+        agenda = rank.agenda
+        while rank.num_done < len(agenda) and agenda[rank.num_done][2] < self.started[agenda[rank.num_done][1]]:
+            rank.num_done += 1
+        room_needed, soon_us = False, []
+        for position in range(rank.num_done, len(agenda)):
+            turn, i, m = agenda[position]
+            if turn > agenda[rank.num_done][0] + self.slots_ahead:
+                break
+            if m == self.started[i] and m < len(self.arrivals_us[i]):  # the leg before has begun, its end is known
+                arrival_us = self.arrivals_us[i][m]
+                if not self._has_room(rank, self.legs[i]):
+                    room_needed |= arrival_us <= now_us
+                elif arrival_us <= now_us:
+                    return i
+                else:
+                    soon_us.append(arrival_us)
+        if not rank.weights:
+            return None
+        end_us = now_us + rank.weights[0][0].weight_us
+        return _WEIGHT if room_needed or end_us <= min(soon_us, default=end_us) else None
+
+    def _has_room(self, rank: _Rank, leg: Leg) -> bool:
+        return not leg.is_forward or (
+            rank.held < self.rank_limit and self.held[leg.stage] < self.stage_limits[leg.stage]
+        )
+
+    def _do_leg(self, rank: _Rank, i: int, now_us: int, wakes: list[tuple[int, int]]) -> None:
+        leg, microbatch = self.legs[i], self.started[i]
+        self.started[i] += 1
+        self._do(rank, leg, leg.kinds, microbatch, now_us, leg.duration_us)
+        if leg.puts_off_weight:
+            rank.weights.append((leg, microbatch))
+        else:
+            self._hold(rank, leg, 1 if leg.is_forward else -1)
+        if i + 1 < len(self.legs):
+            self.arrivals_us[i + 1].append(rank.free_us + leg.lag_us)
+            heappush(wakes, (rank.free_us + leg.lag_us, self.legs[i + 1].rank))
+
+    def _do_weight(self, rank: _Rank, now_us: int) -> None:
+        leg, microbatch = rank.weights.popleft()
+        self._do(rank, leg, (Kind.W,), microbatch, now_us, leg.weight_us)
+        self._hold(rank, leg, -1)
+
+    def _do(
+        self, rank: _Rank, leg: Leg, kinds: tuple[Kind, ...], microbatch: int, now_us: int, duration_us: int
+    ) -> None:
+        rank.order += [Op(leg.stage, kind, microbatch) for kind in kinds]
+        rank.free_us = now_us + duration_us
+        rank.left_us -= duration_us
+
+    def _hold(self, rank: _Rank, leg: Leg, change: int) -> None:
+        rank.held += change
+        self.held[leg.stage] += change
+
+
+def fastest(schedulers: Iterable[ListScheduler]) -> Plan:
+    """The plan that takes the least time; the first scheduler must find one."""
+    best: tuple[Plan, int] | None = None
+    for scheduler in schedulers:
+        plan = scheduler.plan(sooner_than_us=best[1] if best else None)
+        if plan is not None:
+            best = plan, scheduler.makespan_us
+    assert best is not None
+    return best[0]
