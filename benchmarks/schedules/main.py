@@ -40,23 +40,34 @@ def to_table(results: dict[str, list[tuple[float, float] | None]]) -> str:
 
 
 def draw(results: dict[str, list[tuple[float, float] | None]], path: Path) -> None:
-    """Bubble against memory, a panel for each costs, a mark a family (sizes joined by a line)."""
+    """A cell a family and column: coloured by bubble; in it the bubble in %, below it the activations, 1F1B = 1."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(15, 5), layout="constrained")
+    # Best on average first; families that are not defined everywhere by what there is.
+    mean = {name: sum(cell[0] for cell in cells if cell) / sum(map(bool, cells)) for name, cells in results.items()}
+    names = sorted(results, key=mean.__getitem__)
+    figure = Figure(figsize=(13, 9), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, len(COSTS), sharey=True)
-    markers = "osD^v<>Pph*X8dHs"
-    for panel, (costs, ax) in enumerate(zip(COSTS, axes, strict=True)):
-        for i, (name, cells) in enumerate(results.items()):
-            part = [cell for cell in cells[panel * len(SIZES) : (panel + 1) * len(SIZES)] if cell is not None]
-            memory, bubble = [cell[1] for cell in part], [100 * cell[0] for cell in part]
-            ax.plot(memory, bubble, marker=markers[i % len(markers)], color=f"C{i % 10}", alpha=0.7, lw=0.6, label=name)
-        ax.set(title=costs, xlabel="activations, 1F1B = 1", xscale="log")
-        ax.set_xticks([0.25, 0.5, 1, 2, 4], ["¼", "½", "1", "2", "4"])
-    axes[0].set_ylabel("bubble, % of makespan × ranks")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
+    ax = figure.subplots()
+    bubbles = [[100 * cell[0] if cell else float("nan") for cell in results[name]] for name in names]
+    image = ax.imshow(bubbles, cmap="cividis_r", aspect="auto", vmin=0)
+    for row, name in enumerate(names):
+        for column, cell in enumerate(results[name]):
+            dark = cell is not None and 100 * cell[0] > 17
+            text = f"{100 * cell[0]:.1f}\n{cell[1]:.2g}×" if cell else "–"
+            ax.text(column, row, text, ha="center", va="center", fontsize=8, color="white" if dark else "black")
+    ax.set_yticks(range(len(names)), names)
+    ax.set_xticks(range(len(COSTS) * len(SIZES)), [f"{p}×{m}" for _ in COSTS for p, m in SIZES])
+    ax.tick_params(length=0)
+    ax.xaxis.tick_top()
+    for panel, costs in enumerate(COSTS):
+        ax.axvline(panel * len(SIZES) - 0.5, color="white", lw=4)
+        middle = (panel + 0.5) * len(SIZES) - 0.5
+        ax.annotate(
+            costs, (middle, 1), (0, 22), xycoords=("data", "axes fraction"), textcoords="offset points", ha="center"
+        )
+    figure.colorbar(image, label="bubble, % of makespan × ranks", shrink=0.5)
     figure.savefig(path, dpi=80)
 
 

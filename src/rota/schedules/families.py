@@ -47,8 +47,9 @@ class Bubble:
 class Family:
     """A named schedule: `family(placement, num_microbatches)` makes its plan.
 
-    `place` makes the placement it takes, by default from costs with `stages_a_rank` stages a rank. `backward`: "whole" (B), "split" (I and W) or "any". `bubble` counts the
-    idle time within the span where `of_span`, else within the makespan.
+    `place` makes the placement it takes, by default from costs with `stages_a_rank` stages a rank. `backward`: "whole"
+    (B), "split" (I and W) or "any". `bubble` counts the idle time within the span where `of_span`, else within the
+    makespan.
     """
 
     name: str
