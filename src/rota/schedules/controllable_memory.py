@@ -29,7 +29,7 @@ from rota.schedules.zb_v import require_v
 _INTERVAL = 6
 _LONGEST_WAITS = 6  # slots that a block waits at its three turns together; more makes hardly anything faster
 #: How to squeeze: how many slots after I begins W counts as done, and how many an op may go ahead of its turn. The
-#: first always finds a plan: what is due first of all has its inputs and, as the block fits, once W is done it has room.
+#: first always finds a plan: what is due first of all has its inputs and, as the block fits, room once W is done.
 _SQUEEZES = ((2, 0), (2, 2), (2, 3), (4, 3))
 
 
