@@ -19,7 +19,7 @@ from rota.errors import PipelineError
 from rota.models import Stages
 from rota.plan import Plan
 from rota.runtime import batches
-from rota.runtime.gradients import Kept, backward, forward, hand_over, take_loss
+from rota.runtime.gradients import Kept, backward, forward, hand_over, take_loss, warm_up
 from rota.runtime.handover import digest, leave_record
 from rota.runtime.program import Action, ValueKey, compile_program, refuse_unsupported
 from rota.runtime.recorder import Record, clock_offset_ns, merge
@@ -60,6 +60,8 @@ class Pipeline:
         self._trains = any(task.kind is Kind.B for task in plan.placement.tasks)
         if self._trains and loss_fn is None:
             raise PipelineError("the plan has backwards, so a loss_fn(output, target) is needed")
+        if self._trains:
+            warm_up()
         self._dynamic_shapes = dynamic_shapes
         self._keep_outputs = keep_outputs or not self._trains
         self._owns_process_group = not dist.is_initialized()
