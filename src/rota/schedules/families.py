@@ -22,6 +22,7 @@ from rota.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
 from rota.schedules.varuna import varuna
 from rota.schedules.zb_v import zb_v
 from rota.schedules.zero_bubble import zb_h1, zb_h2
+from rota.schedules.zero_bubble_auto import zb_auto
 
 
 class Sizes(NamedTuple):
@@ -172,6 +173,7 @@ FAMILIES = (
     ),
     Family("zb_h1", zb_h1, place, "Qi et al. 2023", "split", bubble=_zb(1)),
     Family("zb_h2", zb_h2, place, "Qi et al. 2023", "split", bubble=_zb(2), of_span=True),
+    Family("zb_auto", zb_auto, place, "Qi et al. 2023", "split"),
     Family(
         "interleaved_zb",
         interleaved_zero_bubble,

@@ -1,0 +1,249 @@
+"""Zero bubble found by search: under a memory limit, for any costs of the stages and transfers.
+
+Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", 2023, section 3, set the task: a chain of stages, one a
+rank, F, I and W each in micro-batch order, and the shortest span (longest busy window of a rank) that memory allows.
+Here orders are built under many policies, the schedules by hand join in, and the best is improved along its critical
+path until it meets a lower bound or the moves are used up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from random import Random
+
+from rota import memory
+from rota.errors import ScheduleError
+from rota.placement import Placement
+from rota.plan import Plan
+from rota.schedules.common import require_chain_on, require_microbatches, require_split
+from rota.schedules.one_f_one_b import one_f_one_b
+from rota.schedules.zero_bubble import zb_h1, zb_h2
+from rota.schedules.zero_bubble_pipe import (
+    FORWARD,
+    INPUT,
+    NEVER,
+    WEIGHT,
+    Orders,
+    Pipe,
+    Policy,
+    Timing,
+    build,
+    time_orders,
+)
+from rota.tasks import Kind, Op
+from rota.units import size_text
+
+_KINDS = {Kind.F: FORWARD, Kind.I: INPUT, Kind.W: WEIGHT}
+_HEAT = 0.002  # how much longer, as a part of the span, a move may readily make it at first
+_MOVED_OPS = 3_000_000  # how long the improvement takes: moves tried times ops of the plan
+_MOST_ROOMS = 20  # how often the room for what transfers hold is guessed anew
+
+Score = tuple[int, int]
+
+
+def zb_auto(placement: Placement, num_microbatches: int) -> Plan:
+    """A chain, one stage a rank, backward split; never over `placement.cluster.limit_bytes`.
+
+    The shortest span found, of equal ones the shortest makespan; no longer than that of zb_h1, zb_h2 and 1f1b where
+    these fit.
+    """
+    name, shape = "zb_auto", "rota.place(costs, cluster)"
+    require_microbatches(name, num_microbatches)
+    require_chain_on(name, placement, range(placement.num_ranks), shape)
+    require_split(name, placement)
+    search = _Search(placement, num_microbatches)
+    one_at_a_time = [bytearray((FORWARD, INPUT, WEIGHT)) * num_microbatches for _ in range(placement.num_ranks)]
+    by_hand = (schedule(placement, num_microbatches) for schedule in (zb_h1, zb_h2, one_f_one_b))
+    for orders in (one_at_a_time, *(_letters(plan) for plan in by_hand)):
+        search.offer(orders)
+    search.leave_room_for_buffers()
+    search.try_policies()
+    if search.best is None:
+        raise _nothing_fits(_plan(placement, num_microbatches, one_at_a_time))
+    search.improve()
+    return _plan(placement, num_microbatches, search.best)
+
+
+class _Search:
+    """The best orders so far, and ways to better ones."""
+
+    def __init__(self, placement: Placement, num_microbatches: int) -> None:
+        self.placement = placement
+        self.pipe = _pipe(placement, num_microbatches)
+        self.least_span_us = self.pipe.least_span_us()
+        self.has_buffers = any(route.num_bytes for route in placement.routes)
+        self.best: Orders | None = None
+        self.best_score: Score = (NEVER, NEVER)
+
+    @property
+    def is_done(self) -> bool:
+        return self.best_score[0] <= self.least_span_us
+
+    def offer(self, orders: Orders) -> None:
+        """Takes them if they are better, and fit."""
+        fitted = [order for r, letters in enumerate(orders) if (order := self.pipe.fitted(r, letters)) is not None]
+        timing = time_orders(self.pipe, fitted) if len(fitted) == len(orders) else None
+        if timing is not None:
+            self.take(fitted, timing)
+
+    def take(self, orders: Orders, timing: Timing) -> None:
+        if timing.score < self.best_score and not any(self.overflow(orders)):
+            self.best, self.best_score = orders, timing.score
+
+    def overflow(self, orders: Orders) -> list[int]:
+        """Bytes over the limit on each rank: the pipe's rooms leave out what transfers hold."""
+        if not self.has_buffers:
+            return [0] * len(orders)
+        plan = _plan(self.placement, self.pipe.num_microbatches, orders)
+        limits = self.placement.cluster.limit_bytes
+        return [0 if limit is None else max(0, peak - limit) for peak, limit in zip(_peaks(plan), limits, strict=True)]
+
+    def leave_room_for_buffers(self) -> None:
+        """Shrinks the rooms until a first policy's orders fit with what transfers hold."""
+        for _ in range(_MOST_ROOMS if self.has_buffers else 0):
+            orders = build(self.pipe, next(self.policies(self.least_span_us)))
+            over = self.overflow(orders) if orders else []
+            if not any(over):
+                break
+            rooms = (room - more for room, more in zip(self.pipe.room_bytes, over, strict=True))
+            self.pipe = replace(self.pipe, room_bytes=tuple(rooms))
+
+    def try_policies(self) -> None:
+        """Aims at the least span there could be, then at some between that and the best found."""
+        least = self.least_span_us
+        for eighths in (0, 1, 2, 4):
+            aim = least + eighths * (min(self.best_score[0], 2 * least) - least) // 8
+            for policy in self.policies(aim):
+                orders = build(self.pipe, policy)
+                timing = time_orders(self.pipe, orders) if orders else None
+                if orders and timing:
+                    self.take(orders, timing)
+            if self.is_done:
+                break
+
+    def policies(self, span_us: int) -> Iterator[Policy]:
+        """Caps: as many forwards as fill a part of the round trip. Spacings: what a rank may do for a micro-batch."""
+        pipe = self.pipe
+        forward, back, weight = (max(times) for times in zip(*pipe.times_us, strict=True))
+        spacings = (back, back + weight, forward + back, forward + back + weight)
+        for quarters, spacing, urgent_first in product((4, 2, 3), spacings, (False, True)):
+            trips = zip(pipe.round_trips_us, pipe.times_us, strict=True)
+            caps = tuple(1 + quarters * trip // (4 * max(times[FORWARD], 1)) for trip, times in trips)
+            yield Policy(caps, span_us, spacing, urgent_first)
+
+    def improve(self) -> None:
+        """Simulated annealing (Kirkpatrick et al., 1983): moves ops of the critical path, ever less for the worse."""
+        assert self.best is not None
+        orders, random = self.best, Random(0).random
+        timing = time_orders(self.pipe, orders)
+        assert timing is not None
+        blocks = _critical_blocks(orders, timing)
+        num_moves = max(2000, _MOVED_OPS // sum(map(len, orders)))
+        for n in range(num_moves):
+            if self.is_done:
+                break
+            moved = self._move(orders, blocks, random)
+            found = time_orders(self.pipe, moved) if moved else None
+            if moved is None or found is None:
+                continue
+            worse, heat = found.score[0] - timing.score[0], _HEAT * timing.score[0] * (1 - n / num_moves)
+            if worse <= 0 or random() < math.exp(-worse / heat):
+                orders, timing, blocks = moved, found, _critical_blocks(moved, found)
+                self.take(orders, timing)
+
+    def _move(self, orders: Orders, blocks: list[tuple[int, int, int]], random: Callable[[], float]) -> Orders | None:
+        """An op of a block to the next place, or to before or after the block. None if it changes or fits nothing."""
+        r, first, end = blocks[int(random() * len(blocks))]
+        at = first + int(random() * (end - first))
+        way, further = int(random() * 3), int(random() * 3)
+        to = (at + 1, first - further, end - 1 + further)[way]
+        order = bytearray(orders[r])
+        order.insert(min(max(to, 0), len(order) - 1), order.pop(at))
+        fitted = self.pipe.fitted(r, order) if order != orders[r] else None
+        return None if fitted is None else [*orders[:r], fitted, *orders[r + 1 :]]
+
+
+def _critical_blocks(orders: Orders, timing: Timing) -> list[tuple[int, int, int]]:
+    """(rank, first, end): the ops, each block without a gap, that made the longest busy window as long as it is."""
+    blocks = []
+    r = timing.windows_us.index(timing.score[0])
+    at = len(orders[r]) - 1
+    while True:
+        order, starts, times, end = orders[r], timing.starts_us[r], timing.pipe.times_us[r], at + 1
+        while at and starts[at - 1] + times[order[at - 1]] == starts[at]:
+            at -= 1
+        blocks.append((r, at, end))
+        if at == 0 and r == 0:
+            return blocks
+        kind, before = order[at], order.count(order[at], 0, at)  # it waited for the same op of a neighbour
+        r += 1 if kind == INPUT else -1
+        at = -1
+        for _ in range(before + 1):
+            at = orders[r].find(kind, at + 1)
+
+
+def _pipe(placement: Placement, num_microbatches: int) -> Pipe:
+    """R, where a stage has it, is taken for a part of I: done right before it, from when it leaves no gap."""
+    index = placement.index
+    times, needs, keeps, again = [], [], [], []
+    for stage in placement.stages:
+        f, i, w = (placement.tasks[index[stage, kind]] for kind in (Kind.F, Kind.I, Kind.W))
+        r = placement.task(stage, Kind.R)
+        held, peak, again_us = (r.held_bytes, max(r.held_bytes, 0) + r.peak_bytes, r.duration_us) if r else (0, 0, 0)
+        need = max(peak, held + max(i.held_bytes, 0) + i.peak_bytes)
+        again.append(again_us)
+        times.append((f.duration_us, again_us + i.duration_us, w.duration_us))
+        needs.append((max(f.held_bytes, 0) + f.peak_bytes, need, max(w.held_bytes, 0) + w.peak_bytes))
+        keeps.append((f.held_bytes, held + i.held_bytes, w.held_bytes))
+    lags = {(route.source, route.target): route.duration_us for route in placement.routes}
+    down = [lags[index[r - 1, Kind.F], index[r, Kind.F]] for r in placement.stages[1:]]
+    up = [lags.get((index[r + 1, Kind.I], index[r, Kind.I]), 0) - again[r] for r in placement.stages[:-1]]
+    limits = zip(placement.cluster.limit_bytes, placement.static_bytes, strict=True)
+    rooms = tuple(NEVER if limit is None else limit - static for limit, static in limits)
+    return Pipe(num_microbatches, tuple(times), (0, *down), (*up, 0), rooms, tuple(needs), tuple(keeps))
+
+
+def _letters(plan: Plan) -> Orders:
+    return [bytearray(_KINDS[op.kind] for op in order if op.kind in _KINDS) for order in plan.orders]
+
+
+def _plan(placement: Placement, num_microbatches: int, orders: Orders) -> Plan:
+    plan = []
+    for stage, order in enumerate(orders):
+        inputs = [kind for kind in (Kind.R, Kind.I) if (stage, kind) in placement.index]
+        kinds = ([Kind.F], inputs, [Kind.W])
+        microbatches = [iter(range(num_microbatches)) for _ in kinds]
+        ops: list[Op] = []
+        for letter in order:
+            microbatch = next(microbatches[letter])
+            ops += [Op(stage, kind, microbatch) for kind in kinds[letter]]
+        plan.append(tuple(ops))
+    return Plan(placement, num_microbatches, tuple(plan))
+
+
+def _peaks(plan: Plan) -> list[int]:
+    """The most bytes that each rank holds at any time, as `rota.check` counts."""
+    starts, ends = plan.earliest.starts_us, plan.earliest.ends_us
+    routes, first = plan.placement.routes, plan.first_node
+    sent = [ends[first[route.source] : first[route.source + 1]] for route in routes]
+    arrived = [[end + route.duration_us for end in times] for route, times in zip(routes, sent, strict=True)]
+    peaks = []
+    for rank, nodes in enumerate(plan.nodes):
+        times = [starts[node] for node in nodes], [ends[node] for node in nodes]
+        events = memory.events(plan, rank, *times, sent, arrived)
+        peaks.append(memory.peak_bytes(plan.placement.static_bytes[rank], events))
+    return peaks
+
+
+def _nothing_fits(least: Plan) -> ScheduleError:
+    limits, static = least.placement.cluster.limit_bytes, least.placement.static_bytes
+    peaks = enumerate(zip(_peaks(least), limits, strict=True))
+    _, rank, peak, limit = max((peak - limit, rank, peak, limit) for rank, (peak, limit) in peaks if limit is not None)
+    return ScheduleError(
+        f"zb_auto: rank {rank} holds {size_text(peak)} ({peak} bytes) even with one micro-batch at a time, "
+        f"{size_text(static[rank])} of it always (parameters, gradients, optimizer), over its limit of "
+        f"{size_text(limit)} ({limit} bytes); raise it, make micro-batches smaller, or give the rank fewer layers"
+    )
