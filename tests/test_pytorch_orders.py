@@ -13,6 +13,7 @@ from rota.costs import Cluster, Costs
 from rota.placement import Placement
 from rota.placing import interleaved, wave
 from rota.plan import Plan
+from rota.schedules import FAMILIES, Family
 from rota.schedules.gpipe import gpipe
 from rota.schedules.interleaved import interleaved_one_f_one_b, interleaved_zero_bubble, looped_bfs
 from rota.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
@@ -109,6 +110,19 @@ def test_pytorch_takes_every_schedule(tmp_path: Path) -> None:
             compute = list(map(theirs._Action.from_str, order))
             ours = [a for a in runtime.pipeline_order_with_comms[rank] if "SEND" not in str(a) and "RECV" not in str(a)]
             assert ours == theirs._add_reduce_grad(compute, plan.num_microbatches)
+
+
+#: PyTorch's form knows neither recomputation nor two chains, and its validator wants a backward.
+OF_ONE_CHAIN = [family for family in FAMILIES if family.name not in ("varuna", "dualpipe", "chimera", "forward_only")]
+
+
+@pytest.mark.parametrize("family", OF_ONE_CHAIN, ids=lambda family: family.name)
+def test_pytorch_takes_every_family(family: Family, tmp_path: Path) -> None:
+    for num_ranks, num_microbatches in ((2, 5), (4, 8), (4, 13)):
+        costs = family.adapted(Costs.uniform(num_ranks * family.stages_a_rank, 2, 3, 1))
+        plan = family(family.place(costs, Cluster.uniform(num_ranks, None, 1)), num_microbatches)
+        load(plan.to_csv(), plan, tmp_path)
+        simulates(load(plan.to_csv(communication=True), plan, tmp_path, "compute_comms"))
 
 
 def test_pytorchs_runtime_does_what_is_written(tmp_path: Path) -> None:
