@@ -141,7 +141,7 @@ class _Search:
         timing = time_orders(self.pipe, orders)
         assert timing is not None
         blocks = _critical_blocks(orders, timing)
-        num_moves = max(2000, _MOVED_OPS // sum(map(len, orders)))
+        num_moves = min(max(_MOVED_OPS // sum(map(len, orders)), 2_000), 10_000)
         for n in range(num_moves):
             if self.is_done:
                 break
