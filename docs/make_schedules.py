@@ -25,9 +25,11 @@ A family is a function `(placement, num_microbatches) -> Plan`. `rota schedules`
 {{table}}
 ```
 
-A rank's work is dealt evenly to its stages. "published bubble" is the idle time of a rank that the paper's formula
-gives, beside what the simulator finds for the rank that idles least: within the makespan, for `zb_h2` within the span
-(the busy window of one rank). A backward that a paper does not split is whole here.
+A rank's work is dealt evenly to its stages. "bubble" is the idle time of a rank that a formula gives, beside what the
+simulator finds for the rank that idles least: within the makespan, for `zb_h2` and `zb_v` within the span (the busy
+window of one rank). The formulas are the papers' own, but for four: `dualpipe` and `dualpipe_v` (the report lets F
+and B overlap), `chimera` for F unlike B, and `hanayo` are derived here. A backward that a paper does not split is
+whole here.
 
 Write your own: a subclass of `PipeSchedule` yields the ops of one stage.
 

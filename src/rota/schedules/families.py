@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bubble:
-    """The idle time that a rank has in a step, as published, without transfers."""
+    """The idle time that a rank has in a step, without transfers: as published, or as `docs/schedules.md` says."""
 
     text: str
     us: Callable[[Sizes], float]

@@ -22,7 +22,7 @@ from rota.units import size_text, time_text
 class Row:
     """A schedule's figures. `activation_bytes`: the most that any rank holds above its static bytes.
 
-    `formula_us`: the bubble that the paper publishes, for these sizes and the ranks' mean costs, None where it gives
+    `formula_us`: the bubble by the family's formula, for these sizes and the ranks' mean costs, None where there is
     none. `fits`: within every rank's limit. `problem`: why there are no figures.
     """
 
@@ -110,7 +110,7 @@ def to_text(rows: list[Row], limit_bytes: int | None = None) -> str:
     """The table that `rota schedules` prints."""
     one_f_one_b = next((row.activation_bytes for row in rows if row.name == "1f1b"), None)
     lines = [
-        "                   stages                             activations     published bubble",
+        "                   stages                             activations     bubble",
         "schedule           a rank   makespan      span  bubble  peak  of 1F1B   formula           it says   simulated",
     ]
     winner = best(rows)
