@@ -76,7 +76,7 @@ def one_stage_a_rank(draw: st.DrawFn) -> Placement:
 
 
 @given(one_stage_a_rank(), counts)
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_1f1b_takes_any_dag_of_stages(placement: Placement, num_microbatches: int) -> None:
     plan = one_f_one_b(placement, num_microbatches)
     check(plan)
@@ -92,13 +92,13 @@ def ways_on(placement: Placement, stage: int) -> int:
 
 
 @given(placed(), counts)
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_gpipe_takes_any_stages_on_any_ranks(placement: Placement, num_microbatches: int) -> None:
     check(gpipe(placement, num_microbatches))
 
 
 @given(placed() | raw(), counts)
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_forward_only_takes_any_forwards(placement: Placement, num_microbatches: int) -> None:
     assume(any(task.kind is Kind.F for task in placement.tasks))
     plan = forward_only(placement.forward_only(), num_microbatches)
@@ -149,7 +149,7 @@ def test_what_is_not_defined_is_refused(make: Callable[[], Plan], told: str) -> 
 def test_orders_are_those_that_pytorch_runs(ours: Schedule, theirs: str) -> None:
     """PyTorch's own step, on a stage that only writes down what it is asked to do."""
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
-    for num_ranks, num_microbatches in ((1, 1), (2, 2), (3, 7), (4, 4), (4, 9), (8, 8)):
+    for num_ranks, num_microbatches in ((1, 1), (2, 2), (3, 7), (4, 9)):
         for rank, order in enumerate(ours(chain(num_ranks), num_microbatches).orders):
             done: list[str] = []
             step = MagicMock(_num_stages=num_ranks, _n_microbatches=num_microbatches)
