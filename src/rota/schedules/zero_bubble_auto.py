@@ -38,7 +38,8 @@ from rota.units import size_text
 
 _KINDS = {Kind.F: FORWARD, Kind.I: INPUT, Kind.W: WEIGHT}
 _HEAT = 0.002  # how much longer, as a part of the span, a move may readily make it at first
-_MOVED_OPS = 3_000_000  # how long the improvement takes: moves tried times ops of the plan
+_MOVED_OPS = 1_200_000  # how long an improvement takes: moves tried times ops of the plan
+_STARTS = 3  # how many orders are improved
 _MOST_ROOMS = 20  # how often the room for what transfers hold is guessed anew
 
 Score = tuple[int, int]
@@ -63,7 +64,7 @@ def zb_auto(placement: Placement, num_microbatches: int) -> Plan:
     search.try_policies()
     if search.best is None:
         raise _nothing_fits(_plan(placement, num_microbatches, one_at_a_time))
-    search.improve()
+    search.improve_all()
     return _plan(placement, num_microbatches, search.best)
 
 
@@ -77,6 +78,7 @@ class _Search:
         self.has_buffers = any(route.num_bytes for route in placement.routes)
         self.best: Orders | None = None
         self.best_score: Score = (NEVER, NEVER)
+        self.found: dict[Score, Orders] = {}
 
     @property
     def is_done(self) -> bool:
@@ -120,6 +122,7 @@ class _Search:
                 orders = build(self.pipe, policy)
                 timing = time_orders(self.pipe, orders) if orders else None
                 if orders and timing:
+                    self.found.setdefault(timing.score, orders)
                     self.take(orders, timing)
             if self.is_done:
                 break
@@ -134,14 +137,20 @@ class _Search:
             caps = tuple(1 + quarters * trip // (4 * max(times[FORWARD], 1)) for trip, times in trips)
             yield Policy(caps, span_us, spacing, urgent_first)
 
-    def improve(self) -> None:
-        """Simulated annealing (Kirkpatrick et al., 1983): moves ops of the critical path, ever less for the worse."""
+    def improve_all(self) -> None:
+        """The best of all, and those next to it that policies made."""
         assert self.best is not None
-        orders, random = self.best, Random(0).random
+        others = [self.found[score] for score in sorted(self.found) if score != self.best_score]
+        for orders in (self.best, *others[: _STARTS - 1]):
+            self.improve(orders)
+
+    def improve(self, orders: Orders) -> None:
+        """Simulated annealing (Kirkpatrick et al., 1983): moves ops of the critical path, ever less for the worse."""
+        random = Random(0).random
         timing = time_orders(self.pipe, orders)
         assert timing is not None
         blocks = _critical_blocks(orders, timing)
-        num_moves = min(max(_MOVED_OPS // sum(map(len, orders)), 2_000), 10_000)
+        num_moves = min(max(_MOVED_OPS // sum(map(len, orders)), 1_000), 10_000)
         for n in range(num_moves):
             if self.is_done:
                 break

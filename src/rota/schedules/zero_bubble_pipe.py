@@ -60,10 +60,6 @@ class Pipe:
         return tuple(reversed(trips))
 
     @cached_property
-    def work_us(self) -> tuple[int, ...]:
-        return tuple(self.num_microbatches * sum(times) for times in self.times_us)
-
-    @cached_property
     def admits_bytes(self) -> tuple[int, ...]:
         """What must be free for a forward, so that all that follows from it can be done after it in any case."""
         admits = []
@@ -90,7 +86,7 @@ class Pipe:
             if held > 0 and by_weight > 0:
                 left = min(left, max((back + weight) * (room - held) // held, weight * (room - held) // by_weight))
             tail = max(0, trip - left)
-            least = max(least, self.work_us[r] + (heads[r] + tail if fit < m else max(heads[r], tail)))
+            least = max(least, m * sum(self.times_us[r]) + (heads[r] + tail if fit < m else max(heads[r], tail)))
         for r in range(self.num_ranks):
             homeward = self.times_us[r][WEIGHT]
             for k in range(r, self.num_ranks):
@@ -107,20 +103,20 @@ class Pipe:
         """
         room, needs, keeps = self.room_bytes[r], self.needs_bytes[r], self.keeps_bytes[r]
         result, done, held, done_sooner = bytearray(), [0, 0, 0], 0, 0
-        for kind in order:
-            if kind == WEIGHT and done_sooner:
+        for due in order:
+            if due == WEIGHT and done_sooner:
                 done_sooner -= 1
                 continue
-            while held + needs[kind] > room and kind != WEIGHT and done[WEIGHT] < done[INPUT]:
-                result.append(WEIGHT)
-                done[WEIGHT] += 1
-                held += keeps[WEIGHT]
-                done_sooner += 1
-            if held + needs[kind] > room or (kind and done[kind] == done[kind - 1]):
-                return None
-            result.append(kind)
-            done[kind] += 1
-            held += keeps[kind]
+            kind = -1
+            while kind != due:
+                sooner = due != WEIGHT and held + needs[due] > room and done[WEIGHT] < done[INPUT]
+                kind = WEIGHT if sooner else due
+                if held + needs[kind] > room or (kind and done[kind] == done[kind - 1]):
+                    return None
+                result.append(kind)
+                done[kind] += 1
+                held += keeps[kind]
+                done_sooner += sooner
         return result
 
 
@@ -223,7 +219,7 @@ class _Builder:
         self.done = [[0, 0, 0] for _ in ranks]
         self.held = [0] * len(ranks)
         self.free_at = [0] * len(ranks)
-        self.may_idle = [policy.span_us - work for work in pipe.work_us]
+        self.may_idle = [policy.span_us - pipe.num_microbatches * sum(times) for times in pipe.times_us]
         self.latest = self._latest_starts()
         self.due = [0] + [NEVER] * (len(ranks) - 1)  # when a rank decides next; a heap entry of another time is void
         self.heap = [(0, 0)]
