@@ -1,0 +1,89 @@
+"""Placements by the picture that one micro-batch draws on the ranks: V, X, M, NN and K.
+
+Lin et al., "Tessel: Boosting Distributed Execution of Large DNN Models via Flexible Schedule Search", HPCA 2024.
+Time runs to the right, ranks downwards; `S` is a stage that all ranks do together, such as a sharded embedding.
+
+    V  F . . B    X  F .|. F .|B .|. B    M  S F . . B S    NN  S F S . . S B S    K  F . S . B
+       . F B .       . F|F .|. B|B .         S . F B . S        S . S F B S . S       . F S B .
+                                                                                      F . S . B
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from rota.costs import Cluster, Costs
+from rota.errors import PlacementError
+from rota.placement import Placement
+from rota.placing import bidirectional, interleaved, place, wave
+
+
+def v_shape(costs: Costs, cluster: Cluster) -> Placement:
+    """A chain: stage i on rank i."""
+    return place(costs, cluster)
+
+
+def x_shape(costs: Costs, cluster: Cluster) -> Placement:
+    """Two chains with the same weights in opposite directions; `costs` are of one chain (`rota.bidirectional`)."""
+    return bidirectional(costs, cluster)
+
+
+def m_shape(costs: Costs, cluster: Cluster) -> Placement:
+    """Stage 0 on all ranks together, then a chain: stage i on rank i - 1."""
+    return _with_shared("m_shape", costs, cluster, [0])
+
+
+def nn_shape(costs: Costs, cluster: Cluster) -> Placement:
+    """Two stages on all ranks together: the first, and one between the two halves of the chain."""
+    return _with_shared("nn_shape", costs, cluster, [0, 1 + cluster.num_ranks // 2])
+
+
+def nn_eager_shape(costs: Costs, cluster: Cluster) -> Placement:
+    """Two stages on all ranks together: the first, and one right after the chain's first."""
+    return _with_shared("nn_eager_shape", costs, cluster, [0, 2])
+
+
+def k_shape(costs: Costs, cluster: Cluster) -> Placement:
+    """Two branches, each a chain on half of the ranks, that meet in the last stage, on all ranks together."""
+    n = cluster.num_ranks
+    _require_stages("k_shape", costs, n, n + 1)
+    if n % 2:
+        raise PlacementError(f"k_shape needs an even number of ranks, a half for each branch, not {n}; use {n + 1}")
+    edges = [(i, i + 1) for i in range(n - 1) if i + 1 != n // 2] + [(n // 2 - 1, n), (n - 1, n)]
+    return place(costs, cluster, [*range(n), range(n)], edges)
+
+
+def _with_shared(name: str, costs: Costs, cluster: Cluster, shared: Sequence[int]) -> Placement:
+    """A chain whose stages `shared` are on all ranks, the others on one rank each."""
+    n = cluster.num_ranks
+    _require_stages(name, costs, n, n + len(shared))
+    own = iter(range(n))
+    return place(costs, cluster, [range(n) if stage in shared else next(own) for stage in range(costs.num_stages)])
+
+
+def _require_stages(name: str, costs: Costs, num_ranks: int, num_stages: int) -> None:
+    if costs.num_stages != num_stages:
+        raise PlacementError(f"{name} needs {num_stages} stages on its {num_ranks} ranks, not {costs.num_stages}")
+
+
+class Shape(NamedTuple):
+    """`place(costs, cluster)` makes the placement; on n ranks it takes `a_rank * n + shared` stages, or some more."""
+
+    place: Callable[[Costs, Cluster], Placement]
+    a_rank: int
+    shared: int
+    summary: str
+
+
+#: By the names that the command line uses.
+SHAPES: Mapping[str, Shape] = {
+    "v": Shape(v_shape, 1, 0, "a chain, one stage a rank"),
+    "x": Shape(x_shape, 1, 0, "two chains in opposite directions, with the same weights"),
+    "m": Shape(m_shape, 1, 1, "the first stage on all ranks together, then a chain"),
+    "nn": Shape(nn_shape, 1, 2, "the first stage and one in the middle on all ranks together"),
+    "nn-eager": Shape(nn_eager_shape, 1, 2, "the first stage and the third on all ranks together"),
+    "k": Shape(k_shape, 1, 1, "two branches that meet in a stage on all ranks together"),
+    "interleaved": Shape(interleaved, 2, 0, "a chain dealt to the ranks in turn, several stages a rank"),
+    "wave": Shape(wave, 2, 0, "a chain down the ranks and back up, two stages a rank or more"),
+}

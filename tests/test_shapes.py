@@ -1,0 +1,58 @@
+"""Placements by their pictures."""
+
+from __future__ import annotations
+
+import pytest
+
+from rota.costs import Cluster, Costs
+from rota.errors import PlacementError
+from rota.shapes import SHAPES, k_shape, m_shape
+from rota.tasks import Kind
+from tessel_shapes import tessel
+
+
+def forwards(shape: str, num_ranks: int) -> list[tuple[int, ...]]:
+    """The ranks of each stage."""
+    return [task.ranks for task in tessel(shape, num_ranks).tasks if task.kind is Kind.F]
+
+
+ALL = (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks"),
+    [
+        ("v", [(0,), (1,), (2,), (3,)]),
+        ("x", [(0,), (1,), (2,), (3,), (3,), (2,), (1,), (0,)]),
+        ("m", [ALL, (0,), (1,), (2,), (3,)]),
+        ("nn", [ALL, (0,), (1,), ALL, (2,), (3,)]),
+        ("nn-eager", [ALL, (0,), ALL, (1,), (2,), (3,)]),
+        ("k", [(0,), (1,), (2,), (3,), ALL]),
+    ],
+)
+def test_ranks(shape: str, ranks: list[tuple[int, ...]]) -> None:
+    assert forwards(shape, 4) == ranks
+
+
+@pytest.mark.parametrize(("shape", "busy_us"), [("v", 4), ("x", 8), ("m", 6), ("nn", 8), ("nn-eager", 8), ("k", 6)])
+def test_work_of_a_rank(shape: str, busy_us: int) -> None:
+    tasks = tessel(shape, 4).tasks
+    assert {sum(task.duration_us for task in tasks if rank in task.ranks) for rank in range(4)} == {busy_us}
+
+
+def test_branches_meet() -> None:
+    """K's branches do not feed each other, only the shared stage."""
+    assert tessel("k", 6).stage_edges == ((0, 1), (1, 2), (3, 4), (4, 5), (2, 6), (5, 6))
+
+
+def test_streams() -> None:
+    assert tessel("x", 4).num_streams == 2
+    assert all(tessel(shape, 4).num_streams == 1 for shape in SHAPES if shape not in ("x", "interleaved", "wave"))
+
+
+def test_errors() -> None:
+    costs = Costs.uniform(4)
+    with pytest.raises(PlacementError, match="m_shape needs 5 stages on its 4 ranks, not 4"):
+        m_shape(costs, Cluster.uniform(4))
+    with pytest.raises(PlacementError, match=r"even number of ranks.* not 3; use 4"):
+        k_shape(costs, Cluster.uniform(3))
