@@ -29,7 +29,7 @@ A rank's work is dealt evenly to its stages. "bubble" is the idle time of a rank
 simulator finds for the rank that idles least: within the makespan, for `zb_h2` and `zb_v` within the span (the busy
 window of one rank). The formulas are the papers' own, but for four: `dualpipe` and `dualpipe_v` (the report lets F
 and B overlap), `chimera` for F unlike B, and `hanayo` are derived here. A backward that a paper does not split is
-whole here.
+whole here; one that it splits, and that was measured whole, is halved. `rota plan` says so where it does that.
 
 Write your own: a subclass of `PipeSchedule` yields the ops of one stage.
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rota import Costs, Plan, Timeline, simulate
+from rota import Cluster, Costs, Plan, Timeline, place, simulate
 from rota.cli import main
 from rota.cli.main import _COMMANDS
 from rota.cli.sizes import parse_bytes
+from rota.schedules import FAMILIES, NAMED
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -65,6 +68,65 @@ def test_measured_costs_are_taken_from_a_file(tmp_path: Path, capsys: pytest.Cap
     plan = tmp_path / "plan.json"
     assert run(capsys, "plan", "1f1b", "--costs", costs, "--microbatches", 1, "-o", plan)[0] == 0
     assert simulate(Plan.from_json(plan.read_text())).makespan_us == 5 + 7 + 13 + 11
+
+
+#: As `rota.profile` makes them: edges always, weight_us never.
+MEASURED = Costs(
+    forward_us=(50, 70, 60, 50),
+    backward_us=(110, 130, 120, 110),
+    activation_bytes=(8, 9, 8, 7),
+    boundary_bytes=(10, 20, 30),
+    gradient_bytes=(10, 20, 30),
+    edges=((0, 1), (1, 2), (2, 3)),
+)
+
+
+@pytest.fixture
+def costs_file(tmp_path: Path) -> Path:
+    path = tmp_path / "costs.json"
+    path.write_text(MEASURED.to_json())
+    return path
+
+
+def test_schedules_compares_all_on_measured_costs(costs_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "schedules", "--costs", costs_file, "--microbatches", 8, "--json")
+    assert code == 0
+    rows = {row["name"]: row for row in json.loads(out)}
+    assert rows.keys() == NAMED.keys() - {"forward_only"}
+    assert {row["problem"] for row in rows.values()} == {""}
+    assert rows["1f1b"]["makespan_us"] == simulate(NAMED["1f1b"](place(MEASURED, Cluster.uniform(4)), 8)).makespan_us
+
+
+def test_schedules_compares_chains_alone(costs_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    costs_file.write_text(replace(MEASURED, edges=((0, 1), (0, 2), (2, 3))).to_json())
+    code, out, error = run(capsys, "schedules", "--costs", costs_file, "--microbatches", 8)
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    assert "edges[1] of the costs is (0, 2)" in error
+    assert "by gpipe or 1f1b" in error
+    assert run(capsys, "plan", "1f1b", "--costs", costs_file, "--microbatches", 8)[0] == 0
+
+
+@pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.stages_a_rank == 1])
+def test_what_measured_costs_lack_is_assumed_and_told(
+    name: str, costs_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run(capsys, "plan", name, "--costs", costs_file, "--microbatches", 8)
+    told = {
+        "split": ["I and W each take half of the backward, as the costs have no weight_us"],
+        "whole": ["R takes as long as F, as the costs have no recompute_us"] if name == "varuna" else [],
+        "any": [],
+    }
+    assert code == 0
+    assert [line for line in out.splitlines() if line.startswith("Assumed: ")] == [
+        f"Assumed: {what}." for what in told[NAMED[name].backward]
+    ]
+
+
+def test_ranks_without_work_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = run(capsys, "plan", "1f1b", "--ranks", 8, "--stages", 4, "--microbatches", 4)
+    assert code == 0
+    assert error == "rota plan: warning: 4 of 8 ranks have nothing to do; give more stages, or --ranks 4\n"
+    assert run(capsys, "plan", "1f1b", "--ranks", 4, "--microbatches", 4)[2] == ""
 
 
 def test_forward_only_makes_its_own_placement(capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,6 +188,16 @@ def test_bad_files(
         assert words in error
 
 
+@pytest.mark.parametrize("command", ["check", "simulate", "show"])
+def test_a_number_of_microbatches_beyond_all_memory_is_refused(
+    command: str, plan_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan_file.write_text(plan_file.read_text().replace('"num_microbatches": 4', '"num_microbatches": 1000000000000'))
+    code, _, error = run(capsys, command, plan_file)
+    assert (code, error.count("\n")) == (1, 1)
+    assert "rank 0 never does 0F4 and 1999999999991 more; add it there, or lower num_microbatches" in error
+
+
 def test_binary_files_and_folders_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "picture.json").write_bytes(b"\x89PNG\xff\xfe")
     assert "no text file" in run(capsys, "show", tmp_path / "picture.json")[2]
@@ -137,6 +209,12 @@ def test_help_teaches_by_example(command: str, capsys: pytest.CaptureFixture[str
     code, out, _ = run(capsys, command, "--help")
     assert code == 0
     assert f"example:\n  rota {command}" in out
+
+
+def test_help_describes_every_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = {" ".join(line.split()) for line in run(capsys, "plan", "--help")[1].splitlines()}
+    for family in FAMILIES:
+        assert f"{family.name} {family.summary}" in lines
 
 
 def test_bare_command_shows_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,6 +45,12 @@ def test_the_same_timeline_differs_in_nothing() -> None:
     assert all((op.later_us, op.longer_us) == (0, 0) for op in comparison.ops)
 
 
+def test_a_plan_is_simulated() -> None:
+    late = measured(gpipe(forward_us=(100, 150)))
+    assert compare(PLANNED.plan, late) == compare(PLANNED, late)
+    assert compare(late, PLANNED.plan) == compare(late, PLANNED)
+
+
 def test_slower_ops_of_one_stage_are_told() -> None:
     comparison = compare(PLANNED, measured(gpipe(forward_us=(100, 150))))
     assert parts(comparison) == (200, 0, 0)  # four forwards of the last stage, one after the other
@@ -102,7 +108,7 @@ def test_the_slowest_of_a_tasks_ranks_counts() -> None:
 
 
 @given(plans(), st.integers(0, 2**16).map(Chooser))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_the_parts_add_up_to_the_difference(plan: Plan, chooser: Chooser) -> None:
     """Whatever was measured: every op, transfer and gap as long as chance has it."""
 
@@ -121,7 +127,7 @@ def test_the_parts_add_up_to_the_difference(plan: Plan, chooser: Chooser) -> Non
 
 
 @given(plans(), st.integers(1, 4))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_ops_and_transfers_that_take_longer_leave_no_rest(plan: Plan, factor: int) -> None:
     """A measured timeline that is itself a simulation, of slower ops and links, is explained to the last µs."""
     placement = replace(plan.placement, step_ends=())

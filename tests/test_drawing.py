@@ -53,6 +53,14 @@ def test_bars_are_the_spans(shape):
     assert strips == [(s.start_us, s.end_us, s.rank) for s in shape.step_end_spans()]
 
 
+def test_a_plan_is_simulated(tmp_path):
+    drawn = timeline()
+    assert boxes(ours(draw(drawn.plan, axes()))[1]) == boxes(ours(draw(drawn, axes()))[1])
+    assert to_text(drawn.plan) == to_text(drawn)
+    save(drawn.plan, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 2000
+
+
 def test_every_shape_can_be_saved_and_told(shape, tmp_path):
     save(shape, tmp_path / "shape.png")
     for width in (20, 40, 200):

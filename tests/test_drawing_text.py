@@ -112,7 +112,7 @@ def test_no_line_is_wider_than_asked(schedule, num_stages, stages_a_rank, width,
     assert "\x1b[" not in text
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     num_microbatches=st.integers(1, 30),
     width=st.integers(60, 300),

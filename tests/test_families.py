@@ -16,9 +16,10 @@ from rota.schedules import FAMILIES, NAMED, Family, PipeSchedule, zb_h1, zb_h2
 from rota.schedules.table import best, compare_schedules, to_csv, to_json, to_text
 from rota.simulation import simulate
 from rota.tasks import Kind, Op
+from sizes import MOST_RANKS, microbatches
 
 FORWARD_US, INPUT_US, WEIGHT_US = 7, 6, 5
-FEW = (1, 3, 7, 24)  # numbers of micro-batches, for a family that takes long
+FEW = (1, 3, 7, 12)  # numbers of micro-batches, for a family that takes long
 SEVERAL_STAGES_A_RANK = {
     "interleaved_1f1b": [1, 2, 3, 4],
     "interleaved_zb": [1, 2, 3, 4],
@@ -35,11 +36,11 @@ def plan_of(family: Family, num_ranks: int, stages_a_rank: int, num_microbatches
 
 
 def sizes(family: Family) -> Iterator[tuple[int, int, int]]:
-    """(ranks, stages a rank, micro-batches) up to 8 x 4 x 24."""
+    """(ranks, stages a rank, micro-batches)."""
     rounds = SEVERAL_STAGES_A_RANK.get(family.name, [family.stages_a_rank])
-    for num_ranks in range(1, 9):
+    for num_ranks in range(1, MOST_RANKS + 1):
         for stages_a_rank in rounds:
-            for num_microbatches in FEW if family.name == "zb_auto" else range(1, 25):
+            for num_microbatches in FEW if family.name == "zb_auto" else microbatches(num_ranks):
                 yield num_ranks, stages_a_rank, num_microbatches
 
 
@@ -146,3 +147,23 @@ def test_uneven_costs_are_cut_among_a_ranks_stages() -> None:
     assert halves.forward_us == (5, 15, 15, 5)
     assert halves.weight_us == (5, 15, 15, 5)
     assert halves.static_bytes == (50, 25, 25, 50)
+
+
+def test_what_travels_between_stages_that_were_cut() -> None:
+    """A number for all edges stays; of several the largest counts, as the new boundaries are not known."""
+    chain = {"forward_us": (1, 1, 1), "backward_us": (2, 2, 2), "edges": ((0, 1), (1, 2))}
+    for costs in (
+        Costs(**chain, boundary_bytes=7, gradient_bytes=5),  # type: ignore[arg-type]
+        Costs(**chain, boundary_bytes=(7, 3), gradient_bytes=(2, 5)),  # type: ignore[arg-type]
+    ):
+        cut = NAMED["interleaved_1f1b"].costs_from(costs)
+        assert (cut.num_stages, cut.edges, cut.boundary_bytes, cut.gradient_bytes) == (6, None, 7, 5)
+
+
+def test_transfers_count_for_every_family() -> None:
+    """At a byte a µs each way of 7 bytes takes 7 µs."""
+    free, slow = (
+        {row.name: row.makespan_us or 0 for row in compare_schedules(costs, Cluster.uniform(4, bytes_per_us=1), 8)}
+        for costs in (Costs.uniform(4), Costs.uniform(4, boundary_bytes=7))
+    )
+    assert {name for name, makespan_us in slow.items() if makespan_us < free[name] + 2 * 7} == set()

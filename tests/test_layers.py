@@ -18,7 +18,7 @@ MODULES = {
     ".".join(["rota", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
 }
-HEAVY = ("torch", "numpy", "ortools", "matplotlib")
+HEAVY = ("torch", "numpy", "numba", "ortools", "matplotlib")
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ CORE = tuple(
             "taskgraph",
             "placement",
             "placing",
+            "shapes",
             "schedule_csv",
             "plan",
             "memory",
@@ -55,13 +56,17 @@ TABLE = {
     "rota": Row(),
     "rota.__main__": Row(("rota.cli",)),
     **{name: Row(CORE[:i]) for i, name in enumerate(CORE)},
+    "rota.search": Row((*CORE, "numpy", "numba", "ortools")),
     "rota.models": Row((*CORE, "torch")),
     "rota.runtime": Row((*CORE, "rota.models", "torch")),
     "rota.profiling": Row((*CORE, "rota.models", "rota.runtime", "torch")),
     "rota.drawing": Row(CORE, lazy=("rota.drawing.bars", "matplotlib", "numpy")),
     "rota.drawing.bars": Row((*CORE, "rota.drawing", "matplotlib", "numpy")),
     "rota.demo": Row((*CORE, "rota", "rota.models", "rota.runtime", "rota.profiling", "rota.drawing", "torch")),
-    "rota.cli": Row(CORE, lazy=("rota", "rota.models", "rota.runtime", "rota.profiling", "rota.drawing", "rota.demo")),
+    "rota.cli": Row(
+        CORE,
+        lazy=(*("rota", "rota.search", "rota.models", "rota.runtime", "rota.profiling", "rota.drawing", "rota.demo"),),
+    ),
 }
 
 

@@ -64,7 +64,7 @@ class Replay:
 
 
 @given(plans())
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_peak_and_every_instant_match_the_naive_replay(plan: Plan) -> None:
     timeline = simulate(plan)
     for rank in range(plan.num_ranks):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 
@@ -10,7 +13,7 @@ from rota import reading
 from rota.costs import Cluster, Costs, Link
 from rota.errors import PlacementError
 from rota.placement import Edge, Placement, Route, StepEnd
-from rota.placing import place
+from rota.placing import bidirectional, interleaved, place, wave
 from rota.tasks import Kind, Task
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
@@ -91,6 +94,21 @@ def test_what_cannot_be_placed_is_refused(make: object, told: str) -> None:
     with pytest.raises(PlacementError) as caught:
         make()  # type: ignore[operator]
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [interleaved, wave, bidirectional])
+def test_shapes_take_a_chain_with_or_without_its_edges(shape: Callable[[Costs, Cluster], Placement]) -> None:
+    num_ranks = 4 if shape is bidirectional else 2
+    without = Costs((1, 2, 3, 4), (5, 6, 7, 8), boundary_bytes=(7, 8, 9))
+    cluster = Cluster.uniform(num_ranks)
+    assert shape(replace(without, edges=((0, 1), (1, 2), (2, 3))), cluster) == shape(without, cluster)
+    for edges, place_and_value in (
+        (((0, 1), (0, 2), (2, 3)), r"edges\[1\] of the costs is \(0, 2\)"),
+        (((0, 1), (1, 2)), r"edges\[2\] of the costs is missing"),
+        (((0, 1), (1, 2), (2, 3), (0, 3)), r"edges\[3\] of the costs is \(0, 3\)"),
+    ):
+        with pytest.raises(PlacementError, match=f"{place_and_value}.*; plan other graphs by gpipe or 1f1b"):
+            shape(replace(without, boundary_bytes=1, edges=edges), cluster)
 
 
 # --- placements -------------------------------------------------------------------------------------------------------

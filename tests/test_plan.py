@@ -26,7 +26,7 @@ PLAN = schedules.one_f_one_b(
 
 
 @given(plans())
-@settings(max_examples=200)
+@settings(max_examples=150)
 def test_nodes_number_every_op_once(plan: Plan) -> None:
     ops = [plan.op(node) for node in range(plan.num_ops)]
     assert sorted(ops) == sorted(every_op(plan.placement, plan.num_microbatches))
@@ -35,7 +35,7 @@ def test_nodes_number_every_op_once(plan: Plan) -> None:
 
 
 @given(plans())
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_the_wire_order_holds_everything_after_what_it_needs(plan: Plan) -> None:
     position = {action: i for i, action in enumerate(plan.wire_order)}
     assert set(every_op(plan.placement, plan.num_microbatches)) | set(plan.transfers) == set(position)
@@ -118,7 +118,7 @@ def hoisted(plan: Plan, far: bool) -> list[list[int]]:
 
 
 @given(plans())
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_a_checked_plan_finishes(plan: Plan) -> None:
     check(plan)
     assert finishes(plan, programs(plan)), "where every send waits for its receive"
@@ -147,7 +147,7 @@ def test_the_interpreter_sees_a_hang() -> None:
 
 
 @given(plans())
-@settings(max_examples=200)
+@settings(max_examples=150)
 def test_text_round_trips(plan: Plan) -> None:
     text = plan.to_json()
     assert Plan.from_json(text) == plan

@@ -23,9 +23,9 @@ from rota.schedules.interleaved import interleaved_one_f_one_b
 from rota.schedules.zb_v import zb_v
 from rota.simulation import simulate
 from rota.tasks import Kind
+from sizes import MOST_RANKS, microbatches
 
 Schedule = Callable[[Placement, int], Plan]
-MOST_RANKS, MOST_MICROBATCHES = 8, 24
 LIMITS: dict[Schedule, Callable[[int], int]] = {
     zb_v: lambda p: 2 * p,
     dualpipe_v: lambda p: 2 * p + 1,
@@ -59,7 +59,7 @@ def most_held(plan: Plan) -> int:
 def test_every_size_of_a_v(schedule: Schedule) -> None:
     for num_ranks in range(1, MOST_RANKS + 1):
         placement = split(num_ranks, 7, 6, 5)
-        for num_microbatches in range(1, MOST_MICROBATCHES + 1):
+        for num_microbatches in microbatches(num_ranks):
             try:
                 plan = schedule(placement, num_microbatches)
             except ScheduleError as error:
@@ -76,7 +76,7 @@ def test_every_size_of_a_v(schedule: Schedule) -> None:
 def test_every_size_of_waves(num_waves: int) -> None:
     for num_ranks in range(1, MOST_RANKS + 1):
         placement = waves(num_ranks, num_waves)
-        for num_microbatches in range(1, MOST_MICROBATCHES + 1):
+        for num_microbatches in microbatches(num_ranks):
             plan = hanayo(placement, num_microbatches)
             check(plan)
             assert most_held(plan) <= 2 * num_waves * min(num_ranks, num_microbatches)
@@ -87,7 +87,7 @@ schedules = st.sampled_from([zb_v, dualpipe_v, v_half, v_min, hanayo])
 
 
 @given(schedules, st.data(), st.integers(1, 5), st.integers(0, 8), st.integers(0, 20), st.booleans())
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_any_costs(
     schedule: Schedule, data: st.DataObject, num_ranks: int, more: int, latency_us: int, recomputes: bool
 ) -> None:

@@ -66,7 +66,7 @@ def step_end_times(timeline: Timeline) -> list[tuple[int, int, int, int]]:
 
 
 @given(plans())
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_everything_starts_as_soon_as_inputs_and_ranks_allow(plan: Plan) -> None:
     placement, timeline = plan.placement, simulate(plan)
     at, cluster = times(timeline), placement.cluster
@@ -87,7 +87,7 @@ def test_everything_starts_as_soon_as_inputs_and_ranks_allow(plan: Plan) -> None
 
 
 @given(plans())
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_transfers_start_when_their_producer_ends_and_do_not_contend(plan: Plan) -> None:
     placement, timeline = plan.placement, simulate(plan)
     at = times(timeline)
@@ -103,7 +103,7 @@ def test_transfers_start_when_their_producer_ends_and_do_not_contend(plan: Plan)
 
 
 @given(plans())
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_makespan_ends_with_the_last_work_and_respects_its_bounds(plan: Plan) -> None:
     placement, timeline = plan.placement, simulate(plan)
     ends = step_end_times(timeline)

@@ -40,7 +40,7 @@ def makespan(graph: TaskGraph, node: int = 0, longer_us: int = 0) -> int:
 
 
 @given(graphs())
-@settings(max_examples=300)
+@settings(max_examples=200)
 def test_each_node_ends_with_the_longest_path_to_it(graph: TaskGraph) -> None:
     earliest = graph.earliest()
     for node, duration in enumerate(graph.durations_us):
@@ -51,7 +51,7 @@ def test_each_node_ends_with_the_longest_path_to_it(graph: TaskGraph) -> None:
 
 
 @given(graphs())
-@settings(max_examples=300)
+@settings(max_examples=200)
 def test_slack_is_how_much_longer_a_node_may_take(graph: TaskGraph) -> None:
     earliest = graph.earliest()
     latest = graph.latest_ends(earliest)
@@ -61,7 +61,7 @@ def test_slack_is_how_much_longer_a_node_may_take(graph: TaskGraph) -> None:
 
 
 @given(graphs())
-@settings(max_examples=300)
+@settings(max_examples=200)
 def test_the_critical_path_is_a_chain_without_gaps_or_slack(graph: TaskGraph) -> None:
     earliest = graph.earliest()
     starts, ends = earliest.starts_us, earliest.ends_us
@@ -75,7 +75,7 @@ def test_the_critical_path_is_a_chain_without_gaps_or_slack(graph: TaskGraph) ->
 
 
 @given(graphs(cyclic=True))
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_a_cycle_is_found_and_told_as_who_waits_for_whom(graph: TaskGraph) -> None:
     if not has_cycle(graph):
         assert len(graph.earliest().sequence) == len(graph.durations_us)

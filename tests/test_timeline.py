@@ -54,7 +54,7 @@ def linked(plan: Plan, before: Span, after: Span) -> bool:
 
 
 @given(plans())
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_the_critical_path_explains_the_makespan(plan: Plan) -> None:
     timeline = simulate(plan)
     path = timeline.critical_path()
@@ -70,7 +70,7 @@ def test_the_critical_path_explains_the_makespan(plan: Plan) -> None:
 
 
 @given(plans())
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_spans_are_all_that_happens(plan: Plan) -> None:
     timeline = simulate(plan)
     ops = [(span.rank, span.work) for span in timeline.op_spans()]
@@ -85,7 +85,7 @@ def test_spans_are_all_that_happens(plan: Plan) -> None:
 
 
 @given(plans())
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_idle_busy_and_bubble_add_up(plan: Plan) -> None:
     timeline = simulate(plan)
     for rank, order in enumerate(plan.orders):
@@ -97,7 +97,7 @@ def test_idle_busy_and_bubble_add_up(plan: Plan) -> None:
 
 
 @given(plans())
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_json_round_trip(plan: Plan) -> None:
     timeline = simulate(plan)
     text = timeline.to_json()

@@ -31,21 +31,24 @@ _HOMES = {
         "PlanError",
         "RotaError",
         "ScheduleError",
+        "SearchError",
         "SplitError",
     ),
+    "rota.search": ("SearchResult", "find_frontier", "find_plan"),
     "rota.models": ("CutPoint", "Stages", "split"),
     "rota.profiling": ("profile",),
     "rota.runtime": ("Pipeline", "given_plan"),
     "rota.drawing": ("draw",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_ROOMS = ("schedules",)
+_ROOMS = ("schedules", "shapes")
 
 __all__ = ["__version__", *sorted(_HOME_OF), *_ROOMS]
 
 if TYPE_CHECKING:
     __version__: str
     from rota import schedules as schedules
+    from rota import shapes as shapes
     from rota.checking import check as check
     from rota.comparison import Comparison as Comparison
     from rota.comparison import compare as compare
@@ -60,6 +63,7 @@ if TYPE_CHECKING:
     from rota.errors import PlanError as PlanError
     from rota.errors import RotaError as RotaError
     from rota.errors import ScheduleError as ScheduleError
+    from rota.errors import SearchError as SearchError
     from rota.errors import SplitError as SplitError
     from rota.models import CutPoint as CutPoint
     from rota.models import Stages as Stages
@@ -76,6 +80,9 @@ if TYPE_CHECKING:
     from rota.profiling import profile as profile
     from rota.runtime import Pipeline as Pipeline
     from rota.runtime import given_plan as given_plan
+    from rota.search import SearchResult as SearchResult
+    from rota.search import find_frontier as find_frontier
+    from rota.search import find_plan as find_plan
     from rota.simulation import simulate as simulate
     from rota.tasks import Kind as Kind
     from rota.tasks import Op as Op

@@ -8,6 +8,7 @@ from statistics import median
 
 from rota.errors import PlanError
 from rota.plan import Plan
+from rota.simulation import timeline_of
 from rota.taskgraph import TaskGraph
 from rota.tasks import Kind, Op
 from rota.timeline import Timeline
@@ -91,8 +92,9 @@ def _row(name: str, planned: int, measured: int) -> str:
     return f"{name:<12}{planned:>11,}{measured:>12,}{change:>12}"
 
 
-def compare(planned: Timeline, measured: Timeline) -> Comparison:
-    """Raises PlanError where the two timelines are not of one plan."""
+def compare(planned: Timeline | Plan, measured: Timeline | Plan) -> Comparison:
+    """A plan is simulated first. Raises PlanError where the two are not of one plan."""
+    planned, measured = timeline_of(planned), timeline_of(measured)
     plan = planned.plan
     if _shape(plan) != _shape(measured.plan):
         raise PlanError(_tell_other_plan(plan, measured.plan), "unknown")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import zip_longest
 from typing import Any
 
 from rota import reading
@@ -179,6 +180,19 @@ class Costs:
     def freed_by_input(self) -> tuple[int, ...]:
         """Bytes that I frees of each stage's activations."""
         return self.input_frees_bytes or tuple(held // 2 for held in self.activation_bytes)
+
+    def as_chain(self) -> Costs:
+        """The same costs without edges. Raises PlacementError where these make anything but a chain."""
+        if self.edges is None:
+            return self
+        chain = [(stage, stage + 1) for stage in range(self.num_stages - 1)]
+        for i, (edge, expected) in enumerate(zip_longest(self.edges, chain)):
+            if edge != expected:
+                raise PlacementError(
+                    f"edges[{i}] of the costs is {edge or 'missing'}, but only a chain fits here, with "
+                    f"{expected or 'nothing'} there; plan other graphs by gpipe or 1f1b, placed by rota.place"
+                )
+        return replace(self, edges=None)
 
     @classmethod
     def uniform(

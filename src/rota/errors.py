@@ -22,6 +22,10 @@ class ScheduleError(RotaError):
     """A schedule is not defined for this placement or number of micro-batches."""
 
 
+class SearchError(RotaError):
+    """Nothing fits, or what is asked for cannot be searched."""
+
+
 class PlanError(RotaError):
     """A plan that must not run.
 

@@ -110,16 +110,17 @@ def bidirectional(costs: Costs, cluster: Cluster) -> Placement:
     two stages, and the chains take turns in taking micro-batches.
     """
     n = cluster.num_ranks
-    if costs.num_stages != n or costs.edges is not None:
+    if costs.num_stages != n:
         raise PlacementError(f"bidirectional needs a chain of {n} stages for {n} ranks, not {costs.num_stages} stages")
     chain = [(s, s + 1) for s in range(n - 1)]
-    both = costs.repeated(2, chain + [(n + a, n + b) for a, b in chain])
+    both = costs.as_chain().repeated(2, chain + [(n + a, n + b) for a, b in chain])
     return place(both, cluster, [*range(n), *reversed(range(n))])
 
 
 def _whole_rounds(name: str, costs: Costs, cluster: Cluster, directions: int) -> None:
+    costs.as_chain()  # or it tells why not
     step = directions * cluster.num_ranks
-    if costs.num_stages % step or costs.edges not in (None, tuple((i, i + 1) for i in range(costs.num_stages - 1))):
+    if costs.num_stages % step:
         near = max(costs.num_stages // step, 1) * step
         raise PlacementError(
             f"{name} on {cluster.num_ranks} ranks needs a chain of a multiple of {step} stages, not "

@@ -74,9 +74,8 @@ class Plan:
     def op(self, node: int) -> Op:
         """The op of a node."""
         task = next(t for t, first in enumerate(self.first_node[1:]) if node < first)
-        position = node - self.first_node[task]
         stage, kind = self.placement.tasks[task].stage, self.placement.tasks[task].kind
-        return Op(stage, kind, self.placement.microbatches(stage, self.num_microbatches)[position])
+        return Op(stage, kind, self.placement.microbatches(stage, self.num_microbatches)[node - self.first_node[task]])
 
     @cached_property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
@@ -122,7 +121,7 @@ class Plan:
             every = (Op(task.stage, task.kind, m) for task, batches in here for m in batches)
             first = next(op for op in every if op not in planned)
             more = f" and {expected - len(nodes) - 1} more" if expected - len(nodes) > 1 else ""
-            raise PlanError(f"rank {rank} never does {first}{more}; add it to the rank's order", "missing")
+            raise PlanError(f"rank {rank} never does {first}{more}; add it there, or lower num_microbatches", "missing")
 
     def _misplaced(self, op: Op, rank: int) -> PlanError:
         does = f"rank {rank} does {op}"
@@ -185,9 +184,10 @@ class Plan:
 
     def _order_edges(self) -> tuple[list[int], list[tuple[int, int]]]:
         """For each op's node the one before it on a rank (-1: none), and (before, node) for a task's further ranks."""
+        orders = self.nodes  # first, as it refuses a num_microbatches, and so num_ops, beyond what memory holds
         previous = [-1] * self.num_ops
         further = []
-        for nodes in self.nodes:
+        for nodes in orders:
             for before, node in pairwise(nodes):
                 if previous[node] < 0:
                     previous[node] = before

@@ -35,6 +35,11 @@ def simulate(plan: Plan) -> Timeline:
     )
 
 
+def timeline_of(given: Plan | Timeline) -> Timeline:
+    """A timeline as it is; a plan simulated. For functions that take either."""
+    return simulate(given) if isinstance(given, Plan) else given
+
+
 def _pick(values: list[int], nodes: tuple[int, ...]) -> tuple[int, ...]:
     if len(nodes) < 2:  # itemgetter of one index gives no tuple
         return tuple(values[node] for node in nodes)

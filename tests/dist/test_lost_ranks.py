@@ -1,4 +1,10 @@
-"""An error on one rank is told there as it is; the others end too, and say whom they lost and what they waited for."""
+"""An error on one rank is told there as it is; the others end too, and say whom they lost and what they were at.
+
+What that is depends on when they notice. What the lost rank has sent is through when it goes, for it waits for that (a
+second at most); from there a rank goes on until it waits for what was never sent, and may notice earlier, at each
+message that it posts. In the first step a rank waits for the layouts of activations where it posts the receive; later
+steps post receives one op early. Each test lists all that can be told.
+"""
 
 from __future__ import annotations
 
@@ -65,31 +71,39 @@ def assert_told(ended: Ended, error: str) -> None:
     assert re.search(error, ended.last_line), ended
 
 
+def assert_lost(ended: Ended, whom: str, *doings: str) -> None:
+    """It told one of `doings`, each "waiting for" or "sending" a message."""
+    assert_told(ended, f"LostRankError: lost {whom} while ({'|'.join(doings)}): look there for the first error$")
+
+
 @pytest.mark.parametrize(
-    ("where", "microbatch", "told"),
+    ("where", "microbatch", "first", "last"),
     [
-        # the others: by what they read of the lost rank, or by what they have for it, whichever they come to first
-        ("forward", 2, {0: "(waiting for 1B1→0B1|sending 0F3→1F3)", 2: "(waiting for 1F2→2F2|sending 2B1→1B1)"}),
-        ("forward", 4 + 2, {0: "(waiting for 1B1→0B1|sending 0F3→1F3)", 2: "(waiting for 1F2→2F2|sending 2B1→1B1)"}),
-        ("backward", 1, {0: "(waiting for 1B1→0B1|sending 0F3→1F3)", 2: "(waiting for 1F3→2F3|sending 2B2→1B2)"}),
-        ("backward", 4 + 3, {0: "waiting for 1B3→0B3"}),
+        ("forward", 2, ["sending 0F3→1F3", "waiting for 1B1→0B1"], ["waiting for 1F2→2F2"]),
+        (
+            "forward",
+            4 + 2,
+            ["sending 0F3→1F3", "waiting for 1B1→0B1", "waiting for 1B2→0B2"],
+            ["waiting for 1F2→2F2", "sending 2B1→1B1"],
+        ),
+        ("backward", 1, ["sending 0F3→1F3", "waiting for 1B1→0B1"], ["waiting for 1F3→2F3"]),
+        ("backward", 4 + 3, ["waiting for 1B3→0B3"], ["waiting for the loss from rank 2"]),
     ],
 )
-def test_stage_that_raises(tmp_path: Path, where: str, microbatch: int, told: dict[int, str]) -> None:
+def test_stage_that_raises(tmp_path: Path, where: str, microbatch: int, first: list[str], last: list[str]) -> None:
+    """`first`, `last`: what the first and the last rank may tell."""
     ended = run_fresh(tmp_path, NUM_RANKS, steps, stages_with(Breaks(where, microbatch), 1), plan_for(), 2)
     assert_told(ended[1], "^ValueError: broken on purpose")
     assert "break_if_it_is_time" in ended[1].stderr
-    for rank in (0, 2):
-        assert_told(ended[rank], "LostRankError: lost (a )?rank.* while .*: look there for the first error")
-    for rank, doing in told.items():
-        assert_told(ended[rank], f"LostRankError: lost rank 1 while {doing}:")
+    assert_lost(ended[0], "rank 1", *first)
+    assert_lost(ended[2], "a rank" if "waiting for the loss from rank 2" in last else "rank 1", *last)
 
 
 def test_error_passes_through_rank_after_rank(tmp_path: Path) -> None:
     ended = run_fresh(tmp_path, NUM_RANKS, steps, stages_with(Breaks("forward", 4), 2), plan_for(), 2)
     assert_told(ended[2], "ValueError: broken on purpose")
-    assert_told(ended[1], "LostRankError: lost rank 2 while waiting for 2B0→1B0")
-    assert_told(ended[0], "LostRankError: lost rank 1 while waiting for 1B0→0B0")
+    assert_lost(ended[1], "rank 2", "sending 1F1→2F1", "waiting for 2B0→1B0")
+    assert_lost(ended[0], "rank 1", "sending 0F2→1F2", "waiting for 1B0→0B0")
 
 
 def broken_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -99,21 +113,21 @@ def broken_loss(output: Tensor, target: Tensor) -> Tensor:
 def test_loss_fn_that_returns_no_number(tmp_path: Path) -> None:
     ended = run_fresh(tmp_path, NUM_RANKS, steps, stages_with(Layer(), 0), plan_for(), 1, broken_loss)
     assert_told(ended[2], r"PipelineError: loss_fn returned shape \[5, 6\]; it must return a tensor with one element")
-    assert_told(ended[1], "LostRankError: lost rank 2 while waiting for 2B0→1B0")
+    assert_lost(ended[1], "rank 2", "sending 1F1→2F1", "waiting for 2B0→1B0")
 
 
 def test_rank_that_only_sends_is_told_too(tmp_path: Path) -> None:
     ended = run_fresh(tmp_path, NUM_RANKS, steps, stages_with(Breaks("forward", 4 + 1), 1), plan_for("forward_only"), 2)
     assert_told(ended[1], "ValueError: broken on purpose")
-    assert_told(ended[0], r"LostRankError: lost rank 1 while sending 0F(\d)→1F\1:")
-    assert_told(ended[2], "LostRankError: lost rank 1 while waiting for 1F1→2F1:")
+    assert_lost(ended[0], "rank 1", "sending 0F2→1F2", "sending 0F3→1F3")
+    assert_lost(ended[2], "rank 1", "waiting for 1F1→2F1", "waiting for 1F2→2F2")
 
 
 def test_rank_that_is_gone_between_two_steps(tmp_path: Path) -> None:
     ended = run_fresh(tmp_path, NUM_RANKS, step_and_go, stages_with(Layer(), 0), plan_for())
     assert ended[1].exit_code == 9
     for rank in (0, 2):
-        assert_told(ended[rank], "LostRankError: lost a rank while waiting for the others to begin the step")
+        assert_lost(ended[rank], "a rank", "waiting for the others to begin the step")
 
 
 def step_and_go(rank: int, stages: Stages, plan: Plan) -> None:
@@ -138,16 +152,17 @@ def mean_of_output(output: Tensor, target: Tensor) -> Tensor:
 
 
 def steps_of_other_data(rank: int, stages: Stages, plan: Plan) -> None:
+    """Far from zero, so that whatever the weights are a row's sign stays; in the second step one is negative."""
+    rows = torch.full((20, 6), 10, dtype=torch.float64)
     with Pipeline(stages, plan, mean_of_output) as pipeline:
-        for seed in (1, 2):
-            torch.manual_seed(seed)
-            pipeline.step(torch.randn(20, 6, dtype=torch.float64), torch.zeros(4))
+        pipeline.step(rows, torch.zeros(4))
+        rows[7] *= -1
+        pipeline.step(rows, torch.zeros(4))
 
 
 def test_shapes_that_depend_on_the_data_are_told_by_the_sender(tmp_path: Path) -> None:
     ended = run_fresh(tmp_path, NUM_RANKS, steps_of_other_data, stages_with(KeepPositive(), 1), plan_for())
-    made = r"float64\[\d, 6\] with gradient"
-    assert_told(ended[1], rf"PipelineError: 1F\d→2F\d: stage 1 made {made}, after {made} in an earlier step")
-    assert "use Pipeline(…, dynamic_shapes=True)" in ended[1].last_line
-    assert_told(ended[0], "LostRankError: lost rank 1 while")
-    assert_told(ended[2], "LostRankError: lost rank 1 while waiting for 1F")
+    made = r"stage 1 made float64\[4, 6\] with gradient, after float64\[5, 6\] with gradient in an earlier step"
+    assert_told(ended[1], rf"PipelineError: 1F1→2F1: {made} .* use Pipeline\(…, dynamic_shapes=True\)$")
+    assert_lost(ended[0], "rank 1", "sending 0F2→1F2", "waiting for 1B0→0B0")
+    assert_lost(ended[2], "rank 1", "sending 2B0→1B0", "waiting for 1F1→2F1")

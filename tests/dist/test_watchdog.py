@@ -119,7 +119,7 @@ def test_rank_that_never_calls_step(tmp_path: Path) -> None:
     assert_ended_in_time(ended[first])
     assert f"rota: rank {first} waited for the other ranks to reach the same step" in ended[first].last_line
     if ended[second].exit_code != EXIT_CODE:  # it lost the first while it waited
-        assert "PipelineError: lost a rank while waiting for the others to begin the step" in ended[second].last_line
+        assert "LostRankError: lost a rank while waiting for the others to begin the step" in ended[second].last_line
 
 
 def step_unless_rank_1(rank: int, stages: Stages, plan: Plan) -> None:

@@ -13,7 +13,7 @@ from rota.errors import FormatError, RotaError
 from rota.placement import Placement
 from rota.placing import place
 from rota.plan import Plan
-from rota.simulation import simulate
+from rota.simulation import timeline_of
 from rota.tasks import Kind
 from rota.timeline import Timeline
 
@@ -74,8 +74,7 @@ def read_plan(path: str) -> Plan:
 
 def read_timeline(path: str) -> Timeline:
     """A timeline.json; a plan is simulated."""
-    loaded = read_plan_or_timeline(path)
-    return loaded if isinstance(loaded, Timeline) else simulate(loaded)
+    return timeline_of(read_plan_or_timeline(path))
 
 
 def read_plan_or_timeline(path: str) -> Plan | Timeline:

@@ -10,10 +10,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from rota.cli import commands
+from rota.cli import commands, planning
 from rota.cli.sizes import parse_bytes
 from rota.errors import PipelineError, PlanError, RotaError
 from rota.schedules import NAMED
+from rota.shapes import SHAPES
 
 _DESCRIPTION = """Pipeline-parallel training of PyTorch models that runs as planned.
 
@@ -30,7 +31,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if "invalid choice" in message:
             wrong = message.split("invalid choice: ")[1].split(" (choose")[0].strip("'\"")
-            choices = sorted({*NAMED, *_COMMANDS})
+            choices = sorted({*NAMED, *_COMMANDS, planning.SEARCH})
             near = difflib.get_close_matches(wrong, choices, 1)
             hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
             message = f"{wrong!r} is not one of {', '.join(self._choices())}; {hint}"
@@ -50,6 +51,16 @@ def _number(minimum: int) -> Callable[[str], int]:
     return parse
 
 
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds above 0")
+    return seconds
+
+
 def _size(text: str) -> int:
     try:
         return parse_bytes(text)
@@ -63,14 +74,48 @@ def _demo(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:
-    choices = sorted(NAMED)
-    parser.add_argument("schedule", type=str.lower, choices=choices, metavar="SCHEDULE", help=", ".join(choices))
+    choices = (planning.SEARCH, *NAMED)
+    parser.add_argument("schedule", type=str.lower, choices=choices, metavar="SCHEDULE", help="one of those below")
+    _microbatches(parser)
     parser.add_argument("--stages", type=_number(1), help="stages, placed as the schedule wants (default: its least)")
     _costs(parser, "a stage")
+    _shape(parser.add_argument_group("for search"))
+    parser.add_argument("--objective", choices=("makespan", "span", "period"), help="for search: what is to be least")
+    parser.add_argument(
+        "--time-limit", type=_seconds, metavar="S", help="for search: at most this many seconds (default: 10)"
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan: .json, or .csv for PyTorch's form")
+    width = max(map(len, NAMED))
+    named = [f"{planning.SEARCH:<{width}}  the best order there is, for any placement, and how good it is"]
+    named += [f"{name:<{width}}  {family.summary}" for name, family in NAMED.items()]
+    parser.add_argument_group("schedules", "\n".join(named))
+
+
+def _shape(parser: argparse._ArgumentGroup | argparse.ArgumentParser, default: str | None = None) -> None:
+    told = "; ".join(f"{name}: {shape.summary}" for name, shape in SHAPES.items())
+    parser.add_argument("--shape", choices=SHAPES, default=default, help=f"placement (default: v); {told}")
+
+
+def _bound(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", help="plan.json, or a schedule CSV (F 1 µs, B 2 µs)")
+
+
+def _frontier(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--stages", type=_number(1), help="stages (default: as many as the shape needs)")
+    _costs(parser, "a stage")
+    _shape(parser, "v")
+    parser.add_argument(
+        "--time-limit", type=_seconds, default=60.0, metavar="S", help="at most this many seconds (default: 60)"
+    )
+    parser.add_argument("-o", "--output", metavar="PICTURE", help="draw the curve as .png, .svg or .pdf")
+
+
+def _microbatches(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--microbatches", type=_number(1), required=True, help="micro-batches a step")
 
 
 def _schedules(parser: argparse.ArgumentParser) -> None:
+    _microbatches(parser)
     _costs(parser, "a rank; families with several stages a rank deal it to them")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
@@ -79,7 +124,6 @@ def _schedules(parser: argparse.ArgumentParser) -> None:
 
 def _costs(parser: argparse.ArgumentParser, of_what: str) -> None:
     parser.add_argument("--ranks", type=_number(1), help="processes (default: one a stage of --costs)")
-    parser.add_argument("--microbatches", type=_number(1), required=True, help="micro-batches a step")
     parser.add_argument("--costs", metavar="FILE", help="measured costs, written by Costs.to_json()")
     parser.add_argument("--forward-us", type=_number(0), help=f"F of {of_what} (default: 1)")
     parser.add_argument("--backward-us", type=_number(0), help="B, or I with --weight-us (default: 2)")
@@ -125,13 +169,25 @@ _COMMANDS: dict[str, _Command] = {
     "demo": (_demo, commands.demo, "train a small GPT on 4 processes, planned against measured", "rota demo"),
     "plan": (
         _plan,
-        commands.plan,
+        planning.plan,
         "make a plan by a named schedule, check it and show it",
         "rota plan 1f1b --ranks 4 --microbatches 8 --forward-us 100 --backward-us 200 -o plan.json",
     ),
+    "bound": (
+        _bound,
+        planning.bound,
+        "how far a plan is at most from the best possible, and why",
+        "rota bound plan.json",
+    ),
+    "frontier": (
+        _frontier,
+        planning.frontier,
+        "what memory buys: the least time a micro-batch for each memory limit",
+        "rota frontier --shape wave --ranks 8 --forward-us 93 --backward-us 91 --weight-us 47 --activation 2",
+    ),
     "schedules": (
         _schedules,
-        commands.schedules,
+        planning.schedules,
         "all named schedules side by side: time, bubble, memory, what fits",
         "rota schedules --ranks 8 --microbatches 24 --forward-us 1000 --backward-us 2000 --activation 1GB --limit 8GB",
     ),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rota.drawing.looks import LOOKS, shown
-from rota.errors import RotaError
+from rota.drawing.saving import require_matplotlib, save_drawing
+from rota.plan import Plan
+from rota.simulation import timeline_of
 from rota.timeline import Timeline
 from rota.units import size_text, time_text, time_unit
 
@@ -16,19 +16,20 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-_SUFFIXES = (".png", ".svg", ".pdf")
 _OURS = "_rota"  # the label of our artists; the underscore keeps them out of legends
 _TIME_LABEL = "time ({})"
 _LEGEND_POINTS = 9.0
 _LINE = 1.6 * _LEGEND_POINTS  # from one line of the legend to the next
 
 
-def draw(timeline: Timeline, ax: Axes | None = None, *, title: str | None = None) -> Axes:
+def draw(timeline: Timeline | Plan, ax: Axes | None = None, *, title: str | None = None) -> Axes:
     """Draw on `ax`, in place of what an earlier call drew there; without `ax`, on a new pyplot figure.
 
-    The x axis counts µs, whatever unit its ticks are written in. Raises RotaError where Matplotlib is missing.
+    A plan is simulated first. The x axis counts µs, whatever unit its ticks are written in. Raises RotaError where
+    Matplotlib is missing.
     """
-    _require_matplotlib()
+    require_matplotlib()
+    timeline = timeline_of(timeline)
     from rota.drawing.bars import op_artists, row_artist, step_end_artist
 
     if ax is None:
@@ -52,22 +53,10 @@ def draw(timeline: Timeline, ax: Axes | None = None, *, title: str | None = None
     return ax
 
 
-def save(timeline: Timeline, path: str | os.PathLike[str], *, title: str | None = None) -> None:
-    """Write a PNG, SVG or PDF file, as the suffix says; pyplot is not used. Raises RotaError."""
-    suffix = Path(path).suffix.lower()
-    if suffix not in _SUFFIXES:
-        raise RotaError(f"cannot tell the format of {str(path)!r}: let its name end in {', '.join(_SUFFIXES)}")
-    _require_matplotlib()
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=_figure_inches(timeline.num_ranks), layout="constrained")
-    draw(timeline, figure.add_subplot(), title=title)
-    figure.savefig(path, format=suffix[1:], dpi=150)
-
-
-def _require_matplotlib() -> None:
-    if find_spec("matplotlib") is None:
-        raise RotaError("drawing needs Matplotlib, which is not installed: pip install 'rota[draw]'")
+def save(timeline: Timeline | Plan, path: str | os.PathLike[str], *, title: str | None = None) -> None:
+    """`draw` into a PNG, SVG or PDF file, as the suffix says; pyplot is not used. Raises RotaError."""
+    timeline = timeline_of(timeline)
+    save_drawing(lambda ax: draw(timeline, ax, title=title), _figure_inches(timeline.num_ranks), path)
 
 
 def _figure_inches(num_ranks: int) -> tuple[float, float]:

@@ -13,6 +13,8 @@ from operator import attrgetter, itemgetter
 
 from rota.drawing.looks import LOOKS, Work, key_of, shown
 from rota.errors import RotaError
+from rota.plan import Plan
+from rota.simulation import timeline_of
 from rota.tasks import Op
 from rota.timeline import Span, Timeline
 from rota.units import size_text, time_text, time_unit
@@ -23,14 +25,15 @@ _TICK = 8  # columns at least from one tick to the next
 _IDLE = "·"
 
 
-def to_text(timeline: Timeline, width: int = 80, color: bool = False) -> str:
+def to_text(timeline: Timeline | Plan, width: int = 80, color: bool = False) -> str:
     """No line is wider than `width` columns (20 or more). Every column shows what fills most of its time.
 
-    An op too narrow for its name shows its kind; those too narrow for a column are counted in the legend.
-    `color` adds ANSI colours of 256. Raises RotaError if the width is too small.
+    A plan is simulated first. An op too narrow for its name shows its kind; those too narrow for a column are
+    counted in the legend. `color` adds ANSI colours of 256. Raises RotaError if the width is too small.
     """
     if width < _MIN_WIDTH:
         raise RotaError(f"a width of {width} columns is too small for a chart: give {_MIN_WIDTH} or more")
+    timeline = timeline_of(timeline)
     digits = len(str(timeline.num_ranks - 1))
     names = [" " * (6 + digits), *(f"rank {rank:>{digits}} " for rank in range(timeline.num_ranks))]
     table = _table(timeline, width - len(names[0]) - 1)

@@ -83,7 +83,7 @@ class Transport:
         try:
             return dist.irecv(buffer, group_src=message.transfer.sender, group=self._group)
         except RuntimeError as error:
-            raise _lost(message.transfer.sender, message, error) from error
+            raise _lost(message.transfer.sender, message) from error
 
     def take(self, key: ValueKey) -> Any:
         """Wait for a posted value: an activation (tensors that want a gradient are leaves) or a list of gradients."""
@@ -126,7 +126,7 @@ class Transport:
         try:
             works = [dist.isend(tensor, group_dst=receiver, group=self._group) for tensor in tensors]
         except RuntimeError as error:
-            raise _lost(receiver, message, error) from error
+            raise _lost(receiver, message) from error
         self._sending.put((message, works, tensors))
 
     def _reap(self) -> None:
@@ -140,8 +140,8 @@ class Transport:
             try:
                 while works:
                     works.pop(0).wait()
-            except Exception as error:
-                self._failure = self._failure or _lost(message.transfer.receiver, message, error)
+            except Exception:
+                self._failure = self._failure or _lost(message.transfer.receiver, message)
             self.through_ns[message.column] = time.monotonic_ns()
             self.oldest = None
             del works, tensors  # nothing sent may outlive its transfer, and a work holds what it sends
@@ -161,6 +161,7 @@ class Transport:
 
 
 _MARK: Any = object()
+_REMEDY = "look there for the first error"  # rather than Gloo's own words, which tell of sockets
 
 
 @contextmanager
@@ -169,21 +170,16 @@ def together(doing: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise LostRankError(f"lost a rank while {doing}: {_first_error(error)}") from error
+        raise LostRankError(f"lost a rank while {doing}: {_REMEDY}") from error
 
 
 def _wait(work: Any, message: Message) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        raise _lost(message.transfer.sender, message, error) from error
+        raise _lost(message.transfer.sender, message) from error
 
 
-def _lost(peer: int, message: Message, error: Exception) -> LostRankError:
+def _lost(peer: int, message: Message) -> LostRankError:
     doing = "waiting for" if peer == message.transfer.sender else "sending"
-    return LostRankError(f"lost rank {peer} while {doing} {message.transfer}: {_first_error(error)}")
-
-
-def _first_error(error: Exception) -> str:
-    del error  # Gloo's own words; they stay in the traceback
-    return "look there for the first error"
+    return LostRankError(f"lost rank {peer} while {doing} {message.transfer}: {_REMEDY}")

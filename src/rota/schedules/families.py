@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from rota.costs import Cluster, Costs
-from rota.errors import ScheduleError
 from rota.placement import Placement
 from rota.placing import bidirectional, interleaved, place, wave
 from rota.plan import Plan
@@ -48,12 +47,13 @@ class Bubble:
 class Family:
     """A named schedule: `family(placement, num_microbatches)` makes its plan.
 
-    `place` makes the placement it takes, by default from costs with `stages_a_rank` stages a rank. `backward`: "whole"
-    (B), "split" (I and W) or "any". `bubble` counts the idle time within the span where `of_span`, else within the
-    makespan.
+    `summary`: a few words, for a list. `place` makes the placement it takes, by default from costs with
+    `stages_a_rank` stages a rank. `backward`: "whole" (B), "split" (I and W) or "any". `bubble` counts the idle time
+    within the span where `of_span`, else within the makespan.
     """
 
     name: str
+    summary: str
     schedule: Callable[[Placement, int], Plan]
     place: Callable[[Costs, Cluster], Placement]
     source: str
@@ -70,10 +70,10 @@ class Family:
         """A chain of one stage a rank, cut and split as this family's paper has it.
 
         Each rank's time and memory is dealt evenly to its stages, rounded up. A backward that must be split and is
-        not is halved; one that is split and must be whole is joined.
+        not is halved; one that is split and must be whole is joined. Raises PlacementError if the costs' edges are
+        no chain.
         """
-        if costs.edges is not None:
-            raise ScheduleError(f"{self.name}: the costs have edges, but the table compares chains; leave edges out")
+        costs = costs.as_chain()
         # As its paper has it: a backward that need not be split is whole.
         costs = _joined(costs) if self.backward == "any" else self.adapted(costs)
         return costs if self.stages_a_rank == 1 else _cut(costs, self.stages_a_rank, self.place is wave)
@@ -81,8 +81,7 @@ class Family:
     def adapted(self, costs: Costs) -> Costs:
         """The same stages, their backward split, halved or joined, or their forwards recomputed, as needed here."""
         if self.recomputes and costs.recompute_us is None:
-            sizes = costs.boundary_bytes
-            sent = sizes if isinstance(sizes, int) else max(sizes, default=0)
+            sent = _largest(costs.boundary_bytes)
             kept = tuple(min(sent, held) for held in costs.activation_bytes)  # what came in, to begin again from
             costs = replace(costs, recompute_us=(*costs.forward_us[:-1], None), checkpoint_bytes=kept)
         if self.backward == "any":
@@ -124,11 +123,14 @@ def _cut(costs: Costs, parts: int, up_and_down: bool) -> Costs:
         column = getattr(costs, name)
         if column is not None:
             values[name] = tuple(-(-column[rank] // parts) for rank in ranks)
-    for name in ("boundary_bytes", "gradient_bytes"):
-        sizes = getattr(costs, name)
-        if isinstance(sizes, tuple):
-            values[name] = max(sizes, default=0)
+    values["boundary_bytes"] = _largest(costs.boundary_bytes)
+    if costs.gradient_bytes is not None:
+        values["gradient_bytes"] = _largest(costs.gradient_bytes)
     return Costs(**values)  # type: ignore[arg-type]
+
+
+def _largest(sizes: tuple[int, ...] | int) -> int:
+    return sizes if isinstance(sizes, int) else max(sizes, default=0)
 
 
 _PER_STAGE = (
@@ -152,11 +154,26 @@ _HANAYO = Bubble("2(p−1)B/v", lambda s: 2 * (s.p - 1) * s.b / s.v)
 _NONE = Bubble("0 if F=I=W", lambda _: 0)
 
 FAMILIES = (
-    Family("gpipe", gpipe, _dealt, "Huang et al. 2019", bubble=_1F1B),
-    Family("1f1b", one_f_one_b, _dealt, "Narayanan et al. 2021", bubble=_1F1B),
-    Family("eager_1f1b", eager_one_f_one_b, _dealt, "Zhuang et al. 2022", bubble=_1F1B),
+    Family("gpipe", "all forwards, then all backwards", gpipe, _dealt, "Huang et al. 2019", bubble=_1F1B),
+    Family(
+        "1f1b",
+        "a forward and a backward in turn; holds few micro-batches",
+        one_f_one_b,
+        _dealt,
+        "Narayanan et al. 2021",
+        bubble=_1F1B,
+    ),
+    Family(
+        "eager_1f1b",
+        "1f1b with twice the warm-up, so that transfers are hidden",
+        eager_one_f_one_b,
+        _dealt,
+        "Zhuang et al. 2022",
+        bubble=_1F1B,
+    ),
     Family(
         "interleaved_1f1b",
+        "1f1b, several stages a rank; less bubble, more transfers",
         interleaved_one_f_one_b,
         interleaved,
         "Narayanan et al. 2021 (Megatron-LM)",
@@ -165,32 +182,109 @@ FAMILIES = (
     ),
     Family(
         "looped_bfs",
+        "several stages a rank, each for all micro-batches in turn",
         looped_bfs,
         interleaved,
         "Lamy-Poirier 2023",
         stages_a_rank=2,
         bubble=_INTERLEAVED,
     ),
-    Family("zb_h1", zb_h1, place, "Qi et al. 2023", "split", bubble=_zb(1)),
-    Family("zb_h2", zb_h2, place, "Qi et al. 2023", "split", bubble=_zb(2), of_span=True),
-    Family("zb_auto", zb_auto, place, "Qi et al. 2023", "split"),
+    Family(
+        "zb_h1",
+        "backward in I and W, W fills the bubble; memory of 1f1b",
+        zb_h1,
+        place,
+        "Qi et al. 2023",
+        "split",
+        bubble=_zb(1),
+    ),
+    Family(
+        "zb_h2",
+        "as zb_h1, up to twice the memory; no bubble if F = I = W",
+        zb_h2,
+        place,
+        "Qi et al. 2023",
+        "split",
+        bubble=_zb(2),
+        of_span=True,
+    ),
+    Family(
+        "zb_auto",
+        "as zb_h1, the shortest span found within the memory limit",
+        zb_auto,
+        place,
+        "Qi et al. 2023",
+        "split",
+    ),
     Family(
         "interleaved_zb",
+        "interleaved_1f1b with the backward in I and W",
         interleaved_zero_bubble,
         interleaved,
         "Qi et al. 2023",
         "split",
         stages_a_rank=2,
     ),
-    Family("zb_v", zb_v, wave, "Qi et al. 2024", "split", 2, bubble=_NONE, of_span=True),
-    Family("v_half", v_half, wave, "Qi et al. 2024", "split", 2),
-    Family("v_min", v_min, wave, "Qi et al. 2024", "split", 2),
-    Family("dualpipe_v", dualpipe_v, wave, "DeepSeek-AI 2024", "split", 2, bubble=_DUALPIPE_V),
-    Family("dualpipe", dualpipe, bidirectional, "DeepSeek-AI 2024", "split", bubble=_DUALPIPE),
-    Family("chimera", chimera, bidirectional, "Li and Hoefler 2021", "whole", bubble=_CHIMERA),
-    Family("hanayo", hanayo, wave, "Liu et al. 2023", stages_a_rank=2, bubble=_HANAYO),
-    Family("varuna", varuna, place, "Athlur et al. 2022", "whole", recomputes=True),
-    Family("forward_only", forward_only, _dealt_forward, "inference"),
+    Family(
+        "zb_v",
+        "down the ranks and back up, I and W; no bubble if F = I = W",
+        zb_v,
+        wave,
+        "Qi et al. 2024",
+        "split",
+        2,
+        bubble=_NONE,
+        of_span=True,
+    ),
+    Family("v_half", "as zb_v, in about half of the memory of 1f1b", v_half, wave, "Qi et al. 2024", "split", 2),
+    Family("v_min", "as zb_v, in about a third of the memory of 1f1b", v_min, wave, "Qi et al. 2024", "split", 2),
+    Family(
+        "dualpipe_v",
+        "half of dualpipe: down the ranks and back up",
+        dualpipe_v,
+        wave,
+        "DeepSeek-AI 2024",
+        "split",
+        2,
+        bubble=_DUALPIPE_V,
+    ),
+    Family(
+        "dualpipe",
+        "as chimera, with the backward in I and W",
+        dualpipe,
+        bidirectional,
+        "DeepSeek-AI 2024",
+        "split",
+        bubble=_DUALPIPE,
+    ),
+    Family(
+        "chimera",
+        "micro-batches from both ends; holds the weights twice",
+        chimera,
+        bidirectional,
+        "Li and Hoefler 2021",
+        "whole",
+        bubble=_CHIMERA,
+    ),
+    Family(
+        "hanayo",
+        "down the ranks and back up, in one wave or more",
+        hanayo,
+        wave,
+        "Liu et al. 2023",
+        stages_a_rank=2,
+        bubble=_HANAYO,
+    ),
+    Family(
+        "varuna",
+        "forwards done again before the backward; least memory",
+        varuna,
+        place,
+        "Athlur et al. 2022",
+        "whole",
+        recomputes=True,
+    ),
+    Family("forward_only", "no backwards: inference", forward_only, _dealt_forward, "inference"),
 )
 
 #: By the names that the command line uses.

@@ -46,7 +46,11 @@ def compare_schedules(
     families: Iterable[Family] = FAMILIES,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Row]:
-    """Every family on `costs` (a chain of one stage a rank, cut and split as each family needs), fastest first."""
+    """Every family on `costs` (a chain of one stage a rank, cut and split as each family needs), fastest first.
+
+    Raises PlacementError if the costs' edges are no chain.
+    """
+    costs = costs.as_chain()
     rows = []
     for family in families:
         if family.name == "forward_only":  # no step to compare

@@ -1,0 +1,51 @@
+"""Costs, cluster and placement from what stands on the command line."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from rota.cli import files
+from rota.costs import Cluster, Costs
+from rota.placement import Placement
+from rota.shapes import SHAPES
+
+_GUESSES = ("forward_us", "backward_us", "weight_us", "activation_bytes", "boundary_bytes")
+
+
+def costs_of(arguments: Namespace, stages_a_rank: int = 1, further_stages: int = 0) -> Costs:
+    """From the file, else uniform: as many stages as asked for, or as the ranks need."""
+    if arguments.costs is not None:
+        if arguments.stages is not None:
+            raise files.InputError(
+                f"--stages {arguments.stages} and --costs {arguments.costs}: the file has the stages"
+            )
+        return measured(arguments)
+    if not (arguments.stages or arguments.ranks):
+        raise files.InputError("how many stages? give --ranks, --stages or --costs")
+    return uniform(arguments, arguments.stages or arguments.ranks * stages_a_rank + further_stages)
+
+
+def measured(arguments: Namespace) -> Costs:
+    for name in _GUESSES:
+        if getattr(arguments, name) is not None:
+            option = "--" + name.removesuffix("_bytes").replace("_", "-")
+            raise files.InputError(f"{option} and --costs {arguments.costs}: the file has them; leave {option} out")
+    return files.read_costs(arguments.costs)
+
+
+def uniform(arguments: Namespace, num_stages: int) -> Costs:
+    given = {name: getattr(arguments, name) for name in _GUESSES if getattr(arguments, name) is not None}
+    return Costs.uniform(num_stages, **given)
+
+
+def cluster_of(arguments: Namespace, num_ranks: int) -> Cluster:
+    return Cluster.uniform(
+        arguments.ranks or max(num_ranks, 1), arguments.limit, arguments.latency_us, arguments.bytes_per_us
+    )
+
+
+def shaped(arguments: Namespace) -> Placement:
+    """In the shape asked for."""
+    shape = SHAPES[arguments.shape]
+    costs = costs_of(arguments, shape.a_rank, shape.shared)
+    return shape.place(costs, cluster_of(arguments, (costs.num_stages - shape.shared) // shape.a_rank))

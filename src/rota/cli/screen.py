@@ -1,0 +1,22 @@
+"""What goes to the terminal."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+
+from rota.timeline import Timeline
+
+
+def print_timeline(timeline: Timeline, width: int | None = None) -> None:
+    """As a chart as wide as the terminal."""
+    from rota.drawing import to_text
+
+    columns = width or max(shutil.get_terminal_size((100, 24)).columns, 20)
+    print(to_text(timeline, columns, color=sys.stdout.isatty()))
+
+
+def show_progress(doing: object) -> None:
+    """One line in a terminal, overwritten, and "" takes it away; nothing elsewhere, where it would fill a log."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{doing}", end="", file=sys.stderr, flush=True)

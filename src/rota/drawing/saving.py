@@ -1,0 +1,36 @@
+"""Figures into files; pyplot is not used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rota.errors import RotaError
+
+if TYPE_CHECKING:
+    import os
+
+    from matplotlib.axes import Axes
+
+_SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def save_drawing(draw: Callable[[Axes], object], inches: tuple[float, float], path: str | os.PathLike[str]) -> None:
+    """What `draw` draws on its axes, as a PNG, SVG or PDF file, as the suffix says. Raises RotaError."""
+    suffix = Path(path).suffix.lower()
+    if suffix not in _SUFFIXES:
+        raise RotaError(f"cannot tell the format of {str(path)!r}: let its name end in {', '.join(_SUFFIXES)}")
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=inches, layout="constrained")
+    draw(figure.add_subplot())
+    figure.savefig(path, format=suffix[1:], dpi=150)
+
+
+def require_matplotlib() -> None:
+    """Raises RotaError, with the remedy, where it is missing."""
+    if find_spec("matplotlib") is None:
+        raise RotaError("drawing needs Matplotlib, which is not installed: pip install 'rota[draw]'")

@@ -1,0 +1,22 @@
+"""The best schedule for any placement, with a proof of how good it is."""
+
+from rota.search.bounds import Bound, bounds_of
+from rota.search.finding import find_plan
+from rota.search.frontier import Point, find_frontier
+from rota.search.result import NamedPlan, Progress, SearchResult, gap
+from rota.search.steady import Steady, SteadyResult, find_steady
+
+__all__ = [
+    "Bound",
+    "NamedPlan",
+    "Point",
+    "Progress",
+    "SearchResult",
+    "Steady",
+    "SteadyResult",
+    "bounds_of",
+    "find_frontier",
+    "find_plan",
+    "find_steady",
+    "gap",
+]

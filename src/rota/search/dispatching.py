@@ -1,0 +1,241 @@
+"""List scheduling: whenever a rank is free it starts, of what is there and fits, what has the best priority.
+
+Graham, "Bounds on Multiprocessing Timing Anomalies", 1969; waiting for something better that is due soon, as in Giffler
+and Thompson, "Algorithms for Solving Production-Scheduling Problems", 1960, keeps all good orders within reach. Memory
+is granted as by Dijkstra's banker ("Cooperating Sequential Processes", 1965): an op that takes memory starts only if
+after it each rank can still finish its micro-batches one by one, oldest first. Then nothing ever gets stuck.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from rota.search.problem import NO_LIMIT, Integers, Orders, Problem, Rows
+from rota.search.timing import Tables
+
+Priorities = NDArray[np.float64]  #: one a node, the lowest goes first
+
+_MOST_STATES = 10_000  # looked at for the one order of a micro-batch that needs least memory
+_NEVER = 1 << 61
+
+# Overflow, tasks left, a number, the set of tasks done, levels, tasks that can follow, tasks done in order.
+_State = tuple[int, int, int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+class Memory(NamedTuple):
+    """What the banker knows. Row r * num_streams + s: rank r's tasks of stream s, as `one_at_a_time` has them."""
+
+    limits_bytes: Integers
+    held_bytes: Integers
+    peak_bytes: Integers
+    first_row: Integers
+    rows: Integers
+    stream_of: Integers
+
+    @classmethod
+    def of(cls, problem: Problem) -> Memory:
+        placement, order = problem.placement, one_at_a_time(problem)
+        tasks, stream_of = placement.tasks, placement.stream_of
+        pairs = ((rank, stream) for rank in range(placement.num_ranks) for stream in range(placement.num_streams))
+        rows = Rows.of([[t for t in order if r in tasks[t].ranks and stream_of[t] == s] for r, s in pairs])
+        streams = np.array(stream_of, np.int64)
+        return cls(problem.limits_bytes, problem.held_bytes, problem.peak_bytes, rows.first, rows.values, streams)
+
+
+class Dispatcher:
+    """A problem made ready for many dispatches."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.tables = Tables.of(problem)
+        self.memory = Memory.of(problem)
+
+    def __call__(
+        self, priorities: Priorities, patience: float = 0.0, limits_bytes: Integers | None = None
+    ) -> Orders | None:
+        """None if memory lets nothing start.
+
+        A rank waits for a better op rather than start a worse one that would delay it, if it idles less than
+        `patience` times that delay. `limits_bytes`: less than the problem's, to keep fewer micro-batches in flight.
+        """
+        memory = self.memory if limits_bytes is None else self.memory._replace(limits_bytes=limits_bytes)
+        orders, num_started = run(self.tables, memory, priorities, patience)
+        return orders if num_started == self.tables.first_op[-1] else None
+
+
+def dispatch(problem: Problem, priorities: Priorities, patience: float = 0.0) -> Orders | None:
+    """See `Dispatcher`."""
+    return Dispatcher(problem)(priorities, patience)
+
+
+def serial(problem: Problem) -> Orders:
+    """One micro-batch at a time, in the order that needs least memory over the limits."""
+    order, placement = one_at_a_time(problem), problem.placement
+    rows: list[list[int]] = [[] for _ in range(placement.num_ranks)]
+    for microbatch in range(problem.num_microbatches):
+        for task in order:
+            if placement.stream_of[task] == microbatch % placement.num_streams:
+                for rank in placement.tasks[task].ranks:
+                    rows[rank].append(task)
+    return np.array([task for row in rows for task in row], np.int32)
+
+
+def one_at_a_time(problem: Problem) -> tuple[int, ...]:
+    """The tasks of one micro-batch, one after the other, so that the most that any rank holds over its limit is least.
+
+    Dijkstra's algorithm over the sets of tasks done, where the longest step counts, not the sum; where that takes too
+    long, from then on only the best set goes on.
+    """
+    tasks, limits = problem.placement.tasks, problem.limits_bytes.tolist()
+    outputs: list[list[int]] = [[] for _ in tasks]
+    needs = [0] * len(tasks)  # sets of tasks are bits
+    for source, target in problem.lags_us:
+        outputs[source].append(target)
+        needs[target] |= 1 << source
+    roots = tuple(task for task in problem.topological if not needs[task])
+    nothing_over, tie_breaker = -2 * NO_LIMIT, count()
+    heap: list[_State] = [(nothing_over, 0, 0, 0, (0,) * len(limits), roots, ())]
+    seen: set[int] = set()
+    while True:
+        over, _, _, done, levels, ready, order = heappop(heap)
+        if not ready:
+            return order
+        if done in seen:
+            continue
+        seen.add(done)
+        if len(seen) > _MOST_STATES:
+            heap.clear()
+        overs = {}
+        for t in ready:
+            need = max(tasks[t].held_bytes, 0) + tasks[t].peak_bytes
+            overs[t] = max(over, *(levels[rank] + need - limits[rank] for rank in tasks[t].ranks))
+        harmless = [t for t in ready if tasks[t].held_bytes <= 0 and overs[t] <= over]  # no later place is better
+        for t in harmless[:1] or ready:
+            now_done = done | 1 << t
+            after = list(levels)
+            for rank in tasks[t].ranks:
+                after[rank] += tasks[t].held_bytes
+            now_ready = [o for o in outputs[t] if not needs[o] & ~now_done] + [other for other in ready if other != t]
+            state = now_done, tuple(after), tuple(now_ready), (*order, t)
+            heappush(heap, (overs[t], -len(state[-1]), next(tie_breaker), *state))
+
+
+@njit(cache=True, nogil=True)
+def run(tables, memory, priorities, patience):  # type: ignore[no-untyped-def]
+    """Orders, and how many ops were started: fewer than all where memory lets nothing start."""
+    first_op, first_node, durations, first_rank, ranks, _, _, first_output, outputs, first_on, on = tables
+    num_ranks, num_tasks = len(first_op) - 1, len(durations)
+    orders = np.zeros(first_op[-1], np.int32)
+    next_op, free_us = first_op[:-1].copy(), np.zeros(num_ranks, np.int64)
+    wake_us = np.zeros(num_ranks, np.int64)
+    started, ends_us = np.zeros(num_tasks, np.int64), np.zeros(first_node[-1], np.int64)
+    levels, oldest, newest = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64), np.full(num_ranks, -1)
+    num_streams = (len(memory.first_row) - 1) // num_ranks
+    due_us = np.empty(num_tasks, np.int64)
+    while True:
+        rank = np.argmin(wake_us)
+        now = wake_us[rank]
+        if now == _NEVER:
+            break
+        if free_us[rank] > now:
+            wake_us[rank] = free_us[rank]
+            continue
+        chosen = -1
+        wake_us[rank] = _NEVER
+        for i in range(first_on[rank], first_on[rank + 1]):
+            task = on[i]
+            due_us[task] = due(tables, task, started, ends_us, free_us)
+            if due_us[task] < _NEVER:
+                for j in range(first_rank[task], first_rank[task + 1]):
+                    if not admits(memory, ranks[j], task, started, levels, oldest, newest, num_streams):
+                        due_us[task] = _NEVER
+                        break
+        for i in range(first_on[rank], first_on[rank + 1]):
+            task = on[i]
+            if due_us[task] > now:
+                wake_us[rank] = min(wake_us[rank], due_us[task])
+                continue
+            priority = priorities[first_node[task] + started[task]]
+            if chosen >= 0 and priority >= priorities[first_node[chosen] + started[chosen]]:
+                continue
+            end = now + durations[task]
+            is_better_to_wait = False
+            for j in range(first_on[rank], first_on[rank + 1]):
+                other = on[j]
+                if now < due_us[other] < end and priorities[first_node[other] + started[other]] < priority:
+                    is_better_to_wait |= due_us[other] - now < patience * (end - due_us[other])
+            if not is_better_to_wait:
+                chosen = task
+        if chosen < 0:
+            continue
+        k, end = started[chosen], now + durations[chosen]
+        ends_us[first_node[chosen] + k] = end
+        started[chosen] += 1
+        for j in range(first_rank[chosen], first_rank[chosen + 1]):
+            q = ranks[j]
+            orders[next_op[q]] = chosen
+            next_op[q] += 1
+            free_us[q] = wake_us[q] = end
+            levels[q] += memory.held_bytes[chosen]
+            newest[q] = max(newest[q], k * num_streams + memory.stream_of[chosen])
+        for i in range(first_output[chosen], first_output[chosen + 1], 2):
+            fed = outputs[i]
+            for j in range(first_rank[fed], first_rank[fed + 1]):
+                q = ranks[j]
+                wake_us[q] = min(wake_us[q], end + outputs[i + 1])
+    return orders, (next_op - first_op[:-1]).sum()
+
+
+@njit(cache=True, nogil=True)
+def due(tables, task, started, ends_us, free_us):  # type: ignore[no-untyped-def]
+    """When the task's next op could start: its inputs there, its ranks free. _NEVER if that is not known yet."""
+    k = started[task]
+    if k == tables.first_node[task + 1] - tables.first_node[task]:
+        return _NEVER
+    at = np.int64(0)
+    for i in range(tables.first_input[task], tables.first_input[task + 1], 2):
+        source = tables.inputs[i]
+        if started[source] <= k:
+            return _NEVER
+        at = max(at, ends_us[tables.first_node[source] + k] + tables.inputs[i + 1])
+    for i in range(tables.first_rank[task], tables.first_rank[task + 1]):
+        at = max(at, free_us[tables.ranks[i]])
+    return at
+
+
+@njit(cache=True, nogil=True)
+def admits(memory, rank, task, started, levels, oldest, newest, num_streams):  # type: ignore[no-untyped-def]
+    """Whether the rank has room for the task's next op, and after it for the rest of its micro-batches one by one."""
+    limit, held_bytes, peak_bytes = memory.limits_bytes[rank], memory.held_bytes, memory.peak_bytes
+    held = held_bytes[task]
+    if levels[rank] + max(held, 0) + peak_bytes[task] > limit:
+        return False
+    if held <= 0 or limit == NO_LIMIT:
+        return True
+    level = levels[rank] + held
+    started[task] += 1
+    is_safe, is_oldest = True, True
+    last = max(newest[rank], (started[task] - 1) * num_streams + memory.stream_of[task])
+    for microbatch in range(oldest[rank], last + 1):
+        stream, k = microbatch % num_streams, microbatch // num_streams
+        row = rank * num_streams + stream
+        for i in range(memory.first_row[row], memory.first_row[row + 1]):
+            other = memory.rows[i]
+            if started[other] <= k:
+                is_oldest = False
+                if level + max(held_bytes[other], 0) + peak_bytes[other] > limit:
+                    is_safe = False
+                    break
+                level += held_bytes[other]
+        if not is_safe:
+            break
+        if is_oldest:
+            oldest[rank] = microbatch + 1
+    started[task] -= 1
+    return is_safe

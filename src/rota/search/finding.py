@@ -1,0 +1,38 @@
+"""`find_plan`: several methods take turns, the best plan is kept, and a proven bound says how good it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import get_args
+
+from rota.placement import Placement
+from rota.search.asked import ended_by_ctrl_c, refuse_wrong, seconds_of
+from rota.search.budget import Budget
+from rota.search.portfolio import Portfolio
+from rota.search.result import Objective, Progress, SearchResult
+
+
+def find_plan(
+    placement: Placement,
+    num_microbatches: int,
+    *,
+    objective: Objective = "makespan",
+    time_limit_s: float = 10.0,
+    seed: int = 0,
+    deterministic: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+) -> SearchResult:
+    """The order that finishes first, for any placement, and how far from the best possible it may still be.
+
+    Objectives: "makespan"; "span", the longest busy window of a rank; "period", time per micro-batch in steady state.
+    Never worse than a named schedule that fits. Ctrl-C ends the search with the best so far; a second one breaks off.
+    An answer that is proven optimal is the same on every run; another one depends on how far the search comes in
+    `time_limit_s`, unless `deterministic`: then that many nominal seconds of work are done, however long they take.
+    `progress` is called with each better plan and at least once a second. Raises SearchError if nothing fits.
+    """
+    refuse_wrong(num_microbatches, objective, get_args(Objective))
+    budget = Budget(seconds_of(time_limit_s), deterministic)
+    with ended_by_ctrl_c(budget):
+        search = Portfolio(placement, num_microbatches, objective, budget, seed, progress or (lambda _: None))
+        search.run()
+        return search.result()

@@ -1,0 +1,121 @@
+"""The curve of memory against period: what each byte of a rank's memory buys in time per micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import gcd
+
+from rota.errors import SearchError
+from rota.placement import Placement
+from rota.search.asked import ended_by_ctrl_c, seconds_of
+from rota.search.budget import Budget
+from rota.search.holding import least_memory, period_bound
+from rota.search.problem import Problem
+from rota.search.steady import SteadyResult, find_steady
+
+_MOST_POINTS = 64
+
+
+@dataclass(frozen=True)
+class Point:
+    """With `limit_bytes` on every rank a micro-batch takes `us_per_microbatch`, and no less than `bound_us`."""
+
+    limit_bytes: int
+    us_per_microbatch: Fraction
+    bound_us: Fraction
+    peak_bytes: int  #: of the rank that holds most
+    result: SteadyResult
+
+
+def find_frontier(
+    placement: Placement,
+    *,
+    time_limit_s: float = 60.0,
+    microbatches_per_period: int | None = 1,
+    seed: int = 0,
+    deterministic: bool = False,
+    progress: Callable[[Point], None] | None = None,
+) -> tuple[Point, ...]:
+    """Points of rising limit, each faster than those before: from the least memory in which a micro-batch fits
+    to where the busiest rank's work is met. The placement's own limits do not count.
+
+    Only limits that ops can reach are tried; where both ends of a range are as fast, nothing between them is.
+    `microbatches_per_period` None: one and more, which takes longer. `deterministic` as in `find_plan`, and Ctrl-C ends
+    it with the points so far. Raises SearchError.
+    """
+    budget = Budget(seconds_of(time_limit_s), deterministic)
+    with ended_by_ctrl_c(budget):
+        return _Curve(placement, budget, microbatches_per_period, seed, progress).run()
+
+
+class _Curve:
+    def __init__(
+        self,
+        placement: Placement,
+        budget: Budget,
+        microbatches_per_period: int | None,
+        seed: int,
+        progress: Callable[[Point], None] | None,
+    ) -> None:
+        self.placement, self.budget, self.seed, self.progress = placement, budget, seed, progress
+        self.microbatches_per_period = microbatches_per_period
+        self.points: dict[int, Point | None] = {}
+
+    def run(self) -> tuple[Point, ...]:
+        limits = self._limits()
+        if self._at(limits[-1]) is None:
+            raise SearchError(f"no steady state was found with {limits[-1]} bytes a rank; give the search more time")
+        self._fill(limits, 0, len(limits) - 1)
+        rising: list[Point] = []
+        for limit in sorted(self.points):
+            point = self.points[limit]
+            if point is not None and (not rising or point.us_per_microbatch < rising[-1].us_per_microbatch):
+                rising.append(point)
+        return tuple(rising)
+
+    def _limits(self) -> list[int]:
+        """From the least in which one micro-batch fits to what the fastest found without a limit holds."""
+        unlimited = self._with_limit(None)
+        least = max(need.num_bytes for need in least_memory(Problem(unlimited, unlimited.num_streams)))
+        free = find_steady(unlimited, self._share(), microbatches_per_period=1, seed=self.seed)
+        most = max(max(free.steady.peak_bytes) if free is not None else least, least)
+        step = gcd(*(size for task in self.placement.tasks for size in (task.held_bytes, task.peak_bytes))) or 1
+        step *= max(-(-(most - least) // step // _MOST_POINTS), 1)
+        return [*range(least, most, step), most]
+
+    def _with_limit(self, limit_bytes: int | None) -> Placement:
+        cluster = replace(self.placement.cluster, limit_bytes=(limit_bytes,) * self.placement.num_ranks)
+        return replace(self.placement, cluster=cluster)
+
+    def _share(self) -> Budget:
+        return self.budget.share(self.budget.seconds / 16)
+
+    def _at(self, limit: int) -> Point | None:
+        if limit in self.points:
+            return self.points[limit]
+        placement = self._with_limit(limit)
+        found = find_steady(
+            placement, self._share(), microbatches_per_period=self.microbatches_per_period, seed=self.seed
+        )
+        point = None
+        if found is not None:
+            bound = period_bound(placement)
+            peak = max(found.steady.peak_bytes)
+            point = Point(limit, found.steady.us_per_microbatch, bound, peak, found)
+            if self.progress is not None:
+                self.progress(point)
+        self.points[limit] = point
+        return point
+
+    def _fill(self, limits: list[int], low: int, high: int) -> None:
+        """All between two limits, unless they are as fast."""
+        first, last = self._at(limits[low]), self._at(limits[high])
+        if high - low < 2 or self.budget.is_over:
+            return
+        if first is not None and last is not None and first.us_per_microbatch <= last.us_per_microbatch:
+            return
+        middle = (low + high) // 2
+        self._fill(limits, low, middle)
+        self._fill(limits, middle, high)

@@ -1,0 +1,134 @@
+"""A placement as a loop: what one micro-batch of each stream asks, again and again, a period after the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from rota.placement import Placement
+from rota.search.problem import NO_LIMIT, Problem
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Tasks of one micro-batch of each stream, and what they wait for. `room_bytes` as in `Problem`."""
+
+    placement: Placement
+    room_bytes: tuple[int, ...] = ()
+
+    @cached_property
+    def problem(self) -> Problem:
+        return Problem(self.placement, self.placement.num_streams, self.room_bytes)
+
+    @property
+    def num_tasks(self) -> int:
+        return len(self.placement.tasks)
+
+    @cached_property
+    def durations_us(self) -> tuple[int, ...]:
+        return tuple(task.duration_us for task in self.placement.tasks)
+
+    @cached_property
+    def tasks_on(self) -> tuple[tuple[int, ...], ...]:
+        """For each rank its tasks."""
+        tasks = self.placement.tasks
+        return tuple(tuple(i for i, t in enumerate(tasks) if r in t.ranks) for r in range(self.placement.num_ranks))
+
+    @cached_property
+    def limits_bytes(self) -> tuple[int | None, ...]:
+        """What each rank's ops may hold; None without a limit."""
+        return tuple(None if limit == NO_LIMIT else int(limit) for limit in self.problem.limits_bytes)
+
+    def left_bytes(self, rank: int) -> int:
+        """What a micro-batch leaves behind on a rank; where there is a limit, more than 0 does not last."""
+        return sum(self.placement.tasks[i].held_bytes for i in self.tasks_on[rank])
+
+    @cached_property
+    def work_us(self) -> int:
+        """The work of the busiest rank."""
+        return max(sum(self.durations_us[i] for i in tasks) for tasks in self.tasks_on)
+
+    # --- what waits for what ---------------------------------------------------------------------------------------
+
+    @cached_property
+    def _reach_us(self) -> tuple[dict[int, int], ...]:
+        """For each task, each task that follows from it, and how much later that one starts at least (itself: 0)."""
+        reach: list[dict[int, int]] = [{task: 0} for task in range(self.num_tasks)]
+        outputs: list[list[tuple[int, int]]] = [[] for _ in range(self.num_tasks)]
+        for (source, target), lag in self.problem.lags_us.items():
+            outputs[source].append((target, self.durations_us[source] + lag))
+        for task in reversed(self.problem.topological):
+            for target, least in outputs[task]:
+                for further, more in reach[target].items():
+                    reach[task][further] = max(reach[task].get(further, 0), least + more)
+        return tuple(reach)
+
+    def apart_us(self, source: int, target: int) -> int | None:
+        """How much later than `source` the task `target` starts at least; None if it does not follow from it."""
+        return self._reach_us[source].get(target)
+
+    @cached_property
+    def waits(self) -> tuple[tuple[int, int, int], ...]:
+        """(source, target, least µs from start to start) of each edge that no longer path implies."""
+        inputs: list[list[int]] = [[] for _ in range(self.num_tasks)]
+        for source, target in self.problem.lags_us:
+            inputs[target].append(source)
+        result = []
+        for (source, target), lag in self.problem.lags_us.items():
+            least = self.durations_us[source] + lag
+            others = (other for other in inputs[target] if other != source and other in self._reach_us[source])
+            if not any(
+                self._reach_us[source][other] + self.durations_us[other] + self.problem.lags_us[other, target] >= least
+                for other in others
+            ):
+                result.append((source, target, least))
+        return tuple(result)
+
+    @cached_property
+    def bridges(self) -> frozenset[tuple[int, int]]:
+        """Edges whose data wait less than a period in some best schedule, so that all of them may be asked to.
+
+        Take all that follows from `target`. If no other edge leads there, it may all start a period earlier whenever
+        the data wait a period or more: offsets stay, and memory does not grow if what moves frees at least what it
+        takes. The same holds for all that `source` follows from, a period later. Each move makes the waits on all
+        edges together shorter, so moves come to an end, where every bridge is short.
+        """
+        following = [set(reach) for reach in self._reach_us]
+        before: list[set[int]] = [set() for _ in range(self.num_tasks)]
+        for task, reach in enumerate(following):
+            for other in reach:
+                before[other].add(task)
+        result = set()
+        for source, target, _ in self.waits:
+            after, until = following[target], before[source]
+            into = sum(a not in after and b in after for a, b, _ in self.waits)
+            out_of = sum(a in until and b not in until for a, b, _ in self.waits)
+            earlier = into == 1 and max(self._held_by(after), default=0) <= 0
+            later = out_of == 1 and min(self._held_by(until), default=0) >= 0
+            if earlier or later:
+                result.add((source, target))
+        return frozenset(result)
+
+    def _held_by(self, tasks: set[int]) -> Iterator[int]:
+        """What `tasks` leave on each rank with a limit."""
+        for rank, limit in enumerate(self.limits_bytes):
+            if limit is not None:
+                yield sum(self.placement.tasks[i].held_bytes for i in self.tasks_on[rank] if i in tasks)
+
+    @cached_property
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """The tasks joined by edges, part by part, each in topological order."""
+        part = list(range(self.num_tasks))
+        for source, target, _ in self.waits:
+            old, new = part[target], part[source]
+            part = [new if p == old else p for p in part]
+        members: dict[int, list[int]] = {}
+        for task in self.problem.topological:
+            members.setdefault(part[task], []).append(task)
+        return tuple(map(tuple, members.values()))
+
+    @cached_property
+    def critical_us(self) -> int:
+        """The least time in which a micro-batch passes."""
+        return max(least + self.durations_us[target] for reach in self._reach_us for target, least in reach.items())

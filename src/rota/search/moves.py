@@ -1,0 +1,286 @@
+"""Local search on the ranks' orders, compiled: move an op of the critical path, time anew what follows, keep or undo.
+
+Critical blocks as in Nowicki and Smutnicki, "A Fast Taboo Search Algorithm for the Job Shop Problem", 1996: as long as
+the ops that follow each other without a gap on the longest path stay the same blocks with the same ends, nothing gets
+faster; so an op moves to its block's border, or beyond. Accepted as in Kirkpatrick et al., "Optimization by Simulated
+Annealing", 1983: whatever takes no longer, and ever less of the rest.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from rota.search.problem import Integers, Orders, Problem
+from rota.search.timing import measure, replay
+
+_NO_LATEST = 1 << 61
+_BEYOND = 3  # how many places beyond its block an op may go
+
+
+class State(NamedTuple):
+    """Orders and their times, kept alike by all functions here."""
+
+    orders: Orders
+    indexes: Integers  #: beside `orders`: which of its task's ops each one is
+    places: Integers  #: where in `orders` an op is: on its task's i-th rank, `first_place[first_rank[task] + i] + k`
+    first_place: Integers
+    starts_us: Integers  #: by node
+    kept_us: Integers  #: the same, to go back to
+    work_us: Integers  #: of each rank
+    began: Integers  #: how many ops of each task were timed when `retime` began …
+    started: Integers  #: … and when it ended
+    best: Orders
+    random: NDArray[np.uint64]  #: the generator's state, one word
+
+    @classmethod
+    def of(cls, problem: Problem, orders: Orders, seed: int) -> State:
+        counts, on, work = problem.counts, problem.tasks_on, problem.counts * problem.durations_us
+        works = [work[on.values[a:b]].sum() for a, b in zip(on.first[:-1], on.first[1:], strict=True)]
+        sizes = np.repeat(counts, np.diff(problem.ranks.first))
+        first_place = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
+        def zeros(size: int) -> Integers:
+            return np.zeros(size, np.int64)
+
+        return cls(
+            orders=orders.copy(),
+            indexes=zeros(len(orders)),
+            places=zeros(first_place[-1]),
+            first_place=first_place,
+            starts_us=zeros(problem.first_node[-1]),
+            kept_us=zeros(problem.first_node[-1]),
+            work_us=np.array(works, np.int64),
+            began=zeros(len(counts)),
+            started=zeros(len(counts)),
+            best=orders.copy(),
+            random=np.random.default_rng(seed).integers(1, 1 << 63, 1, np.uint64),
+        )
+
+
+@njit(cache=True, nogil=True)
+def draw(random, below):  # type: ignore[no-untyped-def]
+    """A whole number from 0 to `below` - 1. Marsaglia's xorshift, 2003, and a multiplication after it."""
+    x = random[0]
+    x ^= x >> np.uint64(12)
+    x ^= x << np.uint64(25)
+    x ^= x >> np.uint64(27)
+    random[0] = x
+    return np.int64((x * np.uint64(2685821657736338717) >> np.uint64(33)) % np.uint64(below))
+
+
+@njit(cache=True, nogil=True)
+def anneal(tables, step_ends, memory, state, best_score, is_span, heats_us, most_work, stop_at_us):  # type: ignore[no-untyped-def]
+    """Moves until `most_work` ops were timed, the heat going from the first to the second of `heats_us`.
+
+    Leaves better orders in `state.best` and their (objective, other) in `best_score`; returns the work done.
+    """
+    orders, first_op = state.orders, tables.first_op
+    num_ranks = len(first_op) - 1
+    for r in range(num_ranks):
+        index(tables, state, r)
+    opens = np.zeros(num_ranks, np.int64)
+    retime(tables, state, np.int64(0), opens, np.int64(_NO_LATEST))
+    settle(tables, state, True)
+    current = rate(tables, step_ends, state, is_span)
+    blocks, row = np.empty((first_op[-1] + 1, 3), np.int64), np.empty_like(orders)
+    num_blocks, work = 0, np.int64(first_op[-1])
+    while work < most_work and best_score[0] > stop_at_us:
+        work += 20
+        if not num_blocks:
+            num_blocks = find_blocks(tables, state, is_span, blocks)
+            work += first_op[-1] // 20
+            if is_span:
+                for r in range(num_ranks):
+                    opens[r] = start_at(tables, state, first_op[r]) if first_op[r] < first_op[r + 1] else 0
+        r, first, end = blocks[draw(state.random, num_blocks)]
+        rank_first, rank_end = first_op[r], first_op[r + 1]
+        at = first + draw(state.random, end - first)
+        to = place_for(at, first, end, draw(state.random, 3), draw(state.random, _BEYOND))
+        low = min(at, max(to, rank_first))
+        row[rank_first:rank_end] = orders[rank_first:rank_end]
+        work += (rank_end - low) // 4
+        if not shift(orders, at, min(max(to, rank_first), rank_end - 1)):
+            continue
+        heat = heats_us[0] + (heats_us[1] - heats_us[0]) * work / most_work
+        chance = (1 + draw(state.random, 1 << 30)) / (1 << 30)
+        most = current[0] + np.int64(-np.log(chance) * heat)
+        is_kept = repair(tables, memory, state, r, low)
+        if is_kept:
+            since = end_at(tables, state, low - 1) if low > rank_first else np.int64(0)
+            is_timed, num_timed = retime(tables, state, since, opens, most)
+            work += num_timed
+            found = rate(tables, step_ends, state, is_span) if is_timed else current
+            is_kept = is_timed and found[0] <= most
+            settle(tables, state, is_kept)
+        if not is_kept:
+            orders[rank_first:rank_end] = row[rank_first:rank_end]
+            continue
+        current, num_blocks = found, 0
+        index(tables, state, r)
+        if current < (best_score[0], best_score[1]):
+            best_score[0], best_score[1] = current
+            state.best[:] = orders
+    return work
+
+
+@njit(cache=True, nogil=True)
+def rate(tables, step_ends, state, is_span):  # type: ignore[no-untyped-def]
+    """The objective, and the other one."""
+    makespan, span = measure(tables, step_ends, state.orders, state.starts_us)
+    return (span, makespan) if is_span else (makespan, span)
+
+
+@njit(cache=True, nogil=True)
+def index(tables, state, rank):  # type: ignore[no-untyped-def]
+    """Brings `indexes` and `places` of a rank up to date."""
+    counts = np.zeros(len(tables.durations_us), np.int64)
+    for at in range(tables.first_op[rank], tables.first_op[rank + 1]):
+        task = state.orders[at]
+        state.indexes[at] = counts[task]
+        for i in range(tables.first_rank[task], tables.first_rank[task + 1]):
+            if tables.ranks[i] == rank:
+                state.places[state.first_place[i] + counts[task]] = at
+        counts[task] += 1
+
+
+@njit(cache=True, nogil=True)
+def start_at(tables, state, at):  # type: ignore[no-untyped-def]
+    return state.starts_us[tables.first_node[state.orders[at]] + state.indexes[at]]
+
+
+@njit(cache=True, nogil=True)
+def end_at(tables, state, at):  # type: ignore[no-untyped-def]
+    return start_at(tables, state, at) + tables.durations_us[state.orders[at]]
+
+
+@njit(cache=True, nogil=True)
+def place_for(at, first, end, way, beyond):  # type: ignore[no-untyped-def]
+    """The next place, or before or after the block."""
+    if way == 0:
+        return at + 1
+    return first - beyond if way == 1 else end - 1 + beyond
+
+
+@njit(cache=True, nogil=True)
+def shift(orders, at, to):  # type: ignore[no-untyped-def]
+    """Moves an op, and those between by one; False if that changes nothing."""
+    task, step, differs = orders[at], 1 if to > at else -1, False
+    for i in range(at, to, step):
+        differs |= orders[i + step] != task
+    if differs:
+        for i in range(at, to, step):
+            orders[i] = orders[i + step]
+        orders[to] = task
+    return differs
+
+
+@njit(cache=True, nogil=True)
+def repair(tables, memory, state, rank, low):  # type: ignore[no-untyped-def]
+    """From `low` on, ops that free come sooner where memory asks for it. False if that is not enough."""
+    orders, held_bytes, end = state.orders, memory.held_bytes, tables.first_op[rank + 1]
+    done, level = np.zeros(len(tables.durations_us), np.int64), np.int64(0)
+    for i in range(tables.first_op[rank], end):
+        if i >= low and not may_follow(tables, memory, rank, orders[i], done, level):
+            sooner = i + 1
+            while sooner < end and not (
+                held_bytes[orders[sooner]] < 0 and may_follow(tables, memory, rank, orders[sooner], done, level)
+            ):
+                sooner += 1
+            if sooner == end:
+                return False
+            shift(orders, sooner, i)
+        done[orders[i]] += 1
+        level += held_bytes[orders[i]]
+    return True
+
+
+@njit(cache=True, nogil=True)
+def may_follow(tables, memory, rank, task, done, level):  # type: ignore[no-untyped-def]
+    """Whether the task's next op fits, and comes after what it reads on this rank."""
+    need = max(memory.held_bytes[task], 0) + memory.peak_bytes[task]
+    if level + need > memory.limits_bytes[rank]:
+        return False
+    for i in range(tables.first_input[task], tables.first_input[task + 1], 2):
+        source = tables.inputs[i]
+        if done[source] <= done[task]:
+            for j in range(tables.first_rank[source], tables.first_rank[source + 1]):
+                if tables.ranks[j] == rank:
+                    return False
+    return True
+
+
+@njit(cache=True, nogil=True)
+def retime(tables, state, since, opens_us, most_us):  # type: ignore[no-untyped-def]
+    """Times all that started at `since` or later; whether it ended, no rank later than `most_us` after it opens."""
+    num_ranks, num_timed = len(tables.first_op) - 1, np.int64(0)
+    for task in range(len(tables.durations_us)):
+        first, end = tables.first_node[task], tables.first_node[task + 1]
+        state.began[task] = np.searchsorted(state.kept_us[first:end], since)
+        state.started[task] = state.began[task]
+        num_timed -= state.began[task]
+    next_op, free, latest = tables.first_op[:-1].copy(), np.zeros(num_ranks, np.int64), np.empty(num_ranks, np.int64)
+    for r in range(num_ranks):
+        latest[r] = opens_us[r] + most_us - state.work_us[r]
+        for i in range(tables.first_on[r], tables.first_on[r + 1]):
+            task = tables.on[i]
+            began = state.began[task]
+            if began:
+                next_op[r] += began
+                latest[r] += began * tables.durations_us[task]
+                free[r] = max(free[r], state.starts_us[tables.first_node[task] + began - 1] + tables.durations_us[task])
+    is_timed = replay(tables, state.orders, next_op, free, latest, state.started, state.starts_us)
+    return is_timed, num_timed + state.started.sum()
+
+
+@njit(cache=True, nogil=True)
+def settle(tables, state, is_kept):  # type: ignore[no-untyped-def]
+    """Keeps the new times, or goes back to the old ones."""
+    old, new = (state.kept_us, state.starts_us) if is_kept else (state.starts_us, state.kept_us)
+    for task in range(len(tables.durations_us)):
+        first = tables.first_node[task] + state.began[task]
+        end = tables.first_node[task] + state.started[task]
+        old[first:end] = new[first:end]
+
+
+@njit(cache=True, nogil=True)
+def find_blocks(tables, state, is_span, blocks):  # type: ignore[no-untyped-def]
+    """Fills `blocks` with (rank, first, end) of the longest path, last to first, and returns how many there are."""
+    first_op = tables.first_op
+    longest, rank = np.int64(-1), 0
+    for r in range(len(first_op) - 1):
+        if first_op[r] < first_op[r + 1]:
+            opens = start_at(tables, state, first_op[r]) if is_span else np.int64(0)
+            window = end_at(tables, state, first_op[r + 1] - 1) - opens
+            if window > longest:
+                longest, rank = window, r
+    num_blocks, at = 0, first_op[rank + 1] - 1
+    while at >= 0:
+        end = at + 1
+        while at > first_op[rank] and end_at(tables, state, at - 1) == start_at(tables, state, at):
+            at -= 1
+        blocks[num_blocks] = rank, at, end
+        num_blocks += 1
+        rank, at = waited_for(tables, state, at)
+    return num_blocks
+
+
+@njit(cache=True, nogil=True)
+def waited_for(tables, state, at):  # type: ignore[no-untyped-def]
+    """Rank and place of what a block's first op waited for, an input or another of its ranks; (-1, -1): nothing."""
+    task, k, start = state.orders[at], state.indexes[at], start_at(tables, state, at)
+    if start == 0:
+        return np.int64(-1), np.int64(-1)
+    for i in range(tables.first_input[task], tables.first_input[task + 1], 2):
+        j = tables.first_rank[tables.inputs[i]]
+        place = state.places[state.first_place[j] + k]
+        if end_at(tables, state, place) + tables.inputs[i + 1] == start:
+            return tables.ranks[j], place
+    for j in range(tables.first_rank[task], tables.first_rank[task + 1]):
+        place = state.places[state.first_place[j] + k]
+        if place > tables.first_op[tables.ranks[j]] and end_at(tables, state, place - 1) == start:
+            return tables.ranks[j], place
+    return np.int64(-1), np.int64(-1)

@@ -1,0 +1,119 @@
+"""What a search answers with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from rota.plan import Plan
+from rota.simulation import simulate
+from rota.timeline import Timeline
+from rota.units import size_text, time_text
+
+Objective = Literal["makespan", "span", "period"]
+
+
+class Progress(NamedTuple):
+    """How far a search is. `doing` names the method at work; `best` and `bound` are in µs of the objective."""
+
+    doing: str
+    best: float
+    bound: float
+    elapsed_s: float
+
+    @property
+    def gap(self) -> float:
+        return gap(self.best, self.bound)
+
+    def __str__(self) -> str:
+        best, bound = time_text(round(self.best)), time_text(round(self.bound))
+        return f"{self.elapsed_s:5.1f} s  best {best}  bound {bound}  gap {self.gap:.2%}  {self.doing}"
+
+
+def gap(value: float | Fraction, bound: float | Fraction) -> float:
+    """By how much `value` may still be too long, as a part of it: 0 is proven optimal."""
+    return float((value - bound) / value) if value > bound else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class NamedPlan:
+    """A named schedule on the same placement. `peak_bytes`: of the rank that holds most."""
+
+    name: str
+    makespan_us: int
+    span_us: int
+    peak_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """A plan with its proof.
+
+    `value_us` is the objective's: makespan, span, or time per micro-batch in steady state; no plan for this placement
+    has less than `bound_us`, because of `why`. `how` names the method that found the plan. `period_us`: the least time
+    per micro-batch that a steady state was found for, None where none was looked for. `named`: the named schedules on
+    this placement, fastest first.
+    """
+
+    plan: Plan
+    objective: Objective
+    value_us: Fraction
+    bound_us: Fraction
+    why: str
+    how: str
+    period_us: Fraction | None
+    named: tuple[NamedPlan, ...]
+    elapsed_s: float
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """As simulated."""
+        return simulate(self.plan)
+
+    @property
+    def makespan_us(self) -> int:
+        return self.timeline.makespan_us
+
+    @property
+    def span_us(self) -> int:
+        return self.timeline.span_us
+
+    @property
+    def peak_memory_bytes(self) -> tuple[int, ...]:
+        """The most that each rank holds."""
+        return self.timeline.peak_memory_bytes
+
+    @property
+    def gap(self) -> float:
+        """(value - bound) / value; 0 where the plan is proven to be optimal."""
+        return gap(self.value_us, self.bound_us)
+
+    @property
+    def is_optimal(self) -> bool:
+        return self.value_us <= self.bound_us
+
+    def to_text(self) -> str:
+        """What was found, how good it is and why, and the named schedules beside it."""
+        proof = "proven optimal" if self.is_optimal else f"at most {self.gap:.2%} from the best possible"
+        what = "time per micro-batch" if self.objective == "period" else self.objective
+        lines = [
+            f"{what} {_us(self.value_us)}, {proof} (found by {self.how}, {self.elapsed_s:.1f} s)",
+            f"no plan takes less than {_us(self.bound_us)}: {self.why}",
+            f"holds at most {size_text(max(self.peak_memory_bytes))} on a rank",
+        ]
+        if self.period_us is not None and self.objective != "period":
+            lines.append(f"steady state: {_us(self.period_us)} a micro-batch")
+        for named in self.named:
+            value = named.span_us if self.objective == "span" else named.makespan_us
+            mine = self.span_us if self.objective == "span" else self.makespan_us
+            slower = f"{value / mine - 1:+.1%}" if mine else ""
+            fits = "" if named.fits else "   over the limit"
+            lines.append(f"  {named.name:<18}{time_text(value):>12}{slower:>8}{size_text(named.peak_bytes):>9}{fits}")
+        return "\n".join(lines)
+
+
+def _us(value: Fraction) -> str:
+    return time_text(int(value)) if value.denominator == 1 else f"{value} µs ({float(value):,.1f})"

@@ -1,0 +1,203 @@
+"""When everything happens in given orders, and what memory they need: the simulator's answer, compiled.
+
+Ranks go as far as they can, then those that they fed: linear in ops and edges. An op of several ranks starts when it is
+next on all of them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from rota.search.problem import Integers, Orders, Problem
+
+_NEVER = 1 << 61
+
+
+class Tables(NamedTuple):
+    """A problem for compiled loops; each `first_…` says where the rows of what follows it begin."""
+
+    first_op: Integers
+    first_node: Integers
+    durations_us: Integers
+    first_rank: Integers
+    ranks: Integers
+    first_input: Integers
+    inputs: Integers
+    first_output: Integers
+    outputs: Integers
+    first_on: Integers
+    on: Integers  #: each rank's tasks
+
+    @classmethod
+    def of(cls, problem: Problem) -> Tables:
+        rows = problem.ranks, problem.inputs, problem.outputs, problem.tasks_on
+        columns = [column for row in rows for column in (row.first, row.values)]
+        return cls(problem.first_op, problem.first_node, problem.durations_us, *columns)
+
+
+class StepEnds(NamedTuple):
+    """`Problem.step_ends` and `Problem.gradients` for compiled loops."""
+
+    first: Integers
+    values: Integers
+    first_gradient: Integers
+    gradients: Integers
+
+    @classmethod
+    def of(cls, problem: Problem) -> StepEnds:
+        ends, gradients = problem.step_ends, problem.gradients
+        return cls(ends.first, ends.values, gradients.first, gradients.values)
+
+
+class Score(NamedTuple):
+    """As `Timeline` has them; step ends count to the makespan alone."""
+
+    makespan_us: int
+    span_us: int
+
+
+def score(problem: Problem, orders: Orders) -> Score | None:
+    """None where the orders wait in a cycle."""
+    tables = Tables.of(problem)
+    starts_us = start_times(tables, orders)
+    if starts_us is None:
+        return None
+    makespan_us, span_us = measure(tables, StepEnds.of(problem), orders, starts_us)
+    return Score(int(makespan_us), int(span_us))
+
+
+def start_times(tables: Tables, orders: Orders) -> Integers | None:
+    """The earliest start of each node; None where the orders wait in a cycle."""
+    num_ranks = len(tables.first_op) - 1
+    next_op, free_us = tables.first_op[:-1].copy(), np.zeros(num_ranks, np.int64)
+    started = np.zeros(len(tables.durations_us), np.int64)
+    starts_us = np.zeros(tables.first_node[-1], np.int64)
+    latest_us = np.full(num_ranks, _NEVER)
+    return starts_us if replay(tables, orders, next_op, free_us, latest_us, started, starts_us) else None
+
+
+def peaks(problem: Problem, orders: Orders) -> Integers:
+    """The most that each rank's ops hold, static bytes and transfers apart."""
+    result: Integers = walk_memory(orders, problem.first_op, problem.held_bytes, problem.peak_bytes)
+    return result
+
+
+def fits(problem: Problem, orders: Orders) -> bool:
+    """Whether no rank holds more than it may."""
+    return bool((peaks(problem, orders) <= problem.limits_bytes).all())
+
+
+@njit(cache=True, nogil=True)
+def replay(tables, orders, next_op, free_us, latest_us, started, starts_us):  # type: ignore[no-untyped-def]
+    """Goes on from where `next_op`, `free_us` (by rank) and `started` (by task) say; whether it got to the end.
+
+    It stops in a cycle, and where a rank is late: `latest_us` is when the rank's next op has to start if all that
+    follow it there come without a gap.
+    """
+    first_op, first_node, durations, first_rank, ranks, first_input, inputs, first_output, outputs, _, _ = tables
+    num_ranks = len(first_op) - 1
+    pending, is_pending = np.arange(num_ranks), np.ones(num_ranks, np.bool_)
+    num_pending = num_ranks
+    while num_pending:
+        num_pending -= 1
+        r = pending[num_pending]
+        is_pending[r] = False
+        while next_op[r] < first_op[r + 1]:
+            task = orders[next_op[r]]
+            k = started[task]
+            start = free_us[r]
+            ready = True
+            for i in range(first_input[task], first_input[task + 1], 2):
+                source = inputs[i]
+                if started[source] <= k:
+                    ready = False
+                    break
+                start = max(start, starts_us[first_node[source] + k] + durations[source] + inputs[i + 1])
+            if ready and first_rank[task + 1] - first_rank[task] > 1:
+                for i in range(first_rank[task], first_rank[task + 1]):
+                    q = ranks[i]
+                    if next_op[q] == first_op[q + 1] or orders[next_op[q]] != task:
+                        ready = False
+                        break
+                    start = max(start, free_us[q])
+            if not ready:
+                break
+            if start > latest_us[r]:
+                return False
+            starts_us[first_node[task] + k] = start
+            started[task] += 1
+            for i in range(first_rank[task], first_rank[task + 1]):
+                q = ranks[i]
+                next_op[q] += 1
+                free_us[q] = start + durations[task]
+                latest_us[q] += durations[task]
+                if q != r and not is_pending[q]:
+                    is_pending[q] = True
+                    pending[num_pending] = q
+                    num_pending += 1
+            for i in range(first_output[task], first_output[task + 1], 2):
+                fed = outputs[i]
+                for j in range(first_rank[fed], first_rank[fed + 1]):
+                    q = ranks[j]
+                    if q != r and not is_pending[q]:
+                        is_pending[q] = True
+                        pending[num_pending] = q
+                        num_pending += 1
+    return bool((next_op == first_op[1:]).all())
+
+
+@njit(cache=True, nogil=True)
+def measure(tables, step_ends, orders, starts_us):  # type: ignore[no-untyped-def]
+    """Makespan and span."""
+    first_op, first_node, durations = tables.first_op, tables.first_node, tables.durations_us
+    makespan = span = np.int64(0)
+    for r in range(len(first_op) - 1):
+        free = np.int64(0)
+        if first_op[r] < first_op[r + 1]:
+            first, last = orders[first_op[r]], orders[first_op[r + 1] - 1]
+            free = starts_us[first_node[last + 1] - 1] + durations[last]
+            span = max(span, free - starts_us[first_node[first]])
+        if step_ends.first[r] < step_ends.first[r + 1]:
+            free = end_step(tables, step_ends, orders, starts_us, r, free)
+        makespan = max(makespan, free)
+    return makespan, span
+
+
+@njit(cache=True, nogil=True)
+def end_step(tables, step_ends, orders, starts_us, rank, free):  # type: ignore[no-untyped-def]
+    """When a rank that has done its ops at `free` has done its step ends too, in the order of their last gradients."""
+    first, after = step_ends.first[rank] // 3, step_ends.first[rank + 1] // 3
+    last_at = np.full(len(tables.durations_us), -1)
+    for i in range(tables.first_op[rank], tables.first_op[rank + 1]):
+        last_at[orders[i]] = i
+    complete_at = np.full(after - first, -1)
+    for e in range(first, after):
+        for i in range(step_ends.first_gradient[e], step_ends.first_gradient[e + 1]):
+            complete_at[e - first] = max(complete_at[e - first], last_at[step_ends.gradients[i]])
+    end = free
+    for e in np.argsort(complete_at, kind="mergesort"):
+        reduced = np.int64(0)
+        if complete_at[e] >= 0:
+            task = orders[complete_at[e]]
+            reduced = starts_us[tables.first_node[task + 1] - 1] + tables.durations_us[task]
+        reduced += step_ends.values[3 * (first + e) + 1]
+        free = max(free, reduced) + step_ends.values[3 * (first + e) + 2]
+        end = max(end, free)
+    return end
+
+
+@njit(cache=True, nogil=True)
+def walk_memory(orders, first_op, held_bytes, peak_bytes):  # type: ignore[no-untyped-def]
+    """For each rank the most that is held, in order alone."""
+    num_ranks = len(first_op) - 1
+    peaks = np.zeros(num_ranks, np.int64)
+    for r in range(num_ranks):
+        level = np.int64(0)
+        for i in range(first_op[r], first_op[r + 1]):
+            held = held_bytes[orders[i]]
+            peaks[r] = max(peaks[r], level + max(held, 0) + peak_bytes[orders[i]])
+            level += held
+    return peaks

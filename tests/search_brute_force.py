@@ -1,0 +1,110 @@
+"""Tiny random placements, and the best plan for them found by trying all."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from rota.costs import Cluster, Link
+from rota.placement import Edge, Placement, StepEnd
+from rota.plan import Plan
+from rota.simulation import simulate
+from rota.tasks import Kind, Op, Task
+
+_MOST_PLANS = 400
+
+
+def tiny_placement(chooser: random.Random) -> Placement:
+    """A DAG of 2 to 4 tasks on up to 3 ranks, some on several, some without length; transfers without bytes."""
+    num_ranks = chooser.randint(1, 3)
+    names = [(stage, kind) for stage in range(3) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
+    tasks = []
+    for stage, kind in chooser.sample(names, chooser.randint(2, 4)):
+        ranks = chooser.sample(range(num_ranks), chooser.choice((1, 1, 1, min(2, num_ranks), num_ranks)))
+        held, peak = chooser.randint(-2, 3), chooser.choice((0, 0, 0, 1, 2))
+        tasks.append(Task(stage, kind, tuple(ranks), chooser.choice((0, 0, 1, 2, 3, 5)), held, peak))
+    pairs = [(a, b) for b in range(len(tasks)) for a in range(b)]
+    edges = [Edge(a, b) for a, b in pairs if chooser.random() < 0.5]
+    limits = [chooser.choice((None, chooser.randint(2, 8))) for _ in range(num_ranks)]
+    stages = sorted({task.stage for task in tasks})
+    ends = chooser.sample(stages, chooser.choice((0, 0, 1, len(stages))))
+    step_ends = [StepEnd(stage, chooser.randint(0, 3), chooser.randint(0, 3)) for stage in ends]
+    cluster = Cluster(tuple(limits), Link(latency_us=chooser.choice((0, 0, 1, 3))))
+    return Placement(tuple(tasks), tuple(edges), cluster, step_ends=tuple(step_ends))
+
+
+def every_plan(placement: Placement, num_microbatches: int) -> list[Plan] | None:
+    """All plans that can be carried out, memory apart, micro-batches in any order; None if there are too many."""
+    ops = [
+        Op(task.stage, task.kind, m)
+        for task in placement.tasks
+        for m in placement.microbatches(task.stage, num_microbatches)
+    ]
+    tasks = placement.tasks
+    reads = {
+        op: {Op(tasks[e.source].stage, tasks[e.source].kind, op.microbatch) for e in placement.edges
+             if (tasks[e.target].stage, tasks[e.target].kind) == op[:2]}
+        for op in ops
+    }  # fmt: skip
+    orders: dict[tuple[tuple[Op, ...], ...], frozenset[Op]] = {((),) * placement.num_ranks: frozenset()}
+    for _ in ops:
+        longer = {}
+        for rows, done in orders.items():
+            for op in ops:
+                if op not in done and reads[op] <= done:
+                    ranks = tasks[placement.index[op.stage, op.kind]].ranks
+                    more = tuple((*row, op) if rank in ranks else row for rank, row in enumerate(rows))
+                    longer[more] = done | {op}
+        orders = longer
+        if len(orders) > _MOST_PLANS:
+            return None
+    return [Plan(placement, num_microbatches, rows) for rows in orders]
+
+
+class Best(NamedTuple):
+    """The least of all plans that fit."""
+
+    makespan_us: int
+    span_us: int
+    fitting: list[Plan]
+
+
+class Case(NamedTuple):
+    placement: Placement
+    num_microbatches: int
+    best: Best | None
+
+
+def best_of(plans: list[Plan]) -> Best | None:
+    """None if none fits."""
+    limits = plans[0].placement.cluster.limit_bytes
+    fitting = []
+    for timeline in map(simulate, plans):
+        if all(limit is None or peak <= limit for peak, limit in zip(timeline.peak_memory_bytes, limits, strict=True)):
+            fitting.append(timeline)
+    if not fitting:
+        return None
+    in_order = [timeline.plan for timeline in fitting if _is_in_order(timeline.plan)]
+    return Best(min(t.makespan_us for t in fitting), min(t.span_us for t in fitting), in_order)
+
+
+def _is_in_order(plan: Plan) -> bool:
+    return all(
+        list(row) == sorted(row, key=lambda op: op.microbatch) for order in plan.orders for row in _by_task(order)
+    )
+
+
+def _by_task(order: Sequence[Op]) -> list[list[Op]]:
+    return [[op for op in order if op[:2] == task] for task in {op[:2] for op in order}]
+
+
+def tiny_cases(count: int, seed: int) -> Iterator[Case]:
+    """`count` of them, with more than one plan each."""
+    chooser = random.Random(seed)
+    while count:
+        placement, num_microbatches = tiny_placement(chooser), chooser.randint(1, 4)
+        plans = every_plan(placement, num_microbatches)
+        if plans is not None and len(plans) > 1:
+            count -= 1
+            yield Case(placement, num_microbatches, best_of(plans))

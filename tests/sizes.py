@@ -1,0 +1,10 @@
+"""Sizes that the schedules are tried at."""
+
+from __future__ import annotations
+
+MOST_RANKS = 8
+
+
+def microbatches(num_ranks: int) -> list[int]:
+    """Few, many, and those around one and two for each rank, where the phases of a schedule begin and end."""
+    return sorted({1, 2, 24, *range(num_ranks - 1, num_ranks + 2), *range(2 * num_ranks - 1, 2 * num_ranks + 2)} - {0})
