@@ -33,8 +33,9 @@ fmt: $(READY) ## format the code and mend what the linter can
 	$(BIN)/ruff check --fix-only
 	$(BIN)/ruff format
 
-docs: $(READY) ## make docs/schedules.md and its pictures
+docs: $(READY) ## make docs/schedules.md and the pictures of docs/
 	$(BIN)/python docs/make_schedules.py
+	$(BIN)/python docs/make_frontier.py
 
 bench: $(READY) ## run each benchmarks/*/main.py
 	@for main in $(sort $(wildcard benchmarks/*/main.py)); do \

@@ -19,3 +19,11 @@ def test_your_own_schedule_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) 
     exec(compile(example, "docs/schedules.md", "exec"), {"__name__": "example"})
     assert int(capsys.readouterr().out) >= (8 + 3) * 300 - 3 * 300
     assert len(example.splitlines()) <= 27
+
+
+def test_the_search_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = blocks("search.md")
+    exec(compile(example, "docs/search.md", "exec"), {"__name__": "example"})
+    printed = capsys.readouterr().out
+    assert printed.startswith("2700 2700 0.0\n")
+    assert "proven optimal" in printed

@@ -24,7 +24,6 @@ from rota.search.window import StepEnd, Window
 _FIRST_SIZE, _LEAST_SIZE, _MOST_SIZE = 60, 20, 400  # ops that a window may put in order
 _OPS_A_RANK = 12  # in a window, or there is little to exchange: with many ranks only some are free
 _WINDOW_S = 1.0  # nominal seconds for one window
-_IDLE = 0.5  # of the windows: where a rank idles; the others where an op must not be late
 _GROW, _SHRINK = 1.06, 0.9  # the size, after a window that was easy, and after one that was too hard
 
 
@@ -79,8 +78,8 @@ def reorder(
 
 
 def _choose(clock: Clock, paths: Paths, size: int, turn: Random) -> tuple[int, int, list[bool]]:
-    """Begin and end in ticks, and which ranks are free: `size` ops, where a rank idles or an op must not be late."""
-    rank, at = (_idle if turn.random() < _IDLE else _critical)(clock, paths, turn)
+    """Begin and end in ticks, and which ranks are free: `size` ops where a rank idles, or nothing can be gained."""
+    rank, at = _idle(clock, paths, turn)
     num_ranks = len(paths.rows)
     width = min(max(size // _OPS_A_RANK, 2), num_ranks)
     first = min(max(rank - turn.randrange(width), 0), num_ranks - width)
@@ -92,20 +91,13 @@ def _choose(clock: Clock, paths: Paths, size: int, turn: Random) -> tuple[int, i
     return int(starts[begin]), int(starts[last]) + 1, [r in free for r in range(num_ranks)]
 
 
-def _critical(clock: Clock, paths: Paths, turn: Random) -> tuple[int, int]:
-    """Rank and start of an op that must not be late; of any where there is none, as before a step end."""
-    ends = paths.starts + clock.lengths[clock.task_of]
-    nodes = np.flatnonzero((ends + paths.tails) // clock.ticks >= paths.value_us)
-    node = int(nodes[turn.randrange(len(nodes))]) if len(nodes) else turn.randrange(len(ends))
-    return clock.problem.placement.tasks[clock.task_of[node]].ranks[0], int(paths.starts[node])
-
-
 def _idle(clock: Clock, paths: Paths, turn: Random) -> tuple[int, int]:
-    """A rank and a time at which it idles, from its first op on or before; its last op's end where it never does."""
+    """A rank, and the start of its op after an idle time; long ones are likelier. After the last op: that op's."""
     rank = turn.choice([r for r, row in enumerate(paths.rows) if len(row)])
     starts = paths.starts[paths.rows[rank]]
     ends = starts + clock.lengths[clock.task_of[paths.rows[rank]]]
-    idle = np.cumsum(np.append(starts, max(paths.value_us * clock.ticks, ends[-1])) - np.insert(ends, 0, 0))
+    over = max(paths.value_us * clock.ticks, int(ends[-1]))
+    idle = np.cumsum(np.append(starts, over) - np.insert(ends, 0, 0))
     place = int(np.searchsorted(idle, turn.random() * idle[-1], side="right"))
     return rank, int(starts[min(place, len(starts) - 1)])
 

@@ -1,0 +1,13 @@
+"""Writes docs/pictures/frontier.png, what docs/search.md shows: `make docs`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rota.cli import main
+
+PICTURE = Path(__file__).parent / "pictures" / "frontier.png"
+COSTS = "--forward-us 93 --backward-us 91 --weight-us 47 --activation 2 --latency-us 6"
+
+if __name__ == "__main__":
+    main([*f"frontier --shape wave --ranks 8 {COSTS} -o".split(), str(PICTURE)])
