@@ -51,7 +51,7 @@ def _value(problem: Problem, orders: Orders, objective: str = "makespan") -> int
 
 
 @given(plans(most_microbatches=4), st.sampled_from(["makespan", "span"]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_heads_and_tails(plan: object, objective: str) -> None:
     """Each way through a node is as long as its head, its length and its tail, and the longest is what is measured."""
     problem = Problem(plan.placement, plan.num_microbatches)  # type: ignore[attr-defined]
@@ -75,7 +75,7 @@ def test_finds_the_best_of_tiny_steps(objective: Literal["makespan", "span"]) ->
             continue
         problem, least = Problem(placement, num_microbatches), getattr(best, f"{objective}_us")
         orders = problem.to_orders(chooser.choice(best.fitting))
-        better = improve(problem, orders, objective, least, Budget(0.2, deterministic=True))
+        better = improve(problem, orders, objective, least, Budget(0.1, deterministic=True))
         check(problem.to_plan(better))
         assert least <= _value(problem, better, objective) <= _value(problem, orders, objective)
         if objective == "makespan":  # windows of a span leave the first starts where they are
@@ -119,7 +119,7 @@ def test_some_ranks_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
         return window_at(clock, paths, begin, end, is_free)  # type: ignore[arg-type]
 
     monkeypatch.setattr(neighbourhood, "window_at", record)
-    orders = improve(problem, _serial(problem), "makespan", 0, Budget(1.0, deterministic=True))
+    orders = improve(problem, _serial(problem), "makespan", 0, Budget(0.5, deterministic=True))
     assert min(free) < 16
     check(problem.to_plan(orders))
     assert _value(problem, orders) < _value(problem, _serial(problem))
@@ -129,7 +129,7 @@ def test_a_window_keeps_what_is_held_before_it() -> None:
     """Memory for two: in the second half of the step, with two held before, no further forward comes first."""
     problem = _v(2, 2, 4)
     clock = Clock(problem, False)
-    orders = improve(problem, _serial(problem), "makespan", 0, Budget(0.2, deterministic=True))
+    orders = improve(problem, _serial(problem), "makespan", 0, Budget(0.1, deterministic=True))
     paths = clock.paths(orders)
     assert paths is not None
     for begin in range(int(paths.starts.max()) + 1):

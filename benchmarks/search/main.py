@@ -102,7 +102,9 @@ def zb() -> None:
         for objective, theirs in (("span", family.span_us), ("makespan", family.makespan_us)):
             result = find_plan(placement, each * ranks, objective=objective, time_limit_s=5)  # type: ignore[arg-type]
             assert result.value_us <= theirs
-            line += f"{theirs:>10}{int(result.value_us):>10}{result.value_us / theirs - 1:>8.2%}{result.gap:>7.2%}"
+            line += (
+                f"{theirs:>10}{int(result.value_us):>10}{float(result.value_us / theirs - 1):>8.2%}{result.gap:>7.2%}"
+            )
         print(line, flush=True)
 
 

@@ -38,14 +38,16 @@ def uniform(arguments: Namespace, num_stages: int) -> Costs:
     return Costs.uniform(num_stages, **given)
 
 
-def cluster_of(arguments: Namespace, num_ranks: int) -> Cluster:
+def cluster_of(arguments: Namespace, num_ranks: int, limit_bytes: int | None) -> Cluster:
+    """On `--ranks`, else on `num_ranks`."""
     return Cluster.uniform(
-        arguments.ranks or max(num_ranks, 1), arguments.limit, arguments.latency_us, arguments.bytes_per_us
+        arguments.ranks or max(num_ranks, 1), limit_bytes, arguments.latency_us, arguments.bytes_per_us
     )
 
 
-def shaped(arguments: Namespace) -> Placement:
+def shaped(arguments: Namespace, limit_bytes: int | None) -> Placement:
     """In the shape asked for."""
     shape = SHAPES[arguments.shape]
     costs = costs_of(arguments, shape.a_rank, shape.shared)
-    return shape.place(costs, cluster_of(arguments, (costs.num_stages - shape.shared) // shape.a_rank))
+    num_ranks = (costs.num_stages - shape.shared) // shape.a_rank
+    return shape.place(costs, cluster_of(arguments, num_ranks, limit_bytes))

@@ -76,7 +76,7 @@ def _demo(parser: argparse.ArgumentParser) -> None:
 def _plan(parser: argparse.ArgumentParser) -> None:
     choices = (planning.SEARCH, *NAMED)
     parser.add_argument("schedule", type=str.lower, choices=choices, metavar="SCHEDULE", help="one of those below")
-    _microbatches(parser)
+    _step(parser)
     parser.add_argument("--stages", type=_number(1), help="stages, placed as the schedule wants (default: its least)")
     _costs(parser, "a stage")
     _shape(parser.add_argument_group("for search"))
@@ -110,12 +110,13 @@ def _frontier(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="PICTURE", help="draw the curve as .png, .svg or .pdf")
 
 
-def _microbatches(parser: argparse.ArgumentParser) -> None:
+def _step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatches", type=_number(1), required=True, help="micro-batches a step")
+    parser.add_argument("--limit", type=_size, help="memory of each rank, such as 40GB (default: none)")
 
 
 def _schedules(parser: argparse.ArgumentParser) -> None:
-    _microbatches(parser)
+    _step(parser)
     _costs(parser, "a rank; families with several stages a rank deal it to them")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
@@ -132,7 +133,6 @@ def _costs(parser: argparse.ArgumentParser, of_what: str) -> None:
         "--activation", type=_size, dest="activation_bytes", help="kept by F until the backward (default: 1)"
     )
     parser.add_argument("--boundary", type=_size, dest="boundary_bytes", help="sent from stage to stage (default: 0)")
-    parser.add_argument("--limit", type=_size, help="memory of each rank, such as 40GB (default: none)")
     parser.add_argument("--latency-us", type=_number(0), default=0, help="of every link (default: 0)")
     parser.add_argument("--bytes-per-us", type=_number(1), help="rate of every link; 1 GB/s is 1000 (default: any)")
 
@@ -170,7 +170,7 @@ _COMMANDS: dict[str, _Command] = {
     "plan": (
         _plan,
         planning.plan,
-        "make a plan by a named schedule, check it and show it",
+        "make a plan, by name or by search, check it and show it",
         "rota plan 1f1b --ranks 4 --microbatches 8 --forward-us 100 --backward-us 200 -o plan.json",
     ),
     "bound": (

@@ -40,7 +40,9 @@ def _named(arguments: Namespace) -> Plan:
     family = NAMED[arguments.schedule]
     given = inputs.costs_of(arguments, family.stages_a_rank)
     costs = family.adapted(given)
-    planned = family(family.place(costs, inputs.cluster_of(arguments, costs.num_stages)), arguments.microbatches)
+    planned = family(
+        family.place(costs, inputs.cluster_of(arguments, costs.num_stages, arguments.limit)), arguments.microbatches
+    )
     checking.check(planned)
     print_timeline(simulation.simulate(planned))
     _tell_assumed(given, costs)
@@ -52,7 +54,7 @@ def _searched(arguments: Namespace) -> Plan:
     from rota.search import find_plan
 
     arguments.shape = arguments.shape or "v"
-    placement = inputs.shaped(arguments)
+    placement = inputs.shaped(arguments, arguments.limit)
     try:
         result = find_plan(
             placement,
@@ -104,7 +106,7 @@ def schedules(arguments: Namespace) -> int:
         raise files.InputError(
             f"{arguments.costs} has {costs.num_stages} stages for --ranks {arguments.ranks}; the table takes one a rank"
         )
-    cluster = inputs.cluster_of(arguments, costs.num_stages)
+    cluster = inputs.cluster_of(arguments, costs.num_stages, arguments.limit)
     rows = table.compare_schedules(
         costs, cluster, arguments.microbatches, progress=lambda name: show_progress(f"planning {name} …")
     )
@@ -140,7 +142,7 @@ def frontier(arguments: Namespace) -> int:
     if arguments.output is not None:
         files.require("matplotlib", "draw")
         files.require_folder(arguments.output)
-    placement = inputs.shaped(arguments)
+    placement = inputs.shaped(arguments, None)
     try:
         points = find_frontier(placement, time_limit_s=arguments.time_limit, progress=_show_point)
     finally:

@@ -38,7 +38,10 @@ def solve(
     seed: int = 0,
     on_better: Callable[[Orders], None] | None = None,
 ) -> Exact:
-    """Looks for orders better than `best`, and for a proof that there are none. `bound_us`: known to be none below."""
+    """Looks for orders better than `best`, and for a proof that there are none. `bound_us`: known to be none below.
+
+    Without `best`, and when no orders fit at all, the bound is longer than any step.
+    """
     clock = Clock(problem, objective == "span")
     window, value_us = whole_step(clock, best)
     horizon_us = _longest_us(problem)

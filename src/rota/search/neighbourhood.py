@@ -44,6 +44,7 @@ def improve(
     paths = clock.paths(orders)
     assert paths is not None
     while paths.value_us > bound_us and not budget.is_over:
+        budget.spend_ops(len(orders))  # to find the window
         share = budget.share(_WINDOW_S)
         window = window_at(clock, paths, *_choose(clock, paths, int(size), turn))
         status, rows = reorder(window, bound_us, paths.value_us - 1, share, turn.randrange(1 << 30))

@@ -101,7 +101,7 @@ class SearchResult:
         what = "time per micro-batch" if self.objective == "period" else self.objective
         lines = [
             f"{what} {_us(self.value_us)}, {proof} (found by {self.how}, {self.elapsed_s:.1f} s)",
-            f"no plan takes less than {_us(self.bound_us)}: {self.why}",
+            f"no plan for this placement has less than {_us(self.bound_us)}: {self.why}",
             f"holds at most {size_text(max(self.peak_memory_bytes))} on a rank",
         ]
         if self.period_us is not None and self.objective != "period":
@@ -116,4 +116,5 @@ class SearchResult:
 
 
 def _us(value: Fraction) -> str:
-    return time_text(int(value)) if value.denominator == 1 else f"{value} µs ({float(value):,.1f})"
+    """Exactly: 5,333 µs, or 16/3 µs (5.3)."""
+    return f"{int(value):,} µs" if value.denominator == 1 else f"{value} µs ({float(value):,.1f})"
