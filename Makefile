@@ -18,11 +18,11 @@ demo: $(READY) ## a first tour: run `rota demo`
 
 test test-core: export OMP_NUM_THREADS := 1
 
-test: $(READY) ## run every test
-	$(BIN)/pytest
+test: test-core ## run every test
+	$(BIN)/pytest -m dist
 
-test-core: $(READY) ## run the tests that start no further processes
-	$(BIN)/pytest -m "not dist"
+test-core: $(READY) ## run the tests of which none starts processes, side by side
+	$(BIN)/pytest -m "not dist" --numprocesses auto --dist worksteal
 
 check: $(READY) ## lint, formatting and types
 	$(BIN)/ruff check

@@ -100,7 +100,7 @@ def zb() -> None:
         family = simulate(zb_auto(placement, each * ranks))
         line = f"{name:<8}{ranks:>5}{each:>5}{memory:>8}"
         for objective, theirs in (("span", family.span_us), ("makespan", family.makespan_us)):
-            result = find_plan(placement, each * ranks, objective=objective, time_limit_s=5)  # type: ignore[arg-type]
+            result = find_plan(placement, each * ranks, objective=objective, time_limit_s=15)  # type: ignore[arg-type]
             assert result.value_us <= theirs
             line += (
                 f"{theirs:>10}{int(result.value_us):>10}{float(result.value_us / theirs - 1):>8.2%}{result.gap:>7.2%}"

@@ -9,7 +9,7 @@ from ortools.sat.python import cp_model
 from rota.search.budget import Budget
 
 NUM_WORKERS = 2  # of two, one finds and one proves; more do not help on models of this size
-_S_A_UNIT = 5.0  # an ordinary machine's seconds for one unit of CP-SAT's own count of work
+_S_A_UNIT = 2.0  # an ordinary machine's seconds for one unit of CP-SAT's own count of work
 _LOOK_EVERY_S = 0.05  # whether the search as a whole is over
 
 

@@ -40,7 +40,7 @@ _DISPATCH_SHARE = 0.1  # of the whole budget
 _FIRST_SHARE, _GROWTH = 0.03, 1.5  # of the whole budget for a method's first turn; from turn to turn
 _EXACT_TIMES = 3  # that share for a proof
 _TURN_S = 0.01  # a turn's own, so that turns in which nothing is done come to an end
-_AUTO_S_AN_OP = 0.0007  # nominal seconds that zb_auto takes
+_AUTO_S_AN_OP = 0.0006  # nominal seconds that zb_auto takes
 _HALVINGS = 5
 _GUESSES_TO_HOLD_LESS = 4
 _EXACT_OPS = 400  # up to which CP-SAT may prove a whole step
@@ -127,9 +127,9 @@ class Portfolio:
         self.incumbent.offer(orders, name)
 
     def _take_auto(self) -> None:
-        """`zb_auto` is a search itself: it is left out where it would take most of the time."""
+        """`zb_auto` is a search itself: it is left out where it would take all of the time."""
         auto_s = _AUTO_S_AN_OP * self.num_ops
-        if auto_s > self.budget.left_s / 2:
+        if auto_s > self.budget.left_s:
             return
         self.turn_to("zb_auto")
         try:
