@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rota.search import Point
 
 SEARCH = "search"
+_STARTING = "starting (the first search on a machine compiles for some ten seconds)"
 
 
 def plan(arguments: Namespace) -> int:
@@ -55,6 +56,7 @@ def _searched(arguments: Namespace) -> Plan:
 
     arguments.shape = arguments.shape or "v"
     placement = inputs.shaped(arguments, arguments.limit)
+    show_progress(_STARTING)
     try:
         result = find_plan(
             placement,
@@ -143,6 +145,7 @@ def frontier(arguments: Namespace) -> int:
         files.require("matplotlib", "draw")
         files.require_folder(arguments.output)
     placement = inputs.shaped(arguments, None)
+    show_progress(_STARTING)
     try:
         points = find_frontier(placement, time_limit_s=arguments.time_limit, progress=_show_point)
     finally:

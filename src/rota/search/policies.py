@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rota.search.dispatching import Dispatcher
-from rota.search.priorities import from_starts, heads_us
+from rota.search.priorities import busiest_us, from_starts, heads_us
 from rota.search.problem import Integers, Orders, Problem
 from rota.search.timing import score
 
@@ -44,7 +44,7 @@ class Climb:
         self.random = np.random.default_rng(seed)
         self.dispatcher = Dispatcher(problem)
         self.steps_bytes = _steps_bytes(problem)
-        self.period_us = _busiest_us(problem)
+        self.period_us = busiest_us(problem)
         self.plain = self._plain()
         self.policy = next(self._plain())
         self.key: Key | None = None
@@ -100,10 +100,3 @@ def _steps_bytes(problem: Problem) -> Integers:
     on = problem.tasks_on
     held = [problem.held_bytes[on.values[a:b]].max(initial=0) for a, b in zip(on.first[:-1], on.first[1:], strict=True)]
     return np.array(held, np.int64)
-
-
-def _busiest_us(problem: Problem) -> float:
-    """What a micro-batch of each stream takes on the busiest rank."""
-    on = problem.tasks_on
-    loads = [problem.durations_us[on.values[a:b]].sum() for a, b in zip(on.first[:-1], on.first[1:], strict=True)]
-    return float(max(loads)) or 1.0

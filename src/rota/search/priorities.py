@@ -24,9 +24,7 @@ def guesses(problem: Problem) -> Iterator[Priorities]:
     """
     heads, tails = heads_us(problem), _tails(problem)
     whole = float((heads + tails).max(initial=0))
-    on = problem.tasks_on
-    loads = [problem.durations_us[on.values[a:b]].sum() for a, b in zip(on.first[:-1], on.first[1:], strict=True)]
-    period = float(max(loads, default=0)) or 1.0
+    period = busiest_us(problem)
     read_by_none = problem.outputs.first[1:] == problem.outputs.first[:-1]
     for put_off in (0.0, period, 4 * whole + period * problem.num_microbatches):
         for pace in (1.0, 0.5, 0.0):  # 0: what is deepest in the pipeline goes first
@@ -62,3 +60,10 @@ def _tails(problem: Problem) -> Integers:
         for target, lag in row.reshape(-1, 2):
             tails[task] = max(tails[task], problem.durations_us[task] + lag + tails[target])
     return tails
+
+
+def busiest_us(problem: Problem) -> float:
+    """What a micro-batch of each stream takes on the busiest rank; 1 where nothing takes time."""
+    on = problem.tasks_on
+    loads = [problem.durations_us[on.values[a:b]].sum() for a, b in zip(on.first[:-1], on.first[1:], strict=True)]
+    return float(max(loads)) or 1.0
