@@ -113,14 +113,34 @@ def test_values_and_columns_are_told_apart() -> None:
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def split_backward() -> Plan:
-    return gpipe(place(Costs.uniform(3, weight_us=1), Cluster.uniform(3)), 2)
-
-
-def recomputing() -> Plan:
+def with_task(changed: str, kind: Kind) -> Plan:
+    """The chain, with one more task of stage 0."""
     placement = chain_plan().placement
-    tasks = (*placement.tasks, replace(placement.tasks[0], kind=Kind.R))
-    return Plan(replace(placement, tasks=tasks), 1, ((), (), ()))
+    task = next(task for task in placement.tasks if str(task) == changed)
+    return Plan(replace(placement, tasks=(*placement.tasks, replace(task, kind=kind))), 1, ((), (), ()))
+
+
+def weights_alone() -> Plan:
+    return with_task("0B", Kind.W)
+
+
+def backward_and_inputs() -> Plan:
+    return with_task("1B", Kind.I)
+
+
+def forward_alone() -> Plan:
+    """A stage that does not train, in a plan that does."""
+    placement = place(Costs.uniform(3), Cluster.uniform(3))
+    tasks = tuple(task for task in placement.tasks if str(task) != "0B")
+    return Plan(Placement(tasks, (), placement.cluster), 1, ((), (), ()))
+
+
+def recomputed_late() -> Plan:
+    """R that the backward does not wait for."""
+    placement = place(Costs.uniform(3, recompute_us=1), Cluster.uniform(3))
+    names = [(str(placement.tasks[edge.source]), str(placement.tasks[edge.target])) for edge in placement.edges]
+    edges = tuple(edge for edge, name in zip(placement.edges, names, strict=True) if name != ("1R", "1B"))
+    return Plan(replace(placement, edges=edges), 1, ((), (), ()))
 
 
 def on_two_ranks() -> Plan:
@@ -157,8 +177,13 @@ def backward_elsewhere() -> Plan:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (split_backward, "the plan has 0I tasks, but only F and B can be run; plan without split backward"),
-        (recomputing, "the plan has 0R tasks, but only F and B can be run"),
+        (
+            weights_alone,
+            "stage 0 has F B W tasks; a stage that trains has F, R if it recomputes, and B or both",
+        ),
+        (backward_and_inputs, "stage 1 has F B I tasks"),
+        (forward_alone, "stage 0 has F tasks; .* in one plan either all stages train or none"),
+        (recomputed_late, "lacks the edge 1R → 1B"),
         (on_two_ranks, r"task 1F is on the ranks \(1, 2\); only one rank a stage"),
         (two_streams, "the plan has 2 separate data streams; only one can be run"),
         (two_stages, r"the plan has 2 stages, the model was split into 3; split\(model, 2\), or plan for 3 stages"),
@@ -176,6 +201,8 @@ def test_refused(make: object, message: str) -> None:
 def test_what_is_supported_is_not_refused() -> None:
     for plan in (chain_plan(), chain_plan(gpipe), forward_only(chain_plan().placement.forward_only(), 3)):
         refuse_unsupported(plan, CHAIN, 3)
+    for more in ({"weight_us": 1}, {"recompute_us": (1, None, 2)}, {"weight_us": 1, "recompute_us": 1}):
+        refuse_unsupported(gpipe(place(Costs.uniform(3, **more), Cluster.uniform(3)), 2), CHAIN, 3)
     for seed in range(50):
         edges, plan = random_plan(seed, 3)
         refuse_unsupported(plan, edges, plan.num_stages)

@@ -24,7 +24,7 @@ def run_each(rank: int, cases: list[tuple[Stages, Plan, list[Any]]]) -> list[lis
 
 
 def trains(plan: Plan) -> bool:
-    return any(task.kind is Kind.B for task in plan.placement.tasks)
+    return any(task.kind is not Kind.F for task in plan.placement.tasks)
 
 
 def test_random_orders(pool: Pool) -> None:
@@ -50,6 +50,9 @@ def test_the_random_plans_are_odd_enough() -> None:
     assert any(not order for plan in plans for order in plan.orders)  # an idle rank
     assert any(len(plan.placement.stages_on(rank)) > 1 for plan in plans for rank in range(NUM_RANKS))
     assert sum(not trains(plan) for plan in plans) > 1
+    kinds = [{str(task.kind) for task in plan.placement.tasks} for plan in plans]
+    assert min(sum(kind in of_plan for of_plan in kinds) for kind in "BIWR") > NUM_PLANS / 3
+    assert sum({"B", "I"} <= of_plan for of_plan in kinds) > NUM_PLANS / 4
     assert sum(len({a for a, _ in edges}) < len(edges) for edges, _ in drawn) > 10  # an output with several readers
     out_of_order = 0
     for plan in plans:

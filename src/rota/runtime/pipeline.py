@@ -6,7 +6,7 @@ import atexit
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, final
 
@@ -19,7 +19,8 @@ from rota.errors import PipelineError
 from rota.models import Stages
 from rota.plan import Plan
 from rota.runtime import batches
-from rota.runtime.gradients import Kept, backward, forward, hand_over, take_loss, warm_up
+from rota.runtime.compute import Batch, Compute, LossFn
+from rota.runtime.gradients import hand_over, warm_up
 from rota.runtime.handover import digest, leave_record
 from rota.runtime.program import Action, ValueKey, compile_program, refuse_unsupported
 from rota.runtime.recorder import Record, clock_offset_ns, merge
@@ -27,8 +28,6 @@ from rota.runtime.transport import Transport, together
 from rota.runtime.watchdog import Watchdog
 from rota.tasks import Kind, Op
 from rota.timeline import Timeline
-
-LossFn = Callable[[Any, Any], torch.Tensor]
 
 
 @final
@@ -57,17 +56,16 @@ class Pipeline:
         edge_index = {(edge.source, edge.target): i for i, edge in enumerate(stages.edges)}
         refuse_unsupported(plan, edge_index, len(stages))
         self.stages, self.plan, self.loss_fn = stages, plan, loss_fn
-        self._trains = any(task.kind is Kind.B for task in plan.placement.tasks)
+        self._trains = any(task.kind.makes_weight_gradients for task in plan.placement.tasks)
         if self._trains and loss_fn is None:
             raise PipelineError("the plan has backwards, so a loss_fn(output, target) is needed")
         if self._trains:
             warm_up()
         self._dynamic_shapes = dynamic_shapes
-        self._keep_outputs = keep_outputs or not self._trains
         self._owns_process_group = not dist.is_initialized()
-        self._sink = stages.sink
+        self._loss_rank = plan.placement.ranks_of(stages.sink)[0]
+        self._compute = Compute(stages, plan.placement, loss_fn, keep_outputs or not self._trains)
         self._join_processes()
-        self._loss_rank = plan.placement.ranks_of(self._sink)[0]
         self._incoming = [[edge_index[e.source, e.target] for e in stages.incoming(s)] for s in range(len(stages))]
         self._outgoing = [[edge_index[e.source, e.target] for e in stages.outgoing(s)] for s in range(len(stages))]
         self._program = compile_program(plan, edge_index, self.rank)
@@ -75,14 +73,8 @@ class Pipeline:
         self._watchdog = Watchdog(self.rank, timeout_s, self._doing)
         self._action: Action | None = None  # what the watchdog tells; None before the first and after the last
         self._signature: object = None
-        self._seed = 0
         self._record = Record(self.rank, clock_offset_ns(self._group))
         self._local: dict[ValueKey, Any] = {}
-        self._kept: dict[tuple[int, int], Kept] = {}
-        #: Loss of each micro-batch of the last step, on the rank of the last stage.
-        self.losses: dict[int, float] = {}
-        #: Output of each micro-batch of the last step, likewise, if they are kept.
-        self.outputs: dict[int, Any] = {}
         self._complete = self._closed = False
         atexit.register(self.close)
 
@@ -128,6 +120,16 @@ class Pipeline:
         """The parameters of this rank's stages: what this rank's optimizer takes."""
         return (parameter for _, parameter in self.named_parameters())
 
+    @property
+    def losses(self) -> dict[int, float]:
+        """Loss of each micro-batch of the last step, on the rank of the last stage."""
+        return self._compute.losses
+
+    @property
+    def outputs(self) -> dict[int, Any]:
+        """Output of each micro-batch of the last step, likewise, if they are kept."""
+        return self._compute.outputs
+
     # --- one step -------------------------------------------------------------------------------------------------
 
     def step(self, inputs: Any = None, targets: Any = None) -> float:
@@ -141,19 +143,19 @@ class Pipeline:
             raise PipelineError("the pipeline is closed; make a new one")
         batch = self._prepare(inputs, targets)
         self._watchdog.begin()
-        self._seed = int(torch.randint(2**62, ()))
+        seed = int(torch.randint(2**62, ()))
         random_state = torch.get_rng_state()
         try:
             fresh = self._agree_on_layouts(batch)
-            self._begin_step()
+            self._begin_step(batch, seed)
             with torch.set_grad_enabled(self._trains):
                 for action in self._program.strict if fresh else self._program.overlapped:
                     self._action = action
                     self._watchdog.tick()
-                    self._do(action, batch, fresh)
+                    self._do(action, fresh)
             self._action = None
             self._transport.drain()
-            loss = self._mean_loss(batch[2])
+            loss = self._mean_loss(batch.shares)
         finally:
             self._watchdog.end()
             # Each rank has drawn one number, whatever its stages drew: shuffles stay the same on all ranks.
@@ -161,7 +163,7 @@ class Pipeline:
         self._complete = True
         return loss
 
-    def _prepare(self, inputs: Any, targets: Any) -> tuple[list[Any], list[Any], list[float]]:
+    def _prepare(self, inputs: Any, targets: Any) -> Batch:
         n = self.plan.num_microbatches
         for stage in self.local_stages:
             if self.stages.inputs[stage] and inputs is None:
@@ -174,12 +176,12 @@ class Pipeline:
         if self.rank == self._loss_rank and self._trains and missing:
             got = "targets=None" if targets is None else f"targets[{missing[0]}] = None"
             raise PipelineError(f"rank {self.rank} holds the last stage, but got {got}; pass them on this rank")
-        return *given, batches.weights(inputs, targets, n)
+        return Batch(*given, batches.weights(inputs, targets, n))
 
-    def _agree_on_layouts(self, batch: tuple[list[Any], list[Any], list[float]]) -> bool:
+    def _agree_on_layouts(self, batch: Batch) -> bool:
         """Whether any rank has reason to expect other layouts at the boundaries than in the last step."""
         signature = (
-            [batches.shapes(microbatch) for microbatch in batch[0]],
+            [batches.shapes(microbatch) for microbatch in batch.inputs],
             [(m.training, [p.requires_grad for p in m.parameters()]) for m in self.local_stages.values()],
         )
         changed = torch.tensor([int(self._dynamic_shapes or signature != self._signature)])
@@ -188,18 +190,17 @@ class Pipeline:
         self._signature = signature
         return bool(changed.item())
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, batch: Batch, seed: int) -> None:
         self._record.starts_ns, self._record.ends_ns = [], []
         self._record.sent_ns, self._record.through_ns = {}, {}
         self._transport.sent_ns, self._transport.through_ns = self._record.sent_ns, self._record.through_ns
         self._complete = False
-        self._kept.clear()
         self._local.clear()
-        self.losses, self.outputs = {}, {}
+        self._compute.begin(batch, seed)
 
-    def _do(self, action: Action, batch: tuple[list[Any], list[Any], list[float]], fresh: bool) -> None:
+    def _do(self, action: Action, fresh: bool) -> None:
         if action.message is None:
-            self._run(action.op, batch)
+            self._run(action.op)
         elif action.what == "receive":
             self._transport.post(action.message, with_layout=fresh)
         else:
@@ -209,40 +210,29 @@ class Pipeline:
             else:
                 self._transport.send_value(action.message, value, with_layout=fresh)
 
-    def _run(self, op: Op, batch: tuple[list[Any], list[Any], list[float]]) -> None:
-        is_forward = op.kind is Kind.F
-        edges = self._incoming[op.stage] if is_forward else self._outgoing[op.stage]
-        received = [self._take((edge, not is_forward, op.microbatch)) for edge in edges]
+    def _run(self, op: Op) -> None:
+        reads, makes, is_gradient = self._boundary(op)
+        received = [self._take((edge, is_gradient, op.microbatch)) for edge in reads]
         start_ns = time.monotonic_ns()
-        made = self._forward(op, received, batch) if is_forward else self._backward(op, received)
+        made = self._compute.run(op, received)
         self._record.starts_ns.append(start_ns)
         self._record.ends_ns.append(time.monotonic_ns())
-        for edge, value in zip(self._outgoing[op.stage] if is_forward else self._incoming[op.stage], made, strict=True):
-            self._local[edge, not is_forward, op.microbatch] = value
+        for edge, value in zip(makes, made, strict=True):
+            self._local[edge, is_gradient, op.microbatch] = value
+
+    def _boundary(self, op: Op) -> tuple[list[int], list[int], bool]:
+        """The edges that an op reads and those that it makes, and whether they carry gradients."""
+        if op.kind is Kind.F:
+            return self._incoming[op.stage], self._outgoing[op.stage], False
+        if op.kind in (Kind.B, Kind.I):
+            return self._outgoing[op.stage], self._incoming[op.stage], True
+        return [], [], False
 
     def _take(self, key: ValueKey) -> Any:
         if key in self._program.arriving:
             return self._transport.take(key)
         value = self._local.pop(key)
         return value if key[1] else hand_over(value)
-
-    def _forward(self, op: Op, received: list[Any], batch: tuple[list[Any], list[Any], list[float]]) -> list[Any]:
-        inputs, targets, shares = batch
-        m = op.microbatch
-        # Dropout is a matter of step, stage and micro-batch, not of the order or the rank.
-        torch.default_generator.manual_seed(hash((self._seed, op.stage, m)) % 2**63)
-        output, values, kept = forward(self.stages, op.stage, received, inputs[m])
-        if op.stage == self._sink:
-            if self.loss_fn is not None and targets[m] is not None:
-                self.losses[m] = take_loss(kept, self.loss_fn, output, targets[m], shares[m])
-            if self._keep_outputs:
-                self.outputs[m] = hand_over(output)
-        if self._trains:
-            self._kept[op.stage, m] = kept
-        return values
-
-    def _backward(self, op: Op, received: list[Any]) -> list[Any]:
-        return backward(self._kept.pop((op.stage, op.microbatch)), received)
 
     def _mean_loss(self, shares: list[float]) -> float:
         mean = sum(shares[m] * loss for m, loss in self.losses.items()) if self.losses else math.nan

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 from rota.errors import PipelineError
+from rota.placement import Placement
 from rota.plan import Plan, Transfer
 from rota.tasks import Kind, Op
 
@@ -113,9 +115,8 @@ def refuse_unsupported(plan: Plan, edges: Iterable[tuple[int, int]], num_stages:
             f"the plan has {placement.num_stages} stages, the model was split into {num_stages}; "
             f"split(model, {placement.num_stages}), or plan for {num_stages} stages"
         )
+    kinds = _kinds_by_stage(placement)
     for task in placement.tasks:
-        if task.kind not in (Kind.F, Kind.B):
-            raise PipelineError(f"the plan has {task} tasks, but only F and B can be run; plan without split backward")
         if len(task.ranks) > 1:
             raise PipelineError(f"task {task} is on the ranks {task.ranks}; only one rank a stage can be run")
         home = placement.ranks_of(task.stage)
@@ -126,9 +127,7 @@ def refuse_unsupported(plan: Plan, edges: Iterable[tuple[int, int]], num_stages:
             )
     if placement.num_streams > 1:
         raise PipelineError(f"the plan has {placement.num_streams} separate data streams; only one can be run")
-    expected = {(f"{a}F", f"{b}F") for a, b in edges}
-    if any(task.kind is Kind.B for task in placement.tasks):
-        expected |= {(f"{b}B", f"{a}B") for a, b in edges} | {(f"{s}F", f"{s}B") for s in range(num_stages)}
+    expected = _edges_to_run(kinds, edges)
     there = {(str(placement.tasks[e.source]), str(placement.tasks[e.target])) for e in placement.edges}
     if len(there) < len(placement.edges):
         raise PipelineError("the plan's placement has an edge twice; give each pair of stages one edge")
@@ -139,3 +138,30 @@ def refuse_unsupported(plan: Plan, edges: Iterable[tuple[int, int]], num_stages:
                 f"the plan's placement {told} the edge {a} → {b}; measure the stages and plan with these "
                 f"costs (rota.profile, then rota plan --costs), or place(costs, cluster, edges=stages.edges)"
             )
+
+
+def _kinds_by_stage(placement: Placement) -> list[str]:
+    """Each stage's kinds, "F", "FB", "FIW", "FRB" or "FRIW"; raises PipelineError on any others."""
+    kinds = ["".join(k for k in "FRBIW" if placement.task(s, Kind(k))) for s in placement.stages]
+    trains = any(len(of_stage) > 1 for of_stage in kinds)
+    for stage, of_stage in enumerate(kinds):
+        if of_stage not in (_TRAINING if trains else ("F",)):
+            raise PipelineError(
+                f"stage {stage} has {' '.join(of_stage)} tasks; a stage that trains has F, R if it recomputes, and B "
+                f"or both I and W, and in one plan either all stages train or none"
+            )
+    return kinds
+
+
+_TRAINING = ("FB", "FIW", "FRB", "FRIW")
+
+
+def _edges_to_run(kinds: list[str], edges: Iterable[tuple[int, int]]) -> set[tuple[str, str]]:
+    """The edges between tasks that the stages and the edges between them need."""
+    expected = {(f"{s}{a}", f"{s}{b}") for s, of_stage in enumerate(kinds) for a, b in pairwise(of_stage)}
+    for a, b in edges:
+        expected.add((f"{a}F", f"{b}F"))
+        if len(kinds[b]) > 1:
+            back = [next(k for k in kinds[stage] if k in "BI") for stage in (b, a)]
+            expected.add((f"{b}{back[0]}", f"{a}{back[1]}"))
+    return expected
