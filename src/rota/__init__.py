@@ -35,7 +35,7 @@ _HOMES = {
     ),
     "rota.models": ("CutPoint", "Stages", "split"),
     "rota.profiling": ("profile",),
-    "rota.runtime": ("Pipeline", "given_plan"),
+    "rota.runtime": ("Pipeline", "given_plan", "spmd"),
     "rota.drawing": ("draw",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from rota.profiling import profile as profile
     from rota.runtime import Pipeline as Pipeline
     from rota.runtime import given_plan as given_plan
+    from rota.runtime import spmd as spmd
     from rota.simulation import simulate as simulate
     from rota.tasks import Kind as Kind
     from rota.tasks import Op as Op

@@ -37,9 +37,12 @@ def with_whole_backwards(placement: Placement, stages: set[int]) -> Placement:
 
 
 def random_plan(seed: int, num_ranks: int) -> tuple[Edges, Plan]:
-    """The edges between the stages and a valid plan for them: stages anywhere, micro-batches in any order."""
+    """The edges between the stages and a valid plan for them: stages anywhere, micro-batches in any order.
+
+    In every third plan some stages are on several ranks.
+    """
     rng, kinds = random.Random(seed), random.Random(f"kinds {seed}")
-    num_stages = rng.randint(1, 6)
+    num_stages = rng.randint(1, 8)
     edges = random_edges(rng, num_stages)
     costs = Costs(
         forward_us=tuple(rng.randint(0, 3) for _ in range(num_stages)),
@@ -48,7 +51,10 @@ def random_plan(seed: int, num_ranks: int) -> tuple[Edges, Plan]:
         recompute_us=tuple(kinds.choice([1, None, None]) for _ in range(num_stages)),
     )
     cluster = Cluster.uniform(num_ranks, latency_us=rng.choice([0, 0, 1, 5]))
-    placement = place(costs, cluster, [rng.randrange(num_ranks) for _ in range(num_stages)], edges)
+    ranks = [rng.sample(range(num_ranks), 1) for _ in range(num_stages)]
+    if seed % 3 == 0:
+        ranks = [rng.sample(range(num_ranks), rng.randint(1, num_ranks)) for _ in ranks]
+    placement = place(costs, cluster, ranks, edges)
     whole = {stage for stage in range(num_stages) if kinds.random() < 0.5}
     placement = with_whole_backwards(placement, whole)
     if rng.random() < 0.1:

@@ -43,7 +43,7 @@ def test_inputs_and_weights_apart() -> None:
     hidden, boundary = 5 * 16 * 4, 5 * 8 * 4
     assert costs.activation_bytes == (hidden, boundary + hidden, boundary)
     # W keeps all of it, the layers' inputs, and on top the gradients of their outputs.
-    assert costs.freed_by_input == (0, 0, 0)
+    assert costs.freed_by_input == (-boundary, -(hidden + boundary), -boundary)
 
 
 def test_inputs_free_what_weights_do_not_need() -> None:

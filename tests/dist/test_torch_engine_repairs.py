@@ -103,7 +103,7 @@ def test_buffers_dropout_and_evaluations_between_steps(pool: Pool) -> None:
 
 def tied() -> Stages:
     stages = chain(2)
-    stages[1].linear.weight = stages[0].linear.weight  # behind the back of Stages, which refuses it
+    stages[1].linear.weight = stages[0].linear.weight
     return stages
 
 

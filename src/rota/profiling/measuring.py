@@ -19,7 +19,16 @@ from rota.costs import Costs
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.profiling.kept import bytes_for_weights, kept_bytes, num_bytes, static_bytes
-from rota.runtime.gradients import Kept, backward, backward_inputs, forward, gradient_edges, hand_over, take_loss
+from rota.runtime.gradients import (
+    Kept,
+    backward,
+    backward_inputs,
+    forward,
+    gradient_edges,
+    hand_over,
+    take_loss,
+    writes_in_place,
+)
 from rota.runtime.messages import flatten
 from rota.runtime.split_backward import WeightWork
 
@@ -58,11 +67,11 @@ def profile(
     Every rank is a process of its own with one thread, and all of them compute at once, as in a run: where ranks
     share cores, their times say so (and `report` is told). `ranks[i]` is stage i's rank (default: rank i). F and B
     are warmed up; the median of `repeats` runs counts, each long enough for ranks that share a core to have taken
-    turns. Activation bytes are those of the storages that autograd keeps,
-    parameters and `batch` left out; static bytes are parameters, gradients and buffers. `split_backward` measures I and
-    W in place of B: I takes 0 where a stage's inputs want no gradient, and frees what W is not seen to keep. The
-    caller's modules, gradients and random state are not touched. Raises PipelineError if a stage fails, with its
-    number.
+    turns. Activation bytes are those of the storages that autograd keeps, parameters and `batch` left out; static
+    bytes are parameters, gradients and buffers. `split_backward` measures I and W in place of B: I takes 0 where a
+    stage's inputs want no gradient, and frees what W is not seen to keep, less than nothing where W keeps more than F
+    did. The caller's modules, gradients and random state are not touched. Raises PipelineError if a stage fails, with
+    its number.
     """
     if not isinstance(stages, Stages):
         raise PipelineError(
@@ -172,7 +181,7 @@ class StageRound:
         self, stage: int, stages: Stages, batch: Any, target: Any, loss_fn: LossFn | None, split: bool = False
     ) -> None:
         self.stages, self.stage, self.batch, self.target, self.loss_fn = stages, stage, batch, target, loss_fn
-        self.split = split
+        self.split, self.in_place = split, writes_in_place(stages[stage])
         outputs: dict[int, Any] = {}
         for before in stages.order():
             received = [hand_over(edge.take(outputs[edge.source])) for edge in stages.incoming(before)]
@@ -190,7 +199,9 @@ class StageRound:
 
     def _forward(self) -> tuple[list[Any], Kept]:
         leaves = [hand_over(value) for value in self.received]
-        output, values, kept = forward(self.stages, self.stage, leaves, self.batch, split=self.split)
+        output, values, kept = forward(
+            self.stages, self.stage, leaves, self.batch, split=self.split, in_place=self.in_place
+        )
         if not values and self.loss_fn is not None:
             take_loss(kept, self.loss_fn, output, self.target, 1.0)
         elif not values:  # without a loss the backward starts from the last stage's output
@@ -229,4 +240,4 @@ class StageRound:
         held = kept_bytes(lambda: self._forward()[1], inputs, fixed)
         waits = bytes_for_weights(backward_inputs(self._forward()[1], self.gradients)[1], fixed) if self.split else 0
         times = forward_us, backward_us, weight_us if self.split else None
-        return StageCosts(*times, held, max(held - waits, 0), static_bytes(module), *self.sizes)
+        return StageCosts(*times, held, held - waits, static_bytes(module), *self.sizes)

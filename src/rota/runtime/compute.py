@@ -10,7 +10,7 @@ import torch
 
 from rota.models import Stages
 from rota.placement import Placement
-from rota.runtime.gradients import Kept, backward, backward_inputs, forward, hand_over, take_loss
+from rota.runtime.gradients import Kept, backward, backward_inputs, forward, hand_over, take_loss, writes_in_place
 from rota.runtime.recompute import Again, without_activations
 from rota.runtime.split_backward import WeightWork
 from rota.tasks import Kind, Op
@@ -32,9 +32,12 @@ class Compute:
     """Runs ops of any stage; `losses` and `outputs` of the last stage are by micro-batch."""
 
     def __init__(self, stages: Stages, placement: Placement, loss_fn: LossFn | None, keep_outputs: bool) -> None:
-        self._stages, self._loss_fn, self._keep_outputs = stages, loss_fn, keep_outputs
-        self._tasks = {(task.stage, task.kind) for task in placement.tasks}
-        self._sink = stages.sink
+        self._stages, self._loss_fn, self.keep_outputs = stages, loss_fn, keep_outputs
+        self._split = {task.stage for task in placement.tasks if task.kind is Kind.I}
+        self._recomputed = {task.stage for task in placement.tasks if task.kind is Kind.R}
+        self._in_place = {s for s in placement.stages if writes_in_place(stages[s])}
+        self._sinks = {*stages.sinks}
+        self._num_stages = len(stages) // stages.num_streams  # of one copy of the model
         self._kept: dict[tuple[int, int], Kept | Again | WeightWork] = {}
         self._batch = Batch([], [], [])
         self._seed = 0
@@ -52,9 +55,15 @@ class Compute:
         take gradients of the outgoing edges and return those of the incoming ones; R and W take and return nothing.
         """
         if op.kind is Kind.F:
-            return self._first_forward(op, received)
+            return (
+                self._recomputable_forward(op, received)
+                if op.stage in self._recomputed
+                else self._forward(op, received)
+            )
         if op.kind is Kind.R:
-            self._forward_again(op)
+            again = self._kept.pop((op.stage, op.microbatch))
+            assert isinstance(again, Again)
+            self._forward(op, again.received, again.buffers)
             return []
         kept = self._kept.pop((op.stage, op.microbatch))
         if op.kind is Kind.W:
@@ -68,35 +77,31 @@ class Compute:
         self._kept[op.stage, op.microbatch] = work
         return gradients
 
-    def _first_forward(self, op: Op, received: list[Any]) -> list[Any]:
-        key, m = (op.stage, op.microbatch), op.microbatch
-        if (op.stage, Kind.R) in self._tasks:
-            with without_activations(self._stages[op.stage], received, f"stage {op.stage}") as again:
-                output, values, _ = self._forward(op, received)
-            self._kept[key] = again
-        else:
-            output, values, kept = self._forward(op, received)
-            if torch.is_grad_enabled():
-                self._kept[key] = kept
-        if op.stage == self._sink and self._keep_outputs:
-            self.outputs[m] = hand_over(output)
+    def _recomputable_forward(self, op: Op, received: list[Any]) -> list[Any]:
+        with without_activations(self._stages[op.stage], received, f"stage {op.stage}") as again:
+            values = self._forward(op, received)
+        self._kept[op.stage, op.microbatch] = again
         return values
 
-    def _forward_again(self, op: Op) -> None:
-        again = self._kept.pop((op.stage, op.microbatch))
-        assert isinstance(again, Again)
-        _, _, kept = self._forward(op, again.received, again.buffers)
-        self._kept[op.stage, op.microbatch] = kept
-
-    def _forward(
-        self, op: Op, received: list[Any], buffers: dict[str, torch.Tensor] | None = None
-    ) -> tuple[Any, list[Any], Kept]:
-        m = op.microbatch
+    def _forward(self, op: Op, received: list[Any], buffers: dict[str, torch.Tensor] | None = None) -> list[Any]:
+        stage, _, m = op
         # Dropout is a matter of step, stage and micro-batch, not of the order or the rank: R draws what F drew.
-        torch.default_generator.manual_seed(hash((self._seed, op.stage, m)) % 2**63)
-        split = (op.stage, Kind.I) in self._tasks
-        inputs, targets = self._batch.inputs[m], self._batch.targets[m]
-        output, values, kept = forward(self._stages, op.stage, received, inputs, split=split, buffers=buffers)
-        if op.stage == self._sink and self._loss_fn is not None and targets is not None:
-            self.losses[m] = take_loss(kept, self._loss_fn, output, targets, self._batch.shares[m])
-        return output, values, kept
+        torch.default_generator.manual_seed(hash((self._seed, stage % self._num_stages, m)) % 2**63)
+        batch = self._batch
+        output, values, kept = forward(
+            self._stages,
+            stage,
+            received,
+            batch.inputs[m],
+            split=stage in self._split,
+            in_place=stage in self._in_place,
+            buffers=buffers,
+        )
+        if stage in self._sinks:
+            if self._loss_fn is not None and (targets := batch.targets[m]) is not None:
+                self.losses[m] = take_loss(kept, self._loss_fn, output, targets, batch.shares[m])
+            if self.keep_outputs:
+                self.outputs[m] = hand_over(output)
+        if torch.is_grad_enabled():
+            self._kept[stage, m] = kept
+        return values
