@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-core check fmt docs bench clean
+.PHONY: help demo test test-core fuzz soak check fmt docs bench clean
 
 PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -16,13 +16,19 @@ help: ## list the targets
 demo: $(READY) ## a first tour: run `rota demo`
 	$(BIN)/rota demo
 
-test test-core: export OMP_NUM_THREADS := 1
+test test-core fuzz soak: export OMP_NUM_THREADS := 1
 
 test: test-core ## run every test
 	$(BIN)/pytest -m dist
 
 test-core: $(READY) ## run the tests of which none starts processes, side by side
 	$(BIN)/pytest -m "not dist" --numprocesses auto --dist worksteal
+
+fuzz: $(READY) ## run 600 random plans on processes, many more than `make test` does
+	ROTA_RANDOM_PLANS=200 $(BIN)/pytest tests/dist/test_random_orders.py
+
+soak: $(READY) ## run 1,000 steps in a row, which must leave nothing behind
+	ROTA_SOAK_STEPS=1000 $(BIN)/pytest --timeout 600 tests/dist/test_leftovers.py
 
 check: $(READY) ## lint, formatting and types
 	$(BIN)/ruff check

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from core_strategies import costs
 from rota.costs import Cluster, Costs, Link
 from rota.errors import FormatError, PlacementError, RotaError
+from rota.placing import place
 
 GIVEN = Costs((1, 2, 3), (4, 5, 6), activation_bytes=7, boundary_bytes=(8, 9), edges=((0, 1), (0, 2)))
 
@@ -45,6 +46,9 @@ def test_one_number_stands_for_every_stage() -> None:
 def test_the_input_gradient_frees_half_unless_told() -> None:
     assert Costs.uniform(2, activation_bytes=5).freed_by_input == (2, 2)
     assert Costs.uniform(2, activation_bytes=5, input_frees_bytes=0).freed_by_input == (0, 0)
+    more = Costs.uniform(2, activation_bytes=5, input_frees_bytes=(-3, 1), weight_us=1)
+    assert Costs.from_json(more.to_json()) == more
+    assert [task.held_bytes for task in place(more, Cluster.uniform(2)).tasks] == [5, 5, 3, -1, -8, -4]
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ TABLE = {
     "rota.models": Row((*CORE, "torch")),
     "rota.runtime": Row((*CORE, "rota.models", "torch")),
     "rota.profiling": Row((*CORE, "rota.models", "rota.runtime", "torch")),
+    "rota.interop": Row((*CORE, "rota.models", "rota.runtime", "torch")),
     "rota.drawing": Row(CORE, lazy=("rota.drawing.bars", "matplotlib", "numpy")),
     "rota.drawing.bars": Row((*CORE, "rota.drawing", "matplotlib", "numpy")),
     "rota.demo": Row((*CORE, "rota", "rota.models", "rota.runtime", "rota.profiling", "rota.drawing", "torch")),

@@ -341,8 +341,10 @@ def test_sequential_child_that_comes_twice() -> None:
     layer, act = nn.Linear(WIDTH, WIDTH), nn.Tanh()
     model = nn.Sequential(layer, act, nn.Linear(WIDTH, WIDTH), act).double()
     assert_same(model, split(model, 2), values())
-    with pytest.raises(SplitError, match=r"parameter '0.weight' of stage 0 is used in stage 2 too as '2.weight'"):
-        split(nn.Sequential(layer, act, layer), 3)
+    model = nn.Sequential(layer, act, layer).double()
+    stages = split(model, 3)
+    assert stages.ties == (((0, "0.weight"), (2, "2.weight")), ((0, "0.bias"), (2, "2.bias")))
+    assert_same(model, stages, values())
 
 
 def test_one_stage_is_the_model_itself() -> None:
@@ -382,7 +384,7 @@ def test_module_without_parameters_may_serve_two_stages() -> None:
     assert_same(model, split(model, 2), values())
 
 
-def test_tied_parameter_is_fine_in_one_stage_and_refused_in_two() -> None:
+def test_tied_parameter_in_one_stage_and_in_two() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -400,10 +402,11 @@ def test_tied_parameter_is_fine_in_one_stage_and_refused_in_two() -> None:
     stages = split(model, 2, cuts=[1])
     assert [name for name, _ in stages[0].named_parameters()] == ["inner.embed.weight"]
     assert_same(model, stages, tokens())
-    with pytest.raises(
-        SplitError, match=r"parameter 'inner.embed.weight' of stage 0 is used in stage 1 too as 'head.w"
-    ):
-        split(model, 2, cuts=[0])
+    assert stages.ties == ()
+    stages = split(model, 2, cuts=[0])
+    assert stages.ties == (((0, "inner.embed.weight"), (1, "head.weight")),)
+    assert [name for name, _ in stages.named_parameters()] == ["inner.embed.weight", "last.weight", "last.bias"]
+    assert_same(model, stages, tokens())
 
 
 @pytest.mark.parametrize(

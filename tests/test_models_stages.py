@@ -121,13 +121,28 @@ def test_loss_needs_one_final_stage() -> None:
         _ = stages.sink
 
 
-def test_parameter_in_two_stages_is_refused_with_its_names() -> None:
-    embed, head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+def test_ties_are_found_whenever_they_are_made() -> None:
+    embed, head, middle = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False), nn.Linear(3, 3)
     head.weight = embed.weight
-    with pytest.raises(SplitError, match=r"parameter 'weight' of stage 0 is used in stage 2 too.*not supported"):
-        Stages([embed, nn.Linear(3, 3), head])
-    with pytest.raises(SplitError, match=r"parameter 'weight' of stage 0 is used in stage 1 too as '0.weight'"):
-        Stages([embed, nn.Sequential(head)])
+    assert Stages([embed, middle, nn.Sequential(head, head)]).ties == (((0, "weight"), (2, "0.weight")),)
+    stages = Stages([middle, nn.Linear(3, 3)])
+    assert stages.ties == ()
+    stages[1].weight = middle.weight
+    assert stages.ties == (((0, "weight"), (1, "weight")),)
+    assert [name for name, _ in stages.named_parameters()] == ["0.weight", "0.bias", "1.bias"]
+
+
+def test_repeated() -> None:
+    stages = Stages(
+        [nn.Linear(2, 2), nn.Linear(2, 2), nn.Bilinear(2, 2, 2)], [(0, 1), (0, 2), (1, 2)], {0: "x", 2: ()}, ["x"]
+    )
+    twice = stages.repeated(2)
+    assert [edge[:2] for edge in twice.edges] == [(0, 1), (0, 2), (1, 2), (3, 4), (3, 5), (4, 5)]
+    assert (twice.sinks, twice.sink, twice.num_streams) == ((2, 5), 2, 2)
+    assert twice.inputs == stages.inputs * 2
+    assert {places[0][0] + 3 == places[1][0] for places in twice.ties} == {True}
+    assert dict(twice.named_parameters()).keys() == dict(stages.named_parameters()).keys()
+    assert torch.equal(twice.run(torch.ones(1, 2)), stages.run(torch.ones(1, 2)))
 
 
 @pytest.mark.parametrize(

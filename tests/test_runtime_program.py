@@ -10,7 +10,7 @@ from dist.random_plans import Edges, random_plan
 from rota.costs import Cluster, Costs
 from rota.errors import PipelineError
 from rota.placement import Placement
-from rota.placing import place
+from rota.placing import bidirectional, place
 from rota.plan import Plan
 from rota.runtime.program import Action, Program, compile_program, refuse_unsupported
 from rota.schedules import forward_only, gpipe, one_f_one_b
@@ -97,7 +97,7 @@ def test_values_and_columns_are_told_apart() -> None:
     for plan, of_ranks in many_programs():
         for program in of_ranks:
             messages = [action.message for action in program.strict if action.message]
-            assert len({message.value for message in messages}) == len(messages)
+            assert len({(message.value, message.transfer.receiver) for message in messages}) == len(messages)
             received = {a.message.value for a in program.strict if a.what == "receive" and a.message}
             assert program.arriving == received
         columns = [a.message.column for p in of_ranks for a in p.strict if a.what == "send" and a.message]
@@ -110,21 +110,53 @@ def test_values_and_columns_are_told_apart() -> None:
                 assert message.column[1] == message.transfer.source.microbatch
 
 
+def test_what_is_used_how_often() -> None:
+    placement = place(Costs.uniform(3), Cluster.uniform(3), [(0, 1), 0, (0, 1, 2)], [(0, 1), (0, 2), (1, 2)])
+    plan, index = gpipe(placement, 1), {(0, 1): 0, (0, 2): 1, (1, 2): 2}
+    uses = [compile_program(plan, index, rank).num_uses for rank in range(3)]
+    # Values of edge 0 stay on rank 0; of edges 1 and 2 rank 0 reads one and sends two. Gradients are read on rank 0
+    # and sent to rank 1 where it does stage 0 too; what rank 1 and rank 2 make besides is nobody's.
+    assert uses[0] == {(0, False): 1, (1, False): 3, (2, False): 3, (0, True): 2, (1, True): 2, (2, True): 1}
+    assert {key: n for key, n in uses[1].items() if n} == {}
+    assert {key: n for key, n in uses[2].items() if n} == {}
+
+
+def test_who_must_note_layouts_itself() -> None:
+    plan = gpipe(place(Costs.uniform(2), Cluster.uniform(3), [(0, 1), 2]), 1)
+    assert [compile_program(plan, {(0, 1): 0}, rank).unsent for rank in range(3)] == [set(), {0}, set()]
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def split_backward() -> Plan:
-    return gpipe(place(Costs.uniform(3, weight_us=1), Cluster.uniform(3)), 2)
-
-
-def recomputing() -> Plan:
+def with_task(changed: str, kind: Kind) -> Plan:
+    """The chain, with one more task of stage 0."""
     placement = chain_plan().placement
-    tasks = (*placement.tasks, replace(placement.tasks[0], kind=Kind.R))
-    return Plan(replace(placement, tasks=tasks), 1, ((), (), ()))
+    task = next(task for task in placement.tasks if str(task) == changed)
+    return Plan(replace(placement, tasks=(*placement.tasks, replace(task, kind=kind))), 1, ((), (), ()))
 
 
-def on_two_ranks() -> Plan:
-    return gpipe(place(Costs.uniform(3), Cluster.uniform(4), [0, (1, 2), 3]), 2)
+def weights_alone() -> Plan:
+    return with_task("0B", Kind.W)
+
+
+def backward_and_inputs() -> Plan:
+    return with_task("1B", Kind.I)
+
+
+def forward_alone() -> Plan:
+    """A stage that does not train, in a plan that does."""
+    placement = place(Costs.uniform(3), Cluster.uniform(3))
+    tasks = tuple(task for task in placement.tasks if str(task) != "0B")
+    return Plan(Placement(tasks, (), placement.cluster), 1, ((), (), ()))
+
+
+def recomputed_late() -> Plan:
+    """R that the backward does not wait for."""
+    placement = place(Costs.uniform(3, recompute_us=1), Cluster.uniform(3))
+    names = [(str(placement.tasks[edge.source]), str(placement.tasks[edge.target])) for edge in placement.edges]
+    edges = tuple(edge for edge, name in zip(placement.edges, names, strict=True) if name != ("1R", "1B"))
+    return Plan(replace(placement, edges=edges), 1, ((), (), ()))
 
 
 def two_streams() -> Plan:
@@ -154,18 +186,29 @@ def backward_elsewhere() -> Plan:
     return Plan(Placement(tasks, placement.edges, placement.cluster), 1, tuple(tuple(map(Op.parse, o)) for o in orders))
 
 
+def backward_on_fewer() -> Plan:
+    placement = place(Costs.uniform(3), Cluster.uniform(3), [(0, 1), 1, 2])
+    tasks = tuple(replace(t, ranks=(0,)) if str(t) == "0B" else t for t in placement.tasks)
+    return Plan(Placement(tasks, placement.edges, placement.cluster), 1, ((), (), ()))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (split_backward, "the plan has 0I tasks, but only F and B can be run; plan without split backward"),
-        (recomputing, "the plan has 0R tasks, but only F and B can be run"),
-        (on_two_ranks, r"task 1F is on the ranks \(1, 2\); only one rank a stage"),
-        (two_streams, "the plan has 2 separate data streams; only one can be run"),
+        (
+            weights_alone,
+            "stage 0 has F B W tasks; a stage that trains has F, R if it recomputes, and B or both",
+        ),
+        (backward_and_inputs, "stage 1 has F B I tasks"),
+        (forward_alone, "stage 0 has F tasks; .* in one plan either all stages train or none"),
+        (recomputed_late, "lacks the edge 1R → 1B"),
+        (two_streams, "lacks the edge 1F → 2F; measure the stages"),
         (two_stages, r"the plan has 2 stages, the model was split into 3; split\(model, 2\), or plan for 3 stages"),
         (without_edge, "lacks the edge 1F → 2F; measure the stages"),
         (with_edge, "has, against the model, the edge 0F → 2F; measure the stages"),
         (edge_twice, "has an edge twice"),
         (backward_elsewhere, "task 2B is on rank 0, but stage 2's other task on rank 2; place a stage's forward"),
+        (backward_on_fewer, "task 0B is on rank 0, but stage 0's other task on rank 0, 1; place a stage's forward"),
     ],
 )
 def test_refused(make: object, message: str) -> None:
@@ -176,6 +219,12 @@ def test_refused(make: object, message: str) -> None:
 def test_what_is_supported_is_not_refused() -> None:
     for plan in (chain_plan(), chain_plan(gpipe), forward_only(chain_plan().placement.forward_only(), 3)):
         refuse_unsupported(plan, CHAIN, 3)
+    for more in ({"weight_us": 1}, {"recompute_us": (1, None, 2)}, {"weight_us": 1, "recompute_us": 1}):
+        refuse_unsupported(gpipe(place(Costs.uniform(3, **more), Cluster.uniform(3)), 2), CHAIN, 3)
+    for on in ([0, (1, 2), 3], [(0, 1), (2, 3), (0, 1, 2, 3)]):
+        refuse_unsupported(gpipe(place(Costs.uniform(3), Cluster.uniform(4), on), 2), CHAIN, 3)
+    both = bidirectional(Costs.uniform(2), Cluster.uniform(2))
+    refuse_unsupported(gpipe(both, 2), [(0, 1), (2, 3)], 4)
     for seed in range(50):
         edges, plan = random_plan(seed, 3)
         refuse_unsupported(plan, edges, plan.num_stages)

@@ -15,12 +15,13 @@ from rota import reading
 from rota.errors import PlacementError
 
 
-def whole(name: str, value: object) -> int:
-    """`value` if it is a whole number of 0 or more, else a PlacementError that names it."""
+def whole(name: str, value: object, signed: bool = False) -> int:
+    """`value` if it is a whole number of 0 or more (any one if `signed`), else a PlacementError that names it."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise PlacementError(f"{name} is {value!r}: give a whole number of 0 or more (whole microseconds, whole bytes)")
+    if not isinstance(value, int) or isinstance(value, bool) or (value < 0 and not signed):
+        wanted = "a whole number" if signed else "a whole number of 0 or more"
+        raise PlacementError(f"{name} is {value!r}: give {wanted} (whole microseconds, whole bytes)")
     return value
 
 
@@ -104,6 +105,7 @@ class Cluster:
         return cls(limits, link(list(field["link"]), field["link"]), tuple(links))
 
 
+_SIGNED = ("input_frees_bytes",)
 _OPTIONAL = ("weight_us", "input_frees_bytes", "gradient_bytes", "recompute_us")  # None says something of its own
 
 
@@ -112,7 +114,8 @@ class Costs:
     """What each stage takes, one entry a stage (a single number stands for every stage).
 
     With `weight_us` the backward is split: `backward_us` is then the time of I, F holds `activation_bytes`, I frees
-    `input_frees_bytes` of them (default: half) and W the rest. Unsplit, B frees all. `*_peak_bytes` are needed on
+    `input_frees_bytes` of them (default: half; negative where it keeps gradients for W that need more) and W the rest.
+    Unsplit, B frees all. `*_peak_bytes` are needed on
     top while F, B (or I) and W run. `static_bytes` are there always: parameters, gradients, optimizer state.
     `edges` are (source, target) stages, None for a chain; `boundary_bytes` and `gradient_bytes` (default: the same)
     travel forward and backward, one entry an edge or a single number. A step ends with `reduce_us` and `optimizer_us`.
@@ -158,7 +161,8 @@ class Costs:
                 # A single number stays one: the edges may only be named when the stages are placed.
                 value = whole(field.name, value) if isinstance(value, int) else _spread(field.name, value, num_edges)
             else:
-                value = _spread(field.name, value, len(forward), gaps=field.name == "recompute_us")
+                gaps, signed = field.name == "recompute_us", field.name in _SIGNED
+                value = _spread(field.name, value, len(forward), gaps, signed)
             object.__setattr__(self, field.name, value)
         for stage, (freed, held) in enumerate(zip(self.freed_by_input, self.activation_bytes, strict=True)):
             if freed > held:
@@ -248,14 +252,17 @@ class Costs:
             elif field.name == "recompute_us" and isinstance(entry.value, list):
                 values[field.name] = tuple(stage.integer_or_none(0) for stage in entry)
             else:
-                values[field.name] = entry.integer(0) if isinstance(entry.value, int) else entry.integers(0)
+                least = None if field.name in _SIGNED else 0
+                values[field.name] = entry.integer(least) if isinstance(entry.value, int) else entry.integers(least)
         return cls(**values)
 
 
-def _spread(name: str, value: object, count: int, gaps: bool = False) -> tuple[int | None, ...]:
-    """One entry each; `gaps` allows None for some."""
+def _spread(name: str, value: object, count: int, gaps: bool = False, signed: bool = False) -> tuple[int | None, ...]:
+    """One entry each; `gaps` allows None for some, `signed` numbers below 0."""
     if not isinstance(value, Sequence):
-        return (whole(name, value),) * count
+        return (whole(name, value, signed),) * count
     if len(value) != count:
         raise PlacementError(f"{name} has {len(value)} entries for {count}; give {count}, or a single number for all")
-    return tuple(entry if gaps and entry is None else whole(f"{name}[{i}]", entry) for i, entry in enumerate(value))
+    return tuple(
+        entry if gaps and entry is None else whole(f"{name}[{i}]", entry, signed) for i, entry in enumerate(value)
+    )

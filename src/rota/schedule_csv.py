@@ -256,26 +256,29 @@ def _add_reductions(program: Sequence[_Step]) -> None:
 # --- what it cannot say -----------------------------------------------------------------------------------------------
 
 
-def require_chain(placement: Placement) -> None:
-    """Raises ScheduleError unless the stages are a chain 0, 1, …, each on one rank, without recompute."""
+def require_chain(placement: Placement, otherwise: str = _KEEP) -> None:
+    """Raises ScheduleError unless the stages are a chain 0, 1, …, each on one rank, without recompute.
+
+    `otherwise` is what it proposes besides another plan.
+    """
     flows: list[list[Kind]] = []
     for stage in range(placement.num_stages):
         tasks = [task for task in placement.tasks if task.stage == stage]
         ranks = sorted({rank for task in tasks for rank in task.ranks})
         flows.append(sorted((task.kind for task in tasks), key="FBIW".find))
         if Kind.R in flows[-1]:
-            raise ScheduleError(f"PyTorch's schedule CSV cannot say {stage}R: plan without recompute, {_KEEP}")
+            raise ScheduleError(f"PyTorch's schedule CSV cannot say {stage}R: plan without recompute, {otherwise}")
         if len(ranks) > 1:
             on = ", ".join(map(str, ranks))
             raise ScheduleError(
                 f"PyTorch's schedule CSV has one rank a stage, but stage {stage} is on ranks {on}: place it on one, "
-                f"{_KEEP}"
+                f"{otherwise}"
             )
         if "".join(flows[-1]) not in ("F", "FB", "FIW"):
             has = " ".join(flows[-1]) or "no task"
             raise ScheduleError(
                 f"PyTorch's schedule CSV has stages 0, 1, … of F, of F and B, or of F, I and W, but stage {stage} has "
-                f"{has}: number and split them so, {_KEEP}"
+                f"{has}: number and split them so, {otherwise}"
             )
     names = [str(task) for task in placement.tasks]
     have = Counter((names[edge.source], names[edge.target]) for edge in placement.edges)
@@ -284,7 +287,7 @@ def require_chain(placement: Placement) -> None:
         for source, target in odd:
             raise ScheduleError(
                 f"PyTorch's schedule CSV is of a chain of stages, but {problem} {source} -> {target}: place a chain, "
-                f"{_KEEP}"
+                f"{otherwise}"
             )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dist.networks import StepResult, assert_equal_steps, batch_of, pipeline_steps, serial_step
 from dist.pool import Pool
-from rota import Cluster, Costs, Plan, Stages, place
+from rota import Cluster, Costs, PipelineError, Plan, Stages, place
 from rota.schedules import NAMED
 
 WIDTH = 6
@@ -187,3 +187,47 @@ def test_boundary(pool: Pool, case: str) -> None:
         serial = serial_gradients(stages, *batch)
         for plan in range(len(plans)):
             assert_equal_steps([results[plan][step] for results in by_rank], serial)
+
+
+def plain(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x)
+
+
+class InPlaceFirst(nn.Module):
+    """Writes into what it receives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.linear = nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.act(x))
+
+
+def in_place_stages(edges: list[tuple[int, int]]) -> Stages:
+    torch.manual_seed(0)
+    return Stages([Stage(plain, 0), InPlaceFirst(), Stage(layer, 2)], edges)
+
+
+def run_told(rank: int, plan: Plan, edges: list[tuple[int, int]]) -> str | StepResult:
+    try:
+        return pipeline_steps(rank, in_place_stages(edges), plan, [batch_of(4)])[0]
+    except PipelineError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
+@pytest.mark.parametrize("ranks", [[0, 0, 0], [0, 1, 0]], ids=["on its rank", "elsewhere"])
+@pytest.mark.parametrize("others_read", [False, True])
+def test_writing_into_what_is_received(pool: Pool, ranks: list[int], others_read: bool, split: bool) -> None:
+    edges = [(0, 1), (1, 2), (0, 2)] if others_read else [(0, 1), (1, 2)]
+    costs = Costs.uniform(3, weight_us=1 if split else None)
+    plan = NAMED["gpipe"](place(costs, Cluster.uniform(max(ranks) + 1), ranks, edges), 4)
+    results = pool.run(plan.num_ranks, run_told, plan, edges)
+    if others_read and ranks[1] == 0:
+        assert "stage 1 writes into what it receives, which other stages read too" in results[0]
+    else:
+        stages = in_place_stages(edges)
+        if others_read:  # on one rank they would disturb each other
+            stages[1].act.inplace = False
+        assert_equal_steps(results, serial_step(stages, *batch_of(4)))

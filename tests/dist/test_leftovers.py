@@ -14,6 +14,7 @@ from dist.pool import Pool
 from rota import Cluster, Costs, Pipeline, Plan, Stages, place, schedules
 
 NUM_RANKS = 3
+NUM_STEPS = int(os.environ.get("ROTA_SOAK_STEPS", "200"))
 
 
 def plan_for(num_microbatches: int = 4) -> Plan:
@@ -27,6 +28,7 @@ def held() -> dict[str, int]:
         "Python threads": threading.active_count(),
         "threads": len(os.listdir("/proc/self/task")),
         "files": len(os.listdir("/proc/self/fd")),
+        "processes": len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()),
         "bytes": pages * os.sysconf("SC_PAGE_SIZE"),
     }
 
@@ -67,19 +69,20 @@ def test_pipelines_made_one_after_another_leave_nothing(pool: Pool) -> None:
 
 def many_steps(rank: int, stages: Stages, plan: Plan, batch: Any) -> tuple[dict[str, int], dict[str, int]]:
     with Pipeline(stages, plan, loss_fn) as pipeline:
-        for step in range(200):
+        for step in range(NUM_STEPS):
             pipeline.step(*batch)
             if step == 20:
                 early = held()
         return early, held()
 
 
-def test_two_hundred_steps_stay_flat(pool: Pool) -> None:
+def test_many_steps_in_a_row_stay_flat(pool: Pool) -> None:
     """A boundary tensor has 100 kB, so that 180 steps would leave 70 MB if each left one micro-batch's."""
     width = 128
     stages = Stages([Layer(width).double() for _ in range(NUM_RANKS)])
     batch = torch.randn(2, 400, width, dtype=torch.float64).unbind()
-    for early, late in pool.run(NUM_RANKS, many_steps, stages, plan_for(), batch, timeout_s=100):
+    for early, late in pool.run(NUM_RANKS, many_steps, stages, plan_for(), batch, timeout_s=NUM_STEPS / 2):
+        assert late["processes"] == early["processes"]
         assert late["Python threads"] == early["Python threads"]
         assert late["threads"] <= early["threads"]
         assert late["files"] <= early["files"]

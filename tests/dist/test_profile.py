@@ -34,6 +34,28 @@ def test_bytes_are_those_that_autograd_keeps() -> None:
     assert costs.edges == ((0, 1),)
 
 
+def test_inputs_and_weights_apart() -> None:
+    stages = Stages([TwoLayers(), TwoLayers(), nn.Sequential(nn.Tanh(), nn.Linear(8, 8))])
+    costs = profile(stages, torch.zeros(5, 8), repeats=1, split_backward=True)
+    assert costs.weight_us is not None
+    assert costs.backward_us[0] == 0 < min(costs.backward_us[1:])
+    assert min(costs.weight_us) > 0
+    hidden, boundary = 5 * 16 * 4, 5 * 8 * 4
+    assert costs.activation_bytes == (hidden, boundary + hidden, boundary)
+    # W keeps all of it, the layers' inputs, and on top the gradients of their outputs.
+    assert costs.freed_by_input == (-boundary, -(hidden + boundary), -boundary)
+
+
+def test_inputs_free_what_weights_do_not_need() -> None:
+    layers = [nn.Tanh(), nn.Sigmoid(), nn.Tanh(), nn.Linear(8, 8)]
+    costs = profile(
+        Stages([nn.Linear(8, 8), nn.Sequential(*layers)]), torch.zeros(5, 8), repeats=1, split_backward=True
+    )
+    boundary = 5 * 8 * 4
+    assert costs.activation_bytes[1] == 3 * boundary
+    assert costs.freed_by_input[1] == boundary  # W keeps the layer's input and the gradient of its output
+
+
 class Views(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x * 2  # keeps nothing: the factor is a number

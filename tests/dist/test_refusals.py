@@ -21,7 +21,19 @@ from dist.networks import (
     serial_step,
 )
 from dist.pool import Pool
-from rota import Cluster, Costs, Op, Pipeline, PipelineError, PlanError, RotaError, SplitError, Stages, place
+from rota import (
+    Cluster,
+    Costs,
+    Op,
+    Pipeline,
+    PipelineError,
+    PlanError,
+    RotaError,
+    SplitError,
+    Stages,
+    bidirectional,
+    place,
+)
 from rota.plan import Plan
 from rota.schedules import gpipe, one_f_one_b
 
@@ -136,6 +148,12 @@ def test_two_final_stages() -> None:
     plan = gpipe(place(Costs.uniform(3, edges=edges), Cluster.uniform(3)), 2)
     with pytest.raises(SplitError, match="stages 1, 2 send their output nowhere"):
         Pipeline(graph_of_layers(3, edges), plan, loss_fn)
+
+
+def test_stages_of_both_streams() -> None:
+    plan = gpipe(bidirectional(Costs.uniform(2), Cluster.uniform(2)), 2)
+    with pytest.raises(PipelineError, match=r"2 data streams of 2 stages each, .* split into 4; split\(model, 2\)"):
+        Pipeline(chain(4), plan, loss_fn)
 
 
 def test_refused_on_one_rank_alone_ends_the_others(tmp_path: Path) -> None:

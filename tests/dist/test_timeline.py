@@ -44,24 +44,26 @@ def timelines_of_each(rank: int, cases: list[tuple[Stages, Plan]]) -> list[Timel
 def assert_possible(timeline: Timeline) -> None:
     """Ops of a rank follow each other in the plan's order; nothing is read before it was made and has arrived."""
     plan = timeline.plan
-    at: dict[Op, tuple[int, int]] = {}
-    for order, starts, ends in zip(plan.orders, timeline.starts_us, timeline.ends_us, strict=True):
+    at: dict[tuple[int, Op], tuple[int, int]] = {}
+    for rank, (order, starts, ends) in enumerate(zip(plan.orders, timeline.starts_us, timeline.ends_us, strict=True)):
         assert all(start <= end for start, end in zip(starts, ends, strict=True))
         assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
-        at |= zip(order, zip(starts, ends, strict=True), strict=True)
-    assert len(at) == plan.num_ops
+        at |= {(rank, op): (start, end) for op, start, end in zip(order, starts, ends, strict=True)}
+    assert len({op for _, op in at}) == plan.num_ops
     assert min(start for start, _ in at.values()) == 0
     assert timeline.makespan_us == max(end for _, end in at.values()) > 0
     seen = set()
     for span in timeline.transfer_spans():
         transfer: Any = span.work
         seen.add(transfer)
-        assert at[transfer.source][1] <= span.start_us <= span.end_us <= at[transfer.target][0], transfer
+        made, read = at[transfer.sender, transfer.source][1], at[transfer.receiver, transfer.target][0]
+        assert made <= span.start_us <= span.end_us <= read, transfer
     assert seen == set(plan.transfers)
     for edge in plan.placement.edges:
         a, b = plan.placement.tasks[edge.source], plan.placement.tasks[edge.target]
-        for m in range(plan.num_microbatches):
-            assert at[Op(a.stage, a.kind, m)][1] <= at[Op(b.stage, b.kind, m)][0]
+        for rank in {*a.ranks} & {*b.ranks} if len(a.ranks) == 1 or a.ranks == b.ranks else ():
+            for m in range(plan.num_microbatches):
+                assert at[rank, Op(a.stage, a.kind, m)][1] <= at[rank, Op(b.stage, b.kind, m)][0]
 
 
 def test_timelines_of_random_plans_are_possible_and_equal_on_all_ranks(pool: Pool) -> None:

@@ -95,7 +95,7 @@ def outputs(rank: int, stages: Stages, plan: Plan, batches: list[Any], loss: Any
         for batch in batches:
             mean = pipeline.step(*batch)
             assert not any(output.requires_grad for output in pipeline.outputs.values())
-            assert not pipeline._kept
+            assert not pipeline._compute._kept
             results.append((mean, pipeline.outputs, pipeline.losses))
     return results
 

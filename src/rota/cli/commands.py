@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from rota import checking, comparison, simulation
+from rota import checking, comparison, schedule_csv, simulation
 from rota.cli import files
 from rota.cli.screen import print_timeline
 from rota.errors import PipelineError
@@ -56,15 +56,22 @@ def show(arguments: Namespace) -> int:
     return 0
 
 
+_WORKERS = {"rota": "rota.runtime.worker", "torch": "rota.interop.torch_worker"}  # by engine
+
+
 def run(arguments: Namespace) -> int:
     planned = files.read_plan(arguments.plan)
     files.require("torch", "torch")
     from rota.runtime.launch import launch
 
     files.read(arguments.script)
+    if arguments.engine == "torch":
+        schedule_csv.require_chain(planned.placement, "or use --engine rota")
     if arguments.timeline is not None:
+        if arguments.engine == "torch":
+            raise files.InputError(f"--timeline {arguments.timeline}: PyTorch's engine records none; use --engine rota")
         files.require_folder(arguments.timeline)  # before the run, not after it
-    timeline = launch(planned, arguments.script, arguments.arguments)
+    timeline = launch(planned, arguments.script, arguments.arguments, worker=_WORKERS[arguments.engine])
     if arguments.timeline is not None:
         if timeline is None:
             raise PipelineError(

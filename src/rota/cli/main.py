@@ -157,6 +157,7 @@ def _run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", help="Python file to run on every rank; it calls rota.given_plan()")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the script")
     parser.add_argument("--timeline", metavar="FILE", help="write the last step's measured timeline")
+    parser.add_argument("--engine", choices=["rota", "torch"], default="rota", help="torch: PyTorch's own, for chains")
 
 
 def _compare(parser: argparse.ArgumentParser) -> None:

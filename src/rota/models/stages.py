@@ -12,6 +12,7 @@ from rota.models.table import cut_table
 from rota.models.wiring import StageEdge, parse_edges, topological_order
 
 Input: TypeAlias = int | str
+Tie: TypeAlias = tuple[tuple[int, str], ...]
 Inputs: TypeAlias = Sequence[Input | Iterable[Input]] | Mapping[int, Input | Iterable[Input]]
 
 
@@ -42,11 +43,16 @@ class Stages:
         self.modules: Final = _check_modules(modules)
         chain = [(stage, stage + 1) for stage in range(len(self.modules) - 1)]
         self.edges: Final = parse_edges(chain if edges is None else edges, len(self.modules))
+        numbers = range(len(self.modules))
+        self._incoming: Final = [tuple(edge for edge in self.edges if edge.target == stage) for stage in numbers]
+        self._outgoing: Final = [tuple(edge for edge in self.edges if edge.source == stage) for stage in numbers]
         self._order: Final = topological_order(self.edges, len(self.modules))
         self.input_names: Final = tuple(input_names or ())
         self.input_defaults: Final = dict(input_defaults or {})
         roots = {stage: 0 for stage in range(len(self.modules)) if not self.incoming(stage)}
         self.inputs: Final = _parse_inputs(roots if inputs is None else inputs, len(self.modules), self.input_names)
+        #: How many copies these stages are of one model, see `repeated`.
+        self.num_streams = 1
 
     def __len__(self) -> int:
         return len(self.modules)
@@ -56,26 +62,56 @@ class Stages:
 
     def incoming(self, stage: int) -> tuple[StageEdge, ...]:
         """The edges that `stage` reads, in the order of its arguments."""
-        return tuple(edge for edge in self.edges if edge.target == stage)
+        return self._incoming[stage]
 
     def outgoing(self, stage: int) -> tuple[StageEdge, ...]:
         """The edges that carry the output of `stage`."""
-        return tuple(edge for edge in self.edges if edge.source == stage)
+        return self._outgoing[stage]
 
     def order(self) -> tuple[int, ...]:
         """All stages, each after those it reads; of those ready, the smallest first."""
         return self._order
 
     @property
-    def sink(self) -> int:
-        """The one stage whose output goes to no other: the loss is taken there."""
-        sinks = [stage for stage in range(len(self)) if not self.outgoing(stage)]
-        if len(sinks) > 1:
+    def sinks(self) -> tuple[int, ...]:
+        """For each copy of the model the one stage whose output goes to no other: the loss is taken there."""
+        sinks = tuple(stage for stage in range(len(self)) if not self.outgoing(stage))
+        if len(sinks) > self.num_streams:
             raise SplitError(
                 f"stages {', '.join(map(str, sinks))} send their output nowhere, but the loss needs exactly one "
                 "final stage: add edges that lead all of them into one"
             )
-        return sinks[0]
+        return sinks
+
+    @property
+    def sink(self) -> int:
+        """The first of `sinks`, mostly the only one."""
+        return self.sinks[0]
+
+    @property
+    def ties(self) -> tuple[Tie, ...]:
+        """Parameters that several stages use: for each one all (stage, name in that stage's module)."""
+        places: dict[nn.Parameter, list[tuple[int, str]]] = {}
+        for stage, module in enumerate(self.modules):
+            for name, parameter in module.named_parameters():
+                places.setdefault(parameter, []).append((stage, name))
+        return tuple(tuple(of_one) for of_one in places.values() if len(of_one) > 1)
+
+    def repeated(self, times: int) -> Stages:
+        """The streams of a bidirectional plan: `times` copies that share all weights.
+
+        Stage c * n + s is copy c of stage s; micro-batch m passes through copy m mod `times`.
+        """
+        n = len(self)
+        copies = Stages(
+            self.modules * times,
+            [(c * n + a, c * n + b, key) for c in range(times) for a, b, key in self.edges],
+            self.inputs * times,
+            self.input_names,
+            self.input_defaults,
+        )
+        copies.num_streams = times * self.num_streams
+        return copies
 
     def pick_inputs(self, stage: int, batch: Any) -> tuple[Any, ...]:
         """What `stage` reads of a batch: a lone tensor, a tuple of inputs, or a dict of inputs by name."""
@@ -122,11 +158,14 @@ class Stages:
         return sum(parameter.numel() for parameter in self.modules[stage].parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """All parameters; where two stages use the same name, every name gets its stage in front, `0.weight`."""
-        names = [name for module in self.modules for name, _ in module.named_parameters()]
-        clash = len(set(names)) < len(names)
-        for stage, module in enumerate(self.modules):
-            yield from module.named_parameters(prefix=str(stage) if clash else "")
+        """Every parameter once; where a name stands for several, all names get their stage in front, `0.weight`."""
+        named = [(s, *pair) for s, module in enumerate(self.modules) for pair in module.named_parameters()]
+        clash = len({name for _, name, _ in named}) < len({(name, parameter) for _, name, parameter in named})
+        seen: set[nn.Parameter] = set()
+        for stage, name, parameter in named:
+            if parameter not in seen:
+                seen.add(parameter)
+                yield (f"{stage}.{name}" if clash else name), parameter
 
     def table(self) -> str:
         """The cut as text, one line a stage: what it holds, its size, what it reads and where it sends."""
@@ -134,22 +173,13 @@ class Stages:
 
 
 def _check_modules(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
-    """The modules as a tuple: at least one, all `nn.Module`, no parameter in two of them."""
+    """The modules as a tuple: at least one, all `nn.Module`."""
     checked = tuple(modules)
     if not checked:
         raise SplitError("modules is empty: give at least one stage")
-    home: dict[int, tuple[int, str]] = {}
     for stage, module in enumerate(checked):
         if not isinstance(module, nn.Module):
             raise SplitError(f"modules[{stage}] is a {type(module).__name__}: every stage must be an nn.Module")
-        for name, parameter in module.named_parameters():
-            first, first_name = home.setdefault(id(parameter), (stage, name))
-            if first != stage:
-                alias = "" if name == first_name else f" as {name!r}"
-                raise SplitError(
-                    f"parameter {first_name!r} of stage {first} is used in stage {stage} too{alias}, and a parameter "
-                    "tied across stages is not supported: use it in one stage only, or untie it"
-                )
     return checked
 
 

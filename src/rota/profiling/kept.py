@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rota.runtime.messages import flatten
+from rota.runtime.split_backward import WeightWork
 
 
 def kept_bytes(run: Callable[[], Any], inputs: Iterable[torch.Tensor], not_counted: Iterable[torch.Tensor]) -> int:
@@ -30,6 +31,15 @@ def kept_bytes(run: Callable[[], Any], inputs: Iterable[torch.Tensor], not_count
     for tensor in inputs:
         if tensor.requires_grad:  # autograd's leaf holds it
             count(tensor)
+    for tensor in not_counted:
+        storages.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(storages.values())
+
+
+def bytes_for_weights(work: WeightWork, not_counted: Iterable[torch.Tensor]) -> int:
+    """Bytes of all storages that I leaves for W, counted likewise."""
+    tensors = list(work.tensors())  # kept alive, as above
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
     for tensor in not_counted:
         storages.pop(tensor.untyped_storage().data_ptr(), None)
     return sum(storages.values())

@@ -1,4 +1,4 @@
-"""Forward and backward of each stage, measured on this machine while all ranks compute at once."""
+"""Forward and backward, whole or split, of each stage, measured on this machine while all ranks compute at once."""
 
 from __future__ import annotations
 
@@ -18,9 +18,19 @@ import torch
 from rota.costs import Costs
 from rota.errors import PipelineError
 from rota.models import Stages
-from rota.profiling.kept import kept_bytes, num_bytes, static_bytes
-from rota.runtime.gradients import Kept, backward, forward, gradient_edges, hand_over, take_loss
+from rota.profiling.kept import bytes_for_weights, kept_bytes, num_bytes, static_bytes
+from rota.runtime.gradients import (
+    Kept,
+    backward,
+    backward_inputs,
+    forward,
+    gradient_edges,
+    hand_over,
+    take_loss,
+    writes_in_place,
+)
 from rota.runtime.messages import flatten
+from rota.runtime.split_backward import WeightWork
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 
@@ -33,7 +43,9 @@ class StageCosts:
 
     forward_us: int
     backward_us: int
+    weight_us: int | None  # None: the backward is whole
     activation_bytes: int
+    input_frees_bytes: int
     static_bytes: int
     boundary_bytes: list[int]
     gradient_bytes: list[int]
@@ -46,6 +58,7 @@ def profile(
     loss_fn: LossFn | None = None,
     *,
     ranks: Sequence[int] | None = None,
+    split_backward: bool = False,
     repeats: int = 7,
     report: Callable[[str], None] = lambda _: None,
 ) -> Costs:
@@ -54,9 +67,11 @@ def profile(
     Every rank is a process of its own with one thread, and all of them compute at once, as in a run: where ranks
     share cores, their times say so (and `report` is told). `ranks[i]` is stage i's rank (default: rank i). F and B
     are warmed up; the median of `repeats` runs counts, each long enough for ranks that share a core to have taken
-    turns. Activation bytes are those of the storages that autograd keeps,
-    parameters and `batch` left out; static bytes are parameters, gradients and buffers. The caller's modules,
-    gradients and random state are not touched. Raises PipelineError if a stage fails, with its number.
+    turns. Activation bytes are those of the storages that autograd keeps, parameters and `batch` left out; static
+    bytes are parameters, gradients and buffers. `split_backward` measures I and W in place of B: I takes 0 where a
+    stage's inputs want no gradient, and frees what W is not seen to keep, less than nothing where W keeps more than F
+    did. The caller's modules, gradients and random state are not touched. Raises PipelineError if a stage fails, with
+    its number.
     """
     if not isinstance(stages, Stages):
         raise PipelineError(
@@ -73,7 +88,7 @@ def profile(
     cores = len(os.sched_getaffinity(0))
     sharing = f"{len(held)} ranks share {cores} cores" if len(held) > cores else f"{len(held)} ranks on {cores} cores"
     report(f"measuring {len(stages)} stages, all ranks at once ({sharing})")
-    measured = _measure_at_once(list(held.values()), (stages, batch, target, loss_fn, repeats))
+    measured = _measure_at_once(list(held.values()), (stages, batch, target, loss_fn, split_backward, repeats))
     rows = [measured[stage] for stage in range(len(stages))]
     per_edge: dict[tuple[int, int], tuple[int, int]] = {}
     for stage, row in enumerate(rows):
@@ -83,6 +98,8 @@ def profile(
     return Costs(
         forward_us=tuple(row.forward_us for row in rows),
         backward_us=tuple(row.backward_us for row in rows),
+        weight_us=tuple(row.weight_us or 0 for row in rows) if split_backward else None,
+        input_frees_bytes=tuple(row.input_frees_bytes for row in rows) if split_backward else None,
         activation_bytes=tuple(row.activation_bytes for row in rows),
         boundary_bytes=tuple(per_edge[edge][0] for edge in edges),
         gradient_bytes=tuple(per_edge[edge][1] for edge in edges),
@@ -92,7 +109,9 @@ def profile(
     )
 
 
-def _measure_at_once(held: list[list[int]], job: tuple[Stages, Any, Any, LossFn | None, int]) -> dict[int, StageCosts]:
+def _measure_at_once(
+    held: list[list[int]], job: tuple[Stages, Any, Any, LossFn | None, bool, int]
+) -> dict[int, StageCosts]:
     """A process a rank, forked so that models and loss functions need no pickling; results by stage."""
     context = multiprocessing.get_context("fork")
     barrier, still_measuring = context.Barrier(len(held)), context.Value("i", len(held))
@@ -127,12 +146,12 @@ def _measure_at_once(held: list[list[int]], job: tuple[Stages, Any, Any, LossFn 
 
 def _work(pipe: Connection, stage_numbers: list[int], job: tuple[Any, ...], barrier: Any, still_measuring: Any) -> None:
     torch.set_num_threads(1)  # as in a run; and a forked process must not use the parent's thread pool
-    stages, batch, target, loss_fn, repeats = job
+    *described, repeats = job
     stage = -1
     try:
         rounds = []
         for stage in stage_numbers:
-            rounds.append(StageRound(stages, stage, batch, target, loss_fn))
+            rounds.append(StageRound(stage, *described))
         barrier.wait()
         costs = {}
         for stage, one in zip(stage_numbers, rounds, strict=True):
@@ -156,10 +175,13 @@ def _work(pipe: Connection, stage_numbers: list[int], job: tuple[Any, ...], barr
 
 
 class StageRound:
-    """F and B of one stage, again and again, on the inputs that it gets in a run."""
+    """F and B, or F, I and W, of one stage, again and again, on the inputs that it gets in a run."""
 
-    def __init__(self, stages: Stages, stage: int, batch: Any, target: Any, loss_fn: LossFn | None) -> None:
+    def __init__(
+        self, stage: int, stages: Stages, batch: Any, target: Any, loss_fn: LossFn | None, split: bool = False
+    ) -> None:
         self.stages, self.stage, self.batch, self.target, self.loss_fn = stages, stage, batch, target, loss_fn
+        self.split, self.in_place = split, writes_in_place(stages[stage])
         outputs: dict[int, Any] = {}
         for before in stages.order():
             received = [hand_over(edge.take(outputs[edge.source])) for edge in stages.incoming(before)]
@@ -173,10 +195,13 @@ class StageRound:
         self.gradients = [
             [torch.randn_like(tensor) for tensor in flatten(value, "")[0] if tensor.requires_grad] for value in values
         ]
+        self.inputs = [tensor for value in received for tensor in flatten(value, "")[0]]
 
     def _forward(self) -> tuple[list[Any], Kept]:
         leaves = [hand_over(value) for value in self.received]
-        output, values, kept = forward(self.stages, self.stage, leaves, self.batch)
+        output, values, kept = forward(
+            self.stages, self.stage, leaves, self.batch, split=self.split, in_place=self.in_place
+        )
         if not values and self.loss_fn is not None:
             take_loss(kept, self.loss_fn, output, self.target, 1.0)
         elif not values:  # without a loss the backward starts from the last stage's output
@@ -184,13 +209,17 @@ class StageRound:
             kept.outputs = [gradient_edges(output)]
         return values, kept
 
-    def time_once(self) -> tuple[int, int]:
-        """ns of one forward and of one backward."""
-        begin = time.perf_counter_ns()
+    def time_once(self) -> tuple[int, int, int]:
+        """ns of one forward, of one backward (B or I), and of W."""
+        times = [time.perf_counter_ns()]
         kept = self._forward()[1]
-        middle = time.perf_counter_ns()
-        backward(kept, self.gradients)
-        return middle - begin, time.perf_counter_ns() - middle
+        times.append(time.perf_counter_ns())
+        work = backward_inputs(kept, self.gradients)[1] if self.split else backward(kept, self.gradients)
+        times.append(time.perf_counter_ns())
+        if isinstance(work, WeightWork):
+            work.run()
+        times.append(time.perf_counter_ns())
+        return times[1] - times[0], times[2] - times[1], times[3] - times[2]
 
     def costs(self, repeats: int) -> StageCosts:
         self.time_once()
@@ -199,10 +228,16 @@ class StageRound:
             [sum(column) for column in zip(*(self.time_once() for _ in range(rounds)), strict=True)]
             for _ in range(repeats)
         ]
-        forward_us, backward_us = (round(median(column) / rounds / 1000) for column in zip(*runs, strict=True))
+        forward_us, backward_us, weight_us = (
+            round(median(column) / rounds / 1000) for column in zip(*runs, strict=True)
+        )
+        if self.split and not any(tensor.requires_grad for tensor in self.inputs):
+            backward_us = 0
         module = self.stages[self.stage]
-        inputs = [tensor for value in self.received for tensor in flatten(value, "")[0]]
         batch = flatten(self.batch, "the batch")[0] + flatten(self.target, "the target")[0]
         fixed = [*module.parameters(), *module.buffers(), *batch]
+        inputs = [] if self.split else self.inputs  # a split backward's inputs are held by those alone who saved them
         held = kept_bytes(lambda: self._forward()[1], inputs, fixed)
-        return StageCosts(forward_us, backward_us, held, static_bytes(module), *self.sizes)
+        waits = bytes_for_weights(backward_inputs(self._forward()[1], self.gradients)[1], fixed) if self.split else 0
+        times = forward_us, backward_us, weight_us if self.split else None
+        return StageCosts(*times, held, held - waits, static_bytes(module), *self.sizes)

@@ -10,10 +10,11 @@ import torch
 from rota.errors import PipelineError
 
 
-def to_microbatches(name: str, batch: Any, num_microbatches: int) -> list[Any]:
+def to_microbatches(name: str, batch: Any, num_microbatches: int, *, needed: bool = True) -> list[Any]:
     """A list is taken as the micro-batches themselves; tensors (alone, in tuples or dicts) are split along dim 0.
 
-    What is no tensor goes to every micro-batch. Raises PipelineError where sizes do not fit; nothing is dropped.
+    What is no tensor goes to every micro-batch. Raises PipelineError where sizes do not fit; nothing is dropped. Where
+    it is not `needed`, it is checked, but not split: all None.
     """
     if batch is None:
         return [None] * num_microbatches
@@ -29,7 +30,7 @@ def to_microbatches(name: str, batch: Any, num_microbatches: int) -> list[Any]:
             f"{name} is of type {type(batch).__name__}; give a tensor, a tuple or a dict, or a list of micro-batches"
         )
     _refuse_unfitting([*_tensors(name, batch)], num_microbatches)
-    return _split(batch, num_microbatches)
+    return _split(batch, num_microbatches) if needed else [None] * num_microbatches
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:

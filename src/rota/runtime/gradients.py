@@ -3,47 +3,109 @@
     received value ──detach──▶ leaves ──▶ stage ──▶ outputs ──detach──▶ sent value
     sent gradients ◀────────── leaf.grad ◀─ autograd ◀─ gradient edges ◀── received gradients
 
-Between the two only what autograd saved is kept: outputs are held by their gradient edges, not their data.
+Between the two only what autograd saved is kept: outputs are held by their gradient edges, not their data. Where the
+backward is split (see `split_backward`), inputs are held by their gradient edges as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch import nn
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.runtime.messages import flatten
+from rota.runtime.split_backward import WeightWork, enter, input_gradients
 
 
 @dataclass(slots=True)
 class Kept:
-    """What a forward leaves for its backward: leaves by incoming edge, gradient edges by outgoing edge, the loss."""
+    """What a forward leaves for its backward: leaves by incoming edge, gradient edges by outgoing edge, the loss
+    with the gradient that it starts from.
+
+    For a split backward `entries` takes the place of `leaves`.
+    """
 
     leaves: list[list[torch.Tensor]]
     outputs: list[list[GradientEdge]]
-    loss: GradientEdge | None = None
+    loss: tuple[GradientEdge, torch.Tensor] | None = None
+    entries: list[list[GradientEdge]] | None = None
 
 
-def forward(stages: Stages, stage: int, received: list[Any], batch: Any) -> tuple[Any, list[Any], Kept]:
+def forward(
+    stages: Stages,
+    stage: int,
+    received: list[Any],
+    batch: Any,
+    *,
+    split: bool = False,
+    in_place: bool = False,
+    buffers: Mapping[str, torch.Tensor] | None = None,
+) -> tuple[Any, list[Any], Kept]:
     """The stage's output, the value for each of its outgoing edges, and what to keep.
 
-    `received`: the values of the incoming edges; their tensors that require a gradient must be leaves.
+    `received`: the values of the incoming edges; their tensors that require a gradient must be leaves. `split`: for
+    `backward_inputs` rather than `backward`. `in_place`: the stage may write into what it receives, which autograd
+    allows with no leaf. `buffers` stand in for the module's own of these names.
     """
-    output = stages.call(stage, received, batch)
+    if split:
+        received = [over_tensors(lambda t: enter(t) if t.requires_grad else t, value) for value in received]
+    inputs = [_wanting_gradient(value) for value in received]
+    # Before the stage may write into its inputs: that changes where their gradients go.
+    kept = Kept([], [], entries=[[*map(get_gradient_edge, of)] for of in inputs]) if split else Kept(inputs, [])
+    if in_place and not split:
+        received = [over_tensors(lambda t: _inlet(t) if t.requires_grad else t, value) for value in received]
+    if buffers:
+        arguments = (*received, *stages.pick_inputs(stage, batch))
+        output = torch.func.functional_call(stages[stage], dict(buffers), arguments)
+    else:
+        output = stages.call(stage, received, batch)
     values = [edge.take(output) for edge in stages.outgoing(stage)]
-    where = f"stage {stage}"
-    leaves = [[t for t in flatten(value, where)[0] if t.requires_grad] for value in received]
-    return output, values, Kept(leaves, [gradient_edges(value) for value in values])
+    kept.outputs = [gradient_edges(value) for value in values]
+    return output, values, kept
+
+
+def writes_in_place(module: nn.Module) -> bool:
+    """Whether some layer says so, such as `ReLU(inplace=True)`: which one comes first nobody says."""
+    return any(getattr(inner, "inplace", False) is True for inner in module.modules())
+
+
+class _Inlet(torch.autograd.Function):
+    """Between a leaf and a stage that may write into it: hands the gradient to the leaf.
+
+    What it returns reaches it in a list, so that autograd takes it for no view of the leaf.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, leaf_and_same: list[torch.Tensor]) -> torch.Tensor:  # noqa: ARG004
+        ctx.leaf, same = leaf_and_same
+        return same
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
+        ctx.leaf.grad = gradient
+        return None, None
+
+
+def _inlet(leaf: torch.Tensor) -> torch.Tensor:
+    anchor = torch.empty(0, requires_grad=True)
+    entered: torch.Tensor = _Inlet.apply(anchor, [leaf, leaf.detach()])  # type: ignore[no-untyped-call]
+    return entered
 
 
 def gradient_edges(value: Any) -> list[GradientEdge]:
     """Where the gradients of the value's tensors enter the graph that made them."""
-    return [get_gradient_edge(tensor) for tensor in flatten(value, "a stage")[0] if tensor.requires_grad]
+    return [get_gradient_edge(tensor) for tensor in _wanting_gradient(value)]
+
+
+def _wanting_gradient(value: Any) -> list[torch.Tensor]:
+    tensors = [value] if isinstance(value, torch.Tensor) else flatten(value, "a stage")[0]
+    return [tensor for tensor in tensors if tensor.requires_grad]
 
 
 def take_loss(
@@ -54,8 +116,10 @@ def take_loss(
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         got = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise PipelineError(f"loss_fn returned {got}; it must return a tensor with one element, the mean loss")
+    if loss.is_complex():
+        raise PipelineError("loss_fn returned a complex tensor; it must return a real one, the mean loss")
     if loss.requires_grad:
-        kept.loss = get_gradient_edge(loss * weight)
+        kept.loss = get_gradient_edge(loss), torch.full_like(loss, weight, requires_grad=False)
     return loss.item()
 
 
@@ -64,14 +128,43 @@ def backward(kept: Kept, received: list[list[torch.Tensor]]) -> list[list[torch.
 
     `received`: for each outgoing edge the gradients of its tensors that require one.
     """
+    roots, gradients = _roots(kept, received)
+    if roots:
+        run_engine(roots, gradients)
+    return [[torch.zeros_like(t) if t.grad is None else t.grad for t in leaves] for leaves in kept.leaves]
+
+
+def run_engine(roots: list[GradientEdge], gradients: list[torch.Tensor | None]) -> None:
+    """`torch.autograd.backward` without its preparations, half of its time: here every root has its gradient.
+
+    The engine compares shapes, dtypes and devices itself.
+    """
+    _engine_run_backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def backward_inputs(kept: Kept, received: list[list[torch.Tensor]]) -> tuple[list[list[torch.Tensor]], WeightWork]:
+    """As `backward`, but the parameters' gradients are left for later."""
+    assert kept.entries is not None
+    found, work = input_gradients(*_roots(kept, received), [entry for entries in kept.entries for entry in entries])
+    gradients = iter(found)
+    return [[_or_zeros(next(gradients), entry) for entry in entries] for entries in kept.entries], work
+
+
+def _roots(kept: Kept, received: list[list[torch.Tensor]]) -> tuple[list[GradientEdge], list[torch.Tensor | None]]:
     roots = [edge for edges in kept.outputs for edge in edges]
     gradients: list[torch.Tensor | None] = [gradient for edge in received for gradient in edge]
     if kept.loss is not None:
-        roots.append(kept.loss)
-        gradients.append(None)
-    if roots:
-        torch.autograd.backward(roots, gradients)
-    return [[torch.zeros_like(t) if t.grad is None else t.grad for t in leaves] for leaves in kept.leaves]
+        edge, gradient = kept.loss
+        roots.append(edge)
+        gradients.append(gradient)
+    return roots, gradients
+
+
+def _or_zeros(gradient: torch.Tensor | None, edge: GradientEdge) -> torch.Tensor:
+    if gradient is not None:
+        return gradient
+    of = edge.node._input_metadata[edge.output_nr]
+    return torch.zeros(of.shape, dtype=of.dtype)
 
 
 def warm_up() -> None:
@@ -82,10 +175,15 @@ def warm_up() -> None:
 
 def hand_over(value: Any) -> Any:
     """A value for a stage on the same rank: the same memory, cut off from the graph that made it."""
+    return over_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
+
+
+def over_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """The value with each of its tensors changed."""
     if isinstance(value, torch.Tensor):
-        return value.detach().requires_grad_(value.requires_grad)
+        return change(value)
     if isinstance(value, dict):
-        return {key: hand_over(item) for key, item in value.items()}
+        return {key: over_tensors(change, item) for key, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(hand_over(item) for item in value)
+        return type(value)(over_tensors(change, item) for item in value)
     return value

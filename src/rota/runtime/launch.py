@@ -21,11 +21,18 @@ from rota.runtime.handover import collect, leave_plan
 from rota.timeline import Timeline
 
 
-def launch(plan: Plan, script: str, arguments: Sequence[str] = (), threads_per_rank: int = 1) -> Timeline | None:
+def launch(
+    plan: Plan,
+    script: str,
+    arguments: Sequence[str] = (),
+    threads_per_rank: int = 1,
+    worker: str = "rota.runtime.worker",
+) -> Timeline | None:
     """Run `script` with `arguments` in one process a rank; it gets the plan by `rota.given_plan()`.
 
-    Returns the timeline of the last step, None if no Pipeline ran one. Raises PlanError before anything starts, and
-    PipelineError when a process fails; all others are ended then.
+    `worker` names the module that is started on each rank, and runs the script. Returns the timeline of the last
+    step, None if no Pipeline ran one. Raises PlanError before anything starts, and PipelineError when a process
+    fails; all others are ended then.
     """
     check(plan)
     if not Path(script).is_file():
@@ -35,14 +42,14 @@ def launch(plan: Plan, script: str, arguments: Sequence[str] = (), threads_per_r
         before = dict(os.environ)
         os.environ.update(environment)  # inherited by the ranks
         try:
-            _start(plan.num_ranks, script, arguments, folder)
+            _start(plan.num_ranks, worker, script, arguments, folder)
         finally:
             os.environ.clear()
             os.environ.update(before)
         return collect(plan, folder)
 
 
-def _start(num_ranks: int, script: str, arguments: Sequence[str], folder: str) -> None:
+def _start(num_ranks: int, worker: str, script: str, arguments: Sequence[str], folder: str) -> None:
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -59,7 +66,7 @@ def _start(num_ranks: int, script: str, arguments: Sequence[str], folder: str) -
             logging.getLogger(name).setLevel(logging.CRITICAL)  # our one line says it
     try:
         # -P: the working folder must not shadow what torch imports.
-        elastic_launch(config, sys.executable)("-u", "-P", "-m", "rota.runtime.worker", script, *arguments)
+        elastic_launch(config, sys.executable)("-u", "-P", "-m", worker, script, *arguments)
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, final
 
 import torch
 
@@ -71,14 +71,35 @@ def tensor_layouts(layout: Layout) -> list[Layout]:
     return []
 
 
-def gradient_layouts(layout: Layout) -> list[Layout]:
-    """The tensors that come back: those that want a gradient."""
-    return [tensor for tensor in tensor_layouts(layout) if tensor[3]]
-
-
 def empty(tensor: Layout) -> torch.Tensor:
     """A buffer for a tensor of this layout."""
     return torch.empty(tensor[2], dtype=_DTYPES[tensor[1]])
+
+
+@final
+class Format:
+    """A layout, with what each message of it asks for worked out once."""
+
+    __slots__ = ("gradients", "layout", "lone", "tensors", "wants_gradient")
+
+    def __init__(self, layout: Layout) -> None:
+        tensors = tensor_layouts(layout)
+        self.layout = layout
+        #: Shape and dtype of each tensor, whether it wants a gradient, and shape and dtype of those that do.
+        self.tensors = [(shape, _DTYPES[dtype]) for _, dtype, shape, _ in tensors]
+        self.wants_gradient = [wants for *_, wants in tensors]
+        self.gradients = [of for of, wants in zip(self.tensors, self.wants_gradient, strict=True) if wants]
+        #: Whether the value is a tensor and nothing around it.
+        self.lone = layout[0] == "tensor"
+
+    def is_of(self, tensor: object) -> bool:
+        """Whether this is the format of a lone tensor: as comparing layouts, but without making one."""
+        return (
+            self.lone
+            and isinstance(tensor, torch.Tensor)
+            and (tensor.shape, tensor.dtype) == self.tensors[0]
+            and tensor.requires_grad == self.wants_gradient[0]
+        )
 
 
 def to_bytes(layout: Layout) -> torch.Tensor:

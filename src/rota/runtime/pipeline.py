@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import atexit
 import math
-import os
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, final
 
 import torch
@@ -19,16 +17,19 @@ from rota.errors import PipelineError
 from rota.models import Stages
 from rota.plan import Plan
 from rota.runtime import batches
-from rota.runtime.gradients import Kept, backward, forward, hand_over, take_loss, warm_up
-from rota.runtime.handover import digest, leave_record
-from rota.runtime.program import Action, ValueKey, compile_program, refuse_unsupported
+from rota.runtime.agreement import refuse_devices, refuse_differences
+from rota.runtime.compute import Batch, LossFn
+from rota.runtime.execution import Execution, evaluating, forwards_of
+from rota.runtime.gradients import warm_up
+from rota.runtime.handover import leave_record
+from rota.runtime.joining import join
+from rota.runtime.memory_watch import MemoryWatch
+from rota.runtime.program import for_all_streams, refuse_unsupported
 from rota.runtime.recorder import Record, clock_offset_ns, merge
+from rota.runtime.shared import SharedWeights, shared_weights, squared_norm
 from rota.runtime.transport import Transport, together
 from rota.runtime.watchdog import Watchdog
-from rota.tasks import Kind, Op
 from rota.timeline import Timeline
-
-LossFn = Callable[[Any, Any], torch.Tensor]
 
 
 @final
@@ -40,7 +41,8 @@ class Pipeline:
     for. `dynamic_shapes`: shapes depend on the data, not only on the inputs' shapes. `keep_outputs`: the last
     stage's outputs stay in `outputs` (always so in a plan of forwards).
 
-    Raises PlanError where `check` refuses the plan, PipelineError where plan, stages and processes do not fit.
+    A plan with several streams (`rota.bidirectional`) takes the stages of one, and shares their weights. Raises
+    PlanError where `check` refuses the plan, PipelineError where plan, stages and processes do not fit.
     """
 
     def __init__(
@@ -54,79 +56,66 @@ class Pipeline:
         keep_outputs: bool = False,
     ) -> None:
         check(plan)
-        edge_index = {(edge.source, edge.target): i for i, edge in enumerate(stages.edges)}
-        refuse_unsupported(plan, edge_index, len(stages))
+        stages = for_all_streams(stages, plan)
+        refuse_unsupported(plan, [edge[:2] for edge in stages.edges], len(stages))
+        shared = shared_weights(stages, plan.placement)
         self.stages, self.plan, self.loss_fn = stages, plan, loss_fn
-        self._trains = any(task.kind is Kind.B for task in plan.placement.tasks)
-        if self._trains and loss_fn is None:
+        self._sink_ranks = {sink: plan.placement.ranks_of(sink) for sink in stages.sinks}
+        trains = any(task.kind.makes_weight_gradients for task in plan.placement.tasks)
+        if trains and loss_fn is None:
             raise PipelineError("the plan has backwards, so a loss_fn(output, target) is needed")
-        if self._trains:
+        if trains:
             warm_up()
         self._dynamic_shapes = dynamic_shapes
-        self._keep_outputs = keep_outputs or not self._trains
-        self._owns_process_group = not dist.is_initialized()
-        self._sink = stages.sink
-        self._join_processes()
-        self._loss_rank = plan.placement.ranks_of(self._sink)[0]
-        self._incoming = [[edge_index[e.source, e.target] for e in stages.incoming(s)] for s in range(len(stages))]
-        self._outgoing = [[edge_index[e.source, e.target] for e in stages.outgoing(s)] for s in range(len(stages))]
-        self._program = compile_program(plan, edge_index, self.rank)
+        self._owns_process_group = join()
+        refuse_differences(plan, shared)
+        self.rank = dist.get_rank()
+        refuse_devices(stages, plan.placement.stages_on(self.rank))
+        self._group = dist.new_group(backend="gloo")
+        self._shared = SharedWeights(stages, plan.placement, shared, self.rank)
         self._transport = Transport(self._group)
-        self._watchdog = Watchdog(self.rank, timeout_s, self._doing)
-        self._action: Action | None = None  # what the watchdog tells; None before the first and after the last
-        self._signature: object = None
-        self._seed = 0
-        self._record = Record(self.rank, clock_offset_ns(self._group))
-        self._local: dict[ValueKey, Any] = {}
-        self._kept: dict[tuple[int, int], Kept] = {}
-        #: Loss of each micro-batch of the last step, on the rank of the last stage.
-        self.losses: dict[int, float] = {}
-        #: Output of each micro-batch of the last step, likewise, if they are kept.
-        self.outputs: dict[int, Any] = {}
-        self._complete = self._closed = False
+        self._running = self._training = Execution(stages, plan, loss_fn, self.rank, self._transport)
+        self._evaluation: Execution | None = None  # made when it is asked for
+        self._compute = self._training.compute
+        self._compute.keep_outputs = keep_outputs or not trains
+        self._training.record.offset_ns = clock_offset_ns(self._group)
+        self._watchdog = Watchdog(self.rank, timeout_s, lambda: self._running.doing())
+        self._learn_my_part()
+        self._closed = False
         atexit.register(self.close)
 
-    # --- the processes --------------------------------------------------------------------------------------------
+    def _learn_my_part(self) -> None:
+        """What this rank reads of a batch and counts of the loss, which is the same in every step."""
+        placement = self.plan.placement
+        #: The stages on this rank.
+        self.local_stages = {stage: self.stages[stage] for stage in placement.stages_on(self.rank)}
+        self._reading = [stage for stage in self.local_stages if self.stages.inputs[stage]]
 
-    def _join_processes(self) -> None:
-        if self._owns_process_group:
-            if "RANK" not in os.environ:
-                raise PipelineError(
-                    "no process group: start the script by `rota run plan.json script.py` or torchrun, or call "
-                    "torch.distributed.init_process_group first"
-                )
-            dist.init_process_group("gloo")
-        plans: list[Any] = [None] * dist.get_world_size()
-        with together("comparing plans"):  # before anything that could fail on one rank alone
-            dist.all_gather_object(plans, digest(self.plan))
-        for rank, other in enumerate(plans):
-            if other != plans[0]:
-                raise PipelineError(f"rank {rank} has another plan than rank 0; give all ranks the same plan")
-        if dist.get_world_size() != self.plan.num_ranks:
-            raise PipelineError(
-                f"the plan is for {self.plan.num_ranks} ranks, but {dist.get_world_size()} processes were started; "
-                f"start {self.plan.num_ranks}, or plan for {dist.get_world_size()}"
-            )
-        self.rank = dist.get_rank()
-        for stage in self.plan.placement.stages_on(self.rank):
-            for name, tensor in self.stages[stage].state_dict().items():
-                if tensor.device.type != "cpu":
-                    raise PipelineError(f"{name} of stage {stage} is on {tensor.device}; only CPU stages can be run")
-        self._group = dist.new_group(backend="gloo")
+        def microbatches(sinks: list[int]) -> list[int]:
+            return sorted(m for sink in sinks for m in placement.microbatches(sink, self.plan.num_microbatches))
 
-    @property
-    def local_stages(self) -> dict[int, nn.Module]:
-        """The stages on this rank."""
-        return {stage: self.stages[stage] for stage in self.plan.placement.stages_on(self.rank)}
+        self._targeted = microbatches([sink for sink, ranks in self._sink_ranks.items() if self.rank in ranks])
+        self._counted = microbatches([sink for sink, ranks in self._sink_ranks.items() if self.rank == ranks[0]])
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and parameters of this rank's stages."""
-        for module in self.local_stages.values():
-            yield from module.named_parameters()
+        """The parameters of this rank's stages, each once, and their names."""
+        local = nn.ModuleList(self.local_stages.values())
+        for name, parameter in local.named_parameters():
+            yield name.partition(".")[2], parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages: what this rank's optimizer takes."""
         return (parameter for _, parameter in self.named_parameters())
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Loss of each micro-batch of the last step, on the rank of the last stage."""
+        return self._compute.losses
+
+    @property
+    def outputs(self) -> dict[int, Any]:
+        """Output of each micro-batch of the last step, likewise, if they are kept."""
+        return self._compute.outputs
 
     # --- one step -------------------------------------------------------------------------------------------------
 
@@ -135,144 +124,153 @@ class Pipeline:
 
         `inputs`: what the stages on this rank read (None where they read nothing): a tensor, a tuple or a dict of
         them, split along dim 0 into the plan's micro-batches, or a list of micro-batches. `targets`: likewise, for
-        the rank of the last stage. Returns the mean loss on every rank (nan without a loss_fn).
+        the ranks of the last stage. Returns the mean loss on every rank (nan without a loss_fn).
         """
-        if self._closed:
-            raise PipelineError("the pipeline is closed; make a new one")
-        batch = self._prepare(inputs, targets)
+        training = self._training
+        batch = self._prepare(inputs, targets, needs_targets=training.trains)
+        self._run(training, batch)
+        return self._loss_of(training, batch)
+
+    def evaluate(self, inputs: Any = None, targets: Any = None) -> float:
+        """The mean loss on every rank, with all stages in eval() meanwhile and no gradients. Collective.
+
+        Takes what `step` does. The forwards run on their ranks in the plan's order; buffers and random state stay.
+        """
+        if self.loss_fn is None:
+            raise PipelineError("the pipeline has no loss_fn to evaluate; use forward for the outputs")
+        batch = self._prepare(inputs, targets, needs_targets=True)
+        return self._loss_of(self._evaluate(batch, keep_outputs=False)[0], batch)
+
+    def forward(self, inputs: Any = None, *, outputs: bool = True) -> list[Any] | None:
+        """The last stage's output of each micro-batch in order, on ranks that ask for `outputs`. Collective.
+
+        As `evaluate`, without targets.
+        """
+        batch = self._prepare(inputs, None, needs_targets=False)
+        done, asking = self._evaluate(batch, keep_outputs=True, ask=outputs)
+        found: dict[int, Any] = {}
+        for sink, ranks in self._sink_ranks.items():
+            found |= self._bring(done.compute.outputs, sink, ranks, asking)
+        done.compute.outputs = {}
+        return [found[m] for m in sorted(found)] if outputs else None
+
+    def _evaluate(self, batch: Batch, keep_outputs: bool, ask: bool = False) -> tuple[Execution, list[int]]:
+        if self._evaluation is None:
+            plan = forwards_of(self.plan)
+            self._evaluation = Execution(self.stages, plan, self.loss_fn, self.rank, self._transport)
+        self._evaluation.compute.keep_outputs = keep_outputs
+        random_state = torch.get_rng_state()
+        with evaluating([*self.local_stages.values()]):
+            asking = self._run(self._evaluation, batch, ask)
+        torch.set_rng_state(random_state)
+        return self._evaluation, asking
+
+    def _run(self, execution: Execution, batch: Batch, ask: bool = False) -> list[int]:
+        """One run of a plan; returns the ranks that ask."""
+        self._running = execution
         self._watchdog.begin()
-        self._seed = int(torch.randint(2**62, ()))
+        seed = int(torch.randint(2**62, ()))
         random_state = torch.get_rng_state()
         try:
-            fresh = self._agree_on_layouts(batch)
-            self._begin_step()
-            with torch.set_grad_enabled(self._trains):
-                for action in self._program.strict if fresh else self._program.overlapped:
-                    self._action = action
-                    self._watchdog.tick()
-                    self._do(action, batch, fresh)
-            self._action = None
-            self._transport.drain()
-            loss = self._mean_loss(batch[2])
+            fresh, seed, *asks = self._agree(execution.is_new(batch), seed, ask)
+            if execution.trains:
+                self._shared.begin()
+            execution.run(batch, seed, bool(fresh), self._watchdog.tick)
+            if execution.trains:
+                self._shared.finish()
         finally:
             self._watchdog.end()
             # Each rank has drawn one number, whatever its stages drew: shuffles stay the same on all ranks.
             torch.set_rng_state(random_state)
-        self._complete = True
-        return loss
+        return [rank for rank, asking in enumerate(asks) if asking]
 
-    def _prepare(self, inputs: Any, targets: Any) -> tuple[list[Any], list[Any], list[float]]:
+    def _agree(self, is_new: bool, seed: int, ask: bool) -> list[int]:
+        """Whether layouts may be new to any rank, rank 0's seed, and for each rank whether it asks."""
+        asks = [int(ask and rank == self.rank) for rank in range(self.plan.num_ranks)]
+        told = torch.tensor([is_new or self._dynamic_shapes, seed if self.rank == 0 else 0, *asks])
+        with together("waiting for the others to begin the step"):
+            self._transport.all_reduce(told, dist.ReduceOp.MAX)
+        return told.tolist()
+
+    def _prepare(self, inputs: Any, targets: Any, needs_targets: bool) -> Batch:
+        if self._closed:
+            raise PipelineError("the pipeline is closed; make a new one")
         n = self.plan.num_microbatches
-        for stage in self.local_stages:
-            if self.stages.inputs[stage] and inputs is None:
-                raise PipelineError(
-                    f"rank {self.rank} holds stage {stage}, which reads the step's inputs "
-                    f"{list(self.stages.inputs[stage])}, but got inputs=None; pass the batch on this rank too"
-                )
-        given = batches.to_microbatches("inputs", inputs, n), batches.to_microbatches("targets", targets, n)
-        missing = [m for m, target in enumerate(given[1]) if target is None]
-        if self.rank == self._loss_rank and self._trains and missing:
+        if inputs is None and self._reading:
+            stage = self._reading[0]
+            raise PipelineError(
+                f"rank {self.rank} holds stage {stage}, which reads the step's inputs "
+                f"{list(self.stages.inputs[stage])}, but got inputs=None; pass the batch on this rank too"
+            )
+        given = (
+            batches.to_microbatches("inputs", inputs, n, needed=bool(self._reading)),
+            batches.to_microbatches("targets", targets, n, needed=bool(self._targeted)),
+        )
+        missing = [m for m in self._targeted if given[1][m] is None]
+        if needs_targets and missing:
             got = "targets=None" if targets is None else f"targets[{missing[0]}] = None"
             raise PipelineError(f"rank {self.rank} holds the last stage, but got {got}; pass them on this rank")
-        return *given, batches.weights(inputs, targets, n)
+        return Batch(*given, batches.weights(inputs, targets, n))
 
-    def _agree_on_layouts(self, batch: tuple[list[Any], list[Any], list[float]]) -> bool:
-        """Whether any rank has reason to expect other layouts at the boundaries than in the last step."""
-        signature = (
-            [batches.shapes(microbatch) for microbatch in batch[0]],
-            [(m.training, [p.requires_grad for p in m.parameters()]) for m in self.local_stages.values()],
-        )
-        changed = torch.tensor([int(self._dynamic_shapes or signature != self._signature)])
-        with together("waiting for the others to begin the step"):
-            dist.all_reduce(changed, dist.ReduceOp.MAX, group=self._group)
-        self._signature = signature
-        return bool(changed.item())
+    def _loss_of(self, execution: Execution, batch: Batch) -> float:
+        """The mean loss, counted on the first rank of each last stage."""
+        losses = execution.compute.losses
+        mine = sum(batch.shares[m] * losses.get(m, math.nan) for m in self._counted)
+        total = torch.tensor([mine], dtype=torch.float64)
+        with together("waiting for the other ranks' losses"):
+            self._transport.all_reduce(total, dist.ReduceOp.SUM)
+        return total.item()
 
-    def _begin_step(self) -> None:
-        self._record.starts_ns, self._record.ends_ns = [], []
-        self._record.sent_ns, self._record.through_ns = {}, {}
-        self._transport.sent_ns, self._transport.through_ns = self._record.sent_ns, self._record.through_ns
-        self._complete = False
-        self._kept.clear()
-        self._local.clear()
-        self.losses, self.outputs = {}, {}
+    def _bring(self, made: dict[int, Any], sink: int, ranks: tuple[int, ...], asking: list[int]) -> dict[int, Any]:
+        """Outputs of one last stage, on all ranks that ask."""
+        here = {m: made[m] for m in self.plan.placement.microbatches(sink, self.plan.num_microbatches) if m in made}
+        for rank in asking:
+            if rank not in ranks:
+                parcel = [here]
+                with together(f"bringing outputs from rank {ranks[0]} to rank {rank}"):
+                    if self.rank == ranks[0]:
+                        dist.send_object_list(parcel, group_dst=rank, group=self._group)
+                    elif self.rank == rank:
+                        dist.recv_object_list(parcel, group_src=ranks[0], group=self._group)
+                        here = parcel[0]
+        return here
 
-    def _do(self, action: Action, batch: tuple[list[Any], list[Any], list[float]], fresh: bool) -> None:
-        if action.message is None:
-            self._run(action.op, batch)
-        elif action.what == "receive":
-            self._transport.post(action.message, with_layout=fresh)
-        else:
-            value = self._local.pop(action.message.value)
-            if action.message.value[1]:
-                self._transport.send_gradients(action.message, value)
-            else:
-                self._transport.send_value(action.message, value, with_layout=fresh)
+    @contextmanager
+    def watch_memory(self) -> Iterator[MemoryWatch]:
+        """A debug mode, for a look at some steps, which it makes slower: what this rank's ops hold, op by op."""
+        with MemoryWatch(self.parameters()) as watch:
+            self._training.watch = watch
+            try:
+                yield watch
+            finally:
+                self._training.watch = None
 
-    def _run(self, op: Op, batch: tuple[list[Any], list[Any], list[float]]) -> None:
-        is_forward = op.kind is Kind.F
-        edges = self._incoming[op.stage] if is_forward else self._outgoing[op.stage]
-        received = [self._take((edge, not is_forward, op.microbatch)) for edge in edges]
-        start_ns = time.monotonic_ns()
-        made = self._forward(op, received, batch) if is_forward else self._backward(op, received)
-        self._record.starts_ns.append(start_ns)
-        self._record.ends_ns.append(time.monotonic_ns())
-        for edge, value in zip(self._outgoing[op.stage] if is_forward else self._incoming[op.stage], made, strict=True):
-            self._local[edge, not is_forward, op.microbatch] = value
+    # --- gradients ------------------------------------------------------------------------------------------------
 
-    def _take(self, key: ValueKey) -> Any:
-        if key in self._program.arriving:
-            return self._transport.take(key)
-        value = self._local.pop(key)
-        return value if key[1] else hand_over(value)
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale all ranks' gradients so that their 2-norm together is at most `max_norm`; returns it as it was.
 
-    def _forward(self, op: Op, received: list[Any], batch: tuple[list[Any], list[Any], list[float]]) -> list[Any]:
-        inputs, targets, shares = batch
-        m = op.microbatch
-        # Dropout is a matter of step, stage and micro-batch, not of the order or the rank.
-        torch.default_generator.manual_seed(hash((self._seed, op.stage, m)) % 2**63)
-        output, values, kept = forward(self.stages, op.stage, received, inputs[m])
-        if op.stage == self._sink:
-            if self.loss_fn is not None and targets[m] is not None:
-                self.losses[m] = take_loss(kept, self.loss_fn, output, targets[m], shares[m])
-            if self._keep_outputs:
-                self.outputs[m] = hand_over(output)
-        if self._trains:
-            self._kept[op.stage, m] = kept
-        return values
-
-    def _backward(self, op: Op, received: list[Any]) -> list[Any]:
-        return backward(self._kept.pop((op.stage, op.microbatch)), received)
-
-    def _mean_loss(self, shares: list[float]) -> float:
-        mean = sum(shares[m] * loss for m, loss in self.losses.items()) if self.losses else math.nan
-        total = torch.tensor([mean if self.rank == self._loss_rank else 0.0], dtype=torch.float64)
-        with together(f"waiting for the loss from rank {self._loss_rank}"):
-            dist.broadcast(total, group_src=self._loss_rank, group=self._group)
-        return float(total)
-
-    def _doing(self) -> str:
-        action, oldest = self._action, self._transport.oldest
-        if action is None and oldest is not None:
-            return f"waited for rank {oldest.receiver} to receive {oldest}"
-        if action is None:
-            return "waited for the other ranks to reach the same step"
-        if action.what == "run":
-            waits = [t for t in self.plan.transfers if t.target == action.op and t.receiver == self.rank]
-            told = " or ".join(f"{t} from rank {t.sender}" for t in waits)
-            return f"was at {action.op}" + (f" (which waits for {told})" if told else "")
-        assert action.message is not None
-        transfer = action.message.transfer
-        return f"was at {transfer} between rank {transfer.sender} and rank {transfer.receiver}"
+        Counts every weight once, tied and replicated ones too, as `torch.nn.utils.clip_grad_norm_` does on the
+        unsplit model. Collective.
+        """
+        mine = [parameter for parameter in self.parameters() if parameter.grad is not None]
+        total = squared_norm(p for p in mine if p not in self._shared.counted_elsewhere)
+        with together("adding up the gradients' norm"):
+            dist.all_reduce(total, group=self._group)
+        norm = float(total.sqrt())
+        if (scale := max_norm / (norm + 1e-6)) < 1:
+            for parameter in mine:
+                parameter.grad.mul_(scale)  # type: ignore[union-attr]
+        return norm
 
     # --- afterwards -----------------------------------------------------------------------------------------------
 
     def timeline(self) -> Timeline:
         """What the last step's ops and transfers really took, on every rank. Collective."""
-        if self._closed or not self._complete:
+        if self._closed or not self._training.complete:
             raise PipelineError("there is no timeline: ask for it after a step that ran to its end, and before close")
         records: list[Any] = [None] * self.plan.num_ranks
-        dist.all_gather_object(records, self._record.to_fields(), group=self._group)
+        dist.all_gather_object(records, self._training.record.to_fields(), group=self._group)
         return merge(self.plan, [Record.from_fields(fields) for fields in records])
 
     def close(self) -> None:
@@ -283,13 +281,14 @@ class Pipeline:
         atexit.unregister(self.close)
         self._watchdog.close()
         self._transport.close()
-        if self._complete:
-            leave_record(self.plan, self._record)
-        group = dist.group.WORLD if self._owns_process_group else self._group
+        if self._training.complete:
+            leave_record(self.plan, self._training.record)
+        groups = [dist.group.WORLD] if self._owns_process_group else [self._group, *self._shared.close()]
         del self._group  # the last reference: closes the group's connections, which tells the peers
         if dist.is_initialized():
-            with suppress(ValueError):  # the caller has destroyed it
-                dist.destroy_process_group(group)
+            for group in groups:
+                with suppress(ValueError):  # the caller has destroyed it
+                    dist.destroy_process_group(group)
 
     def __enter__(self) -> Pipeline:
         return self

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 from rota.errors import PipelineError
+from rota.models import Stages
+from rota.placement import Placement
 from rota.plan import Plan, Transfer
 from rota.tasks import Kind, Op
 
@@ -41,12 +44,18 @@ class Action:
 
 @dataclass(slots=True)
 class Program:
-    """`strict` keeps the global order; `overlapped` posts receives early. `arriving`: values that come by message."""
+    """`strict` keeps the global order; `overlapped` posts receives early.
+
+    `arriving`: values that come by message. `num_uses`: by (edge, is gradient), how often a value made here is sent or
+    read here. `unsent`: edges whose values this rank does not send, though their gradients come by message.
+    """
 
     rank: int
     strict: list[Action] = field(default_factory=list)
     overlapped: list[Action] = field(default_factory=list)
     arriving: set[ValueKey] = field(default_factory=set)
+    num_uses: dict[tuple[int, bool], int] = field(default_factory=dict)
+    unsent: set[int] = field(default_factory=set)
 
 
 def compile_program(plan: Plan, edge_index: dict[tuple[int, int], int], rank: int) -> Program:
@@ -55,24 +64,39 @@ def compile_program(plan: Plan, edge_index: dict[tuple[int, int], int], rank: in
     program = Program(rank)
     for action in plan.wire_order:
         if isinstance(action, Op):
-            if plan.placement.ranks_of(action.stage)[0] == rank:
+            if rank in plan.placement.ranks_of(action.stage):
                 program.strict.append(Action("run", action))
             continue
         if rank not in (action.sender, action.receiver):
             continue
-        message = Message(action, value_key(action, edge_index), columns[action])
+        message = Message(action, value_key(action.source, action.target, edge_index), columns[action])
         if action.receiver == rank:
             program.arriving.add(message.value)
             program.strict.append(Action("receive", action.target, message))
         else:
             program.strict.append(Action("send", action.source, message))
     program.overlapped = list(_post_early(program.strict))
+    program.num_uses = _num_uses(plan.placement, edge_index, rank)
+    sent = {a.message.value[:2] for a in program.strict if a.what == "send" and a.message}
+    program.unsent = {edge for edge, is_gradient, _ in program.arriving if is_gradient and (edge, False) not in sent}
     return program
 
 
-def value_key(transfer: Transfer, edge_index: dict[tuple[int, int], int]) -> ValueKey:
-    """An activation travels along its stage edge, a gradient back along it."""
-    a, b = transfer.source, transfer.target
+def _num_uses(placement: Placement, edge_index: dict[tuple[int, int], int], rank: int) -> dict[tuple[int, bool], int]:
+    """How often what `rank` makes for an edge is sent or read here: not at all where only a task's first rank feeds."""
+    sender = {(route.source, route.target, route.receiver): route.sender for route in placement.routes}
+    uses: dict[tuple[int, bool], int] = {}
+    for edge in placement.edges:
+        source, target = placement.tasks[edge.source], placement.tasks[edge.target]
+        if source.stage != target.stage:
+            key = value_key(Op(source.stage, source.kind, 0), Op(target.stage, target.kind, 0), edge_index)
+            senders = [sender.get((edge.source, edge.target, receiver), receiver) for receiver in target.ranks]
+            uses[key[:2]] = senders.count(rank)
+    return uses
+
+
+def value_key(a: Op, b: Op, edge_index: dict[tuple[int, int], int]) -> ValueKey:
+    """What `a` makes for `b`: an activation travels along its stage edge, a gradient back along it."""
     if a.kind is Kind.F:
         return edge_index[a.stage, b.stage], False, a.microbatch
     return edge_index[b.stage, a.stage], True, a.microbatch
@@ -105,6 +129,20 @@ def _post_early(actions: Iterable[Action]) -> Iterable[Action]:
         yield run
 
 
+def for_all_streams(stages: Stages, plan: Plan) -> Stages:
+    """The stages once for each of the plan's data streams. Raises PipelineError where they are not as many."""
+    num_streams = plan.placement.num_streams
+    num_stages, left = divmod(plan.num_stages, num_streams)
+    if num_streams == 1 or left:  # what is left over belongs to no stream: an edge is missing
+        return stages
+    if num_stages != len(stages):
+        raise PipelineError(
+            f"the plan has {num_streams} data streams of {num_stages} stages each, which share weights, but the model "
+            f"was split into {len(stages)}; split(model, {num_stages}), or join the plan's stages by edges"
+        )
+    return stages.repeated(num_streams)
+
+
 def refuse_unsupported(plan: Plan, edges: Iterable[tuple[int, int]], num_stages: int) -> None:
     """Raises PipelineError where a plan and a model's stages do not fit, or ask for what cannot be run yet."""
     placement = plan.placement
@@ -113,22 +151,15 @@ def refuse_unsupported(plan: Plan, edges: Iterable[tuple[int, int]], num_stages:
             f"the plan has {placement.num_stages} stages, the model was split into {num_stages}; "
             f"split(model, {placement.num_stages}), or plan for {num_stages} stages"
         )
+    kinds = _kinds_by_stage(placement)
     for task in placement.tasks:
-        if task.kind not in (Kind.F, Kind.B):
-            raise PipelineError(f"the plan has {task} tasks, but only F and B can be run; plan without split backward")
-        if len(task.ranks) > 1:
-            raise PipelineError(f"task {task} is on the ranks {task.ranks}; only one rank a stage can be run")
         home = placement.ranks_of(task.stage)
         if task.ranks != home:
             raise PipelineError(
-                f"task {task} is on rank {task.ranks[0]}, but stage {task.stage}'s other task on rank {home[0]}; place "
-                f"a stage's forward and backward on one rank"
+                f"task {task} is on rank {_listed(task.ranks)}, but stage {task.stage}'s other task on rank "
+                f"{_listed(home)}; place a stage's forward and backward on the same ranks"
             )
-    if placement.num_streams > 1:
-        raise PipelineError(f"the plan has {placement.num_streams} separate data streams; only one can be run")
-    expected = {(f"{a}F", f"{b}F") for a, b in edges}
-    if any(task.kind is Kind.B for task in placement.tasks):
-        expected |= {(f"{b}B", f"{a}B") for a, b in edges} | {(f"{s}F", f"{s}B") for s in range(num_stages)}
+    expected = _edges_to_run(kinds, edges)
     there = {(str(placement.tasks[e.source]), str(placement.tasks[e.target])) for e in placement.edges}
     if len(there) < len(placement.edges):
         raise PipelineError("the plan's placement has an edge twice; give each pair of stages one edge")
@@ -139,3 +170,34 @@ def refuse_unsupported(plan: Plan, edges: Iterable[tuple[int, int]], num_stages:
                 f"the plan's placement {told} the edge {a} → {b}; measure the stages and plan with these "
                 f"costs (rota.profile, then rota plan --costs), or place(costs, cluster, edges=stages.edges)"
             )
+
+
+def _kinds_by_stage(placement: Placement) -> list[str]:
+    """Each stage's kinds, "F", "FB", "FIW", "FRB" or "FRIW"; raises PipelineError on any others."""
+    kinds = ["".join(k for k in "FRBIW" if placement.task(s, Kind(k))) for s in placement.stages]
+    trains = any(len(of_stage) > 1 for of_stage in kinds)
+    for stage, of_stage in enumerate(kinds):
+        if of_stage not in (_TRAINING if trains else ("F",)):
+            raise PipelineError(
+                f"stage {stage} has {' '.join(of_stage)} tasks; a stage that trains has F, R if it recomputes, and B "
+                f"or both I and W, and in one plan either all stages train or none"
+            )
+    return kinds
+
+
+def _listed(ranks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+_TRAINING = ("FB", "FIW", "FRB", "FRIW")
+
+
+def _edges_to_run(kinds: list[str], edges: Iterable[tuple[int, int]]) -> set[tuple[str, str]]:
+    """The edges between tasks that the stages and the edges between them need."""
+    expected = {(f"{s}{a}", f"{s}{b}") for s, of_stage in enumerate(kinds) for a, b in pairwise(of_stage)}
+    for a, b in edges:
+        expected.add((f"{a}F", f"{b}F"))
+        if len(kinds[b]) > 1:
+            back = [next(k for k in kinds[stage] if k in "BI") for stage in (b, a)]
+            expected.add((f"{b}{back[0]}", f"{a}{back[1]}"))
+    return expected

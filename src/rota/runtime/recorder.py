@@ -54,8 +54,8 @@ def merge(plan: Plan, records: list[Record]) -> Timeline:
     starts = tuple(tuple(us(r, t) for t in r.starts_ns) for r in records)
     ends = tuple(tuple(us(r, t) for t in r.ends_ns) for r in records)
     start_of = {
-        op: start
-        for order, started in zip(plan.orders, starts, strict=True)
+        (rank, op): start
+        for rank, (order, started) in enumerate(zip(plan.orders, starts, strict=True))
         for op, start in zip(order, started, strict=True)
     }
     sent, arrived = [], []
@@ -65,7 +65,7 @@ def merge(plan: Plan, records: list[Record]) -> Timeline:
         begun = [us(sender, sender.sent_ns[r, k]) for k in range(len(batches))]
         through = [us(sender, sender.through_ns[r, k]) for k in range(len(batches))]
         # A sender may hear late that its message is through, but the op that read it had it before it started.
-        read = [start_of[Op(target.stage, target.kind, m)] for m in batches]
+        read = [start_of[route.receiver, Op(target.stage, target.kind, m)] for m in batches]
         sent.append(tuple(begun))
         arrived.append(tuple(max(b, min(t, s)) for b, t, s in zip(begun, through, read, strict=True)))
     step_ends = [(ends[rank][-1],) * 4 if ends[rank] else (0,) * 4 for _, rank in plan.step_end_ranks]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,40 +19,26 @@ import torch.distributed as dist
 
 from rota.errors import LostRankError, PipelineError
 from rota.plan import Transfer
-from rota.runtime.messages import (
-    Layout,
-    describe,
-    empty,
-    flatten,
-    from_bytes,
-    gradient_layouts,
-    tensor_layouts,
-    to_bytes,
-    unflatten,
-)
+from rota.runtime.messages import Format, Layout, describe, flatten, from_bytes, to_bytes, unflatten
 from rota.runtime.program import Message, ValueKey
-
-
-@dataclass(slots=True)
-class _Arriving:
-    message: Message
-    works: list[Any]
-    buffers: list[torch.Tensor]
-    layout: Layout | None  # None: gradients, a plain list
 
 
 class Transport:
     """One rank's messages. `sent_ns` and `through_ns` hold the last step's times by (route, position)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self.layouts: dict[ValueKey, Layout] = {}  # of activations, by (edge, False, micro-batch)
-        self._arriving: dict[ValueKey, _Arriving] = {}
+        # As `dist.isend` and `dist.irecv` end up, without what they check and look up for each message.
+        self._backend: Any = group._get_backend(torch.device("cpu"))
+        self.formats: dict[ValueKey, Format] = {}  # of activations, by (edge, False, micro-batch)
+        self._arriving: dict[ValueKey, tuple[Message, list[Any], list[torch.Tensor], Format]] = {}
         self.sent_ns: dict[tuple[int, int], int] = {}
         self.through_ns: dict[tuple[int, int], int] = {}
-        # Gloo tells that a send is through only to whoever waits for it: one thread waits, and lets the tensors go.
-        self._sending: queue.SimpleQueue[tuple[Message, list[Any], list[torch.Tensor]] | None] = queue.SimpleQueue()
-        self._all_through = threading.Event()
+        # Gloo tells that a send is through only to whoever waits for it. A thread does, and lets the tensors go. It
+        # comes by now and then, not for every message, since each time it takes Python's lock from the main thread.
+        self._sending: deque[tuple[Message, list[Any], list[torch.Tensor]]] = deque()
+        self._letting_go = threading.Lock()
+        self._awake = False
+        self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._failure: LostRankError | None = None
         self.oldest: Transfer | None = None  # of those not through yet
         self._reaper = threading.Thread(target=self._reap, name="rota-sends", daemon=True)
@@ -61,16 +47,19 @@ class Transport:
     # --- receiving ------------------------------------------------------------------------------------------------
 
     def post(self, message: Message, with_layout: bool) -> None:
-        """Start to receive; `with_layout` waits for the layout that comes first."""
+        """Start to receive; `with_layout` waits for the layout that comes first.
+
+        Buffers are new ones each time: autograd, hooks and modules may hold on to them, and must not see them change.
+        """
         edge, is_gradient, microbatch = message.value
         key = (edge, False, microbatch)
         if with_layout and not is_gradient:
-            self.layouts[key] = self._receive_layout(message)
-        layout = self.layouts[key]
-        wanted = gradient_layouts(layout) if is_gradient else tensor_layouts(layout)
-        buffers = [empty(tensor) for tensor in wanted]
+            self.formats[key] = Format(self._receive_layout(message))
+        form = self.formats[key]
+        wanted = form.gradients if is_gradient else form.tensors
+        buffers = [torch.empty(shape, dtype=dtype) for shape, dtype in wanted]
         works = [self._receive(buffer, message) for buffer in buffers]
-        self._arriving[message.value] = _Arriving(message, works, buffers, None if is_gradient else layout)
+        self._arriving[message.value] = message, works, buffers, form
 
     def _receive_layout(self, message: Message) -> Layout:
         size = torch.empty(1, dtype=torch.int64)
@@ -81,38 +70,40 @@ class Transport:
 
     def _receive(self, buffer: torch.Tensor, message: Message) -> Any:
         try:
-            return dist.irecv(buffer, group_src=message.transfer.sender, group=self._group)
+            return self._backend.recv([_as_sent(buffer)], message.transfer.sender, 0)
         except RuntimeError as error:
             raise _lost(message.transfer.sender, message) from error
 
     def take(self, key: ValueKey) -> Any:
         """Wait for a posted value: an activation (tensors that want a gradient are leaves) or a list of gradients."""
-        arriving = self._arriving.pop(key)
-        for work in arriving.works:
-            _wait(work, arriving.message)
-        if arriving.layout is None:
-            return arriving.buffers
-        for buffer, layout in zip(arriving.buffers, tensor_layouts(arriving.layout), strict=True):
-            buffer.requires_grad_(layout[3])
-        return unflatten(iter(arriving.buffers), arriving.layout)
+        message, works, buffers, form = self._arriving.pop(key)
+        for work in works:
+            _wait(work, message)
+        if key[1]:
+            return buffers
+        for buffer, wants_gradient in zip(buffers, form.wants_gradient, strict=True):
+            if wants_gradient:
+                buffer.requires_grad_()
+        return buffers[0] if form.lone else unflatten(iter(buffers), form.layout)
 
     # --- sending --------------------------------------------------------------------------------------------------
 
-    def send_value(self, message: Message, value: object, with_layout: bool) -> None:
+    def send_value(self, message: Message, value: Any, with_layout: bool) -> None:
         """Send an activation; its layout first if this step says so, else it must be as before."""
+        if not with_layout and self.formats[message.value].is_of(value):
+            self._send(message, [value.detach()])
+            return
         where = f"stage {message.transfer.source.stage}"
         tensors, layout = flatten(value, where)
-        known = self.layouts.get(message.value)
         first = []
         if with_layout:
-            self.layouts[message.value] = layout
+            self.formats[message.value] = Format(layout)
             data = to_bytes(layout)
             first = [torch.tensor([len(data)]), data]
-        elif layout != known:
+        elif layout != (known := self.formats[message.value].layout):
             raise PipelineError(
-                f"{message.transfer}: {where} made {describe(layout)}, after {describe(known or ())} in an earlier "
-                f"step with inputs of the same shapes; if its shapes depend on the data, use "
-                f"Pipeline(…, dynamic_shapes=True)"
+                f"{message.transfer}: {where} made {describe(layout)}, after {describe(known)} in an earlier step with "
+                f"inputs of the same shapes; if its shapes depend on the data, use Pipeline(…, dynamic_shapes=True)"
             )
         self._send(message, first + [tensor.detach() for tensor in tensors])
 
@@ -120,48 +111,60 @@ class Transport:
         self._send(message, gradients)
 
     def _send(self, message: Message, tensors: list[torch.Tensor]) -> None:
-        self.sent_ns[message.column] = time.monotonic_ns()
-        tensors = [tensor.contiguous() for tensor in tensors]
         receiver = message.transfer.receiver
+        self.sent_ns[message.column] = time.monotonic_ns()
+        tensors = [_as_sent(tensor if tensor.is_contiguous() else tensor.contiguous()) for tensor in tensors]
         try:
-            works = [dist.isend(tensor, group_dst=receiver, group=self._group) for tensor in tensors]
+            works = [self._backend.send([tensor], receiver, 0) for tensor in tensors]
         except RuntimeError as error:
             raise _lost(receiver, message) from error
-        self._sending.put((message, works, tensors))
+        self._sending.append((message, works, tensors))
+        if not self._awake:
+            self._awake = True
+            self._wake.put(True)
 
     def _reap(self) -> None:
-        while (entry := self._sending.get()) is not None:
-            message, works, tensors = entry
-            del entry
-            if message is _MARK:
-                self._all_through.set()
-                continue
-            self.oldest = message.transfer
-            try:
-                while works:
-                    works.pop(0).wait()
-            except Exception:
-                self._failure = self._failure or _lost(message.transfer.receiver, message)
-            self.through_ns[message.column] = time.monotonic_ns()
+        while self._wake.get():
+            time.sleep(_PAUSE_S)
+            self._awake = False  # first: what is sent from now on wakes it again
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Wait for all sends so far; nothing sent may outlive its transfer, and a work holds what it sends."""
+        with self._letting_go:
+            while self._sending:
+                message, works, _ = self._sending[0]
+                self.oldest = message.transfer
+                try:
+                    for work in works:
+                        work.wait()
+                except Exception:
+                    self._failure = self._failure or _lost(message.transfer.receiver, message)
+                self.through_ns[message.column] = time.monotonic_ns()
+                del works, _
+                self._sending.popleft()
             self.oldest = None
-            del works, tensors  # nothing sent may outlive its transfer, and a work holds what it sends
 
     def drain(self) -> None:
         """Wait until everything sent is through."""
-        self._all_through.clear()
-        self._sending.put((_MARK, [], []))
-        self._all_through.wait()
+        self._let_go()
         if self._failure is not None:
             raise self._failure
 
+    def all_reduce(self, tensor: torch.Tensor, how: Any) -> None:
+        """`dist.all_reduce`, as light as the other messages."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = how
+        self._backend.allreduce([tensor], options).wait()
+
     def close(self) -> None:
-        self._sending.put(None)
+        self._wake.put(False)
         self._reaper.join(timeout=1)  # stuck only where a peer does not receive
-        del self._group
+        del self._backend
 
 
-_MARK: Any = object()
 _REMEDY = "look there for the first error"  # rather than Gloo's own words, which tell of sockets
+_PAUSE_S = 0.001
 
 
 @contextmanager
@@ -171,6 +174,10 @@ def together(doing: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise LostRankError(f"lost a rank while {doing}: {_REMEDY}") from error
+
+
+def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _wait(work: Any, message: Message) -> None:

@@ -1,0 +1,248 @@
+"""TorchEngine: PyTorch's own pipeline engine runs a plan, by the plan's schedule CSV with communication."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rota.checking import check
+from rota.errors import LostRankError, PipelineError
+from rota.interop.refusals import refuse_ragged, refuse_what_torch_cannot_run
+from rota.interop.torch_schedule import PlannedSchedule, planned_schedule, run
+from rota.interop.torch_stages import LossFn, StageModule, Step, survey
+from rota.models import Stages
+from rota.plan import Plan
+from rota.runtime import batches
+from rota.runtime.handover import digest
+from rota.runtime.transport import together
+from rota.runtime.watchdog import Watchdog
+from rota.tasks import Kind
+from rota.timeline import Timeline
+
+
+@final
+class TorchEngine:
+    """Runs a chain of stages as planned on `torch.distributed.pipelining`; made and called as a `Pipeline` is.
+
+    Raises PlanError where `check` refuses the plan, PipelineError where PyTorch's engine could not run it, or plan,
+    stages and processes do not fit.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        plan: Plan,
+        loss_fn: LossFn | None,
+        *,
+        timeout_s: float = 60.0,
+        dynamic_shapes: bool = False,
+        keep_outputs: bool = False,
+    ) -> None:
+        check(plan)
+        refuse_what_torch_cannot_run(stages, plan, dynamic_shapes)
+        self.stages, self.plan, self.loss_fn = stages, plan, loss_fn
+        self._trains = any(task.kind.makes_weight_gradients for task in plan.placement.tasks)
+        if self._trains and loss_fn is None:
+            raise PipelineError("the plan has backwards, so a loss_fn(output, target) is needed")
+        self._ranks = [plan.placement.ranks_of(stage)[0] for stage in plan.placement.stages]
+        self._owns_process_group = not dist.is_initialized()
+        self._join_processes()
+        self._modules = [
+            StageModule(stages, stage, loss_fn, keep_outputs or not self._trains, self._begin) for stage in self._local
+        ]
+        self._schedule: PlannedSchedule | None = None
+        self._signature: object = None
+        self._begun = ""  # the last op that began, as the CSV writes it
+        self._watchdog = Watchdog(self.rank, timeout_s, self._doing)
+        #: Loss of each micro-batch of the last step, on the rank of the last stage.
+        self.losses: dict[int, float] = {}
+        #: Output of each micro-batch of the last step, likewise, if they are kept.
+        self.outputs: dict[int, Any] = {}
+        self._closed = False
+        atexit.register(self.close)
+
+    # --- the processes --------------------------------------------------------------------------------------------
+
+    def _join_processes(self) -> None:
+        if self._owns_process_group:
+            if "RANK" not in os.environ:
+                raise PipelineError(
+                    "no process group: start the script by `rota run --engine torch plan.json script.py` or torchrun, "
+                    "or call torch.distributed.init_process_group first"
+                )
+            dist.init_process_group("gloo")
+        self.rank = dist.get_rank()
+        plans: list[Any] = [None] * dist.get_world_size()
+        with together("comparing plans"):
+            dist.all_gather_object(plans, digest(self.plan))
+        for rank, other in enumerate(plans):
+            if other != plans[0]:
+                raise PipelineError(f"rank {rank} has another plan than rank 0; give all ranks the same plan")
+        if len(plans) != self.plan.num_ranks:
+            raise PipelineError(
+                f"the plan is for {self.plan.num_ranks} ranks, but {len(plans)} processes were started; "
+                f"start {self.plan.num_ranks}, or plan for {len(plans)}"
+            )
+        self._group = dist.new_group(backend="gloo")
+        self._busy = [rank for rank, order in enumerate(self.plan.orders) if order]  # PyTorch knows no idle ranks
+        self._pipeline_group = dist.new_group(self._busy, backend="gloo")
+
+    @property
+    def _local(self) -> tuple[int, ...]:
+        return self.plan.placement.stages_on(self.rank)
+
+    @property
+    def local_stages(self) -> dict[int, nn.Module]:
+        """The stages on this rank."""
+        return {stage: self.stages[stage] for stage in self._local}
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names and parameters of this rank's stages."""
+        for module in self.local_stages.values():
+            yield from module.named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank's stages: what this rank's optimizer takes."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    # --- one step -------------------------------------------------------------------------------------------------
+
+    def step(self, inputs: Any = None, targets: Any = None) -> float:
+        """Run the plan once; gradients are added to `.grad`, as `loss.backward()` does. Collective.
+
+        Takes and returns what `Pipeline.step` does; all micro-batches must have the same shapes.
+        """
+        if self._closed:
+            raise PipelineError("the engine is closed; make a new one")
+        step = self._prepare(inputs, targets)
+        self._begun = ""
+        self._watchdog.begin()
+        step.seed = int(torch.randint(2**62, ()))
+        random_state = torch.get_rng_state()
+        for module in self._modules:
+            module.step = step
+        try:
+            with torch.set_grad_enabled(self._trains):
+                if self._is_new(step):
+                    self._schedule = self._survey()
+                if self._schedule is not None:
+                    self._run(self._schedule)
+            loss = self._mean_loss(step)
+        finally:
+            self._watchdog.end()
+            # Each rank has drawn one number, whatever its stages drew: shuffles stay the same on all ranks.
+            torch.set_rng_state(random_state)
+        self.losses, self.outputs = step.losses, step.outputs
+        return loss
+
+    def _prepare(self, inputs: Any, targets: Any) -> Step:
+        n = self.plan.num_microbatches
+        for stage in self._local:
+            if self.stages.inputs[stage] and inputs is None:
+                raise PipelineError(
+                    f"rank {self.rank} holds stage {stage}, which reads the step's inputs "
+                    f"{list(self.stages.inputs[stage])}, but got inputs=None; pass the batch on this rank too"
+                )
+        given = batches.to_microbatches("inputs", inputs, n), batches.to_microbatches("targets", targets, n)
+        refuse_ragged(given[0])
+        missing = [m for m, target in enumerate(given[1]) if target is None]
+        if self.rank == self._ranks[-1] and self._trains and missing:
+            got = "targets=None" if targets is None else f"targets[{missing[0]}] = None"
+            raise PipelineError(f"rank {self.rank} holds the last stage, but got {got}; pass them on this rank")
+        return Step(*given, batches.weights(inputs, targets, n))
+
+    def _is_new(self, step: Step) -> bool:
+        """Whether any rank has reason to expect other boundaries than in the last step."""
+        signature = (
+            batches.shapes(step.inputs[0]),
+            [(m.training, [p.requires_grad for p in m.parameters()]) for m in self.local_stages.values()],
+        )
+        changed = torch.tensor([int(signature != self._signature)])
+        with together("waiting for the others to begin the step"):
+            dist.all_reduce(changed, dist.ReduceOp.MAX, group=self._group)
+        self._signature = signature
+        return bool(changed.item())
+
+    def _survey(self) -> PlannedSchedule | None:
+        with together("surveying the stages"):
+            survey(self._modules, self._ranks, self._group)
+        if not self._modules:
+            return None
+        homes = {stage: self._busy.index(rank) for stage, rank in enumerate(self._ranks)}
+        return planned_schedule(
+            self._modules, self._row(), homes, self._pipeline_group, self.plan.num_microbatches, self._trains
+        )
+
+    def _row(self) -> list[str]:
+        """This rank's cells of the plan's CSV."""
+        return self.plan.to_csv(communication=True).splitlines()[self.rank].split(",")
+
+    def _run(self, schedule: PlannedSchedule) -> None:
+        try:
+            run(schedule)
+        except RuntimeError as error:
+            first = _first(error)  # PyTorch wraps what a stage raised
+            if "gloo" in str(first):
+                raise LostRankError(f"lost a rank, and {self._doing()}: look there for the first error") from error
+            raise first from None
+
+    def _mean_loss(self, step: Step) -> float:
+        mean = sum(step.shares[m] * loss for m, loss in step.losses.items()) if step.losses else math.nan
+        total = torch.tensor([mean], dtype=torch.float64)
+        with together(f"waiting for the loss from rank {self._ranks[-1]}"):
+            dist.broadcast(total, group_src=self._ranks[-1], group=self._group)
+        return float(total)
+
+    def _begin(self, op: str) -> None:
+        self._begun = op
+        self._watchdog.tick()
+
+    def _doing(self) -> str:
+        return (
+            f"was in PyTorch's engine, after the start of {self._begun}" if self._begun else "was before the first op"
+        )
+
+    # --- afterwards -----------------------------------------------------------------------------------------------
+
+    @property
+    def backward_at(self) -> dict[int, str]:
+        """For this rank's stages of I and W, once a step ran: whether PyTorch does "I and W", or all in "I" or "W"."""
+        split = {task.stage for task in self.plan.placement.tasks if task.kind is Kind.W}
+        return {m.stage: m.layouts.backward_at for m in self._modules if m.stage in split}
+
+    def timeline(self) -> Timeline:
+        """Always raises PipelineError: PyTorch's engine does not tell when it did what."""
+        raise PipelineError("PyTorch's engine records no timeline; run the plan by Rota's engine for one")
+
+    def close(self) -> None:
+        """End the engine's thread, and its connections."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        self._watchdog.close()
+        self._schedule = None
+        groups = [dist.group.WORLD] if self._owns_process_group else [self._pipeline_group, self._group]
+        del self._group, self._pipeline_group  # the last references: closes their connections, which tells the peers
+        if dist.is_initialized():
+            for group in groups:
+                with suppress(ValueError):  # the caller has destroyed it
+                    dist.destroy_process_group(group)
+
+    def __enter__(self) -> TorchEngine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _first(error: BaseException) -> BaseException:
+    return error if error.__cause__ is None else _first(error.__cause__)

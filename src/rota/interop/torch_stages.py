@@ -1,0 +1,149 @@
+"""Rota's stages as PyTorch's engine wants them: flat tensors in and out, of shapes that are known beforehand.
+
+    rank of stage s - 1 ──value──▶ rank of stage s: forward of micro-batch 0 ──value──▶ rank of stage s + 1
+
+Before the first step of each shape a *survey* runs micro-batch 0 through all stages once. PyTorch's own, which
+this replaces, feeds later stages uninitialized memory, and updates buffers such as BatchNorm's once too often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
+
+from rota.errors import PipelineError
+from rota.interop.torch_backward import how_to_split
+from rota.models import Stages
+from rota.runtime.gradients import hand_over
+from rota.runtime.messages import Layout, describe, empty, flatten, tensor_layouts, unflatten
+
+LossFn = Callable[[Any, Any], Tensor]
+Tick = Callable[[str], None]  # told of every op that begins
+
+
+@dataclass(slots=True)
+class Step:
+    """The step at hand: each micro-batch's inputs, targets and share of the mean loss; its losses and outputs."""
+
+    inputs: list[Any]
+    targets: list[Any]
+    shares: list[float]
+    seed: int = 0
+    losses: dict[int, float] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Surveyed:
+    """A stage's value from the stage before it and for the one after it; where a split backward is done."""
+
+    incoming: Layout
+    outgoing: Layout
+    backward_at: Literal["I and W", "I", "W"]
+
+
+_NOTHING: Layout = ("tuple", ())
+
+
+class StageModule(nn.Module):
+    """What PyTorch takes for a stage. The last one returns its share of the loss, so that no order mixes losses up."""
+
+    def __init__(self, stages: Stages, stage: int, loss_fn: LossFn | None, keep_outputs: bool, tick: Tick) -> None:
+        super().__init__()
+        self.module = stages[stage]  # registered: the engine asks for its parameters
+        self.stages, self.stage, self.loss_fn, self.keep_outputs, self.tick = stages, stage, loss_fn, keep_outputs, tick
+        self.is_last = stage == stages.sink
+        self.layouts = Surveyed(_NOTHING, _NOTHING, "I and W")
+        self.step: Step
+
+    def forward(self, *tensors: Tensor, microbatch: int) -> tuple[Tensor, ...]:
+        self.tick(f"{self.stage}F{microbatch}")
+        # As in Pipeline: dropout is a matter of step, stage and micro-batch.
+        torch.default_generator.manual_seed(hash((self.step.seed, self.stage, microbatch)) % 2**63)
+        value = unflatten(map(_entering, tensors), self.layouts.incoming)
+        output = self.stages.call(self.stage, self._arguments(value), self.step.inputs[microbatch])
+        leaving, layout = self.leaving(output, microbatch)
+        if layout != self.layouts.outgoing:
+            raise PipelineError(
+                f"stage {self.stage} made {describe(layout)} for micro-batch {microbatch}, but "
+                f"{describe(self.layouts.outgoing)} for micro-batch 0, and PyTorch's engine receives into buffers made "
+                f"beforehand; give it micro-batches of one shape, or run the plan by Rota's engine"
+            )
+        return tuple(tensor.contiguous() for tensor in leaving)
+
+    def _arguments(self, value: Any) -> list[Any]:
+        return [value] if self.stage > 0 else []
+
+    def leaving(self, output: Any, microbatch: int) -> tuple[list[Tensor], Layout]:
+        """The tensors that PyTorch sees, and the layout of the value that goes to the next stage."""
+        if not self.is_last:
+            (edge,) = self.stages.outgoing(self.stage)
+            return flatten(edge.take(output), f"stage {self.stage}")
+        if self.keep_outputs:
+            # Cloned: it may be a view of what was received, into buffers that the next step uses again.
+            self.step.outputs[microbatch] = hand_over(tree_map_only(Tensor, Tensor.clone, output))
+        target = self.step.targets[microbatch]
+        if self.loss_fn is None or target is None:
+            return [], _NOTHING
+        loss = self.loss_fn(output, target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise PipelineError(f"loss_fn returned {got}; it must return a tensor with one element, the mean loss")
+        self.step.losses[microbatch] = loss.item()
+        return [loss * self.step.shares[microbatch]], _NOTHING
+
+    def survey(self, value: Any) -> Any:
+        """Run micro-batch 0 without a trace in buffers; know the layouts from then on. Returns what leaves."""
+        received, incoming = flatten(value, f"stage {self.stage - 1}")
+        entered = unflatten(map(_entering, received), incoming)
+        arguments = (*self._arguments(entered), *self.stages.pick_inputs(self.stage, self.step.inputs[0]))
+        buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        output = functional_call(self.module, buffers, arguments)
+        leaving, layout = self.leaving(output, 0)
+        split = how_to_split(received, leaving, self.module)
+        self.layouts = Surveyed(incoming, layout, split)
+        return hand_over(unflatten(iter(leaving), layout))
+
+
+def _entering(tensor: Tensor) -> Tensor:
+    """A received tensor; its gradient will be contiguous, since the engine sends it as it comes."""
+    entering = tensor.view_as(tensor)
+    if entering.requires_grad:
+        entering.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
+    return entering
+
+
+def survey(modules: Sequence[StageModule], ranks: Sequence[int], group: dist.ProcessGroup) -> None:
+    """Survey all stages; `modules` are this rank's, rising, and `ranks` those of all stages. Collective."""
+    value: Any = ()
+    for module in modules:
+        before, after = module.stage - 1, module.stage + 1
+        if before >= 0 and ranks[before] != dist.get_rank(group):
+            received: list[Any] = [None]
+            dist.recv_object_list(received, group_src=ranks[before], group=group)
+            value = received[0]
+        value = module.survey(value if before >= 0 else ())
+        if after < len(ranks) and ranks[after] != dist.get_rank(group):
+            dist.send_object_list([value], group_dst=ranks[after], group=group)
+
+
+def torch_stage(module: StageModule, group: dist.ProcessGroup) -> PipelineStage:
+    """PyTorch's stage around a surveyed module; with all shapes given, PyTorch runs no survey of its own."""
+    layouts = module.layouts
+    incoming, outgoing = (tuple(map(_example, tensor_layouts(each))) for each in (layouts.incoming, layouts.outgoing))
+    cpu = torch.device("cpu")
+    return PipelineStage(
+        module, module.stage, len(module.stages), cpu, input_args=incoming, output_args=outgoing, group=group
+    )
+
+
+def _example(layout: Layout) -> Tensor:
+    return empty(layout).requires_grad_(layout[3])

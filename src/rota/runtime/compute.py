@@ -1,0 +1,107 @@
+"""What a rank's ops compute, and what they keep for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from rota.models import Stages
+from rota.placement import Placement
+from rota.runtime.gradients import Kept, backward, backward_inputs, forward, hand_over, take_loss, writes_in_place
+from rota.runtime.recompute import Again, without_activations
+from rota.runtime.split_backward import WeightWork
+from rota.tasks import Kind, Op
+
+LossFn = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A step's micro-batches, and each one's share of the mean loss."""
+
+    inputs: list[Any]
+    targets: list[Any]
+    shares: list[float]
+
+
+@final
+class Compute:
+    """Runs ops of any stage; `losses` and `outputs` of the last stage are by micro-batch."""
+
+    def __init__(self, stages: Stages, placement: Placement, loss_fn: LossFn | None, keep_outputs: bool) -> None:
+        self._stages, self._loss_fn, self.keep_outputs = stages, loss_fn, keep_outputs
+        self._split = {task.stage for task in placement.tasks if task.kind is Kind.I}
+        self._recomputed = {task.stage for task in placement.tasks if task.kind is Kind.R}
+        self._in_place = {s for s in placement.stages if writes_in_place(stages[s])}
+        self._sinks = {*stages.sinks}
+        self._num_stages = len(stages) // stages.num_streams  # of one copy of the model
+        self._kept: dict[tuple[int, int], Kept | Again | WeightWork] = {}
+        self._batch = Batch([], [], [])
+        self._seed = 0
+        self.losses: dict[int, float] = {}
+        self.outputs: dict[int, Any] = {}
+
+    def begin(self, batch: Batch, seed: int) -> None:
+        """A new step; what is left of the one before is dropped."""
+        self._batch, self._seed = batch, seed
+        self._kept.clear()
+        self.losses, self.outputs = {}, {}
+
+    def run(self, op: Op, received: list[Any]) -> list[Any]:
+        """One op. F takes the values of the stage's incoming edges and returns those of its outgoing ones; B and I
+        take gradients of the outgoing edges and return those of the incoming ones; R and W take and return nothing.
+        """
+        if op.kind is Kind.F:
+            return (
+                self._recomputable_forward(op, received)
+                if op.stage in self._recomputed
+                else self._forward(op, received)
+            )
+        if op.kind is Kind.R:
+            again = self._kept.pop((op.stage, op.microbatch))
+            assert isinstance(again, Again)
+            self._forward(op, again.received, again.buffers)
+            return []
+        kept = self._kept.pop((op.stage, op.microbatch))
+        if op.kind is Kind.W:
+            assert isinstance(kept, WeightWork)
+            kept.run()
+            return []
+        assert isinstance(kept, Kept)
+        if op.kind is Kind.B:
+            return backward(kept, received)
+        gradients, work = backward_inputs(kept, received)
+        self._kept[op.stage, op.microbatch] = work
+        return gradients
+
+    def _recomputable_forward(self, op: Op, received: list[Any]) -> list[Any]:
+        with without_activations(self._stages[op.stage], received, f"stage {op.stage}") as again:
+            values = self._forward(op, received)
+        self._kept[op.stage, op.microbatch] = again
+        return values
+
+    def _forward(self, op: Op, received: list[Any], buffers: dict[str, torch.Tensor] | None = None) -> list[Any]:
+        stage, _, m = op
+        # Dropout is a matter of step, stage and micro-batch, not of the order or the rank: R draws what F drew.
+        torch.default_generator.manual_seed(hash((self._seed, stage % self._num_stages, m)) % 2**63)
+        batch = self._batch
+        output, values, kept = forward(
+            self._stages,
+            stage,
+            received,
+            batch.inputs[m],
+            split=stage in self._split,
+            in_place=stage in self._in_place,
+            buffers=buffers,
+        )
+        if stage in self._sinks:
+            if self._loss_fn is not None and (targets := batch.targets[m]) is not None:
+                self.losses[m] = take_loss(kept, self._loss_fn, output, targets, batch.shares[m])
+            if self.keep_outputs:
+                self.outputs[m] = hand_over(output)
+        if torch.is_grad_enabled():
+            self._kept[stage, m] = kept
+        return values

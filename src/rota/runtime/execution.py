@@ -1,0 +1,199 @@
+"""One plan on one rank: the loop over its actions, and what lies between them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias, final
+
+import torch
+from torch import nn
+
+from rota.errors import PipelineError
+from rota.models import Stages
+from rota.plan import Plan
+from rota.runtime import batches
+from rota.runtime.compute import Batch, Compute, LossFn
+from rota.runtime.gradients import hand_over
+from rota.runtime.memory_watch import MemoryWatch
+from rota.runtime.messages import Format, flatten
+from rota.runtime.program import Action, Message, ValueKey, compile_program
+from rota.runtime.recorder import Record
+from rota.runtime.transport import Transport
+from rota.tasks import Kind, Op
+
+Read: TypeAlias = tuple[ValueKey, bool]  # and whether it arrives by message
+Makes: TypeAlias = tuple[ValueKey, int, bool]  # how often it is used here, whether it is not sent though told of
+
+
+class _Prepared(NamedTuple):
+    """An op, what it reads and what it makes: worked out once, as it is the same in every step."""
+
+    op: Op
+    reads: list[Read]
+    makes: list[Makes]
+    lent: list[int]  # positions in what it reads of values that others on this rank read or send too
+
+
+@final
+class Execution:
+    """Runs `plan` on rank `rank`, again and again."""
+
+    def __init__(self, stages: Stages, plan: Plan, loss_fn: LossFn | None, rank: int, transport: Transport) -> None:
+        self.plan, self.local = plan, plan.placement.stages_on(rank)
+        self.trains = any(task.kind.makes_weight_gradients for task in plan.placement.tasks)
+        self.compute = Compute(stages, plan.placement, loss_fn, keep_outputs=False)
+        self.record = Record(rank)
+        self.complete = False
+        self.watch: MemoryWatch | None = None
+        edge_index = {(edge.source, edge.target): i for i, edge in enumerate(stages.edges)}
+        self._program = compile_program(plan, edge_index, rank)
+        prepared = {op: self._prepared(op, stages, edge_index) for op in plan.orders[rank]}
+        self._strict, self._overlapped = (
+            [(action, action.message or prepared[action.op]) for action in actions]
+            for actions in (self._program.strict, self._program.overlapped)
+        )
+        self._stages, self._transport = stages, transport
+        self._formats: dict[ValueKey, Format] = {}
+        self._signature: object = None
+        self._made: dict[ValueKey, tuple[Any, int]] = {}  # with how often it will still be used
+        self._action: Action | None = None  # None before the first and after the last
+
+    def _prepared(self, op: Op, stages: Stages, edge_index: dict[tuple[int, int], int]) -> _Prepared:
+        incoming = [edge_index[e[:2]] for e in stages.incoming(op.stage)]
+        outgoing = [edge_index[e[:2]] for e in stages.outgoing(op.stage)]
+        back = op.kind is not Kind.F
+        reads, makes = (outgoing, incoming) if back else (incoming, outgoing)
+        if op.kind in (Kind.R, Kind.W):
+            reads, makes = [], []
+        num_uses, unsent = self._program.num_uses, self._program.unsent
+        keys = [(edge, back, op.microbatch) for edge in reads]
+        num_readers = [len(stages.outgoing(edge.source)) for edge in stages.incoming(op.stage)] if not back else []
+        lent = [
+            i
+            for i, n in enumerate(num_readers)
+            if keys[i] not in self._program.arriving and (n > 1 or num_uses[keys[i][:2]] > 1)
+        ]
+        return _Prepared(
+            op,
+            [(key, key in self._program.arriving) for key in keys],
+            [((e, back, op.microbatch), num_uses.get((e, back), 0), not back and e in unsent) for e in makes],
+            lent,
+        )
+
+    def is_new(self, batch: Batch) -> bool:
+        """Whether there is reason to expect other layouts at the boundaries than in the last run."""
+        modules = [self._stages[stage] for stage in self.local]
+        signature = (
+            [batches.shapes(microbatch) for microbatch in batch.inputs],
+            [(m.training, [p.requires_grad for p in m.parameters()]) for m in modules],
+        )
+        changed = signature != self._signature
+        self._signature = signature
+        return changed
+
+    def run(self, batch: Batch, seed: int, fresh: bool, tick: Callable[[], None]) -> None:
+        """All actions; `fresh`: layouts travel with the values. `tick` is called before each."""
+        self._begin(batch, seed)
+        with torch.set_grad_enabled(self.trains):
+            for action, todo in self._strict if fresh else self._overlapped:
+                self._action = action
+                tick()
+                if isinstance(todo, _Prepared):
+                    self._run(*todo, fresh)
+                    if self.watch is not None:
+                        self.watch.op_ended(todo.op)
+                elif action.what == "receive":
+                    self._transport.post(todo, fresh)
+                else:
+                    self._send(todo, fresh)
+        self._action = None
+        self._transport.drain()
+        self.complete = True
+
+    def _begin(self, batch: Batch, seed: int) -> None:
+        self.record.starts_ns, self.record.ends_ns = [], []
+        self.record.sent_ns, self.record.through_ns = {}, {}
+        transport = self._transport
+        transport.sent_ns, transport.through_ns = self.record.sent_ns, self.record.through_ns
+        transport.formats = self._formats
+        self.complete = False
+        self._made.clear()
+        self.compute.begin(batch, seed)
+
+    def _run(self, op: Op, reads: list[Read], makes: list[Makes], lent: list[int], fresh: bool) -> None:
+        transport = self._transport
+        received = [transport.take(key) if arrives else self._from_here(key) for key, arrives in reads]
+        versions = _versions(received, lent)
+        start_ns = time.monotonic_ns()
+        made = self.compute.run(op, received)
+        self.record.starts_ns.append(start_ns)
+        self.record.ends_ns.append(time.monotonic_ns())
+        if versions != _versions(received, lent):
+            raise PipelineError(
+                f"stage {op.stage} writes into what it receives, which other stages read too; let it begin with an "
+                f"operation that is not in place"
+            )
+        for (key, num_uses, is_unsent), value in zip(makes, made, strict=True):
+            if num_uses:
+                self._made[key] = value, num_uses
+            if fresh and is_unsent:
+                self._formats[key] = Format(flatten(value, f"stage {op.stage}")[1])
+
+    def _send(self, message: Message, fresh: bool) -> None:
+        value = self._use(message.value)
+        if message.value[1]:
+            self._transport.send_gradients(message, value)
+        else:
+            self._transport.send_value(message, value, fresh)
+
+    def _from_here(self, key: ValueKey) -> Any:
+        value = self._use(key)
+        return value if key[1] else hand_over(value)
+
+    def _use(self, key: ValueKey) -> Any:
+        """What was made here; the last use lets it go."""
+        value, num_uses = self._made.pop(key)
+        if num_uses > 1:
+            self._made[key] = value, num_uses - 1
+        return value
+
+    def doing(self) -> str:
+        """For people: what the run is at, or what it waits for."""
+        action, oldest = self._action, self._transport.oldest
+        if action is None and oldest is not None:
+            return f"waited for rank {oldest.receiver} to receive {oldest}"
+        if action is None:
+            return "waited for the other ranks to reach the same step"
+        if action.what == "run":
+            waits = [t for t in self.plan.transfers if t.target == action.op and t.receiver == self.record.rank]
+            told = " or ".join(f"{t} from rank {t.sender}" for t in waits)
+            return f"was at {action.op}" + (f" (which waits for {told})" if told else "")
+        assert action.message is not None
+        transfer = action.message.transfer
+        return f"was at {transfer} between rank {transfer.sender} and rank {transfer.receiver}"
+
+
+def _versions(received: list[Any], lent: list[int]) -> list[int]:
+    """How often the tensors of the lent values have been written to; without any, as good as free."""
+    return [tensor._version for i in lent for tensor in flatten(received[i], "a stage")[0]] if lent else []
+
+
+def forwards_of(plan: Plan) -> Plan:
+    """The plan's forwards alone, in its order: they waited for nothing else, so it is as free of cycles."""
+    orders = tuple(tuple(op for op in order if op.kind is Kind.F) for order in plan.orders)
+    return Plan(plan.placement.forward_only(), plan.num_microbatches, orders)
+
+
+@contextmanager
+def evaluating(modules: list[nn.Module]) -> Iterator[None]:
+    """In eval() meanwhile; each inner module back in its own mode afterwards."""
+    before = [(inner, inner.training) for module in modules for inner in module.modules()]
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for inner, training in before:
+            inner.training = training

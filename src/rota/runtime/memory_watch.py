@@ -1,0 +1,77 @@
+"""A debug mode: how many bytes a rank's ops really hold, op by op, to lay beside what the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from rota.tasks import Op
+
+
+class OpMemory(NamedTuple):
+    """What was alive of all that came into being since the watch began: the most while `op` ran, and after it."""
+
+    op: Op
+    peak_bytes: int
+    after_bytes: int
+
+
+@final
+class MemoryWatch(TorchDispatchMode):
+    """While it is entered, every tensor that is made is seen: activations, boundary buffers, gradients on their way.
+
+    Not counted: what was there before (parameters, buffers, the batch) and the parameters' `.grad`, which a plan has
+    among its static bytes. `ops` lists this rank's ops in the order in which they ran.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[OpMemory] = []
+        self._parameters = list(parameters)
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}  # by the storage's address
+        self._peak_bytes = 0
+
+    @property
+    def most_held_bytes(self) -> int:
+        """The most that was held between two ops: kept activations and boundary buffers."""
+        return max((op.after_bytes for op in self.ops), default=0)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was alive at any time, what an op needs while it runs included."""
+        return max((op.peak_bytes for op in self.ops), default=0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = {storage._cdata for storage in _storages((args, kwargs))}  # a view, or written in place: nothing new
+        for storage in _storages(made):
+            if storage._cdata not in given:
+                reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self._alive[storage._cdata] = reference, storage.nbytes()
+        self._peak_bytes = max(self._peak_bytes, self._alive_bytes())
+        return made
+
+    def op_ended(self, op: Op) -> None:
+        """The runtime's call after each op, before what it made is sent."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                self._alive.pop(parameter.grad.untyped_storage()._cdata, None)
+        after_bytes = self._alive_bytes()
+        self.ops.append(OpMemory(op, max(self._peak_bytes, after_bytes), after_bytes))
+        self._peak_bytes = 0
+
+    def _alive_bytes(self) -> int:
+        expired = [at for at, (storage, _) in self._alive.items() if storage.expired()]  # type: ignore[no-untyped-call]
+        for at in expired:
+            del self._alive[at]
+        return sum(num_bytes for _, num_bytes in self._alive.values())
+
+
+def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
+    return (leaf.untyped_storage() for leaf in tree_iter(value) if isinstance(leaf, torch.Tensor))

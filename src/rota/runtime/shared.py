@@ -1,0 +1,142 @@
+"""Weights that several ranks hold: equal from the start, tied ones' gradients summed once a step, each counted once.
+
+rank 0   stage 0  embedding.weight ─┐                          ┌─▶ .grad of this step, the sum on both
+rank 3   stage 3  head.weight      ─┴─ one all-reduce a step ──┴─▶ on top of what .grad held before
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rota.errors import PipelineError
+from rota.models import Stages
+from rota.placement import Placement
+from rota.runtime.spmd import replicated_names
+from rota.runtime.transport import together
+
+
+class SharedWeight(NamedTuple):
+    """A parameter on several `ranks`; `summed`: each makes a part of its gradient, else each makes all of it."""
+
+    stage: int
+    name: str
+    ranks: tuple[int, ...]
+    summed: bool
+
+
+def shared_weights(stages: Stages, placement: Placement) -> list[SharedWeight]:
+    """All weights that several ranks hold, in the same order on every rank. Raises PipelineError.
+
+    A weight tied over stages on several ranks each is tied part by part: the lowest ranks' with the lowest ranks'.
+    """
+    found = []
+    tied = set()
+    for tie in stages.ties:
+        tied |= {*tie}
+        on = [sorted(placement.ranks_of(stage)) for stage, _ in tie]
+        parts = [tuple(dict.fromkeys(ranks)) for ranks in zip(*on, strict=False)]
+        mixed = sum(map(len, parts)) > len({rank for ranks in parts for rank in ranks})
+        if len({*map(len, on)}) > 1 or mixed:
+            told = ", ".join(f"{name!r} of stage {s} on {r}" for (s, name), r in zip(tie, on, strict=True))
+            raise PipelineError(
+                f"one weight is tied over stages on ranks that do not match part by part ({told}); place these stages "
+                f"on the same ranks, or untie it"
+            )
+        found += [SharedWeight(*tie[0], ranks, summed=True) for ranks in parts if len(ranks) > 1]
+    for stage, module in enumerate(stages.modules):
+        if len(ranks := placement.ranks_of(stage)) > 1:
+            names = [name for name in replicated_names(module) if (stage, name) not in tied]
+            found += [SharedWeight(stage, name, ranks, summed=False) for name in names]
+    return found
+
+
+@final
+class SharedWeights:
+    """This rank's part in `shared_weights`. Collective to make, `finish` and `squared_norm` too."""
+
+    def __init__(self, stages: Stages, placement: Placement, shared: list[SharedWeight], rank: int) -> None:
+        self._rank = rank
+        together_on = dict.fromkeys(weight.ranks for weight in shared)
+        self._groups = {ranks: dist.new_group([*ranks], backend="gloo") for ranks in together_on}
+        self._tied: dict[tuple[int, ...], list[nn.Parameter]] = {}
+        #: Parameters that are counted on another rank.
+        self.counted_elsewhere: set[nn.Parameter] = set()
+        for weight in (weight for weight in shared if rank in weight.ranks):
+            parameter = stages[weight.stage].get_parameter(weight.name)
+            with together("making shared weights equal"), torch.no_grad():
+                value = parameter.detach().clone(memory_format=torch.contiguous_format)
+                dist.broadcast(value, src=weight.ranks[0], group=self._groups[weight.ranks])
+                parameter.copy_(value)
+            if weight.summed:
+                self._tied.setdefault(weight.ranks, []).append(parameter)
+            if weight.ranks[0] != rank:
+                self.counted_elsewhere.add(parameter)
+        self._before: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+        self._buffers = [*_copied_buffers(stages, placement, rank)]
+        self._versions: list[int] = []
+
+    def begin(self) -> None:
+        """Lay aside what earlier steps left in `.grad`, which is the sum already."""
+        parameters = [parameter for tied in self._tied.values() for parameter in tied]
+        self._before = [(parameter, parameter.grad) for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        self._versions = [buffer._version for _, _, buffer in self._buffers]
+
+    def finish(self) -> None:
+        """Sum this step's gradients over the ranks of each tie, and add them to what was there."""
+        for (stage, name, buffer), version in zip(self._buffers, self._versions, strict=True):
+            if buffer._version != version:
+                raise PipelineError(
+                    f"stage {stage} changes its buffer {name!r}, which stages on several ranks share, and each would "
+                    f"have another: use a layer without running statistics, or put it in eval()"
+                )
+        with together("summing the gradients of tied weights"):
+            for ranks, parameters in self._tied.items():
+                _sum(parameters, self._groups[ranks])
+        for parameter, before in self._before:
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+        self._before = []
+
+    def close(self) -> Iterator[Any]:
+        """This rank's groups, which are no longer used here."""
+        groups, self._groups = self._groups, {}
+        return (group for ranks, group in groups.items() if self._rank in ranks)
+
+
+def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """All gradients at once; where no rank has one, none is made."""
+    there = torch.tensor([int(parameter.grad is not None) for parameter in parameters])
+    dist.all_reduce(there, dist.ReduceOp.MAX, group=group)
+    works = []
+    for parameter, anywhere in zip(parameters, there.tolist(), strict=True):
+        if anywhere:
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = grad.contiguous()
+            works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+    for work in works:
+        work.wait()
+
+
+def _copied_buffers(stages: Stages, placement: Placement, rank: int) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """Buffers of this rank's stages that stages on other ranks have too."""
+    places: dict[int, set[tuple[int, ...]]] = {}
+    for stage, module in enumerate(stages.modules):
+        for buffer in module.buffers():
+            places.setdefault(id(buffer), set()).add(placement.ranks_of(stage))
+    for stage in placement.stages_on(rank):
+        for name, buffer in stages[stage].named_buffers():
+            if len(places[id(buffer)]) > 1:
+                yield stage, name, buffer
+
+
+def squared_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """Of all their gradients together, float64."""
+    squares = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) ** 2 for p in parameters if p.grad is not None]
+    return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)

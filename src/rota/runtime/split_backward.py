@@ -1,0 +1,214 @@
+"""A stage's backward in two: the gradients of its inputs now (I), those of its weights later (W).
+
+    output ─▶ linear ─▶ tanh ─▶ linear ─▶ input     nodes of autograd's graph, ─▶ where gradients go: the *spine*
+                └▶ weight, bias   └▶ weight, bias   the *branches*: what leads to no input
+
+I runs the spine for the inputs alone, and notes the gradients that come into each *fork*, a spine node with a branch.
+W runs each fork once more, for its branch alone: of a node's gradients, autograd computes those that are asked for.
+Between the two, only such forks and branches keep what autograd saved for them.
+
+Some branches cannot wait. I runs them too, and adds to their weights' `.grad` at once:
+- of a custom `autograd.Function`: it computes all its gradients or none, and shall do so once;
+- of nodes whose saved tensors come from hooks: W would recompute a checkpointed block once more;
+- those that share a weight: from the upper fork, autograd would run the spine down to the lower one again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+Gradients = list[torch.Tensor | None]
+
+# What C++ extensions define, and what wraps another node for a write into a view: they run as a whole.
+_WHOLE = ("CppFunction", "CopySlices")
+
+
+_ANCHOR = torch.empty(0, requires_grad=True)  # what inputs hang on, so that they want a gradient
+_AccumulateGrad = type(get_gradient_edge(_ANCHOR).node)  # the type of nodes that add to a `.grad`
+
+
+@dataclass(slots=True, eq=False)
+class _Branch:
+    """What hangs on a fork, or on the roots that lead to no input; `edges` are where gradients come into it."""
+
+    edges: list[GradientEdge]
+    can_wait: bool
+    nodes: dict[Node, None] = field(default_factory=dict)
+    weights: list[Any] = field(default_factory=list)  # the nodes that add to a `.grad`
+
+
+@dataclass(slots=True)
+class WeightWork:
+    """What I leaves for W: backwards, each from edges with their gradients to some weights (None: to all)."""
+
+    parts: list[tuple[list[GradientEdge], Gradients, list[torch.Tensor] | None]]
+
+    def run(self) -> None:
+        """Add the gradients to the weights' `.grad`."""
+        while self.parts:
+            edges, gradients, weights = self.parts.pop()
+            torch.autograd.backward(edges, gradients, inputs=weights)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that is kept for it: gradients, and what autograd saved (as far as it is not packed by hooks)."""
+        for edges, gradients, _ in self.parts:
+            yield from (gradient for gradient in gradients if gradient is not None)
+            for node in _explore([edge.node for edge in edges], ()):
+                yield from (saved.data for saved in _saved(node) if isinstance(saved.data, torch.Tensor))
+
+
+def input_gradients(
+    roots: list[GradientEdge], gradients: Gradients, inputs: list[GradientEdge]
+) -> tuple[Gradients, WeightWork]:
+    """The gradients of `inputs`, None where none arrives, and the work that is left for the weights.
+
+    `inputs` are edges of tensors that `enter` returned. Where no root leads to any of them, all the work is left.
+    """
+    ends = {edge.node for edge in inputs}
+    after = _explore([root.node for root in roots], ends)
+    spine: set[Node] = set()
+    for node, following in after.items():
+        if node in ends or not spine.isdisjoint(following):
+            spine.add(node)
+    if not spine:
+        return [None] * len(inputs), WeightWork([(roots, gradients, None)] if roots else [])
+    branches = _branches(after, spine, ends, roots)
+    waiting = [branch for branch in branches if branch.can_wait and branch.weights]
+    at_once = [weight for branch in branches if not branch.can_wait for weight in branch.weights]
+    into = [GradientEdge(weight, 0) for weight in at_once] + [edge for branch in waiting for edge in branch.edges]
+    retain = bool(waiting)  # else autograd frees by itself, and compiled modules insist on that
+    found = iter(torch.autograd.grad(roots, inputs + into, gradients, retain_graph=retain, allow_unused=True))
+    of_inputs: Gradients = [next(found) for _ in inputs]
+    with torch.no_grad():
+        for weight in at_once:
+            if (gradient := next(found)) is not None:
+                weight(gradient)  # not by the engine, which has run the weight's hooks and would run them again
+    then = [_arrived(branch.edges, found) for branch in waiting]
+    if not waiting:
+        return of_inputs, WeightWork([])
+    kept = {node for branch in waiting for node in (*branch.nodes, *(edge.node for edge in branch.edges))}
+    _release(node for node in after if node not in kept)
+    weights = ([weight.variable for weight in branch.weights] for branch in waiting)
+    return of_inputs, WeightWork([(*arrived, to) for arrived, to in zip(then, weights, strict=True) if arrived[0]])
+
+
+def _arrived(edges: list[GradientEdge], found: Iterator[torch.Tensor | None]) -> tuple[list[GradientEdge], Gradients]:
+    """Those edges that got a gradient, and their gradients; takes one for each edge."""
+    pairs = [(edge, gradient) for edge in edges if (gradient := next(found)) is not None]
+    return [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
+
+
+def _explore(roots: list[Node], ends: Collection[Node]) -> dict[Node, list[Node]]:
+    """All nodes that the roots lead to, up to `ends`; each with the nodes that its edges lead to, and behind those."""
+    found: dict[Node, list[Node]] = {}
+    after: dict[Node, list[Node]] = {}
+    stack = list(roots)
+    while stack:
+        node = stack[-1]
+        if node in found:
+            after.setdefault(node, found[node])
+            stack.pop()
+        else:
+            found[node] = [] if node in ends else [one for one, _ in node.next_functions if one is not None]
+            stack += [one for one in found[node] if one not in found]
+    return after
+
+
+def _branches(
+    after: dict[Node, list[Node]], spine: Collection[Node], ends: Collection[Node], roots: list[GradientEdge]
+) -> list[_Branch]:
+    """All branches, those of roots first."""
+    off_spine = {(root.node, root.output_nr): root for root in roots if root.node not in spine}
+    begun = [(_Branch([*off_spine.values()], can_wait=True), [node for node, _ in off_spine])]
+    for node, following in after.items():
+        if node in spine and node not in ends:
+            heads = [one for one in following if one not in spine]
+            if heads:
+                edges = [GradientEdge(node, i) for i in range(len(node._input_metadata))]
+                begun.append((_Branch(edges, not _runs_whole(node) and not _has_hooks(node)), heads))
+    branch_of: dict[Node, _Branch] = {}
+    for branch, heads in begun:
+        _grow(branch, heads, after, branch_of)
+    return [branch for branch, _ in begun]
+
+
+def _grow(branch: _Branch, heads: list[Node], after: dict[Node, list[Node]], branch_of: dict[Node, _Branch]) -> None:
+    """Give the branch all that `heads` lead to; where that is another's already, neither can wait."""
+    while heads:
+        node = heads.pop()
+        other = branch_of.setdefault(node, branch)
+        if other is not branch:
+            branch.can_wait = other.can_wait = False
+        elif node not in branch.nodes:
+            branch.nodes[node] = None
+            if isinstance(node, _AccumulateGrad):
+                branch.weights.append(node)
+            if _has_hooks(node):
+                branch.can_wait = False
+            heads += after[node]
+
+
+# --- what autograd saved ----------------------------------------------------------------------------------------------
+
+
+def _runs_whole(node: Node) -> bool:
+    return isinstance(node, BackwardCFunction) or type(node).__name__ in _WHOLE
+
+
+def _has_hooks(node: Node) -> bool:
+    """Whether saved tensors of the node were packed by hooks, as in a checkpointed block."""
+    return any(saved.unpack_hook is not None for saved in _saved(node))
+
+
+def _release(nodes: Iterable[Node]) -> None:
+    """Let go of what was saved for nodes that will not run again, though the graph is still there."""
+    for node in nodes:
+        for saved in _saved(node):
+            if saved.unpack_hook is None and saved.data is not None:
+                saved.register_hooks(_forget, _refuse)
+
+
+def _saved(node: Node) -> Iterator[Any]:
+    for name in _saved_names(type(node)):
+        saved = getattr(node, name)
+        yield from saved if isinstance(saved, (tuple, list)) else (saved,)
+
+
+@lru_cache(maxsize=4096)
+def _saved_names(node_type: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(node_type) if name.startswith("_raw_saved_"))
+
+
+def _forget(tensor: torch.Tensor) -> None:
+    del tensor
+
+
+def _refuse(_: None) -> torch.Tensor:
+    raise RuntimeError("what I had to do was done, and its saved tensors were let go")
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+class _Enter(torch.autograd.Function):
+    """Gives a tensor a place in the graph where its gradient is picked up; that never runs.
+
+    A leaf's own node would keep the leaf, and a view would forbid to write into it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, box: list[torch.Tensor]) -> torch.Tensor:  # noqa: ARG004
+        return box.pop()
+
+
+def enter(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as an input of a stage, kept alive by nothing but its readers."""
+    entered: torch.Tensor = _Enter.apply(_ANCHOR, [tensor.detach()])  # type: ignore[no-untyped-call]
+    return entered

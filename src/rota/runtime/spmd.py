@@ -1,0 +1,109 @@
+"""For stages on several ranks: the ranks' process group, and collectives that autograd sees.
+
+A stage on several ranks is an SPMD module: every rank runs it on the same values and returns the same values. Its
+backward begins with the whole gradient of the output on every rank, and must end with the whole gradient of the inputs
+on every rank. Megatron's pair of conjugates does that (Shoeybi et al., "Megatron-LM", 2019, section 3):
+
+    x ──▶ copy_to_ranks ──▶ own part of the weights ──▶ sum_over_ranks ──▶ y
+          backward: sum      gradients of own part        backward: as it is
+
+Without a group (None) all of them do nothing, for the same module on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rota.runtime.joining import join
+
+Group = dist.ProcessGroup | None
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def group(ranks: Iterable[int]) -> Group:
+    """The process group of a stage on `ranks`; None for one rank, and on a rank outside. Every rank must call it.
+
+    In it, ranks have rising numbers: `group.rank()` says which part of the weights is this rank's. Joins the processes
+    that `rota run` or torchrun started, if nothing has done so yet.
+    """
+    join()
+    ranks = sorted(ranks)
+    made = dist.new_group(ranks, backend="gloo") if len(ranks) > 1 else None
+    return made if dist.get_rank() in ranks else None
+
+
+def copy_to_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Where each rank starts its own part: `x` as it is; backward sums the parts' gradients."""
+    return x if group is None else _Copy.apply(x, group)  # type: ignore[no-untyped-call]
+
+
+def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Where the parts of a sum meet: the sum of all ranks' `x`; backward hands on the gradient as it is."""
+    return x if group is None else _Sum.apply(x, group)  # type: ignore[no-untyped-call]
+
+
+def gather_from_ranks(x: torch.Tensor, group: Group, dim: int = -1) -> torch.Tensor:
+    """Where the parts of a row meet: all ranks' `x`, equally large, along `dim`; backward takes its own."""
+    return x if group is None else _Gather.apply(x, group, dim)  # type: ignore[no-untyped-call]
+
+
+def replicated(module: Module) -> Module:
+    """Mark `module`, inside a stage on several ranks, as held whole by each of them, not in parts.
+
+    Its weights are made equal at the start, and counted once in a norm. Every rank must make their whole gradient.
+    """
+    module._rota_replicated = True  # type: ignore[assignment]
+    return module
+
+
+def replicated_names(module: nn.Module) -> Iterator[str]:
+    """The parameters of `module` that `replicated` marks."""
+    marked = [name for name, inner in module.named_modules() if getattr(inner, "_rota_replicated", False)]
+    for name, _ in module.named_parameters():
+        if any(not of or name.startswith(f"{of}.") for of in marked):
+            yield name
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _summed(gradient, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # noqa: ARG004
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ARG004
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.rank, ctx.size, ctx.dim = dist.get_rank(group), x.shape[dim], dim
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient.narrow(ctx.dim, ctx.rank * ctx.size, ctx.size), None, None
+
+
+def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
