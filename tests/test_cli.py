@@ -223,6 +223,23 @@ def test_bare_command_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "rota demo" in out
 
 
-@pytest.mark.parametrize(("text", "size"), [("40GB", 40 * 10**9), ("512MiB", 2**29), ("7", 7), ("1.5 k", 1500)])
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("40GB", 40 * 10**9),
+        ("512MiB", 2**29),
+        ("7", 7),
+        ("1.5 k", 1500),
+        ("0.3KiB", 307),
+        ("1.0", 1),
+        (f"{10**18 + 1}", 10**18 + 1),
+    ],
+)
 def test_sizes(text: str, size: int) -> None:
     assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["1.5", "0.5b", "1.5 B", "-1", "1e3", ""])
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match=f"^{text!r} is no "):
+        parse_bytes(text)

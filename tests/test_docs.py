@@ -22,8 +22,10 @@ def test_your_own_schedule_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_search_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = blocks("search.md")
-    exec(compile(example, "docs/search.md", "exec"), {"__name__": "example"})
+    plan, frontier = blocks("search.md")
+    exec(compile(plan, "docs/search.md", "exec"), {"__name__": "example"})
     printed = capsys.readouterr().out
     assert printed.startswith("2700 2700 0.0\n")
     assert "proven optimal" in printed
+    exec(compile(frontier, "docs/search.md", "exec"), {"__name__": "example"})
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:]] == ["16.0", "8.0", "5.3", "4.0"]

@@ -10,7 +10,7 @@ from rota.search.frontier import find_frontier
 
 def test_more_memory_is_faster_until_the_work_is_met():
     placement = place(Costs.uniform(4, 1, 3), Cluster.uniform(4))
-    points = find_frontier(placement, time_limit_s=30, deterministic=True)
+    points = find_frontier(placement, time_limit_s=30, microbatches_per_period=1, deterministic=True).points
     assert [(point.limit_bytes, point.us_per_microbatch) for point in points] == [(1, 16), (2, 8), (4, 4)]
     assert all(a.us_per_microbatch > b.us_per_microbatch for a, b in pairwise(points))
     for point in points:
@@ -21,5 +21,5 @@ def test_more_memory_is_faster_until_the_work_is_met():
 
 def test_several_micro_batches_a_period_lie_between():
     placement = place(Costs.uniform(4, 1, 3), Cluster.uniform(4))
-    points = find_frontier(placement, time_limit_s=60, deterministic=True, microbatches_per_period=None)
+    points = find_frontier(placement, time_limit_s=60, deterministic=True, microbatches_per_period=None).points
     assert [str(point.us_per_microbatch) for point in points] == ["16", "8", "16/3", "4"]

@@ -165,7 +165,7 @@ def tight() -> None:
 
 def curve() -> None:
     began = time.perf_counter()
-    points = find_frontier(two_a_rank(8, 1), time_limit_s=60)
+    points = find_frontier(two_a_rank(8, 1), time_limit_s=60).points
     print(f"{time.perf_counter() - began:.1f} s:", end=" ")
     print(", ".join(f"{point.limit_bytes} -> {float(point.us_per_microbatch):.0f}" for point in points))
 

@@ -221,6 +221,14 @@ class Costs:
             **others,
         )
 
+    def with_split_backward(self) -> Costs:
+        """A whole backward halved into I and W; as it is where it is split."""
+        if self.weight_us is not None:
+            return self
+        weight = tuple(us // 2 for us in self.backward_us)
+        inputs = tuple(us - w for us, w in zip(self.backward_us, weight, strict=True))
+        return replace(self, backward_us=inputs, weight_us=weight)
+
     def repeated(self, times: int, edges: Sequence[tuple[int, int]]) -> Costs:
         """The same stages `times` over, joined by `edges`; for a chain's boundaries the chain's sizes again."""
         values: dict[str, Any] = {"edges": tuple(edges)}

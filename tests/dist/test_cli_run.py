@@ -43,7 +43,7 @@ def test_the_readme_does_what_it_says(tmp_path: Path) -> None:
         done = run(tmp_path, *module, *command[1].split())
         assert done.returncode == 0, done.stderr
         outputs[command[1].split()[0]] = done.stdout
-    assert list(outputs) == ["plan", "run", "compare", "measure.py", "schedules"]
+    assert list(outputs) == ["plan", "run", "compare", "measure.py", "schedules", "bound"]
     assert re.search(r"loss \d\.\d{3}", outputs["run"])
     assert "slower ops" in outputs["compare"]
     assert "measuring 4 stages, all ranks at once" in outputs["measure.py"]

@@ -15,14 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dist.fresh import Ended, run_fresh
 from dist.networks import Layer, batch_of, loss_fn
-from rota import Cluster, Costs, Pipeline, Plan, Stages, place
-from rota.schedules import NAMED
+from dist.parallel_modules import GatheredLayer, ParallelLayer
+from rota import Cluster, Costs, Pipeline, Plan, Stages, place, spmd
+from rota.schedules import NAMED, gpipe
 
 NUM_RANKS = 3
+LOSSES = "waiting for the other ranks' losses"
 
 
 class Breaks(Layer):
@@ -72,7 +74,7 @@ def assert_told(ended: Ended, error: str) -> None:
 
 
 def assert_lost(ended: Ended, whom: str, *doings: str) -> None:
-    """It told one of `doings`, each "waiting for" or "sending" a message."""
+    """It told one of `doings`: "waiting for" or "sending" a message, or what all do together."""
     assert_told(ended, f"LostRankError: lost {whom} while ({'|'.join(doings)}): look there for the first error$")
 
 
@@ -87,7 +89,7 @@ def assert_lost(ended: Ended, whom: str, *doings: str) -> None:
             ["waiting for 1F2→2F2", "sending 2B1→1B1"],
         ),
         ("backward", 1, ["sending 0F3→1F3", "waiting for 1B1→0B1"], ["waiting for 1F3→2F3"]),
-        ("backward", 4 + 3, ["waiting for 1B3→0B3"], ["waiting for the loss from rank 2"]),
+        ("backward", 4 + 3, ["waiting for 1B3→0B3"], [LOSSES]),
     ],
 )
 def test_stage_that_raises(tmp_path: Path, where: str, microbatch: int, first: list[str], last: list[str]) -> None:
@@ -96,7 +98,7 @@ def test_stage_that_raises(tmp_path: Path, where: str, microbatch: int, first: l
     assert_told(ended[1], "^ValueError: broken on purpose")
     assert "break_if_it_is_time" in ended[1].stderr
     assert_lost(ended[0], "rank 1", *first)
-    assert_lost(ended[2], "a rank" if "waiting for the loss from rank 2" in last else "rank 1", *last)
+    assert_lost(ended[2], "a rank" if last == [LOSSES] else "rank 1", *last)
 
 
 def test_error_passes_through_rank_after_rank(tmp_path: Path) -> None:
@@ -123,19 +125,73 @@ def test_rank_that_only_sends_is_told_too(tmp_path: Path) -> None:
     assert_lost(ended[2], "rank 1", "waiting for 1F1→2F1", "waiting for 1F2→2F2")
 
 
-def test_rank_that_is_gone_between_two_steps(tmp_path: Path) -> None:
-    ended = run_fresh(tmp_path, NUM_RANKS, step_and_go, stages_with(Layer(), 0), plan_for())
+@pytest.mark.parametrize(
+    ("then", "doing"),
+    [
+        ("step", "waiting for the others to begin the step"),
+        ("loss", LOSSES),
+        ("clip_grad_norm_", "adding up the gradients' norm"),
+        ("timeline", "gathering the timeline"),
+    ],
+)
+def test_rank_that_is_gone_between_two_steps(tmp_path: Path, then: str, doing: str) -> None:
+    """Or between what a step and other calls do together."""
+    ended = run_fresh(tmp_path, NUM_RANKS, step_and_go, stages_with(Layer(), 0), plan_for(), then)
     assert ended[1].exit_code == 9
     for rank in (0, 2):
-        assert_lost(ended[rank], "a rank", "waiting for the others to begin the step")
+        assert_lost(ended[rank], "a rank", doing)
 
 
-def step_and_go(rank: int, stages: Stages, plan: Plan) -> None:
+def step_and_go(rank: int, stages: Stages, plan: Plan, then: str) -> None:
+    """Rank 1 goes before it does what the others do `then`."""
     with Pipeline(stages, plan, loss_fn) as pipeline:
+        if rank == 1 and then == "loss":
+            pipeline._loss_of = lambda *_: os._exit(9)  # type: ignore[method-assign]
         pipeline.step(*batch_of(4))
         if rank == 1:
             os._exit(9)
-        pipeline.step(*batch_of(4))
+        arguments = {"step": batch_of(4), "clip_grad_norm_": (1.0,), "timeline": ()}[then]
+        getattr(pipeline, then)(*arguments)
+
+
+# --- a stage on several ranks -----------------------------------------------------------------------------------------
+
+
+class BreaksInOnePart(nn.Module):
+    def __init__(self, where: str, inner: nn.Module, group: spmd.Group) -> None:
+        super().__init__()
+        self.where, self.inner, self.group = where, inner, group
+
+    def raise_on_the_second(self) -> None:
+        if self.group is not None and self.group.rank() == 1:
+            raise ValueError("broken on purpose")
+
+    def forward(self, *values: Tensor) -> Tensor:
+        if self.where == "forward":
+            self.raise_on_the_second()
+        output: Tensor = self.inner(*values)
+        if self.where == "backward":
+            output.register_hook(lambda _: self.raise_on_the_second())
+        return output
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(("kind", "forward"), [(ParallelLayer, "summing"), (GatheredLayer, "gathering")])
+def test_one_rank_of_a_stage(tmp_path: Path, where: str, kind: type[nn.Module], forward: str) -> None:
+    costs = Costs.uniform(2, 10, 20)
+    plan = gpipe(place(costs, Cluster.uniform(NUM_RANKS), [(2,), (0, 1)]), 2)
+    ended = run_fresh(tmp_path, NUM_RANKS, step_with_parts, where, kind, plan)
+    assert_told(ended[1], "^ValueError: broken on purpose")
+    doing = forward if where == "forward" else "summing"
+    assert_lost(ended[0], "a rank", f"{doing} the parts of a stage on ranks 0, 1")
+    earlier = ["sending 0F1→1F1"] if where == "forward" else []
+    assert_lost(ended[2], "rank [01]", *earlier, "waiting for 1B0→0B0")
+
+
+def step_with_parts(rank: int, where: str, kind: type[nn.Module], plan: Plan) -> None:
+    group = spmd.group((0, 1))
+    last = BreaksInOnePart(where, kind(0, group), group)
+    steps(rank, Stages([Layer().double(), last]), plan, 1)
 
 
 # --- shapes that depend on the data -----------------------------------------------------------------------------------

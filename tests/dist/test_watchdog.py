@@ -113,21 +113,29 @@ def test_rank_whose_messages_nobody_takes_names_the_transfer_and_the_peer(tmp_pa
     assert "rota: rank 0 waited for rank 1 to receive 0F2→1F2 for" in ended[0].last_line
 
 
-def test_rank_that_never_calls_step(tmp_path: Path) -> None:
-    ended = run_fresh(tmp_path, NUM_RANKS, step_unless_rank_1, stages_with(Layer(), 1), plan_for(), expected=(0, 2))
+@pytest.mark.parametrize(
+    ("never", "waited", "lost"),
+    [
+        ("step", "the other ranks to reach the same step", "waiting for the others to begin the step"),
+        ("_loss_of", "the other ranks' losses", "waiting for the other ranks' losses"),
+    ],
+)
+def test_rank_that_never_does_what_the_others_do(tmp_path: Path, never: str, waited: str, lost: str) -> None:
+    stages = stages_with(Layer(), 1)
+    ended = run_fresh(tmp_path, NUM_RANKS, step_unless_rank_1, stages, plan_for(), never, expected=(0, 2))
     first, second = sorted((0, 2), key=lambda rank: ended[rank].exit_code != EXIT_CODE)
     assert_ended_in_time(ended[first])
-    assert f"rota: rank {first} waited for the other ranks to reach the same step" in ended[first].last_line
+    assert f"rota: rank {first} waited for {waited} for" in ended[first].last_line
     if ended[second].exit_code != EXIT_CODE:  # it lost the first while it waited
-        assert "LostRankError: lost a rank while waiting for the others to begin the step" in ended[second].last_line
+        assert f"LostRankError: lost a rank while {lost}" in ended[second].last_line
 
 
-def step_unless_rank_1(rank: int, stages: Stages, plan: Plan) -> None:
+def step_unless_rank_1(rank: int, stages: Stages, plan: Plan, never: str) -> None:
     with Pipeline(stages, plan, loss_fn, timeout_s=TIMEOUT_S) as pipeline:
         pipeline.step(*batch_of(4))
         mark()
         if rank == 1:
-            time.sleep(1000)
+            setattr(pipeline, never, lambda *_: time.sleep(1000))
         pipeline.step(*batch_of(4))
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
 from pathlib import Path
 
 from rota import schedule_csv
+from rota.cli.interrupts import told_at_once
 from rota.costs import Cluster, Costs
 from rota.errors import FormatError, RotaError
 from rota.placement import Placement
@@ -23,9 +25,11 @@ class InputError(RotaError):
 
 
 def require(module: str, extra: str) -> None:
-    """Raises InputError, with the remedy, if an extra is not installed."""
+    """Load what an extra brings. Raises InputError, with the remedy, if it is not installed."""
     if importlib.util.find_spec(module) is None:
         raise InputError(f"this needs {module}; install it by: pip install 'rota[{extra}]'")
+    with told_at_once():
+        importlib.import_module(module)
 
 
 def require_folder(path: str) -> None:

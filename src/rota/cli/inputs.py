@@ -6,6 +6,7 @@ from argparse import Namespace
 
 from rota.cli import files
 from rota.costs import Cluster, Costs
+from rota.errors import PlacementError
 from rota.placement import Placement
 from rota.shapes import SHAPES
 
@@ -49,5 +50,11 @@ def shaped(arguments: Namespace, limit_bytes: int | None) -> Placement:
     """In the shape asked for."""
     shape = SHAPES[arguments.shape]
     costs = costs_of(arguments, shape.a_rank, shape.shared)
+    if arguments.split_backward:
+        costs = costs.with_split_backward()
     num_ranks = (costs.num_stages - shape.shared) // shape.a_rank
-    return shape.place(costs, cluster_of(arguments, num_ranks, limit_bytes))
+    cluster = cluster_of(arguments, num_ranks, limit_bytes)
+    try:
+        return shape.place(costs, cluster)
+    except PlacementError as error:  # it may name a function that the shape is made by
+        raise files.InputError(f"--shape {arguments.shape}: {error}") from None

@@ -6,11 +6,13 @@ import argparse
 import difflib
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from rota.cli import commands, planning
+from rota.cli.interrupts import told_at_once
 from rota.cli.sizes import parse_bytes
 from rota.errors import PipelineError, PlanError, RotaError
 from rota.schedules import NAMED
@@ -29,17 +31,23 @@ class _Parser(argparse.ArgumentParser):
     """Usage errors end with 2, in one line, and with the nearest word that would have been right."""
 
     def error(self, message: str) -> NoReturn:
-        if "invalid choice" in message:
-            wrong = message.split("invalid choice: ")[1].split(" (choose")[0].strip("'\"")
-            choices = sorted({*NAMED, *_COMMANDS, planning.SEARCH})
-            near = difflib.get_close_matches(wrong, choices, 1)
+        found = re.fullmatch(r"argument (.+?): invalid choice: '?(.*?)'? \(choose from .*", message, re.DOTALL)
+        if found is not None:
+            name, wrong = found.groups()
+            choices = self._choices(name)
+            near = difflib.get_close_matches(wrong.lower(), choices, 1)
             hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
-            message = f"{wrong!r} is not one of {', '.join(self._choices())}; {hint}"
+            option = f"{name} " if name.startswith("-") else ""
+            message = f"{option}{wrong!r} is not one of {', '.join(choices)}; {hint}"
         print(f"{self.prog}: error: {message}", file=sys.stderr)
         sys.exit(2)
 
-    def _choices(self) -> list[str]:
-        return [str(c) for action in self._actions if action.choices for c in action.choices]
+    def _choices(self, name: str) -> list[str]:
+        """Of the argument that argparse's errors call so."""
+        for action in self._actions:
+            if name in ("/".join(action.option_strings), action.metavar, action.dest):
+                return [str(choice) for choice in action.choices or ()]
+        return []
 
 
 def _number(minimum: int) -> Callable[[str], int]:
@@ -93,6 +101,9 @@ def _plan(parser: argparse.ArgumentParser) -> None:
 
 def _shape(parser: argparse._ArgumentGroup | argparse.ArgumentParser, default: str | None = None) -> None:
     told = "; ".join(f"{name}: {shape.summary}" for name, shape in SHAPES.items())
+    parser.add_argument(
+        "--split-backward", action="store_true", help="halve the backward into I and W where the costs do not split it"
+    )
     parser.add_argument("--shape", choices=SHAPES, default=default, help=f"placement (default: v); {told}")
 
 
@@ -233,8 +244,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows no µ gets a ?, not a traceback
-    parser = _parser()
-    arguments = parser.parse_args(argv)
+    with told_at_once():
+        parser = _parser()
+        arguments = parser.parse_args(argv)
     if arguments.version:
         import rota
 

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 
 from rota import checking, simulation
 from rota.cli import files, inputs
+from rota.cli.interrupts import told_at_once
 from rota.cli.screen import print_timeline, show_progress
 from rota.costs import Costs
 from rota.plan import Plan
 from rota.schedules import NAMED, table
+from rota.tasks import Kind
+from rota.timeline import Timeline
 from rota.units import size_text
 
 if TYPE_CHECKING:
@@ -34,8 +37,8 @@ def plan(arguments: Namespace) -> int:
 
 
 def _named(arguments: Namespace) -> Plan:
-    for option in ("shape", "objective", "time_limit"):
-        if getattr(arguments, option) is not None:
+    for option in ("shape", "objective", "time_limit", "split_backward"):
+        if getattr(arguments, option):
             name = "--" + option.replace("_", "-")
             raise files.InputError(f"{name} is for `rota plan search`; leave it out for {arguments.schedule}")
     family = NAMED[arguments.schedule]
@@ -69,12 +72,16 @@ def _searched(arguments: Namespace) -> Plan:
         show_progress("")
     print_timeline(result.timeline)
     print(result.to_text())
+    if any(task.kind is Kind.B for task in placement.tasks):
+        print("The backward is whole; --split-backward halves it into I and W, as the zero-bubble schedules do.")
     return result.plan
 
 
 def _require_search() -> None:
     for module in ("ortools", "numba"):
         files.require(module, "search")
+    with told_at_once():
+        import rota.search  # noqa: F401
 
 
 def _tell_assumed(given: Costs, adapted: Costs) -> None:
@@ -121,11 +128,14 @@ def schedules(arguments: Namespace) -> int:
 
 
 def bound(arguments: Namespace) -> int:
-    planned = files.read_plan(arguments.plan)
+    loaded = files.read_plan_or_timeline(arguments.plan)
+    planned = loaded.plan if isinstance(loaded, Timeline) else loaded
     _require_search()
     from rota.search import bounds_of, gap
 
     timeline = simulation.simulate(planned)
+    if isinstance(loaded, Timeline):
+        _tell_measured(loaded, timeline)
     for objective, value_us in (("makespan", timeline.makespan_us), ("span", timeline.span_us)):
         bounds = bounds_of(planned.placement, planned.num_microbatches, objective)
         best = bounds[0].us
@@ -135,6 +145,15 @@ def bound(arguments: Namespace) -> int:
         for one in sorted(highest.values(), key=lambda one: -one.us):
             print(f"  {one.us:>12,} µs  {one.name}: {one.why}")
     return 0
+
+
+def _tell_measured(timeline: Timeline, planned: Timeline) -> None:
+    """The bounds are on the plan's own costs, which the measured times need not be near."""
+    if (timeline.makespan_us, timeline.span_us) != (planned.makespan_us, planned.span_us):
+        print(
+            f"measured makespan {timeline.makespan_us:,} µs, span {timeline.span_us:,} µs; planned, and bounded below, "
+            f"are {planned.makespan_us:,} and {planned.span_us:,} (`rota compare` tells what was slower)"
+        )
 
 
 def frontier(arguments: Namespace) -> int:
@@ -147,31 +166,18 @@ def frontier(arguments: Namespace) -> int:
     placement = inputs.shaped(arguments, None)
     show_progress(_STARTING)
     try:
-        points = find_frontier(placement, time_limit_s=arguments.time_limit, progress=_show_point)
+        found = find_frontier(placement, time_limit_s=arguments.time_limit, progress=_show_point)
     finally:
         show_progress("")
-    print(_frontier_text(points))
+    print(found.to_text())
     if arguments.output is not None:
         from rota.drawing import save_frontier
 
-        save_frontier(
-            [(p.limit_bytes, float(p.us_per_microbatch), float(p.bound_us)) for p in points], arguments.output
-        )
+        points = [(point.limit_bytes, float(point.us_per_microbatch)) for point in found.points]
+        save_frontier(points, [(limit, float(us)) for limit, us in found.bounds], arguments.output)
         print(f"Wrote {arguments.output}.")
     return 0
 
 
 def _show_point(point: Point) -> None:
     show_progress(f"{size_text(point.limit_bytes)} a rank: {float(point.us_per_microbatch):,.1f} µs a micro-batch")
-
-
-def _frontier_text(points: tuple[Point, ...]) -> str:
-    lines = ["memory of a rank   time a micro-batch   at least   over the fastest"]
-    least = float(min(point.us_per_microbatch for point in points))
-    for point in points:
-        us, bound_us = float(point.us_per_microbatch), float(point.bound_us)
-        lines.append(
-            f"{point.limit_bytes:>16,}{us:>18,.1f} µs{bound_us:>11,.1f}{us / least - 1:>18.1%}"
-            + ("   proven least" if point.result.is_optimal else "")
-        )
-    return "\n".join(lines)

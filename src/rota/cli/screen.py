@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 
@@ -19,4 +20,13 @@ def print_timeline(timeline: Timeline, width: int | None = None) -> None:
 def show_progress(doing: object) -> None:
     """One line in a terminal, overwritten, and "" takes it away; nothing elsewhere, where it would fill a log."""
     if sys.stderr.isatty():
-        print(f"\r\x1b[K{doing}", end="", file=sys.stderr, flush=True)
+        print(f"\r\x1b[K{str(doing)[: _columns() - 1]}", end="", file=sys.stderr, flush=True)
+
+
+def _columns() -> int:
+    """Of the terminal that shows progress: standard output may go elsewhere."""
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):
+        columns = 0
+    return columns or 80  # some terminals say 0

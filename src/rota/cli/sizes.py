@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY = {"ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}
@@ -13,5 +14,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|[kmgt]i?)b?", text.strip().lower())
     if match is None:
         raise ValueError(f"{text!r} is no size; write bytes, or such as 40GB or 512MiB")
-    number, unit = match.groups()
-    return round(float(number) * (_UNITS | _BINARY)[unit])
+    number, unit = Fraction(match[1]), match[2]
+    if not unit and number.denominator > 1:
+        raise ValueError(f"{text!r} is no whole number of bytes; write such as {int(number)}, or {match[1]}GB")
+    return int(number * (_UNITS | _BINARY)[unit])  # down: a limit is not to be exceeded by what a fraction adds

@@ -16,24 +16,27 @@ if TYPE_CHECKING:
 _FOUND, _BOUND = "#0072B2", "#999999"
 
 
-def save_frontier(points: Sequence[tuple[int, float, float]], path: str | os.PathLike[str]) -> None:
-    """Points (memory limit in bytes, µs a micro-batch, proven lower bound in µs) into a PNG, SVG or PDF file.
+def save_frontier(
+    points: Sequence[tuple[int, float]], bounds: Sequence[tuple[int, float]], path: str | os.PathLike[str]
+) -> None:
+    """Found and proven (memory limit in bytes, µs a micro-batch) into a PNG, SVG or PDF file.
 
     Raises RotaError where Matplotlib is missing or the suffix is another.
     """
-    save_drawing(lambda ax: draw_frontier(points, ax), (8.0, 4.5), path)
+    save_drawing(lambda ax: draw_frontier(points, bounds, ax), (8.0, 4.5), path)
 
 
-def draw_frontier(points: Sequence[tuple[int, float, float]], ax: Axes) -> None:
-    """As stairs: between two points memory buys nothing."""
-    limits, found, bounds = zip(*points, strict=True)
-    length, unit = time_unit(round(max(found)))
-    size, size_unit = next((u for u in SIZE_UNITS if limits[-1] >= u[0]), SIZE_UNITS[-1])
-    x = [limit / size for limit in limits]
-    x = [*x, x[-1] + (0.08 * (x[-1] - x[0]) or 1)]
-    ax.step(x, [us / length for us in (*found, found[-1])], where="post", color=_FOUND, label="found")
-    ax.plot(x[:-1], [us / length for us in found], "o", color=_FOUND, markersize=4)
-    ax.step(x, [us / length for us in (*bounds, bounds[-1])], where="post", color=_BOUND, label="no plan is below")
+def draw_frontier(points: Sequence[tuple[int, float]], bounds: Sequence[tuple[int, float]], ax: Axes) -> None:
+    """As stairs: what fits into less memory fits into more."""
+    length, unit = time_unit(round(max(us for _, us in points)))
+    largest = max(limit for limit, _ in [*points, *bounds])
+    size, size_unit = next((u for u in SIZE_UNITS if largest >= u[0]), SIZE_UNITS[-1])
+    further = largest * 1.08
+    for curve, color, label in ((points, _FOUND, "found"), (bounds, _BOUND, "no steady state is below")):
+        x = [limit / size for limit, _ in curve] + [further / size]
+        y = [us / length for _, us in curve] + [curve[-1][1] / length]
+        ax.step(x, y, where="post", color=color, label=label)
+    ax.plot([limit / size for limit, _ in points], [us / length for _, us in points], "o", color=_FOUND, markersize=4)
     ax.set_xlabel(f"memory limit of a rank ({size_unit})")
     ax.set_ylabel(f"time a micro-batch ({unit})")
     ax.set_ylim(bottom=0)

@@ -59,6 +59,8 @@ class Execution:
         self._signature: object = None
         self._made: dict[ValueKey, tuple[Any, int]] = {}  # with how often it will still be used
         self._action: Action | None = None  # None before the first and after the last
+        #: What the rank waits for while it is at no action, for people.
+        self.awaited = ""
 
     def _prepared(self, op: Op, stages: Stages, edge_index: dict[tuple[int, int], int]) -> _Prepared:
         incoming = [edge_index[e[:2]] for e in stages.incoming(op.stage)]
@@ -165,7 +167,7 @@ class Execution:
         if action is None and oldest is not None:
             return f"waited for rank {oldest.receiver} to receive {oldest}"
         if action is None:
-            return "waited for the other ranks to reach the same step"
+            return f"waited for {self.awaited}"
         if action.what == "run":
             waits = [t for t in self.plan.transfers if t.target == action.op and t.receiver == self.record.rank]
             told = " or ".join(f"{t} from rank {t.sender}" for t in waits)

@@ -78,7 +78,8 @@ class Pipeline:
         self._evaluation: Execution | None = None  # made when it is asked for
         self._compute = self._training.compute
         self._compute.keep_outputs = keep_outputs or not trains
-        self._training.record.offset_ns = clock_offset_ns(self._group)
+        with together("comparing clocks"):
+            self._training.record.offset_ns = clock_offset_ns(self._group)
         self._watchdog = Watchdog(self.rank, timeout_s, lambda: self._running.doing())
         self._learn_my_part()
         self._closed = False
@@ -168,6 +169,7 @@ class Pipeline:
     def _run(self, execution: Execution, batch: Batch, ask: bool = False) -> list[int]:
         """One run of a plan; returns the ranks that ask."""
         self._running = execution
+        execution.awaited = "the other ranks to reach the same step"
         self._watchdog.begin()
         seed = int(torch.randint(2**62, ()))
         random_state = torch.get_rng_state()
@@ -177,6 +179,7 @@ class Pipeline:
                 self._shared.begin()
             execution.run(batch, seed, bool(fresh), self._watchdog.tick)
             if execution.trains:
+                execution.awaited = "the other ranks' gradients of tied weights"
                 self._shared.finish()
         finally:
             self._watchdog.end()
@@ -217,8 +220,13 @@ class Pipeline:
         losses = execution.compute.losses
         mine = sum(batch.shares[m] * losses.get(m, math.nan) for m in self._counted)
         total = torch.tensor([mine], dtype=torch.float64)
-        with together("waiting for the other ranks' losses"):
-            self._transport.all_reduce(total, dist.ReduceOp.SUM)
+        execution.awaited = "the other ranks' losses"
+        self._watchdog.begin()
+        try:
+            with together(f"waiting for {execution.awaited}"):
+                self._transport.all_reduce(total, dist.ReduceOp.SUM)
+        finally:
+            self._watchdog.end()
         return total.item()
 
     def _bring(self, made: dict[int, Any], sink: int, ranks: tuple[int, ...], asking: list[int]) -> dict[int, Any]:
@@ -270,7 +278,8 @@ class Pipeline:
         if self._closed or not self._training.complete:
             raise PipelineError("there is no timeline: ask for it after a step that ran to its end, and before close")
         records: list[Any] = [None] * self.plan.num_ranks
-        dist.all_gather_object(records, self._training.record.to_fields(), group=self._group)
+        with together("gathering the timeline"):
+            dist.all_gather_object(records, self._training.record.to_fields(), group=self._group)
         return merge(self.plan, [Record.from_fields(fields) for fields in records])
 
     def close(self) -> None:

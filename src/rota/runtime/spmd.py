@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rota.runtime.joining import join
+from rota.runtime.transport import together
 
 Group = dist.ProcessGroup | None
 Module = TypeVar("Module", bound=nn.Module)
@@ -95,7 +96,8 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
         ctx.rank, ctx.size, ctx.dim = dist.get_rank(group), x.shape[dim], dim
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(parts, x.contiguous(), group=group)
+        with together(_told("gathering", group)):
+            dist.all_gather(parts, x.contiguous(), group=group)
         return torch.cat(parts, dim)
 
     @staticmethod
@@ -105,5 +107,11 @@ class _Gather(torch.autograd.Function):
 
 def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+    with together(_told("summing", group)):
+        dist.all_reduce(total, group=group)
     return total
+
+
+def _told(doing: str, group: dist.ProcessGroup) -> str:
+    ranks = dist.get_process_group_ranks(group)
+    return f"{doing} the parts of a stage on ranks {', '.join(map(str, ranks))}"

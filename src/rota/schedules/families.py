@@ -86,7 +86,7 @@ class Family:
             costs = replace(costs, recompute_us=(*costs.forward_us[:-1], None), checkpoint_bytes=kept)
         if self.backward == "any":
             return costs
-        return _joined(costs) if self.backward == "whole" else _split(costs)
+        return _joined(costs) if self.backward == "whole" else costs.with_split_backward()
 
 
 def _dealt(costs: Costs, cluster: Cluster) -> Placement:
@@ -103,15 +103,6 @@ def _joined(costs: Costs) -> Costs:
         return costs
     whole = tuple(i + w for i, w in zip(costs.backward_us, costs.weight_us, strict=True))
     return replace(costs, backward_us=whole, weight_us=None)
-
-
-def _split(costs: Costs) -> Costs:
-    if costs.weight_us is not None:
-        return costs
-    weight = tuple(b // 2 for b in costs.backward_us)
-    return replace(
-        costs, backward_us=tuple(b - w for b, w in zip(costs.backward_us, weight, strict=True)), weight_us=weight
-    )
 
 
 def _cut(costs: Costs, parts: int, up_and_down: bool) -> Costs:

@@ -2,12 +2,13 @@
 
 from rota.search.bounds import Bound, bounds_of
 from rota.search.finding import find_plan
-from rota.search.frontier import Point, find_frontier
+from rota.search.frontier import Frontier, Point, find_frontier
 from rota.search.result import NamedPlan, Progress, SearchResult, gap
 from rota.search.steady import Steady, SteadyResult, find_steady
 
 __all__ = [
     "Bound",
+    "Frontier",
     "NamedPlan",
     "Point",
     "Progress",

@@ -7,23 +7,116 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from rota.costs import Costs
 from rota.errors import SearchError
+from rota.placement import Placement
+from rota.plan import Plan
 from rota.search.budget import Budget
+from rota.timeline import Timeline
+
+_TOO_LARGE = 1 << 53  # of µs and bytes: numbers up to here are exact in floats, and their sums fit into 64 bits
+_MOST_OPS = 10_000_000  # in a few GB of memory
+_MOST_SEED = (1 << 30) - 1  # turns are added to it, and CP-SAT takes 31 bits
+_MOST_A_PERIOD = 64
+
+_INSTEAD = {
+    Costs: "place them first, such as by rota.place(costs, cluster)",
+    Plan: "give its .placement",
+    Timeline: "give its .plan.placement",
+}
 
 
-def refuse_wrong(num_microbatches: int, objective: str, objectives: Sequence[str]) -> None:
+def refuse_wrong(placement: Placement, num_microbatches: int, objective: str, objectives: Sequence[str]) -> None:
     """Raises SearchError."""
+    _refuse_no_placement(placement)
     if objective not in objectives:
         raise SearchError(f"objective is {objective!r}: use one of {', '.join(objectives)}")
-    if num_microbatches < 1:
-        raise SearchError(f"num_microbatches is {num_microbatches}; a step needs at least 1")
+    _refuse_no_whole("num_microbatches", num_microbatches, 1, None, "a step needs at least 1, a whole number")
+    refuse_too_large(placement, num_microbatches)
+
+
+def refuse_wrong_curve(placement: Placement, microbatches_per_period: int | None) -> None:
+    """Raises SearchError."""
+    _refuse_no_placement(placement)
+    if microbatches_per_period is not None:
+        told = f"give a whole number from 1 to {_MOST_A_PERIOD}, or None for one and more"
+        _refuse_no_whole("microbatches_per_period", microbatches_per_period, 1, _MOST_A_PERIOD, told)
+    refuse_too_large(placement, _MOST_A_PERIOD * placement.num_streams)
+
+
+def refuse_wrong_options(seed: object, progress: object) -> None:
+    """Raises SearchError."""
+    _refuse_no_whole("seed", seed, 0, _MOST_SEED, f"give a whole number from 0 to {_MOST_SEED}")
+    if progress is not None and not callable(progress):
+        raise SearchError(f"progress is {_short(progress)}; give a function, such as print, or None")
 
 
 def seconds_of(time_limit_s: float) -> float:
     """Raises SearchError where no time is given."""
-    if not time_limit_s > 0:
-        raise SearchError(f"time_limit_s is {time_limit_s}; give the search more than 0 seconds")
+    is_number = isinstance(time_limit_s, (int, float)) and not isinstance(time_limit_s, bool)
+    if not is_number or not time_limit_s > 0:
+        raise SearchError(f"time_limit_s is {_short(time_limit_s)}; give the search more than 0 seconds, as a number")
     return time_limit_s
+
+
+def refuse_too_large(placement: Placement, num_microbatches: int) -> None:
+    """Raises SearchError where times or sizes, all added up, or the ops, could become more than a search can take."""
+    ops = len(placement.tasks) * -(-num_microbatches // placement.num_streams)
+    if ops > _MOST_OPS:
+        raise SearchError(
+            f"num_microbatches is {num_microbatches}: a step of {ops:,} ops is too large to search; use fewer "
+            f"micro-batches, for at most {_MOST_OPS:,} ops"
+        )
+    ranks = range(placement.num_ranks)
+    ends_us = sum(end.reduce_us + end.optimizer_us for end in placement.step_ends) * len(ranks)
+    way_us = sum(task.duration_us for task in placement.tasks) + sum(route.duration_us for route in placement.routes)
+    if (most_us := way_us * num_microbatches + ends_us) >= _TOO_LARGE:
+        raise SearchError(
+            f"durations are too large to search: {len(ranks)} ranks x {num_microbatches} micro-batches could take up "
+            f"to {_power(most_us)} µs, {_power(_TOO_LARGE)} or more; use a coarser unit"
+        )
+    sizes = [0 for _ in ranks]  # of a micro-batch, on each rank
+    for task in placement.tasks:
+        for rank in task.ranks:
+            sizes[rank] += abs(task.held_bytes) + task.peak_bytes
+    for route in placement.routes:
+        sizes[route.sender] += route.num_bytes
+        sizes[route.receiver] += route.num_bytes
+    for rank, (size, static) in enumerate(zip(sizes, placement.static_bytes, strict=True)):
+        if (most := size * num_microbatches + static) >= _TOO_LARGE:
+            raise SearchError(
+                f"sizes are too large to search: {num_microbatches} micro-batches on rank {rank} could take and free "
+                f"up to {_power(most)} bytes, {_power(_TOO_LARGE)} or more; use a coarser unit"
+            )
+        limit = placement.cluster.limit_bytes[rank]
+        if limit is not None and limit >= _TOO_LARGE:
+            raise SearchError(
+                f"the limit of rank {rank} is too large to search: {_power(limit)} bytes, {_power(_TOO_LARGE)} or "
+                f"more; leave it out, or use a coarser unit"
+            )
+
+
+def _power(number: int) -> str:
+    """9007199254740992 -> "9.0e+15", also where no float is as large."""
+    digits = str(number)
+    return f"{digits[0]}.{digits[1:2] or '0'}e+{len(digits) - 1}" if number < 10**4000 else "more than 1e+4000"
+
+
+def _refuse_no_placement(placement: object) -> None:
+    if not isinstance(placement, Placement):
+        given = "None" if placement is None else f"of type {type(placement).__name__}"
+        instead = _INSTEAD.get(type(placement), "give one, such as rota.place(costs, cluster) makes")
+        raise SearchError(f"placement is {given}, no Placement; {instead}")
+
+
+def _refuse_no_whole(name: str, value: object, least: int, most: int | None, told: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+        raise SearchError(f"{name} is {_short(value)}; {told}")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 @contextmanager

@@ -37,7 +37,7 @@ class Bound:
 
 def bounds_of(placement: Placement, num_microbatches: int, objective: str = "makespan") -> list[Bound]:
     """Bounds on a placement's "makespan" or "span", the highest first. Raises SearchError."""
-    refuse_wrong(num_microbatches, objective, ("makespan", "span"))
+    refuse_wrong(placement, num_microbatches, objective, ("makespan", "span"))
     return all(Problem(placement, num_microbatches), objective)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import get_args
 
+from rota.costs import Cluster, Costs
 from rota.placement import Placement
-from rota.search.asked import ended_by_ctrl_c, refuse_wrong, seconds_of
+from rota.placing import wave
+from rota.search.asked import ended_by_ctrl_c, refuse_wrong, refuse_wrong_options, seconds_of
 from rota.search.budget import Budget
 from rota.search.portfolio import Portfolio
 from rota.search.result import Objective, Progress, SearchResult
@@ -28,11 +31,25 @@ def find_plan(
     Never worse than a named schedule that fits. Ctrl-C ends the search with the best so far; a second one breaks off.
     An answer that is proven optimal is the same on every run; another one depends on how far the search comes in
     `time_limit_s`, unless `deterministic`: then that many nominal seconds of work are done, however long they take.
-    `progress` is called with each better plan and at least once a second. Raises SearchError if nothing fits.
+    `progress` is called with each better plan and each method's turn. The first search of all compiles for some ten
+    seconds, which do not count. Raises SearchError if nothing fits.
     """
-    refuse_wrong(num_microbatches, objective, get_args(Objective))
-    budget = Budget(seconds_of(time_limit_s), deterministic)
+    refuse_wrong(placement, num_microbatches, objective, get_args(Objective))
+    refuse_wrong_options(seed, progress)
+    seconds = seconds_of(time_limit_s)
+    compile_once()
+    budget = Budget(seconds, deterministic)
     with ended_by_ctrl_c(budget):
         search = Portfolio(placement, num_microbatches, objective, budget, seed, progress or (lambda _: None))
         search.run()
         return search.result()
+
+
+@cache
+def compile_once() -> None:
+    """All compiled code, by a small search that needs it; kept on disk, from where later processes load it."""
+    costs = Costs.uniform(4, 3, 2, 2, activation_bytes=2)
+    placement = wave(costs, Cluster.uniform(2, 4, latency_us=1))
+    for objective in get_args(Objective):
+        search = Portfolio(placement, 5, objective, Budget(0.02, deterministic=True), 0, lambda _: None)
+        search.run()

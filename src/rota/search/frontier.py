@@ -9,7 +9,7 @@ from math import gcd
 
 from rota.errors import SearchError
 from rota.placement import Placement
-from rota.search.asked import ended_by_ctrl_c, seconds_of
+from rota.search.asked import ended_by_ctrl_c, refuse_wrong_curve, refuse_wrong_options, seconds_of
 from rota.search.budget import Budget
 from rota.search.holding import least_memory, period_bound
 from rota.search.problem import Problem
@@ -29,22 +29,48 @@ class Point:
     result: SteadyResult
 
 
+@dataclass(frozen=True)
+class Frontier:
+    """Points of rising limit, each faster than those before; no steady state within `bounds[i][0]` bytes a rank takes
+    less µs a micro-batch than `bounds[i][1]`. `untried`: ranges of limits that the time was too short for.
+    """
+
+    points: tuple[Point, ...]
+    bounds: tuple[tuple[int, Fraction], ...]
+    untried: tuple[tuple[int, int], ...]
+
+    def to_text(self) -> str:
+        """One line a point."""
+        lines = ["memory of a rank   time a micro-batch   at least   over the fastest"]
+        least = float(self.points[-1].us_per_microbatch)
+        for point in self.points:
+            us = float(point.us_per_microbatch)
+            slower = f"{us / least - 1:.1%}" if least else "-"
+            proven = "   the least possible" if point.result.is_optimal else ""
+            bound = f"{float(point.bound_us):,.1f}"
+            lines.append(f"{point.limit_bytes:>16,}{us:>18,.1f} µs{bound:>11}{slower:>19}{proven}")
+        lines += [f"not tried, for lack of time: between {low:,} and {high:,}" for low, high in self.untried]
+        return "\n".join(lines)
+
+
 def find_frontier(
     placement: Placement,
     *,
     time_limit_s: float = 60.0,
-    microbatches_per_period: int | None = 1,
+    microbatches_per_period: int | None = None,
     seed: int = 0,
     deterministic: bool = False,
     progress: Callable[[Point], None] | None = None,
-) -> tuple[Point, ...]:
-    """Points of rising limit, each faster than those before: from the least memory in which a micro-batch fits
-    to where the busiest rank's work is met. The placement's own limits do not count.
+) -> Frontier:
+    """The curve of memory limit against period: from the least memory in which a micro-batch fits to where the busiest
+    rank's work is met. The placement's own limits do not count.
 
     Only limits that ops can reach are tried; where both ends of a range are as fast, nothing between them is.
-    `microbatches_per_period` None: one and more, which takes longer. `deterministic` as in `find_plan`, and Ctrl-C ends
-    it with the points so far. Raises SearchError.
+    `microbatches_per_period` None: one and more, as tight memory needs. `deterministic` as in `find_plan`; Ctrl-C
+    ends it with the points so far. Raises SearchError.
     """
+    refuse_wrong_curve(placement, microbatches_per_period)
+    refuse_wrong_options(seed, progress)
     budget = Budget(seconds_of(time_limit_s), deterministic)
     with ended_by_ctrl_c(budget):
         return _Curve(placement, budget, microbatches_per_period, seed, progress).run()
@@ -63,17 +89,43 @@ class _Curve:
         self.microbatches_per_period = microbatches_per_period
         self.points: dict[int, Point | None] = {}
 
-    def run(self) -> tuple[Point, ...]:
+    def run(self) -> Frontier:
         limits = self._limits()
         if self._at(limits[-1]) is None:
             raise SearchError(f"no steady state was found with {limits[-1]} bytes a rank; give the search more time")
-        self._fill(limits, 0, len(limits) - 1)
+        untried = self._fill(limits)
         rising: list[Point] = []
         for limit in sorted(self.points):
             point = self.points[limit]
             if point is not None and (not rising or point.us_per_microbatch < rising[-1].us_per_microbatch):
                 rising.append(point)
-        return tuple(rising)
+        bounds = tuple((limit, period_bound(self._with_limit(limit))) for limit in limits)
+        return Frontier(tuple(rising), bounds, tuple(untried))
+
+    def _fill(self, limits: list[int]) -> list[tuple[int, int]]:
+        """Halves the range that promises most, again and again; those that the time was too short for."""
+        ranges = [(0, len(limits) - 1)]
+        untried = []
+        while ranges:
+            low, high = max(ranges, key=lambda ends: self._promise(limits, *ends))
+            ranges.remove((low, high))
+            if high - low < 2 or not self._promise(limits, low, high):
+                continue
+            if self.budget.is_over:
+                untried.append((limits[low], limits[high]))
+                continue
+            middle = (low + high) // 2
+            self._at(limits[middle])
+            ranges += [(low, middle), (middle, high)]
+        return sorted(untried)
+
+    def _promise(self, limits: list[int], low: int, high: int) -> float:
+        """0 where both ends are as fast; else how much time there is to save over how many limits."""
+        slow, fast = self._at(limits[low]), self._at(limits[high])
+        if slow is None:
+            return float("inf")
+        saved_us = 0.0 if fast is None else float(slow.us_per_microbatch - fast.us_per_microbatch)
+        return max(saved_us, 0.0) * (high - low)
 
     def _limits(self) -> list[int]:
         """From the least in which one micro-batch fits to what the fastest found without a limit holds."""
@@ -108,14 +160,3 @@ class _Curve:
                 self.progress(point)
         self.points[limit] = point
         return point
-
-    def _fill(self, limits: list[int], low: int, high: int) -> None:
-        """All between two limits, unless they are as fast."""
-        first, last = self._at(limits[low]), self._at(limits[high])
-        if high - low < 2 or self.budget.is_over:
-            return
-        if first is not None and last is not None and first.us_per_microbatch <= last.us_per_microbatch:
-            return
-        middle = (low + high) // 2
-        self._fill(limits, low, middle)
-        self._fill(limits, middle, high)

@@ -83,6 +83,20 @@ def period_bound(placement: Placement) -> Fraction:
     return max(_round_us(problem), together_us + _round_us(apart)) / placement.num_streams
 
 
+def period_reason(placement: Placement) -> str:
+    """What `period_bound` comes from, in a line."""
+    ranks = steady(Problem(placement, placement.num_streams))
+    busiest = max(ranks, key=lambda rank: rank.work_us)
+    each = " of each stream" if placement.num_streams > 1 else ""
+    if busiest.work_us >= period_bound(placement) * placement.num_streams:
+        return f"rank {busiest.rank} works {busiest.work_us:,} µs for a micro-batch{each}"
+    fullest = max(ranks, key=lambda rank: Fraction(rank.held_byte_us, max(rank.room_bytes, 1)))
+    return (
+        f"rank {fullest.rank} has to hold at least {fullest.held_byte_us:,} byte-µs for a micro-batch{each}, in "
+        f"{fullest.room_bytes:,} bytes"
+    )
+
+
 def _round_us(problem: Problem) -> Fraction:
     ranks = steady(problem)
     by_memory = (Fraction(rank.held_byte_us, max(rank.room_bytes, 1)) for rank in ranks)
@@ -110,7 +124,7 @@ def _held_byte_us(problem: Problem, ways: Integers, tasks: Integers) -> int:
     place = {task: i for i, task in enumerate(problem.topological)}
     ordered = sorted(tasks.tolist(), key=place.__getitem__)
     left = {task: int(held[task]) for task in ordered if held[task] > 0}
-    total = int((problem.peak_bytes[tasks] * durations[tasks]).sum())
+    total = sum(int(problem.peak_bytes[t]) * int(durations[t]) for t in ordered)  # of any size, as all products here
     for task in ordered:
         freed = max(-int(held[task]), 0)
         for source in reversed(left):

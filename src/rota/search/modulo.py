@@ -21,6 +21,8 @@ from rota.search.budget import Budget
 from rota.search.loop import Loop
 from rota.search.retiming import Rhythm, Wait, retime
 
+_TOO_LARGE = 1 << 60  # CP-SAT takes no sums that might exceed 64 bits
+
 
 class Answer(NamedTuple):
     """A rhythm, or None; `is_proven`: there is no (better) one."""
@@ -155,7 +157,9 @@ class Period:
             self.model.add_no_overlap(lasting)
 
     def _add_memory(self, rank: int) -> None:
-        """The level when an op starts, and what the rank holds on average; the least most of it for "memory"."""
+        """The level when an op starts, and what the rank holds on average, which follows from it, but is seen earlier;
+        the least most of it for "memory".
+        """
         limit, u = self.loop.limits_bytes[rank], self.window.num_copies
         if self.loop.left_bytes(rank) or (limit is None and self.goal != "memory"):
             return  # what grows is refused elsewhere; what shrinks is highest at the beginning
@@ -172,7 +176,8 @@ class Period:
             if held[b] > 0 or peak[b] > 0:
                 earlier = sum(held[c] * self.before[c, b] for c in nodes if c != b and held[c])
                 self.model.add(base + earlier + max(held[b], 0) + peak[b] <= most)
-        if limit is not None:
+        byte_us = sum(map(abs, held.values())) * (self.most_rounds + 2) + sum(peak.values()) + (limit or 0)
+        if limit is not None and byte_us * self.window.period_us < _TOO_LARGE:
             ends = sum(-held[i] * (self.starts[i] + (self.durations_us[i] if held[i] < 0 else 0)) for i in nodes)
             self.model.add(ends + sum(peak[i] * self.durations_us[i] for i in nodes) <= limit * self.window.period_us)
 

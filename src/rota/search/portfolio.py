@@ -4,7 +4,7 @@
                                                 ▲                                               │
                                                 └─────────────── longer and longer ─────────────┘
 
-Each hands over orders; `Incumbent` keeps the best. The search ends early when the incumbent meets the proven bound.
+Each hands over orders; `Incumbent` keeps the best. The search ends when it meets the proven bound.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from rota.schedules import zb_auto
 from rota.search import bounds, exact, improving, neighbourhood
 from rota.search.budget import Budget
 from rota.search.dispatching import Dispatcher, Priorities, serial
+from rota.search.holding import period_reason
 from rota.search.incumbent import Incumbent
 from rota.search.named import named_plans
 from rota.search.policies import OPS_A_DISPATCH
@@ -42,7 +43,7 @@ _EXACT_TIMES = 3  # that share for a proof
 _TURN_S = 0.01  # a turn's own, so that turns in which nothing is done come to an end
 _AUTO_S_AN_OP = 0.0006  # nominal seconds that zb_auto takes
 _HALVINGS = 5
-_GUESSES_TO_HOLD_LESS = 4
+_FEW_OPS, _FEW_GUESSES = 3_000, 4  # on longer steps fewer policies are tried for holding less
 _EXACT_OPS = 400  # up to which CP-SAT may prove a whole step
 _MOST_ROOMS = 20  # how often the room for what transfers hold is guessed anew
 
@@ -258,13 +259,14 @@ class Portfolio:
         dispatcher = Dispatcher(self.roomy)
         starts = start_times(dispatcher.tables, orders)
         assert starts is not None
-        all_priorities = [starts.astype(np.float64), *islice(guesses(self.problem), _GUESSES_TO_HOLD_LESS)]
+        most = None if self.num_ops <= _FEW_OPS else _FEW_GUESSES
+        all_priorities = [starts.astype(np.float64), *islice(guesses(self.problem), most)]
         low, high = peaks(self.roomy, serial(self.roomy)), peaks(self.problem, orders)
         part, step = 1.0, 0.5
         for _ in range(_HALVINGS):
             part -= step
             limits = np.maximum(low, (high * part).astype(np.int64))
-            found = [dispatcher(priorities, 0.0, limits) for priorities in all_priorities]
+            found = [dispatcher(policy, p, limits) for policy, p in product(all_priorities, _PATIENCES)]
             self.budget.spend_ops(OPS_A_DISPATCH * self.num_ops * len(found))
             better = [self.incumbent.offer(orders, how) for orders in found]
             if not any(better):
@@ -284,7 +286,7 @@ class Portfolio:
         if self.objective == "period":
             assert self.steady is not None
             value_us, bound_us = self.steady.steady.us_per_microbatch, self.steady.bound_us
-            why = "a rank does the work of every micro-batch, and holds its bytes while it travels"
+            why = period_reason(self.problem.placement)
         return SearchResult(
             plan,
             self.objective,
@@ -295,4 +297,5 @@ class Portfolio:
             self.steady.steady.us_per_microbatch if self.steady else None,
             tuple(sorted(self.named, key=lambda named: (named.makespan_us, named.name))),
             self.budget.elapsed_s,
+            self.budget.stopped,
         )

@@ -55,7 +55,7 @@ class SearchResult:
     `value_us` is the objective's: makespan, span, or time per micro-batch in steady state; no plan for this placement
     has less than `bound_us`, because of `why`. `how` names the method that found the plan. `period_us`: the least time
     per micro-batch that a steady state was found for, None where none was looked for. `named`: the named schedules on
-    this placement, fastest first.
+    this placement, fastest first. `was_stopped`: by Ctrl-C.
     """
 
     plan: Plan
@@ -67,6 +67,7 @@ class SearchResult:
     period_us: Fraction | None
     named: tuple[NamedPlan, ...]
     elapsed_s: float
+    was_stopped: bool = False
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -98,9 +99,10 @@ class SearchResult:
     def to_text(self) -> str:
         """What was found, how good it is and why, and the named schedules beside it."""
         proof = "proven optimal" if self.is_optimal else f"at most {self.gap:.2%} from the best possible"
+        stopped = ", stopped by Ctrl-C" if self.was_stopped else ""
         what = "time per micro-batch" if self.objective == "period" else self.objective
         lines = [
-            f"{what} {_us(self.value_us)}, {proof} (found by {self.how}, {self.elapsed_s:.1f} s)",
+            f"{what} {_us(self.value_us)}, {proof} (found by {self.how}, {self.elapsed_s:.1f} s{stopped})",
             f"no plan for this placement has less than {_us(self.bound_us)}: {self.why}",
             f"holds at most {size_text(max(self.peak_memory_bytes))} on a rank",
         ]

@@ -18,11 +18,13 @@ from rota.errors import PlanError
 from rota.placement import Placement
 from rota.plan import Plan
 from rota.search.budget import Budget
+from rota.search.dispatching import serial
 from rota.search.holding import period_bound
 from rota.search.loop import Loop
 from rota.search.modulo import Period, Window
 from rota.search.offsets import anneal
 from rota.search.retiming import Rhythm
+from rota.search.timing import Tables, fits, start_times
 from rota.simulation import simulate
 from rota.tasks import Op
 from rota.timeline import Timeline
@@ -168,13 +170,15 @@ def find_steady(
     loop = Loop(placement, room_bytes)
     if any(limit is not None and loop.left_bytes(rank) > 0 for rank, limit in enumerate(loop.limits_bytes)):
         return None
-    bound_us = period_bound(placement)
+    bound_us, streams = period_bound(placement), placement.num_streams
+    copies = range(1, _MOST_COPIES + 1) if microbatches_per_period is None else (microbatches_per_period,)
     best: SteadyResult | None = None
-    wanted = microbatches_per_period
-    for num_copies in range(1, _MOST_COPIES + 1) if wanted is None else (wanted,):
-        below = None if best is None else best.steady.us_per_microbatch * num_copies * placement.num_streams
-        search = _Search(loop, num_copies, bound_us * placement.num_streams, budget, seed)
-        rhythm = search.run(None if below is None else ceil(below))
+    for num_copies in copies:
+        below = None if best is None else ceil(best.steady.us_per_microbatch * num_copies * streams)
+        search = _Search(loop, num_copies, bound_us * streams, budget, seed)
+        if num_copies == 1:
+            search.take(_one_by_one(loop))
+        rhythm = search.run(below)
         if rhythm is not None:
             best = SteadyResult(Steady.of(placement, num_copies, rhythm), bound_us, search.is_proven)
             if progress is not None:
@@ -182,6 +186,17 @@ def find_steady(
         if budget.is_over or (best is not None and (best.is_optimal or best.steady.period_us == 1)):
             break
     return best
+
+
+def _one_by_one(loop: Loop) -> Rhythm | None:
+    """One micro-batch of each stream after the other; None if even that does not fit."""
+    orders = serial(loop.problem)
+    starts = start_times(Tables.of(loop.problem), orders)
+    if starts is None or not fits(loop.problem, orders):
+        return None
+    period_us = max(int((starts + loop.problem.durations_us).max()) + max(loop.problem.lags_us.values(), default=0), 1)
+    place = {task: i for i, task in enumerate(loop.problem.topological)}
+    return Rhythm(period_us, tuple(starts.tolist()), tuple(place[task] for task in range(loop.num_tasks)))
 
 
 class _Search:
@@ -208,9 +223,7 @@ class _Search:
             if self.budget.is_over or (below_us is not None and tried >= below_us):
                 break
         if self.best is None and below_us is None:  # one micro-batch after the other always goes
-            self._take(
-                Period(self._window(self.num_copies * self.loop.critical_us)).solve(self.spare, self.seed).rhythm
-            )
+            self.take(Period(self._window(self.num_copies * self.loop.critical_us)).solve(self.spare, self.seed).rhythm)
         while self.best is not None and not self.budget.is_over:
             high = self.best.period_us
             if high - max(low, self.proven_us) < max(high // _PRECISION, 1):
@@ -227,20 +240,22 @@ class _Search:
     def _window(self, period_us: int, latency_us: int | None = None) -> Window:
         return Window(self.loop, self.num_copies, period_us, latency_us)
 
-    def _take(self, rhythm: Rhythm | None) -> None:
+    def take(self, rhythm: Rhythm | None) -> None:
         if rhythm is not None and (self.best is None or rhythm.period_us < self.best.period_us):
             self.best = rhythm
 
     def _try(self, period_us: int) -> bool:
         """Whether there is a rhythm of at most this period now."""
+        if self.best is not None and self.best.period_us <= period_us:
+            return True
         window = self._window(period_us)
         answer = Period(window).solve(self.budget.share(_SOLVE_S), self.seed)
-        self._take(answer.rhythm)
+        self.take(answer.rhythm)
         if answer.rhythm is None and answer.is_proven:
             self._note_none(period_us)
             return False
         if answer.rhythm is None and not self.budget.is_over:
-            self._take(anneal(window, self.budget, self.seed))
+            self.take(anneal(window, self.budget, self.seed))
         return self.best is not None and self.best.period_us <= period_us
 
     def _note_none(self, period_us: int) -> None:
@@ -255,7 +270,7 @@ class _Search:
                 if answer.is_proven:
                     self._note_none(self.best.period_us - 1)
                 return
-            self._take(answer.rhythm)
+            self.take(answer.rhythm)
 
     def _polish(self) -> None:
         """The same period with less latency, then with less memory."""
