@@ -28,6 +28,13 @@ from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
 from rota.schedules import NAMED, gpipe, one_f_one_b
 
 SPLIT = ("zb_h1", "zb_h2", "zb_auto", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v")
+WHOLE = ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "looped_bfs", "hanayo")
+OTHERS = (
+    "varuna",
+    "chimera",
+    "dualpipe",
+    "forward_only",
+)  # R below; two streams in test_shared_weights; test_inference
 
 
 def plan_for(schedule: str, num_ranks: int, num_microbatches: int) -> Plan:
@@ -45,12 +52,18 @@ def has(plan: Plan, kinds: str) -> bool:
     return {*kinds} == {str(task.kind) for task in plan.placement.tasks}
 
 
+def test_no_family_is_left_out() -> None:
+    assert {*SPLIT, *WHOLE, *OTHERS} == set(NAMED)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_families(pool: Pool, num_ranks: int) -> None:
     plans = [plan_for(name, num_ranks, m) for name in SPLIT for m in (2 * num_ranks, 2 * num_ranks + num_ranks)]
     assert all(has(plan, "FIW") for plan in plans)
     plans += [plan_for("varuna", num_ranks, m) for m in (1, 2, 5)]
     assert has(plans[-1], "FBR")
+    plans += [plan_for(name, num_ranks, m) for name in WHOLE for m in (2 * num_ranks, 2 * num_ranks + num_ranks)]
+    assert has(plans[-1], "FB")
     cases = [(chain(plan.num_stages), plan, [batch_of(plan.num_microbatches, s) for s in (1, 2)]) for plan in plans]
     by_rank = pool.run(num_ranks, run_each, cases, timeout_s=100)
     for case, (stages, _, batches) in enumerate(cases):
