@@ -16,6 +16,7 @@ from rota.search.problem import Problem
 from rota.search.steady import SteadyResult, find_steady
 
 _MOST_POINTS = 64
+_HOPE = 0.1  # that a range where both ends are as fast has something better between them
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def find_frontier(
     """The curve of memory limit against period: from the least memory in which a micro-batch fits to where the busiest
     rank's work is met. The placement's own limits do not count.
 
-    Only limits that ops can reach are tried; where both ends of a range are as fast, nothing between them is.
+    Only limits that ops can reach are tried, most promising first, until nothing can be better or the time is up.
     `microbatches_per_period` None: one and more, as tight memory needs. `deterministic` as in `find_plan`; Ctrl-C
     ends it with the points so far. Raises SearchError.
     """
@@ -120,12 +121,17 @@ class _Curve:
         return sorted(untried)
 
     def _promise(self, limits: list[int], low: int, high: int) -> float:
-        """0 where both ends are as fast; else how much time there is to save over how many limits."""
-        slow, fast = self._at(limits[low]), self._at(limits[high])
-        if slow is None:
-            return float("inf")
-        saved_us = 0.0 if fast is None else float(slow.us_per_microbatch - fast.us_per_microbatch)
-        return max(saved_us, 0.0) * (high - low)
+        """How much time there may be to save between two limits, times how many there are; 0: nothing."""
+        slow, fast = (self._least_us(limits[end]) for end in (low, high))
+        least = float(period_bound(self._with_limit(limits[high])))
+        likely, possible = slow - fast, slow - least
+        return max(likely + _HOPE * possible, 0.0) * (high - low) if possible > 0 else 0.0
+
+    def _least_us(self, limit: int) -> float:
+        """With at most this limit, of what was found."""
+        self._at(limit)
+        points = (point for tried, point in self.points.items() if point is not None and tried <= limit)
+        return min((float(point.us_per_microbatch) for point in points), default=float("inf"))
 
     def _limits(self) -> list[int]:
         """From the least in which one micro-batch fits to what the fastest found without a limit holds."""
