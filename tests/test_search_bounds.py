@@ -116,7 +116,7 @@ def check_against_every_plan(seed: int, most: int) -> tuple[int, int]:
         problem = Problem(replace(placement, cluster=cluster), num_microbatches)
         for objective, column in zip(OBJECTIVES, (1, 2), strict=True):
             least = min(row[column] for row in fitting)
-            for bound in bounds.all(problem, objective):
+            for bound in bounds.every(problem, objective):
                 assert bound.us <= least, (seed, objective, limits, bound, least)
             checked += 1
             met += bounds.best(problem, objective).us == least
@@ -133,8 +133,8 @@ def test_no_bound_is_above_the_best_of_all_orders() -> None:
 
 
 def test_a_bound_that_is_too_high_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = bounds.all
-    monkeypatch.setattr(bounds, "all", lambda *given: [replace(b, us=b.us + 1) for b in honest(*given)])
+    honest = bounds.every
+    monkeypatch.setattr(bounds, "every", lambda *given: [replace(b, us=b.us + 1) for b in honest(*given)])
     with pytest.raises(AssertionError):
         check_against_every_plan(5, most=120)
 
@@ -217,7 +217,7 @@ def test_no_bound_is_above_a_named_schedule_that_just_fits(seed: int) -> None:
         limited = replace(placement, cluster=replace(cluster, limit_bytes=timeline.peak_memory_bytes))
         problem = Problem(limited, 4 * num_ranks)
         for objective, us in zip(OBJECTIVES, (timeline.makespan_us, timeline.span_us), strict=True):
-            assert max(bound.us for bound in bounds.all(problem, objective)) <= us
+            assert max(bound.us for bound in bounds.every(problem, objective)) <= us
         needs = [need.num_bytes for need in bounds.least_memory(problem)]
         assert all(need <= peak for need, peak in zip(needs, timeline.peak_memory_bytes, strict=True))
 
@@ -234,7 +234,7 @@ def test_two_stages_a_rank(num_ranks: int, limit: int, num_microbatches: int, at
 
 
 def test_memory_that_is_held_bounds_long_steps() -> None:
-    best, *_ = bounds.all(Problem(v_pair(8, 12), 128))
+    best, *_ = bounds.every(Problem(v_pair(8, 12), 128))
     assert best.name == "memory held"
     assert best.us > 128 * bounds.period_bound(v_pair(8, 12))
 
@@ -281,7 +281,7 @@ def test_a_step_of_step_ends_and_of_nothing() -> None:
 
 
 def test_reasons_name_rank_op_and_numbers() -> None:
-    best, *others = bounds.all(Problem(tessel("v", 4, 4), 6))
+    best, *others = bounds.every(Problem(tessel("v", 4, 4), 6))
     assert best.name == "load"
     assert best.why == "rank 0 works 24 µs, is idle for 0 before 0F0 and for 12 after it"
     assert [bound.us for bound in others] == sorted((bound.us for bound in others), reverse=True)

@@ -21,7 +21,7 @@ from rota.search.view import View, views, without_common_tasks
 from rota.search.waiting import Waits
 from rota.tasks import Op
 
-__all__ = ["Bound", "Need", "all", "best", "bounds_of", "least_memory", "period_bound"]
+__all__ = ["Bound", "Need", "best", "bounds_of", "every", "least_memory", "period_bound"]
 
 _MOST_BEGINNINGS = 12  # ranks whose span is looked at
 
@@ -38,15 +38,15 @@ class Bound:
 def bounds_of(placement: Placement, num_microbatches: int, objective: str = "makespan") -> list[Bound]:
     """Bounds on a placement's "makespan" or "span", the highest first. Raises SearchError."""
     refuse_wrong(placement, num_microbatches, objective, ("makespan", "span"))
-    return all(Problem(placement, num_microbatches), objective)
+    return every(Problem(placement, num_microbatches), objective)
 
 
 def best(problem: Problem, objective: str = "makespan") -> Bound:
-    """The highest of `all`."""
-    return all(problem, objective)[0]
+    """The highest of `every`."""
+    return every(problem, objective)[0]
 
 
-def all(problem: Problem, objective: str = "makespan") -> list[Bound]:
+def every(problem: Problem, objective: str = "makespan") -> list[Bound]:
     """Bounds on "makespan" or "span" for plans within the memory limits, the highest first.
 
     If no plan is within the limits (see `least_memory`), they say nothing.

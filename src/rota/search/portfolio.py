@@ -264,6 +264,8 @@ class Portfolio:
         low, high = peaks(self.roomy, serial(self.roomy)), peaks(self.problem, orders)
         part, step = 1.0, 0.5
         for _ in range(_HALVINGS):
+            if self.budget.is_over:
+                return
             part -= step
             limits = np.maximum(low, (high * part).astype(np.int64))
             found = [dispatcher(policy, p, limits) for policy, p in product(all_priorities, _PATIENCES)]
@@ -272,13 +274,11 @@ class Portfolio:
             if not any(better):
                 part += step
             step /= 2
-            if self.budget.must_stop:
-                return
 
     # --- what comes of it -----------------------------------------------------------------------------------------
 
     def result(self) -> SearchResult:
-        """Raises AssertionError if the plan does not pass `check`: a fault of ours."""
+        """Every plan is checked again before it is handed out."""
         assert self.incumbent.orders is not None
         plan = self.problem.to_plan(self.incumbent.orders)
         check(plan)
