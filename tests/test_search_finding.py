@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from dataclasses import replace
 from random import Random
 
@@ -173,15 +172,21 @@ def test_progress() -> None:
 
 
 def test_ctrl_c_gives_the_best_so_far() -> None:
-    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    try:
-        result = find_plan(uneven(8, 12), 24, objective="span", time_limit_s=600)
-    finally:
-        timer.cancel()
+    pressed: list[Progress] = []
+
+    def press(progress: Progress) -> None:
+        if not pressed:
+            pressed.append(progress)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    result = find_plan(uneven(8, 12), 24, objective="span", time_limit_s=600, progress=press)
     check(result.plan)
+    assert pressed
+    assert result.was_stopped
+    assert "stopped by Ctrl-C" in result.to_text()
     assert result.elapsed_s < 100
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_rank_without_a_task() -> None:
