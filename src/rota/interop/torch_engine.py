@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import math
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, final
@@ -21,7 +20,8 @@ from rota.interop.torch_stages import LossFn, StageModule, Step, survey
 from rota.models import Stages
 from rota.plan import Plan
 from rota.runtime import batches
-from rota.runtime.handover import digest
+from rota.runtime.agreement import refuse_differences
+from rota.runtime.joining import join
 from rota.runtime.transport import together
 from rota.runtime.watchdog import Watchdog
 from rota.tasks import Kind
@@ -53,7 +53,6 @@ class TorchEngine:
         if self._trains and loss_fn is None:
             raise PipelineError("the plan has backwards, so a loss_fn(output, target) is needed")
         self._ranks = [plan.placement.ranks_of(stage)[0] for stage in plan.placement.stages]
-        self._owns_process_group = not dist.is_initialized()
         self._join_processes()
         self._modules = [
             StageModule(stages, stage, loss_fn, keep_outputs or not self._trains, self._begin) for stage in self._local
@@ -72,25 +71,9 @@ class TorchEngine:
     # --- the processes --------------------------------------------------------------------------------------------
 
     def _join_processes(self) -> None:
-        if self._owns_process_group:
-            if "RANK" not in os.environ:
-                raise PipelineError(
-                    "no process group: start the script by `rota run --engine torch plan.json script.py` or torchrun, "
-                    "or call torch.distributed.init_process_group first"
-                )
-            dist.init_process_group("gloo")
+        self._owns_process_group = join()
+        refuse_differences(self.plan, [])  # weights tied over ranks were refused
         self.rank = dist.get_rank()
-        plans: list[Any] = [None] * dist.get_world_size()
-        with together("comparing plans"):
-            dist.all_gather_object(plans, digest(self.plan))
-        for rank, other in enumerate(plans):
-            if other != plans[0]:
-                raise PipelineError(f"rank {rank} has another plan than rank 0; give all ranks the same plan")
-        if len(plans) != self.plan.num_ranks:
-            raise PipelineError(
-                f"the plan is for {self.plan.num_ranks} ranks, but {len(plans)} processes were started; "
-                f"start {self.plan.num_ranks}, or plan for {len(plans)}"
-            )
         self._group = dist.new_group(backend="gloo")
         self._busy = [rank for rank, order in enumerate(self.plan.orders) if order]  # PyTorch knows no idle ranks
         self._pipeline_group = dist.new_group(self._busy, backend="gloo")

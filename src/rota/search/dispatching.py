@@ -3,7 +3,8 @@
 Graham, "Bounds on Multiprocessing Timing Anomalies", 1969; waiting for something better that is due soon, as in Giffler
 and Thompson, "Algorithms for Solving Production-Scheduling Problems", 1960, keeps all good orders within reach. Memory
 is granted as by Dijkstra's banker ("Cooperating Sequential Processes", 1965): an op that takes memory starts only if
-after it each rank can still finish its micro-batches one by one, oldest first. Then nothing ever gets stuck.
+after it each rank can still finish its micro-batches one by one, oldest first. Then nothing gets stuck, unless what
+micro-batches leave behind for good fills the memory in an unlucky order.
 """
 
 from __future__ import annotations

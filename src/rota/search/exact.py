@@ -55,7 +55,7 @@ def solve(
     else:
         ordering.minimize()
     ordering.hint()
-    status, solver = cpsat.solve(ordering.model, budget, seed, num_workers=1)
+    status, solver = cpsat.solve(ordering.model, budget, seed)
     if status == cp_model.INFEASIBLE:
         return Exact(None, most_us + 1)
     bound_us = max(bound_us, ceil(solver.best_objective_bound))

@@ -205,7 +205,7 @@ class Period:
     def solve(self, budget: Budget, seed: int = 0) -> Answer:
         if self.goal == "memory":
             self.model.minimize(sum(self.most_bytes))
-        status, solver = cpsat.solve(self.model, budget, seed, num_workers=1)
+        status, solver = cpsat.solve(self.model, budget, seed)
         proven = status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return Answer(None, proven)

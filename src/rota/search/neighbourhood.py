@@ -73,7 +73,7 @@ def reorder(
         return int(cp_model.INFEASIBLE), None
     ordering.minimize()
     ordering.hint()
-    status, solver = cpsat.solve(ordering.model, budget, seed, num_workers=1)
+    status, solver = cpsat.solve(ordering.model, budget, seed)
     found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     return status, ordering.rows(solver.value) if found else None
 
