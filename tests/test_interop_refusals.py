@@ -94,5 +94,5 @@ def test_whole_backwards_in_place_of_split_ones(at: str, cells: str) -> None:
 
 
 def test_no_process_group() -> None:
-    with pytest.raises(PipelineError, match="no process group: start the script by `rota run --engine torch"):
+    with pytest.raises(PipelineError, match="no process group: start the script by `rota run plan.json script.py`"):
         TorchEngine(layers(2), plan_on([0, 1]), loss_fn)
