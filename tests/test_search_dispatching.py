@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import permutations
 
 import numpy as np
@@ -14,8 +15,8 @@ from core_strategies import with_limits
 from rota.costs import Cluster, Costs
 from rota.placing import place, wave
 from rota.plan import Plan
-from rota.search.dispatching import dispatch, serial
-from rota.search.problem import Problem
+from rota.search.dispatching import Dispatcher, serial
+from rota.search.problem import NO_LIMIT, Problem
 from rota.search.timing import fits, peaks, score
 
 
@@ -27,13 +28,26 @@ def tightest(plan: Plan) -> Problem:
     return Problem(with_limits(plan, limits).placement, plan.num_microbatches)
 
 
+def leaves_bytes_behind(problem: Problem) -> bool:
+    """Whether a micro-batch, once done, still holds memory on some rank."""
+    left: Counter[tuple[int, int]] = Counter()
+    for stream, task in zip(problem.placement.stream_of, problem.placement.tasks, strict=True):
+        for rank in task.ranks:
+            left[rank, stream] += task.held_bytes
+    return any(num_bytes > 0 for num_bytes in left.values())
+
+
 @given(strategies.plans(), st.integers(0, 2**16), st.sampled_from((0.0, 0.5, 3.0)))
 @settings(deadline=None)
 def test_any_priorities_make_orders_that_fit(plan: Plan, seed: int, patience: float) -> None:
+    """With tight memory too, unless what micro-batches leave behind for good fills it in an unlucky order."""
     for problem in (Problem(plan.placement, plan.num_microbatches), tightest(plan)):
         priorities = np.random.default_rng(seed).random(problem.first_node[-1])
-        orders = dispatch(problem, priorities, patience)
-        assert orders is not None
+        orders = Dispatcher(problem)(priorities, patience)
+        if orders is None:
+            assert leaves_bytes_behind(problem)
+            assert (problem.limits_bytes < NO_LIMIT).any()
+            continue
         assert fits(problem, orders)
         assert score(problem, orders) is not None
 
@@ -66,7 +80,7 @@ def test_a_patient_rank_waits_for_the_better_op() -> None:
     for rank, task in enumerate((f0, f1, i1, i0, w0, w1)):
         priorities[problem.first_node[task] : problem.first_node[task + 1]] = rank
     last = slice(problem.first_op[1], problem.first_op[2])
-    hasty, patient = dispatch(problem, priorities), dispatch(problem, priorities, 1.0)
+    hasty, patient = Dispatcher(problem)(priorities), Dispatcher(problem)(priorities, 1.0)
     assert hasty is not None
     assert patient is not None
     assert hasty[last].tolist() == [f1, i1, w1, f1, i1, w1]
@@ -78,18 +92,18 @@ def test_tight_memory_on_a_wave() -> None:
     placement = wave(Costs.uniform(8, 1, 1, 1, activation_bytes=2), Cluster.uniform(4, limit_bytes=4))
     problem = Problem(placement, 5)
     forwards_first = np.repeat([0.0, 1.0], [8 * 5, 16 * 5])
-    orders = dispatch(problem, forwards_first)
+    orders = Dispatcher(problem)(forwards_first)
     assert orders is not None
     assert peaks(problem, orders).max() == 4
     too_small = Problem(wave(Costs.uniform(8, 1, 1, 1, activation_bytes=2), Cluster.uniform(4, limit_bytes=3)), 5)
     assert not fits(too_small, serial(too_small))
-    assert dispatch(too_small, forwards_first) is None
+    assert Dispatcher(too_small)(forwards_first) is None
 
 
 @pytest.mark.parametrize("limit", [2, 3, 4, None])
 def test_fewest_forwards_ahead_by_limit(limit: int | None) -> None:
     problem = Problem(place(Costs.uniform(4), Cluster.uniform(4, limit)), 12)
     priorities = np.repeat([0.0, 1.0], 4 * 12)
-    orders = dispatch(problem, priorities)
+    orders = Dispatcher(problem)(priorities)
     assert orders is not None
     assert peaks(problem, orders).max() == (limit or 12)

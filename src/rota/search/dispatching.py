@@ -70,11 +70,6 @@ class Dispatcher:
         return orders if num_started == self.tables.first_op[-1] else None
 
 
-def dispatch(problem: Problem, priorities: Priorities, patience: float = 0.0) -> Orders | None:
-    """See `Dispatcher`."""
-    return Dispatcher(problem)(priorities, patience)
-
-
 def serial(problem: Problem) -> Orders:
     """One micro-batch at a time, in the order that needs least memory over the limits."""
     order, placement = one_at_a_time(problem), problem.placement
