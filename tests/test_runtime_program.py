@@ -1,4 +1,4 @@
-"""A rank's program: the plan's order, receives posted at most one op early, and what cannot be run refused."""
+"""A rank's program: the plan's order, and what cannot be run refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rota.errors import PipelineError
 from rota.placement import Placement
 from rota.placing import bidirectional, place
 from rota.plan import Plan
-from rota.runtime.program import Action, Program, compile_program, refuse_unsupported
+from rota.runtime.program import Program, compile_program, refuse_unsupported
 from rota.schedules import forward_only, gpipe, one_f_one_b
 from rota.tasks import Kind, Op
 
@@ -33,7 +33,7 @@ def chain_plan(schedule: object = one_f_one_b) -> Plan:
     return schedule(place(Costs.uniform(3), Cluster.uniform(3)), 4)  # type: ignore[operator]
 
 
-def test_strict_keeps_the_wire_order() -> None:
+def test_actions_keep_the_wire_order() -> None:
     for plan, of_ranks in many_programs():
         for program in of_ranks:
             here = [
@@ -42,69 +42,22 @@ def test_strict_keeps_the_wire_order() -> None:
                 if (isinstance(action, Op) and action in plan.orders[program.rank])
                 or (not isinstance(action, Op) and program.rank in (action.sender, action.receiver))
             ]
-            done = [action.message.transfer if action.message else action.op for action in program.strict]
+            done = [action.message.transfer if action.message else action.op for action in program.actions]
             assert done == here
-
-
-def test_each_rank_runs_its_ops_in_the_plans_order() -> None:
-    for plan, of_ranks in many_programs():
-        for program in of_ranks:
-            for actions in (program.strict, program.overlapped):
-                assert tuple(a.op for a in actions if a.what == "run") == plan.orders[program.rank]
-
-
-def test_receives_come_before_their_reader_and_sends_before_the_next_op() -> None:
-    for _, of_ranks in many_programs():
-        for program in of_ranks:
-            for actions in (program.strict, program.overlapped):
-                run_at = {action.op: i for i, action in enumerate(actions) if action.what == "run"}
-                for i, action in enumerate(actions):
-                    if action.what == "receive":
-                        assert i < run_at[action.op]
-                    if action.what == "send":
-                        assert run_at[action.op] < i
-                        assert all(a.what != "run" for a in actions[run_at[action.op] + 1 : i])
-
-
-def test_receives_are_posted_over_at_most_one_op_and_some_are() -> None:
-    num_early = 0
-    for _, of_ranks in many_programs():
-        for program in of_ranks:
-            assert sorted(map(repr, program.strict)) == sorted(map(repr, program.overlapped))
-            for action in (a for a in program.strict if a.what == "receive"):
-                ops_before = num_ops_before(program.strict, action) - num_ops_before(program.overlapped, action)
-                assert 0 <= ops_before <= 1
-                num_early += ops_before
-            strict, overlapped = ([a for a in p if a.what != "run"] for p in (program.strict, program.overlapped))
-            assert strict == overlapped  # messages keep their order among themselves
-    assert num_early > 50
-
-
-def num_ops_before(actions: list[Action], action: Action) -> int:
-    return sum(a.what == "run" for a in actions[: actions.index(action)])
-
-
-def test_both_sides_of_a_pair_agree_on_the_order_of_messages() -> None:
-    for _, of_ranks in many_programs():
-        for a in of_ranks:
-            for b in of_ranks:
-                sent = [x.message.transfer for x in a.overlapped if x.what == "send" and x.message]
-                received = [x.message.transfer for x in b.overlapped if x.what == "receive" and x.message]
-                assert [t for t in sent if t.receiver == b.rank] == [t for t in received if t.sender == a.rank]
 
 
 def test_values_and_columns_are_told_apart() -> None:
     for plan, of_ranks in many_programs():
         for program in of_ranks:
-            messages = [action.message for action in program.strict if action.message]
+            messages = [action.message for action in program.actions if action.message]
             assert len({(message.value, message.transfer.receiver) for message in messages}) == len(messages)
-            received = {a.message.value for a in program.strict if a.what == "receive" and a.message}
+            received = {a.message.value for a in program.actions if a.what == "receive" and a.message}
             assert program.arriving == received
-        columns = [a.message.column for p in of_ranks for a in p.strict if a.what == "send" and a.message]
+        columns = [a.message.column for p in of_ranks for a in p.actions if a.what == "send" and a.message]
         routes = plan.placement.routes
         assert sorted(columns) == [(r, k) for r in range(len(routes)) for k in range(plan.num_microbatches)]
         for program in of_ranks:
-            for message in (action.message for action in program.strict if action.message):
+            for message in (action.message for action in program.actions if action.message):
                 route = routes[message.column[0]]
                 assert (route.sender, route.receiver) == message.transfer[2:4]
                 assert message.column[1] == message.transfer.source.microbatch

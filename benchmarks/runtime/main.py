@@ -19,9 +19,11 @@ from engines import ENGINES, WIDTH, data, linear_layers, plan_for
 from stages import Counting, Waiting
 from torch.nn.functional import mse_loss
 
-from rota import Pipeline, Plan, Stages, simulate
+from rota import Cluster, Costs, Pipeline, Plan, Stages, place, profile, simulate
+from rota.schedules import forward_only
 
 WARM_UP = 20
+MESSAGE = 16, 64  # rows and width of what the waiting stages exchange: 4 KiB
 
 
 def on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -88,7 +90,7 @@ def tell_cpu_times(num_ranks: int, num_microbatches: int, num_steps: int) -> Non
 
 
 def makespans_us(_: int, plan: Plan, num_steps: int) -> list[int]:
-    batch = data(plan.num_microbatches, rows=16, width=64)  # 4 KiB a micro-batch
+    batch = data(plan.num_microbatches, *MESSAGE)
     with Pipeline(Stages(Waiting() for _ in range(plan.num_ranks)), plan, mse_loss) as pipeline:
         found = []
         for _ in range(num_steps):
@@ -97,15 +99,43 @@ def makespans_us(_: int, plan: Plan, num_steps: int) -> list[int]:
     return found[2:]
 
 
+def hops_us(rank: int, num_messages: int, num_steps: int) -> list[int]:
+    """From the end of rank 0's op to the start of rank 1's, which has been waiting for it alone."""
+    plan = forward_only(place(Costs.uniform(2), Cluster.uniform(2)).forward_only(), num_messages)
+    batch = data(num_messages, *MESSAGE)[0]
+    with Pipeline(Stages([Waiting(), torch.nn.Identity()]), plan, None) as pipeline:
+        found = []
+        for _ in range(num_steps):
+            pipeline.step(batch if rank == 0 else None)
+            timeline = pipeline.timeline()
+            found += [start - end for start, end in zip(timeline.starts_us[1], timeline.ends_us[0], strict=True)]
+    return found[2 * num_messages :]
+
+
+def as_measured(plan: Plan) -> Plan:
+    """The same plan with what its ops and messages cost on this machine."""
+    stages = Stages(Waiting() for _ in range(plan.num_ranks))
+    costs = profile(stages, *data(1, *MESSAGE), mse_loss)
+    latency_us = round(median(on_ranks(2, hops_us, 16, 10)[0]))
+    placement = place(costs, Cluster.uniform(plan.num_ranks, latency_us=latency_us))
+    return Plan(placement, plan.num_microbatches, plan.orders)
+
+
 def tell_makespan(num_ranks: int, num_microbatches: int, num_steps: int) -> None:
     plan = plan_for(num_ranks, num_microbatches)
-    planned, found = simulate(plan).makespan_us, on_ranks(num_ranks, makespans_us, plan, num_steps + 2)[0]
-    told = f"{median(found) / planned - 1:+.2%} (median of {num_steps} steps; {min(found) / planned - 1:+.2%} to"
+    measured = as_measured(plan)
+    found = on_ranks(num_ranks, makespans_us, plan, num_steps + 2)[0]
     print(f"{num_ranks} ranks, {num_microbatches} micro-batches, waits of 5 and 10 ms, messages of 4 KiB:")
-    print(
-        f"  makespan {median(found):,.0f} µs, simulated {planned:,} µs: {told} {max(found) / planned - 1:+.2%})",
-        flush=True,
-    )
+    print(f"  makespan {median(found):,.0f} µs (median of {num_steps} steps)")
+    for with_what, simulated in (("as given, messages in no time", plan), ("as measured", measured)):
+        planned, placement = simulate(simulated).makespan_us, simulated.placement
+        of_kind = {kind: [t.duration_us for t in placement.tasks if t.kind == kind] for kind in "FB"}
+        told = ", ".join(f"{kind} {min(us):,} to {max(us):,} µs" for kind, us in of_kind.items())
+        print(
+            f"  costs {with_what} ({told}, link {placement.cluster.link.latency_us} µs): simulated {planned:,} µs, "
+            f"{median(found) / planned - 1:+.2%} ({min(found) / planned - 1:+.2%} to {max(found) / planned - 1:+.2%})",
+            flush=True,
+        )
 
 
 # --- live tensors -----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from dist.networks import StepResult, assert_equal_steps, batch_of, chain, gradients_of, loss_fn, serial_step
 from dist.pool import Pool
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
+from rota.runtime.program import Message
+from rota.runtime.transport import Transport
 from rota.schedules import NAMED
 
 WIDTH = 6
@@ -28,18 +31,19 @@ def tensors(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def steps_told(rank: int, stages: Stages, plan: Plan, batches: list[Any], **options: Any) -> Any:
     """Each step's result, and whether layouts were sent ahead in it; only those who need it are given the batch."""
-    results, told = [], []
-    with Pipeline(stages, plan, options.pop("loss", loss_fn), **options) as pipeline:
-        post = pipeline._transport.post
-        pipeline._transport.post = lambda message, with_layout: (  # type: ignore[method-assign]
-            told.append((len(results), with_layout)),
-            post(message, with_layout),
-        )[1]
+    results, told, post = [], [], Transport.post
+
+    def noted_post(transport: Transport, message: Message, with_layout: bool) -> None:
+        told.append((len(results), with_layout))
+        post(transport, message, with_layout)
+
+    loss = options.pop("loss", loss_fn)
+    with patch.object(Transport, "post", noted_post), Pipeline(stages, plan, loss, **options) as pipeline:
         for inputs, targets in batches:
             for parameter in pipeline.parameters():
                 parameter.grad = None
-            loss = pipeline.step(inputs if rank == 0 else None, targets if rank == 2 else None)
-            results.append(StepResult(loss, gradients_of(stages, pipeline.local_stages)))
+            mean = pipeline.step(inputs if rank == 0 else None, targets if rank == 2 else None)
+            results.append(StepResult(mean, gradients_of(stages, pipeline.local_stages)))
     fresh = [{flag for step, flag in told if step == number} for number in range(len(results))]
     assert all(len(flags) == 1 for flags in fresh)  # never told for some messages alone
     return results, [True in flags for flags in fresh]

@@ -45,18 +45,20 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _refuse_unfitting(tensors: list[tuple[str, torch.Tensor]], n: int) -> None:
+    rows_of_first = _num_rows(tensors[0][1]) if tensors else 0
     for name, tensor in tensors:
-        rows, told = _num_rows(tensor), f"{name} has {_num_rows(tensor)} rows (shape {list(tensor.shape)})"
+        rows = _num_rows(tensor)
+        if rows and rows % n == 0 and rows == rows_of_first:
+            continue
+        told = f"{name} has {rows} rows (shape {list(tensor.shape)})"
         if not rows or rows % n:
             fitting = f"{rows // n * n} or {(rows // n + 1) * n} rows" if rows >= n else f"{n} rows or more"
             raise PipelineError(
                 f"{told}, which do not divide into {n} micro-batches; give {fitting}, or a list of {n} micro-batches"
             )
-        first, rows_of_first = tensors[0][0], _num_rows(tensors[0][1])
-        if rows != rows_of_first:
-            raise PipelineError(
-                f"{told}, but {first} has {rows_of_first}; give equally many, or a list of {n} micro-batches"
-            )
+        raise PipelineError(
+            f"{told}, but {tensors[0][0]} has {rows_of_first}; give equally many, or a list of {n} micro-batches"
+        )
 
 
 def _num_rows(tensor: torch.Tensor) -> int:

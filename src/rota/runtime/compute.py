@@ -20,11 +20,12 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step's micro-batches, and each one's share of the mean loss."""
+    """A step's micro-batches, and each one's share of the mean loss; `alike`: all inputs have the same shapes."""
 
     inputs: list[Any]
     targets: list[Any]
     shares: list[float]
+    alike: bool = False
 
 
 @final

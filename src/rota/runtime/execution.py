@@ -18,6 +18,7 @@ from rota.runtime.compute import Batch, Compute, LossFn
 from rota.runtime.gradients import hand_over
 from rota.runtime.memory_watch import MemoryWatch
 from rota.runtime.messages import Format, flatten
+from rota.runtime.posting import post_early
 from rota.runtime.program import Action, Message, ValueKey, compile_program
 from rota.runtime.recorder import Record
 from rota.runtime.transport import Transport
@@ -25,6 +26,7 @@ from rota.tasks import Kind, Op
 
 Read: TypeAlias = tuple[ValueKey, bool]  # and whether it arrives by message
 Makes: TypeAlias = tuple[ValueKey, int, bool]  # how often it is used here, whether it is not sent though told of
+Do: TypeAlias = Callable[[Any, bool], None]  # with what, and whether layouts travel with the values
 
 
 class _Prepared(NamedTuple):
@@ -48,13 +50,15 @@ class Execution:
         self.complete = False
         self.watch: MemoryWatch | None = None
         edge_index = {(edge.source, edge.target): i for i, edge in enumerate(stages.edges)}
+        self._stages, self._transport = stages, transport
         self._program = compile_program(plan, edge_index, rank)
         prepared = {op: self._prepared(op, stages, edge_index) for op in plan.orders[rank]}
-        self._strict, self._overlapped = (
-            [(action, action.message or prepared[action.op]) for action in actions]
-            for actions in (self._program.strict, self._program.overlapped)
+        strict = self._program.actions
+        #: Each action, what does it, and with what: looked up once. Ranks wait for layouts, hence the strict order.
+        self._strict, self._early = (
+            [(action, *self._doing_of(action, prepared)) for action in actions]
+            for actions in (strict, post_early(plan, rank, strict))
         )
-        self._stages, self._transport = stages, transport
         self._formats: dict[ValueKey, Format] = {}
         self._signature: object = None
         self._made: dict[ValueKey, tuple[Any, int]] = {}  # with how often it will still be used
@@ -84,11 +88,18 @@ class Execution:
             lent,
         )
 
+    def _doing_of(self, action: Action, prepared: dict[Op, _Prepared]) -> tuple[Do, Any]:
+        if action.message is None:
+            return self._run, prepared[action.op]
+        if action.what == "receive":
+            return self._transport.post, action.message
+        return (self._send_gradients if action.message.value[1] else self._send_value), action.message
+
     def is_new(self, batch: Batch) -> bool:
         """Whether there is reason to expect other layouts at the boundaries than in the last run."""
         modules = [self._stages[stage] for stage in self.local]
         signature = (
-            [batches.shapes(microbatch) for microbatch in batch.inputs],
+            [*map(batches.shapes, batch.inputs[:1] if batch.alike else batch.inputs)],
             [(m.training, [p.requires_grad for p in m.parameters()]) for m in modules],
         )
         changed = signature != self._signature
@@ -99,17 +110,12 @@ class Execution:
         """All actions; `fresh`: layouts travel with the values. `tick` is called before each."""
         self._begin(batch, seed)
         with torch.set_grad_enabled(self.trains):
-            for action, todo in self._strict if fresh else self._overlapped:
+            for action, do, what in self._strict if fresh else self._early:
                 self._action = action
                 tick()
-                if isinstance(todo, _Prepared):
-                    self._run(*todo, fresh)
-                    if self.watch is not None:
-                        self.watch.op_ended(todo.op)
-                elif action.what == "receive":
-                    self._transport.post(todo, fresh)
-                else:
-                    self._send(todo, fresh)
+                do(what, fresh)
+                if self.watch is not None and action.what == "run":  # here, where the op's own variables are gone
+                    self.watch.op_ended(action.op)
         self._action = None
         self._transport.drain()
         self.complete = True
@@ -124,15 +130,16 @@ class Execution:
         self._made.clear()
         self.compute.begin(batch, seed)
 
-    def _run(self, op: Op, reads: list[Read], makes: list[Makes], lent: list[int], fresh: bool) -> None:
-        transport = self._transport
-        received = [transport.take(key) if arrives else self._from_here(key) for key, arrives in reads]
-        versions = _versions(received, lent)
+    def _run(self, prepared: _Prepared, fresh: bool) -> None:
+        op, reads, makes, lent = prepared
+        take = self._transport.take
+        received = [take(key) if arrives else self._from_here(key) for key, arrives in reads]
+        versions = _versions(received, lent) if lent else None
         start_ns = time.monotonic_ns()
         made = self.compute.run(op, received)
-        self.record.starts_ns.append(start_ns)
         self.record.ends_ns.append(time.monotonic_ns())
-        if versions != _versions(received, lent):
+        self.record.starts_ns.append(start_ns)
+        if lent and versions != _versions(received, lent):
             raise PipelineError(
                 f"stage {op.stage} writes into what it receives, which other stages read too; let it begin with an "
                 f"operation that is not in place"
@@ -143,12 +150,11 @@ class Execution:
             if fresh and is_unsent:
                 self._formats[key] = Format(flatten(value, f"stage {op.stage}")[1])
 
-    def _send(self, message: Message, fresh: bool) -> None:
-        value = self._use(message.value)
-        if message.value[1]:
-            self._transport.send_gradients(message, value)
-        else:
-            self._transport.send_value(message, value, fresh)
+    def _send_value(self, message: Message, fresh: bool) -> None:
+        self._transport.send_value(message, self._use(message.value), fresh)
+
+    def _send_gradients(self, message: Message, fresh: bool) -> None:  # noqa: ARG002 - the layout is known by now
+        self._transport.send_gradients(message, self._use(message.value))
 
     def _from_here(self, key: ValueKey) -> Any:
         value = self._use(key)
@@ -178,8 +184,8 @@ class Execution:
 
 
 def _versions(received: list[Any], lent: list[int]) -> list[int]:
-    """How often the tensors of the lent values have been written to; without any, as good as free."""
-    return [tensor._version for i in lent for tensor in flatten(received[i], "a stage")[0]] if lent else []
+    """How often the tensors of the lent values have been written to."""
+    return [tensor._version for i in lent for tensor in flatten(received[i], "a stage")[0]]
 
 
 def forwards_of(plan: Plan) -> Plan:

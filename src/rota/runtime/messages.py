@@ -80,15 +80,15 @@ def empty(tensor: Layout) -> torch.Tensor:
 class Format:
     """A layout, with what each message of it asks for worked out once."""
 
-    __slots__ = ("gradients", "layout", "lone", "tensors", "wants_gradient")
+    __slots__ = ("gradients", "layout", "leaves", "lone", "tensors")
 
     def __init__(self, layout: Layout) -> None:
         tensors = tensor_layouts(layout)
         self.layout = layout
-        #: Shape and dtype of each tensor, whether it wants a gradient, and shape and dtype of those that do.
+        #: Shape and dtype of each tensor; which of them want a gradient, and their shape and dtype.
         self.tensors = [(shape, _DTYPES[dtype]) for _, dtype, shape, _ in tensors]
-        self.wants_gradient = [wants for *_, wants in tensors]
-        self.gradients = [of for of, wants in zip(self.tensors, self.wants_gradient, strict=True) if wants]
+        self.leaves = [i for i, (*_, wants) in enumerate(tensors) if wants]
+        self.gradients = [self.tensors[i] for i in self.leaves]
         #: Whether the value is a tensor and nothing around it.
         self.lone = layout[0] == "tensor"
 
@@ -98,7 +98,7 @@ class Format:
             self.lone
             and isinstance(tensor, torch.Tensor)
             and (tensor.shape, tensor.dtype) == self.tensors[0]
-            and tensor.requires_grad == self.wants_gradient[0]
+            and tensor.requires_grad == bool(self.leaves)
         )
 
 

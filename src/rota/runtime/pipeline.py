@@ -24,6 +24,7 @@ from rota.runtime.gradients import warm_up
 from rota.runtime.handover import leave_record
 from rota.runtime.joining import join
 from rota.runtime.memory_watch import MemoryWatch
+from rota.runtime.outputs import bring
 from rota.runtime.program import for_all_streams, refuse_unsupported
 from rota.runtime.recorder import Record, clock_offset_ns, merge
 from rota.runtime.shared import SharedWeights, shared_weights, squared_norm
@@ -149,9 +150,11 @@ class Pipeline:
         """
         batch = self._prepare(inputs, None, needs_targets=False)
         done, asking = self._evaluate(batch, keep_outputs=True, ask=outputs)
+        made = done.compute.outputs
         found: dict[int, Any] = {}
         for sink, ranks in self._sink_ranks.items():
-            found |= self._bring(done.compute.outputs, sink, ranks, asking)
+            microbatches = self.plan.placement.microbatches(sink, self.plan.num_microbatches)
+            found |= bring({m: made[m] for m in microbatches if m in made}, ranks, asking, self._group)
         done.compute.outputs = {}
         return [found[m] for m in sorted(found)] if outputs else None
 
@@ -191,8 +194,7 @@ class Pipeline:
         """Whether layouts may be new to any rank, rank 0's seed, and for each rank whether it asks."""
         asks = [int(ask and rank == self.rank) for rank in range(self.plan.num_ranks)]
         told = torch.tensor([is_new or self._dynamic_shapes, seed if self.rank == 0 else 0, *asks])
-        with together("waiting for the others to begin the step"):
-            self._transport.all_reduce(told, dist.ReduceOp.MAX)
+        self._transport.all_reduce(told, dist.ReduceOp.MAX, "waiting for the others to begin the step")
         return told.tolist()
 
     def _prepare(self, inputs: Any, targets: Any, needs_targets: bool) -> Batch:
@@ -213,7 +215,7 @@ class Pipeline:
         if needs_targets and missing:
             got = "targets=None" if targets is None else f"targets[{missing[0]}] = None"
             raise PipelineError(f"rank {self.rank} holds the last stage, but got {got}; pass them on this rank")
-        return Batch(*given, batches.weights(inputs, targets, n))
+        return Batch(*given, batches.weights(inputs, targets, n), alike=not isinstance(inputs, list))
 
     def _loss_of(self, execution: Execution, batch: Batch) -> float:
         """The mean loss, counted on the first rank of each last stage."""
@@ -223,25 +225,10 @@ class Pipeline:
         execution.awaited = "the other ranks' losses"
         self._watchdog.begin()
         try:
-            with together(f"waiting for {execution.awaited}"):
-                self._transport.all_reduce(total, dist.ReduceOp.SUM)
+            self._transport.all_reduce(total, dist.ReduceOp.SUM, f"waiting for {execution.awaited}")
         finally:
             self._watchdog.end()
         return total.item()
-
-    def _bring(self, made: dict[int, Any], sink: int, ranks: tuple[int, ...], asking: list[int]) -> dict[int, Any]:
-        """Outputs of one last stage, on all ranks that ask."""
-        here = {m: made[m] for m in self.plan.placement.microbatches(sink, self.plan.num_microbatches) if m in made}
-        for rank in asking:
-            if rank not in ranks:
-                parcel = [here]
-                with together(f"bringing outputs from rank {ranks[0]} to rank {rank}"):
-                    if self.rank == ranks[0]:
-                        dist.send_object_list(parcel, group_dst=rank, group=self._group)
-                    elif self.rank == rank:
-                        dist.recv_object_list(parcel, group_src=ranks[0], group=self._group)
-                        here = parcel[0]
-        return here
 
     @contextmanager
     def watch_memory(self) -> Iterator[MemoryWatch]:

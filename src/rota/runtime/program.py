@@ -3,8 +3,7 @@
     plan.wire_order    … 0F1   0F1→1F1   1F0   1F0→2F0   2F1→1B… …        all ranks, one global order
     rank 1             …       receive   run   send      receive …        what touches it, the order kept
 
-A receive that the plan puts behind an op, but ahead of the op's sends, is posted before the op runs, so that the
-data travels meanwhile. Nothing else moves: posts of a pair of ranks keep the global order on both sides.
+`rota.runtime.posting` moves the receives forward, so that the data travels while ops run.
 """
 
 from __future__ import annotations
@@ -44,15 +43,14 @@ class Action:
 
 @dataclass(slots=True)
 class Program:
-    """`strict` keeps the global order; `overlapped` posts receives early.
+    """`actions` keep the global order.
 
     `arriving`: values that come by message. `num_uses`: by (edge, is gradient), how often a value made here is sent or
     read here. `unsent`: edges whose values this rank does not send, though their gradients come by message.
     """
 
     rank: int
-    strict: list[Action] = field(default_factory=list)
-    overlapped: list[Action] = field(default_factory=list)
+    actions: list[Action] = field(default_factory=list)
     arriving: set[ValueKey] = field(default_factory=set)
     num_uses: dict[tuple[int, bool], int] = field(default_factory=dict)
     unsent: set[int] = field(default_factory=set)
@@ -65,19 +63,18 @@ def compile_program(plan: Plan, edge_index: dict[tuple[int, int], int], rank: in
     for action in plan.wire_order:
         if isinstance(action, Op):
             if rank in plan.placement.ranks_of(action.stage):
-                program.strict.append(Action("run", action))
+                program.actions.append(Action("run", action))
             continue
         if rank not in (action.sender, action.receiver):
             continue
         message = Message(action, value_key(action.source, action.target, edge_index), columns[action])
         if action.receiver == rank:
             program.arriving.add(message.value)
-            program.strict.append(Action("receive", action.target, message))
+            program.actions.append(Action("receive", action.target, message))
         else:
-            program.strict.append(Action("send", action.source, message))
-    program.overlapped = list(_post_early(program.strict))
+            program.actions.append(Action("send", action.source, message))
     program.num_uses = _num_uses(plan.placement, edge_index, rank)
-    sent = {a.message.value[:2] for a in program.strict if a.what == "send" and a.message}
+    sent = {a.message.value[:2] for a in program.actions if a.what == "send" and a.message}
     program.unsent = {edge for edge, is_gradient, _ in program.arriving if is_gradient and (edge, False) not in sent}
     return program
 
@@ -113,20 +110,6 @@ def _columns(plan: Plan) -> dict[Transfer, tuple[int, int]]:
             )
             columns[transfer] = (r, k)
     return columns
-
-
-def _post_early(actions: Iterable[Action]) -> Iterable[Action]:
-    run: Action | None = None  # the op that waits for the receives right behind it
-    for action in actions:
-        if run is not None and action.what != "receive":
-            yield run
-            run = None
-        if action.what == "run":
-            run = action
-        else:
-            yield action
-    if run is not None:
-        yield run
 
 
 def for_all_streams(stages: Stages, plan: Plan) -> Stages:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -52,11 +53,14 @@ class Transport:
         Buffers are new ones each time: autograd, hooks and modules may hold on to them, and must not see them change.
         """
         edge, is_gradient, microbatch = message.value
-        key = (edge, False, microbatch)
-        if with_layout and not is_gradient:
-            self.formats[key] = Format(self._receive_layout(message))
-        form = self.formats[key]
-        wanted = form.gradients if is_gradient else form.tensors
+        if is_gradient:
+            form = self.formats[edge, False, microbatch]
+            wanted = form.gradients
+        else:
+            if with_layout:
+                self.formats[message.value] = Format(self._receive_layout(message))
+            form = self.formats[message.value]
+            wanted = form.tensors
         buffers = [torch.empty(shape, dtype=dtype) for shape, dtype in wanted]
         works = [self._receive(buffer, message) for buffer in buffers]
         self._arriving[message.value] = message, works, buffers, form
@@ -77,13 +81,15 @@ class Transport:
     def take(self, key: ValueKey) -> Any:
         """Wait for a posted value: an activation (tensors that want a gradient are leaves) or a list of gradients."""
         message, works, buffers, form = self._arriving.pop(key)
-        for work in works:
-            _wait(work, message)
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise _lost(message.transfer.sender, message) from error
         if key[1]:
             return buffers
-        for buffer, wants_gradient in zip(buffers, form.wants_gradient, strict=True):
-            if wants_gradient:
-                buffer.requires_grad_()
+        for i in form.leaves:
+            buffers[i].requires_grad_()
         return buffers[0] if form.lone else unflatten(iter(buffers), form.layout)
 
     # --- sending --------------------------------------------------------------------------------------------------
@@ -113,7 +119,7 @@ class Transport:
     def _send(self, message: Message, tensors: list[torch.Tensor]) -> None:
         receiver = message.transfer.receiver
         self.sent_ns[message.column] = time.monotonic_ns()
-        tensors = [_as_sent(tensor if tensor.is_contiguous() else tensor.contiguous()) for tensor in tensors]
+        tensors = [*map(_as_sent, tensors)]
         try:
             works = [self._backend.send([tensor], receiver, 0) for tensor in tensors]
         except RuntimeError as error:
@@ -151,11 +157,12 @@ class Transport:
         if self._failure is not None:
             raise self._failure
 
-    def all_reduce(self, tensor: torch.Tensor, how: Any) -> None:
-        """`dist.all_reduce`, as light as the other messages."""
-        options = dist.AllreduceOptions()
-        options.reduceOp = how
-        self._backend.allreduce([tensor], options).wait()
+    def all_reduce(self, tensor: torch.Tensor, how: Any, doing: str) -> None:
+        """`dist.all_reduce`, as light as the other messages; `doing` is told where a rank got lost."""
+        try:
+            self._backend.allreduce([tensor], _all_reduce_options(how)).wait()
+        except RuntimeError as error:
+            raise _lost_together(doing) from error
 
     def close(self) -> None:
         self._wake.put(False)
@@ -173,11 +180,22 @@ def together(doing: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise LostRankError(f"lost a rank while {doing}: {_REMEDY}") from error
+        raise _lost_together(doing) from error
+
+
+def _lost_together(doing: str) -> LostRankError:
+    return LostRankError(f"lost a rank while {doing}: {_REMEDY}")
+
+
+@cache
+def _all_reduce_options(how: Any) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp = how
+    return options
 
 
 def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).contiguous()
 
 
 def _wait(work: Any, message: Message) -> None:
