@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias, final
 
@@ -18,6 +18,7 @@ from rota.runtime.compute import Batch, Compute, LossFn
 from rota.runtime.gradients import hand_over
 from rota.runtime.memory_watch import MemoryWatch
 from rota.runtime.messages import Format, flatten
+from rota.runtime.precision import ambient_autocast
 from rota.runtime.program import Action, Message, ValueKey, compile_program
 from rota.runtime.recorder import Record
 from rota.runtime.transport import Transport
@@ -40,13 +41,24 @@ class _Prepared(NamedTuple):
 class Execution:
     """Runs `plan` on rank `rank`, again and again."""
 
-    def __init__(self, stages: Stages, plan: Plan, loss_fn: LossFn | None, rank: int, transport: Transport) -> None:
+    def __init__(
+        self,
+        stages: Stages,
+        plan: Plan,
+        loss_fn: LossFn | None,
+        rank: int,
+        transport: Transport,
+        recompute: Iterable[int] = (),
+    ) -> None:
         self.plan, self.local = plan, plan.placement.stages_on(rank)
         self.trains = any(task.kind.makes_weight_gradients for task in plan.placement.tasks)
-        self.compute = Compute(stages, plan.placement, loss_fn, keep_outputs=False)
+        self.compute = Compute(stages, plan.placement, loss_fn, keep_outputs=False, recompute=recompute)
         self.record = Record(rank)
         self.complete = False
         self.watch: MemoryWatch | None = None
+        #: What else happens right before some of the ops, and after some of them, when what they made is sent.
+        self.before: Mapping[Op, Callable[[], None]] = {}
+        self.after: Mapping[Op, Callable[[], None]] = {}
         edge_index = {(edge.source, edge.target): i for i, edge in enumerate(stages.edges)}
         self._program = compile_program(plan, edge_index, rank)
         prepared = {op: self._prepared(op, stages, edge_index) for op in plan.orders[rank]}
@@ -90,6 +102,7 @@ class Execution:
         signature = (
             [batches.shapes(microbatch) for microbatch in batch.inputs],
             [(m.training, [p.requires_grad for p in m.parameters()]) for m in modules],
+            ambient_autocast(),
         )
         changed = signature != self._signature
         self._signature = signature
@@ -98,18 +111,27 @@ class Execution:
     def run(self, batch: Batch, seed: int, fresh: bool, tick: Callable[[], None]) -> None:
         """All actions; `fresh`: layouts travel with the values. `tick` is called before each."""
         self._begin(batch, seed)
+        torch.clear_autocast_cache()  # of weights as they were before an optimizer's step
+        due: Callable[[], None] | None = None
         with torch.set_grad_enabled(self.trains):
             for action, todo in self._strict if fresh else self._overlapped:
                 self._action = action
                 tick()
                 if isinstance(todo, _Prepared):
+                    if due is not None:
+                        due()
+                    if self.before and todo.op in self.before:
+                        self.before[todo.op]()
                     self._run(*todo, fresh)
+                    due = self.after.get(todo.op) if self.after else None
                     if self.watch is not None:
                         self.watch.op_ended(todo.op)
                 elif action.what == "receive":
                     self._transport.post(todo, fresh)
                 else:
                     self._send(todo, fresh)
+            if due is not None:
+                due()
         self._action = None
         self._transport.drain()
         self.complete = True

@@ -26,9 +26,10 @@ from rota.runtime.program import Message, ValueKey
 class Transport:
     """One rank's messages. `sent_ns` and `through_ns` hold the last step's times by (route, position)."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, everyone: dist.ProcessGroup) -> None:
         # As `dist.isend` and `dist.irecv` end up, without what they check and look up for each message.
         self._backend: Any = group._get_backend(torch.device("cpu"))
+        self._everyone: Any = everyone._get_backend(torch.device("cpu"))
         self.formats: dict[ValueKey, Format] = {}  # of activations, by (edge, False, micro-batch)
         self._arriving: dict[ValueKey, tuple[Message, list[Any], list[torch.Tensor], Format]] = {}
         self.sent_ns: dict[tuple[int, int], int] = {}
@@ -152,15 +153,15 @@ class Transport:
             raise self._failure
 
     def all_reduce(self, tensor: torch.Tensor, how: Any) -> None:
-        """`dist.all_reduce`, as light as the other messages."""
+        """`dist.all_reduce` over `everyone`, as light as the other messages."""
         options = dist.AllreduceOptions()
         options.reduceOp = how
-        self._backend.allreduce([tensor], options).wait()
+        self._everyone.allreduce([tensor], options).wait()
 
     def close(self) -> None:
         self._wake.put(False)
         self._reaper.join(timeout=1)  # stuck only where a peer does not receive
-        del self._backend
+        del self._backend, self._everyone
 
 
 _REMEDY = "look there for the first error"  # rather than Gloo's own words, which tell of sockets
