@@ -63,6 +63,11 @@ TABLE = {
     "rota.interop": Row((*CORE, "rota.models", "rota.runtime", "torch")),
     "rota.drawing": Row(CORE, lazy=("rota.drawing.bars", "matplotlib", "numpy")),
     "rota.drawing.bars": Row((*CORE, "rota.drawing", "matplotlib", "numpy")),
+    "rota.compat": Row(),
+    "rota.compat.deepspeed": Row((*CORE, "rota.models", "rota.runtime", "rota.profiling", "torch")),
+    "rota.compat.rene": Row((*CORE, "rota.drawing"), lazy=("matplotlib", "lowtime", "networkx")),
+    "rota.compat.tessel": Row((*CORE, "rota.search")),
+    "rota.compat.torchdistpackage": Row((*CORE, "rota.models", "rota.runtime", "torch")),
     "rota.demo": Row((*CORE, "rota", "rota.models", "rota.runtime", "rota.profiling", "rota.drawing", "torch")),
     "rota.cli": Row(
         CORE,
