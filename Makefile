@@ -60,5 +60,5 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install -qq --constraint constraints.txt pip
 	@$(BIN)/python -m pip install -qq --constraint constraints.txt --build-constraint constraints.txt \
-		--editable '.[all]' --group dev
+		--editable '.[all,examples]' --group dev
 	@touch $@

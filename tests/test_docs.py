@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from matplotlib import pyplot
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -22,10 +23,25 @@ def test_your_own_schedule_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_search_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    plan, frontier = blocks("search.md")
+    plan, frontier, repeating = blocks("search.md")
     exec(compile(plan, "docs/search.md", "exec"), {"__name__": "example"})
     printed = capsys.readouterr().out
     assert printed.startswith("2700 2700 0.0\n")
     assert "proven optimal" in printed
     exec(compile(frontier, "docs/search.md", "exec"), {"__name__": "example"})
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:]] == ["16.0", "8.0", "5.3", "4.0"]
+    exec(compile(repeating, "docs/search.md", "exec"), {"__name__": "example"})
+    assert capsys.readouterr().out == "4 36\n1000\n"
+
+
+@pytest.mark.parametrize(
+    ("page", "told"), [("coming-from-tessel.md", "4 36\n524\n"), ("coming-from-rene.md", "34.6\n")]
+)
+def test_the_code_of_a_door_s_page_runs(
+    page: str, told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (example,) = blocks(page)
+    exec(compile(example, f"docs/{page}", "exec"), {"__name__": "example"})
+    assert capsys.readouterr().out.endswith(told)
+    pyplot.close("all")

@@ -93,6 +93,13 @@ def test_whole_backwards_in_place_of_split_ones(at: str, cells: str) -> None:
     assert with_whole_backwards(PLANNED, {1: at}) == cells.split()
 
 
+@pytest.mark.parametrize("options", [{"recompute": [1]}, {"recompute": "full"}, {"mesh": object()}])
+def test_options_of_the_other_engine(options: dict[str, Any]) -> None:
+    told = "{}={!r} is nothing that PyTorch's engine does here".format(*next(iter(options.items())))
+    with pytest.raises(PipelineError, match=re.escape(told)):
+        TorchEngine(layers(2), plan_on([0, 1]), loss_fn, **options)
+
+
 def test_no_process_group() -> None:
-    with pytest.raises(PipelineError, match="no process group: start the script by `rota run plan.json script.py`"):
+    with pytest.raises(PipelineError, match="no process group: start the script by `rota run plan"):
         TorchEngine(layers(2), plan_on([0, 1]), loss_fn)

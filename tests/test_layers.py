@@ -18,7 +18,7 @@ MODULES = {
     ".".join(["rota", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
 }
-HEAVY = ("torch", "numpy", "numba", "ortools", "matplotlib")
+HEAVY = ("torch", "numpy", "numba", "ortools", "matplotlib", "safetensors")
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,16 @@ TABLE = {
     **{name: Row(CORE[:i]) for i, name in enumerate(CORE)},
     "rota.search": Row((*CORE, "numpy", "numba", "ortools")),
     "rota.models": Row((*CORE, "torch")),
-    "rota.runtime": Row((*CORE, "rota.models", "torch")),
+    "rota.runtime": Row((*CORE, "rota.models", "torch"), lazy=("safetensors",)),
     "rota.profiling": Row((*CORE, "rota.models", "rota.runtime", "torch")),
     "rota.interop": Row((*CORE, "rota.models", "rota.runtime", "torch")),
     "rota.drawing": Row(CORE, lazy=("rota.drawing.bars", "matplotlib", "numpy")),
     "rota.drawing.bars": Row((*CORE, "rota.drawing", "matplotlib", "numpy")),
+    "rota.compat": Row(),
+    "rota.compat.deepspeed": Row((*CORE, "rota.models", "rota.runtime", "rota.profiling", "torch")),
+    "rota.compat.rene": Row((*CORE, "rota.drawing"), lazy=("matplotlib", "lowtime", "networkx")),
+    "rota.compat.tessel": Row((*CORE, "rota.search")),
+    "rota.compat.torchdistpackage": Row((*CORE, "rota.models", "rota.runtime", "torch")),
     "rota.demo": Row((*CORE, "rota", "rota.models", "rota.runtime", "rota.profiling", "rota.drawing", "torch")),
     "rota.cli": Row(
         CORE,

@@ -70,6 +70,20 @@ def test_rank_that_does_nothing() -> None:
     assert timeline.ends_us == ((), (4,))
 
 
+def test_reductions_are_told_by_stage_also_where_the_plan_has_none() -> None:
+    for costs in ({}, {"reduce_us": 5}):
+        skewed = records(7 * MS)
+        skewed[1].reductions_ns = {1: (1030 * MS - 7 * MS, 1055 * MS - 7 * MS)}
+        timeline = merge(plan_of_two(**costs), skewed)
+        ends = {(timeline.plan.placement.step_ends[i].stage, rank): i for i, rank in timeline.plan.step_end_ranks}
+        assert {*ends} == ({(0, 0), (1, 1)} if costs else {(1, 1)})
+        assert timeline.step_ends_us[-1] == (30_000, 55_000, 55_000, 55_000)
+        assert timeline.makespan_us == 55_000
+        assert timeline.plan.orders == plan_of_two().orders
+        (span,) = timeline.step_end_spans()
+        assert str(span.work) == "1 reduce"
+
+
 def test_steps_end_where_the_ranks_last_op_does() -> None:
     timeline = merge(plan_of_two(reduce_us=5, optimizer_us=5), records())
     assert timeline.step_ends_us == ((50_000,) * 4, (30_000,) * 4)

@@ -37,7 +37,8 @@ _HOMES = {
     "rota.search": ("SearchResult", "find_frontier", "find_plan"),
     "rota.models": ("CutPoint", "Stages", "split"),
     "rota.profiling": ("profile",),
-    "rota.runtime": ("Pipeline", "given_plan", "spmd"),
+    "rota.runtime": ("Pipeline", "given_plan", "mesh", "spmd"),
+    "rota.runtime.checkpoints": ("Checkpoints",),
     "rota.drawing": ("draw",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -80,7 +81,9 @@ if TYPE_CHECKING:
     from rota.profiling import profile as profile
     from rota.runtime import Pipeline as Pipeline
     from rota.runtime import given_plan as given_plan
+    from rota.runtime import mesh as mesh
     from rota.runtime import spmd as spmd
+    from rota.runtime.checkpoints import Checkpoints as Checkpoints
     from rota.search import SearchResult as SearchResult
     from rota.search import find_frontier as find_frontier
     from rota.search import find_plan as find_plan

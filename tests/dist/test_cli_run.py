@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -163,6 +164,39 @@ def test_pipelines_of_two_plans_in_one_script(tmp_path: Path) -> None:
     assert Timeline.from_json((tmp_path / "measured.json").read_text()).plan.num_microbatches == 4
 
 
+def test_the_page_on_training_does_what_it_says(tmp_path: Path) -> None:
+    """With two replicas, and without: on the same batches."""
+    page = ROOT / "docs" / "training.md"
+    (tmp_path / "train.py").write_text(blocks_of(page, "python")[0])
+    planning, running = re.findall(r"^    rota (.*)$", page.read_text(), flags=re.MULTILINE)
+    assert rota(tmp_path, *planning.split()).returncode == 0
+    command = running.split()
+    done = rota(tmp_path, command[0], "--timeline", "measured.json", *command[1:])
+    assert done.returncode == 0, done.stderr
+    (told,) = re.findall(r"^loss .*$", done.stdout, flags=re.MULTILINE)
+    timeline = Timeline.from_json((tmp_path / "measured.json").read_text())
+    assert {str(span.work) for span in timeline.step_end_spans()} == {"0 reduce", "1 reduce"}
+    without = rota(tmp_path, *(word for word in command if "mesh" not in word and "pp=" not in word))
+    assert told in without.stdout, without.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--mesh", "pp=3"], "--mesh pp=3: plan.json is for 2 ranks; leave pp out"),
+        (["--mesh", "pp=2,dp=0"], "'pp=2,dp=0' is no mesh: 'dp=0' is wrong; write such as pp=4,dp=2,tp=1"),
+        (["--mesh", "dp=2", "--engine", "torch"], "--mesh dp=2,tp=1: PyTorch's engine runs one pipeline"),
+    ],
+)
+def test_a_mesh_that_does_not_fit(tmp_path: Path, options: list[str], told: str) -> None:
+    assert rota(tmp_path, "plan", "gpipe", "--ranks", "2", "--microbatches", "4", "-o", "plan.json").returncode == 0
+    (tmp_path / "train.py").write_text("print('started')")
+    done = rota(tmp_path, "run", *options, "plan.json", "train.py")
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "started" not in done.stdout
+
+
 def test_a_timeline_that_cannot_be_written_is_told_before_the_run(tmp_path: Path) -> None:
     assert rota(tmp_path, "plan", "gpipe", "--ranks", "2", "--microbatches", "4", "-o", "plan.json").returncode == 0
     (tmp_path / "train.py").write_text("print('started')")
@@ -170,3 +204,22 @@ def test_a_timeline_that_cannot_be_written_is_told_before_the_run(tmp_path: Path
     assert done.returncode == 2
     assert "cannot write nowhere/t.json" in done.stderr
     assert "started" not in done.stdout
+
+
+@pytest.mark.timeout(180)
+def test_a_training_goes_on_with_another_plan_as_the_docs_say(tmp_path: Path) -> None:
+    (script,) = blocks_of(ROOT / "docs" / "checkpoints.md", "python")
+    (tmp_path / "train.py").write_text(script)
+    both = Costs.uniform(2), Costs.uniform(2, weight_us=1)
+    for name, costs, schedule in zip("ab", both, ("1f1b", "zb_h1"), strict=True):
+        plan = NAMED[schedule](place(costs, Cluster.uniform(costs.num_stages)), 4)
+        (tmp_path / f"{name}.json").write_text(plan.to_json())
+    losses = []
+    for arguments in (["--mesh", "dp=2", "a.json"], ["b.json"]):
+        done = rota(tmp_path, "run", *arguments, "train.py", "6")
+        assert done.returncode == 0, done.stderr
+        losses.append(float(done.stdout))
+        listed = rota(tmp_path, "checkpoint", "ls", "run").stdout
+        assert [line.split()[0] for line in listed.splitlines()] == ["step-2", "step-4", "step-6"]
+        shutil.rmtree(tmp_path / "run" / "step-6")  # so that the second run goes on at step 4
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

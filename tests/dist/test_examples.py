@@ -1,7 +1,8 @@
-"""Each example trains on four processes as it does on one."""
+"""Each example trains on four processes as it does on one, by the commands in its docstring."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -12,13 +13,21 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+PROGRAMS = {"python": (), "rota": ("-m", "rota"), "torchrun": ("-m", "torch.distributed.run", "--standalone")}
 
 
-def output_of(folder: Path, *arguments: str) -> str:
+def commands(example: Path) -> list[list[str]]:
+    """Those of its docstring, a line each; what they do stands behind some spaces."""
+    told = ast.get_docstring(ast.parse(example.read_text())) or ""
+    lines = [re.split(r" {3,}", line)[0].split() for line in told.splitlines()]
+    return [line for line in lines if line and line[0] in PROGRAMS]
+
+
+def output_of(folder: Path, program: str, *arguments: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    given = [str(ROOT / argument) if argument.startswith("examples/") else argument for argument in arguments]
     done = subprocess.run(
-        [sys.executable, *arguments],
+        [sys.executable, *PROGRAMS[program], *given],
         cwd=folder,
         env={**environment, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -29,10 +38,14 @@ def output_of(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.timeout(300)  # the limits of its commands together
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example(example: Path, tmp_path: Path) -> None:
-    told = output_of(tmp_path, *TORCHRUN, str(example))
-    alone = output_of(tmp_path, str(example))
+    *before, on_several, on_one = commands(example)
+    assert on_one == ["python", f"examples/{example.name}"]
+    for command in before:
+        output_of(tmp_path, *command)
+    told, alone = (output_of(tmp_path, *command) for command in (on_several, on_one))
     losses = [float(loss) for loss in re.findall(r"loss (\S+?)[,\n]", alone)]
     assert len(losses) >= 10
     assert losses[-1] < 0.9 * losses[0]
@@ -41,4 +54,10 @@ def test_example(example: Path, tmp_path: Path) -> None:
 
 
 def test_there_are_examples() -> None:
-    assert {example.stem for example in EXAMPLES} == {"bidirectional", "image_text", "vocabulary_parallel_gpt"}
+    assert {example.stem for example in EXAMPLES} == {
+        "bidirectional",
+        "hf_gpt2",
+        "image_text",
+        "resnet_digits",
+        "vocabulary_parallel_gpt",
+    }

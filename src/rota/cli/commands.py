@@ -67,11 +67,17 @@ def run(arguments: Namespace) -> int:
     files.read(arguments.script)
     if arguments.engine == "torch":
         schedule_csv.require_chain(planned.placement, "or use --engine rota")
+    dp, tp = (arguments.mesh.get(dim, 1) for dim in ("dp", "tp"))
+    if (pp := arguments.mesh.get("pp", planned.num_ranks)) != planned.num_ranks:
+        raise files.InputError(f"--mesh pp={pp}: {arguments.plan} is for {planned.num_ranks} ranks; leave pp out")
+    if arguments.engine == "torch" and dp * tp > 1:
+        raise files.InputError(f"--mesh dp={dp},tp={tp}: PyTorch's engine runs one pipeline; use --engine rota")
     if arguments.timeline is not None:
         if arguments.engine == "torch":
             raise files.InputError(f"--timeline {arguments.timeline}: PyTorch's engine records none; use --engine rota")
         files.require_folder(arguments.timeline)  # before the run, not after it
-    timeline = launch(planned, arguments.script, arguments.arguments, worker=_WORKERS[arguments.engine])
+    worker = _WORKERS[arguments.engine]
+    timeline = launch(planned, arguments.script, arguments.arguments, worker=worker, dp=dp, tp=tp)
     if arguments.timeline is not None:
         if timeline is None:
             raise PipelineError(

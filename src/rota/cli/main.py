@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from rota.cli import commands, planning
+from rota.cli import checkpoints, commands, planning
 from rota.cli.interrupts import told_at_once
-from rota.cli.sizes import parse_bytes
+from rota.cli.sizes import parse_bytes, parse_mesh
 from rota.errors import PipelineError, PlanError, RotaError
 from rota.schedules import NAMED
 from rota.shapes import SHAPES
@@ -72,6 +72,13 @@ def _seconds(text: str) -> float:
 def _size(text: str) -> int:
     try:
         return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _mesh(text: str) -> dict[str, int]:
+    try:
+        return parse_mesh(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -168,12 +175,23 @@ def _run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", help="Python file to run on every rank; it calls rota.given_plan()")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the script")
     parser.add_argument("--timeline", metavar="FILE", help="write the last step's measured timeline")
+    told = "processes: pp ranks of the plan, times dp replicas, times tp parts of each weight; for rota.mesh()"
+    parser.add_argument("--mesh", type=_mesh, default={}, metavar="pp=N,dp=N,tp=N", help=told)
     parser.add_argument("--engine", choices=["rota", "torch"], default="rota", help="torch: PyTorch's own, for chains")
 
 
 def _compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("planned", help="plan.json (simulated first) or timeline.json")
     parser.add_argument("measured", help="timeline.json, such as `rota run --timeline` writes")
+
+
+def _checkpoint(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_argument_group("actions", checkpoints.HELP)
+    actions.add_argument("action", choices=checkpoints.ACTIONS, metavar="ACTION", help="ls, verify or export")
+    actions.add_argument(
+        "folder", metavar="FOLDER", help="folder of rota.Checkpoints, or one checkpoint: FOLDER/step-N"
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="for export: model.safetensors")
 
 
 _Command = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str, str]
@@ -223,6 +241,12 @@ _COMMANDS: dict[str, _Command] = {
         "rota run --timeline measured.json plan.json train.py --steps 100",
     ),
     "compare": (_compare, commands.compare, "planned against measured", "rota compare plan.json measured.json"),
+    "checkpoint": (
+        _checkpoint,
+        checkpoints.checkpoint,
+        "list, verify or export what rota.Checkpoints saved",
+        "rota checkpoint export run/step-100 -o model.safetensors",
+    ),
 }
 
 

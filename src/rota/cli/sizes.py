@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Sizes of memory and of meshes as people write them."""
 
 from __future__ import annotations
 
@@ -18,3 +18,14 @@ def parse_bytes(text: str) -> int:
     if not unit and number.denominator > 1:
         raise ValueError(f"{text!r} is no whole number of bytes; write such as {int(number)}, or {match[1]}GB")
     return int(number * (_UNITS | _BINARY)[unit])  # down: a limit is not to be exceeded by what a fraction adds
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """ "pp=4,dp=2" -> {"pp": 4, "dp": 2}; raises ValueError."""
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(pp|dp|tp)\s*=\s*([1-9]\d*)\s*", part)
+        if match is None or match[1] in found:
+            raise ValueError(f"{text!r} is no mesh: {part!r} is wrong; write such as pp=4,dp=2,tp=1, each at most once")
+        found[match[1]] = int(match[2])
+    return found

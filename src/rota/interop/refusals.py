@@ -46,6 +46,13 @@ def refuse_what_torch_cannot_run(stages: Stages, plan: Plan, dynamic_shapes: boo
     _refuse_ties(stages, plan)
 
 
+def refuse_options(**given: object) -> None:
+    """Raises PipelineError where one is given that only Rota's engine has."""
+    for name, value in given.items():
+        if value is not None:
+            raise PipelineError(f"{name}={value!r} is nothing that PyTorch's engine does here: leave it out, {_REMEDY}")
+
+
 def _refuse_ties(stages: Stages, plan: Plan) -> None:
     """PyTorch's engine sums no gradients over ranks."""
     homes: dict[int, tuple[int, str]] = {}

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import atexit
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from rota.checking import check
 from rota.errors import LostRankError, PipelineError
-from rota.interop.refusals import refuse_ragged, refuse_what_torch_cannot_run
+from rota.interop.refusals import refuse_options, refuse_ragged, refuse_what_torch_cannot_run
 from rota.interop.torch_schedule import PlannedSchedule, planned_schedule, run
 from rota.interop.torch_stages import LossFn, StageModule, Step, survey
 from rota.models import Stages
@@ -22,6 +23,7 @@ from rota.plan import Plan
 from rota.runtime import batches
 from rota.runtime.agreement import refuse_differences
 from rota.runtime.joining import join
+from rota.runtime.precision import LossScale, ambient_autocast, without_autocast
 from rota.runtime.transport import together
 from rota.runtime.watchdog import Watchdog
 from rota.tasks import Kind
@@ -45,9 +47,12 @@ class TorchEngine:
         timeout_s: float = 60.0,
         dynamic_shapes: bool = False,
         keep_outputs: bool = False,
+        mesh: DeviceMesh | None = None,
+        recompute: str | Iterable[int] = "none",
     ) -> None:
         check(plan)
         refuse_what_torch_cannot_run(stages, plan, dynamic_shapes)
+        refuse_options(mesh=mesh, recompute=None if recompute == "none" else recompute)
         self.stages, self.plan, self.loss_fn = stages, plan, loss_fn
         self._trains = any(task.kind.makes_weight_gradients for task in plan.placement.tasks)
         if self._trains and loss_fn is None:
@@ -59,6 +64,7 @@ class TorchEngine:
         ]
         self._schedule: PlannedSchedule | None = None
         self._signature: object = None
+        self._loss_scale = LossScale()
         self._begun = ""  # the last op that began, as the CSV writes it
         self._watchdog = Watchdog(self.rank, timeout_s, self._doing)
         #: Loss of each micro-batch of the last step, on the rank of the last stage.
@@ -98,7 +104,15 @@ class TorchEngine:
 
     # --- one step -------------------------------------------------------------------------------------------------
 
-    def step(self, inputs: Any = None, targets: Any = None) -> float:
+    def step(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        scale: float = 1.0,
+        sync: bool = True,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> float:
         """Run the plan once; gradients are added to `.grad`, as `loss.backward()` does. Collective.
 
         Takes and returns what `Pipeline.step` does; all micro-batches must have the same shapes.
@@ -106,6 +120,7 @@ class TorchEngine:
         if self._closed:
             raise PipelineError("the engine is closed; make a new one")
         step = self._prepare(inputs, targets)
+        step.scale, step.autocast = scale * self._loss_scale.begin(scaler), ambient_autocast()
         self._begun = ""
         self._watchdog.begin()
         step.seed = int(torch.randint(2**62, ()))
@@ -113,11 +128,14 @@ class TorchEngine:
         for module in self._modules:
             module.step = step
         try:
-            with torch.set_grad_enabled(self._trains):
+            with torch.set_grad_enabled(self._trains), without_autocast(step.autocast):
+                torch.clear_autocast_cache()  # of weights as they were before an optimizer's step
                 if self._is_new(step):
                     self._schedule = self._survey()
                 if self._schedule is not None:
                     self._run(self._schedule)
+            if self._trains and sync:
+                self._loss_scale.settle(self.parameters(), self._agree)
             loss = self._mean_loss(step)
         finally:
             self._watchdog.end()
@@ -147,12 +165,18 @@ class TorchEngine:
         signature = (
             batches.shapes(step.inputs[0]),
             [(m.training, [p.requires_grad for p in m.parameters()]) for m in self.local_stages.values()],
+            step.autocast,
         )
-        changed = torch.tensor([int(signature != self._signature)])
+        told = torch.tensor([signature != self._signature, *self._loss_scale.told()])
         with together("waiting for the others to begin the step"):
-            dist.all_reduce(changed, dist.ReduceOp.MAX, group=self._group)
+            self._agree(told)
         self._signature = signature
-        return bool(changed.item())
+        changed, *scales = told.tolist()
+        self._loss_scale.refuse_differences(*scales)
+        return bool(changed)
+
+    def _agree(self, told: torch.Tensor) -> None:
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
 
     def _survey(self) -> PlannedSchedule | None:
         with together("surveying the stages"):

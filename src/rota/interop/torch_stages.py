@@ -24,6 +24,7 @@ from rota.interop.torch_backward import how_to_split
 from rota.models import Stages
 from rota.runtime.gradients import hand_over
 from rota.runtime.messages import Layout, describe, empty, flatten, tensor_layouts, unflatten
+from rota.runtime.precision import Autocast, under_autocast
 
 LossFn = Callable[[Any, Any], Tensor]
 Tick = Callable[[str], None]  # told of every op that begins
@@ -31,11 +32,16 @@ Tick = Callable[[str], None]  # told of every op that begins
 
 @dataclass(slots=True)
 class Step:
-    """The step at hand: each micro-batch's inputs, targets and share of the mean loss; its losses and outputs."""
+    """The step at hand: each micro-batch's inputs, targets and share of the mean loss; its losses and outputs.
+
+    `scale` multiplies gradients, `autocast` is on in forwards alone.
+    """
 
     inputs: list[Any]
     targets: list[Any]
     shares: list[float]
+    scale: float = 1.0
+    autocast: Autocast = ()
     seed: int = 0
     losses: dict[int, float] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
@@ -69,8 +75,9 @@ class StageModule(nn.Module):
         # As in Pipeline: dropout is a matter of step, stage and micro-batch.
         torch.default_generator.manual_seed(hash((self.step.seed, self.stage, microbatch)) % 2**63)
         value = unflatten(map(_entering, tensors), self.layouts.incoming)
-        output = self.stages.call(self.stage, self._arguments(value), self.step.inputs[microbatch])
-        leaving, layout = self.leaving(output, microbatch)
+        with under_autocast(self.step.autocast):
+            output = self.stages.call(self.stage, self._arguments(value), self.step.inputs[microbatch])
+            leaving, layout = self.leaving(output, microbatch)
         if layout != self.layouts.outgoing:
             raise PipelineError(
                 f"stage {self.stage} made {describe(layout)} for micro-batch {microbatch}, but "
@@ -98,7 +105,7 @@ class StageModule(nn.Module):
             got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise PipelineError(f"loss_fn returned {got}; it must return a tensor with one element, the mean loss")
         self.step.losses[microbatch] = loss.item()
-        return [loss * self.step.shares[microbatch]], _NOTHING
+        return [loss * (self.step.shares[microbatch] * self.step.scale)], _NOTHING
 
     def survey(self, value: Any) -> Any:
         """Run micro-batch 0 without a trace in buffers; know the layouts from then on. Returns what leaves."""
@@ -106,8 +113,9 @@ class StageModule(nn.Module):
         entered = unflatten(map(_entering, received), incoming)
         arguments = (*self._arguments(entered), *self.stages.pick_inputs(self.stage, self.step.inputs[0]))
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        output = functional_call(self.module, buffers, arguments)
-        leaving, layout = self.leaving(output, 0)
+        with under_autocast(self.step.autocast):
+            output = functional_call(self.module, buffers, arguments)
+            leaving, layout = self.leaving(output, 0)
         split = how_to_split(received, leaving, self.module)
         self.layouts = Surveyed(incoming, layout, split)
         return hand_over(unflatten(iter(leaving), layout))

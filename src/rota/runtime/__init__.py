@@ -2,6 +2,7 @@
 
 from rota.runtime import spmd
 from rota.runtime.handover import given_plan
+from rota.runtime.meshes import mesh
 from rota.runtime.pipeline import Pipeline
 
-__all__ = ["Pipeline", "given_plan", "spmd"]
+__all__ = ["Pipeline", "given_plan", "mesh", "spmd"]

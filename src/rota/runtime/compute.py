@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -11,6 +11,7 @@ import torch
 from rota.models import Stages
 from rota.placement import Placement
 from rota.runtime.gradients import Kept, backward, backward_inputs, forward, hand_over, take_loss, writes_in_place
+from rota.runtime.precision import Autocast, ambient_autocast, without_autocast
 from rota.runtime.recompute import Again, without_activations
 from rota.runtime.split_backward import WeightWork
 from rota.tasks import Kind, Op
@@ -20,34 +21,50 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step's micro-batches, and each one's share of the mean loss; `alike`: all inputs have the same shapes."""
+    """A step's micro-batches, each one's share of the mean loss, and what its gradient is multiplied by.
+
+    `alike`: all inputs have the same shapes.
+    """
 
     inputs: list[Any]
     targets: list[Any]
     shares: list[float]
+    scale: float = 1.0
     alike: bool = False
 
 
 @final
 class Compute:
-    """Runs ops of any stage; `losses` and `outputs` of the last stage are by micro-batch."""
+    """Runs ops of any stage; `losses` and `outputs` of the last stage are by micro-batch.
 
-    def __init__(self, stages: Stages, placement: Placement, loss_fn: LossFn | None, keep_outputs: bool) -> None:
+    The stages in `recompute` do as those with R do, at the beginning of their backward.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        placement: Placement,
+        loss_fn: LossFn | None,
+        keep_outputs: bool,
+        recompute: Iterable[int] = (),
+    ) -> None:
         self._stages, self._loss_fn, self.keep_outputs = stages, loss_fn, keep_outputs
         self._split = {task.stage for task in placement.tasks if task.kind is Kind.I}
-        self._recomputed = {task.stage for task in placement.tasks if task.kind is Kind.R}
+        self._recomputed = {task.stage for task in placement.tasks if task.kind is Kind.R}.union(recompute)
         self._in_place = {s for s in placement.stages if writes_in_place(stages[s])}
         self._sinks = {*stages.sinks}
         self._num_stages = len(stages) // stages.num_streams  # of one copy of the model
         self._kept: dict[tuple[int, int], Kept | Again | WeightWork] = {}
         self._batch = Batch([], [], [])
         self._seed = 0
+        self._autocast: Autocast = ()
         self.losses: dict[int, float] = {}
         self.outputs: dict[int, Any] = {}
 
     def begin(self, batch: Batch, seed: int) -> None:
         """A new step; what is left of the one before is dropped."""
         self._batch, self._seed = batch, seed
+        self._autocast = ambient_autocast()
         self._kept.clear()
         self.losses, self.outputs = {}, {}
 
@@ -61,11 +78,19 @@ class Compute:
                 if op.stage in self._recomputed
                 else self._forward(op, received)
             )
+        if isinstance(self._kept[op.stage, op.microbatch], Again):  # at R, or at the backward itself
+            self._recompute(op)
         if op.kind is Kind.R:
-            again = self._kept.pop((op.stage, op.microbatch))
-            assert isinstance(again, Again)
-            self._forward(op, again.received, again.buffers)
             return []
+        with without_autocast(self._autocast):
+            return self._backward(op, received)
+
+    def _recompute(self, op: Op) -> None:
+        again = self._kept.pop((op.stage, op.microbatch))
+        assert isinstance(again, Again)
+        self._forward(op, again.received, again.buffers)
+
+    def _backward(self, op: Op, received: list[Any]) -> list[Any]:
         kept = self._kept.pop((op.stage, op.microbatch))
         if op.kind is Kind.W:
             assert isinstance(kept, WeightWork)
@@ -100,7 +125,7 @@ class Compute:
         )
         if stage in self._sinks:
             if self._loss_fn is not None and (targets := batch.targets[m]) is not None:
-                self.losses[m] = take_loss(kept, self._loss_fn, output, targets, batch.shares[m])
+                self.losses[m] = take_loss(kept, self._loss_fn, output, targets, batch.shares[m] * batch.scale)
             if self.keep_outputs:
                 self.outputs[m] = hand_over(output)
         if torch.is_grad_enabled():

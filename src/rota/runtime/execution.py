@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias, final
 
@@ -19,6 +19,7 @@ from rota.runtime.gradients import hand_over
 from rota.runtime.memory_watch import MemoryWatch
 from rota.runtime.messages import Format, flatten
 from rota.runtime.posting import post_early
+from rota.runtime.precision import ambient_autocast
 from rota.runtime.program import Action, Message, ValueKey, compile_program
 from rota.runtime.recorder import Record
 from rota.runtime.transport import Transport
@@ -42,13 +43,24 @@ class _Prepared(NamedTuple):
 class Execution:
     """Runs `plan` on rank `rank`, again and again."""
 
-    def __init__(self, stages: Stages, plan: Plan, loss_fn: LossFn | None, rank: int, transport: Transport) -> None:
+    def __init__(
+        self,
+        stages: Stages,
+        plan: Plan,
+        loss_fn: LossFn | None,
+        rank: int,
+        transport: Transport,
+        recompute: Iterable[int] = (),
+    ) -> None:
         self.plan, self.local = plan, plan.placement.stages_on(rank)
         self.trains = any(task.kind.makes_weight_gradients for task in plan.placement.tasks)
-        self.compute = Compute(stages, plan.placement, loss_fn, keep_outputs=False)
+        self.compute = Compute(stages, plan.placement, loss_fn, keep_outputs=False, recompute=recompute)
         self.record = Record(rank)
         self.complete = False
         self.watch: MemoryWatch | None = None
+        #: What else happens right before some of the ops, and after some of them, when what they made is sent.
+        self.before: Mapping[Op, Callable[[], None]] = {}
+        self.after: Mapping[Op, Callable[[], None]] = {}
         edge_index = {(edge.source, edge.target): i for i, edge in enumerate(stages.edges)}
         self._stages, self._transport = stages, transport
         self._program = compile_program(plan, edge_index, rank)
@@ -101,6 +113,7 @@ class Execution:
         signature = (
             [*map(batches.shapes, batch.inputs[:1] if batch.alike else batch.inputs)],
             [(m.training, [p.requires_grad for p in m.parameters()]) for m in modules],
+            ambient_autocast(),
         )
         changed = signature != self._signature
         self._signature = signature
@@ -109,13 +122,23 @@ class Execution:
     def run(self, batch: Batch, seed: int, fresh: bool, tick: Callable[[], None]) -> None:
         """All actions; `fresh`: layouts travel with the values. `tick` is called before each."""
         self._begin(batch, seed)
+        torch.clear_autocast_cache()  # of weights as they were before an optimizer's step
+        hooked = bool(self.before or self.after or self.watch is not None)
+        due: Callable[[], None] = _nothing
         with torch.set_grad_enabled(self.trains):
             for action, do, what in self._strict if fresh else self._early:
                 self._action = action
                 tick()
+                if not hooked or action.what != "run":
+                    do(what, fresh)
+                    continue
+                due()
+                self.before.get(action.op, _nothing)()
                 do(what, fresh)
-                if self.watch is not None and action.what == "run":  # here, where the op's own variables are gone
+                due = self.after.get(action.op, _nothing)
+                if self.watch is not None:  # here, where the op's own variables are gone
                     self.watch.op_ended(action.op)
+            due()
         self._action = None
         self._transport.drain()
         self.complete = True
@@ -181,6 +204,10 @@ class Execution:
         assert action.message is not None
         transfer = action.message.transfer
         return f"was at {transfer} between rank {transfer.sender} and rank {transfer.receiver}"
+
+
+def _nothing() -> None:
+    pass
 
 
 def _versions(received: list[Any], lent: list[int]) -> list[int]:

@@ -18,6 +18,7 @@ from rota.checking import check
 from rota.errors import PipelineError
 from rota.plan import Plan
 from rota.runtime.handover import collect, leave_plan
+from rota.runtime.meshes import leave_mesh
 from rota.timeline import Timeline
 
 
@@ -27,33 +28,37 @@ def launch(
     arguments: Sequence[str] = (),
     threads_per_rank: int = 1,
     worker: str = "rota.runtime.worker",
+    dp: int = 1,
+    tp: int = 1,
 ) -> Timeline | None:
     """Run `script` with `arguments` in one process a rank; it gets the plan by `rota.given_plan()`.
 
+    With `dp` replicas of `tp` parts each, there are dp · tp processes a rank, and `rota.mesh()` is that mesh.
     `worker` names the module that is started on each rank, and runs the script. Returns the timeline of the last
-    step, None if no Pipeline ran one. Raises PlanError before anything starts, and PipelineError when a process
-    fails; all others are ended then.
+    step, of the first replica; None if no Pipeline ran one. Raises PlanError before anything starts, and
+    PipelineError when a process fails; all others are ended then.
     """
     check(plan)
     if not Path(script).is_file():
         raise PipelineError(f"no script {script!r}; give the path of a Python file")
     with tempfile.TemporaryDirectory(prefix="rota-run-") as folder:
-        environment = {**leave_plan(plan, folder), "OMP_NUM_THREADS": str(threads_per_rank)}
+        environment = leave_plan(plan, folder) | leave_mesh(plan.num_ranks, dp, tp)
+        environment["OMP_NUM_THREADS"] = str(threads_per_rank)
         before = dict(os.environ)
         os.environ.update(environment)  # inherited by the ranks
         try:
-            _start(plan.num_ranks, worker, script, arguments, folder)
+            _start(plan.num_ranks * dp * tp, worker, script, arguments, folder)
         finally:
             os.environ.clear()
             os.environ.update(before)
         return collect(plan, folder)
 
 
-def _start(num_ranks: int, worker: str, script: str, arguments: Sequence[str], folder: str) -> None:
+def _start(num_processes: int, worker: str, script: str, arguments: Sequence[str], folder: str) -> None:
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=num_ranks,
+        nproc_per_node=num_processes,
         run_id=f"rota-{os.getpid()}",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",

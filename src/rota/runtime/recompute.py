@@ -1,4 +1,4 @@
-"""A forward that keeps no activations, and the same forward again when they are needed.
+"""A forward that keeps no activations, and the same forward again when they are needed: by R, or by a backward.
 
 The second one gets the same inputs and the same random state (the caller's matter), and buffers as they were before
 the first: it computes the same, and what it does to buffers, such as BatchNorm's statistics, is not done twice.
@@ -6,7 +6,7 @@ the first: it computes the same, and what it does to buffers, such as BatchNorm'
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,30 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from rota.errors import PipelineError
+from rota.placement import Placement
+from rota.tasks import Kind
+
+_WITHOUT = "plan without recomputation, and leave the stage out of Pipeline(recompute=…)"
+
+
+def recomputed_by_backward(asked: str | Iterable[int], placement: Placement) -> frozenset[int]:
+    """The plan's stages that `Pipeline(recompute=asked)` names, for each data stream. Raises PipelineError.
+
+    None where nothing is trained. A stage with R in the plan is refused: it would be recomputed twice.
+    """
+    num_stages = placement.num_stages // placement.num_streams
+    if isinstance(asked, str) and asked not in ("none", "full"):
+        raise PipelineError(f"recompute={asked!r}; say 'none', 'full' or give a list of stages")
+    of_model = {"none": (), "full": range(num_stages)}[asked] if isinstance(asked, str) else [*asked]
+    for stage in of_model:
+        if stage not in range(num_stages):
+            raise PipelineError(f"recompute has stage {stage!r}, but the model has stages 0 to {num_stages - 1}")
+    stages = frozenset(s for s in placement.stages if s % num_stages in of_model)
+    if twice := sorted(s for s in stages if placement.task(s, Kind.R)):
+        raise PipelineError(
+            f"recompute={asked!r} names stage {twice[0]}, which the plan recomputes by R already; name the others alone"
+        )
+    return frozenset(s for s in stages if placement.task(s, Kind.B) or placement.task(s, Kind.I))
 
 
 @dataclass(slots=True)
@@ -40,7 +64,7 @@ def without_activations(module: nn.Module, received: list[Any], where: str) -> I
     if versions != [tensor._version for tensor in _tensors(received)]:
         raise PipelineError(
             f"{where} writes into what it receives, which its recomputation needs unchanged; let it begin with an "
-            f"operation that is not in place, or plan without recomputation"
+            f"operation that is not in place, or {_WITHOUT}"
         )
     after = dict(module.named_buffers())
     again.buffers = {name: old for name, old in before.items() if not torch.equal(old, after[name])}
@@ -55,4 +79,4 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _refuse(_: None) -> torch.Tensor:
-    raise PipelineError("a stage that is recomputed differentiates inside its forward; plan without recomputation")
+    raise PipelineError(f"a stage that is recomputed differentiates inside its forward; {_WITHOUT}")

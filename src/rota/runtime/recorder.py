@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import socket
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from rota.placement import StepEnd
 from rota.plan import Plan
 from rota.tasks import Op
 from rota.timeline import Timeline
@@ -20,7 +21,7 @@ from rota.timeline import Timeline
 class Record:
     """One rank's last step, in ns of its own monotonic clock; `offset_ns` added gives rank 0's clock.
 
-    `sent_ns` and `through_ns` are by (route, position), see `Timeline`.
+    `sent_ns` and `through_ns` are by (route, position), see `Timeline`; `reductions_ns` are (start, end) by stage.
     """
 
     rank: int
@@ -29,10 +30,12 @@ class Record:
     ends_ns: list[int] = field(default_factory=list)
     sent_ns: dict[tuple[int, int], int] = field(default_factory=dict)
     through_ns: dict[tuple[int, int], int] = field(default_factory=dict)
+    reductions_ns: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def to_fields(self) -> dict[str, Any]:
         messages = [[*column, sent, self.through_ns[column]] for column, sent in self.sent_ns.items()]
-        times = {"starts_ns": self.starts_ns, "ends_ns": self.ends_ns, "messages": messages}
+        reductions = [[stage, *times] for stage, times in self.reductions_ns.items()]
+        times = {"starts_ns": self.starts_ns, "ends_ns": self.ends_ns, "messages": messages, "reductions": reductions}
         return {"rank": self.rank, "offset_ns": self.offset_ns, **times}
 
     @classmethod
@@ -40,12 +43,18 @@ class Record:
         record = cls(fields["rank"], fields["offset_ns"], fields["starts_ns"], fields["ends_ns"])
         for route, position, sent, through in fields["messages"]:
             record.sent_ns[route, position], record.through_ns[route, position] = sent, through
+        for stage, start, end in fields["reductions"]:
+            record.reductions_ns[stage] = start, end
         return record
 
 
 def merge(plan: Plan, records: list[Record]) -> Timeline:
-    """The records of all ranks as one timeline that begins with the first op."""
+    """The records of all ranks as one timeline that begins with the first op.
+
+    It has what reductions took also where the plan's costs have none: they are steps' ends of zero length there.
+    """
     records = sorted(records, key=lambda record: record.rank)
+    plan = _with_step_ends(plan, {stage for record in records for stage in record.reductions_ns})
     origin = min(record.starts_ns[0] + record.offset_ns for record in records if record.starts_ns)
 
     def us(record: Record, time_ns: int) -> int:
@@ -68,8 +77,21 @@ def merge(plan: Plan, records: list[Record]) -> Timeline:
         read = [start_of[route.receiver, Op(target.stage, target.kind, m)] for m in batches]
         sent.append(tuple(begun))
         arrived.append(tuple(max(b, min(t, s)) for b, t, s in zip(begun, through, read, strict=True)))
-    step_ends = [(ends[rank][-1],) * 4 if ends[rank] else (0,) * 4 for _, rank in plan.step_end_ranks]
+    step_ends = []
+    for i, rank in plan.step_end_ranks:
+        last = ends[rank][-1] if ends[rank] else 0
+        reduction = records[rank].reductions_ns.get(plan.placement.step_ends[i].stage)
+        start, end = (us(records[rank], time) for time in reduction) if reduction else (last, last)
+        step_ends.append((start, end, max(last, end), max(last, end)))
     return Timeline(plan, starts, ends, tuple(sent), tuple(arrived), tuple(step_ends))
+
+
+def _with_step_ends(plan: Plan, stages: set[int]) -> Plan:
+    known = {end.stage for end in plan.placement.step_ends}
+    if stages <= known:
+        return plan
+    more = tuple(StepEnd(stage, 0, 0) for stage in sorted(stages - known))
+    return replace(plan, placement=replace(plan.placement, step_ends=plan.placement.step_ends + more))
 
 
 def clock_offset_ns(group: dist.ProcessGroup, rounds: int = 20) -> int:

@@ -6,8 +6,8 @@ rank 3   stage 3  head.weight      ─┴─ one all-reduce a step ──┴─�
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, final
+from collections.abc import Iterator
+from typing import NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import nn
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.placement import Placement
+from rota.runtime.meshes import Processes
 from rota.runtime.spmd import replicated_names
 from rota.runtime.transport import together
 
@@ -55,14 +56,23 @@ def shared_weights(stages: Stages, placement: Placement) -> list[SharedWeight]:
     return found
 
 
+class _Open(NamedTuple):
+    """`.grad` as a step without sync left it, the `whole`: what of it was summed before, and the rest."""
+
+    summed: torch.Tensor
+    rest: torch.Tensor | None
+    whole: torch.Tensor
+    version: int
+
+
 @final
 class SharedWeights:
-    """This rank's part in `shared_weights`. Collective to make, `finish` and `squared_norm` too."""
+    """This rank's part in `shared_weights`. Collective to make, and to `finish`."""
 
-    def __init__(self, stages: Stages, placement: Placement, shared: list[SharedWeight], rank: int) -> None:
-        self._rank = rank
+    def __init__(self, stages: Stages, placement: Placement, shared: list[SharedWeight], processes: Processes) -> None:
+        rank = processes.rank
         together_on = dict.fromkeys(weight.ranks for weight in shared)
-        self._groups = {ranks: dist.new_group([*ranks], backend="gloo") for ranks in together_on}
+        self._groups = {ranks: processes.of_ranks(ranks) for ranks in together_on}
         self._tied: dict[tuple[int, ...], list[nn.Parameter]] = {}
         #: Parameters that are counted on another rank.
         self.counted_elsewhere: set[nn.Parameter] = set()
@@ -70,44 +80,73 @@ class SharedWeights:
             parameter = stages[weight.stage].get_parameter(weight.name)
             with together("making shared weights equal"), torch.no_grad():
                 value = parameter.detach().clone(memory_format=torch.contiguous_format)
-                dist.broadcast(value, src=weight.ranks[0], group=self._groups[weight.ranks])
+                source = sorted(weight.ranks).index(weight.ranks[0])
+                dist.broadcast(value, group_src=source, group=self._groups[weight.ranks])
                 parameter.copy_(value)
             if weight.summed:
                 self._tied.setdefault(weight.ranks, []).append(parameter)
             if weight.ranks[0] != rank:
                 self.counted_elsewhere.add(parameter)
-        self._before: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+        #: Of a step: what `.grad` held that is summed already.
+        self._aside: dict[nn.Parameter, torch.Tensor | None] = {}
+        self._open: dict[nn.Parameter, _Open] | None = None  # None after a step whose gradients were summed
         self._buffers = [*_copied_buffers(stages, placement, rank)]
         self._versions: list[int] = []
 
     def begin(self) -> None:
-        """Lay aside what earlier steps left in `.grad`, which is the sum already."""
-        parameters = [parameter for tied in self._tied.values() for parameter in tied]
-        self._before = [(parameter, parameter.grad) for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
+        """Lay aside what of `.grad` is a sum already; the rest has not been summed yet, or is still to come."""
+        tied = [parameter for parameters in self._tied.values() for parameter in parameters]
+        self._aside = {parameter: self._lay_aside(parameter) for parameter in tied}
         self._versions = [buffer._version for _, _, buffer in self._buffers]
 
-    def finish(self) -> None:
-        """Sum this step's gradients over the ranks of each tie, and add them to what was there."""
+    def _lay_aside(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        whole = parameter.grad
+        if self._open is None:
+            parameter.grad = None
+            return whole
+        left = self._open.get(parameter)
+        if left is None or whole is None:  # nothing was summed, or the caller has cleared it
+            return None
+        if whole is left.whole and whole._version == left.version:
+            parameter.grad = left.rest
+            return left.summed
+        if whole.any():
+            raise PipelineError(
+                f"the gradient of a tied weight of shape {list(parameter.shape)} was changed between two steps of "
+                f"which the first has sync=False; change gradients after a step with sync=True"
+            )
+        return None
+
+    def finish(self, sync: bool = True) -> None:
+        """Sum this step's gradients over the ranks of each tie, and add them to what was there.
+
+        Without `sync` leave that to a later step.
+        """
         for (stage, name, buffer), version in zip(self._buffers, self._versions, strict=True):
             if buffer._version != version:
                 raise PipelineError(
                     f"stage {stage} changes its buffer {name!r}, which stages on several ranks share, and each would "
                     f"have another: use a layer without running statistics, or put it in eval()"
                 )
-        with together("summing the gradients of tied weights"):
-            for ranks, parameters in self._tied.items():
-                _sum(parameters, self._groups[ranks])
-        for parameter, before in self._before:
-            if before is not None:
-                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
-        self._before = []
+        if sync:
+            with together("summing the gradients of tied weights"):
+                for ranks, parameters in self._tied.items():
+                    _sum(parameters, self._groups[ranks])
+        self._open = None if sync else {}
+        for parameter, summed in self._aside.items():
+            if summed is None:
+                continue
+            rest = parameter.grad
+            if self._open is None:
+                parameter.grad = summed if rest is None else summed.add_(rest)
+            else:
+                parameter.grad = whole = summed.clone() if rest is None else summed + rest
+                self._open[parameter] = _Open(summed, rest, whole, whole._version)
+        self._aside = {}
 
-    def close(self) -> Iterator[Any]:
-        """This rank's groups, which are no longer used here."""
-        groups, self._groups = self._groups, {}
-        return (group for ranks, group in groups.items() if self._rank in ranks)
+    def close(self) -> None:
+        """Let the groups go."""
+        self._groups.clear()
 
 
 def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -134,9 +173,3 @@ def _copied_buffers(stages: Stages, placement: Placement, rank: int) -> Iterator
         for name, buffer in stages[stage].named_buffers():
             if len(places[id(buffer)]) > 1:
                 yield stage, name, buffer
-
-
-def squared_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """Of all their gradients together, float64."""
-    squares = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) ** 2 for p in parameters if p.grad is not None]
-    return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)

@@ -18,24 +18,31 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from rota.runtime.joining import join
+from rota.runtime.meshes import pipelines_of
 from rota.runtime.transport import together
 
 Group = dist.ProcessGroup | None
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def group(ranks: Iterable[int]) -> Group:
+def group(ranks: Iterable[int], mesh: DeviceMesh | None = None) -> Group:
     """The process group of a stage on `ranks`; None for one rank, and on a rank outside. Every rank must call it.
+
+    With a `mesh`, they are ranks of this process's pipeline in it.
 
     In it, ranks have rising numbers: `group.rank()` says which part of the weights is this rank's. Joins the processes
     that `rota run` or torchrun started, if nothing has done so yet.
     """
     join()
-    ranks = sorted(ranks)
-    made = dist.new_group(ranks, backend="gloo") if len(ranks) > 1 else None
-    return made if dist.get_rank() in ranks else None
+    ranks, found = sorted(ranks), None
+    for pipeline in pipelines_of(mesh) if len(ranks) > 1 else ():
+        processes = [pipeline[rank] for rank in ranks]
+        made = dist.new_group(processes, backend="gloo")
+        found = made if dist.get_rank() in processes else found
+    return found
 
 
 def copy_to_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:

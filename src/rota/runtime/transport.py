@@ -27,9 +27,10 @@ from rota.runtime.program import Message, ValueKey
 class Transport:
     """One rank's messages. `sent_ns` and `through_ns` hold the last step's times by (route, position)."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, everyone: dist.ProcessGroup) -> None:
         # As `dist.isend` and `dist.irecv` end up, without what they check and look up for each message.
         self._backend: Any = group._get_backend(torch.device("cpu"))
+        self._everyone: Any = everyone._get_backend(torch.device("cpu"))
         self.formats: dict[ValueKey, Format] = {}  # of activations, by (edge, False, micro-batch)
         self._arriving: dict[ValueKey, tuple[Message, list[Any], list[torch.Tensor], Format]] = {}
         self.sent_ns: dict[tuple[int, int], int] = {}
@@ -158,16 +159,16 @@ class Transport:
             raise self._failure
 
     def all_reduce(self, tensor: torch.Tensor, how: Any, doing: str) -> None:
-        """`dist.all_reduce`, as light as the other messages; `doing` is told where a rank got lost."""
+        """`dist.all_reduce` over `everyone`, as light as the other messages; `doing` is told where a rank got lost."""
         try:
-            self._backend.allreduce([tensor], _all_reduce_options(how)).wait()
+            self._everyone.allreduce([tensor], _all_reduce_options(how)).wait()
         except RuntimeError as error:
             raise _lost_together(doing) from error
 
     def close(self) -> None:
         self._wake.put(False)
         self._reaper.join(timeout=1)  # stuck only where a peer does not receive
-        del self._backend
+        del self._backend, self._everyone
 
 
 _REMEDY = "look there for the first error"  # rather than Gloo's own words, which tell of sockets

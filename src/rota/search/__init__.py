@@ -3,6 +3,7 @@
 from rota.search.bounds import Bound, bounds_of
 from rota.search.finding import find_plan
 from rota.search.frontier import Frontier, Point, find_frontier
+from rota.search.repeating import Repeating, find_repeating
 from rota.search.result import NamedPlan, Progress, SearchResult, gap
 from rota.search.steady import Steady, SteadyResult, find_steady
 
@@ -12,12 +13,14 @@ __all__ = [
     "NamedPlan",
     "Point",
     "Progress",
+    "Repeating",
     "SearchResult",
     "Steady",
     "SteadyResult",
     "bounds_of",
     "find_frontier",
     "find_plan",
+    "find_repeating",
     "find_steady",
     "gap",
 ]

@@ -33,12 +33,17 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Window:
-    """`num_copies` micro-batches of each stream in a period of `period_us`, all within `latency_us` if given."""
+    """`num_copies` micro-batches of each stream in a period of `period_us`, all within `latency_us` if given.
+
+    `in_flight`: of each stream a period mixes at most so many micro-batches. Each rank's period may be cut where it
+    likes, so that it has every task once (or `num_copies` times) between two cuts.
+    """
 
     loop: Loop
     num_copies: int
     period_us: int
     latency_us: int | None = None
+    in_flight: int | None = None
 
     def nodes(self, tasks: Sequence[int]) -> list[int]:
         return [task * self.num_copies + j for task in tasks for j in range(self.num_copies)]
@@ -79,6 +84,8 @@ class Period:
         for rank in range(self.loop.placement.num_ranks):
             self._add_memory(rank)
         self._add_latency()
+        if window.in_flight is not None:
+            self._add_in_flight(window.in_flight)
 
     def _add_starts(self) -> None:
         """Offset and round of each node, and a tie where it takes no time.
@@ -97,7 +104,7 @@ class Period:
             if number == 0:
                 self.model.add(self.offsets[root] == 0)
             least = -1 if number and self.goal != "any" else 0
-            if number == 0 or self._is_balanced(part):
+            if number == 0 or (self._is_balanced(part) and self.window.in_flight is None):
                 self.model.add_linear_constraint(self.rounds[root], least, 0)
         self.starts = [s + T * k for s, k in zip(self.offsets, self.rounds, strict=True)]
 
@@ -125,7 +132,7 @@ class Period:
         for source, target, least in self.loop.waits:
             for a, b in zip(range(source * u, source * u + u), range(target * u, target * u + u), strict=True):
                 self._not_before(t[b], t[a] + least, a, b)
-                if (source, target) in self.loop.bridges:
+                if (source, target) in self.loop.bridges and self.window.in_flight is None:
                     self.model.add(t[b] <= t[a] + least + T - 1)
         for task in range(self.loop.num_tasks if u > 1 else 0):
             copies = range(task * u, task * u + u)
@@ -194,6 +201,17 @@ class Period:
             self.model.add(last - first <= self.window.latency_us)
         if self.goal == "latency":
             self.model.minimize(last - first)
+
+    def _add_in_flight(self, most: int) -> None:
+        """Between two cuts of a rank each node is `turns` periods late; these are less than `most` apart."""
+        T, longest = self.window.period_us, (self.most_rounds + 2) * self.window.period_us
+        first = self.model.new_int_var(-self.most_rounds - 2, self.most_rounds + 2, "first turn")
+        turns = [first + self.model.new_int_var(0, most - 1, f"q{i}") for i in range(len(self.starts))]
+        for rank, tasks in enumerate(self.loop.tasks_on):
+            cut = self.model.new_int_var(-longest, longest, f"cut{rank}")
+            for node in self.window.nodes(tasks):
+                since_cut = self.starts[node] - T * turns[node] - cut
+                self.model.add_linear_constraint(since_cut, 0, T - self.durations_us[node])
 
     def hint(self, starts_us: Sequence[int]) -> None:
         T = self.window.period_us

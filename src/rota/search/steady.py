@@ -159,25 +159,30 @@ def find_steady(
     budget: Budget,
     *,
     microbatches_per_period: int | None = None,
+    in_flight: int | None = None,
     seed: int = 0,
     room_bytes: tuple[int, ...] = (),
     progress: Callable[[Steady], None] | None = None,
 ) -> SteadyResult | None:
     """The steady state of least time per micro-batch, then least latency, then memory; None if none was found.
 
-    None too where a micro-batch leaves something behind on a rank with a limit. `room_bytes` as in `Problem`.
+    None too where not even a micro-batch alone fits, or it leaves something behind on a rank with a limit.
+    `in_flight` as in `Window`: the most micro-batches of a stream that a period mixes. `room_bytes` as in `Problem`.
     """
     loop = Loop(placement, room_bytes)
     if any(limit is not None and loop.left_bytes(rank) > 0 for rank, limit in enumerate(loop.limits_bytes)):
+        return None
+    one_by_one = _one_by_one(loop)
+    if one_by_one is None:
         return None
     bound_us, streams = period_bound(placement), placement.num_streams
     copies = range(1, _MOST_COPIES + 1) if microbatches_per_period is None else (microbatches_per_period,)
     best: SteadyResult | None = None
     for num_copies in copies:
         below = None if best is None else ceil(best.steady.us_per_microbatch * num_copies * streams)
-        search = _Search(loop, num_copies, bound_us * streams, budget, seed)
+        search = _Search(loop, num_copies, bound_us * streams, budget, seed, in_flight)
         if num_copies == 1:
-            search.take(_one_by_one(loop))
+            search.take(one_by_one)
         rhythm = search.run(below)
         if rhythm is not None:
             best = SteadyResult(Steady.of(placement, num_copies, rhythm), bound_us, search.is_proven)
@@ -202,8 +207,10 @@ def _one_by_one(loop: Loop) -> Rhythm | None:
 class _Search:
     """For the least period of `num_copies` micro-batches of each stream. None is less than `proven_us`."""
 
-    def __init__(self, loop: Loop, num_copies: int, bound_us: Fraction, budget: Budget, seed: int) -> None:
-        self.loop, self.num_copies, self.seed = loop, num_copies, seed
+    def __init__(
+        self, loop: Loop, num_copies: int, bound_us: Fraction, budget: Budget, seed: int, in_flight: int | None = None
+    ) -> None:
+        self.loop, self.num_copies, self.seed, self.in_flight = loop, num_copies, seed, in_flight
         self.budget, self.spare = budget.share(_COPIES_S), budget.share(_SOLVE_S)
         self.proven_us = max(ceil(bound_us * num_copies), 1)
         self.best: Rhythm | None = None
@@ -238,7 +245,7 @@ class _Search:
         return self.best
 
     def _window(self, period_us: int, latency_us: int | None = None) -> Window:
-        return Window(self.loop, self.num_copies, period_us, latency_us)
+        return Window(self.loop, self.num_copies, period_us, latency_us, self.in_flight)
 
     def take(self, rhythm: Rhythm | None) -> None:
         if rhythm is not None and (self.best is None or rhythm.period_us < self.best.period_us):
@@ -254,7 +261,7 @@ class _Search:
         if answer.rhythm is None and answer.is_proven:
             self._note_none(period_us)
             return False
-        if answer.rhythm is None and not self.budget.is_over:
+        if answer.rhythm is None and not self.budget.is_over and self.in_flight is None:  # annealing knows no cuts
             self.take(anneal(window, self.budget, self.seed))
         return self.best is not None and self.best.period_us <= period_us
 

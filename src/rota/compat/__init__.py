@@ -1,0 +1,1 @@
+"""Doors for code written to other systems: change its import lines, and it runs on Rota."""

@@ -1,0 +1,100 @@
+"""Where a PipelineModule's layers are cut: evenly by number, parameters, layers of a kind, or measured time."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rota.compat.deepspeed.specs import Layer, LayerSpec, build, on_meta
+from rota.compat.deepspeed.utils import partition_balanced, partition_uniform
+from rota.errors import PipelineError, SplitError
+from rota.models import Stages
+from rota.profiling.measuring import StageRound
+
+_REPEATS = 5
+
+
+def partition(layers: Sequence[Layer], method: str, num_parts: int, profile_input: Any) -> list[int]:
+    """Boundaries by `method`: "uniform", "parameters", "type:REGEX" or "profile". Raises SplitError.
+
+    "profile" is collective: rank 0 builds all layers, and measures them on `profile_input`; PipelineError if it fails.
+    """
+    what, _, pattern = method.partition(":")
+    what = what.lower()
+    if what == "uniform":
+        return partition_uniform(len(layers), num_parts)
+    if what == "parameters":
+        return partition_balanced([_num_trainable(layer) for layer in layers], num_parts)
+    if what == "type":
+        return partition_balanced(_of_type(layers, pattern), num_parts)
+    if what == "profile":
+        return partition_balanced(_measured_us(layers, profile_input), num_parts)
+    raise SplitError(f"partition_method is {method!r}: give 'parameters', 'uniform', 'type:REGEX' or 'profile'")
+
+
+def _num_trainable(layer: Layer) -> int:
+    module = on_meta(layer)
+    return 0 if module is None else sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+
+def _of_type(layers: Sequence[Layer], pattern: str) -> list[int]:
+    """1 for each layer whose class, or function, has a name in which `pattern` is found, upper or lower case."""
+    names = [_name(layer) for layer in layers]
+    found = [int(bool(re.search(pattern, name, re.IGNORECASE))) for name in names]
+    if not any(found):
+        raise SplitError(
+            f"partition_method 'type:{pattern}' finds none of the layers, which are {', '.join(dict.fromkeys(names))}"
+        )
+    return found
+
+
+def _name(layer: Layer) -> str:
+    if isinstance(layer, LayerSpec):
+        return layer.typename.__name__
+    return getattr(layer, "__name__", type(layer).__name__)
+
+
+def _measured_us(layers: Sequence[Layer], profile_input: Any) -> list[int]:
+    """Forward and backward of each layer, the same on all ranks."""
+    if profile_input is None:
+        raise SplitError("partition_method 'profile' measures the layers: give profile_input, a micro-batch's inputs")
+    told: list[Any] = [None]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            told = [_measured_here_us(layers, profile_input)]
+        except Exception as error:  # the others must hear of it, or they would wait
+            told, failure = [f"{type(error).__name__}: {error}"], error
+    dist.broadcast_object_list(told, src=0)
+    if isinstance(told[0], str):
+        raise PipelineError(f"rank 0 could not measure the layers ({told[0]})") from failure
+    measured: list[int] = told[0]
+    return measured
+
+
+def _measured_here_us(layers: Sequence[Layer], profile_input: Any) -> list[int]:
+    """In this process, as one that is part of a group cannot be forked; on copies, which gradients do not matter to."""
+    with torch.random.fork_rng(devices=[]):
+        tied: dict[str, nn.Module] = {}
+        stages = Stages(copy.deepcopy([_Called(*build(layer, tied)) for layer in layers]))
+        rounds = (StageRound(stage, stages, (profile_input,), None, None) for stage in range(len(stages)))
+        measured = [one.costs(_REPEATS) for one in rounds]
+    return [costs.forward_us + costs.backward_us for costs in measured]
+
+
+@final
+class _Called(nn.Module):
+    """A layer as a module, whatever it is."""
+
+    def __init__(self, module: nn.Module | None, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.module, self.function = module, function
+
+    def forward(self, value: Any) -> Any:
+        return self.function(value)

@@ -1,0 +1,190 @@
+"""A schedule of instructions as a Plan: every stage's stream is read, and sends are matched to receives.
+
+Buffers tell which micro-batch an instruction means. Each one is followed through its slots:
+
+    LoadMicroBatch ──▶ input, label ──ForwardPass──▶ output ──▶ SendActivation
+    RecvActivation ──▶ input                         activations ┐
+    SendGrad ◀── gradient of the input ◀──BackwardPass───────────┴── gradient ◀── RecvGrad
+
+The n-th send of a stage is the n-th receive of its neighbour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import TypeAlias, final
+
+from rota.checking import check
+from rota.compat.deepspeed import schedule as ds
+from rota.costs import Cluster, Costs
+from rota.errors import ScheduleError
+from rota.placement import Placement
+from rota.placing import place
+from rota.plan import Plan
+from rota.tasks import Kind, Op
+
+#: Makes the schedule of one stage: a `PipeSchedule` subclass, or what is called like one.
+MakeSchedule: TypeAlias = Callable[[int, int, int], ds.PipeSchedule]
+
+_SLOTS = ("input", "label", "output", "activations", "gradient", "gradient of the input")
+_STEP_ENDS = (ds.ReduceTiedGrads, ds.ReduceGrads, ds.OptimizerStep)
+
+
+def to_plan(schedule: MakeSchedule, micro_batches: int, stages: int, placement: Placement | None = None) -> Plan:
+    """The checked plan of `schedule(micro_batches, stages, stage_id)` on every stage.
+
+    `placement`: a chain with F and B, a stage a rank; default: forward 1 µs, backward 2 µs. A schedule without
+    backwards becomes a plan of forwards. Raises ScheduleError where the streams do not fit together, PlanError where
+    the plan is not complete or waits in a cycle.
+    """
+    streams: list[_Stream] = []
+    for stage_id in range(stages):
+        arriving = streams[-1].sent_activations if streams else []
+        streams.append(_Stream(schedule(micro_batches, stages, stage_id), arriving))
+    for stream, after in pairwise(streams):
+        stream.refuse_unmatched(after)
+    if placement is None:
+        placement = place(Costs.uniform(stages), Cluster.uniform(stages))
+    if not any(stream.trains for stream in streams):
+        placement = placement.forward_only()
+    plan = Plan(placement, micro_batches, tuple(tuple(stream.ops) for stream in streams))
+    check(plan)
+    return plan
+
+
+@final
+class _Stream:
+    """One stage's instructions, read; `arriving` are the micro-batches that the stage before sends, in order."""
+
+    def __init__(self, schedule: ds.PipeSchedule, arriving: list[int]) -> None:
+        self.schedule, self.arriving = schedule, arriving
+        self.ops: list[Op] = []
+        self.sent_activations: list[int] = []
+        self.sent_grads: list[int] = []
+        self.received_grads: list[int] = []
+        self._num_received = self._num_loaded = 0
+        self._ended = False
+        self._step, self._instruction = 0, ds.PipeInstruction()
+        self._slots: dict[tuple[int, str], int] = {}  # (buffer, slot) -> the micro-batch in it
+        steps = [[*instructions] for instructions in schedule]
+        self.trains = any(isinstance(instruction, ds.BackwardPass) for step in steps for instruction in step)
+        for self._step, instructions in enumerate(steps):
+            for self._instruction in instructions:
+                self._read(self._instruction)
+
+    def _read(self, instruction: ds.PipeInstruction) -> None:
+        if isinstance(instruction, _STEP_ENDS):
+            self._ended = True
+            return
+        readers = {
+            ds.LoadMicroBatch: self._load,
+            ds.RecvActivation: self._receive,
+            ds.ForwardPass: self._forward,
+            ds.SendActivation: self._send,
+            ds.RecvGrad: self._receive_grad,
+            ds.BackwardPass: self._backward,
+            ds.SendGrad: self._send_grad,
+        }
+        read = next((read for kind, read in readers.items() if isinstance(instruction, kind)), None)
+        if read is None or not isinstance(instruction, ds.BufferOpInstruction):
+            raise self._wrong(f"is none of {', '.join(kind.__name__ for kind in readers)}, so no plan can say it")
+        buffer, num_buffers = instruction.buffer_id, self.schedule.num_pipe_buffers()
+        if not 0 <= buffer < num_buffers:
+            raise self._wrong(f"names a buffer that is not there: num_pipe_buffers() is {num_buffers}")
+        read(buffer)
+
+    def _load(self, buffer: int) -> None:
+        if self.schedule.is_first_stage:
+            self._put(buffer, "input", self._num_loaded)
+        if self.schedule.is_last_stage:
+            self._put(buffer, "label", self._num_loaded)
+        self._num_loaded += 1
+
+    def _receive(self, buffer: int) -> None:
+        if self._num_received == len(self.arriving):
+            there = f"stage {self.schedule.prev_stage} sends {len(self.arriving)} activations"
+            raise self._wrong(f"is receive {self._num_received + 1}, but {there}; send as many as are received")
+        self._put(buffer, "input", self.arriving[self._num_received])
+        self._num_received += 1
+
+    def _forward(self, buffer: int) -> None:
+        m = self._take(buffer, "input", "LoadMicroBatch" if self.schedule.is_first_stage else "RecvActivation")
+        if self.schedule.is_last_stage:
+            label = self._take(buffer, "label", "LoadMicroBatch")
+            if label != m:
+                raise self._wrong(f"has the input of micro-batch {m}, but the labels of {label}; load them alike")
+        else:
+            self._put(buffer, "output", m)
+        if self.trains:
+            self._put(buffer, "activations", m)
+        self.ops.append(Op(self.schedule.stage_id, Kind.F, m))
+
+    def _send(self, buffer: int) -> None:
+        if self.schedule.is_last_stage:
+            raise self._wrong("has no stage to send to; the last stage sends gradients alone")
+        self.sent_activations.append(self._take(buffer, "output", "ForwardPass"))
+
+    def _receive_grad(self, buffer: int) -> None:
+        m = self._slots.get((buffer, "activations"))
+        if self.schedule.is_last_stage or m is None:
+            raise self._wrong("has no forward to receive a gradient for; do ForwardPass there first")
+        self._put(buffer, "gradient", m)
+        self.received_grads.append(m)
+
+    def _backward(self, buffer: int) -> None:
+        if self._ended:
+            raise self._wrong("comes after the gradients were reduced; put ReduceGrads and OptimizerStep last")
+        if not self.schedule.is_last_stage:
+            self._take(buffer, "gradient", "RecvGrad")
+        m = self._take(buffer, "activations", "ForwardPass")
+        if not self.schedule.is_first_stage:
+            self._put(buffer, "gradient of the input", m)
+        self.ops.append(Op(self.schedule.stage_id, Kind.B, m))
+
+    def _send_grad(self, buffer: int) -> None:
+        self.sent_grads.append(self._take(buffer, "gradient of the input", "BackwardPass"))
+
+    def _put(self, buffer: int, slot: str, m: int) -> None:
+        """A micro-batch comes into a slot, which must be free; behind an input, all but the label must be."""
+        others = [name for name in _SLOTS if name != "label"] if slot == "input" else [slot]
+        held = next((name for name in others if (buffer, name) in self._slots), None)
+        if held is not None:
+            there = self._slots[buffer, held]
+            raise self._wrong(f"overwrites the {held} of micro-batch {there}, still needed; use another buffer")
+        self._slots[buffer, slot] = m
+
+    def _take(self, buffer: int, slot: str, maker: str) -> int:
+        if (buffer, slot) not in self._slots:
+            raise self._wrong(f"finds no {slot} in its buffer; do {maker} there first")
+        return self._slots.pop((buffer, slot))
+
+    def refuse_unmatched(self, after: _Stream) -> None:
+        """Raises ScheduleError unless all that this stage and the one after it send is received, in the same order."""
+        a, b = self.schedule.stage_id, after.schedule.stage_id
+        if after._num_received < len(self.sent_activations):
+            raise ScheduleError(
+                f"{self._name}: stage {a} sends {len(self.sent_activations)} activations, stage {b} receives "
+                f"{after._num_received}; add RecvActivation there"
+            )
+        sent, received = after.sent_grads, self.received_grads
+        if len(sent) != len(received):
+            raise ScheduleError(
+                f"{self._name}: stage {b} sends {len(sent)} gradients, stage {a} receives {len(received)}; give "
+                f"each SendGrad its RecvGrad"
+            )
+        for i, (m, expected) in enumerate(zip(sent, received, strict=True)):
+            if m != expected:
+                raise ScheduleError(
+                    f"{self._name}: gradient {i} that stage {b} sends is of micro-batch {m}, but stage {a} takes it "
+                    f"for micro-batch {expected}; give both the same order"
+                )
+
+    @property
+    def _name(self) -> str:
+        return type(self.schedule).__name__
+
+    def _wrong(self, what: str) -> ScheduleError:
+        return ScheduleError(
+            f"{self._name}, stage {self.schedule.stage_id}, step {self._step}: {self._instruction} {what}"
+        )

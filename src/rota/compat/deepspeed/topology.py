@@ -1,0 +1,231 @@
+"""`deepspeed.runtime.pipe.topology`: ranks as points of a grid with named axes, the last one innermost."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Iterable, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from rota.errors import PipelineError
+from rota.runtime.joining import join
+
+_MESH_NAMES = {"pipe": "pp", "data": "dp", "model": "tp"}
+
+
+class ProcessTopology:
+    """`dims[i]` ranks along the axis `axes[i]`; ranks count row by row."""
+
+    def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
+        self.axes = [*axes]
+        self.dims = [*dims]
+        made: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
+        self.ProcessCoord = made
+        self._coords: list[Any] = [made(*coord) for coord in product(*map(range, self.dims))]
+        self.mapping: dict[Any, int] = {coord: rank for rank, coord in enumerate(self._coords)}
+
+    def __str__(self) -> str:
+        return str(self.mapping)
+
+    def world_size(self) -> int:
+        return len(self._coords)
+
+    def get_axis_names(self) -> list[str]:
+        return self.axes
+
+    def get_dim(self, axis: str) -> int:
+        """How many ranks lie along `axis`; 0 for an axis that is not there."""
+        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+
+    def get_rank(self, **coord: int) -> int:
+        """The rank at a point, every axis given. Raises ValueError."""
+        if {*coord} != {*self.axes}:
+            raise ValueError(f"get_rank needs one value for each of {self.axes}, not {coord}; else use filter_match")
+        point = self.ProcessCoord(**coord)
+        if point not in self.mapping:
+            raise ValueError(f"{point} is outside of the topology's dims {self.dims}")
+        return self.mapping[point]
+
+    def get_coord(self, rank: int) -> Any:
+        """The point of a rank: `get_coord(5).pipe`. Raises ValueError."""
+        if not 0 <= rank < self.world_size():
+            raise ValueError(f"rank {rank} is not in the topology: it has 0 to {self.world_size() - 1}")
+        return self._coords[rank]
+
+    def get_rank_repr(
+        self, rank: int, omit_axes: Iterable[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
+    ) -> str:
+        """The rank's point as text, `model_01`, for names of files."""
+        omitted = {*omit_axes}
+        named = zip(self.axes, self.get_coord(rank), strict=True)
+        return outer_sep.join(f"{axis}{inner_sep}{at:02d}" for axis, at in named if axis not in omitted)
+
+    def filter_match(self, **coord: int) -> list[int]:
+        """The ranks whose points have these values. Raises ValueError."""
+        unknown = next((axis for axis in coord if axis not in self.axes), None)
+        if unknown is not None:
+            raise ValueError(f"the topology has no axis {unknown!r}; it has {self.axes}")
+        wanted = coord.items()
+        return [rank for rank, point in enumerate(self._coords) if wanted <= point._asdict().items()]
+
+    def get_axis_list(self, axis: str, idx: int) -> list[int]:
+        """The ranks at `idx` along `axis`."""
+        return self.filter_match(**{axis: idx})
+
+    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
+        """The lines of ranks along `axis`; none for an axis that is not there."""
+        if axis not in self.axes:
+            return []
+        lines: dict[Any, list[int]] = {}
+        for rank, point in enumerate(self._coords):
+            lines.setdefault(point._replace(**{axis: 0}), []).append(rank)
+        return [*lines.values()]
+
+
+class PipeDataParallelTopology(ProcessTopology):
+    """Replicas innermost, where links are fastest."""
+
+    def __init__(self, num_pp: int, num_dp: int) -> None:
+        super().__init__(["pipe", "data"], [num_pp, num_dp])
+
+
+class PipeModelDataParallelTopology(ProcessTopology):
+    """Tensor parallelism innermost, then replicas."""
+
+    def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
+        super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
+
+
+def _prime_factors(number: int) -> list[int]:
+    """In rising order. Raises ValueError below 1."""
+    if number < 1:
+        raise ValueError(f"{number} has no prime factors; give 1 or more")
+    factors, divisor = [], 2
+    while number > 1:
+        if number % divisor:
+            divisor += 1
+        else:
+            factors.append(divisor)
+            number //= divisor
+    return factors
+
+
+class PipelineParallelGrid:
+    """This process's place in a topology, and its process groups. Every process must make it.
+
+    Without a topology the processes' prime factors go to pipeline and replicas in turn. `mesh` is the topology as
+    `rota.Pipeline` takes it. Raises PipelineError where the topology is not of as many processes as there are.
+    """
+
+    def __init__(self, topology: ProcessTopology | None = None) -> None:
+        join()
+        self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        if topology is None:
+            pipe_and_data = [1, 1]
+            for i, factor in enumerate(_prime_factors(self.world_size)):
+                pipe_and_data[i % 2] *= factor
+            topology = PipeDataParallelTopology(*pipe_and_data)
+        self._topo = topology
+        if not self._is_grid_valid() or "pipe" not in topology.axes:
+            raise PipelineError(
+                f"the topology has axes {topology.axes} with dims {topology.dims}, but {self.world_size} processes "
+                f"were started; give it an axis 'pipe', and start {topology.world_size()}"
+            )
+        self.pipe_parallel_size, self.data_parallel_size, self.model_parallel_size = (
+            max(topology.get_dim(axis), 1) for axis in ("pipe", "data", "model")
+        )
+        self.stage_id, self.data_parallel_id = self.get_stage_id(), self.get_data_parallel_id()
+        self.is_first_stage = self.stage_id == 0
+        self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
+        self.mesh = DeviceMesh(
+            "cpu",
+            torch.arange(self.world_size).view(*topology.dims),
+            mesh_dim_names=tuple(_MESH_NAMES.get(axis, axis) for axis in topology.axes),
+        )
+        self.pipe_groups, self.dp_groups = (topology.get_axis_comm_lists(axis) for axis in ("pipe", "data"))
+        self.pp_group, self.pp_proc_group = self._along("pipe")
+        self.dp_group, self.dp_proc_group = self._along("data")
+        self.slice_group, self.slice_proc_group = self._along("model")
+        replicas = [topology.get_axis_list("data", i) for i in range(topology.get_dim("data"))]
+        replicas = replicas or [[*range(self.world_size)]]
+        self.ds_model_group = self._mine(replicas)
+        self.ds_model_proc_group = _process_group(replicas)
+        #: Each rank and the one after it in its pipeline, the first again after the last.
+        self.p2p_groups = sorted([line[i - 1], rank] for line in self.pipe_groups for i, rank in enumerate(line))
+
+    def _along(self, axis: str) -> tuple[list[int], Any]:
+        """The ranks on this process's line along an axis, and their process group; itself where there is no axis."""
+        if axis in self._topo.axes:
+            return self._mine(self._topo.get_axis_comm_lists(axis)), self.mesh.get_group(_MESH_NAMES[axis])
+        alone = [[rank] for rank in range(self.world_size)]
+        return [self.global_rank], _process_group(alone)
+
+    def _mine(self, lines: list[list[int]]) -> list[int]:
+        return next(line for line in lines if self.global_rank in line)
+
+    def _is_grid_valid(self) -> bool:
+        return self._topo.world_size() == self.world_size
+
+    def topology(self) -> ProcessTopology:
+        return self._topo
+
+    def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
+        """The rank of a stage in this process's replica, or where `kwargs` say."""
+        me = self._topo.get_coord(self.global_rank)
+        return self._topo.get_rank(**me._replace(pipe=stage_id, **kwargs)._asdict())
+
+    def get_stage_id(self) -> int:
+        return int(self._topo.get_coord(self.global_rank).pipe)
+
+    def get_data_parallel_id(self) -> int:
+        return int(getattr(self._topo.get_coord(self.global_rank), "data", 0))
+
+    def get_global_rank(self) -> int:
+        return self.global_rank
+
+    def get_pipe_parallel_rank(self) -> int:
+        return self.get_stage_id()
+
+    def get_pipe_parallel_world_size(self) -> int:
+        return self.pipe_parallel_size
+
+    def get_pipe_parallel_group(self) -> Any:
+        return self.pp_proc_group
+
+    def get_data_parallel_rank(self) -> int:
+        return self.data_parallel_id
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.data_parallel_size
+
+    def get_data_parallel_group(self) -> Any:
+        return self.dp_proc_group
+
+    def get_model_parallel_rank(self) -> int:
+        """Among all processes that hold one copy of the model, as everywhere in DeepSpeed."""
+        return self.ds_model_group.index(self.global_rank)
+
+    def get_model_parallel_world_size(self) -> int:
+        return len(self.ds_model_group)
+
+    def get_model_parallel_group(self) -> Any:
+        return self.ds_model_proc_group
+
+    def get_slice_parallel_rank(self) -> int:
+        """Among the processes that share each layer of this stage."""
+        return self.slice_group.index(self.global_rank)
+
+    def get_slice_parallel_world_size(self) -> int:
+        return self.model_parallel_size
+
+    def get_slice_parallel_group(self) -> Any:
+        return self.slice_proc_group
+
+
+def _process_group(lines: list[list[int]]) -> Any:
+    """The group of the line that this process is on."""
+    return dist.new_subgroups_by_enumeration(lines, backend="gloo")[0]  # type: ignore[no-untyped-call]

@@ -1,0 +1,27 @@
+"""René's door: a schedule's instructions as a graph, when each may run, and pictures of it. On `rota.taskgraph`."""
+
+from rota.compat.rene.constants import DEFAULT_ANNOTATION_ARGS, DEFAULT_LINE_ARGS, DEFAULT_RECTANGLE_ARGS
+from rota.compat.rene.dag import ReneDAG
+from rota.compat.rene.instruction import Backward, Forward, ForwardBackward, Instruction, Recomputation, ReneError
+from rota.compat.rene.rules import backward_dep, forward_dep
+from rota.compat.rene.schedule import EarlyRecomputation1F1B, PipelineSchedule, Synchronous1F1B
+from rota.compat.rene.visualizer import PipelineVisualizer
+
+__all__ = [
+    "DEFAULT_ANNOTATION_ARGS",
+    "DEFAULT_LINE_ARGS",
+    "DEFAULT_RECTANGLE_ARGS",
+    "Backward",
+    "EarlyRecomputation1F1B",
+    "Forward",
+    "ForwardBackward",
+    "Instruction",
+    "PipelineSchedule",
+    "PipelineVisualizer",
+    "Recomputation",
+    "ReneDAG",
+    "ReneError",
+    "Synchronous1F1B",
+    "backward_dep",
+    "forward_dep",
+]

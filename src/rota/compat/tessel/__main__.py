@@ -1,0 +1,68 @@
+"""python -m rota.compat.tessel: the best schedule of one of Tessel's placements."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rota.compat.tessel.cases import PLACEMENTS
+from rota.compat.tessel.schedule.composer import Composer
+from rota.compat.tessel.schedule.schedplan import SchedPlan
+from rota.errors import RotaError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 0; 1 where nothing fits; 2 for what is asked wrongly."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _run(options)
+    except (RotaError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m rota.compat.tessel", description=__doc__)
+    parser.add_argument("--placement", choices=sorted(PLACEMENTS), required=True)
+    parser.add_argument("--ndevs", type=int, required=True, help="number of devices")
+    parser.add_argument("--nmicros", type=int, help="number of micro-batches; default: the fewest that are best")
+    parser.add_argument("--memory", type=int, help="limit of each device; default: none")
+    parser.add_argument("--save", metavar="FILE", help="write the schedule as JSON")
+    parser.add_argument("--infer", action="store_true", help="the placement's inference form, with no memory limit")
+    parser.add_argument("--fast-search", action="store_true", help="choose the number of micro-batches, too")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    micro = PLACEMENTS[options.placement](options.ndevs, train=not options.infer)
+    memory = None if options.infer else options.memory
+    print(f"placement:\n{micro}")
+    if options.fast_search or options.nmicros is None:
+        schedule = Composer.compose_fast(micro, memory)
+    else:
+        schedule = Composer.compose_n(micro, memory, options.nmicros)
+    if schedule is None:
+        print("no solution: nothing fits; give the devices more memory")
+        return 1
+    _tell(schedule)
+    if options.save is not None:
+        schedule.save(options.save)
+    return 0
+
+
+def _tell(schedule: SchedPlan) -> None:
+    nmicros = 1 + max(block.mid for block in schedule.all_blocks())
+    unrolled = schedule.unroll(nmicros + 2)
+    print(f"best schedule, {nmicros} micro-batches in {schedule.nsteps} steps:\n{schedule}")
+    print(f"unrolled schedule, {nmicros + 2} micro-batches in {unrolled.nsteps} steps:\n{unrolled}")
+    peaks = ", ".join(str(schedule.peak_memory(device)) for device in range(schedule.ndevs))
+    print(f"peak memory of each device: {peaks}")
+    assert schedule.repetend is not None
+    first, last = schedule.repetend
+    again = f"{last - first} (again every {schedule.period})"
+    print(f"steps: warmup {first}, repetend {again}, cooldown {schedule.nsteps - last}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Blocks, schedules and the composer, where Tessel has them."""

@@ -1,0 +1,137 @@
+"""`forward_backward`: a step of the pipeline whose stages are functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from rota.compat.torchdistpackage.stage import Backward, Forward, FunctionStage
+from rota.compat.torchdistpackage.topology import tpc
+from rota.costs import Cluster, Costs
+from rota.errors import PipelineError
+from rota.models import Stages
+from rota.placing import place
+from rota.runtime import Pipeline
+from rota.runtime.replicas import Average
+from rota.schedules import forward_only as forwards_alone
+from rota.schedules import one_f_one_b
+
+_Made = tuple[Pipeline, FunctionStage]
+_made: dict[tuple[int, bool, bool], _Made] = {}
+
+
+def forward_backward(
+    optimizer: torch.optim.Optimizer | None,
+    fwd_fn: Forward,
+    bwd_fn: Backward | None,
+    inputs: torch.Tensor | list[Any] | tuple[Any, ...] | None,
+    num_microbatches: int = 1,
+    forward_only: bool = False,
+    dtype: torch.dtype = torch.bfloat16,  # noqa: ARG001
+    scatter_gather_tensors: bool = False,
+) -> Any:
+    """One step of 1F1B on all stages; returns this stage's last output, without its graph. Collective.
+
+    `inputs`: this stage's own, each split along dim 0 into `num_microbatches`. `fwd_fn` gets what the stage before
+    returned (one tensor, or several), then these: a single one as it is, else a list. The last stage returns the loss,
+    whose gradients are those of the sum over micro-batches. `bwd_fn(output, its gradient)` takes the place of
+    autograd's backward; on the last stage the gradient is None. Those of `optimizer` are cleared first; it makes no
+    step. `forward_only`: no gradients, and any output. `scatter_gather_tensors`: tensors travel in slices over the
+    "tensor" group. `dtype` need not be right: tensors of any dtype travel as they are. Raises PipelineError.
+    """
+    microbatches = _divided(inputs, num_microbatches)
+    if optimizer is not None and not forward_only:
+        optimizer.zero_grad()
+    pipeline, stage = _pipeline(num_microbatches, forward_only, scatter_gather_tensors)
+    stage.fwd_fn, stage.bwd_fn = fwd_fn, bwd_fn
+    targets = None if forward_only else [()] * num_microbatches  # the loss is made by fwd_fn
+    with _reduced_once(active=not forward_only):
+        pipeline.step([(given,) for given in microbatches], targets)
+    output, stage.output = stage.output, None
+    return output
+
+
+def forward_eval(fwd_fn: Forward, inputs: Any, dtype: torch.dtype = torch.bfloat16, **kwargs: Any) -> Any:
+    """A whole batch through all stages, without gradients; returns this stage's output. Collective."""
+    return forward_backward(None, fwd_fn, None, inputs, 1, forward_only=True, dtype=dtype, **kwargs)
+
+
+def _divided(inputs: Any, num_microbatches: int) -> list[list[Any]]:
+    """This stage's inputs of each micro-batch."""
+    given = [] if inputs is None else [inputs] if isinstance(inputs, torch.Tensor) else [*inputs]
+    if not given and tpc.is_first_in_group("pipe"):
+        raise PipelineError(
+            "inputs is empty on the first stage, which has nothing else to run on; pass the batch there"
+        )
+    for i, value in enumerate(given):
+        shape = [*value.shape] if isinstance(value, torch.Tensor) else type(value).__name__
+        if not isinstance(shape, list) or not shape or shape[0] % num_microbatches or not shape[0]:
+            raise PipelineError(
+                f"inputs[{i}] is of shape {shape}, which does not divide along dim 0 into {num_microbatches} "
+                f"micro-batches; give tensors with a multiple of {num_microbatches} rows, or another num_microbatches"
+            )
+    columns = [value.chunk(num_microbatches) for value in given]
+    return [[column[m] for column in columns] for m in range(num_microbatches)]
+
+
+def _pipeline(num_microbatches: int, forward_only: bool, in_slices: bool) -> _Made:
+    """Made when it is first needed, and kept until the process groups are set up anew."""
+    key = num_microbatches, forward_only, in_slices
+    if key not in _made:
+        size = tpc.get_group_size("pipe")
+        group = tpc.get_group("tensor") if in_slices and tpc.is_mode_inited("tensor") else None
+        stages = [FunctionStage(is_last=stage == size - 1, group=group) for stage in range(size)]
+        placement = place(Costs.uniform(size), Cluster.uniform(size))
+        plan = (
+            forwards_alone(placement.forward_only(), num_microbatches)
+            if forward_only
+            else one_f_one_b(placement, num_microbatches)
+        )
+        loss_fn = None if forward_only else _as_it_is
+        # A function may return anything each time.
+        options: dict[str, Any] = {"dynamic_shapes": True} | ({"mesh": tpc.mesh} if tpc.mesh.size() > size else {})
+        pipeline = Pipeline(Stages(stages, inputs=[0] * size), plan, loss_fn, **options)
+        _made[key] = pipeline, stages[pipeline.rank]
+        tpc.before_close.callback(_close, key)
+    return _made[key]
+
+
+def _close(key: tuple[int, bool, bool]) -> None:
+    _made.pop(key)[0].close()
+
+
+def _as_it_is(output: Any, target: Any) -> Any:  # noqa: ARG001
+    return output
+
+
+@contextmanager
+def _reduced_once(active: bool) -> Iterator[None]:
+    """DDP modules that run meanwhile average their gradients once, at the end.
+
+    Alone, they would average after the first backward, of several.
+    """
+    seen: list[DistributedDataParallel] = []
+
+    def hold_back(module: nn.Module, _: Any) -> None:
+        if isinstance(module, DistributedDataParallel) and module.require_backward_grad_sync:
+            module.require_backward_grad_sync = False
+            seen.append(module)
+
+    hook = register_module_forward_pre_hook(hold_back) if active else None
+    try:
+        yield
+    finally:
+        for module in seen:
+            module.require_backward_grad_sync = True
+        if hook is not None:
+            hook.remove()
+    for module in seen:
+        average = Average([*module.parameters()], module.process_group)
+        average.start()
+        average.finish()

@@ -1,0 +1,98 @@
+"""Checkpoints read by one process: whether all of one is there, and its model as one file."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from rota.errors import FormatError
+from rota.runtime.checkpoint_files import MANIFEST, File, Saved, read_saved, whole_ones
+from rota.runtime.checkpoint_names import model_key
+
+
+def find(path: Path) -> list[Saved]:
+    """The checkpoint in `path`, or all in the folder `path` as they were saved. Raises FormatError if there is none."""
+    found = [read_saved(path)] if (path / MANIFEST).exists() else whole_ones(path)
+    if not found:
+        raise FormatError(f"no whole checkpoint in {path}; give a folder with step-N inside, or such a step-N")
+    return found
+
+
+def damages(saved: Saved) -> list[str]:
+    """What is wrong with a checkpoint, compared with the hashes of when it was saved; empty if nothing is.
+
+    Only if all files are what they were, the metadata are unpickled: then every tensor must be covered by them.
+    """
+    return [*_changed_files(saved)] or [*_gaps(saved)]
+
+
+def _changed_files(saved: Saved) -> Iterator[str]:
+    for name, file in saved.manifest.files.items():
+        path = saved.path / name
+        if not path.is_file():
+            yield f"{name} is missing"
+        elif (found := File.of(path)).num_bytes != file.num_bytes:
+            yield f"{name} has {found.num_bytes:,} bytes instead of {file.num_bytes:,}"
+        elif found != file:
+            yield f"{name} has other contents than when it was saved"
+
+
+def _gaps(saved: Saved) -> Iterator[str]:
+    metadata = FileSystemReader(saved.path).read_metadata()
+    for name, num_parts in saved.manifest.weights.items():
+        for key in [name] if num_parts == 1 else [f"{name}#{part}" for part in range(num_parts)]:
+            if model_key(key) not in metadata.state_dict_metadata:
+                yield f"{key} has no tensor"
+    for key, tensor in metadata.state_dict_metadata.items():
+        if isinstance(tensor, TensorStorageMetadata):
+            covered = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+            if covered != math.prod(tensor.size):
+                yield f"{key} has {covered:,} of {math.prod(tensor.size):,} numbers"
+            for chunk in tensor.chunks:
+                yield from _misplaced(metadata, saved, MetadataIndex(key, chunk.offsets))
+
+
+def _misplaced(metadata: Metadata, saved: Saved, index: MetadataIndex) -> Iterator[str]:
+    place: Any = metadata.storage_data.get(index)
+    file = saved.manifest.files.get(place.relative_path) if place is not None else None
+    if file is None or place.offset + place.length > file.num_bytes:
+        yield f"{index.fqn} is in none of its files"
+
+
+def export(saved: Saved, path: Path) -> int:
+    """Write the whole model, weights and buffers by their names, into one safetensors file; returns their number.
+
+    Of a tied weight the aliases stand in the file's metadata, as `safetensors.torch.save_model` puts them there.
+    Raises FormatError where weights are in parts, and where a file of the checkpoint is missing.
+    """
+    from safetensors.torch import save_file
+
+    saved.require_files()
+    parts = [name for name, num_parts in saved.manifest.weights.items() if num_parts > 1]
+    if parts:
+        raise FormatError(
+            f"{saved.path} has {parts[0]} in {saved.manifest.weights[parts[0]]} parts, and does not know how they are "
+            f"joined; load it on as many tensor-parallel ranks, and join them there"
+        )
+    reader = FileSystemReader(saved.path)
+    stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    wanted = {
+        name: torch.empty(stored[model_key(name)].size, dtype=stored[model_key(name)].properties.dtype)
+        for name in saved.manifest.weights
+    }
+    read = {model_key(name): tensor for name, tensor in wanted.items()}
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")  # as it is meant to be
+        load(read, storage_reader=reader, planner=planner, no_dist=True)
+    save_file(wanted, path, metadata={"format": "pt", **saved.manifest.aliases})
+    return len(wanted)

@@ -1,0 +1,131 @@
+"""Where a process is among replicas, ranks and parts, and the groups that it shares with others.
+
+mesh(pp=2, dp=2, tp=2)        replica 0        replica 1
+                            rank 0  rank 1   rank 0  rank 1
+part 0 of each weight          0       2        4       6       process 0, 2 is one pipeline; 0, 4 are replicas
+part 1                         1       3        5       7       of each other; 0, 1 hold parts of the same weights
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any, Final, final
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rota.errors import PipelineError
+from rota.runtime.joining import join
+from rota.runtime.transport import together
+
+_DIMS = ("dp", "pp", "tp")  # from the outermost: what talks most is closest together
+_GIVEN = "ROTA_MESH"  # an environment variable, set by the launcher
+
+
+def mesh(*, pp: int | None = None, dp: int = 1, tp: int = 1) -> DeviceMesh:
+    """A mesh of `dp` replicas of a pipeline on `pp` ranks, each of `tp` processes; dims "dp", "pp" and "tp".
+
+    Without arguments: as `rota run --mesh` was told, else one pipeline over all processes. Joins the processes that
+    `rota run` or torchrun started, if nothing has done so yet. Raises PipelineError where there are not as many.
+    """
+    join()
+    size = dist.get_world_size()
+    if pp is None and dp == tp == 1 and _GIVEN in os.environ:
+        dp, pp, tp = map(int, os.environ[_GIVEN].split())
+    elif pp is None:
+        pp = max(size // (dp * tp), 1)
+    if (needed := pp * dp * tp) != size:
+        raise PipelineError(
+            f"a mesh of pp={pp}, dp={dp}, tp={tp} is for {needed} processes, but {size} were started; start {needed}, "
+            f"such as by `rota run --mesh pp={pp},dp={dp},tp={tp} plan.json script.py`"
+        )
+    with together("making the mesh"):
+        return init_device_mesh("cpu", (dp, pp, tp), mesh_dim_names=_DIMS)
+
+
+def leave_mesh(pp: int, dp: int, tp: int) -> dict[str, str]:
+    """The environment by which the processes of a run find the mesh."""
+    return {_GIVEN: f"{dp} {pp} {tp}"}
+
+
+def pipelines_of(mesh: DeviceMesh | None) -> list[list[int]]:
+    """The processes of each pipeline by rank, replica by replica, and in each part by part."""
+    if mesh is None:
+        return [[*range(dist.get_world_size())]]
+    names = mesh.mesh_dim_names or ()
+    if not names or not {*names} <= {*_DIMS}:
+        raise PipelineError(
+            f"the mesh has the dims {', '.join(map(repr, names)) or 'without names'}; name them among 'dp', 'pp' and "
+            f"'tp', or make it by rota.mesh"
+        )
+    there = [dim for dim in _DIMS if dim in names]
+    grid = mesh.mesh.permute([names.index(dim) for dim in there])
+    for position, dim in enumerate(_DIMS):
+        if dim not in names:
+            grid = grid.unsqueeze(position)
+    pipelines: list[list[int]] = grid.movedim(1, 2).flatten(0, 1).tolist()
+    if sorted(process for pipeline in pipelines for process in pipeline) != [*range(dist.get_world_size())]:
+        raise PipelineError(
+            f"the mesh has {mesh.size()} of {dist.get_world_size()} processes; make one of all of them, or start fewer"
+        )
+    if any(pipeline != sorted(pipeline) for pipeline in pipelines):
+        raise PipelineError(f"along 'pp' the mesh has the processes {pipelines[0]}; order them upwards")
+    return pipelines
+
+
+@final
+class Processes:
+    """This process among those of a mesh. Collective to make. Raises PipelineError where the mesh does not fit."""
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        self._all: Final = pipelines_of(mesh)
+        self.num_parts: Final = mesh["tp"].size() if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else 1
+        self.num_ranks: Final = len(self._all[0])
+        self.num_pipelines: Final = len(self._all)
+        self.num_replicas: Final = len(self._all) // self.num_parts
+        mine = dist.get_rank()
+        position = next(i for i, pipeline in enumerate(self._all) if mine in pipeline)
+        #: Which replica, and which part of its weights, this process has; and its rank in the plan.
+        self.replica, self.part = divmod(position, self.num_parts)
+        self.rank: Final = self._all[position].index(mine)
+        self.is_first_pipeline: Final = position == 0
+        self.is_first: Final = position == self.rank == 0
+        self._groups: list[dist.ProcessGroup] = []
+        # Groups of all processes, of its pipeline, of the holders of the same weights, of their other parts.
+        self.everyone: dist.ProcessGroup = self._made([[*range(dist.get_world_size())]])
+        self.pipeline = self.everyone if len(self._all) == 1 else self._made(self._all)
+        across, together_on = self._across_replicas(), self._across_parts()
+        #: This process and those that hold the same weights, one a replica.
+        self.replica_processes: Final = sorted(next(of for of in across if mine in of))
+        self.replicas = self._made(across) if self.num_replicas > 1 else None
+        self.parts = self._made(together_on) if self.num_parts > 1 else None
+
+    def _across_replicas(self) -> list[list[int]]:
+        parts = range(self.num_parts)
+        return [[*column] for part in parts for column in zip(*self._all[part :: self.num_parts], strict=True)]
+
+    def _across_parts(self) -> list[list[int]]:
+        n = self.num_parts
+        return [[*column] for i in range(0, len(self._all), n) for column in zip(*self._all[i : i + n], strict=True)]
+
+    def of_ranks(self, ranks: Iterable[int]) -> Any:
+        """The group of some of the plan's ranks, of this process's pipeline. Every process must call it."""
+        ranks = [*ranks]
+        return self._made([[pipeline[rank] for rank in ranks] for pipeline in self._all])
+
+    def _made(self, enumeration: list[list[int]]) -> Any:
+        """Every process makes all of them, in one order; returns its own, None outside of all."""
+        with together("making process groups"):
+            made = [dist.new_group(processes, backend="gloo") for processes in enumeration]
+        mine = dist.get_rank()
+        own = next((group for group, of in zip(made, enumeration, strict=True) if mine in of), None)
+        if own is not None:
+            self._groups.append(own)
+        return own
+
+    def close(self) -> list[dist.ProcessGroup]:
+        """The groups, which are no longer used here."""
+        groups, self._groups = self._groups, []
+        del self.everyone, self.pipeline, self.replicas, self.parts
+        return groups

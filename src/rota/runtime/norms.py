@@ -1,0 +1,63 @@
+"""The norm of all ranks' gradients together, for any norm type, and gradients scaled to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rota.errors import PipelineError
+from rota.runtime.transport import together
+from rota.runtime.wrapping import is_sharded
+
+
+def clip(
+    parameters: Iterable[nn.Parameter],
+    counted: Iterable[nn.Parameter],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    group: dist.ProcessGroup,
+) -> float:
+    """Scale the gradients of `parameters` as `torch.nn.utils.clip_grad_norm_` does; returns the norm before.
+
+    The norm is that of what is `counted` on each of the group's processes. Collective.
+    """
+    if not norm_type > 0:
+        raise PipelineError(f"norm_type is {norm_type}; give a number above 0, or inf")
+    norm = total_norm([local(p.grad) for p in counted if p.grad is not None], float(norm_type), group)
+    if error_if_nonfinite and not math.isfinite(norm):
+        raise PipelineError(
+            f"the norm of the gradients is {norm}, so they cannot be clipped; leave this step out, or clip with "
+            f"error_if_nonfinite=False"
+        )
+    scale = max_norm / (norm + 1e-6)
+    if not scale >= 1:  # nan too, which then is in all gradients
+        for parameter in parameters:
+            if parameter.grad is not None:
+                local(parameter.grad).mul_(scale)
+    return norm
+
+
+def total_norm(gradients: list[torch.Tensor], norm_type: float, group: dist.ProcessGroup) -> float:
+    """Of all processes' `gradients` together, added up in float64. Collective."""
+    norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in gradients if g.numel()]
+    mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
+    with together("adding up the gradients' norm"):
+        if math.isinf(norm_type):
+            # Gloo's maximum may lose a nan.
+            told = torch.stack([mine.nan_to_num(0, math.inf).max(), mine.isnan().any().double()])
+            dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
+            return math.nan if told[1] else float(told[0])
+        total = (mine**norm_type).sum()
+        dist.all_reduce(total, group=group)
+    return float(total ** (1 / norm_type))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What of it is in this process; all of it but for FSDP's shards."""
+    own: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return own.detach()

@@ -1,0 +1,110 @@
+"""Mixed precision as PyTorch has it: ambient autocast for forwards alone, one overflow decision for all ranks' scalers.
+
+rank 0   F0 F1 … B1   gradients finite ─┐                    ┌─▶ inf into all gradients ─▶ scaler.step: skips
+rank 1   F0 B0 F1 …   an inf in one    ─┴─ one all-reduce ───┴─▶ inf into all gradients ─▶ scaler.step: skips
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import TypeAlias, final
+
+import torch
+from torch import nn
+
+from rota.errors import PipelineError
+from rota.runtime.transport import together
+
+Autocast: TypeAlias = tuple[tuple[str, torch.dtype], ...]
+
+_DEVICE_TYPES = ("cpu", "cuda")
+_NOTHING = nullcontext()
+
+
+def ambient_autocast() -> Autocast:
+    """What autocast is on around the caller: device type and dtype of each, none if it is off."""
+    return tuple((of, torch.get_autocast_dtype(of)) for of in _DEVICE_TYPES if torch.is_autocast_enabled(of))
+
+
+def without_autocast(autocast: Autocast) -> AbstractContextManager[object]:
+    """Around a backward: it computes in the dtypes of its forward, and nothing may cast once more."""
+    return _switched(autocast, on=False)
+
+
+def under_autocast(autocast: Autocast) -> AbstractContextManager[object]:
+    """Around a forward whose caller runs without it."""
+    return _switched(autocast, on=True)
+
+
+def _switched(autocast: Autocast, on: bool) -> AbstractContextManager[object]:
+    if not autocast:
+        return _NOTHING
+    stack = ExitStack()
+    for device_type, dtype in autocast:
+        stack.enter_context(torch.autocast(device_type, dtype, enabled=on))
+    return stack
+
+
+@final
+class LossScale:
+    """What a `GradScaler` asks of a pipeline's steps; every rank has one, also where no scaler is used."""
+
+    def __init__(self) -> None:
+        self._scaler: torch.amp.GradScaler | None = None
+        self._factor = 1.0
+        self._witness = torch.optim.SGD([nn.Parameter(torch.zeros(()))])
+
+    def begin(self, scaler: torch.amp.GradScaler | None) -> float:
+        """A new step; returns what its loss's gradient is multiplied by."""
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        # Its own `scale` makes a new scaler ready for its `step` and `update`, too.
+        self._factor = 1.0 if self._scaler is None else float(self._scaler.scale(torch.ones(())))
+        return self._factor
+
+    def told(self) -> tuple[int, int]:
+        """Two numbers whose maxima over the ranks show to `refuse_differences` whether all have one scale."""
+        bits: int = 0 if self._scaler is None else struct.unpack("<q", struct.pack("<d", self._factor))[0]
+        return bits, -bits  # positive floats are ordered as their bits are
+
+    def refuse_differences(self, most: int, least: int) -> None:
+        """Raises PipelineError, on all ranks."""
+        if most != -least:
+            low, high = (struct.unpack("<d", struct.pack("<q", bits))[0] for bits in (-least, most))
+            found = f"scales {low:g} and {high:g}" if low else f"scale {high:g}, and none on some rank"
+            raise PipelineError(
+                f"the ranks' gradient scalers differ ({found}); give step one of the same settings on every rank, and "
+                f"call its update() on every rank, also where there is no gradient"
+            )
+
+    def settle(self, parameters: Iterable[nn.Parameter], agree: Callable[[torch.Tensor], None]) -> None:
+        """Let all scalers find an overflow if any rank has one. Collective where there is a scaler.
+
+        `agree` takes the maximum over all ranks. The scaler sees it in this rank's gradients, and in a witness beside
+        them, so that its `update` has something to go by where there are none.
+        """
+        if self._scaler is None:
+            return
+        gradients = [_numbers(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        overflow = torch.tensor(int(any(not gradient.isfinite().all() for gradient in gradients)))
+        with together("comparing overflows"):
+            agree(overflow)
+        if overflow:
+            for gradient in gradients:
+                gradient.fill_(torch.inf)
+        (witness,) = self._witness.param_groups[0]["params"]
+        witness.grad = torch.tensor(torch.inf if overflow else 0.0)
+        try:
+            self._scaler.unscale_(self._witness)
+        except RuntimeError as error:
+            raise PipelineError(
+                "the scaler has not been updated since the last synchronized step; call scaler.update() after it, on "
+                "ranks without gradients too, and give step(…, sync=False) to those before the last one of a round"
+            ) from error
+
+
+def _numbers(gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient's memory on this rank; of a sparse one what is not zero."""
+    local: torch.Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # of FSDP, a DTensor
+    return local._values() if local.is_sparse else local

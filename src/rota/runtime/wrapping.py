@@ -1,0 +1,138 @@
+"""Stages that are wrapped for data parallelism: DDP and FSDP2 (`fully_shard`).
+
+A pipeline runs many forwards before the first backward, and reduces once a step. DDP counts on one of each, so what it
+wraps is called instead, and the pipeline averages the gradients in its place. FSDP is told when to reduce.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rota.errors import PipelineError
+from rota.models import Stages
+from rota.placement import Placement
+from rota.runtime.transport import together
+
+
+def unwrapped(stages: Stages) -> tuple[Stages, dict[nn.Module, dist.ProcessGroup]]:
+    """The stages without DDP, and the process group that each of those in DDP was given for its gradients."""
+    modules, groups = [], {}
+    for stage, module in enumerate(stages.modules):
+        if isinstance(module, DistributedDataParallel):
+            _refuse_options(stage, module)
+            groups[module.module] = module.process_group
+            module = module.module
+        if any(isinstance(inner, DistributedDataParallel) for inner in module.modules()):
+            raise PipelineError(f"stage {stage} holds a layer in DDP; wrap the whole stage, or none of it")
+        modules.append(module)
+    if not groups:
+        return stages, {}
+    bare = Stages(modules, stages.edges, stages.inputs, stages.input_names, stages.input_defaults)
+    bare.num_streams = stages.num_streams
+    return bare, groups
+
+
+def _refuse_options(stage: int, module: DistributedDataParallel) -> None:
+    if hook := module._get_ddp_logging_data().get("comm_hook"):  # type: ignore[no-untyped-call]
+        raise PipelineError(
+            f"stage {stage} is in DDP with the communication hook {hook}, which would not run: the pipeline averages "
+            f"gradients itself; leave the hook out"
+        )
+    if module.mixed_precision is not None:
+        raise PipelineError(
+            f"stage {stage} is in DDP with mixed_precision; leave it out, and step under torch.autocast"
+        )
+
+
+@final
+class Sharded:
+    """The stages of this rank that `fully_shard` was applied to, whole or in layers. Raises PipelineError.
+
+    FSDP gathers whole weights in its own hooks, in forwards and where a backward comes by a module's output: that is in
+    B or I. W has no hooks, so that it needs the weights gathered before. Reducing is left out of all hooks.
+    """
+
+    def __init__(self, stages: Stages, placement: Placement, local: tuple[int, ...], replicas: list[int]) -> None:
+        self._roots = {stage: found for stage in local if (found := _roots(stages[stage]))}
+        #: Of the last step: when each stage's reduction was begun and when it was done.
+        self.reductions_ns: dict[int, tuple[int, int]] = {}
+        for stage in local:
+            for name, parameter in stages[stage].named_parameters():
+                if is_sharded(parameter):
+                    _refuse_mesh(stage, name, parameter, replicas)
+            if stage in self._roots and len(placement.ranks_of(stage)) > 1:
+                raise PipelineError(f"stage {stage} is on several ranks and sharded by fully_shard; do one of the two")
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._roots)
+
+    def begin(self) -> None:
+        """No backward of a step reduces."""
+        self.reductions_ns = {}
+        for roots in self._roots.values():
+            for root in roots:
+                _set_last(root, False)
+
+    def gather(self, stage: int) -> None:
+        """Before W: it may need whole weights, and a forward since I may have let them go."""
+        for inner in self._sharded(stage):
+            inner.unshard()
+
+    def reduce(self, stage: int) -> None:
+        """After the last weight gradient, as `torch.distributed.pipelining` does it. Collective over the replicas."""
+        start_ns = time.monotonic_ns()
+        with together("reducing gradients of sharded stages over replicas"):
+            for root in self._roots[stage]:
+                _set_last(root, True)
+                root._get_fsdp_state()._root_post_backward_final_callback()
+        self.reductions_ns[stage] = start_ns, time.monotonic_ns()
+
+    def finish(self) -> None:
+        """Let whole weights go, also after forwards without backward: an optimizer changes the shards alone."""
+        for stage in self._roots:
+            for inner in self._sharded(stage):
+                inner.reshard()
+
+    def _sharded(self, stage: int) -> Iterator[Any]:
+        for root in self._roots[stage]:
+            yield from (module for module in root.modules() if _is_fsdp(module))
+
+
+def _set_last(root: Any, last: bool) -> None:
+    root.set_is_last_backward(last)
+    root.set_reshard_after_backward(last)
+    root.set_requires_gradient_sync(last)
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor, told without loading what makes those, which takes a second."""
+    return hasattr(tensor, "to_local")
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    """Likewise, an FSDPModule."""
+    return hasattr(module, "set_requires_gradient_sync")
+
+
+def _roots(module: nn.Module) -> list[Any]:
+    """The outermost of the module's layers that are sharded."""
+    if _is_fsdp(module):
+        return [module]
+    return [root for child in module.children() for root in _roots(child)]
+
+
+def _refuse_mesh(stage: int, name: str, parameter: Any, replicas: list[int]) -> None:
+    over = sorted(parameter.device_mesh.mesh.flatten().tolist())
+    if over != replicas or parameter.device_mesh.ndim > 1:
+        raise PipelineError(
+            f"{name} of stage {stage} is a DTensor over a mesh of the processes {over}, but this stage's replicas are "
+            f"{replicas} in a row; use fully_shard(stage, mesh=mesh['dp']), and rota.spmd for tensor "
+            f"parallelism"
+        )

@@ -1,0 +1,90 @@
+"""Clipping by the norm of the whole model, of any type, wherever its weights are."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dist.networks import Layer, batch_of, loss_fn
+from dist.pool import Pool
+from rota import Cluster, Costs, Pipeline, PipelineError, Stages, place
+from rota.schedules import gpipe
+
+NORM_TYPES = (0.5, 1, 2, 3, 7.5, math.inf)
+
+
+class Plain(nn.Module):
+    """No weights: its rank has no gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x)
+
+
+def stages_of(fill: float | None = None) -> Stages:
+    """A weight tied over the ends; with `fill` one gradient is full of that."""
+    torch.manual_seed(0)
+    first, last = Layer().double(), Layer().double()
+    last.linear.weight = first.linear.weight
+    if fill is not None:
+
+        def hook(parameter: nn.Parameter) -> None:
+            parameter.grad.fill_(fill)
+
+        last.linear.bias.register_post_accumulate_grad_hook(hook)
+    return Stages([first, Plain(), last])
+
+
+class Clipped(NamedTuple):
+    norm: float
+    gradients: list[Tensor | None]
+
+
+def gradients_after(stages: Stages, which: tuple[int, ...]) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for stage in which for p in stages[stage].parameters()]
+
+
+def clipped(rank: int, fills: list[float | None], max_norm: float) -> tuple[list[Clipped], list[str]]:
+    """Each norm type on the same gradients, for each fill; and what is told where the norm is not finite."""
+    found, told = [], []
+    plan = gpipe(place(Costs.uniform(3), Cluster.uniform(3)), 4)
+    for fill in fills:
+        for norm_type in NORM_TYPES:
+            stages = stages_of(fill)
+            with Pipeline(stages, plan, loss_fn) as pipeline:
+                pipeline.step(*batch_of(4))
+                if fill is not None and norm_type in (1, math.inf):
+                    with pytest.raises(PipelineError) as error:
+                        pipeline.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=True)
+                    told.append(str(error.value))
+                norm = pipeline.clip_grad_norm_(max_norm, norm_type)
+                assert type(norm) is float
+                found.append(Clipped(norm, gradients_after(stages, (rank,))))
+    with Pipeline(stages_of(), plan, loss_fn) as pipeline:
+        for norm_type in (0, -1, math.nan):
+            with pytest.raises(PipelineError, match=f"norm_type is {norm_type}; give a number above 0, or inf"):
+                pipeline.clip_grad_norm_(1.0, norm_type)
+        assert pipeline.clip_grad_norm_(1.0) == 0  # no rank has a gradient
+    return found, told
+
+
+def test_norms_of_any_type_are_torchs_of_the_whole_model(pool: Pool) -> None:
+    fills: list[float | None] = [None, math.nan, math.inf]
+    by_rank = pool.run(3, clipped, fills, 0.25)
+    cases = [(fill, norm_type) for fill in fills for norm_type in NORM_TYPES]
+    for i, (fill, norm_type) in enumerate(cases):
+        serial = stages_of(fill)
+        x, target = batch_of(4)
+        loss_fn(serial.run(x), target).backward()
+        expected = nn.utils.clip_grad_norm_(nn.ModuleList(serial.modules).parameters(), 0.25, norm_type).item()
+        for rank, (found, _) in enumerate(by_rank):
+            torch.testing.assert_close(found[i].norm, expected, rtol=1e-10, atol=1e-10, equal_nan=True)
+            own = gradients_after(serial, (rank,))
+            torch.testing.assert_close(found[i].gradients, own, rtol=1e-10, atol=1e-10, equal_nan=True)
+    for _, told in by_rank:
+        assert [text.split(",")[0] for text in told] == ["the norm of the gradients is nan"] * 2 + [
+            "the norm of the gradients is inf"
+        ] * 2

@@ -1,0 +1,81 @@
+"""Cuts of a chain against all there are."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import combinations_with_replacement, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rota.cutting import balanced, uniform
+from rota.errors import SplitError
+
+WHOLE = st.lists(st.integers(0, 9), max_size=8)
+FLOATS = st.lists(st.floats(0, 1e12, allow_subnormal=False), max_size=7)
+
+
+def parts_of(costs: list[float], boundaries: list[int]) -> list[Fraction]:
+    return [sum(map(Fraction, costs[a:b]), Fraction(0)) for a, b in pairwise(boundaries)]
+
+
+def best(costs: list[float], num_parts: int) -> tuple[Fraction, Fraction]:
+    """Of all cuts: the smallest largest part, and then the smallest sum of squares."""
+    inner = combinations_with_replacement(range(len(costs) + 1), num_parts - 1)
+    return min(quality(parts_of(costs, [0, *cuts, len(costs)])) for cuts in inner)
+
+
+def quality(parts: list[Fraction]) -> tuple[Fraction, Fraction]:
+    return max(parts), sum((part**2 for part in parts), Fraction(0))
+
+
+@given(st.one_of(WHOLE, FLOATS), st.integers(1, 5))
+def test_no_cut_is_better(costs: list[float], num_parts: int) -> None:
+    boundaries = balanced(costs, num_parts)
+    assert len(boundaries) == num_parts + 1
+    assert (boundaries[0], boundaries[-1]) == (0, len(costs))
+    assert boundaries == sorted(boundaries)
+    assert quality(parts_of(costs, boundaries)) == best(costs, num_parts)
+
+
+@pytest.mark.parametrize(
+    ("costs", "num_parts", "boundaries"),
+    [
+        ([3, 1, 2, 5, 4, 2], 3, [0, 3, 4, 6]),
+        ([1, 1], 4, [0, 1, 2, 2, 2]),  # the last parts are empty
+        ([5, 0, 5], 2, [0, 2, 3]),  # what costs nothing stays with the one before it
+        ([], 2, [0, 0, 0]),
+        ([0.1] * 10, 2, [0, 5, 10]),  # rounded sums would differ
+        ([1e300, 1e-300], 2, [0, 1, 2]),
+    ],
+)
+def test_cuts(costs: list[float], num_parts: int, boundaries: list[int]) -> None:
+    assert balanced(costs, num_parts) == boundaries
+
+
+def test_a_thousand_layers() -> None:
+    costs = [i * 7919 % 1000 + 1 for i in range(1000)]
+    boundaries = balanced(costs, 16)
+    largest = max(parts_of(costs, boundaries))
+    assert Fraction(sum(costs), 16) <= largest < Fraction(sum(costs), 16) + max(costs)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_parts", "boundaries"),
+    [(8, 4, [0, 2, 4, 6, 8]), (10, 4, [0, 3, 6, 8, 10]), (2, 4, [0, 1, 2, 2, 2]), (0, 2, [0, 0, 0])],
+)
+def test_uniform(num_layers: int, num_parts: int, boundaries: list[int]) -> None:
+    assert uniform(num_layers, num_parts) == boundaries
+
+
+@pytest.mark.parametrize("cost", [-1, float("nan"), float("inf")])
+def test_costs_that_are_none_are_refused(cost: float) -> None:
+    with pytest.raises(SplitError, match=rf"costs\[1\] is {cost}: give a finite number of 0 or more"):
+        balanced([1, cost], 2)
+
+
+def test_no_parts_are_refused() -> None:
+    for cut in (lambda: balanced([1], 0), lambda: uniform(1, 0)):
+        with pytest.raises(SplitError, match="num_parts is 0: give at least 1"):
+            cut()
