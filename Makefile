@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-core fuzz soak check fmt docs bench clean
+.PHONY: help demo test test-core browser fuzz soak check fmt docs pictures bench clean
 
 PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -21,8 +21,15 @@ test test-core fuzz soak: export OMP_NUM_THREADS := 1
 test: test-core ## run every test
 	$(BIN)/pytest -m dist
 
-test-core: $(READY) ## run the tests of which none starts processes, side by side
+test-core: $(READY) browser ## run the tests of which none starts processes, side by side
 	$(BIN)/pytest -m "not dist" --numprocesses auto --dist worksteal
+
+# The tests of the HTML page drive a real browser. Where there is none and it cannot be had, they are skipped.
+browser:
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+		echo "installing Chromium for the tests of the HTML page" && \
+		{ apt-get update -qq; timeout 600 apt-get install -yqq chromium; } >/dev/null 2>&1; } || \
+		echo "there is no Chromium: the tests in tests/browser will be skipped (as root: apt-get install chromium)"
 
 fuzz: $(READY) ## run 600 random plans on processes, many more than `make test` does
 	ROTA_RANDOM_PLANS=200 $(BIN)/pytest tests/dist/test_random_orders.py
@@ -42,6 +49,9 @@ fmt: $(READY) ## format the code and mend what the linter can
 docs: $(READY) ## make docs/schedules.md and the pictures of docs/
 	$(BIN)/python docs/make_schedules.py
 	$(BIN)/python docs/make_frontier.py
+
+pictures: $(READY) ## make the pictures of the README and docs/seeing.md, in a browser
+	$(BIN)/python docs/make_pictures.py
 
 bench: $(READY) ## run each benchmarks/*/main.py
 	@for main in $(sort $(wildcard benchmarks/*/main.py)); do \

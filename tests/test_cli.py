@@ -47,6 +47,15 @@ def test_plan_simulate_show_and_compare_pass_files_on(
     picture = tmp_path / "plan.png"
     assert run(capsys, "show", timeline, "-o", picture)[0] == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+    for command in (["show", timeline, "--above", plan_file], ["compare", plan_file, timeline]):
+        page = tmp_path / f"{command[0]}.html"
+        assert run(capsys, *command, "-o", page)[0] == 0
+        assert "plan.json over timeline.json" in page.read_text()
+    code, _, err = run(capsys, "show", timeline, "--above", plan_file)
+    assert code == 2
+    assert "name one by -o" in err
+    assert run(capsys, "show", plan_file, "--bound", "-o", tmp_path / "bound.html")[0] == 0
+    assert "proven optimal" in (tmp_path / "bound.html").read_text()
     code, out, _ = run(capsys, "compare", plan_file, timeline)
     assert code == 0
     assert "slower ops" in out

@@ -45,3 +45,27 @@ def test_the_code_of_a_door_s_page_runs(
     exec(compile(example, f"docs/{page}", "exec"), {"__name__": "example"})
     assert capsys.readouterr().out.endswith(told)
     pyplot.close("all")
+
+
+def test_the_explanation_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = blocks("idle.md")
+    exec(compile(example, "docs/idle.md", "exec"), {"__name__": "example"})
+    lines = capsys.readouterr().out.splitlines()
+    assert any("stage 3 takes 27% longer than the mean: move 60 µs" in line for line in lines)
+    assert lines[-3].startswith("0 400 ")
+
+
+def test_the_pictures_of_the_docs_are_made(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (example,) = blocks("seeing.md")
+    exec(compile(example, "docs/seeing.md", "exec"), {"__name__": "example"})
+    assert capsys.readouterr().out == "True\n"
+    assert (tmp_path / "1f1b.svg").read_text().startswith("<?xml")
+
+
+def test_every_picture_is_there() -> None:
+    for page in [DOCS.parent / "README.md", *DOCS.glob("*.md")]:
+        for picture in re.findall(r"!\[[^]]*\]\(([^)]*)\)", page.read_text()):
+            assert (page.parent / picture).is_file(), f"{page.name}: {picture}"

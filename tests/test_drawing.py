@@ -14,22 +14,28 @@ from test_drawing_text import GB, SHAPES, timeline, two_stages_a_rank, with_gaps
 matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("Agg")
 
-import numpy as np  # noqa: E402
-from matplotlib.collections import PolyCollection  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
-from rota.drawing.bars import HALF, OpNumbers  # noqa: E402
+from rota.drawing.artists.rows import PLAIN, WITH_MEMORY  # noqa: E402
+from rota.drawing.looks import LOOKS  # noqa: E402
 
 
 def axes(width=12, height=4):
     return Figure(figsize=(width, height), layout="constrained").add_subplot()
 
 
-def ours(ax):
-    """The collections of one drawing: rows, ops, ends of the step."""
-    assert all(isinstance(collection, PolyCollection) for collection in ax.collections)
-    rows, ops, ends = ax.collections
-    return rows, ops, ends
+def part(ax, name):
+    """The one artist of a drawing that has a name."""
+    (artist,) = (artist for artist in [*ax.collections, *ax.artists] if artist.get_gid() == name)
+    return artist
+
+
+def parts(ax):
+    return [artist.get_gid() for artist in [*ax.collections, *ax.artists]]
+
+
+def rows_of(shape):
+    return WITH_MEMORY if any(shape.peak_memory_bytes) else PLAIN
 
 
 def boxes(collection):
@@ -47,15 +53,87 @@ def shape(request):
 
 
 def test_bars_are_the_spans(shape):
-    _, ops, ends = ours(draw(shape, axes()))
-    assert boxes(ops) == [(s.start_us, s.end_us, s.rank - HALF, s.rank + HALF) for s in shape.op_spans()]
-    strips = [(left, right, round(bottom - HALF)) for left, right, _, bottom in boxes(ends)]
+    ax, rows = draw(shape, axes()), rows_of(shape)
+    wanted = [(s.start_us, s.end_us, s.rank + rows.bar_top, s.rank + rows.bar_bottom) for s in shape.op_spans()]
+    assert boxes(part(ax, "ops")) == wanted
+    strips = [(left, right, round(bottom - rows.bar_bottom)) for left, right, _, bottom in boxes(part(ax, "step ends"))]
     assert strips == [(s.start_us, s.end_us, s.rank) for s in shape.step_end_spans()]
+
+
+def test_marks_lie_on_the_bars_of_their_kinds(shape):
+    rows, wanted = rows_of(shape), []
+    for place in ("top", "bottom"):
+        for span in shape.op_spans():
+            if place in LOOKS[span.work.kind].marks:
+                wanted.append((span.start_us, span.end_us, place, span.rank))
+    found = []
+    for left, right, top, bottom in boxes(part(draw(shape, axes()), "marks")):
+        rank = round(top - rows.bar_top if abs((top - rows.bar_top) % 1) < 0.01 else bottom - rows.bar_bottom)
+        found.append((left, right, "top" if abs(top - rank - rows.bar_top) < 0.01 else "bottom", rank))
+    assert found == wanted
+
+
+def test_memory_is_a_curve_under_each_bar_up_to_its_limit():
+    shape = timeline(activation_bytes=GB, limit=8 * GB)
+    ax, rows = draw(shape, axes()), WITH_MEMORY
+    for rank, path in enumerate(part(ax, "memory").get_paths()):
+        bottom, high = rank + rows.strip_bottom, rows.strip_bottom - rows.strip_top
+        found = {(x, round((bottom - y) / high * 8 * GB)) for x, y in path.vertices}
+        assert {(time, level) for time, level in shape.memory(rank)} <= found
+        assert {level for _, level in found} == {level for _, level in shape.memory(rank)} | {0}
+    limits = part(ax, "limits").get_segments()
+    assert [line[:, 0].tolist() for line in limits] == 4 * [[0, shape.makespan_us]]
+    assert [line[:, 1].tolist() for line in limits] == [2 * [pytest.approx(rank + rows.strip_top)] for rank in range(4)]
+    assert "memory" not in parts(draw(shape, axes(), memory=False))
+    assert "memory" not in parts(draw(timeline(), axes()))
+
+
+def test_long_memory_curves_keep_their_peaks():
+    shape = timeline(num_stages=2, num_microbatches=1200, activation_bytes=GB)
+    path = part(draw(shape, axes()), "memory").get_paths()[0]
+    assert len(path.vertices) < 2 * len(shape.memory(0))
+    assert path.vertices[:, 1].min() == WITH_MEMORY.strip_top
+
+
+def with_transfers():
+    costs = rota.Costs.uniform(4, 100, 200, boundary_bytes=100)
+    placement = rota.place(costs, rota.Cluster.uniform(4, latency_us=3, bytes_per_us=10))
+    return rota.simulate(rota.schedules.one_f_one_b(placement, 8))
+
+
+def test_transfers_go_from_bar_to_bar():
+    shape = with_transfers()
+    found = [line.tolist() for line in part(draw(shape, axes()), "transfers").get_segments()]
+    rows, wanted = rows_of(shape), []
+    for span in shape.transfer_spans():
+        down = span.work.receiver > span.work.sender
+        upper, lower = (rows.bar_bottom, rows.bar_top) if down else (rows.bar_top, rows.bar_bottom)
+        wanted.append([[span.start_us, span.rank + upper], [span.end_us, span.work.receiver + lower]])
+    assert found == wanted
+    assert "transfers" not in parts(draw(shape, axes(), transfers=False))
+    assert "transfers" not in parts(draw(timeline(), axes()))  # none takes time
+
+
+def test_the_critical_path_runs_from_0_to_the_makespan(shape):
+    (line,) = part(draw(shape, axes()), "critical path").get_segments()
+    spans = [span for span in shape.critical_path() if not isinstance(span.work, rota.Transfer)]
+    assert line[:, 0].tolist() == [time for span in spans for time in (span.start_us, span.end_us)]
+    assert line[:, 1].tolist() == [span.rank + rows_of(shape).bar_top for span in spans for _ in range(2)]
+    assert line[-1, 0] == shape.makespan_us
+    assert "critical path" not in parts(draw(shape, axes(), critical_path=False))
+
+
+def test_the_title_tells_the_gap_to_the_bound():
+    def title(bound_us):
+        return draw(timeline(), axes(), bound_us=bound_us).get_title(loc="left")
+
+    assert title(3000) == "makespan 3.3 ms · bubble 27.3% · at most 9.1% from the best possible"
+    assert title(3300) == "makespan 3.3 ms · bubble 27.3% · proven optimal"
 
 
 def test_a_plan_is_simulated(tmp_path):
     drawn = timeline()
-    assert boxes(ours(draw(drawn.plan, axes()))[1]) == boxes(ours(draw(drawn, axes()))[1])
+    assert boxes(part(draw(drawn.plan, axes()), "ops")) == boxes(part(draw(drawn, axes()), "ops"))
     assert to_text(drawn.plan) == to_text(drawn)
     save(drawn.plan, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 2000
@@ -86,7 +164,7 @@ def test_legend_has_what_occurs():
     def words(shape):
         return [text.get_text() for text in draw(shape, axes()).get_legend().get_texts()]
 
-    assert words(timeline()) == ["F forward", "B backward"]
+    assert words(timeline()) == ["F forward", "B backward", "critical path"]
     assert words(two_stages_a_rank()) == [
         "F forward",
         "I input gradient",
@@ -94,8 +172,10 @@ def test_legend_has_what_occurs():
         "reduce",
         "optimizer",
         "paler: a later stage",
+        "critical path",
     ]
-    assert words(with_recompute()) == ["F forward", "B backward", "R recompute"]
+    assert words(timeline(activation_bytes=GB, limit=9 * GB))[2:] == ["memory, limit dotted", "critical path"]
+    assert words(with_recompute()) == ["F forward", "B backward", "R recompute", "critical path"]
 
 
 def test_legend_and_title_lie_above_the_bars_one_above_the_other():
@@ -109,7 +189,7 @@ def test_legend_and_title_lie_above_the_bars_one_above_the_other():
 
 def test_colours_tell_kinds_and_the_stages_of_a_rank():
     drawn = two_stages_a_rank()
-    _, ops, _ = ours(draw(drawn, axes()))
+    ops = part(draw(drawn, axes()), "ops")
     colors = {}
     for span, color in zip(drawn.op_spans(), map(tuple, ops.get_facecolors()), strict=True):
         assert colors.setdefault((span.rank, span.work.stage, span.work.kind), color) == color
@@ -120,11 +200,10 @@ def test_colours_tell_kinds_and_the_stages_of_a_rank():
 def test_drawing_again_replaces_the_first_drawing():
     ax = axes()
     ax.plot([0, 10], [0, 1], label="a line of the user's")
-    draw(timeline("gpipe", num_microbatches=16), ax)
+    draw(two_stages_a_rank(activation_bytes=GB, limit=20 * GB), ax)
     draw(timeline(num_stages=2, num_microbatches=3), ax)
-    _, ops, _ = ours(ax)
-    assert len(boxes(ops)) == 2 * 2 * 3
-    assert len(ax.artists) == 1
+    assert len(boxes(part(ax, "ops"))) == 2 * 2 * 3
+    assert parts(ax) == ["idle", "ops", "marks", "step ends", "critical path", "numbers"]
     assert len(ax.lines) == 1
     assert ax.get_xlim() == (0, timeline(num_stages=2, num_microbatches=3).makespan_us)
     assert ax.get_ylim() == (1.5, -0.5)
@@ -166,8 +245,7 @@ def test_without_axes_there_is_a_new_pyplot_figure():
 def written(ax):
     """Font size, and which ops get their number written, at the figure's present size."""
     ax.figure.draw_without_rendering()
-    (numbers,) = ax.artists
-    assert isinstance(numbers, OpNumbers)
+    numbers = part(ax, "numbers")
     points, indices = numbers.fitting(ax.figure._get_renderer())
     return points, set(indices.tolist())
 
@@ -224,7 +302,7 @@ def test_save_writes_what_the_suffix_says(tmp_path, suffix, magic):
 
 @pytest.mark.parametrize("name", ["chart.gif", "chart", "png"])
 def test_save_refuses_other_suffixes(tmp_path, name):
-    with pytest.raises(rota.RotaError, match=rf"{name}'.*\.png, \.svg, \.pdf"):
+    with pytest.raises(rota.RotaError, match=rf"{name}'.*\.png, \.svg, \.pdf, \.html"):
         save(timeline(), tmp_path / name)
     assert not (tmp_path / name).exists()
 
@@ -250,26 +328,3 @@ def test_importing_is_light_and_saving_needs_no_pyplot(tmp_path):
         assert "matplotlib.pyplot" not in sys.modules
     """
     subprocess.run([sys.executable, "-c", code, tmp_path / "chart.png"], check=True)
-
-
-def test_65536_ops_are_one_collection_of_pixels(tmp_path):
-    drawn = timeline(num_stages=64, num_microbatches=512, forward_us=1000, backward_us=2000)
-    ax = draw(drawn, axes())
-    _, ops, _ = ours(ax)
-    assert len(ops.get_paths()) == 65_536
-    assert ops.get_rasterized()
-    save(drawn, tmp_path / "large.png")
-    assert (tmp_path / "large.png").stat().st_size > 10_000
-
-
-def test_bars_narrower_than_a_pixel_leave_no_gaps():
-    drawn = timeline("1f1b", 1, 5000)
-    figure = Figure(figsize=(4, 2), dpi=100)
-    ax = draw(drawn, figure.add_axes((0, 0, 1, 0.5)))
-    ax.set_axis_off()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    row = np.asarray(canvas.buffer_rgba())[150, 2:-2, :3]
-    assert {tuple(pixel) for pixel in row.tolist()} == {(0, 114, 178), (230, 159, 0)}

@@ -36,6 +36,7 @@ CORE = tuple(
         *(
             "errors",
             "units",
+            "notebook",
             "reading",
             "costs",
             "tasks",
@@ -61,8 +62,8 @@ TABLE = {
     "rota.runtime": Row((*CORE, "rota.models", "torch"), lazy=("safetensors",)),
     "rota.profiling": Row((*CORE, "rota.models", "rota.runtime", "torch")),
     "rota.interop": Row((*CORE, "rota.models", "rota.runtime", "torch")),
-    "rota.drawing": Row(CORE, lazy=("rota.drawing.bars", "matplotlib", "numpy")),
-    "rota.drawing.bars": Row((*CORE, "rota.drawing", "matplotlib", "numpy")),
+    "rota.drawing": Row(CORE, lazy=("rota.drawing.artists", "matplotlib", "numpy")),
+    "rota.drawing.artists": Row((*CORE, "rota.drawing", "matplotlib", "numpy")),
     "rota.compat": Row(),
     "rota.compat.deepspeed": Row((*CORE, "rota.models", "rota.runtime", "rota.profiling", "torch")),
     "rota.compat.rene": Row((*CORE, "rota.drawing"), lazy=("matplotlib", "lowtime", "networkx")),
@@ -71,7 +72,18 @@ TABLE = {
     "rota.demo": Row((*CORE, "rota", "rota.models", "rota.runtime", "rota.profiling", "rota.drawing", "torch")),
     "rota.cli": Row(
         CORE,
-        lazy=(*("rota", "rota.search", "rota.models", "rota.runtime", "rota.profiling", "rota.drawing", "rota.demo"),),
+        lazy=(
+            *(
+                "rota",
+                "rota.search",
+                "rota.models",
+                "rota.runtime",
+                "rota.profiling",
+                "rota.drawing",
+                "rota.demo",
+                "rota.interop",
+            ),
+        ),
     ),
 }
 
@@ -141,8 +153,12 @@ def test_every_module_imports_only_what_its_row_allows(module: str) -> None:
         ("rota.schedules.gpipe", "from rota.schedules.common import depth", []),
         ("rota.models.new", "import torch\nfrom rota.models import Stages", []),
         ("rota.models.new", "from rota.runtime import Pipeline", ["rota.models.new imports rota.runtime"]),
-        ("rota.drawing.new", "def f():\n from rota.drawing.bars import x\n import matplotlib.pyplot", []),
-        ("rota.drawing.new", "from rota.drawing.bars import x", ["rota.drawing.new imports rota.drawing.bars"]),
+        ("rota.drawing.new", "def f():\n from rota.drawing.artists.bars import x\n import matplotlib.pyplot", []),
+        (
+            "rota.drawing.new",
+            "from rota.drawing.artists.bars import x",
+            ["rota.drawing.new imports rota.drawing.artists.bars"],
+        ),
         ("rota.cli.new", "def f():\n from rota.demo.main import x", []),
         ("rota.cli.new", "from rota.demo.main import x", ["rota.cli.new imports rota.demo.main"]),
         ("rota", "if TYPE_CHECKING:\n from rota.models import split", []),

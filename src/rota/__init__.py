@@ -22,6 +22,7 @@ _HOMES = {
     "rota.timeline": ("Span", "Timeline"),
     "rota.checking": ("check",),
     "rota.simulation": ("simulate",),
+    "rota.accounting": ("Cause", "Explanation", "Idle", "explain", "idle"),
     "rota.comparison": ("Comparison", "compare"),
     "rota.errors": (
         "FormatError",
@@ -50,6 +51,11 @@ if TYPE_CHECKING:
     __version__: str
     from rota import schedules as schedules
     from rota import shapes as shapes
+    from rota.accounting import Cause as Cause
+    from rota.accounting import Explanation as Explanation
+    from rota.accounting import Idle as Idle
+    from rota.accounting import explain as explain
+    from rota.accounting import idle as idle
     from rota.checking import check as check
     from rota.comparison import Comparison as Comparison
     from rota.comparison import compare as compare

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from rota import notebook
 from rota.errors import PlanError
 from rota.plan import Plan
 from rota.simulation import timeline_of
@@ -85,6 +86,12 @@ class Comparison:
             told = ", ".join(f"{d.op} (+{d.longer_us:,} µs)" for d in worst if d.longer_us > 0)
             lines += ["", f"Longest beyond plan: {told}"]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """Both timelines, one scale, and the table."""
+        until = max(self.planned.makespan_us, self.measured.makespan_us)
+        pictures = self.planned.to_snippet("Planned", until), self.measured.to_snippet("Measured", until)
+        return notebook.document(*pictures, notebook.preformatted(self.to_text()))
 
 
 def _row(name: str, planned: int, measured: int) -> str:

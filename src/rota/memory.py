@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 from operator import itemgetter
 
+from rota.placement import Placement
 from rota.plan import Plan
+from rota.tasks import Kind
 
 # Events at one instant, in this order; a sort key is 4 * time + one of these, so that plain integers sort fast.
 _TRANSFER_ENDS, _OP_ENDS, _TRANSFER_STARTS, _OP = range(4)
@@ -38,21 +40,28 @@ def events(
 
 
 def _op_events(plan: Plan, rank: int, starts_us: Sequence[int], ends_us: Sequence[int]) -> list[tuple[int, int]]:
-    changes = {}
-    received = dict.fromkeys(range(len(plan.placement.tasks)), 0)
-    for route in plan.placement.routes:
-        if route.receiver == rank:
-            received[route.target] += route.num_bytes
-    for i, task in enumerate(plan.placement.tasks):
-        at_start = max(task.held_bytes, 0) + task.peak_bytes
-        at_end = min(task.held_bytes, 0) - task.peak_bytes - received[i]
-        changes[task.stage, task.kind] = at_start, at_end
+    changes = task_changes(plan.placement, rank)
     result = []
     for (stage, kind, _), start, end in zip(plan.orders[rank], starts_us, ends_us, strict=True):
         at_start, at_end = changes[stage, kind]
         result.append((4 * start + _OP, at_start))
         result.append((4 * end + (_OP_ENDS if end > start else _OP), at_end))
     return result
+
+
+def task_changes(placement: Placement, rank: int) -> dict[tuple[int, Kind], tuple[int, int]]:
+    """For each (stage, kind) the bytes that an op takes on `rank` at its start, and at its end (frees: negative)."""
+    received = dict.fromkeys(range(len(placement.tasks)), 0)
+    for route in placement.routes:
+        if route.receiver == rank:
+            received[route.target] += route.num_bytes
+    return {
+        (task.stage, task.kind): (
+            max(task.held_bytes, 0) + task.peak_bytes,
+            min(task.held_bytes, 0) - task.peak_bytes - received[i],
+        )
+        for i, task in enumerate(placement.tasks)
+    }
 
 
 def is_op_event(key: int) -> bool:

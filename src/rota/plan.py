@@ -9,11 +9,12 @@ from functools import cached_property
 from itertools import pairwise, repeat
 from typing import NamedTuple
 
-from rota import reading, schedule_csv
+from rota import notebook, reading, schedule_csv
 from rota.errors import PlanError
 from rota.placement import Placement
 from rota.taskgraph import CycleError, Earliest, TaskGraph
 from rota.tasks import Op
+from rota.units import count_text
 
 _LONGEST_CYCLE = 12  # waits that are told in full
 
@@ -269,7 +270,7 @@ class Plan:
         """All transfers in the order in which they enter the wire."""
         return tuple(action for action in self.wire_order if isinstance(action, Transfer))
 
-    # --- text -----------------------------------------------------------------------------------------------------
+    # --- text and notebooks -------------------------------------------------------------------------------------------
 
     def to_csv(self, *, communication: bool = False, overlap: bool = False) -> str:
         """PyTorch's schedule CSV, "0F0,0B0" (see `rota.schedule_csv`); ScheduleError where it cannot say the plan."""
@@ -288,6 +289,19 @@ class Plan:
         orders = [" ".join(map(str, order)) for order in self.orders]
         fields = {"num_microbatches": self.num_microbatches, "orders": orders, **self.placement.to_fields()}
         return reading.dump("plan", fields)
+
+    def _repr_html_(self) -> str:
+        """The ranks' ops over time, or why there are none."""
+        try:
+            starts, ends = self.earliest.starts_us, self.earliest.ends_us
+        except PlanError as error:
+            return notebook.document(notebook.heading("Plan", ["cannot run"]), notebook.preformatted(str(error)))
+        columns = [[[times[node] for node in nodes] for nodes in self.nodes] for times in (starts, ends)]
+        last = max(ends, default=0)
+        facts = [count_text(self.num_ranks, "rank"), count_text(self.num_microbatches, "micro-batch", "es")]
+        facts.append(f"makespan {last:,} µs")
+        rows = notebook.op_bars(self.orders, *columns)
+        return notebook.document(notebook.heading("Plan", facts), notebook.chart(rows, last))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:

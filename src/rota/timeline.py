@@ -6,12 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
-from rota import memory, reading
+from rota import memory, notebook, reading
 from rota.errors import FormatError
 from rota.plan import Plan, Transfer
 from rota.tasks import Op
+from rota.units import count_text, size_text
 
 
 class StepEndWork(NamedTuple):
@@ -139,39 +141,47 @@ class Timeline:
         makespan; measured ones may have gaps between them.
         """
         plan = self.plan
-        node_spans: dict[int, Span] = {}
-        for (rank, order), nodes in zip(enumerate(plan.orders), plan.nodes, strict=True):
-            for i, (op, node) in enumerate(zip(order, nodes, strict=True)):
-                start, end = self.starts_us[rank][i], self.ends_us[rank][i]
-                if node not in node_spans or end > node_spans[node].end_us:  # the slowest of a task's ranks counts
-                    node_spans[node] = Span(rank, start, end, op)
-        for j, (i, rank) in enumerate(plan.step_end_ranks):
-            stage, times = plan.placement.step_ends[i].stage, self.step_ends_us[j]
-            first = plan.num_ops + 2 * j
-            node_spans[first] = Span(rank, times[0], times[1], StepEndWork(stage, "reduce"))
-            node_spans[first + 1] = Span(rank, times[2], times[3], StepEndWork(stage, "optimizer"))
-        spans = [node_spans[node] for node in range(len(node_spans))]
-        starts, ends = [span.start_us for span in spans], [span.end_us for span in spans]
-        path = [node_spans[n] for n in plan.graph.critical_path(starts, ends)]
-        return tuple(self._with_transfers(path))
+        num_nodes = plan.num_ops + 2 * len(plan.step_end_ranks)
+        starts, ends, ranks = [0] * num_nodes, [-1] * num_nodes, [0] * num_nodes
+        for rank, nodes in enumerate(plan.nodes):
+            for node, start, end in zip(nodes, self.starts_us[rank], self.ends_us[rank], strict=True):
+                if end > ends[node]:  # the slowest of a task's ranks counts
+                    starts[node], ends[node], ranks[node] = start, end, rank
+        for j, (_, rank) in enumerate(plan.step_end_ranks):
+            node = plan.num_ops + 2 * j
+            starts[node : node + 2], ends[node : node + 2] = self.step_ends_us[j][::2], self.step_ends_us[j][1::2]
+            ranks[node : node + 2] = rank, rank
+        path = plan.graph.critical_path(starts, ends)
+        return tuple(self._with_transfers([Span(ranks[n], starts[n], ends[n], self._work(n)) for n in path]))
+
+    def _work(self, node: int) -> Op | StepEndWork:
+        plan = self.plan
+        if node < plan.num_ops:
+            return plan.op(node)
+        j, is_optimizer = divmod(node - plan.num_ops, 2)
+        stage = plan.placement.step_ends[plan.step_end_ranks[j][0]].stage
+        return StepEndWork(stage, "optimizer" if is_optimizer else "reduce")
 
     def _with_transfers(self, path: Sequence[Span]) -> Iterator[Span]:
         """Between two ops of a path that a transfer joins, that transfer, if it took time."""
-        joins: dict[tuple[object, object], Span] = {}
-        wanted = {(a.work, b.work) for a, b in pairwise(path)}
-        for span in self.transfer_spans():
-            if isinstance(span.work, Transfer) and (span.work.source, span.work.target) in wanted:
-                key = (span.work.source, span.work.target)
-                if key not in joins or span.end_us > joins[key].end_us:
-                    joins[key] = span
+        placement = self.plan.placement
+        routes: dict[tuple[int, int], list[int]] = {}
+        for r, route in enumerate(placement.routes):
+            routes.setdefault((route.source, route.target), []).append(r)
         for i, span in enumerate(path):
-            join = joins.get((path[i - 1].work, span.work)) if i else None
-            # Where the reader is on the sender's rank too, or an order binds as late as the data, nothing travelled.
-            if join is not None and join.duration_us and join.end_us <= span.start_us:
-                yield join
+            before, work = path[i - 1].work, span.work
+            if i and isinstance(before, Op) and isinstance(work, Op) and before.microbatch == work.microbatch:
+                edge = placement.index[before.stage, before.kind], placement.index[work.stage, work.kind]
+                k = work.microbatch // placement.num_streams
+                arrived = [(self.arrived_us[r][k], r) for r in routes.get(edge, ())]
+                end, last = max(arrived, key=itemgetter(0), default=(0, -1))
+                # Where the reader is on the sender's rank too, or an order binds as late as data, nothing travelled.
+                if last >= 0 and self.sent_us[last][k] < end <= span.start_us:
+                    _, _, sender, receiver, size, _ = placement.routes[last]
+                    yield Span(sender, self.sent_us[last][k], end, Transfer(before, work, sender, receiver, size))
             yield span
 
-    # --- text -----------------------------------------------------------------------------------------------------
+    # --- text and notebooks -------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
         """The plan and the times; `from_json` reads it back."""
@@ -183,6 +193,22 @@ class Timeline:
             **self.plan.placement.to_fields(),
         }
         return reading.dump("timeline", {"makespan_us": self.makespan_us, **fields, **plan})
+
+    def to_snippet(self, name: str = "Timeline", until_us: int | None = None) -> str:
+        """A small static picture as HTML, for notebooks, as wide as `until_us` (default: the makespan)."""
+        facts = [count_text(self.num_ranks, "rank"), count_text(self.plan.num_microbatches, "micro-batch", "es")]
+        facts += [f"makespan {self.makespan_us:,} µs", f"bubble {self.bubble_fraction:.1%}"]
+        if any(self.peak_memory_bytes):
+            facts.append(f"at most {size_text(max(self.peak_memory_bytes))} on a rank")
+        rows = notebook.op_bars(self.plan.orders, self.starts_us, self.ends_us)
+        for span in self.step_end_spans():
+            assert isinstance(span.work, StepEndWork)
+            rows[span.rank].append(notebook.Bar(span.start_us, span.end_us, span.work.what, "", str(span.work)))
+        chart = notebook.chart(rows, self.makespan_us if until_us is None else until_us)
+        return notebook.document(notebook.heading(name, facts), chart)
+
+    def _repr_html_(self) -> str:
+        return self.to_snippet()
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:

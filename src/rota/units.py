@@ -16,6 +16,11 @@ def size_text(num_bytes: int) -> str:
     return _text(num_bytes, SIZE_UNITS)
 
 
+def count_text(number: int, noun: str, plural: str = "s") -> str:
+    """2, "rank" -> "2 ranks"."""
+    return f"{number} {noun}{plural if number != 1 else ''}"
+
+
 def time_unit(time_us: int) -> tuple[int, str]:
     """The unit that fits an axis up to `time_us`: its length in µs, its name."""
     return _unit(time_us, TIME_UNITS)

@@ -111,7 +111,7 @@ def test_demo(tmp_path: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert losses[-1] < losses[0] - 1
     written = {path.name for path in (tmp_path / "out").iterdir()}
-    assert written == {"costs.json", "plan.csv", "plan.json", "timeline.json", "plan.png"}
+    assert written == {"costs.json", "plan.csv", "plan.json", "timeline.json", "timeline.html", "plan.png"}
     plan = Plan.from_json((tmp_path / "out" / "plan.json").read_text())
     assert Plan.from_csv((tmp_path / "out" / "plan.csv").read_text(), plan.placement) == plan
     assert Timeline.from_json((tmp_path / "out" / "timeline.json").read_text()).plan == plan

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 
 from rota import checking, comparison, schedule_csv, simulation
 from rota.cli import files
 from rota.cli.screen import print_timeline
 from rota.errors import PipelineError
+from rota.timeline import Timeline
 
 
 def demo(arguments: Namespace) -> int:
@@ -44,16 +46,40 @@ def simulate(arguments: Namespace) -> int:
 
 def show(arguments: Namespace) -> int:
     timeline = files.read_timeline(arguments.file)
-    if arguments.output is None:
+    if arguments.output is not None:
+        above = None if arguments.above is None else files.read_timeline(arguments.above)
+        bound_us = _bound_us(timeline, arguments.file) if arguments.bound else None
+        _draw(timeline, arguments.output, above, (str(arguments.above), arguments.file), bound_us)
+    elif arguments.above is not None or arguments.bound:
+        option = "--bound" if arguments.above is None else f"--above {arguments.above}"
+        raise files.InputError(f"{option} is for pictures: name one by -o, such as -o plan.html")
+    else:
         print_timeline(timeline, arguments.width)
-        return 0
-    files.require("matplotlib", "draw")
+    return 0
+
+
+def _bound_us(timeline: Timeline, name: str) -> int:
+    """Of the plan's own costs: what was measured may beat it."""
+    if timeline != simulation.simulate(timeline.plan):
+        raise files.InputError(f"--bound: {name} has measured times, the bound has planned ones; show the plan instead")
+    files.require("ortools", "search")
+    from rota.search import bounds_of
+
+    return bounds_of(timeline.plan.placement, timeline.plan.num_microbatches)[0].us
+
+
+def _draw(
+    timeline: Timeline, output: str, above: Timeline | None, names: tuple[str, str], bound_us: int | None = None
+) -> None:
+    if not output.lower().endswith((".html", ".json")):
+        files.require("matplotlib", "draw")
     from rota.drawing import save
 
-    files.require_folder(arguments.output)
-    save(timeline, arguments.output)
-    print(f"Wrote {arguments.output}.")
-    return 0
+    files.require_folder(output)
+    names = Path(names[0]).name, Path(names[1]).name
+    title = " over ".join(names) if above else names[1]
+    save(timeline, output, above=above, names=names, title=title, bound_us=bound_us)
+    print(f"Wrote {output}.")
 
 
 _WORKERS = {"rota": "rota.runtime.worker", "torch": "rota.interop.torch_worker"}  # by engine
@@ -91,4 +117,6 @@ def run(arguments: Namespace) -> int:
 def compare(arguments: Namespace) -> int:
     planned, measured = files.read_timeline(arguments.planned), files.read_timeline(arguments.measured)
     print(comparison.compare(planned, measured).to_text())
+    if arguments.output is not None:
+        _draw(measured, arguments.output, planned, (arguments.planned, arguments.measured))
     return 0

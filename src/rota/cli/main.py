@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from rota.cli import checkpoints, commands, planning
+from rota.cli import checkpoints, commands, explaining, planning
 from rota.cli.interrupts import told_at_once
 from rota.cli.sizes import parse_bytes, parse_mesh
 from rota.errors import PipelineError, PlanError, RotaError
@@ -167,7 +167,11 @@ def _simulate(parser: argparse.ArgumentParser) -> None:
 def _show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="plan.json (simulated first), timeline.json, or a schedule CSV")
     parser.add_argument("--width", type=_number(20), help="columns (default: the terminal's)")
-    parser.add_argument("-o", "--output", metavar="PICTURE", help="draw a .png, .svg or .pdf instead")
+    parser.add_argument(
+        "-o", "--output", metavar="PICTURE", help="write a .png, .svg, .pdf or .html instead, or a .json for Perfetto"
+    )
+    parser.add_argument("--above", metavar="FILE", help="for -o: a second one, over the first and aligned in time")
+    parser.add_argument("--bound", action="store_true", help="for -o: tell how far the plan is from the best possible")
 
 
 def _run(parser: argparse.ArgumentParser) -> None:
@@ -183,6 +187,29 @@ def _run(parser: argparse.ArgumentParser) -> None:
 def _compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("planned", help="plan.json (simulated first) or timeline.json")
     parser.add_argument("measured", help="timeline.json, such as `rota run --timeline` writes")
+    parser.add_argument("-o", "--output", metavar="PICTURE", help="draw both, as a .png, .svg, .pdf or .html, too")
+
+
+def _explain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("timeline", help="timeline.json, or a plan (simulated first)")
+    parser.add_argument(
+        "--planned", metavar="FILE", help="what ops should take (default: what the timeline's plan says)"
+    )
+    _cores(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _import_trace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "traces", nargs="+", metavar="TRACE", help="of one rank, from torch.profiler; .json or .json.gz"
+    )
+    parser.add_argument("--step", type=_number(0), help="which of the profiled steps, from 0 (default: the last)")
+    _cores(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the timeline as JSON")
+
+
+def _cores(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cores", type=_number(1), help="of the one machine that all ranks share (default: enough)")
 
 
 def _checkpoint(parser: argparse.ArgumentParser) -> None:
@@ -233,7 +260,19 @@ _COMMANDS: dict[str, _Command] = {
         "what a plan takes if everything takes what it should",
         "rota simulate plan.json -o timeline.json",
     ),
-    "show": (_show, commands.show, "a plan or timeline as a chart", "rota show plan.json -o plan.png"),
+    "show": (_show, commands.show, "a plan or timeline as a chart", "rota show plan.json -o plan.html"),
+    "explain": (
+        _explain,
+        explaining.explain,
+        "why ranks are idle, worst first, and what would help",
+        "rota explain timeline.json",
+    ),
+    "import-trace": (
+        _import_trace,
+        explaining.import_trace,
+        "torch.profiler traces of PyTorch's pipeline engine as a timeline, explained",
+        "rota import-trace rank*.json.gz -o timeline.json",
+    ),
     "run": (
         _run,
         commands.run,

@@ -10,11 +10,16 @@ from rota.timeline import Timeline
 
 
 def print_timeline(timeline: Timeline, width: int | None = None) -> None:
-    """As a chart as wide as the terminal."""
+    """As a chart as wide as the terminal, in colour where there is one."""
     from rota.drawing import to_text
 
     columns = width or max(shutil.get_terminal_size((100, 24)).columns, 20)
-    print(to_text(timeline, columns, color=sys.stdout.isatty()))
+    print(to_text(timeline, columns, color=_wants_color()))
+
+
+def _wants_color() -> bool:
+    """In a terminal that can show it, unless the user says no (no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def show_progress(doing: object) -> None:

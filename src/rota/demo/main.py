@@ -24,7 +24,7 @@ NUM_STAGES, NUM_MICROBATCHES = 4, 8
 
 
 def run_demo(folder: str, steps: int) -> None:
-    """Writes costs.json, plan.csv, plan.json, timeline.json and plan.png into `folder`."""
+    """Writes costs.json, plan.csv, plan.json, timeline.json, timeline.html and plan.png into `folder`."""
     output = Path(folder)
     width = shutil.get_terminal_size((100, 24)).columns
 
@@ -62,12 +62,13 @@ def run_demo(folder: str, steps: int) -> None:
     written = {"costs.json": costs.to_json(), "plan.csv": plan.to_csv(), "plan.json": plan.to_json()}
     for name, text in (written | {"timeline.json": measured.to_json()}).items():
         Path(output, name).write_text(text)
-    names = [*written, "timeline.json"]
+    save(measured, output / "timeline.html", above=planned, title="Demo: planned over measured")
+    names = [*written, "timeline.json", "timeline.html"]
     if importlib.util.find_spec("matplotlib") is not None:
         save(planned, str(output / "plan.png"))
         names.append("plan.png")
     print(f"\nWritten to {output}/: {', '.join(names)}.")
-    print(f"Next: rota show {output}/timeline.json; rota run {output}/plan.json YOUR_SCRIPT.py")
+    print(f"Next: open {output}/timeline.html in a browser; rota run {output}/plan.json YOUR_SCRIPT.py")
 
 
 def _heading(number: int, text: str) -> None:

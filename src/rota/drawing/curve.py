@@ -23,7 +23,7 @@ def save_frontier(
 
     Raises RotaError where Matplotlib is missing or the suffix is another.
     """
-    save_drawing(lambda ax: draw_frontier(points, bounds, ax), (8.0, 4.5), path)
+    save_drawing(lambda figure: draw_frontier(points, bounds, figure.add_subplot()), (8.0, 4.5), path)
 
 
 def draw_frontier(points: Sequence[tuple[int, float]], bounds: Sequence[tuple[int, float]], ax: Axes) -> None:

@@ -4,64 +4,91 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rota.drawing.looks import LOOKS, shown
-from rota.drawing.saving import require_matplotlib, save_drawing
+from rota.drawing.legend import LINE, set_legend
+from rota.drawing.saving import require_matplotlib
+from rota.drawing.summary import summary
 from rota.plan import Plan
 from rota.simulation import timeline_of
 from rota.timeline import Timeline
-from rota.units import size_text, time_text, time_unit
+from rota.units import size_text, time_unit
 
 if TYPE_CHECKING:
-    import os
-
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
 _OURS = "_rota"  # the label of our artists; the underscore keeps them out of legends
 _TIME_LABEL = "time ({})"
-_LEGEND_POINTS = 9.0
-_LINE = 1.6 * _LEGEND_POINTS  # from one line of the legend to the next
 
 
-def draw(timeline: Timeline | Plan, ax: Axes | None = None, *, title: str | None = None) -> Axes:
+def draw(
+    timeline: Timeline | Plan,
+    ax: Axes | None = None,
+    *,
+    title: str | None = None,
+    bound_us: float | None = None,
+    memory: bool = True,
+    transfers: bool = True,
+    critical_path: bool = True,
+) -> Axes:
     """Draw on `ax`, in place of what an earlier call drew there; without `ax`, on a new pyplot figure.
 
-    A plan is simulated first. The x axis counts µs, whatever unit its ticks are written in. Raises RotaError where
-    Matplotlib is missing.
+    A plan is simulated first. `bound_us`: no makespan is shorter, such as a search proves; the title tells the gap.
+    The x axis counts µs, whatever unit its ticks are written in. Every artist has a gid, such as "ops". Raises
+    RotaError where Matplotlib is missing.
     """
     require_matplotlib()
     timeline = timeline_of(timeline)
-    from rota.drawing.bars import op_artists, row_artist, step_end_artist
+    from rota.drawing.artists import bars, overlays
+    from rota.drawing.artists.rows import PLAIN, WITH_MEMORY
 
     if ax is None:
         from matplotlib import pyplot
 
-        _, ax = pyplot.subplots(figsize=_figure_inches(timeline.num_ranks), layout="constrained")
-    for artist in [*ax.collections, *ax.artists]:
-        if artist.get_label() == _OURS:
-            artist.remove()
-    bars, numbers = op_artists(timeline)
-    for collection in (row_artist(timeline), bars, step_end_artist(timeline)):
-        collection.set_label(_OURS)
-        ax.add_collection(collection, autolim=False)
-    numbers.set_label(_OURS)
-    ax.add_artist(numbers)
+        _, ax = pyplot.subplots(figsize=figure_inches(timeline), layout="constrained")
+    for old in [*ax.collections, *ax.artists]:
+        if old.get_label() == _OURS:
+            old.remove()
+    memory = memory and any(timeline.peak_memory_bytes)
+    rows = WITH_MEMORY if memory else PLAIN
+    ops = bars.op_columns(timeline)
+    artists: dict[str, Artist | None] = {
+        "idle": bars.row_artist(timeline, rows),
+        "ops": bars.op_artist(ops, rows),
+        "marks": bars.mark_artist(timeline, ops, rows),
+        "step ends": bars.step_end_artist(timeline, rows),
+        "numbers": bars.number_artist(timeline, ops, rows),
+        "memory": overlays.memory_artist(timeline, rows) if memory else None,
+        "limits": overlays.limit_artist(timeline, rows) if memory else None,
+        "transfers": overlays.transfer_artist(timeline, rows) if transfers else None,
+        "critical path": overlays.path_artist(timeline, rows) if critical_path else None,
+    }
+    for name, artist in artists.items():
+        if artist is not None:
+            _add(ax, artist, name)
     _set_time_axis(ax, timeline.makespan_us)
     _set_rank_axis(ax, timeline)
-    legend_lines = _set_legend(ax, timeline)
-    told = f"makespan {time_text(timeline.makespan_us)} · bubble {timeline.bubble_fraction:.1%}"
-    ax.set_title(f"{title}\n{told}" if title else told, loc="left", pad=6 + legend_lines * _LINE)
+    legend_lines = set_legend(ax, timeline, memory, critical_path)
+    told = summary(timeline, bound_us)
+    ax.set_title(f"{title}\n{told}" if title else told, loc="left", pad=6 + legend_lines * LINE)
     return ax
 
 
-def save(timeline: Timeline | Plan, path: str | os.PathLike[str], *, title: str | None = None) -> None:
-    """`draw` into a PNG, SVG or PDF file, as the suffix says; pyplot is not used. Raises RotaError."""
-    timeline = timeline_of(timeline)
-    save_drawing(lambda ax: draw(timeline, ax, title=title), _figure_inches(timeline.num_ranks), path)
+def _add(ax: Axes, artist: Artist, name: str) -> None:
+    from matplotlib.collections import Collection
+
+    artist.set_label(_OURS)
+    artist.set_gid(name)  # the group's id in SVG
+    if isinstance(artist, Collection):
+        ax.add_collection(artist, autolim=False)
+    else:
+        ax.add_artist(artist)
 
 
-def _figure_inches(num_ranks: int) -> tuple[float, float]:
+def figure_inches(timeline: Timeline) -> tuple[float, float]:
     """Rows get thinner where there are many."""
-    return 12.0, 1.3 + min(0.45 * num_ranks, 2.4 + 0.16 * num_ranks, 20.0)
+    count = timeline.num_ranks
+    row = 0.75 if any(timeline.peak_memory_bytes) else 0.45
+    return 12.0, 1.3 + min(row * count, 2.4 + 0.16 * count, 20.0)
 
 
 def _set_time_axis(ax: Axes, makespan_us: int) -> None:
@@ -92,30 +119,3 @@ def _set_rank_axis(ax: Axes, timeline: Timeline) -> None:
     ax.tick_params(axis="y", length=0)
     for side in ("left", "top", "right"):
         ax.spines[side].set_visible(False)
-
-
-def _set_legend(ax: Axes, timeline: Timeline) -> int:
-    """What the colours mean, in a line or more above the axes; how many."""
-    from matplotlib.patches import Patch
-
-    entries = [(f"{key} " * (len(key) == 1) + LOOKS[key].word, LOOKS[key].color) for key in shown(timeline)]
-    placement = timeline.plan.placement
-    if any(len(placement.stages_on(rank)) > 1 for rank in range(timeline.num_ranks)):
-        entries.append(("paler: a later stage", "none"))
-    widths = [0.6 * len(text) + 3 for text, _ in entries]  # in font sizes, like `room`
-    room = ax.get_window_extent().width * 72 / ax.figure.dpi / _LEGEND_POINTS
-    columns = len(entries) if sum(widths) <= room else max(1, int(room / max(widths)))
-    ax.legend(
-        handles=[Patch(color=color, label=text) for text, color in entries],
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        ncols=columns,
-        fontsize=_LEGEND_POINTS,
-        frameon=False,
-        borderpad=0,
-        borderaxespad=0.4,
-        handlelength=1,
-        handleheight=1,
-        columnspacing=1.6,
-    )
-    return -(-len(entries) // columns)

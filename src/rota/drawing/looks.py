@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from rota.accounting import Cause
+from rota.notebook import COLORS
 from rota.plan import Transfer
 from rota.tasks import Kind, Op
 from rota.timeline import StepEndWork, Timeline
@@ -12,23 +14,41 @@ Work = Op | Transfer | StepEndWork
 
 
 class Look(NamedTuple):
-    """A word for legends; a colour; and for terminals a colour of the 256, and what fills the cells after a label."""
+    """A word for legends and a colour; for terminals a colour of the 256, and what fills the cells after a label.
+
+    `marks`: dark lines along a bar, a second cue beside its colour.
+    """
 
     word: str
     color: str
     terminal_color: int
     fill: str
+    marks: tuple[Literal["top", "bottom"], ...] = ()
 
 
-# Okabe and Ito's palette, which colour-blind people can tell apart; F and B differ in lightness too.
 LOOKS: dict[str, Look] = {
-    Kind.F: Look("forward", "#0072B2", 75, "─"),
-    Kind.B: Look("backward", "#E69F00", 214, "═"),
-    Kind.I: Look("input gradient", "#D55E00", 209, "━"),
-    Kind.W: Look("weight gradient", "#009E73", 79, "┄"),
-    Kind.R: Look("recompute", "#56B4E9", 153, "~"),
-    "reduce": Look("reduce", "#CC79A7", 176, "-"),
-    "optimizer": Look("optimizer", "#666666", 248, "-"),
+    Kind.F: Look("forward", COLORS["F"], 75, "─"),
+    Kind.B: Look("backward", COLORS["B"], 214, "═", ("bottom",)),
+    Kind.I: Look("input gradient", COLORS["I"], 209, "━", ("top",)),
+    Kind.W: Look("weight gradient", COLORS["W"], 79, "┄", ("top", "bottom")),
+    Kind.R: Look("recompute", COLORS["R"], 153, "~"),
+    "reduce": Look("reduce", COLORS["reduce"], 176, "-"),
+    "optimizer": Look("optimizer", COLORS["optimizer"], 248, "-"),
+}
+
+PATH_COLOR, TRANSFER_COLOR, MEMORY_COLOR, LIMIT_COLOR = "#1C2024", "#6B6F76", "#B9BDC3", "#6B6F76"
+# Tol's muted palette: colour-blind people can tell it apart, and none of it looks like a kind of work.
+CAUSE_LOOKS: dict[Cause, str] = {
+    Cause.SLOWER: "#AA4499",
+    Cause.CORES: "#7A7A7A",
+    Cause.ORDER: "#DDCC77",
+    Cause.MEMORY: "#A03A6A",
+    Cause.STEP_END: "#999933",
+    Cause.WARM_UP: "#88CCEE",
+    Cause.WAITING: "#CC6677",
+    Cause.TRANSFER: "#44AA99",
+    Cause.LAUNCH: "#4E8F5A",
+    Cause.DRAIN: "#7A6FBE",
 }
 
 

@@ -12,22 +12,28 @@ from rota.errors import RotaError
 if TYPE_CHECKING:
     import os
 
-    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-_SUFFIXES = (".png", ".svg", ".pdf")
+SUFFIXES = (".png", ".svg", ".pdf")
 
 
-def save_drawing(draw: Callable[[Axes], object], inches: tuple[float, float], path: str | os.PathLike[str]) -> None:
-    """What `draw` draws on its axes, as a PNG, SVG or PDF file, as the suffix says. Raises RotaError."""
-    suffix = Path(path).suffix.lower()
-    if suffix not in _SUFFIXES:
-        raise RotaError(f"cannot tell the format of {str(path)!r}: let its name end in {', '.join(_SUFFIXES)}")
+def save_drawing(draw: Callable[[Figure], object], inches: tuple[float, float], path: str | os.PathLike[str]) -> None:
+    """What `draw` draws on its figure, as a PNG, SVG or PDF file, as the suffix says. Raises RotaError."""
+    suffix = suffix_of(path, SUFFIXES)
     require_matplotlib()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=inches, layout="constrained")
-    draw(figure.add_subplot())
+    draw(figure)
     figure.savefig(path, format=suffix[1:], dpi=150)
+
+
+def suffix_of(path: str | os.PathLike[str], known: tuple[str, ...]) -> str:
+    """Raises RotaError where it is not one of those known."""
+    suffix = Path(path).suffix.lower()
+    if suffix not in known:
+        raise RotaError(f"cannot tell the format of {str(path)!r}: let its name end in {', '.join(known)}")
+    return suffix
 
 
 def require_matplotlib() -> None:

@@ -7,6 +7,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from rota import notebook
 from rota.plan import Plan
 from rota.simulation import simulate
 from rota.timeline import Timeline
@@ -115,6 +116,10 @@ class SearchResult:
             fits = "" if named.fits else "   over the limit"
             lines.append(f"  {named.name:<18}{time_text(value):>12}{slower:>8}{size_text(named.peak_bytes):>9}{fits}")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """The plan as a picture, and how good it is."""
+        return notebook.document(self.timeline.to_snippet("Found plan"), notebook.preformatted(self.to_text()))
 
 
 def _us(value: Fraction) -> str:

@@ -1,0 +1,155 @@
+"""What would make a step shorter: each change is simulated, and its gain is what the simulation says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from statistics import mean, median_low
+from typing import NamedTuple
+
+from rota.costs import Link
+from rota.errors import RotaError
+from rota.placement import Placement, StepEnd
+from rota.plan import Plan
+from rota.schedules import NAMED
+from rota.simulation import simulate
+from rota.tasks import Kind
+from rota.timeline import Timeline
+from rota.units import size_text, time_text
+
+_UNEVEN = 1.02  # a stage is slow from here on, in parts of the mean
+_SEARCHES, _FEW_OPS = ("zb_auto",), 2_000  # families that search for their order, and up to which size they are asked
+
+
+class Suggestion(NamedTuple):
+    """What to change, and what the makespan becomes: `gain_us` shorter than without the change."""
+
+    words: str
+    gain_us: int
+    makespan_us: int
+
+
+def as_seen(timeline: Timeline) -> Plan:
+    """The timeline's plan, in which every op takes its task's median time, every step end what it took."""
+    plan = timeline.plan
+    seen: dict[tuple[int, Kind], list[int]] = {}
+    for rank, order in enumerate(plan.orders):
+        for op, start, end in zip(order, timeline.starts_us[rank], timeline.ends_us[rank], strict=True):
+            seen.setdefault((op.stage, op.kind), []).append(end - start)
+    tasks = tuple(
+        replace(task, duration_us=median_low(seen.get((task.stage, task.kind), [task.duration_us])))
+        for task in plan.placement.tasks
+    )
+    longest: dict[int, tuple[int, int]] = {}
+    for (i, _), (a, b, c, d) in zip(plan.step_end_ranks, timeline.step_ends_us, strict=True):
+        reduce_us, optimizer_us = longest.get(i, (0, 0))
+        longest[i] = max(reduce_us, b - a), max(optimizer_us, d - c)
+    ends = tuple(StepEnd(end.stage, *longest.get(i, (0, 0))) for i, end in enumerate(plan.placement.step_ends))
+    return replace(plan, placement=replace(plan.placement, tasks=tasks, step_ends=ends))
+
+
+def suggestions(plan: Plan) -> tuple[Suggestion, ...]:
+    """What would help, most first. Each is tried alone."""
+    before_us = simulate(plan).makespan_us
+    tried = [(words, simulate(changed).makespan_us) for words, changed in _changes(plan)]
+    found = [Suggestion(words, before_us - after, after) for words, after in [*tried, *_orders(plan, before_us)]]
+    return tuple(sorted((one for one in found if one.gain_us > 0), key=lambda one: -one.gain_us))
+
+
+def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """The same orders on other costs."""
+    placement = plan.placement
+    yield from ((words, replace(plan, placement=even)) for words, even in _evened(placement))
+    if any(route.duration_us for route in placement.routes):
+        cluster = replace(placement.cluster, link=Link(), links=())
+        yield "transfers that take no time", replace(plan, placement=replace(placement, cluster=cluster))
+    if placement.step_ends:
+        ends = tuple(StepEnd(end.stage, 0, 0) for end in placement.step_ends)
+        words = "reductions and optimizer steps that take no time"
+        yield words, replace(plan, placement=replace(placement, step_ends=ends))
+
+
+# --- work moved between stages ----------------------------------------------------------------------------------------
+
+
+def _evened(placement: Placement) -> Iterator[tuple[str, Placement]]:
+    """Some of the slowest stage's work moved to its faster neighbour; all stages with the mean's."""
+    loads = {
+        stage: sum(task.duration_us for task in placement.tasks if task.stage == stage) for stage in placement.stages
+    }
+    slow, average = max(loads, key=loads.__getitem__), mean(loads.values())
+    if loads[slow] <= _UNEVEN * average:
+        return
+    told = f"stage {slow} takes {loads[slow] / average - 1:.0%} longer than the mean: "
+    neighbours = {b if a == slow else a for a, b in placement.stage_edges if slow in (a, b)}
+    if neighbours:
+        fast = min(neighbours, key=loads.__getitem__)
+        moved_us = (loads[slow] - loads[fast]) // 2
+        if moved_us > 0:
+            words = f"{told}move {time_text(moved_us)} of its work ({moved_us / loads[slow]:.0%}) to stage {fast}"
+            yield words, _moved(placement, slow, fast, moved_us / loads[slow])
+    yield f"{told}cut the model so that all stages take the mean", _all_alike(placement)
+
+
+def _moved(placement: Placement, slow: int, fast: int, part: float) -> Placement:
+    """`part` of each of a stage's tasks moved to another stage's task of the same kind."""
+    moved = {task.kind: round(task.duration_us * part) for task in placement.tasks if task.stage == slow}
+    signs = {slow: -1, fast: 1}
+    times = [task.duration_us + signs.get(task.stage, 0) * moved.get(task.kind, 0) for task in placement.tasks]
+    return _with_times(placement, times)
+
+
+def _all_alike(placement: Placement) -> Placement:
+    means = {
+        kind: round(mean(task.duration_us for task in placement.tasks if task.kind is kind))
+        for kind in {task.kind for task in placement.tasks}
+    }
+    return _with_times(placement, [means[task.kind] for task in placement.tasks])
+
+
+def _with_times(placement: Placement, times_us: list[int]) -> Placement:
+    tasks = zip(placement.tasks, times_us, strict=True)
+    return replace(placement, tasks=tuple(replace(task, duration_us=time) for task, time in tasks))
+
+
+# --- other orders -----------------------------------------------------------------------------------------------------
+
+
+def _orders(plan: Plan, before_us: int) -> Iterator[tuple[str, int]]:
+    """The fastest named schedule of those that fit, and of those that would fit with one micro-batch more."""
+    best: dict[bool, tuple[str, int]] = {}  # by whether it fits
+    for name, family in NAMED.items():
+        if name in _SEARCHES and plan.num_ops > _FEW_OPS:
+            continue
+        try:
+            timeline = simulate(family(plan.placement, plan.num_microbatches))
+        except RotaError:  # it is not defined for this placement
+            continue
+        if timeline.makespan_us >= best.get(True, ("", before_us))[1]:
+            continue
+        if (excess := _excess_bytes(timeline)) is None:
+            continue
+        words = f"the order of {name}"
+        if excess:
+            words = f"room for one micro-batch more ({size_text(excess)} over the limit), in {words}"
+        if timeline.makespan_us < best.get(not excess, ("", before_us))[1]:
+            best[not excess] = words, timeline.makespan_us
+    yield from best.values()
+
+
+def _excess_bytes(timeline: Timeline) -> int | None:
+    """By how much the fullest rank is over its limit; None where that is more than one micro-batch keeps there."""
+    worst, placement = 0, timeline.plan.placement
+    for rank, limit in enumerate(placement.cluster.limit_bytes):
+        if limit is not None:
+            excess = timeline.peak_memory_bytes[rank] - limit
+            if excess > _microbatch_bytes(placement, rank):
+                return None
+            worst = max(worst, excess)
+    return worst
+
+
+def _microbatch_bytes(placement: Placement, rank: int) -> int:
+    """What the forwards of one micro-batch keep on a rank."""
+    forwards = (task for task in placement.tasks if task.kind is Kind.F and rank in task.ranks)
+    return sum(max(task.held_bytes, 0) for task in forwards)

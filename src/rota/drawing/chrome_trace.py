@@ -1,0 +1,121 @@
+"""A timeline as a Chrome trace, which opens in Perfetto (ui.perfetto.dev) and in chrome://tracing.
+
+    process  rank 0      track compute     0F0  0F1  …             counter memory, and its limit
+                         track idle        waiting  order …
+                         track transfers   0F0→1F0 …
+    flow arrows          0F0 ─▶ 0F0→1F0 ─▶ 1F0
+
+Times are in µs, as the format wants them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from rota.accounting import idle
+from rota.plan import Plan, Transfer
+from rota.simulation import timeline_of
+from rota.tasks import Op
+from rota.timeline import Span, Timeline
+
+Event = dict[str, Any]
+
+_COMPUTE, _IDLE, _STEP_END, _TRANSFERS = 0, 1, 1_000, 2_000  # tracks of a rank; the last two may have several lanes
+_TRACKS = 10_000  # more than any rank has
+_INSIDE_US = 0.001  # an arrow begins so much before its op's end: at the end itself the op is over
+
+
+def to_chrome_trace(timeline: Timeline | Plan) -> str:
+    """JSON, one event a line. A plan is simulated. What runs side by side on a track gets a lane each."""
+    events = ",\n".join(json.dumps(event, ensure_ascii=False) for event in _events(timeline_of(timeline)))
+    return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{events}\n]}}\n'
+
+
+def _events(timeline: Timeline) -> Iterator[Event]:
+    transfers = list(_in_lanes(timeline.transfer_spans(), _TRANSFERS))
+    step_ends = list(_in_lanes(timeline.step_end_spans(), _STEP_END))
+    tracks: list[set[int]] = [{_COMPUTE, _IDLE} for _ in range(timeline.num_ranks)]
+    for span, track in [*transfers, *step_ends]:
+        tracks[span.rank].add(track)
+    for rank, of_rank in enumerate(tracks):
+        yield from _names(rank, sorted(of_rank))
+    for span in timeline.op_spans():
+        assert isinstance(span.work, Op)
+        stage, kind, microbatch = span.work
+        yield _slice(span, str(span.work), _COMPUTE, stage=stage, kind=str(kind), microbatch=microbatch)
+    for one in idle(timeline):
+        meanwhile = {"ready": str(one.ready)} if one.ready else {}
+        yield _slice(one, str(one.cause), _IDLE, waits_for=str(one.waits_for), **meanwhile)
+    for span, track in step_ends:
+        yield _slice(span, str(span.work), track)
+    for span, track in transfers:
+        assert isinstance(span.work, Transfer)
+        if span.duration_us:
+            yield _slice(span, str(span.work), track, num_bytes=span.work.num_bytes, to_rank=span.work.receiver)
+    yield from _arrows(timeline, transfers)
+    yield from _counters(timeline)
+
+
+def _slice(span: Any, name: str, track: int, **arguments: object) -> Event:
+    """For anything with rank, start_us and duration_us."""
+    times = {"ts": span.start_us, "dur": span.duration_us}
+    return {"ph": "X", "name": name, "cat": "rota", **_on(span.rank, track), **times, "args": arguments}
+
+
+def _on(rank: int, track: int | None = None) -> Event:
+    """Where an event belongs. Perfetto knows a thread by its number alone, and takes process 0 for the system's."""
+    process = rank + 1
+    return {"pid": process} if track is None else {"pid": process, "tid": process * _TRACKS + track}
+
+
+def _names(rank: int, tracks: Iterable[int]) -> Iterator[Event]:
+    yield {"ph": "M", "name": "process_name", **_on(rank), "args": {"name": f"rank {rank}"}}
+    yield {"ph": "M", "name": "process_sort_index", **_on(rank), "args": {"sort_index": rank}}
+    for track in tracks:
+        first = max(base for base in (_COMPUTE, _IDLE, _STEP_END, _TRANSFERS) if base <= track)
+        name = {_COMPUTE: "compute", _IDLE: "idle", _STEP_END: "step end", _TRANSFERS: "transfers"}[first]
+        name += f" {track - first + 1}" * (track > first)
+        yield {"ph": "M", "name": "thread_name", **_on(rank, track), "args": {"name": name}}
+        yield {"ph": "M", "name": "thread_sort_index", **_on(rank, track), "args": {"sort_index": track}}
+
+
+def _in_lanes(spans: Iterable[Span], first: int) -> Iterator[tuple[Span, int]]:
+    """Each span and its track: on each rank the first of `first`, `first` + 1, … that is free."""
+    free_us: dict[int, list[int]] = {}
+    for span in sorted(spans, key=lambda span: span.start_us):
+        lanes = free_us.setdefault(span.rank, [])
+        lane = next((i for i, free in enumerate(lanes) if free <= span.start_us), len(lanes))
+        lanes[lane : lane + 1] = [span.end_us]
+        yield span, first + lane
+
+
+def _arrows(timeline: Timeline, transfers: Iterable[tuple[Span, int]]) -> Iterator[Event]:
+    """From maker to reader, through the transfer where it took time. An op of no time has no arrows.
+
+    They come after all slices: each binds to the slice that is open at its time.
+    """
+    ops = {(span.rank, span.work): span for span in timeline.op_spans() if span.duration_us}
+    for number, (span, track) in enumerate(transfers):
+        assert isinstance(span.work, Transfer)
+        source, target, sender, receiver, _ = span.work
+        maker, reader = ops.get((sender, source)), ops.get((receiver, target))
+        if maker is None or reader is None:
+            continue
+        flow = {"name": "data", "cat": "rota", "id": number}
+        yield {"ph": "s", **flow, **_on(sender, _COMPUTE), "ts": maker.end_us - _INSIDE_US}
+        if span.duration_us:
+            yield {"ph": "t", **flow, **_on(sender, track), "ts": span.start_us}
+        yield {"ph": "f", "bp": "e", **flow, **_on(receiver, _COMPUTE), "ts": reader.start_us}
+
+
+def _counters(timeline: Timeline) -> Iterator[Event]:
+    """Memory of each rank over time, and its limit."""
+    for rank, limit in enumerate(timeline.plan.placement.cluster.limit_bytes):
+        if timeline.peak_memory_bytes[rank]:
+            for time_us, level in timeline.memory(rank):
+                yield {"ph": "C", "name": "memory", **_on(rank), "ts": time_us, "args": {"bytes": level}}
+        if limit is not None:
+            for time_us in (0, timeline.makespan_us):
+                yield {"ph": "C", "name": "memory limit", **_on(rank), "ts": time_us, "args": {"bytes": limit}}

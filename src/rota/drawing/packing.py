@@ -1,0 +1,159 @@
+"""A timeline as columns of small numbers, which deflate well; `page/model.js` and `page/memory.js` read them back."""
+
+from __future__ import annotations
+
+import base64
+import sys
+import zlib
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import chain, pairwise
+from typing import Any, final
+
+from rota.accounting import Cause, Idle
+from rota.memory import task_changes
+from rota.plan import Transfer
+from rota.tasks import Op
+from rota.timeline import StepEndWork, Timeline
+
+CAUSES = tuple(Cause)
+_NOTHING = -1
+
+
+@final
+class Columns:
+    """Columns of numbers as one text, with their types and lengths."""
+
+    def __init__(self) -> None:
+        self.types: list[tuple[str, int]] = []
+        self._planes: list[bytes] = []
+
+    def add(self, values: Iterable[int]) -> None:
+        """In the smallest type that holds them all: all lowest bytes first, then all second ones, …"""
+        column = _smallest(list(values))
+        if sys.byteorder == "big":
+            column.byteswap()
+        raw = column.tobytes()
+        self.types.append((column.typecode, len(column)))
+        self._planes += [raw[plane :: column.itemsize] for plane in range(column.itemsize)]
+
+    def text(self) -> str:
+        return base64.b64encode(zlib.compress(b"".join(self._planes), 9)).decode()
+
+
+def _smallest(values: list[int]) -> array[Any]:
+    for code in "bhi":  # whole numbers of 1, 2 and 4 bytes
+        try:
+            return array(code, values)
+        except OverflowError:
+            continue
+    return array("d", values)
+
+
+def pack_timeline(timeline: Timeline, idle: Sequence[Idle], columns: Columns) -> dict[str, Any]:
+    """Adds the timeline's columns in the order in which the page reads them; returns what is few."""
+    plan, placement = timeline.plan, timeline.plan.placement
+    changes = [task_changes(placement, rank) for rank in range(timeline.num_ranks)]
+    slots = [(i, rank) for i, task in enumerate(placement.tasks) for rank in task.ranks]
+    tasks = [(task.stage, str(task.kind)) for task in placement.tasks]
+    step_ends = [
+        (span.rank, span.work, span.start_us, span.end_us)
+        for span in timeline.step_end_spans()
+        if isinstance(span.work, StepEndWork)
+    ]
+    _add_ops(timeline, {(*tasks[i], rank): slot for slot, (i, rank) in enumerate(slots)}, columns)
+    _add_transfers(timeline, columns)
+    columns.add(_critical_path(timeline, {(rank, work): j for j, (rank, work, _, _) in enumerate(step_ends)}))
+    codes = {task: i for i, task in enumerate(tasks)}
+    _add_idle(timeline, idle, codes, {work: j for j, (_, work, _, _) in enumerate(step_ends)}, columns)
+    return {
+        "makespan": timeline.makespan_us,
+        "numMicrobatches": plan.num_microbatches,
+        "numStreams": placement.num_streams,
+        "tasks": tasks,
+        "slots": [(i, rank, *changes[rank][placement.tasks[i].stage, placement.tasks[i].kind]) for i, rank in slots],
+        "routes": [(*route[:5], placement.stream_of[route.source]) for route in placement.routes],
+        "limits": list(placement.cluster.limit_bytes),
+        "static": list(placement.static_bytes),
+        "stepEnds": [(rank, work.stage, work.what, start, end) for rank, work, start, end in step_ends],
+    }
+
+
+def _add_ops(timeline: Timeline, slot_of: dict[tuple[int, str, int], int], columns: Columns) -> None:
+    """Ops for each rank; slot, micro-batch, time since the op before, duration of each op."""
+    orders = timeline.plan.orders
+    times = list(zip(timeline.starts_us, timeline.ends_us, strict=True))
+    columns.add(len(order) for order in orders)
+    columns.add(slot_of[op.stage, op.kind, rank] for rank, order in enumerate(orders) for op in order)
+    columns.add(_deltas(op.microbatch for order in orders for op in order))
+    columns.add(start - before for starts, ends in times for start, before in zip(starts, (0, *ends), strict=False))
+    columns.add(end - start for starts, ends in times for start, end in zip(starts, ends, strict=True))
+
+
+def _add_transfers(timeline: Timeline, columns: Columns) -> None:
+    """For each transfer the time from its producer's end to its start, and from there to its end."""
+    plan = timeline.plan
+    ends = [dict(zip(*pair, strict=True)) for pair in zip(plan.nodes, timeline.ends_us, strict=True)]
+    made = (
+        ends[route.sender][node]
+        for route in plan.placement.routes
+        for node in range(plan.first_node[route.source], plan.first_node[route.source + 1])
+    )
+    sent, arrived = list(chain(*timeline.sent_us)), chain(*timeline.arrived_us)
+    columns.add(start - end for start, end in zip(sent, made, strict=True))
+    columns.add(end - start for start, end in zip(sent, arrived, strict=True))
+
+
+def _critical_path(timeline: Timeline, step_ends: dict[tuple[int, object], int]) -> list[int]:
+    """Numbers of ops; those of step ends follow. Transfers lie between ops on different ranks."""
+    first = [0]
+    for order in timeline.plan.orders:
+        first.append(first[-1] + len(order))
+    position = {rank: {op: i for i, op in enumerate(order)} for rank, order in enumerate(timeline.plan.orders)}
+    numbers = []
+    for span in timeline.critical_path():
+        if isinstance(span.work, Op):
+            numbers.append(first[span.rank] + position[span.rank][span.work])
+        elif (span.rank, span.work) in step_ends:  # else it takes no time
+            numbers.append(first[-1] + step_ends[span.rank, span.work])
+    return numbers
+
+
+def _add_idle(
+    timeline: Timeline,
+    idle: Sequence[Idle],
+    tasks: dict[tuple[int, str], int],
+    step_ends: dict[StepEndWork, int],
+    columns: Columns,
+) -> None:
+    """Pieces for each rank; cause, length (0: up to where the rank is busy again), what it waits for of each piece."""
+    routes = {route[:4]: len(tasks) + r for r, route in enumerate(timeline.plan.placement.routes)}
+    first_step_end = len(tasks) + len(routes)
+
+    def code(work: Op | Transfer | StepEndWork | None) -> tuple[int, int]:
+        match work:
+            case Op():
+                return tasks[work.stage, work.kind], work.microbatch
+            case Transfer():
+                source, target = (tasks[op.stage, op.kind] for op in (work.source, work.target))
+                return routes[source, target, work.sender, work.receiver], work.source.microbatch
+            case StepEndWork():
+                return (first_step_end + step_ends[work] if work in step_ends else _NOTHING), 0
+        return _NOTHING, 0
+
+    counts = [0] * timeline.num_ranks
+    for piece in idle:
+        counts[piece.rank] += 1
+    columns.add(counts)
+    columns.add(CAUSES.index(piece.cause) for piece in idle)
+    follows = [(b.rank, b.start_us) == (a.rank, a.end_us) for a, b in pairwise(idle)] + [False]
+    columns.add(piece.duration_us if more else 0 for piece, more in zip(idle, follows, strict=False))
+    for work in ([piece.waits_for for piece in idle], [piece.ready for piece in idle]):
+        codes = [code(each) for each in work]
+        columns.add(task for task, _ in codes)
+        columns.add(_deltas(microbatch for _, microbatch in codes))
+
+
+def _deltas(values: Iterable[int]) -> list[int]:
+    """The first, and each one's difference from the one before; `summed` in the page undoes it."""
+    return [after - before for before, after in pairwise([0, *values])]

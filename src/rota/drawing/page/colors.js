@@ -1,0 +1,94 @@
+// What ops and idle pieces look like, and the running sums from which any pixel's share is read.
+
+const DARK_INK = 0.55; // luminance from which black is easier to read than white
+const PALER = 0.5; // how much white the last of a rank's stages gets
+const DIMMED = 0.86; // how much paper is mixed into what a filter leaves out
+const MARK = 0.6; // how bright a mark is: 1 would not be seen
+
+const rgbOf = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
+const mixed = (color, other, share) => color.map((part, i) => part + (other[i] - part) * share);
+const cssOf = (color) => `rgb(${color.map(Math.round).join(",")})`;
+const isPale = (color) => (0.299 * color[0] + 0.587 * color[1] + 0.114 * color[2]) / 255 > DARK_INK;
+
+/** What the theme's CSS says, read once for each theme. */
+function readTheme() {
+  const css = getComputedStyle(document.documentElement);
+  const names = ["paper", "band", "ink", "muted", "line", "accent"];
+  return Object.fromEntries(names.map((name) => [name, rgbOf(css.getPropertyValue(`--${name}`).trim())]));
+}
+
+/** The colour of each slot: its kind's, the paler the higher the stage among those of its rank. */
+function slotColors(timeline, looks) {
+  const orders = timeline.lanes.map(({ rank }) => [...stagesOf(timeline, rank)].sort((a, b) => a - b));
+  return timeline.slots.map(([task, rank]) => {
+    const [stage, kind] = timeline.tasks[task];
+    const white = (PALER * orders[rank].indexOf(stage)) / Math.max(1, orders[rank].length - 1);
+    return mixed(rgbOf(looks[kind].color), [255, 255, 255], white);
+  });
+}
+
+/** Whether the filters leave an op out. */
+function isDimmed(view, stage, kind, batch) {
+  return (
+    view.hidden.has(kind) ||
+    (view.stage !== null && view.stage !== stage) ||
+    (view.batch !== null && view.batch !== batch)
+  );
+}
+
+/** `lane.sums`: what a pixel of the lane is made of. A filter pales ops; it never makes them idle. */
+function sumOps(timeline, lane, colors, looks, view, theme) {
+  const order = Object.keys(looks);
+  const all = timeline.slots.map(([task, rank], slot) => [slot, ...timeline.tasks[task], rank]);
+  const slots = all.filter(([, , , rank]) => rank === lane.rank);
+  slots.sort((a, b) => order.indexOf(a[2]) - order.indexOf(b[2]) || a[1] - b[1]);
+  const styles = slots.flatMap(([slot, , kind]) => {
+    const full = { color: colors[slot], marks: looks[kind].mark };
+    return [full, { color: mixed(colors[slot], theme.band, DIMMED), marks: [] }];
+  });
+  const first = new Map(slots.map(([slot], k) => [slot, 2 * k]));
+  lane.sums = runningSums(lane, styles, (i) => {
+    const [stage, kind] = timeline.tasks[timeline.slots[lane.slot[i]][0]];
+    return first.get(lane.slot[i]) + isDimmed(view, stage, kind, lane.batch[i]);
+  });
+}
+
+/** The same for idle pieces: coloured by cause where causes are shown, or where one is picked out. */
+function sumIdle(lane, causes, view, theme) {
+  const styles = causes.map((look, cause) => {
+    const colored = view.cause === null ? view.show.causes : view.cause === cause;
+    const share = view.cause === cause ? 0.15 : 0.66;
+    return { color: colored ? mixed(rgbOf(look.color), theme.band, share) : theme.band, marks: [] };
+  });
+  lane.idle.sums = runningSums(lane.idle, styles, (i) => lane.idle.cause[i]);
+}
+
+/** `before[count * i + s]`: how much time style s takes of all spans before i. Styles that do not occur are left out. */
+function runningSums(spans, styles, styleOf) {
+  const { n, start, end } = spans;
+  const style = new Uint8Array(n);
+  const used = new Map();
+  for (let i = 0; i < n; i++) used.set((style[i] = styleOf(i)), 0);
+  const kept = [...used.keys()].sort((a, b) => a - b);
+  kept.forEach((each, position) => used.set(each, position));
+  const count = kept.length;
+  const before = new Float64Array(count * (n + 1));
+  for (let i = 0, at = 0; i < n; i++, at += count) {
+    style[i] = used.get(style[i]);
+    for (let s = 0; s < count; s++) before[at + count + s] = before[at + s];
+    before[at + count + style[i]] += end[i] - start[i];
+  }
+  return { count, before, style, styles: kept.map((each) => painted(styles[each])) };
+}
+
+/** A style with its colours as pixels: plain, and darker where a mark is. */
+function painted({ color, marks }) {
+  const [plain, dark] = [packed(color), packed(color.map((part) => part * MARK))];
+  return { plain, top: marks.includes("top") ? dark : plain, bottom: marks.includes("bottom") ? dark : plain };
+}
+
+/** An opaque pixel. */
+function packed(color) {
+  const [red, green, blue] = color.map(Math.round);
+  return ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0;
+}

@@ -1,0 +1,47 @@
+"""Names for what PyTorch's schedules of one stage a rank do, which they do not give themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.profiler import record_function
+
+
+@contextmanager
+def named_actions(schedule: Any) -> Iterator[None]:
+    """Within it, a profiler sees the ops of a PyTorch schedule by name, as `rota import-trace` reads them.
+
+    For Schedule1F1B and its like; schedules of several stages a rank name their actions themselves, and stay as they
+    are.
+    """
+    if not isinstance(schedule, PipelineScheduleSingle):
+        yield
+        return
+    stage = schedule._stage
+    wrapped: list[tuple[Any, str, Callable[..., Any]]] = [
+        (stage, "forward_one_chunk", _named(stage.forward_one_chunk, f"PP:{stage.stage_index}F", 0)),
+        (stage, "backward_one_chunk", _named(stage.backward_one_chunk, f"PP:{stage.stage_index}B", 0)),
+    ]
+    if stage.is_last:
+        losses = _named(schedule._maybe_compute_loss, f"PP:{stage.stage_index}LOSS", 3)
+        wrapped.append((schedule, "_maybe_compute_loss", losses))
+    for holder, name, function in wrapped:
+        setattr(holder, name, function)
+    try:
+        yield
+    finally:
+        for holder, name, _ in wrapped:
+            delattr(holder, name)  # the class's own is behind it
+
+
+def _named(function: Callable[..., Any], name: str, microbatch_at: int) -> Callable[..., Any]:
+    """`function`, recorded under `name` and the micro-batch, which is its argument at `microbatch_at`."""
+
+    def recorded(*arguments: Any, **options: Any) -> Any:
+        with record_function(f"{name}{arguments[microbatch_at]}"):
+            return function(*arguments, **options)
+
+    return recorded

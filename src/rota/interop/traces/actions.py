@@ -1,0 +1,227 @@
+"""What a rank of PyTorch's pipeline engine did, step by step, from the names in its trace.
+
+    PP:1RECV_F0, PP:1F0, PP:1SEND_F0 …    schedules of several stages a rank, and those loaded from CSV
+    Forward 0, Backward 0                 ScheduleGPipe; the stage is the rank
+    forward_one_chunk, …                  Schedule1F1B, which names nothing: Python calls, if with_stack=True
+    PP:1F0, PP:1LOSS0                     any, within `rota.interop.named_actions`
+
+A range may begin with a wait for what the op reads, and end with sends. The op itself is from the first operator in it
+that computes to the end of the last one; on an accelerator, what its kernels take.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
+from typing import NamedTuple
+
+from rota.errors import FormatError
+from rota.interop.traces.reading import Event, RankTrace
+from rota.tasks import Kind, Op
+
+_NAME = re.compile(r"PP:(\d{1,6})([A-Z_]+)(\d{0,6})", re.ASCII)
+_PAIR = re.compile(r"PP:\(([^()]*)\)OVERLAP_F_B")
+_CHUNK = re.compile(r"(Forward|Backward) (\d{1,6})", re.ASCII)
+_CALL = re.compile(r"pipelining/(?:stage|schedules)\.py\(\d+\): (\w+)$")
+_CALLED = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}
+_COMMUNICATION = ("c10d::", "gloo:", "nccl:", "nccl", "record_param_comms")
+_RECEIVES = re.compile(r"gloo:recv|nccl:recv|ncclDevKernel_SendRecv.*|ncclKernel_SendRecv.*")
+_NONE_NAMED = (
+    "no action of PyTorch's pipeline engine is named in it: profile with ProfilerActivity.CPU, and a schedule of one "
+    "stage a rank (Schedule1F1B names nothing) with with_stack=True or within rota.interop.named_actions(schedule)"
+)
+
+
+class Ran(NamedTuple):
+    """When an op ran, in ns of its rank's clock. `received_ns`: when what it reads had arrived, where that is seen."""
+
+    start_ns: int
+    end_ns: int
+    received_ns: int | None
+
+
+@dataclass(slots=True)
+class Step:
+    """One step of one rank: its ops, its stages' reductions and its optimizer step.
+
+    `sent_ns`: when the send of ("F" or "B", stage, micro-batch) began, where it is named.
+    """
+
+    ops: dict[Op, Ran] = field(default_factory=dict)
+    sent_ns: dict[tuple[str, int, int], int] = field(default_factory=dict)
+    reductions: dict[int, tuple[int, int]] = field(default_factory=dict)
+    optimizer: tuple[int, int] | None = None
+
+    def moved(self, by_ns: int) -> Step:
+        """The same step on a clock that is ahead by so much."""
+
+        def pair(times: tuple[int, int]) -> tuple[int, int]:
+            return times[0] + by_ns, times[1] + by_ns
+
+        return Step(
+            {op: Ran(*pair(ran[:2]), ran[2] and ran[2] + by_ns) for op, ran in self.ops.items()},
+            {key: time + by_ns for key, time in self.sent_ns.items()},
+            {stage: pair(times) for stage, times in self.reductions.items()},
+            self.optimizer and pair(self.optimizer),
+        )
+
+
+class _Range(NamedTuple):
+    """A named stretch of the host's time: an action `what` ("F", "SEND_F", "LOSS", …) of a stage."""
+
+    start_ns: int
+    end_ns: int
+    stage: int
+    what: str
+    microbatch: int
+    thread: tuple[object, object]
+
+
+def steps_of(trace: RankTrace, position: int, is_last: bool) -> list[Step]:
+    """The steps of a trace in turn. `position`: the rank's in the pipeline, its stage where the names tell none.
+
+    Raises FormatError where nothing is named.
+    """
+    ranges = list(_named(trace)) or list(_chunks(trace, position)) or list(_calls(trace, position, is_last))
+    if not any(one.what in Kind.__members__ for one in ranges):
+        raise FormatError(f"{trace.path}: {_NONE_NAMED}")
+    clock = _Clock(trace)
+    steps = [step for ranges_of_step in _split(ranges) if (step := _step(ranges_of_step, clock)).ops]
+    _add_optimizers(steps, trace.annotations)
+    return steps
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def _named(trace: RankTrace) -> Iterator[_Range]:
+    for event in trace.annotations:
+        if name := _NAME.fullmatch(event.name):
+            stage, what, number = name.groups()
+            yield _Range(event.start_ns, event.end_ns, int(stage), what, int(number or -1), event.thread)
+        elif pair := _PAIR.fullmatch(event.name):
+            ops = [Op.parse(op) for op in pair[1].split(";")]
+            backward = [op for op in trace.host_ops if op.name.startswith("autograd::") and _within(op, event)]
+            if len(ops) != 2 or not backward:
+                raise FormatError(f"{trace.path}: {event.name} holds no forward and backward that can be told apart")
+            middle = backward[0].start_ns
+            for op, start, end in zip(ops, (event.start_ns, middle), (middle, event.end_ns), strict=True):
+                yield _Range(start, end, op.stage, str(op.kind), op.microbatch, event.thread)
+
+
+def _within(event: Event, around: Event) -> bool:
+    return around.start_ns <= event.start_ns and event.end_ns <= around.end_ns
+
+
+def _chunks(trace: RankTrace, stage: int) -> Iterator[_Range]:
+    for event in trace.annotations:
+        if name := _CHUNK.fullmatch(event.name):
+            yield _Range(event.start_ns, event.end_ns, stage, name[1][0], int(name[2]), event.thread)
+
+
+def _calls(trace: RankTrace, stage: int, is_last: bool) -> Iterator[_Range]:
+    """The k-th forward of a step is micro-batch k's, and so the k-th backward; a loss goes with its forward."""
+    calls = [(found[1], event) for event in trace.python_calls if (found := _CALL.search(event.name))]
+    counts: dict[str, int] = {}
+    for name, event in calls:
+        if name == "_step_microbatches":
+            counts = {}
+        elif name in _CALLED:
+            counts[name] = counts.get(name, 0) + 1
+            yield _Range(event.start_ns, event.end_ns, stage, _CALLED[name], counts[name] - 1, event.thread)
+        elif name == "_maybe_compute_loss" and is_last:
+            microbatch = counts.get("forward_one_chunk", 0) - 1
+            yield _Range(event.start_ns, event.end_ns, stage, "LOSS", microbatch, event.thread)
+
+
+def _split(ranges: list[_Range]) -> Iterator[list[_Range]]:
+    """Into steps: a new one begins with what the last one has done already."""
+    step: list[_Range] = []
+    seen: set[tuple[int, str, int]] = set()
+    for one in sorted(ranges):
+        key = one.stage, one.what, one.microbatch
+        if key in seen:
+            yield step
+            step, seen = [], set()
+        step.append(one)
+        seen.add(key)
+    yield step
+
+
+# --- times ------------------------------------------------------------------------------------------------------------
+
+
+class _Clock:
+    """Looks up what happened within a range."""
+
+    def __init__(self, trace: RankTrace) -> None:
+        self._computing: dict[tuple[object, object], list[Event]] = {}
+        for event in trace.host_ops:
+            if not event.name.startswith(_COMMUNICATION):
+                self._computing.setdefault(event.thread, []).append(event)
+        self._kernels = trace.kernels
+        self._has_kernels = any(not event.name.startswith(_COMMUNICATION) for _, event in trace.kernels)
+        self._receives = [event for event in trace.annotations if _RECEIVES.fullmatch(event.name)]
+
+    def ran(self, one: _Range) -> tuple[int, int]:
+        """The part of a range in which something was computed; all of it where nothing tells."""
+        inside = [event for event in self._launched(*one[:2]) if not event.name.startswith(_COMMUNICATION)]
+        if not self._has_kernels:
+            events = self._computing.get(one.thread, [])
+            inside = events[slice(*(bisect_left(events, time, key=_START) for time in one[:2]))]
+        if not inside:
+            return one[:2]
+        return min(event.start_ns for event in inside), max(event.end_ns for event in inside)
+
+    def _launched(self, start_ns: int, end_ns: int) -> list[Event]:
+        first, last = (bisect_left(self._kernels, time, key=itemgetter(0)) for time in (start_ns, end_ns))
+        return [event for _, event in self._kernels[first:last]]
+
+    def received_ns(self, start_ns: int, end_ns: int) -> int | None:
+        """When the receives that began in a stretch of time were through."""
+        begun = self._launched(start_ns, end_ns)
+        if not self._has_kernels:
+            begun = self._receives[
+                slice(*(bisect_left(self._receives, time, key=_START) for time in (start_ns, end_ns)))
+            ]
+        return max((event.end_ns for event in begun if _RECEIVES.fullmatch(event.name)), default=None)
+
+
+_START = attrgetter("start_ns")
+
+
+def _step(ranges: Sequence[_Range], clock: _Clock) -> Step:
+    step, free_ns = Step(), 0
+    receives = {(one.what[-1], one.stage, one.microbatch): one[:2] for one in ranges if one.what.startswith("RECV_")}
+    for one in ranges:
+        if one.what.startswith("SEND_"):
+            step.sent_ns[one.what[-1], one.stage, one.microbatch] = one.start_ns
+        elif one.what == "REDUCE_GRAD":
+            step.reductions[one.stage] = one[:2]
+        elif one.what == "LOSS":
+            op = Op(one.stage, Kind.F, one.microbatch)
+            if op in step.ops:
+                step.ops[op] = step.ops[op]._replace(end_ns=clock.ran(one)[1])
+        elif one.what in Kind.__members__:
+            start, end = clock.ran(one)
+            way = "F" if one.what == "F" else "B"
+            posted = receives.get((way, one.stage, one.microbatch), (0, 0)) if receives else (free_ns, start)
+            received = None if one.what == "W" else clock.received_ns(*posted)
+            step.ops[Op(one.stage, Kind(one.what), one.microbatch)] = Ran(start, end, received)
+            free_ns = end
+    return step
+
+
+def _add_optimizers(steps: Sequence[Step], annotations: Iterable[Event]) -> None:
+    """To each step what its optimizer does between its last op and the next step's first."""
+    firsts = [min(ran.start_ns for ran in step.ops.values()) for step in steps]
+    for event in annotations:
+        i = bisect_right(firsts, event.start_ns) - 1
+        if i < 0 or not event.name.startswith("Optimizer.step#"):
+            continue
+        if max(ran.end_ns for ran in steps[i].ops.values()) <= event.start_ns:
+            start, end = steps[i].optimizer or (event.start_ns, event.end_ns)
+            steps[i].optimizer = min(start, event.start_ns), max(end, event.end_ns)

@@ -1,0 +1,251 @@
+"""Traces of all ranks of a pipeline -> a measured Timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median_low
+from typing import NamedTuple
+
+from rota.costs import Cluster, Costs, Link
+from rota.errors import FormatError
+from rota.interop.traces.actions import Ran, Step, steps_of
+from rota.interop.traces.clocks import shifts_ns
+from rota.interop.traces.reading import RankTrace, read_trace
+from rota.placement import StepEnd
+from rota.placing import place
+from rota.plan import Plan
+from rota.tasks import Kind, Op
+from rota.timeline import Timeline
+from rota.units import count_text
+
+_ONE_CLOCK_NS = 10**9  # processes of one machine do not differ by as much
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedTrace:
+    """A measured timeline, and how it came about.
+
+    `step` of `num_steps` was taken. `clock_shifts_us`: by how much each rank's clock was moved ahead, so that no
+    message arrives before it is sent. `hosts`: the machine of each rank, "" where the trace does not tell.
+    """
+
+    timeline: Timeline
+    step: int
+    num_steps: int
+    clock_shifts_us: tuple[int, ...]
+    hosts: tuple[str, ...]
+
+    def to_text(self) -> str:
+        """What was read, in a line or two."""
+        plan = self.timeline.plan
+        lines = [
+            f"step {self.step} of {self.num_steps} (counted from 0): {count_text(plan.num_ranks, 'rank')}, "
+            f"{count_text(plan.num_stages, 'stage')}, {count_text(plan.num_microbatches, 'micro-batch', 'es')}"
+        ]
+        moved = [f"rank {rank} by {us:,} µs" for rank, us in enumerate(self.clock_shifts_us) if us]
+        machines = count_text(len(set(self.hosts) - {""}), "machine") if all(self.hosts) else "machines unknown"
+        if moved:
+            lines.append(f"clocks moved ahead, as messages arrived before they were sent: {', '.join(moved)}")
+        else:
+            lines.append(f"clocks as recorded ({machines}): no message arrives before it is sent")
+        return "\n".join(lines)
+
+
+def import_traces(paths: Sequence[str], step: int | None = None) -> ImportedTrace:
+    """Read one torch.profiler trace a rank of a run on PyTorch's pipeline engine.
+
+    Ranks are ordered as the traces say, else as `paths` are. `step`: which of the profiled ones, from 0; default the
+    last. The plan is rebuilt from what ran; its costs are the medians of what was measured, without memory. Raises
+    FormatError or PlanError.
+    """
+    traces = _in_order([read_trace(path) for path in paths])
+    by_rank = [steps_of(trace, rank, rank == len(traces) - 1) for rank, trace in enumerate(traces)]
+    counts = {len(steps) for steps in by_rank}
+    if len(counts) > 1:
+        told = ", ".join(f"{trace.path} {len(steps)}" for trace, steps in zip(traces, by_rank, strict=True))
+        raise FormatError(f"the traces have different numbers of steps ({told}); profile the same steps on every rank")
+    (num_steps,) = counts
+    chosen = num_steps - 1 if step is None else step
+    if not 0 <= chosen < num_steps:
+        raise FormatError(f"step {chosen} is not in the traces, which have the steps 0 to {num_steps - 1}")
+    steps = _with_one_backward([steps[chosen] for steps in by_rank])
+    plan = _plan(steps)
+    messages = list(_messages(plan))
+    shifts = shifts_ns(_behind(messages, steps), len(steps))
+    _refuse_two_runs(traces, shifts)
+    steps = [one.moved(shift) for one, shift in zip(steps, shifts, strict=True)]
+    timeline = _timeline(plan, messages, steps)
+    return ImportedTrace(timeline, chosen, num_steps, tuple(ns // 1000 for ns in shifts), tuple(t.host for t in traces))
+
+
+def _in_order(traces: list[RankTrace]) -> list[RankTrace]:
+    if not traces:
+        raise FormatError("no traces: give one a rank of the pipeline")
+    if any(trace.rank is None for trace in traces):
+        return traces
+    traces = sorted(traces, key=lambda trace: trace.rank or 0)
+    for a, b in pairwise(traces):
+        if a.rank == b.rank:
+            raise FormatError(f"{a.path} and {b.path} are both of rank {a.rank}; give one trace a rank")
+    return traces
+
+
+def _refuse_two_runs(traces: Sequence[RankTrace], shifts_ns: Sequence[int]) -> None:
+    """One machine has one clock."""
+    clocks: dict[str, list[tuple[int, str]]] = {}
+    for trace, shift in zip(traces, shifts_ns, strict=True):
+        clocks.setdefault(trace.host, []).append((shift, trace.path))
+    for host, of_host in clocks.items():
+        (least, a), (most, b) = min(of_host), max(of_host)
+        if host and most - least > _ONE_CLOCK_NS:
+            raise FormatError(
+                f"{a} and {b} are both of machine {host}, but by their messages {(most - least) / 1e9:,.1f} s apart: "
+                f"give traces of one run"
+            )
+
+
+def _with_one_backward(steps: list[Step]) -> list[Step]:
+    """Where any backward is split into I and W, each whole one as I and W of half its time: a plan has one or both."""
+    if not any(op.kind is Kind.W for step in steps for op in step.ops):
+        return steps
+    for step in steps:
+        for op in [op for op in step.ops if op.kind is Kind.B]:
+            start, end, received = step.ops.pop(op)
+            middle = (start + end) // 2
+            step.ops[op._replace(kind=Kind.I)] = Ran(start, middle, received)
+            step.ops[op._replace(kind=Kind.W)] = Ran(middle, end, None)
+    return steps
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def _plan(steps: Sequence[Step]) -> Plan:
+    """What ran, in the order in which it did, on a chain of stages with the median times."""
+    ranks: dict[int, int] = {}
+    times: dict[tuple[int, Kind], list[int]] = {}
+    for rank, step in enumerate(steps):
+        for op, (start, end, _) in step.ops.items():
+            if ranks.setdefault(op.stage, rank) != rank:
+                raise FormatError(
+                    f"stage {op.stage} ran on ranks {ranks[op.stage]} and {rank}; give one pipeline's traces"
+                )
+            times.setdefault((op.stage, op.kind), []).append((end - start + 500) // 1000)
+    for stage in range(max(ranks) + 1):
+        if stage not in ranks:
+            raise FormatError(f"no trace runs stage {stage}, but one runs stage {max(ranks)}; give those of all ranks")
+
+    def median_us(kind: Kind) -> tuple[int, ...]:
+        return tuple(median_low(times.get((stage, kind), [0])) for stage in range(len(ranks)))
+
+    kinds = {kind for _, kind in times}
+    back = Kind.I if Kind.W in kinds else Kind.B
+    costs = Costs(median_us(Kind.F), median_us(back), median_us(Kind.W) if Kind.W in kinds else None)
+    placement = place(costs, Cluster.uniform(len(steps)), [ranks[stage] for stage in range(len(ranks))])
+    placement = placement if kinds - {Kind.F} else placement.forward_only()
+    placement = replace(placement, step_ends=tuple(_step_ends(steps)))
+    orders = tuple(tuple(sorted(step.ops, key=step.ops.__getitem__)) for step in steps)
+    return Plan(placement, 1 + max(op.microbatch for order in orders for op in order), orders)
+
+
+def _step_ends(steps: Sequence[Step]) -> Iterator[StepEnd]:
+    """A rank's optimizer step goes with the last of its stages that is done."""
+    for step in steps:
+        last = {op.stage: ran.end_ns for op, ran in sorted(step.ops.items(), key=lambda item: item[1].end_ns)}
+        for stage in last:
+            reduction = step.reductions.get(stage, (0, 0))
+            optimizer = step.optimizer if step.optimizer and stage == [*last][-1] else (0, 0)
+            times = [(end - start + 500) // 1000 for start, end in (reduction, optimizer)]
+            if any(times):
+                yield StepEnd(stage, *times)
+
+
+# --- the timeline -----------------------------------------------------------------------------------------------------
+
+
+class _Message(NamedTuple):
+    """What travels along a route for one micro-batch."""
+
+    route: int
+    sender: int
+    receiver: int
+    source: Op
+    target: Op
+
+
+def _messages(plan: Plan) -> Iterator[_Message]:
+    """Route by route, micro-batch by micro-batch. Raises PlanError where ops are missing."""
+    assert plan.nodes
+    for i, route in enumerate(plan.placement.routes):
+        a, b = plan.placement.tasks[route.source], plan.placement.tasks[route.target]
+        for m in range(plan.num_microbatches):
+            yield _Message(i, route.sender, route.receiver, Op(a.stage, a.kind, m), Op(b.stage, b.kind, m))
+
+
+def _behind(messages: Iterable[_Message], steps: Sequence[Step]) -> dict[tuple[int, int], int]:
+    """For each pair of ranks the most by which a message was read before it was made, by their own clocks."""
+    behind: dict[tuple[int, int], int] = {}
+    for _, sender, receiver, source, target in messages:
+        early = steps[sender].ops[source].end_ns - steps[receiver].ops[target].start_ns
+        behind[sender, receiver] = max(early, behind.get((sender, receiver), early))
+    return behind
+
+
+def _flights(messages: Sequence[_Message], steps: Sequence[Step]) -> list[tuple[int, int]]:
+    """When each message was sent and when it arrived, between its source's end and its reader's start.
+
+    Where a trace does not show an arrival, it is as fast as the fastest message of its two ranks.
+    """
+    sent: list[int] = []
+    seen: list[int | None] = []
+    fastest: dict[tuple[int, int], int] = {}
+    for _, sender, receiver, source, target in messages:
+        made, read = steps[sender].ops[source].end_ns, steps[receiver].ops[target]
+        key = ("F" if source.kind is Kind.F else "B", source.stage, source.microbatch)
+        begun = min(max(made, steps[sender].sent_ns.get(key, made)), read.start_ns)
+        arrived = None if read.received_ns is None else min(max(begun, read.received_ns), read.start_ns)
+        took = (read.start_ns if arrived is None else arrived) - begun
+        fastest[sender, receiver] = min(took, fastest.get((sender, receiver), took))
+        sent.append(begun)
+        seen.append(arrived)
+    flights = []
+    for begun, arrived, (_, sender, receiver, _, target) in zip(sent, seen, messages, strict=True):
+        guess = min(begun + fastest[sender, receiver], steps[receiver].ops[target].start_ns)
+        flights.append((begun, guess if arrived is None else arrived))
+    return flights
+
+
+def _timeline(plan: Plan, messages: Sequence[_Message], steps: Sequence[Step]) -> Timeline:
+    """Of steps on one clock, from the first op's start; the links of its plan take the median of what messages took."""
+    origin = min(ran.start_ns for step in steps for ran in step.ops.values())
+
+    def us(time_ns: int) -> int:
+        return (time_ns - origin + 500) // 1000
+
+    flights = _flights(messages, steps)
+    took: dict[tuple[int, int], list[int]] = {}
+    columns: list[list[tuple[int, int]]] = [[] for _ in plan.placement.routes]
+    for message, (sent, arrived) in zip(messages, flights, strict=True):
+        columns[message.route].append((us(sent), us(arrived)))
+        took.setdefault((message.sender, message.receiver), []).append(us(arrived) - us(sent))
+    links = tuple((a, b, Link(median_low(each))) for (a, b), each in sorted(took.items()))
+    cluster = replace(plan.placement.cluster, links=links)
+    return Timeline(
+        replace(plan, placement=replace(plan.placement, cluster=cluster)),
+        tuple(tuple(us(step.ops[op].start_ns) for op in order) for order, step in zip(plan.orders, steps, strict=True)),
+        tuple(tuple(us(step.ops[op].end_ns) for op in order) for order, step in zip(plan.orders, steps, strict=True)),
+        tuple(tuple(sent for sent, _ in column) for column in columns),
+        tuple(tuple(arrived for _, arrived in column) for column in columns),
+        tuple(_step_end_times(plan, steps, us)),
+    )
+
+
+def _step_end_times(plan: Plan, steps: Sequence[Step], us: Callable[[int], int]) -> Iterator[tuple[int, int, int, int]]:
+    for i, rank in plan.step_end_ranks:
+        end, step = plan.placement.step_ends[i], steps[rank]
+        done = max(ran.end_ns for op, ran in step.ops.items() if op.stage == end.stage)
+        reduction = step.reductions.get(end.stage, (done, done)) if end.reduce_us else (done, done)
+        optimizer = step.optimizer if step.optimizer and end.optimizer_us else (reduction[1], reduction[1])
+        yield us(reduction[0]), us(reduction[1]), us(optimizer[0]), us(optimizer[1])

@@ -1,0 +1,128 @@
+"""Small static pictures for notebooks: HTML that needs no script, no file and no library.
+
+Plans and timelines are drawn as one row a rank, one bar an op; where that would be too many bars, as one bar a rank
+that shows how much of the time each kind of op takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import NamedTuple
+
+from rota.units import time_text
+
+#: Okabe and Ito's palette, which colour-blind people can tell apart; F and B differ in lightness too.
+COLORS = {
+    "F": "#0072B2",
+    "B": "#E69F00",
+    "I": "#D55E00",
+    "W": "#009E73",
+    "R": "#56B4E9",
+    "reduce": "#CC79A7",
+    "optimizer": "#666666",
+}
+
+_MOST_BARS = 3_000
+_PALEST = 0.5  # how pale the last of a rank's stages gets
+_WIDTH, _ROW, _GAP, _LABEL = 900.0, 18, 4, 60
+_TEXT_WIDTH = 6.5  # of a character, in the picture's units
+_STYLE = "font:13px system-ui,sans-serif;line-height:1.5"
+
+Columns = Sequence[Sequence[int]]
+
+
+class Bar(NamedTuple):
+    """What a rank does from `start_us` to `end_us`; `kind` is a key of COLORS, `opacity` from 0 to 1."""
+
+    start_us: int
+    end_us: int
+    kind: str
+    label: str
+    note: str
+    opacity: float = 1.0
+
+
+def op_bars(orders: Sequence[Sequence[tuple[int, str, int]]], starts_us: Columns, ends_us: Columns) -> list[list[Bar]]:
+    """The ops (stage, kind, micro-batch) of each rank, paler the later their stage is among those of the rank."""
+    rows = []
+    for order, starts, ends in zip(orders, starts_us, ends_us, strict=True):
+        stages = sorted({op[0] for op in order})
+        opacity = {stage: 1 - _PALEST * i / max(1, len(stages) - 1) for i, stage in enumerate(stages)}
+        row = []
+        for op, start, end in zip(order, starts, ends, strict=True):
+            row.append(Bar(start, end, str(op[1]), str(op[2]), str(op), opacity[op[0]]))
+        rows.append(row)
+    return rows
+
+
+def document(*parts: str) -> str:
+    """Parts one below the other."""
+    return f'<div style="{_STYLE}">{"".join(parts)}</div>'
+
+
+def heading(name: str, facts: Iterable[str]) -> str:
+    """A name, and what there is to say in a line."""
+    return f"<div><b>{escape(name)}</b> · {escape(' · '.join(facts))}</div>"
+
+
+def preformatted(text: str) -> str:
+    return f'<pre style="margin:4px 0;line-height:1.3">{escape(text)}</pre>'
+
+
+def chart(rows: Sequence[Sequence[Bar]], until_us: int) -> str:
+    """One row a rank, from 0 to `until_us`, and what the colours mean."""
+    height = len(rows) * (_ROW + _GAP)
+    few = sum(map(len, rows)) <= _MOST_BARS
+    drawn = [(_bars if few else _shares)(row, rank, until_us or 1) for rank, row in enumerate(rows)]
+    kinds = {bar.kind for row in rows for bar in row}
+    keys = "".join(
+        f'<span style="margin-right:12px"><span style="color:{color}">■</span> {kind}</span>'
+        for kind, color in COLORS.items()
+        if kind in kinds
+    )
+    what = "" if few else f" share of {time_text(until_us)}, too many ops to draw each"
+    width = f"{_WIDTH + _LABEL:g}"
+    return (
+        f'<svg viewBox="0 0 {width} {height}" width="100%" style="max-width:{width}px" role="img" '
+        f'aria-label="{len(rows)} ranks over {time_text(until_us)}" fill="currentColor" font-size="11">'
+        f"{''.join(drawn)}</svg><div>{keys}{what}</div>"
+    )
+
+
+def _bars(row: Sequence[Bar], rank: int, until_us: int) -> str:
+    top = rank * (_ROW + _GAP)
+    parts = [_frame(rank, top)]
+    for start, end, kind, label, note, opacity in row:
+        left, width = _LABEL + start / until_us * _WIDTH, (end - start) / until_us * _WIDTH
+        told = f"<title>{escape(note)}: {start:,} to {end:,} µs</title>"
+        parts.append(_box(left, top, width, kind, told, opacity))
+        if width > _TEXT_WIDTH * (len(label) + 1):
+            at = f'x="{left + width / 2:.2f}" y="{top + 13}" text-anchor="middle" pointer-events="none"'
+            parts.append(
+                f'<text {at} fill="{"#000" if kind in "BR" or opacity < 1 else "#fff"}">{escape(label)}</text>'
+            )
+    return "".join(parts)
+
+
+def _shares(row: Sequence[Bar], rank: int, until_us: int) -> str:
+    top, left = rank * (_ROW + _GAP), float(_LABEL)
+    parts = [_frame(rank, top)]
+    for kind in COLORS:
+        width = sum(bar.end_us - bar.start_us for bar in row if bar.kind == kind) / until_us * _WIDTH
+        parts.append(_box(left, top, width, kind, f"<title>{kind}: {width / _WIDTH:.1%}</title>"))
+        left += width
+    return "".join(parts)
+
+
+def _frame(rank: int, top: int) -> str:
+    """The rank's name, and a pale band in which it is idle."""
+    band = f'<rect x="{_LABEL}" y="{top}" width="{_WIDTH:g}" height="{_ROW}" opacity="0.08"/>'
+    return f'<text x="0" y="{top + 13}">rank {rank}</text>{band}'
+
+
+def _box(left: float, top: int, width: float, kind: str, inside: str, opacity: float = 1.0) -> str:
+    if width <= 0:
+        return ""
+    color = f'fill="{COLORS[kind]}"' + (f' opacity="{opacity:.2f}"' if opacity < 1 else "")
+    return f'<rect x="{left:.2f}" y="{top}" width="{width:.2f}" height="{_ROW}" {color}>{inside}</rect>'
