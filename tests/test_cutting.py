@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rota.cutting import balanced, uniform
-from rota.errors import SplitError
+from rota.costs import Costs
+from rota.cutting import balanced, merge, uniform
+from rota.errors import PlacementError, SplitError
 
 WHOLE = st.lists(st.integers(0, 9), max_size=8)
 FLOATS = st.lists(st.floats(0, 1e12, allow_subnormal=False), max_size=7)
@@ -79,3 +80,36 @@ def test_no_parts_are_refused() -> None:
     for cut in (lambda: balanced([1], 0), lambda: uniform(1, 0)):
         with pytest.raises(SplitError, match="num_parts is 0: give at least 1"):
             cut()
+
+
+def test_costs_of_merged_layers() -> None:
+    costs = Costs(
+        (1, 2, 3, 4),
+        (5, 6, 7, 8),
+        weight_us=(1, 1, 2, 2),
+        activation_bytes=10,
+        boundary_bytes=(7, 8, 9),
+        gradient_bytes=4,
+        forward_peak_bytes=(3, 9, 5, 1),
+        static_bytes=(1, 2, 4, 8),
+        recompute_us=(1, 2, 3, None),
+        checkpoint_bytes=(1, 2, 3, 4),
+        edges=((0, 1), (1, 2), (2, 3)),
+        note="told",
+    )
+    assert merge(costs, [0, 1, 3, 4]) == Costs(
+        (1, 5, 4),
+        (5, 13, 8),
+        weight_us=(1, 3, 2),
+        activation_bytes=(10, 20, 10),
+        boundary_bytes=(7, 9),
+        gradient_bytes=4,
+        forward_peak_bytes=(3, 9, 1),
+        static_bytes=(1, 6, 8),
+        recompute_us=(1, 5, None),
+        checkpoint_bytes=(1, 2, 4),
+        note="told",
+    )
+    assert merge(costs, [0, 4]).recompute_us == (None,)
+    with pytest.raises(PlacementError, match="only a chain fits here"):
+        merge(Costs.uniform(3, edges=((0, 1), (0, 2))), [0, 3])

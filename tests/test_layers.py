@@ -69,6 +69,7 @@ TABLE = {
     "rota.compat.rene": Row((*CORE, "rota.drawing"), lazy=("matplotlib", "lowtime", "networkx")),
     "rota.compat.tessel": Row((*CORE, "rota.search")),
     "rota.compat.torchdistpackage": Row((*CORE, "rota.models", "rota.runtime", "torch")),
+    "rota.compat.varuna": Row((*CORE, "rota.models", "rota.runtime", "rota.profiling", "torch")),
     "rota.demo": Row((*CORE, "rota", "rota.models", "rota.runtime", "rota.profiling", "rota.drawing", "torch")),
     "rota.cli": Row(
         CORE,

@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from rota import PipelineError, Stages, profile
+from dist.pool import Pool
+from rota import Link, PipelineError, Stages, profile
+from rota.profiling import measure_link, profile_here
+from rota.profiling.links import link_of
 
 
 class TwoLayers(nn.Module):
@@ -124,3 +127,36 @@ def test_a_stage_that_fails_is_named() -> None:
     stages = Stages([nn.Linear(2, 2), nn.Linear(3, 3), nn.Linear(3, 3)])
     with pytest.raises(PipelineError, match=r"stage 1 failed while profiling: RuntimeError"):
         profile(stages, torch.zeros(1, 2), repeats=1)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_in_this_process_the_bytes_are_the_same(split: bool) -> None:
+    stages = Stages([TwoLayers(), TwoLayers()])
+    x, state, num_threads = torch.zeros(5, 8), torch.get_rng_state(), torch.get_num_threads()
+    apart = profile(stages, x, repeats=1, split_backward=split)
+    here = profile_here(stages, x, repeats=1, split_backward=split)
+    for name in ("activation_bytes", "input_frees_bytes", "boundary_bytes", "gradient_bytes", "static_bytes", "edges"):
+        assert getattr(here, name) == getattr(apart, name)
+    assert all(us > 0 for us in here.backward_us[1:])
+    assert all(parameter.grad is None for _, parameter in stages.named_parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == num_threads
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        profile_here(stages, torch.zeros(5, 9))
+    assert torch.get_num_threads() == num_threads
+
+
+def links(rank: int) -> list[Link]:
+    for pair in ((0, 0), (0, 3)):
+        with pytest.raises(PipelineError, match=r"no link from process 0 to \d; give two different ones of 0 to 2"):
+            measure_link(*pair)
+    return [measure_link(0, 2, repeats=3), measure_link(2, 1, repeats=3)]
+
+
+def test_links_are_measured_and_told_to_all(pool: Pool) -> None:
+    first, *others = pool.run(3, links)
+    assert others == [first, first]
+    assert all(link.bytes_per_us and link.latency_us >= 0 for link in first)
+    assert link_of(12.4, 112.4, 5_000) == Link(12, 50)
+    assert link_of(5.0, 4.0, 5_000) == Link(5, 5_000)  # times that cannot be: no division by nothing
+    assert link_of(5.0, 1e9, 5_000) == Link(5, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import time
@@ -89,7 +90,36 @@ def profile(
     sharing = f"{len(held)} ranks share {cores} cores" if len(held) > cores else f"{len(held)} ranks on {cores} cores"
     report(f"measuring {len(stages)} stages, all ranks at once ({sharing})")
     measured = _measure_at_once(list(held.values()), (stages, batch, target, loss_fn, split_backward, repeats))
-    rows = [measured[stage] for stage in range(len(stages))]
+    note = f"measured on CPU, 1 thread a rank; {sharing}"
+    return _costs_of(stages, [measured[stage] for stage in range(len(stages))], split_backward, note)
+
+
+def profile_here(
+    stages: Stages,
+    batch: Any,
+    target: Any = None,
+    loss_fn: LossFn | None = None,
+    *,
+    split_backward: bool = False,
+    repeats: int = 7,
+) -> Costs:
+    """As `profile`, but in this process, one stage after another: for a process that must not be forked.
+
+    One that has joined others must not. No rank shares a core with another meanwhile. Raises what a stage raises.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            copied = copy.deepcopy(stages)
+            described = copied, batch, target, loss_fn, split_backward
+            rows = [StageRound(stage, *described).costs(repeats) for stage in range(len(copied))]
+    finally:
+        torch.set_num_threads(num_threads)
+    return _costs_of(stages, rows, split_backward, "measured on CPU, 1 thread, one stage after another")
+
+
+def _costs_of(stages: Stages, rows: list[StageCosts], split_backward: bool, note: str) -> Costs:
     per_edge: dict[tuple[int, int], tuple[int, int]] = {}
     for stage, row in enumerate(rows):
         for edge, *sizes in zip(stages.outgoing(stage), row.boundary_bytes, row.gradient_bytes, strict=True):
@@ -105,7 +135,7 @@ def profile(
         gradient_bytes=tuple(per_edge[edge][1] for edge in edges),
         static_bytes=tuple(row.static_bytes for row in rows),
         edges=tuple(edges),
-        note=f"measured on CPU, 1 thread a rank; {sharing}",
+        note=note,
     )
 
 

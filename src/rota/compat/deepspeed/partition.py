@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from rota.compat.deepspeed.specs import Layer, LayerSpec, build, on_meta
 from rota.compat.deepspeed.utils import partition_balanced, partition_uniform
-from rota.errors import PipelineError, SplitError
+from rota.errors import SplitError
 from rota.models import Stages
-from rota.profiling.measuring import StageRound
+from rota.profiling import profile_here
+from rota.runtime.joining import on_first
 
 _REPEATS = 5
 
@@ -64,28 +63,15 @@ def _measured_us(layers: Sequence[Layer], profile_input: Any) -> list[int]:
     """Forward and backward of each layer, the same on all ranks."""
     if profile_input is None:
         raise SplitError("partition_method 'profile' measures the layers: give profile_input, a micro-batch's inputs")
-    told: list[Any] = [None]
-    failure: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            told = [_measured_here_us(layers, profile_input)]
-        except Exception as error:  # the others must hear of it, or they would wait
-            told, failure = [f"{type(error).__name__}: {error}"], error
-    dist.broadcast_object_list(told, src=0)
-    if isinstance(told[0], str):
-        raise PipelineError(f"rank 0 could not measure the layers ({told[0]})") from failure
-    measured: list[int] = told[0]
-    return measured
+    return on_first("measuring the layers", lambda: _measured_here_us(layers, profile_input))
 
 
 def _measured_here_us(layers: Sequence[Layer], profile_input: Any) -> list[int]:
-    """In this process, as one that is part of a group cannot be forked; on copies, which gradients do not matter to."""
     with torch.random.fork_rng(devices=[]):
         tied: dict[str, nn.Module] = {}
-        stages = Stages(copy.deepcopy([_Called(*build(layer, tied)) for layer in layers]))
-        rounds = (StageRound(stage, stages, (profile_input,), None, None) for stage in range(len(stages)))
-        measured = [one.costs(_REPEATS) for one in rounds]
-    return [costs.forward_us + costs.backward_us for costs in measured]
+        stages = Stages([_Called(*build(layer, tied)) for layer in layers])
+    costs = profile_here(stages, (profile_input,), repeats=_REPEATS)
+    return [forward + backward for forward, backward in zip(costs.forward_us, costs.backward_us, strict=True)]
 
 
 @final

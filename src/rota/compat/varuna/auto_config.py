@@ -1,0 +1,111 @@
+"""AutoConfig: how many stages, and how large a micro-batch, by simulating Varuna's schedule on a profile."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, final
+
+from rota.checking import check
+from rota.compat.varuna.cutting import stage_costs
+from rota.compat.varuna.profiler import Profile
+from rota.compat.varuna.schedule import plan_of
+from rota.costs import Cluster, Costs
+from rota.errors import PlanError, SearchError
+from rota.simulation import simulate
+
+
+class _Choice(NamedTuple):
+    step_us: int
+    chunk_size: int
+
+
+@final
+class AutoConfig:
+    """The fastest use of `num_gpus` ranks, `gpus_per_vm` of them on a node, for steps of `batch_size` examples.
+
+    For each number of stages there are as many replicas as fit, and divide the batch. Pieces are cut as `Varuna(…,
+    costs=…)` cuts them. `gpu_memory_capacity` is in bytes, None for no limit. `num_pstages`: how many pieces the
+    profile must be of. `verbose` prints what is tried. Raises SearchError where nothing fits, FormatError for
+    a profile that is not one.
+    """
+
+    def __init__(
+        self,
+        num_gpus: int,
+        gpus_per_vm: int,
+        batch_size: int,
+        num_pstages: int | None = None,
+        profile_folder: str | Path = "profiles",
+        gpu_memory_capacity: int | None = None,
+        verbose: bool = True,
+    ) -> None:
+        if min(num_gpus, gpus_per_vm, batch_size) < 1:
+            raise SearchError(f"{num_gpus} ranks, {gpus_per_vm} a node, batch of {batch_size}; give at least 1 each")
+        self._num_gpus, self._per_node, self._batch_size = num_gpus, gpus_per_vm, batch_size
+        self._limit_bytes, self._verbose = gpu_memory_capacity, verbose
+        self._profile = Profile.load(Path(profile_folder))
+        num_pieces = {costs.num_stages for costs in self._profile.costs.values()}
+        if len(num_pieces) > 1 or num_pstages not in (None, *num_pieces):
+            wanted = "as many for each size" if num_pstages is None else f"{num_pstages}"
+            raise SearchError(f"{profile_folder} is of {sorted(num_pieces)} pieces, not {wanted}; profile again")
+        depths = range(1, min(num_gpus, *num_pieces) + 1)
+        found = {depth: choice for depth in depths if (choice := self._best(depth)) is not None}
+        #: Seconds of a step for each number of stages that fits, at its best micro-batch size.
+        self.batch_times = {depth: choice.step_us / 1e6 for depth, choice in found.items()}
+        self._found = found
+
+    def get_min(self) -> tuple[int, int, float]:
+        """(number of stages, micro-batch size, seconds of a step) of the fastest."""
+        if not self._found:
+            raise SearchError(
+                f"nothing fits into {self._limit_bytes} bytes a rank; profile smaller micro-batches, or add ranks"
+            )
+        depth = min(self._found, key=lambda depth: (self._found[depth].step_us, depth))
+        return depth, self._found[depth].chunk_size, self.batch_times[depth]
+
+    def num_replicas(self, num_stages: int) -> int:
+        """As many pipelines as there are ranks for, and that divide the batch."""
+        most = self._num_gpus // num_stages
+        return max(n for n in range(1, most + 1) if self._batch_size % n == 0)
+
+    def _best(self, num_stages: int) -> _Choice | None:
+        choices = []
+        for size, costs in self._profile.costs.items():
+            step_us = self._step_us(costs, num_stages, size)
+            if step_us is not None:
+                choices.append(_Choice(step_us, size))
+            if self._verbose:
+                told = "does not fit" if step_us is None else f"{step_us / 1e6:g} s"
+                print(f"{num_stages} stages x {self.num_replicas(num_stages)} replicas, {size} a micro-batch: {told}")
+        return min(choices, default=None)
+
+    def _step_us(self, costs: Costs, num_stages: int, chunk_size: int) -> int | None:
+        """None where a rank's memory does not suffice."""
+        replicas = self.num_replicas(num_stages)
+        reduce_us = tuple(self._reduce_us(num_bytes, replicas) for num_bytes in self._profile.reduced_bytes)
+        of_stages = stage_costs(replace(costs, reduce_us=reduce_us), num_stages)
+        num_microbatches = math.ceil(self._batch_size / replicas / chunk_size)
+        plan = plan_of(num_stages, num_microbatches, of_stages, self._cluster(num_stages))
+        try:
+            check(plan)
+        except PlanError as error:
+            if error.reason != "memory":
+                raise
+            return None
+        return simulate(plan).makespan_us
+
+    def _cluster(self, num_stages: int) -> Cluster:
+        """Neighbours fill one node after another."""
+        far = [s for s in range(1, num_stages) if s % self._per_node == 0]
+        links = [(*pair, self._profile.long_link) for s in far for pair in ((s - 1, s), (s, s - 1))]
+        return Cluster((self._limit_bytes,) * num_stages, self._profile.link, tuple(links))
+
+    def _reduce_us(self, num_bytes: int, replicas: int) -> int:
+        """Around a ring of replicas every byte is sent twice, but for one part in `replicas`."""
+        if replicas == 1:
+            return 0
+        link = self._profile.long_link if self._num_gpus > self._per_node else self._profile.link
+        steps = 2 * (replicas - 1)
+        return steps * link.transfer_us(-(-num_bytes // replicas))

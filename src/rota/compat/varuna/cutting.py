@@ -1,0 +1,154 @@
+"""A model cut at its CutPoints into Varuna's stages, each with its own weights and one activation to hand on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from difflib import get_close_matches
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from rota.costs import Costs
+from rota.cutting import balanced, merge
+from rota.errors import SplitError
+from rota.models import CutPoint, Stages, split
+from rota.models.cutpoint import find_cut_points
+
+_SHARE = "register a Parameter of its own for each side and give shared_weights=[(one name, the other)]"
+
+
+def cut(
+    model: nn.Module, num_stages: int, shared_weights: Collection[tuple[str, str]], cuts: list[int] | None
+) -> Stages:
+    """Raises SplitError, also where stages share a weight that is not in `shared_weights`, or hand on past each other.
+
+    `cuts`: the numbers of the CutPoints, in call order; None for an even cut.
+    """
+    stages = split(model, num_stages, cuts)
+    share(model, shared_weights, stages.modules)  # a trace of shared ones would know one name alone
+    named = {name for pair in shared_weights for name in pair}
+    for tie in stages.ties:
+        for stage, name in tie:
+            if name not in named and len({stage for stage, _ in tie}) > 1:
+                others = " and ".join(f"{other!r} in stage {s}" for s, other in tie if s != stage)
+                raise SplitError(f"stage {stage} has the weight {name!r}, which is {others} too; {_SHARE}")
+    for edge in stages.edges:
+        if edge.target != edge.source + 1:
+            raise SplitError(
+                f"stage {edge.target} uses what stage {edge.source} makes, past the stages between; let it go through "
+                f"the CutPoints, make it anew, or cut elsewhere"
+            )
+    return stages
+
+
+def cuts_by(costs: Costs, num_stages: int, num_cut_points: int) -> list[int]:
+    """Which CutPoints to cut at, given the costs of all pieces that they make."""
+    if costs.num_stages != num_cut_points + 1:
+        raise SplitError(
+            f"costs are those of {costs.num_stages} pieces, but {num_cut_points} CutPoints make {num_cut_points + 1}; "
+            f"give one for each"
+        )
+    return [boundary - 1 for boundary in boundaries(costs, num_stages)[1:-1]]
+
+
+def boundaries(costs: Costs, num_stages: int) -> list[int]:
+    """Where pieces are cut into stages so that the slowest is as fast as can be; all but the last recompute."""
+    num_pieces = costs.num_stages
+    if not 0 < num_stages <= num_pieces:
+        raise SplitError(f"{num_stages} stages out of {num_pieces} pieces; add CutPoints, or make fewer stages")
+    if num_stages == 1:
+        return [0, num_pieces]
+    pairs = [*zip(costs.forward_us, costs.backward_us, strict=True)]
+    times = [max(2 * forward + backward, 1) for forward, backward in pairs]  # no stage may be empty
+    cuts = ([*balanced(times[:last], num_stages - 1), num_pieces] for last in range(num_stages - 1, num_pieces))
+
+    def how_uneven(cut: list[int]) -> tuple[int, int]:
+        of_stages = [sum(times[slice(*part)]) for part in pairwise(cut[:-1])]
+        of_stages.append(sum(map(sum, pairs[cut[-2] :])))
+        return max(of_stages), sum(us * us for us in of_stages)
+
+    return min(cuts, key=how_uneven)
+
+
+def stage_costs(costs: Costs, num_stages: int) -> Costs:
+    """Of the stages that these pieces are cut into; all but the last recompute, from what they received."""
+    merged = merge(costs, boundaries(costs, num_stages))
+    crossing = merged.boundary_bytes
+    received = (0, *((crossing,) * (num_stages - 1) if isinstance(crossing, int) else crossing))
+    return Costs(
+        forward_us=merged.forward_us,
+        backward_us=merged.backward_us,
+        activation_bytes=merged.activation_bytes,
+        boundary_bytes=merged.boundary_bytes,
+        gradient_bytes=merged.gradient_bytes,
+        static_bytes=merged.static_bytes,
+        recompute_us=(*merged.forward_us[:-1], None),
+        reduce_us=merged.reduce_us,
+        checkpoint_bytes=tuple(map(min, received, merged.activation_bytes)),
+    )
+
+
+def share(model: nn.Module, pairs: Collection[tuple[str, str]], stages: Iterable[nn.Module] = ()) -> None:
+    """Make the weights of each pair of names one, with the first one's value, in the model and its stages.
+
+    Raises SplitError.
+    """
+    everywhere = [inner for module in (model, *stages) for inner in module.modules()]
+    for pair in pairs:
+        if isinstance(pair, str) or len(pair) != 2:
+            raise SplitError(f"shared_weights has {pair!r}; give pairs of parameter names")
+        kept, dropped = (_parameter(model, name) for name in pair)
+        if (kept.shape, kept.dtype) != (dropped.shape, dropped.dtype):
+            told = " and ".join(f"{n!r} is {[*p.shape]}, {p.dtype}" for n, p in zip(pair, (kept, dropped), strict=True))
+            raise SplitError(f"{told}, so they cannot be shared; make them alike")
+        for module in everywhere:
+            for name, parameter in module._parameters.items():
+                if parameter is dropped:
+                    module._parameters[name] = kept
+
+
+def _parameter(model: nn.Module, name: str) -> nn.Parameter:
+    named = dict(model.named_parameters(remove_duplicate=False))
+    if name not in named:
+        close = get_close_matches(name, named, n=1)
+        hint = f", did you mean {close[0]!r}?" if close else "; see model.named_parameters()"
+        raise SplitError(f"shared_weights has {name!r}, but the model has no such parameter{hint}")
+    return named[name]
+
+
+@torch.no_grad()
+def dry_run(model: nn.Module, inputs: Mapping[str, Any], num_examples: int) -> int:
+    """One forward, which leaves the model as it was, to see what goes into its CutPoints: how many it calls.
+
+    Raises SplitError where that is not one tensor, once, with the examples along dim 0.
+    """
+    names = find_cut_points(model)
+    called: set[CutPoint] = set()
+
+    def look(cut_point: CutPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name, values = names[cut_point], [*args, *kwargs.values()]
+        if cut_point in called:
+            raise SplitError(f"CutPoint {name} is called twice; each marks one place: make one for every call")
+        called.add(cut_point)
+        given = values[0] if len(values) == 1 else values
+        if not isinstance(given, torch.Tensor):
+            raise SplitError(f"CutPoint {name} is given a {type(given).__name__}; give it one tensor")
+        if given.dim() == 0 or given.shape[0] != num_examples:
+            raise SplitError(
+                f"CutPoint {name} is given a tensor of shape {[*given.shape]} for {num_examples} examples; give it one "
+                f"with the examples along dim 0"
+            )
+
+    hooks = [cut_point.register_forward_pre_hook(look, with_kwargs=True) for cut_point in names]
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model(**inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for buffer, value in before:
+            buffer.copy_(value)
+    return len(called)

@@ -1,0 +1,138 @@
+"""Profiler: what each piece between CutPoints takes at each micro-batch size, and how fast the links are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rota import reading
+from rota.compat.varuna.cutting import dry_run
+from rota.compat.varuna.inputs import GetBatch, num_rows, sample_of
+from rota.compat.varuna.precision import MixedPrecision
+from rota.costs import Costs, Link
+from rota.errors import FormatError, PipelineError
+from rota.models import split
+from rota.profiling import measure_link, profile_here
+from rota.runtime.joining import on_first
+
+_REPEATS = 5
+
+
+class Profile(NamedTuple):
+    """`costs[size]`: of all pieces at that micro-batch size. Links within a node, and between nodes.
+
+    `reduced_bytes`: of each piece's gradients, which replicas average.
+    """
+
+    costs: dict[int, Costs]
+    reduced_bytes: tuple[int, ...]
+    link: Link
+    long_link: Link
+
+    def save(self, folder: Path) -> None:
+        """`compute-profile-SIZE.json` for each size, and `comm-profile.json`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for size, costs in self.costs.items():
+            (folder / f"compute-profile-{size}.json").write_text(costs.to_json())
+        links = {"link": self.link, "long_link": self.long_link}
+        told = {name: [link.latency_us, link.bytes_per_us] for name, link in links.items()}
+        text = reading.dump("communication", {**told, "reduced_bytes": list(self.reduced_bytes)})
+        (folder / "comm-profile.json").write_text(text)
+
+    @classmethod
+    def load(cls, folder: Path) -> Profile:
+        """Raises FormatError."""
+        found = {path.stem.removeprefix("compute-profile-"): path for path in folder.glob("compute-profile-*.json")}
+        costs = {int(size): Costs.from_json(path.read_text()) for size, path in found.items() if size.isdecimal()}
+        if not costs:
+            raise FormatError(f"no profile in {folder}; make one by Profiler(…, out_folder=…).profile_all(sizes)")
+        try:
+            told = reading.parse((folder / "comm-profile.json").read_text(), "communication")
+        except OSError as error:
+            raise FormatError(f"the profile in {folder} is not whole ({error}); make it anew") from None
+        reduced = told["reduced_bytes"].integers(0)
+        return cls(dict(sorted(costs.items())), reduced, _link(told["link"]), _link(told["long_link"]))
+
+
+def _link(field: reading.Field) -> Link:
+    if len(entries := [*field]) != 2:
+        raise field.wrong("[latency_us, bytes_per_us]")
+    return Link(entries[0].integer(0), entries[1].integer_or_none(1))
+
+
+@final
+class Profiler:
+    """Of `model`; every process makes one, or a process alone, which has no links to measure.
+
+    `get_batch(size)` returns inputs of that many examples as a dictionary. `gpus_per_node`: processes on one node,
+    default all. Profiles are kept in `out_folder`, in which `add_to_existing` keeps other sizes' too. Measured on the
+    CPU by the first process: `device` and `from_cache` change nothing.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        get_batch: GetBatch,
+        device: int = -1,  # noqa: ARG002
+        gpus_per_node: int | None = None,
+        fp16: bool = False,
+        out_folder: str | Path = "profiles",
+        *,
+        from_cache: bool = True,  # noqa: ARG002
+        add_to_existing: bool = False,
+    ) -> None:
+        self._model, self._get_batch, self._per_node = model, get_batch, gpus_per_node
+        self._precision, self._folder, self._adds = MixedPrecision(fp16), Path(out_folder), add_to_existing
+        self._state_share = 0.0
+
+    def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its state counts as memory. Learned from a step of a copy, so nothing changes here."""
+        tried = copy.deepcopy(optimizer)
+        parameters = [parameter for group in tried.param_groups for parameter in group["params"]]
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        tried.step()
+        state = [value for of in tried.state.values() for value in of.values() if isinstance(value, torch.Tensor)]
+        self._state_share = _num_bytes(state) / _num_bytes(parameters)
+
+    def profile_all(self, microbatch_sizes: Iterable[int]) -> dict[int, Costs]:
+        """Costs of all pieces for each size, measured and kept. Collective. Raises PipelineError."""
+        measured = on_first("profiling", lambda: [*map(self._measured, microbatch_sizes)])
+        link = long_link = Link()
+        if dist.is_initialized() and (num_processes := dist.get_world_size()) > 1:
+            link = long_link = measure_link(0, 1)
+            if self._per_node is not None and self._per_node < num_processes:
+                long_link = measure_link(0, self._per_node)
+        costs = {size: Costs.from_json(text) for size, text, _ in measured}
+        profile = Profile(costs, measured[-1][2] if measured else (), link, long_link)
+        on_first(f"writing to {self._folder}", lambda: self._keep(profile))
+        return profile.costs
+
+    def _keep(self, profile: Profile) -> None:
+        for path in () if self._adds else self._folder.glob("compute-profile-*.json"):
+            path.unlink()
+        profile.save(self._folder)
+
+    def _measured(self, size: int) -> tuple[int, str, tuple[int, ...]]:
+        """The size, its costs, and the bytes of each piece's gradients."""
+        inputs = sample_of(self._get_batch, size)
+        if (rows := num_rows(inputs)) != size:
+            raise PipelineError(f"get_batch({size}) returned {rows} examples; return as many as it is asked for")
+        with self._precision.forwards():
+            stages = split(self._model, dry_run(self._model, inputs, rows) + 1)
+            costs = profile_here(stages, inputs, repeats=_REPEATS).as_chain()
+        reduced = tuple(_num_bytes([p for p in piece.parameters() if p.requires_grad]) for piece in stages.modules)
+        static = zip(costs.static_bytes, reduced, strict=True)
+        costs = replace(costs, static_bytes=tuple(there + round(self._state_share * part) for there, part in static))
+        return size, costs.to_json(), reduced
+
+
+def _num_bytes(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

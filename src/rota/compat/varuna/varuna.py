@@ -1,0 +1,235 @@
+"""Varuna: a model with CutPoints as one of its stages in this process, trained with the others by Varuna's schedule.
+
+"0,2;1,3;"        stage 0     stage 1
+    replica 0     rank 0  ──▶ rank 1        each replica steps on its own part of the batch
+    replica 1     rank 2  ──▶ rank 3
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rota.compat.varuna.cutting import cut, cuts_by, dry_run
+from rota.compat.varuna.inputs import (
+    GetBatch,
+    MicroBatches,
+    mesh_of,
+    num_rows,
+    sample_of,
+    stages_to_ranks,
+    to_micro_batches,
+)
+from rota.compat.varuna.precision import MixedPrecision
+from rota.compat.varuna.schedule import plan_of
+from rota.costs import Costs
+from rota.errors import PipelineError
+from rota.models import keep_local
+from rota.runtime import Pipeline
+from rota.runtime.checkpoints import Checkpoints
+from rota.runtime.joining import join
+
+
+@final
+class Varuna(nn.Module):
+    """This process's stage of `model`, whose forward returns the mean loss; every process makes one, collectively.
+
+    `stage_to_rank_map`: "0,2;1,3;", for each stage its ranks, one a replica. `get_batch_fn(size)` returns sample inputs
+    as a dictionary, or is one, for a look at the model before it is cut. `batch_size` is that of a step over all
+    replicas, `chunk_size` that of a micro-batch. `fp16`: float16 forwards and a loss scale. `shared_weights`: pairs of
+    names of parameters that are to be one weight, which begins with the first one's value. `costs` of all pieces
+    between CutPoints, as `Profiler` finds them: cut so that the slowest stage is as fast as can be, else evenly.
+
+    The optimizer is made afterwards, of `parameters()`, and given to `set_optimizer`. Runs on CPUs: `local_rank`,
+    `device` and `from_cache` change nothing. Weights of other stages are let go, in `model` too. Raises PipelineError
+    and SplitError.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stage_to_rank_map: str,
+        get_batch_fn: GetBatch | Mapping[str, Any],
+        batch_size: int,
+        chunk_size: int,
+        fp16: bool = False,
+        local_rank: int = -1,  # noqa: ARG002
+        device: int = -1,  # noqa: ARG002
+        shared_weights: Collection[tuple[str, str]] | None = None,
+        from_cache: bool = True,  # noqa: ARG002
+        *,
+        costs: Costs | None = None,
+    ) -> None:
+        super().__init__()
+        join()
+        of_stages = stages_to_ranks(stage_to_rank_map, dist.get_world_size())
+        self.num_stages, self.num_replicas = len(of_stages), len(of_stages[0])
+        self.stage = next(stage for stage, ranks in enumerate(of_stages) if dist.get_rank() in ranks)
+        self.batch_size, self.chunk_size = batch_size, chunk_size
+        self._num_examples(batch_size)
+        self._precision = MixedPrecision(fp16)
+        sample = sample_of(get_batch_fn, chunk_size)
+        with self._precision.forwards():
+            num_cut_points = dry_run(model, sample, num_rows(sample))
+        cuts = None if costs is None else cuts_by(costs, self.num_stages, num_cut_points)
+        self.stages = cut(model, self.num_stages, shared_weights or (), cuts)
+        keep_local(self.stages, [self.stage])
+        #: This process's stage; its parameters have the names that they have in the whole model.
+        self.model = self.stages[self.stage]
+        self._mesh = mesh_of(of_stages)
+        self._pipelines: dict[int, Pipeline] = {}
+        self._checkpoints: dict[tuple[Path, bool], Checkpoints] = {}
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._optimizer_set = False
+        #: Steps done, over all runs that were resumed.
+        self.iteration = 0
+        _ = self.pipeline  # its beginning is collective, and makes weights equal
+
+    def _num_examples(self, batch_size: int) -> int:
+        """Of one replica."""
+        if batch_size < 1 or self.chunk_size < 1 or batch_size % self.num_replicas:
+            raise PipelineError(
+                f"batch_size is {batch_size}, chunk_size {self.chunk_size}; give at least 1 each, a batch_size "
+                f"that divides by the {self.num_replicas} replicas"
+            )
+        return batch_size // self.num_replicas
+
+    def _pipeline_for(self, num_microbatches: int) -> Pipeline:
+        if num_microbatches not in self._pipelines:
+            plan = plan_of(self.num_stages, num_microbatches)
+            self._pipelines[num_microbatches] = Pipeline(self.stages, plan, _loss_of, mesh=self._mesh)
+        return self._pipelines[num_microbatches]
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """What runs the steps: its plan and its timeline."""
+        return self._pipeline_for(math.ceil(self._num_examples(self.batch_size) / self.chunk_size))
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+
+    def step(self, inputs: Mapping[str, Any], clip_grad_max_norm: float | None = None) -> tuple[float, bool, float]:
+        """Forwards and backwards of one batch: (mean loss, whether fp16 overflowed, norm of all gradients before
+        clipping), the same on every rank. Collective; the caller steps the optimizer.
+
+        `inputs`: of this replica, the same on all its stages, by the forward's names. Tensors are split along dim 0;
+        None, numbers and tensors without dims go to every micro-batch. Gradients are added to `.grad`, as means over
+        all examples. After an overflow there are none, so that the optimizer's step does nothing.
+        """
+        batch = self._taken(inputs, self.batch_size)
+        parameters = [*self.parameters()]
+        self._precision.begin(parameters)
+        with self._precision.forwards():
+            loss = self.pipeline.step(*batch, scaler=self._precision.scaler)
+        self._precision.unscale(self._optimizer)
+        norm = self.pipeline.clip_grad_norm_(math.inf if clip_grad_max_norm is None else clip_grad_max_norm)
+        self.iteration += 1
+        return loss, self._precision.finish(parameters, norm), norm
+
+    def evaluate(self, inputs: Mapping[str, Any], batch_size: int | None = None) -> float:
+        """The mean loss on every rank, in eval() and without gradients, of a batch of any size. Collective."""
+        batch = self._taken(inputs, self.batch_size if batch_size is None else batch_size)
+        with self._precision.forwards():
+            return self._pipeline_for(len(batch.inputs)).evaluate(*batch)
+
+    def _taken(self, inputs: Mapping[str, Any], batch_size: int) -> MicroBatches:
+        batch = to_micro_batches(inputs, self._num_examples(batch_size), self.chunk_size)
+        if unknown := [name for name in inputs if name not in self.stages.input_names]:
+            raise PipelineError(
+                f"inputs has {unknown[0]!r}, which the model's forward does not take; it takes "
+                f"{', '.join(map(repr, self.stages.input_names))}"
+            )
+        return batch
+
+    # --- optimizer and checkpoints --------------------------------------------------------------------------------
+
+    def set_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        loss_scale: float | Literal["dynamic"] = "dynamic",
+        init_loss_scale: float = 2.0**20,
+        min_loss_scale: float = 1.0,
+    ) -> None:
+        """The optimizer of this rank's parameters, None where it has none; how fp16 scales the loss."""
+        self._precision.set_scale(loss_scale, init_loss_scale, min_loss_scale)
+        self._optimizer, self._optimizer_set = optimizer, True
+        for checkpoints in self._checkpoints.values():
+            checkpoints.close()
+        self._checkpoints.clear()
+
+    def get_loss_scale(self) -> float:
+        """1 without fp16."""
+        return self._precision.scale
+
+    def checkpoint(
+        self,
+        global_store: str | Path,
+        step: int | None = None,
+        tempdir: str | None = None,
+        shard: bool = False,  # noqa: ARG002
+        on_demand: bool = False,  # noqa: ARG002
+    ) -> None:
+        """Save weights, optimizer and loss scale under `global_store`, a folder that all ranks see. Collective.
+
+        `step`: default is the number of steps done. With a `tempdir`, whichever, files are written in the background.
+        Each weight is written once, `shard` or not. Load only checkpoints that you trust.
+        """
+        scaler = self._precision.scaler
+        told = {} if scaler is None else {"loss_scaler": scaler.state_dict()}
+        self._store(global_store, tempdir is not None).save(self.iteration if step is None else step, **told)
+
+    def load_checkpoint(self, global_store: str | Path, iteration: int, check_complete: bool = True) -> None:  # noqa: ARG002
+        """Set all that `checkpoint` saved as step `iteration`, with any number of stages and replicas. Collective.
+
+        What is not complete is never loaded. Raises PipelineError.
+        """
+        found = self._store(global_store, False).load(iteration)
+        assert found is not None  # of a step that is not there, load says so
+        if self._precision.scaler is not None and "loss_scaler" in found.extra:
+            self._precision.scaler.load_state_dict(found.extra["loss_scaler"])
+        self.iteration = iteration
+
+    def _store(self, folder: str | Path, asynchronous: bool) -> Checkpoints:
+        if not self._optimizer_set:
+            raise PipelineError(
+                "checkpoints need the optimizer: call set_optimizer first (None on a rank without weights)"
+            )
+        key = Path(folder), asynchronous
+        for checkpoints in self._checkpoints.values():
+            checkpoints.wait()
+        if key not in self._checkpoints:
+            self._checkpoints[key] = Checkpoints(
+                folder, self.pipeline, self._optimizer, keep=None, asynchronous=asynchronous
+            )
+        return self._checkpoints[key]
+
+    def close(self) -> None:
+        """End the pipelines' threads, and wait for checkpoints that are being written."""
+        for pipeline in self._pipelines.values():
+            pipeline.close()
+        self._pipelines.clear()
+        self._checkpoints.clear()
+
+    # --- as a module ----------------------------------------------------------------------------------------------
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of this process's stage, by their names in the whole model."""
+        return self.model.named_parameters(prefix, recurse, remove_duplicate)
+
+    def to(self, device: Any) -> Self:  # type: ignore[override]
+        """Stages run on the CPU, where they are. Raises PipelineError for another device."""
+        if not isinstance(device, str | torch.device) or torch.device(device).type != "cpu":
+            raise PipelineError(f"stages run on the CPU, in the dtypes of the model; leave to({device!r}) out")
+        return self
+
+
+def _loss_of(output: Any, sizes: torch.Tensor) -> Any:  # noqa: ARG001
+    """The model has made it; the sizes are for the shares of micro-batches."""
+    return output
