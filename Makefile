@@ -18,17 +18,17 @@ demo: $(READY) ## a first tour: run `rota demo`
 
 test test-core fuzz soak: export OMP_NUM_THREADS := 1
 
-test: test-core ## run every test
-	$(BIN)/pytest -m dist
+test: test-core browser ## run every test
+	$(BIN)/pytest -m dist --numprocesses 2 --dist loadfile
 
-test-core: $(READY) browser ## run the tests of which none starts processes, side by side
+test-core: $(READY) ## run the tests of which none starts processes, side by side
 	$(BIN)/pytest -m "not dist" --numprocesses auto --dist worksteal
 
 # The tests of the HTML page drive a real browser. Where there is none and it cannot be had, they are skipped.
 browser:
 	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 		echo "installing Chromium for the tests of the HTML page" && \
-		{ apt-get update -qq; timeout 600 apt-get install -yqq chromium; } >/dev/null 2>&1; } || \
+		{ timeout 60 apt-get update -qq; timeout 240 apt-get install -yqq chromium; } >/dev/null 2>&1; } || \
 		echo "there is no Chromium: the tests in tests/browser will be skipped (as root: apt-get install chromium)"
 
 fuzz: $(READY) ## run 600 random plans on processes, many more than `make test` does

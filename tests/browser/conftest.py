@@ -18,6 +18,12 @@ FLAGS = (
 SIZE = {"width": 1280, "height": 720}
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.dist)  # a browser is several processes
+
+
 @pytest.fixture(scope="session")
 def chromium():
     if CHROMIUM is None:

@@ -1,4 +1,4 @@
-"""The commands' arguments and help, and how errors are told."""
+"""The commands and their help, and how errors are told."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from rota.cli import checkpoints, commands, explaining, planning
+from rota.cli import arguments, checkpoints, commands, explaining, planning
 from rota.cli.interrupts import told_at_once
-from rota.cli.sizes import parse_bytes, parse_mesh
 from rota.errors import PipelineError, PlanError, RotaError
-from rota.schedules import NAMED
-from rota.shapes import SHAPES
 
 _DESCRIPTION = """Pipeline-parallel training of PyTorch models that runs as planned.
 
@@ -50,238 +47,72 @@ class _Parser(argparse.ArgumentParser):
         return []
 
 
-def _number(minimum: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of {minimum} or more")
-        return int(text)
-
-    return parse
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds above 0")
-    return seconds
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _mesh(text: str) -> dict[str, int]:
-    try:
-        return parse_mesh(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _demo(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=_number(1), default=60, help="training steps (default: 60)")
-    parser.add_argument("-o", "--output", default="rota-demo", help="folder for its files (default: rota-demo)")
-
-
-def _plan(parser: argparse.ArgumentParser) -> None:
-    choices = (planning.SEARCH, *NAMED)
-    parser.add_argument("schedule", type=str.lower, choices=choices, metavar="SCHEDULE", help="one of those below")
-    _step(parser)
-    parser.add_argument("--stages", type=_number(1), help="stages, placed as the schedule wants (default: its least)")
-    _costs(parser, "a stage")
-    _shape(parser.add_argument_group("for search"))
-    parser.add_argument("--objective", choices=("makespan", "span", "period"), help="for search: what is to be least")
-    parser.add_argument(
-        "--time-limit", type=_seconds, metavar="S", help="for search: at most this many seconds (default: 10)"
-    )
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan: .json, or .csv for PyTorch's form")
-    width = max(map(len, NAMED))
-    named = [f"{planning.SEARCH:<{width}}  the best order there is, for any placement, and how good it is"]
-    named += [f"{name:<{width}}  {family.summary}" for name, family in NAMED.items()]
-    parser.add_argument_group("schedules", "\n".join(named))
-
-
-def _shape(parser: argparse._ArgumentGroup | argparse.ArgumentParser, default: str | None = None) -> None:
-    told = "; ".join(f"{name}: {shape.summary}" for name, shape in SHAPES.items())
-    parser.add_argument(
-        "--split-backward", action="store_true", help="halve the backward into I and W where the costs do not split it"
-    )
-    parser.add_argument("--shape", choices=SHAPES, default=default, help=f"placement (default: v); {told}")
-
-
-def _bound(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", help="plan.json, or a schedule CSV (F 1 µs, B 2 µs)")
-
-
-def _frontier(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--stages", type=_number(1), help="stages (default: as many as the shape needs)")
-    _costs(parser, "a stage")
-    _shape(parser, "v")
-    parser.add_argument(
-        "--time-limit", type=_seconds, default=60.0, metavar="S", help="at most this many seconds (default: 60)"
-    )
-    parser.add_argument("-o", "--output", metavar="PICTURE", help="draw the curve as .png, .svg or .pdf")
-
-
-def _step(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--microbatches", type=_number(1), required=True, help="micro-batches a step")
-    parser.add_argument("--limit", type=_size, help="memory of each rank, such as 40GB (default: none)")
-
-
-def _schedules(parser: argparse.ArgumentParser) -> None:
-    _step(parser)
-    _costs(parser, "a rank; families with several stages a rank deal it to them")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print JSON")
-    form.add_argument("--csv", action="store_true", help="print CSV")
-
-
-def _costs(parser: argparse.ArgumentParser, of_what: str) -> None:
-    parser.add_argument("--ranks", type=_number(1), help="processes (default: one a stage of --costs)")
-    parser.add_argument("--costs", metavar="FILE", help="measured costs, written by Costs.to_json()")
-    parser.add_argument("--forward-us", type=_number(0), help=f"F of {of_what} (default: 1)")
-    parser.add_argument("--backward-us", type=_number(0), help="B, or I with --weight-us (default: 2)")
-    parser.add_argument("--weight-us", type=_number(0), help="W: splits the backward into I and W")
-    parser.add_argument(
-        "--activation", type=_size, dest="activation_bytes", help="kept by F until the backward (default: 1)"
-    )
-    parser.add_argument("--boundary", type=_size, dest="boundary_bytes", help="sent from stage to stage (default: 0)")
-    parser.add_argument("--latency-us", type=_number(0), default=0, help="of every link (default: 0)")
-    parser.add_argument("--bytes-per-us", type=_number(1), help="rate of every link; 1 GB/s is 1000 (default: any)")
-
-
-def _check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", help="plan.json, or a schedule CSV")
-
-
-def _simulate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", help="plan.json, or a schedule CSV (F 1 µs, B 2 µs)")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the timeline as JSON")
-
-
-def _show(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", help="plan.json (simulated first), timeline.json, or a schedule CSV")
-    parser.add_argument("--width", type=_number(20), help="columns (default: the terminal's)")
-    parser.add_argument(
-        "-o", "--output", metavar="PICTURE", help="write a .png, .svg, .pdf or .html instead, or a .json for Perfetto"
-    )
-    parser.add_argument("--above", metavar="FILE", help="for -o: a second one, over the first and aligned in time")
-    parser.add_argument("--bound", action="store_true", help="for -o: tell how far the plan is from the best possible")
-
-
-def _run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", help="plan.json")
-    parser.add_argument("script", help="Python file to run on every rank; it calls rota.given_plan()")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the script")
-    parser.add_argument("--timeline", metavar="FILE", help="write the last step's measured timeline")
-    told = "processes: pp ranks of the plan, times dp replicas, times tp parts of each weight; for rota.mesh()"
-    parser.add_argument("--mesh", type=_mesh, default={}, metavar="pp=N,dp=N,tp=N", help=told)
-    parser.add_argument("--engine", choices=["rota", "torch"], default="rota", help="torch: PyTorch's own, for chains")
-
-
-def _compare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("planned", help="plan.json (simulated first) or timeline.json")
-    parser.add_argument("measured", help="timeline.json, such as `rota run --timeline` writes")
-    parser.add_argument("-o", "--output", metavar="PICTURE", help="draw both, as a .png, .svg, .pdf or .html, too")
-
-
-def _explain(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("timeline", help="timeline.json, or a plan (simulated first)")
-    parser.add_argument(
-        "--planned", metavar="FILE", help="what ops should take (default: what the timeline's plan says)"
-    )
-    _cores(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _import_trace(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "traces", nargs="+", metavar="TRACE", help="of one rank, from torch.profiler; .json or .json.gz"
-    )
-    parser.add_argument("--step", type=_number(0), help="which of the profiled steps, from 0 (default: the last)")
-    _cores(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the timeline as JSON")
-
-
-def _cores(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cores", type=_number(1), help="of the one machine that all ranks share (default: enough)")
-
-
-def _checkpoint(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_argument_group("actions", checkpoints.HELP)
-    actions.add_argument("action", choices=checkpoints.ACTIONS, metavar="ACTION", help="ls, verify or export")
-    actions.add_argument(
-        "folder", metavar="FOLDER", help="folder of rota.Checkpoints, or one checkpoint: FOLDER/step-N"
-    )
-    parser.add_argument("-o", "--output", metavar="FILE", help="for export: model.safetensors")
-
-
 _Command = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str, str]
 _COMMANDS: dict[str, _Command] = {
-    "demo": (_demo, commands.demo, "train a small GPT on 4 processes, planned against measured", "rota demo"),
+    "demo": (arguments.demo, commands.demo, "train a small GPT on 4 processes, planned against measured", "rota demo"),
     "plan": (
-        _plan,
+        arguments.plan,
         planning.plan,
         "make a plan, by name or by search, check it and show it",
         "rota plan 1f1b --ranks 4 --microbatches 8 --forward-us 100 --backward-us 200 -o plan.json",
     ),
     "bound": (
-        _bound,
+        arguments.bound,
         planning.bound,
         "how far a plan is at most from the best possible, and why",
         "rota bound plan.json",
     ),
     "frontier": (
-        _frontier,
+        arguments.frontier,
         planning.frontier,
         "what memory buys: the least time a micro-batch for each memory limit",
         "rota frontier --shape wave --ranks 8 --forward-us 93 --backward-us 91 --weight-us 47 --activation 2",
     ),
     "schedules": (
-        _schedules,
+        arguments.schedules,
         planning.schedules,
         "all named schedules side by side: time, bubble, memory, what fits",
         "rota schedules --ranks 8 --microbatches 24 --forward-us 1000 --backward-us 2000 --activation 1GB --limit 8GB",
     ),
     "check": (
-        _check,
+        arguments.check,
         commands.check,
         "refuse a plan that is wrong, could hang or would not fit",
         "rota check plan.json",
     ),
     "simulate": (
-        _simulate,
+        arguments.simulate,
         commands.simulate,
         "what a plan takes if everything takes what it should",
         "rota simulate plan.json -o timeline.json",
     ),
-    "show": (_show, commands.show, "a plan or timeline as a chart", "rota show plan.json -o plan.html"),
+    "show": (arguments.show, commands.show, "a plan or timeline as a chart", "rota show plan.json -o plan.html"),
     "explain": (
-        _explain,
+        arguments.explain,
         explaining.explain,
         "why ranks are idle, worst first, and what would help",
         "rota explain timeline.json",
     ),
     "import-trace": (
-        _import_trace,
+        arguments.import_trace,
         explaining.import_trace,
         "torch.profiler traces of PyTorch's pipeline engine as a timeline, explained",
         "rota import-trace rank*.json.gz -o timeline.json",
     ),
     "run": (
-        _run,
+        arguments.run,
         commands.run,
         "start a script on every rank of a plan, on this machine",
         "rota run --timeline measured.json plan.json train.py --steps 100",
     ),
-    "compare": (_compare, commands.compare, "planned against measured", "rota compare plan.json measured.json"),
+    "compare": (
+        arguments.compare,
+        commands.compare,
+        "planned against measured",
+        "rota compare plan.json measured.json",
+    ),
     "checkpoint": (
-        _checkpoint,
+        arguments.checkpoint,
         checkpoints.checkpoint,
         "list, verify or export what rota.Checkpoints saved",
         "rota checkpoint export run/step-100 -o model.safetensors",
@@ -309,22 +140,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal that knows no µ gets a ?, not a traceback
     with told_at_once():
         parser = _parser()
-        arguments = parser.parse_args(argv)
-    if arguments.version:
+        given = parser.parse_args(argv)
+    if given.version:
         import rota
 
         print(f"rota {rota.__version__}")
         return 0
-    if arguments.command is None:
+    if given.command is None:
         parser.print_help()
         return 2
     try:
-        return int(arguments.function(arguments))
+        return int(given.function(given))
     except RotaError as error:
-        print(f"rota {arguments.command}: {_what(error)}: {error}", file=sys.stderr)
+        print(f"rota {given.command}: {_what(error)}: {error}", file=sys.stderr)
         return 1 if isinstance(error, (PlanError, PipelineError)) else 2
     except KeyboardInterrupt:
-        print(f"rota {arguments.command}: interrupted", file=sys.stderr)
+        print(f"rota {given.command}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

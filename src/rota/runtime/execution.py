@@ -72,6 +72,8 @@ class Execution:
             for actions in (strict, post_early(plan, rank, strict))
         )
         self._formats: dict[ValueKey, Format] = {}
+        self._modules = [stages[stage] for stage in self.local]
+        self._parameters = [parameter for module in self._modules for parameter in module.parameters()]
         self._signature: object = None
         self._made: dict[ValueKey, tuple[Any, int]] = {}  # with how often it will still be used
         self._action: Action | None = None  # None before the first and after the last
@@ -109,10 +111,10 @@ class Execution:
 
     def is_new(self, batch: Batch) -> bool:
         """Whether there is reason to expect other layouts at the boundaries than in the last run."""
-        modules = [self._stages[stage] for stage in self.local]
         signature = (
             [*map(batches.shapes, batch.inputs[:1] if batch.alike else batch.inputs)],
-            [(m.training, [p.requires_grad for p in m.parameters()]) for m in modules],
+            [module.training for module in self._modules],
+            [parameter.requires_grad for parameter in self._parameters],
             ambient_autocast(),
         )
         changed = signature != self._signature

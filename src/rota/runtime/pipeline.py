@@ -209,7 +209,8 @@ class Pipeline:
             self._gradients.finish(execution, sync)
             if execution.trains and sync:
                 execution.awaited = "the other ranks' scalers"
-                self._loss_scale.settle(self.parameters(), partial(self._transport.all_reduce, how=dist.ReduceOp.MAX))
+                agree = partial(self._transport.all_reduce, how=dist.ReduceOp.MAX, doing="comparing overflows")
+                self._loss_scale.settle(self.parameters(), agree)
         finally:
             self._watchdog.end()
             # Each rank has drawn one number, whatever its stages drew: shuffles stay the same on all ranks.

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from rota.errors import PipelineError
-from rota.runtime.transport import together
 
 Autocast: TypeAlias = tuple[tuple[str, torch.dtype], ...]
 
@@ -88,8 +87,7 @@ class LossScale:
             return
         gradients = [_numbers(parameter.grad) for parameter in parameters if parameter.grad is not None]
         overflow = torch.tensor(int(any(not gradient.isfinite().all() for gradient in gradients)))
-        with together("comparing overflows"):
-            agree(overflow)
+        agree(overflow)
         if overflow:
             for gradient in gradients:
                 gradient.fill_(torch.inf)

@@ -36,7 +36,7 @@ class Transport:
         self.sent_ns: dict[tuple[int, int], int] = {}
         self.through_ns: dict[tuple[int, int], int] = {}
         # Gloo tells that a send is through only to whoever waits for it. A thread does, and lets the tensors go. It
-        # comes by now and then, not for every message, since each time it takes Python's lock from the main thread.
+        # comes by now and then while there are any, not for each: it takes Python's lock from the main thread.
         self._sending: deque[tuple[Message, list[Any], list[torch.Tensor]]] = deque()
         self._letting_go = threading.Lock()
         self._awake = False
@@ -132,9 +132,13 @@ class Transport:
 
     def _reap(self) -> None:
         while self._wake.get():
-            time.sleep(_PAUSE_S)
-            self._awake = False  # first: what is sent from now on wakes it again
-            self._let_go()
+            while True:
+                time.sleep(_PAUSE_S)
+                self._awake = False  # first: what is sent from now on wakes it again
+                if not self._sending:
+                    break
+                self._awake = True
+                self._let_go()
 
     def _let_go(self) -> None:
         """Wait for all sends so far; nothing sent may outlive its transfer, and a work holds what it sends."""
