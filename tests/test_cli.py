@@ -207,6 +207,19 @@ def test_a_number_of_microbatches_beyond_all_memory_is_refused(
     assert "rank 0 never does 0F4 and 1999999999991 more; add it there, or lower num_microbatches" in error
 
 
+@pytest.mark.parametrize(
+    "arguments", [["show", "plan", "-o", "plan"], ["run", "--timeline", "plan", "plan", "train.py"]]
+)
+def test_what_a_command_reads_is_not_written_over(
+    arguments: list[str], plan_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = plan_file.read_text()
+    code, _, error = run(capsys, *(plan_file if argument == "plan" else argument for argument in arguments))
+    assert (code, error.count("\n")) == (2, 1)
+    assert "is what the command reads, and would be lost; write to another file" in error
+    assert plan_file.read_text() == before
+
+
 def test_binary_files_and_folders_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "picture.json").write_bytes(b"\x89PNG\xff\xfe")
     assert "no text file" in run(capsys, "show", tmp_path / "picture.json")[2]

@@ -68,7 +68,7 @@ def written(folder: Path, timeline: Timeline, offsets_us: list[int], on_accelera
     paths = []
     for rank, offset in enumerate(offsets_us):
         document = {
-            "distributedInfo": {"rank": rank},
+            "distributedInfo": {"rank": rank, "world_size": len(offsets_us)},
             "baseTimeNanoseconds": BASE_NS,
             "traceEvents": list(events_of(timeline, rank, on_accelerator, offset)),
         }
@@ -102,6 +102,12 @@ def test_what_was_written_is_read(split: bool, tmp_path: Path) -> None:
         imported = import_traces(written(tmp_path, timeline, [0, 0, 0]))
         assert columns(imported.timeline) == columns(timeline)
         assert imported.clock_shifts_us == (0, 0, 0)
+
+
+def test_processes_without_a_trace_are_told(tmp_path: Path) -> None:
+    paths = written(tmp_path, chain_timeline(1), [0, 0, 0])
+    assert "processes" not in import_traces(paths).to_text()
+    assert "of 3 processes, 1 gave traces" in import_traces(paths[:1]).to_text()
 
 
 def test_on_an_accelerator_the_kernels_count(tmp_path: Path) -> None:

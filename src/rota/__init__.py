@@ -43,12 +43,14 @@ _HOMES = {
     "rota.drawing": ("draw",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_ROOMS = ("schedules", "shapes")
+_ROOMS = ("drawing", "interop", "schedules", "shapes")
 
 __all__ = ["__version__", *sorted(_HOME_OF), *_ROOMS]
 
 if TYPE_CHECKING:
     __version__: str
+    from rota import drawing as drawing
+    from rota import interop as interop
     from rota import schedules as schedules
     from rota import shapes as shapes
     from rota.accounting import Cause as Cause

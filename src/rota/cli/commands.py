@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -102,6 +103,9 @@ def run(arguments: Namespace) -> int:
         if arguments.engine == "torch":
             raise files.InputError(f"--timeline {arguments.timeline}: PyTorch's engine records none; use --engine rota")
         files.require_folder(arguments.timeline)  # before the run, not after it
+    for option in ("--timeline", "--mesh", "--engine"):
+        if option in arguments.arguments:
+            print(f"rota run: {option} behind the script goes to the script; for rota put it first", file=sys.stderr)
     worker = _WORKERS[arguments.engine]
     timeline = launch(planned, arguments.script, arguments.arguments, worker=worker, dp=dp, tp=tp)
     if arguments.timeline is not None:

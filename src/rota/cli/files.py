@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import os
+from argparse import Namespace
 from pathlib import Path
 
 from rota import schedule_csv
@@ -112,3 +113,16 @@ def _placement_of_csv(text: str) -> Placement:
     costs = Costs.uniform(len(ranks), 1, 1 if split else 2, 1 if split else None)
     placement = place(costs, Cluster.uniform(len(orders)), ranks)
     return placement if kinds - {Kind.F} else placement.forward_only()
+
+
+def refuse_overwriting(arguments: Namespace) -> None:
+    """Raises InputError where a command is told to write to a file that it reads."""
+    given = dict(vars(arguments))
+    output = given.pop("timeline" if arguments.command == "run" else "output", None)
+    read = [path for value in given.values() for path in (value if isinstance(value, list) else [value])]
+    if output is not None and any(isinstance(path, str) and _same_file(path, output) for path in read):
+        raise InputError(f"{output} is what the command reads, and would be lost; write to another file")
+
+
+def _same_file(a: str, b: str) -> bool:
+    return os.path.exists(a) and os.path.exists(b) and os.path.samefile(a, b)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from rota.cli import arguments, checkpoints, commands, explaining, planning
+from rota.cli import arguments, checkpoints, commands, explaining, files, planning
 from rota.cli.interrupts import told_at_once
 from rota.errors import PipelineError, PlanError, RotaError
 
@@ -150,6 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
+        files.refuse_overwriting(given)
         return int(given.function(given))
     except RotaError as error:
         print(f"rota {given.command}: {_what(error)}: {error}", file=sys.stderr)

@@ -30,7 +30,9 @@ def main() -> None:
     except RotaError as error:
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if os.path.abspath(f.filename) == ours]
         place = f" ({script}:{lines[-1]})" if lines else ""
-        print(f"rota: rank {os.environ.get('RANK', '?')}: {error}{place}", file=sys.stderr, flush=True)
+        # In one piece, or ranks that fail together mix their lines.
+        sys.stderr.write(f"rota: rank {os.environ.get('RANK', '?')}: {error}{place}\n")
+        sys.stderr.flush()
         if isinstance(error, LostRankError):
             time.sleep(_LET_FIRST_ERROR_BE_SEEN_S)
         # Peers may be waiting for this rank: end at once rather than tidy up with them.

@@ -29,6 +29,7 @@ class ImportedTrace:
 
     `step` of `num_steps` was taken. `clock_shifts_us`: by how much each rank's clock was moved ahead, so that no
     message arrives before it is sent. `hosts`: the machine of each rank, "" where the trace does not tell.
+    `world_size`: how many processes the run had, as far as the traces tell.
     """
 
     timeline: Timeline
@@ -36,6 +37,7 @@ class ImportedTrace:
     num_steps: int
     clock_shifts_us: tuple[int, ...]
     hosts: tuple[str, ...]
+    world_size: int
 
     def to_text(self) -> str:
         """What was read, in a line or two."""
@@ -50,6 +52,11 @@ class ImportedTrace:
             lines.append(f"clocks moved ahead, as messages arrived before they were sent: {', '.join(moved)}")
         else:
             lines.append(f"clocks as recorded ({machines}): no message arrives before it is sent")
+        if self.world_size > plan.num_ranks:
+            lines.append(
+                f"of {self.world_size} processes, {plan.num_ranks} gave traces: what was waited for elsewhere cannot "
+                f"be told; unless the others are replicas, give their traces too"
+            )
         return "\n".join(lines)
 
 
@@ -77,7 +84,9 @@ def import_traces(paths: Sequence[str], step: int | None = None) -> ImportedTrac
     _refuse_two_runs(traces, shifts)
     steps = [one.moved(shift) for one, shift in zip(steps, shifts, strict=True)]
     timeline = _timeline(plan, messages, steps)
-    return ImportedTrace(timeline, chosen, num_steps, tuple(ns // 1000 for ns in shifts), tuple(t.host for t in traces))
+    moved_us, hosts = tuple(ns // 1000 for ns in shifts), tuple(trace.host for trace in traces)
+    world_size = max(trace.world_size for trace in traces)
+    return ImportedTrace(timeline, chosen, num_steps, moved_us, hosts, world_size)
 
 
 def _in_order(traces: list[RankTrace]) -> list[RankTrace]:

@@ -35,6 +35,7 @@ class RankTrace:
 
     path: str
     rank: int | None
+    world_size: int
     host: str
     annotations: list[Event] = field(default_factory=list)
     host_ops: list[Event] = field(default_factory=list)
@@ -52,7 +53,8 @@ def read_trace(path: str) -> RankTrace:
     base_ns = document.get("baseTimeNanoseconds", 0)
     if not _is_whole(base_ns) or (rank is not None and not (_is_whole(rank) and rank >= 0)):
         raise FormatError(f"{path}: baseTimeNanoseconds or distributedInfo.rank is no whole number of 0 or more")
-    trace = RankTrace(path, rank, str(document.get("host_name", "")))
+    world_size = info.get("world_size") if isinstance(info, dict) else None
+    trace = RankTrace(path, rank, world_size if isinstance(world_size, int) else 1, str(document.get("host_name", "")))
     _sort_in(trace, document["traceEvents"], base_ns)
     return trace
 
