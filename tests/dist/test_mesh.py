@@ -187,6 +187,11 @@ def refusals(rank: int) -> list[str]:
         with pytest.raises(PipelineError) as error:
             pipeline.step(*batch_of(4), sync=rank != 2)
         told.append(str(error.value))
+        with pytest.raises(PipelineError, match="scale is nan; give a number above 0"):
+            pipeline.step(*batch_of(4), scale=float("nan"))
+        # Layouts were not exchanged by the step that was refused, and are by this one.
+        loss = pipeline.step(*batch_of(4))
+        assert loss == pytest.approx(pipeline.evaluate(*batch_of(4)), rel=1e-10)
     return told
 
 

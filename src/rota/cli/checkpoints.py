@@ -24,12 +24,9 @@ def checkpoint(arguments: Namespace) -> int:
 
 
 def _ls(arguments: Namespace) -> int:
-    from rota.runtime.checkpoint_files import unfinished_ones
     from rota.runtime.checkpoint_reading import find
 
-    unfinished = unfinished_ones(Path(arguments.folder))
-    for path in unfinished:
-        print(f"{path.name:<12}  not whole, left out by load")
+    _tell_unfinished(Path(arguments.folder))
     for saved in find(Path(arguments.folder)):
         manifest = saved.manifest
         extra = ", ".join(f"{name}={value}" for name, value in manifest.extra.items())
@@ -43,6 +40,7 @@ def _ls(arguments: Namespace) -> int:
 def _verify(arguments: Namespace) -> int:
     from rota.runtime.checkpoint_reading import damages, find
 
+    _tell_unfinished(Path(arguments.folder))
     damaged = []
     for saved in find(Path(arguments.folder)):
         found = damages(saved)
@@ -63,6 +61,13 @@ def _export(arguments: Namespace) -> int:
     num_tensors = export(saved, Path(arguments.output))
     print(f"Wrote {num_tensors:,} weights and buffers of {saved.path} to {arguments.output}.")
     return 0
+
+
+def _tell_unfinished(folder: Path) -> None:
+    from rota.runtime.checkpoint_files import unfinished_ones
+
+    for path in unfinished_ones(folder):
+        print(f"{path.name:<12}  not whole, left out by load")
 
 
 ACTIONS = {"ls": _ls, "verify": _verify, "export": _export}

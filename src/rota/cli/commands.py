@@ -83,6 +83,7 @@ def _draw(
     print(f"Wrote {output}.")
 
 
+_MOST_PROCESSES = 1024  # that `rota run` starts
 _WORKERS = {"rota": "rota.runtime.worker", "torch": "rota.interop.torch_worker"}  # by engine
 
 
@@ -97,6 +98,8 @@ def run(arguments: Namespace) -> int:
     dp, tp = (arguments.mesh.get(dim, 1) for dim in ("dp", "tp"))
     if (pp := arguments.mesh.get("pp", planned.num_ranks)) != planned.num_ranks:
         raise files.InputError(f"--mesh pp={pp}: {arguments.plan} is for {planned.num_ranks} ranks; leave pp out")
+    if (num_processes := planned.num_ranks * dp * tp) > _MOST_PROCESSES:
+        raise files.InputError(f"--mesh: {num_processes:,} processes on this machine; give {_MOST_PROCESSES:,} at most")
     if arguments.engine == "torch" and dp * tp > 1:
         raise files.InputError(f"--mesh dp={dp},tp={tp}: PyTorch's engine runs one pipeline; use --engine rota")
     if arguments.timeline is not None:

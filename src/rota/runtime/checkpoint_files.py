@@ -122,7 +122,7 @@ def read_saved(path: Path) -> Saved:
     try:
         return Saved(path, Manifest.from_json(text))
     except FormatError as error:
-        raise FormatError(f"{path / MANIFEST}: {error}") from None
+        raise FormatError(f"{path / MANIFEST}: {error}; remove {path} to do without this checkpoint") from None
 
 
 def whole_ones(folder: Path) -> list[Saved]:

@@ -72,11 +72,12 @@ def export(saved: Saved, path: Path) -> int:
     """Write the whole model, weights and buffers by their names, into one safetensors file; returns their number.
 
     Of a tied weight the aliases stand in the file's metadata, as `safetensors.torch.save_model` puts them there.
-    Raises FormatError where weights are in parts, and where a file of the checkpoint is missing.
+    Raises FormatError where weights are in parts, and where the checkpoint is damaged.
     """
     from safetensors.torch import save_file
 
-    saved.require_files()
+    if found := damages(saved):
+        raise FormatError(f"{saved.path}: {found[0]}; remove it, and export the checkpoint before it")
     parts = [name for name, num_parts in saved.manifest.weights.items() if num_parts > 1]
     if parts:
         raise FormatError(

@@ -121,6 +121,10 @@ class Execution:
         self._signature = signature
         return changed
 
+    def forget(self) -> None:
+        """After a run that failed, the next one takes no layout for known: it may not have been exchanged."""
+        self._signature = None
+
     def run(self, batch: Batch, seed: int, fresh: bool, tick: Callable[[], None]) -> None:
         """All actions; `fresh`: layouts travel with the values. `tick` is called before each."""
         self._begin(batch, seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -150,6 +151,8 @@ class Pipeline:
         all ranks' become infinite, so that every scaler skips the step.
         """
         training = self._training
+        if not 0 < scale < math.inf:
+            raise PipelineError(f"scale is {scale}; give a number above 0, such as 1/k to accumulate over k steps")
         scale *= self._loss_scale.begin(scaler)
         batch = self._take(inputs, targets, needs_targets=training.trains, scale=scale)
         self._run(training, batch, sync=sync)
@@ -186,6 +189,7 @@ class Pipeline:
             plan = forwards_of(self.plan)
             self._evaluation = Execution(self.stages, plan, self.loss_fn, self.rank, self._transport)
         self._evaluation.compute.keep_outputs = keep_outputs
+        self._loss_scale.begin(None)
         random_state = torch.get_rng_state()
         with evaluating([*self.local_stages.values()]):
             asking = self._run(self._evaluation, batch, ask)
@@ -211,6 +215,9 @@ class Pipeline:
                 execution.awaited = "the other ranks' scalers"
                 agree = partial(self._transport.all_reduce, how=dist.ReduceOp.MAX, doing="comparing overflows")
                 self._loss_scale.settle(self.parameters(), agree)
+        except BaseException:
+            execution.forget()
+            raise
         finally:
             self._watchdog.end()
             # Each rank has drawn one number, whatever its stages drew: shuffles stay the same on all ranks.
@@ -277,9 +284,14 @@ class Pipeline:
         """End the pipeline's threads, and leave the last step's record where `rota run --timeline` wants it."""
         if self._closed:
             return
-        self.before_close.close()
         self._closed = True
         atexit.unregister(self.close)
+        try:
+            self.before_close.close()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         self._watchdog.close()
         self._transport.close()
         if self._training.complete and self._processes.is_first_pipeline:
