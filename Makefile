@@ -28,7 +28,7 @@ test-core: $(READY) ## run the tests of which none starts processes, side by sid
 browser:
 	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 		echo "installing Chromium for the tests of the HTML page" && \
-		{ timeout 60 apt-get update -qq; timeout 240 apt-get install -yqq chromium; } >/dev/null 2>&1; } || \
+		{ timeout 60 apt-get update -qq && timeout 180 apt-get install -yqq chromium; } >/dev/null 2>&1; } || \
 		echo "there is no Chromium: the tests in tests/browser will be skipped (as root: apt-get install chromium)"
 
 fuzz: $(READY) ## run 600 random plans on processes, many more than `make test` does
