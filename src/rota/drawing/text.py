@@ -17,7 +17,7 @@ from rota.plan import Plan
 from rota.simulation import timeline_of
 from rota.tasks import Op
 from rota.timeline import Span, Timeline
-from rota.units import size_text, time_text, time_unit
+from rota.units import count_text, size_text, time_text, time_unit
 
 _MIN_WIDTH = 20
 _MIN_CHART = 32  # columns below which the table goes under the chart
@@ -55,22 +55,18 @@ def to_text(timeline: Timeline | Plan, width: int = 80, color: bool = False) -> 
 
 def _summary(timeline: Timeline) -> list[str]:
     return [
-        _count(timeline.num_ranks, "rank"),
-        _count(timeline.plan.num_microbatches, "micro-batch", "es"),
+        count_text(timeline.num_ranks, "rank"),
+        count_text(timeline.plan.num_microbatches, "micro-batch", "es"),
         f"makespan {time_text(timeline.makespan_us)}",
         f"bubble {timeline.bubble_fraction:.1%}",
         f"span {time_text(timeline.span_us)}",
     ]
 
 
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{plural if number != 1 else ''}"
-
-
 def _legend(timeline: Timeline, charts: Iterable[Iterable[Work | None]], width: int, color: bool) -> list[str]:
     entries = {f"{key[0]}{LOOKS[key].fill} {LOOKS[key].word}": key for key in shown(timeline)}
     unseen = sum(map(len, timeline.plan.orders)) - sum(isinstance(w, Op) for columns in charts for w in set(columns))
-    told = [f"{_count(unseen, 'op')} unseen"] if unseen else []
+    told = [f"{count_text(unseen, 'op')} unseen"] if unseen else []
     lines = _flow([*entries, f"{_IDLE} idle", *told], "   ", width)
     if color:
         for entry, key in entries.items():

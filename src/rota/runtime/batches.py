@@ -18,8 +18,6 @@ def to_microbatches(name: str, batch: Any, num_microbatches: int, *, needed: boo
     """
     if batch is None:
         return [None] * num_microbatches
-    if isinstance(batch, torch.Tensor) and batch.dim() and len(batch) and not len(batch) % num_microbatches:
-        return [*batch.chunk(num_microbatches)] if needed else [None] * num_microbatches
     if isinstance(batch, list):
         if len(batch) != num_microbatches:
             raise PipelineError(
