@@ -77,6 +77,7 @@ class Pipeline:
         trains = any(task.kind.makes_weight_gradients for task in plan.placement.tasks)
         if trains and loss_fn is None:
             raise PipelineError("the plan has backwards, so a loss_fn(output, target) is needed")
+        recomputed = recomputed_by_backward(recompute, plan.placement)
         if trains:
             warm_up()
         self._dynamic_shapes = dynamic_shapes
@@ -89,9 +90,7 @@ class Pipeline:
         refuse_devices(stages, plan.placement.stages_on(self.rank))
         self._gradients = GradientSync(stages, plan, shared, self._processes, ddp_groups)
         self._transport = Transport(self._processes.pipeline, self._processes.everyone)
-        self._running = self._training = Execution(
-            stages, plan, loss_fn, self.rank, self._transport, recomputed_by_backward(recompute, plan.placement)
-        )
+        self._running = self._training = Execution(stages, plan, loss_fn, self.rank, self._transport, recomputed)
         self._loss_scale = LossScale()
         self._evaluation: Execution | None = None  # made when it is asked for
         self._compute = self._training.compute
