@@ -287,6 +287,7 @@ def test_shards_are_saved_as_wholes(pool: Pool, tmp_path: Path, capsys: pytest.C
     on_one, sharded, split_backward = Run("1f1b", 1), Run("1f1b", 1, 2), Run("zb", 2, 2)
     (expected,) = pool.run(1, train_shards, tmp_path / "whole", on_one, False)
     for run in (sharded, split_backward):
+        pool.renew()
         by_rank = pool.run(run.num_processes, train_shards, tmp_path / run.name, run, True)
         assert by_rank == [pytest.approx(expected, abs=1e-10)] * run.num_processes
         whole, shards = (stored(tmp_path / name / "step-2")[0] for name in ("whole", run.name))
@@ -295,5 +296,6 @@ def test_shards_are_saved_as_wholes(pool: Pool, tmp_path: Path, capsys: pytest.C
             torch.testing.assert_close(shards[key], tensor, rtol=1e-10, atol=1e-10)
         assert pool.run(1, train_shards, tmp_path / run.name, on_one, False) == [pytest.approx(expected[2:], abs=1e-10)]
         for source in ("whole", sharded.name):
+            pool.renew()
             for losses in pool.run(run.num_processes, train_shards, tmp_path / source, run, True):
                 assert losses == pytest.approx(expected[2:], abs=1e-10)

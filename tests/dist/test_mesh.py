@@ -95,6 +95,7 @@ def own_part(whole: Tensor, part: Tensor, position: int) -> Tensor:
 
 def test_pipeline_and_tensor_and_replicas(pool: Pool) -> None:
     cases = [("1f1b", False), ("zb_h1", True), ("zb_h1", False, True)]
+    pool.renew()
     by_process = pool.run(8, on_each, steps_on_mesh, cases)
     for i, (_, tie, *_) in enumerate(cases):
         for step, (loss, norms, state) in enumerate(serial_steps(tie)):

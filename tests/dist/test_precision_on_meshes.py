@@ -199,4 +199,5 @@ def test_pipeline_and_tensor_and_replicas(pool: Pool) -> None:
 def test_wrapped_stages(pool: Pool, wrap: Any) -> None:
     cases = [Case("1f1b", torch.float16, wrap=wrap), Case("zb_h1", torch.bfloat16, wrap=wrap)]
     cases += [Case(schedule, torch.float64, "full", wrap=wrap) for schedule in ("1f1b", "zb_h1")]
+    pool.renew()
     compare(pool, 2, 2, 1, cases)

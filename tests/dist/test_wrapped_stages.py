@@ -65,6 +65,7 @@ def deep(num_stages: int) -> Stages:
 def assert_right(pool: Pool, cases: list[Case]) -> None:
     sizes = [plan_of(case).num_stages for case in cases]
     given: list[tuple[Any, ...]] = [(deep(n), case) for n, case in zip(sizes, cases, strict=True)]
+    pool.renew()
     by_rank = pool.run(4, on_each, train_on_mesh, given)
     for i, num_stages in enumerate(sizes):
         assert_trained_alike([trained[i] for trained in by_rank], train_serially(deep(num_stages)))
@@ -83,6 +84,7 @@ def test_fsdp(pool: Pool) -> None:
 def test_fsdp_on_three_ranks_and_one(pool: Pool) -> None:
     """Ranks that shard among three, and a pipeline of one rank."""
     cases = [Case("gpipe", 1, 3, sharded_by_layer), Case("zb_h1", 1, 3, sharded)]
+    pool.renew()
     by_process = pool.run(3, on_each, evaluate_between, [(deep(1), case) for case in cases])
     x, target = batch_of(9, 1)
     for i in range(len(cases)):
@@ -139,6 +141,7 @@ def refusals(rank: int) -> list[str]:
 
 
 def test_what_cannot_be_right_is_refused(pool: Pool) -> None:
+    pool.renew()
     for told in pool.run(2, refusals):
         for text, hook in zip(told, ("fp16_compress_hook", "BuiltinCommHookType.FP16_COMPRESS"), strict=False):
             assert f"stage 0 is in DDP with the communication hook {hook}, which would not run" in text
