@@ -53,6 +53,13 @@ class Pool:
             self.close()
             raise
 
+    def renew(self) -> None:
+        """New processes for the next job, before one that makes DTensors.
+
+        What DTensor caches outlives a job, and names process groups by numbers that those of a later job have again.
+        """
+        self.close()
+
     def _collect(self, workers: list[tuple[Any, Connection]], timeout_s: float) -> list[Any]:
         results: dict[int, Any] = {}
         deadline = monotonic() + timeout_s
