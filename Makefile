@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-core browser fuzz soak check fmt docs pictures bench clean
+.PHONY: help demo test test-core browser fuzz soak check fmt docs pictures bench site package clean
 
 PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -37,10 +37,11 @@ fuzz: $(READY) ## run 600 random plans on processes, many more than `make test` 
 soak: $(READY) ## run 1,000 steps in a row, which must leave nothing behind
 	ROTA_SOAK_STEPS=1000 $(BIN)/pytest --timeout 600 tests/dist/test_leftovers.py
 
-check: $(READY) ## lint, formatting and types
+check: $(READY) ## lint, formatting, types, and what the pages say: links, files, names, commands
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/pytest --quiet --numprocesses 0 tests/test_docs_pages.py
 
 fmt: $(READY) ## format the code and mend what the linter can
 	$(BIN)/ruff check --fix-only
@@ -53,13 +54,18 @@ docs: $(READY) ## make docs/schedules.md and the pictures of docs/
 pictures: $(READY) ## make the pictures of the README and docs/seeing.md, in a browser
 	$(BIN)/python docs/make_pictures.py
 
-bench: $(READY) ## run each benchmarks/*/main.py
-	@for main in $(sort $(wildcard benchmarks/*/main.py)); do \
-		echo "== $$main"; $(BIN)/python $$main || exit; \
-	done
+bench: $(READY) ## run the benchmarks and make docs/results.md (ONLY="import search": these alone)
+	$(BIN)/python benchmarks/results.py $(ONLY)
+
+site: $(READY) ## build the pages of docs/ as a site, in site/
+	$(BIN)/python -m pip install -qq --constraint constraints.txt --group site
+	$(BIN)/mkdocs build --strict --quiet
+
+package: $(READY) ## build wheel and sdist, install the wheel into an empty environment, and use it there
+	$(BIN)/python packaging/check.py
 
 clean: ## remove all that the other targets made, .venv included
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist rota-demo*/
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site rota-demo*/
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip first: the one that comes with Python 3.11 knows neither --group nor --build-constraint.

@@ -31,45 +31,15 @@ window of one rank). The formulas are the papers' own, but for four: `dualpipe` 
 and B overlap), `chimera` for F unlike B, and `hanayo` are derived here. A backward that a paper does not split is
 whole here; one that it splits, and that was measured whole, is halved. `rota plan` says so where it does that.
 
-Write your own: a subclass of `PipeSchedule` yields the ops of one stage.
-
-```python
-{{example}}```
-
-For several stages on a rank make a `rota.Plan(placement, num_microbatches, orders)` directly. Both get checker,
-simulator, pictures and runtime for nothing.
+Write your own: [own-schedule.md](own-schedule.md).
 """
-EXAMPLE = '''import rota
-from rota import Kind, Op
-from rota.schedules import PipeSchedule
-
-
-class TwoAtATime(PipeSchedule):
-    """1F1B with pairs: two forwards, two backwards."""
-
-    def steps(self, stage):
-        batches = list(self.microbatches(stage))
-        warmup = 2 * self.stages_after(stage)
-        forwards = [Op(stage, Kind.F, m) for m in batches]
-        backwards = [Op(stage, Kind.B, m) for m in batches]
-        yield from forwards[:warmup]
-        for i in range(0, len(batches), 2):
-            yield from forwards[warmup + i : warmup + i + 2]
-            yield from backwards[i : i + 2]
-
-
-placement = rota.place(rota.Costs.uniform(4, 100, 200), rota.Cluster.uniform(4))
-plan = TwoAtATime(placement, num_microbatches=8).plan()
-rota.check(plan)
-print(rota.simulate(plan).makespan_us)
-'''
 
 
 def main() -> None:
     costs = Costs.uniform(NUM_RANKS, 1000, 1000, 1000, activation_bytes=2000)
     table = to_text(compare_schedules(costs, Cluster.uniform(NUM_RANKS), NUM_MICROBATCHES))
     made = "*Table and pictures are made by `make docs`.*"
-    parts = [HEAD.format(made=made, table=table, example=EXAMPLE)]
+    parts = [HEAD.format(made=made, table=table)]
     for family in FAMILIES:
         picture(family)
         parts.append(section(family))

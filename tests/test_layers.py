@@ -52,6 +52,8 @@ CORE = tuple(
         *("simulation", "checking", "schedules", "accounting", "comparison", "cutting"),
     )
 )
+#: Layouts of other trainers: text alone, read and written where torch is not installed.
+TRAINERS = ("rota.interop.deepspeed", "rota.interop.megatron", "rota.interop.torchtitan")
 #: A module belongs to the longest name here that it begins with.
 TABLE = {
     "rota": Row(),
@@ -61,7 +63,9 @@ TABLE = {
     "rota.models": Row((*CORE, "torch")),
     "rota.runtime": Row((*CORE, "rota.models", "torch"), lazy=("safetensors",)),
     "rota.profiling": Row((*CORE, "rota.models", "rota.runtime", "torch")),
-    "rota.interop": Row((*CORE, "rota.models", "rota.runtime", "torch")),
+    "rota.interop": Row((*CORE, "rota.models", "rota.runtime", "torch"), lazy=TRAINERS),
+    "rota.interop.cuts": Row(CORE),
+    **{name: Row((*CORE, "rota.interop.cuts")) for name in TRAINERS},
     "rota.drawing": Row(CORE, lazy=("rota.drawing.artists", "matplotlib", "numpy")),
     "rota.drawing.artists": Row((*CORE, "rota.drawing", "matplotlib", "numpy")),
     "rota.compat": Row(),
@@ -83,9 +87,13 @@ TABLE = {
                 "rota.drawing",
                 "rota.demo",
                 "rota.interop",
+                "rota.interop.cuts",
+                *TRAINERS,
+                "rota.cli.models",
             ),
         ),
     ),
+    "rota.cli.models": Row((*CORE, "rota.cli"), lazy=("torch",)),
 }
 
 

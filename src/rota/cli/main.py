@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from rota.cli import arguments, checkpoints, commands, explaining, files, planning
+from rota.cli import arguments, checkpoints, commands, exchange, exchange_arguments, explaining, files, planning
 from rota.cli.interrupts import told_at_once
 from rota.errors import PipelineError, PlanError, RotaError
 
@@ -110,6 +110,18 @@ _COMMANDS: dict[str, _Command] = {
         commands.compare,
         "planned against measured",
         "rota compare plan.json measured.json",
+    ),
+    "export": (
+        exchange_arguments.export,
+        exchange.export,
+        "a plan and its cut for torchtitan, Megatron or DeepSpeed",
+        "rota export torchtitan plan.json --model model.py:make_model -o titan",
+    ),
+    "import": (
+        exchange_arguments.import_,
+        exchange.import_,
+        "a cut and its plan from torchtitan, Megatron or DeepSpeed",
+        "rota import torchtitan titan/parallelism.toml --costs costs.json -o plan.json",
     ),
     "checkpoint": (
         arguments.checkpoint,

@@ -1,6 +1,6 @@
-"""Other systems' engines: PyTorch's own pipeline engine as a second backend, and traces of runs on it.
+"""Other systems: PyTorch's own pipeline engine as a second backend, traces of runs on it, layouts of other trainers.
 
-Names are loaded when they are first used: traces can be read where torch is not installed.
+Names are loaded when they are first used: traces and layouts can be read where torch is not installed.
 """
 
 from __future__ import annotations
@@ -9,22 +9,42 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rota.interop import deepspeed as deepspeed
+    from rota.interop import megatron as megatron
+    from rota.interop import torchtitan as torchtitan
+    from rota.interop.modules import module_parts as module_parts
+    from rota.interop.modules import parts_beginning_with as parts_beginning_with
     from rota.interop.naming import named_actions as named_actions
     from rota.interop.torch_engine import TorchEngine as TorchEngine
     from rota.interop.traces import ImportedTrace as ImportedTrace
     from rota.interop.traces import import_traces as import_traces
 
+_TRAINERS = ("deepspeed", "megatron", "torchtitan")
 _HOMES = {
     "ImportedTrace": "rota.interop.traces",
     "TorchEngine": "rota.interop.torch_engine",
     "import_traces": "rota.interop.traces",
+    "module_parts": "rota.interop.modules",
     "named_actions": "rota.interop.naming",
+    "parts_beginning_with": "rota.interop.modules",
 }
 
-__all__ = ["ImportedTrace", "TorchEngine", "import_traces", "named_actions"]
+__all__ = [
+    "ImportedTrace",
+    "TorchEngine",
+    "deepspeed",
+    "import_traces",
+    "megatron",
+    "module_parts",
+    "named_actions",
+    "parts_beginning_with",
+    "torchtitan",
+]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _TRAINERS:
+        return importlib.import_module(f"rota.interop.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'rota.interop' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -107,8 +107,10 @@ class SearchResult:
             f"no plan for this placement has less than {_us(self.bound_us)}: {self.why}",
             f"holds at most {size_text(max(self.peak_memory_bytes))} on a rank",
         ]
-        if self.period_us is not None and self.objective != "period":
-            lines.append(f"steady state: {_us(self.period_us)} a micro-batch")
+        period_us = None if self.objective == "period" else self.period_us
+        # One that was given up on before it got good says nothing.
+        if period_us is not None and period_us * self.plan.num_microbatches <= self.makespan_us:
+            lines.append(f"steady state: {_us(period_us)} a micro-batch")
         for named in self.named:
             value = named.span_us if self.objective == "span" else named.makespan_us
             mine = self.span_us if self.objective == "span" else self.makespan_us

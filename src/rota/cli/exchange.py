@@ -1,0 +1,170 @@
+"""`rota export` and `rota import`: plans and cuts for torchtitan, Megatron and DeepSpeed, and back."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from rota import checking
+from rota.cli import files
+from rota.cli.screen import print_timeline
+from rota.costs import Costs
+from rota.plan import Plan
+from rota.simulation import simulate
+
+_MOST_LAYOUT_BYTES = 2**20
+
+
+# --- export -----------------------------------------------------------------------------------------------------------
+
+
+def export(arguments: Namespace) -> int:
+    planned = files.read_plan(arguments.plan)
+    checking.check(planned)
+    _EXPORTS[arguments.format](arguments, planned)
+    return 0
+
+
+def _to_torchtitan(arguments: Namespace, planned: Plan) -> None:
+    from rota.interop import torchtitan
+
+    _refuse_existing(arguments, [str(Path(arguments.output) / name) for name in torchtitan.FILES])
+    parts = _parts(arguments.model, arguments.cuts, planned.num_stages)
+    texts = torchtitan.render(parts, planned, arguments.output)
+    files.make_folder(arguments.output)
+    for path, text in texts.items():
+        files.write(str(path), text)
+        print(f"Wrote {path}.")
+    for stage, names in enumerate(parts):
+        print(f"stage {stage}: {' '.join(names)}")
+    print(f"torchtitan must get {planned.num_microbatches} micro-batches a step; docs/other-trainers.md tells how.")
+
+
+def _parts(spec: str, cuts: Sequence[str] | None, num_stages: int) -> tuple[tuple[str, ...], ...]:
+    """By CutPoints where the model has some; else a stage begins with each of the modules in `cuts`."""
+    from rota.cli.models import load_model
+
+    model = load_model(spec)
+    from rota.interop import module_parts, parts_beginning_with
+    from rota.models import split
+    from rota.models.cutpoint import find_cut_points
+
+    if find_cut_points(model):
+        chosen = None if cuts is None else [int(cut) if cut.isdecimal() else cut for cut in cuts]
+        return module_parts(model, split(model, num_stages, chosen))
+    if cuts is None:
+        raise files.InputError(
+            f"--model {spec}: the model has no CutPoint; give --cuts, the module that each stage after the first "
+            f"begins with, such as --cuts layers.2,layers.4"
+        )
+    return parts_beginning_with(model, cuts)
+
+
+def _to_megatron(arguments: Namespace, planned: Plan) -> None:
+    from rota.interop import megatron
+
+    layout = megatron.layout_for(planned, arguments.boundaries, arguments.mtp)
+    text = megatron.write_layout(layout)
+    mtp = f" --mtp-num-layers {arguments.mtp}" if arguments.mtp else ""
+    print(
+        f"--num-layers {layout.num_layers}{mtp} --pipeline-model-parallel-size {layout.num_ranks} "
+        f'--pipeline-model-parallel-layout "{text}"'
+    )
+    if not megatron.runs_in_this_order(planned):
+        print("Megatron does these stages in its own order, (interleaved) 1F1B, not in the plan's.")
+    _write(arguments, text + "\n")
+
+
+def _to_deepspeed(arguments: Namespace, planned: Plan) -> None:
+    from rota.interop import deepspeed
+
+    boundaries = arguments.boundaries
+    if boundaries is None:
+        if arguments.type is None or arguments.layers is None:
+            raise files.InputError("where is the cut? give --boundaries, or --type and --layers")
+        boundaries = deepspeed.by_type(arguments.layers, arguments.type, planned.num_stages)
+    text = deepspeed.write_boundaries(deepspeed.boundaries_for(planned, boundaries))
+    for stage, (before, after) in enumerate(pairwise(boundaries)):
+        print(f"stage {stage}: layers {before} to {after - 1}" if before < after else f"stage {stage}: no layer")
+    if deepspeed.is_uniform(boundaries):
+        print('PipelineModule(…, partition_method="uniform") makes this cut by itself.')
+    if not deepspeed.runs_in_this_order(planned):
+        print("DeepSpeed does these stages in its own order, 1F1B, not in the plan's.")
+    _write(arguments, text)
+
+
+def _write(arguments: Namespace, text: str) -> None:
+    if arguments.output is None:
+        print(f"Not written; use -o to keep: {text}", end="")
+        return
+    _refuse_existing(arguments, [arguments.output])
+    files.write(arguments.output, text)
+    print(f"Wrote {arguments.output}.")
+
+
+def _refuse_existing(arguments: Namespace, paths: Sequence[str]) -> None:
+    for path in paths:
+        if not arguments.force and Path(path).exists():
+            raise files.InputError(f"{path} exists; write elsewhere by -o, or write over it by --force")
+
+
+_EXPORTS: dict[str, Callable[[Namespace, Plan], None]] = {
+    "torchtitan": _to_torchtitan,
+    "megatron": _to_megatron,
+    "deepspeed": _to_deepspeed,
+}
+
+
+# --- import -----------------------------------------------------------------------------------------------------------
+
+
+def import_(arguments: Namespace) -> int:
+    if arguments.output is not None:
+        _refuse_existing(arguments, [arguments.output])
+    costs = None if arguments.costs is None else files.read_costs(arguments.costs)
+    planned, boundaries = _IMPORTS[arguments.format](arguments, costs)
+    checking.check(planned)
+    print_timeline(simulate(planned))
+    print(f"Cut at the boundaries {','.join(map(str, boundaries))}.")
+    if arguments.output is None:
+        print("Not written; use -o plan.json to keep it.")
+    else:
+        files.write(arguments.output, planned.to_json())
+        print(f"Wrote {arguments.output}.")
+    return 0
+
+
+def _from_torchtitan(arguments: Namespace, costs: Costs | None) -> tuple[Plan, Sequence[int]]:
+    from rota.interop import torchtitan
+
+    imported = torchtitan.load(arguments.file, costs)
+    for stage, names in enumerate(imported.parts):
+        print(f"stage {stage}: {' '.join(names)}")
+    return imported.plan, imported.boundaries
+
+
+def _from_megatron(arguments: Namespace, costs: Costs | None) -> tuple[Plan, Sequence[int]]:
+    from rota.interop import cuts, megatron
+
+    layout = megatron.read_layout(cuts.read_limited(arguments.file, _MOST_LAYOUT_BYTES), arguments.ranks)
+    for stage, letters in enumerate(layout.stages):
+        print(f"stage {stage} on rank {layout.ranks[stage]}: {letters or 'empty'}")
+    costs = costs or Costs.uniform(len(layout.stages))
+    return megatron.plan_of(layout, costs, arguments.microbatches), layout.boundaries
+
+
+def _from_deepspeed(arguments: Namespace, costs: Costs | None) -> tuple[Plan, Sequence[int]]:
+    from rota.interop import cuts, deepspeed
+
+    boundaries = deepspeed.read_boundaries(cuts.read_limited(arguments.file, _MOST_LAYOUT_BYTES))
+    costs = costs or Costs.uniform(len(boundaries) - 1)
+    return deepspeed.plan_of(boundaries, costs, arguments.microbatches), boundaries
+
+
+_IMPORTS: dict[str, Callable[[Namespace, Costs | None], tuple[Plan, Sequence[int]]]] = {
+    "torchtitan": _from_torchtitan,
+    "megatron": _from_megatron,
+    "deepspeed": _from_deepspeed,
+}

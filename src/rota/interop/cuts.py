@@ -1,0 +1,69 @@
+"""What the layouts of other trainers have in common: boundaries between layers, and files that others wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from rota import cutting
+from rota.costs import Costs
+from rota.errors import FormatError, PlacementError, SplitError
+
+MOST_LAYERS = 10_000  # that a layout may have, and stages
+
+
+def read_limited(path: str | Path, most_bytes: int) -> str:
+    """The text of a file of at most `most_bytes`. Raises FormatError."""
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(most_bytes + 1)
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
+        told = error.strerror if isinstance(error, OSError) else error
+        raise FormatError(f"cannot read {path}: {told}; check the path") from None
+    if len(data) > most_bytes:
+        raise FormatError(f"{path} has more than {most_bytes:,} bytes, far more than such a file needs; check the path")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise FormatError(f"cannot read {path}: it is no text file") from None
+
+
+def require_boundaries(boundaries: Sequence[int], num_stages: int | None = None) -> tuple[int, ...]:
+    """As `rota.cutting` gives them: 0, where each further part begins, the number of layers. Raises SplitError."""
+    cut = tuple(boundaries)
+    told = f"boundaries {_short(cut)}"
+    if len(cut) < 2 or cut[0] != 0 or cut[-1] < 1:
+        raise SplitError(f"{told} must begin with 0 and end with the number of layers, such as 0,4,8")
+    if cut[-1] > MOST_LAYERS or len(cut) > MOST_LAYERS:
+        raise SplitError(f"{told} have {max(cut[-1], len(cut)):,} layers or stages; {MOST_LAYERS:,} at most")
+    for at, (before, after) in enumerate(pairwise(cut), 1):
+        if after < before:
+            raise SplitError(f"{told} fall from {before} to {after} at entry {at}; sort them")
+    if num_stages is not None and len(cut) - 1 != num_stages:
+        raise SplitError(f"{told} make {len(cut) - 1} parts for {num_stages} stages; give {num_stages + 1} entries")
+    return cut
+
+
+def stage_costs(costs: Costs, boundaries: Sequence[int]) -> Costs:
+    """The costs of a cut's stages: as given for these, or merged where they are those of its layers.
+
+    Raises PlacementError where they are of neither, or where a stage without layers leaves nothing to merge.
+    """
+    num_layers, num_stages = boundaries[-1], len(boundaries) - 1
+    if costs.num_stages == num_stages:
+        return costs
+    if costs.num_stages != num_layers:
+        raise PlacementError(
+            f"the costs have {costs.num_stages} entries, but the cut has {num_layers} layers in {num_stages} stages; "
+            f"give costs of the layers, or of the stages"
+        )
+    for stage, (before, after) in enumerate(pairwise(boundaries)):
+        if before == after:
+            raise PlacementError(f"stage {stage} has no layer, so layers' costs say nothing of it; give stages' costs")
+    return cutting.merge(costs, boundaries)
+
+
+def _short(numbers: Sequence[int]) -> str:
+    text = ",".join(map(str, numbers[:12]))
+    return f"{text},… ({len(numbers)} entries)" if len(numbers) > 12 else text or "(none)"

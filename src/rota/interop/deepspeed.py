@@ -1,0 +1,85 @@
+"""DeepSpeed's cuts: a PipelineModule's `parts`, which are boundaries in its list of layers, as JSON.
+
+[0, 3, 6, 8]        stage 0 has the layers 0 to 2, stage 1 has 3 to 5, stage 2 has 6 and 7
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from rota import cutting
+from rota.costs import Cluster, Costs
+from rota.errors import FormatError, ScheduleError, SplitError
+from rota.interop.cuts import require_boundaries, stage_costs
+from rota.placing import place
+from rota.plan import Plan
+from rota.reading import Field
+from rota.schedules import NAMED
+from rota.schedules.common import require_chain_on
+
+_MOST_CHARACTERS = 1_000_000
+
+
+def read_boundaries(text: str) -> tuple[int, ...]:
+    """The boundaries in a JSON list. Raises FormatError or SplitError with the entry."""
+    if len(text) > _MOST_CHARACTERS:
+        raise FormatError(f"boundaries of {len(text):,} characters; {_MOST_CHARACTERS:,} at most")
+    try:
+        entries = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        told = "nested too deep" if isinstance(error, RecursionError) else error
+        raise FormatError(f"no list of boundaries ({told}); write such as [0, 4, 8]") from None
+    return require_boundaries(Field("boundaries", entries).integers(0))
+
+
+def write_boundaries(boundaries: Sequence[int]) -> str:
+    """As `read_boundaries` reads them. Raises SplitError."""
+    return json.dumps(require_boundaries(boundaries)) + "\n"
+
+
+def by_type(names: Sequence[str], pattern: str, num_parts: int) -> list[int]:
+    """Boundaries as `partition_method="type:PATTERN"` means them: as many matching layers in each part, or nearly.
+
+    `names`: the layers' classes. `pattern` is looked for anywhere in them, upper or lower case. Raises SplitError.
+    """
+    try:
+        found = [int(re.search(pattern, name, re.IGNORECASE) is not None) for name in names]
+    except re.error as error:
+        raise SplitError(f"type:{pattern} is no regular expression: {error}") from None
+    if not any(found):
+        raise SplitError(f"type:{pattern} finds none of the layers, which are {', '.join(dict.fromkeys(names))}")
+    return cutting.balanced(found, num_parts)
+
+
+def is_uniform(boundaries: Sequence[int]) -> bool:
+    """Whether `partition_method="uniform"` makes this cut."""
+    return [*boundaries] == cutting.uniform(boundaries[-1], len(boundaries) - 1)
+
+
+def boundaries_for(plan: Plan, boundaries: Sequence[int]) -> tuple[int, ...]:
+    """The boundaries if DeepSpeed can have the plan's stages there: a chain, a stage a rank.
+
+    Raises ScheduleError or SplitError.
+    """
+    require_chain_on("DeepSpeed", plan.placement, range(plan.num_ranks), "rota.place(costs, cluster)")
+    return require_boundaries(boundaries, plan.num_stages)
+
+
+def runs_in_this_order(plan: Plan) -> bool:
+    """Whether DeepSpeed, which does 1F1B, does the plan's ops in the plan's order."""
+    try:
+        return NAMED["1f1b"](plan.placement, plan.num_microbatches).orders == plan.orders
+    except ScheduleError:
+        return False
+
+
+def plan_of(boundaries: Sequence[int], costs: Costs, num_microbatches: int, cluster: Cluster | None = None) -> Plan:
+    """What DeepSpeed does with this cut: 1F1B, a stage a rank; `costs` of its stages or of its layers.
+
+    Raises SplitError or PlacementError.
+    """
+    num_stages = len(require_boundaries(boundaries)) - 1
+    placement = place(stage_costs(costs, boundaries), cluster or Cluster.uniform(num_stages))
+    return NAMED["1f1b"](placement, num_microbatches)

@@ -1,0 +1,131 @@
+"""Which modules each stage of a model has, by the names that torchtitan cuts a model by.
+
+A name is a child of the model, or an entry of a child that is an nn.ModuleDict or nn.ModuleList:
+
+    tok_embeddings   layers.0   layers.1   norm   output
+    └───── part 0 ──────────┘   └─────── part 1 ───────┘
+
+Each part runs the whole model's forward, with the modules of other parts gone: children are None, entries removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from typing import TypeAlias
+
+from torch import nn
+
+from rota.errors import SplitError
+from rota.models import Stages
+
+Parts: TypeAlias = tuple[tuple[str, ...], ...]
+
+_CONTAINERS = (nn.ModuleDict, nn.ModuleList)
+
+
+def module_parts(model: nn.Module, stages: Stages) -> Parts:
+    """For each stage of `rota.split(model, …)` the names of its modules, in the model's order.
+
+    A module without parameters that several stages call is in the parts of all of them; one that none calls, such as a
+    CutPoint, is in every part. Raises SplitError where a cut lies inside of a module, where stages are no chain, and
+    where a parameter belongs to no module or to several parts.
+    """
+    named = _named(model)
+    chain = [(stage, stage + 1) for stage in range(len(stages) - 1)]
+    if sorted(edge[:2] for edge in stages.edges) != chain:
+        edges = ", ".join(map(str, stages.edges))
+        raise SplitError(f"torchtitan runs a chain of stages, but these have the edges {edges}: cut where one value is")
+    paths = [_paths(model, stages[stage]) for stage in range(len(stages))]
+    users = {name: [s for s, held in enumerate(paths) if _is_in(name, held)] for name in named}
+    parts: list[list[str]] = [[] for _ in paths]
+    for name, module in named.items():
+        homes = users[name]
+        if len(homes) > 1 and not all(_get(stages[s], name) is module for s in homes):
+            raise SplitError(
+                f"stages {', '.join(map(str, homes))} share {name!r} ({type(module).__name__}): a cut lies inside of "
+                f"it, and torchtitan keeps or removes it whole; cut between two of {', '.join(named)}"
+            )
+        if not homes and next(module.parameters(), None) is not None:
+            raise SplitError(f"no stage calls {name!r} ({type(module).__name__}), which has parameters: remove it")
+        for stage in homes or range(len(parts)):
+            parts[stage].append(name)
+    return _without_ties(named, parts)
+
+
+def parts_beginning_with(model: nn.Module, first_modules: Iterable[str]) -> Parts:
+    """The model's modules cut in the order in which it has them, a new part beginning with each of `first_modules`.
+
+    For models without CutPoints: nothing is traced, so whether they run in this order is yours to know. Raises
+    SplitError.
+    """
+    named = _named(model)
+    names, begins = [*named], [0]
+    for name in first_modules:
+        if name not in named:
+            close = get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"give one of {', '.join(names)}"
+            raise SplitError(f"{type(model).__name__} has no {name!r} that a part can begin with; {hint}")
+        begins.append(names.index(name))
+        if begins[-1] <= begins[-2]:
+            raise SplitError(
+                f"{name!r} cannot begin a part: it is not behind {names[begins[-2]]!r}, which begins the one before"
+            )
+    ends = [*begins[1:], len(names)]
+    return _without_ties(named, [names[begin:end] for begin, end in zip(begins, ends, strict=True)])
+
+
+def _named(model: nn.Module) -> dict[str, nn.Module]:
+    """What a part can have or lack, by name."""
+    if isinstance(model, nn.Sequential):
+        raise SplitError(
+            "an nn.Sequential calls each of its children, and torchtitan leaves None in the place of those of other "
+            "parts: hold the layers in an nn.ModuleDict of a model whose forward passes over what is not there"
+        )
+    for name, _ in model.named_parameters(recurse=False):
+        raise SplitError(
+            f"parameter {name!r} belongs to the {type(model).__name__} itself, so every part would train a copy of its "
+            f"own: move it into a sub-module"
+        )
+    found: dict[str, nn.Module] = {}
+    for child, module in model.named_children():
+        if isinstance(module, _CONTAINERS):
+            found |= {f"{child}.{entry}": each for entry, each in module.named_children()}
+        else:
+            found[child] = module
+    return found
+
+
+def _paths(model: nn.Module, stage: nn.Module) -> set[str]:
+    """The paths of all that a stage holds. Raises SplitError for what is not the model's own."""
+    mine = dict(model.named_parameters(remove_duplicate=False))
+    for path, parameter in stage.named_parameters(remove_duplicate=False):
+        if mine.get(path) is not parameter:
+            raise SplitError(
+                f"parameter {path!r} of a stage is not the model's of that name: make stages by rota.split"
+            )
+    walks = (stage.named_modules, stage.named_parameters, stage.named_buffers)
+    return {path for walk in walks for path, _ in walk(remove_duplicate=False)}
+
+
+def _is_in(name: str, paths: set[str]) -> bool:
+    return name in paths or any(path.startswith(f"{name}.") for path in paths)
+
+
+def _get(stage: nn.Module, name: str) -> nn.Module | None:
+    return dict(stage.named_modules(remove_duplicate=False)).get(name)
+
+
+def _without_ties(named: dict[str, nn.Module], parts: Sequence[Sequence[str]]) -> Parts:
+    """Raises SplitError where two parts have one parameter."""
+    homes: dict[int, tuple[int, str]] = {}
+    for part, names in enumerate(parts):
+        for name in names:
+            for path, parameter in named[name].named_parameters(remove_duplicate=False):
+                other, other_name = homes.setdefault(id(parameter), (part, f"{name}.{path}"))
+                if other != part:
+                    raise SplitError(
+                        f"parameter {name}.{path} of part {part} is tied to {other_name} of part {other}, and "
+                        f"torchtitan sums no gradients over parts: untie them, or cut so that both are in one part"
+                    )
+    return tuple(map(tuple, parts))

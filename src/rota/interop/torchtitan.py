@@ -1,0 +1,232 @@
+"""A plan for torchtitan: PyTorch's schedule CSV, and the modules of each stage in the words of its config.
+
+    schedule.csv        what `parallelism.pipeline_parallel_schedule_csv` names
+    parallelism.toml    [parallelism] of a job config: torchtitan 0.2
+    parallelism.json    fields of `config.parallelism`: torchtitan after 0.2, whose configs are Python
+
+The latter says `pipeline_parallel_module_fqns_per_model_part` for what 0.2 calls `module_fqns_per_model_part`. Either
+is read. torchtitan puts stage i on rank i mod p, or for "V" schedules two stages a rank, down the ranks and back up.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from rota import schedule_csv
+from rota.checking import check
+from rota.costs import Cluster, Costs
+from rota.errors import FormatError, ScheduleError, SplitError
+from rota.interop.cuts import MOST_LAYERS, read_limited, stage_costs
+from rota.placement import Placement
+from rota.placing import place
+from rota.plan import Plan
+from rota.reading import Field
+from rota.tasks import Kind
+
+Parts: TypeAlias = tuple[tuple[str, ...], ...]
+
+FILES = ("schedule.csv", "parallelism.toml", "parallelism.json")
+_PARTS = "pipeline_parallel_module_fqns_per_model_part"
+_PARTS_IN_0_2 = "module_fqns_per_model_part"
+_LOOP, _V = (
+    "PipelineScheduleMulti",
+    "ZBVZeroBubble",
+)  # by these names torchtitan chooses the ranks; the CSV has the order
+_V_SCHEDULES = (_V.lower(), "dualpipev")
+_NAME = re.compile(r"[\w-]{1,200}(\.[\w-]{1,200})*", re.ASCII)
+_MOST_CONFIG_BYTES, _MOST_CSV_BYTES = 4 * 2**20, 256 * 2**20
+
+
+class Imported(NamedTuple):
+    """A plan, and for each of its stages the names of its modules."""
+
+    plan: Plan
+    parts: Parts
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """As `rota.cutting` gives them, each module a layer."""
+        return _boundaries(self.parts)
+
+
+def _boundaries(parts: Parts) -> tuple[int, ...]:
+    return tuple(accumulate(map(len, parts), initial=0))
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def export(parts: Sequence[Sequence[str]], plan: Plan, folder: str | Path) -> tuple[Path, ...]:
+    """Write `FILES` into `folder`, which is made: what `render` gives, which raises."""
+    texts = render(parts, plan, folder)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for path, text in texts.items():
+        path.write_text(text, encoding="utf-8")
+    return tuple(texts)
+
+
+def render(parts: Sequence[Sequence[str]], plan: Plan, folder: str | Path) -> dict[Path, str]:
+    """The text of each of `FILES`; `parts`, a stage each, are as `module_parts` gives them.
+
+    They say where the CSV is as `folder` does. Raises ScheduleError where torchtitan cannot have the plan, PlanError
+    for one that must not run, SplitError where the parts do not fit it, FormatError for a folder that cannot be named.
+    """
+    check(plan)
+    schedule = _schedule_of(plan)
+    parts = _require_parts(parts, plan.num_stages)
+    csv = (Path(folder) / FILES[0]).as_posix()
+    if not csv.isprintable():
+        raise FormatError(f"folder {str(folder)!r} has characters that a config cannot say; use another")
+    common: dict[str, str | int] = {
+        "pipeline_parallel_degree": plan.num_ranks,
+        "pipeline_parallel_schedule": schedule,
+        "pipeline_parallel_schedule_csv": csv,
+    }
+    texts = (plan.to_csv(), _toml(common, parts, plan.num_microbatches), _json(common, parts, plan.num_microbatches))
+    return {Path(folder) / name: text for name, text in zip(FILES, texts, strict=True)}
+
+
+def _schedule_of(plan: Plan) -> str:
+    """By which torchtitan puts the stages on the plan's ranks. Raises ScheduleError where none does."""
+    placement = plan.placement
+    schedule_csv.require_chain(placement, "or run it by rota.Pipeline")
+    if all(task.kind is Kind.F for task in placement.tasks):
+        raise ScheduleError("the plan has forwards alone, but torchtitan trains: give one with backwards")
+    on = [placement.ranks_of(stage)[0] for stage in range(placement.num_stages)]
+    for schedule in (_LOOP, _V):
+        if on == _homes(schedule, placement.num_stages, placement.num_ranks):
+            return schedule
+    raise ScheduleError(
+        f"the plan's stages are on the ranks {', '.join(map(str, on))}; torchtitan puts stage i on rank i mod "
+        f"{placement.num_ranks} (rota.interleaved), or two a rank down and back up (rota.wave): place them so"
+    )
+
+
+def _homes(schedule: str, num_stages: int, num_ranks: int) -> list[int] | None:
+    """Each stage's rank as torchtitan has it; None where it refuses."""
+    if schedule.lower() in _V_SCHEDULES:
+        return [*range(num_ranks), *reversed(range(num_ranks))] if num_stages == 2 * num_ranks else None
+    return [stage % num_ranks for stage in range(num_stages)] if num_stages % num_ranks == 0 else None
+
+
+def _require_parts(parts: Sequence[Sequence[str]], num_stages: int) -> Parts:
+    """Raises SplitError unless there is one for each stage, of names that torchtitan can find."""
+    if len(parts) != num_stages:
+        raise SplitError(f"there are {len(parts)} parts for {num_stages} stages; give one a stage")
+    for part, names in enumerate(parts):
+        for name in names:
+            if not _NAME.fullmatch(name):
+                raise SplitError(f"part {part} has {name[:60]!r}, which is no module's name, such as layers.0")
+        if len(set(names)) < len(names):
+            raise SplitError(f"part {part} has a module twice in {', '.join(names)}; remove one of them")
+    return tuple(map(tuple, parts))
+
+
+def _toml(common: dict[str, str | int], parts: Parts, num_microbatches: int) -> str:
+    """JSON's numbers, and its strings of printable characters, are TOML's too."""
+    lines = [
+        f"# training.local_batch_size must be {num_microbatches} times pipeline_parallel_microbatch_size",
+        "[parallelism]",
+        *(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in common.items()),
+        f"{_PARTS_IN_0_2} = [",
+        *(f"    {json.dumps(part)}," for part in parts),
+        "]",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _json(common: dict[str, str | int], parts: Parts, num_microbatches: int) -> str:
+    fields = {**common, "num_pp_microbatches": num_microbatches}
+    lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items()]
+    listed = ",\n".join(f"    {json.dumps(part)}" for part in parts)
+    return "{\n" + ",\n".join([*lines, f'  "{_PARTS}": [\n{listed}\n  ]']) + "\n}\n"
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def load(path: str | Path, costs: Costs | None = None, cluster: Cluster | None = None) -> Imported:
+    """The plan and parts of a job config (.toml) or of fields (.json), and of the CSV that it names, beside it.
+
+    `costs`: of the stages, or of the modules in the parts' order; by default F takes 1 µs and the backward 2. The plan
+    is checked. Raises FormatError or SplitError for what torchtitan would refuse, PlacementError, PlanError.
+    """
+    config = _config(path)
+    parts = _parts(config)
+    name = Path(_text(config, "pipeline_parallel_schedule_csv", "")).name
+    if not name:
+        raise FormatError(f'{path} names no schedule; set pipeline_parallel_schedule_csv = "schedule.csv"')
+    beside = Path(path).parent / name  # and nowhere else: what a file names is not to be read from anywhere
+    csv = read_limited(beside, _MOST_CSV_BYTES)
+    try:
+        plan = _plan(csv, config, parts, costs, cluster)
+    except FormatError as error:
+        raise FormatError(f"{beside}: {error}") from None
+    check(plan)
+    return Imported(plan, parts)
+
+
+def _config(path: str | Path) -> Field:
+    """The fields of `parallelism`."""
+    text = read_limited(path, _MOST_CONFIG_BYTES)
+    try:
+        if str(path).endswith(".json"):
+            return Field("parallelism", json.loads(text))
+        return Field(str(path), tomllib.loads(text))["parallelism"]
+    except RecursionError:
+        raise FormatError(f"{path}: nested too deep") from None
+    except ValueError as error:
+        form = "JSON" if str(path).endswith(".json") else "TOML"
+        raise FormatError(f"{path} is no {form}: {error}") from None
+
+
+def _parts(config: Field) -> Parts:
+    given = [name for name in (_PARTS, _PARTS_IN_0_2) if name in config and config[name].value is not None]
+    if len(given) != 1:
+        told = "both" if given else "neither"
+        raise FormatError(
+            f"{config.path} has {told} of {_PARTS} and {_PARTS_IN_0_2}; give one, a list of names a stage"
+        )
+    parts = [[name.text() for name in part] for part in config[given[0]]]
+    if not 0 < len(parts) <= MOST_LAYERS:
+        raise FormatError(f"{config.path}.{given[0]} has {len(parts):,} parts; give 1 to {MOST_LAYERS:,}")
+    return _require_parts(parts, len(parts))
+
+
+def _text(config: Field, name: str, default: str) -> str:
+    return config[name].text() if name in config else default
+
+
+def _plan(csv: str, config: Field, parts: Parts, costs: Costs | None, cluster: Cluster | None) -> Plan:
+    orders = schedule_csv.read(csv)
+    on = schedule_csv.stage_ranks(orders)
+    if len(on) != len(parts):
+        raise FormatError(f"the CSV runs {len(on)} stages, but there are {len(parts)} parts; give one a stage")
+    num_ranks = config["pipeline_parallel_degree"].integer(1) if "pipeline_parallel_degree" in config else len(orders)
+    if num_ranks != len(orders):
+        raise FormatError(
+            f"the CSV has {len(orders)} lines for pipeline_parallel_degree = {num_ranks}; it needs as many"
+        )
+    schedule = _text(config, "pipeline_parallel_schedule", _LOOP)
+    if on != (homes := _homes(schedule, len(on), num_ranks)):
+        told = "not at all" if homes is None else f"on {', '.join(map(str, homes))}"
+        raise FormatError(
+            f"the CSV has the stages on the ranks {', '.join(map(str, on))}, but for {schedule!r} torchtitan puts them "
+            f"{told}; change pipeline_parallel_schedule ({_LOOP} or {_V}) or the CSV"
+        )
+    costs = Costs.uniform(len(parts)) if costs is None else stage_costs(costs, _boundaries(parts))
+    placement = _placed(orders, costs, cluster or Cluster.uniform(num_ranks), on)
+    return Plan.from_csv(csv, placement)
+
+
+def _placed(orders: schedule_csv.Orders, costs: Costs, cluster: Cluster, on: Sequence[int]) -> Placement:
+    """With the backward in halves where the CSV splits it and the costs do not."""
+    kinds = {op.kind for order in orders for op in order}
+    placement = place(costs.with_split_backward() if Kind.W in kinds else costs, cluster, on)
+    return placement if kinds - {Kind.F} else placement.forward_only()

@@ -1,0 +1,104 @@
+"""DeepSpeed's boundaries, and its order."""
+
+from __future__ import annotations
+
+import random
+import re
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from core_strategies import text_mutants
+from rota import Cluster, Costs, FormatError, RotaError, ScheduleError, SplitError, place
+from rota.compat.deepspeed import schedule as ds
+from rota.compat.deepspeed import to_plan
+from rota.compat.deepspeed.partition import partition
+from rota.interop import deepspeed
+from rota.schedules import NAMED
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any))
+def test_boundaries_are_read_as_written(counts: list[int]) -> None:
+    boundaries = tuple(sum(counts[:part]) for part in range(len(counts) + 1))
+    text = deepspeed.write_boundaries(boundaries)
+    assert deepspeed.read_boundaries(text) == boundaries
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[0, 4,", "no list of boundaries"),
+        ("[" * 100_000, "no list of boundaries"),
+        ('{"parts": [0, 4]}', "boundaries is"),
+        ("[0, 4.5]", "boundaries[1] is 4.5; expected a whole number"),
+        ("[0, true]", "boundaries[1] is true"),
+        ("[0, -1]", "boundaries[1] is -1; expected 0 or more"),
+        ("[0, NaN]", "boundaries[1] is NaN"),
+        ("[1, 4]", "must begin with 0"),
+        ("[0]", "must begin with 0 and end with the number of layers"),
+        ("[0, 0]", "must begin with 0 and end with the number of layers"),
+        ("[0, 5, 4]", "fall from 5 to 4 at entry 2; sort them"),
+        ("[0, 100000000000]", "10,000 at most"),
+        (f"[0, {'1, ' * 400_000}1]", "1,000,000 at most"),
+        (f"[0, {'9' * 5000}]", "no list of boundaries"),
+    ],
+)
+def test_what_are_no_boundaries(text: str, told: str) -> None:
+    with pytest.raises(RotaError, match=re.escape(told)):
+        deepspeed.read_boundaries(text)
+
+
+def test_damaged_boundaries_are_read_or_refused() -> None:
+    for text in text_mutants("[0, 3, 3, 17, 20]", 400, random.Random(0)):
+        try:
+            boundaries = deepspeed.read_boundaries(text)
+        except RotaError:
+            continue
+        assert sorted(boundaries) == [*boundaries]
+
+
+def test_layers_of_a_type_are_shared_out_as_the_door_does() -> None:
+    layers = [nn.Embedding(4, 2), *(nn.Linear(2, 2) if i % 2 else nn.ReLU() for i in range(14)), nn.LayerNorm(2)]
+    names = [type(layer).__name__ for layer in layers]
+    for num_parts in (1, 2, 3, 4):
+        for pattern in ("linear", "^relu$", "l"):
+            boundaries = deepspeed.by_type(names, pattern, num_parts)
+            assert boundaries == partition(layers, f"type:{pattern}", num_parts, None)
+            counts = [len(re.findall("Linear", " ".join(names[a:b]))) for a, b in pairwise(boundaries)]
+            assert pattern != "linear" or max(counts) - min(counts) <= 1
+    with pytest.raises(
+        SplitError, match="type:conv finds none of the layers, which are Embedding, ReLU, Linear, LayerN"
+    ):
+        deepspeed.by_type(names, "conv", 2)
+    with pytest.raises(SplitError, match=re.escape("type:( is no regular expression")):
+        deepspeed.by_type(names, "(", 2)
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 3), (2, 4), (4, 8), (4, 2)])
+def test_the_plan_is_what_deepspeed_does(num_stages: int, num_microbatches: int) -> None:
+    boundaries = [3 * stage for stage in range(num_stages + 1)]
+    plan = deepspeed.plan_of(boundaries, Costs.uniform(3 * num_stages, 5, 7), num_microbatches)
+    assert plan.orders == to_plan(ds.TrainSchedule, num_microbatches, num_stages).orders
+    assert {task.duration_us for task in plan.placement.tasks} == {15, 21}
+    assert deepspeed.runs_in_this_order(plan)
+    assert deepspeed.boundaries_for(plan, boundaries) == tuple(boundaries)
+    assert deepspeed.is_uniform(boundaries)
+
+
+def test_plans_that_deepspeed_cannot_have() -> None:
+    plan = NAMED["gpipe"](place(Costs.uniform(4), Cluster.uniform(2), [0, 1, 0, 1]), 2)
+    with pytest.raises(ScheduleError, match="needs a chain of stages"):
+        deepspeed.boundaries_for(plan, [0, 1, 2, 3, 4])
+    plan = NAMED["gpipe"](place(Costs.uniform(2), Cluster.uniform(2)), 2)
+    assert not deepspeed.runs_in_this_order(plan)
+    with pytest.raises(SplitError, match="make 3 parts for 2 stages"):
+        deepspeed.boundaries_for(plan, [0, 1, 2, 3])
+    assert not deepspeed.is_uniform([0, 1, 4])
+
+
+def test_formats_are_told_apart() -> None:
+    with pytest.raises(FormatError):
+        deepspeed.read_boundaries("Et|tL")
