@@ -58,7 +58,7 @@ class Plan:
 
     @property
     def cuts(self) -> tuple[str, ...] | None:
-        """Where the model is to be cut: `rota.split(model, plan.num_stages, plan.cuts)`. None: nothing was decided."""
+        """Where to cut the model: `rota.split(model, len(plan.cuts) + 1, plan.cuts)`. None: nothing was decided."""
         return None if self.usage is None else self.usage.cuts
 
     # --- the plan as a graph -------------------------------------------------------------------------------------
