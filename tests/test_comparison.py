@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core_strategies import Chooser, plans
+from measured import measured_like
 from rota import schedules
-from rota.comparison import Comparison, KindRow, compare
+from rota.comparison import Comparison, KindRow, Part, compare
 from rota.costs import Cluster, Costs
 from rota.errors import PlanError
 from rota.placement import Placement
@@ -90,6 +91,13 @@ def test_a_launch_gap_is_the_rest() -> None:
     comparison = compare(PLANNED, late)
     assert parts(comparison) == (0, 0, 35)
     assert comparison.difference_us == 35
+    (*starts, last), (*ends, end) = PLANNED.starts_us[0], PLANNED.ends_us[0]
+    late = replace(
+        PLANNED,
+        starts_us=((*starts, last + 5), *PLANNED.starts_us[1:]),
+        ends_us=((*ends, end + 5), *PLANNED.ends_us[1:]),
+    )
+    assert {part: us for part, us in compare(PLANNED, late).parts_us.items() if us} == {Part.LAUNCH: 5}
 
 
 def test_a_slower_step_end_is_the_rest() -> None:
@@ -97,7 +105,77 @@ def test_a_slower_step_end_is_the_rest() -> None:
         return schedules.gpipe(place(Costs.uniform(2, optimizer_us=optimizer_us), Cluster.uniform(2)), 2)
 
     planned = simulate(plan(3))
-    assert parts(compare(planned, replace(simulate(plan(7)), plan=planned.plan))) == (0, 0, 4)
+    comparison = compare(planned, replace(simulate(plan(7)), plan=planned.plan))
+    assert parts(comparison) == (0, 0, 4)
+    assert comparison.parts_us[Part.STEP_END] == 4
+
+
+def test_a_reduction_that_was_measured_and_not_planned_is_the_step_end() -> None:
+    reduced = schedules.gpipe(place(Costs.uniform(2, reduce_us=9), Cluster.uniform(2)), 2)
+    plain = schedules.gpipe(place(Costs.uniform(2), Cluster.uniform(2)), 2)
+    for planned, other in ((plain, reduced), (reduced, plain)):
+        comparison = compare(planned, simulate(other))
+        assert [part for part, us in comparison.parts_us.items() if us] == [Part.STEP_END]
+        assert abs(comparison.difference_us) == 9
+
+
+def test_transfers_that_share_a_link_lose_to_each_other() -> None:
+    """Two forwards of 10 µs, whose transfers of 30 then overlap by 50 of 60, as they get half of the link each."""
+    placement = place(Costs.uniform(2, 10, 0), Cluster.uniform(2, latency_us=30)).forward_only()
+    planned = simulate(schedules.forward_only(placement, 2))
+    late = replace(
+        planned,
+        arrived_us=((65, 75),),
+        starts_us=(planned.starts_us[0], (65, 75)),
+        ends_us=(planned.ends_us[0], (75, 85)),
+    )
+    found = compare(planned, late).parts_us
+    assert (found[Part.CONTENTION], found[Part.ARRIVALS]) == (22, 3)  # each shared 45 µs and so lost 22
+    assert sum(found.values()) == found[Part.CONTENTION] + found[Part.ARRIVALS] == 25
+
+
+def test_ops_that_share_a_core_lose_to_each_other() -> None:
+    placement = Placement((Task(0, Kind.F, (0,), 10), Task(1, Kind.F, (1,), 10)), (), Cluster.uniform(2))
+    planned = simulate(Plan(placement, 2, ((Op(0, Kind.F, 0),), (Op(1, Kind.F, 1),))))
+    slow = replace(planned, ends_us=((20,), (22,)))
+    assert compare(planned, slow).parts_us[Part.SLOWER] == 12
+    found = compare(planned, slow, num_cores=1).parts_us
+    assert (found[Part.SLOWER], found[Part.CORES]) == (2, 10)
+    assert compare(planned, slow, num_cores=2).parts_us[Part.CORES] == 0
+    waited = replace(planned, starts_us=((0,), (13,)), ends_us=((10,), (23,)))  # 10 of them for the only core
+    found = compare(planned, waited, num_cores=1).parts_us
+    assert (found[Part.CORES], found[Part.LAUNCH], found[Part.SLOWER]) == (10, 3, 0)
+
+
+def test_what_is_sent_late_and_what_clocks_deny() -> None:
+    placement = place(Costs.uniform(2, 100, 0), Cluster.uniform(2, latency_us=10)).forward_only()
+    planned = simulate(schedules.forward_only(placement, 1))
+
+    def parts_of(sent_us: int, arrived_us: int) -> dict[Part, int]:
+        starts, ends = ((0,), (arrived_us,)), ((100,), (arrived_us + 100,))
+        late = replace(planned, sent_us=((sent_us,),), arrived_us=((arrived_us,),), starts_us=starts, ends_us=ends)
+        return {part: us for part, us in compare(planned, late).parts_us.items() if us}
+
+    assert parts_of(140, 150) == {Part.SENDS: 40}
+    assert parts_of(140, 155) == {Part.ARRIVALS: 5, Part.SENDS: 40}
+    assert parts_of(95, 95) == {Part.ARRIVALS: -10, Part.CLOCK: -5}  # there 5 µs before it was made
+
+
+@given(plans(), st.integers(0, 2**16), st.none() | st.integers(1, 3))
+@settings(max_examples=100)
+def test_every_microsecond_of_what_can_have_been_has_its_cause(plan: Plan, seed: int, num_cores: int | None) -> None:
+    """Nothing that started only when it could is left to the clocks, and no cause to what did not happen."""
+    real = measured_like(plan, Chooser(seed))
+    comparison = compare(plan, real, num_cores)
+    assert sum(comparison.parts_us.values()) == comparison.difference_us
+    assert comparison.parts_us[Part.CLOCK] == 0
+    assert comparison.parts_us[Part.SENDS] >= 0
+    if num_cores is None:
+        assert comparison.parts_us[Part.CORES] == 0
+    if all(len(task.ranks) == 1 for task in plan.placement.tasks):
+        assert comparison.parts_us[Part.LAUNCH] >= 0
+    back = compare(real, plan, num_cores).parts_us
+    assert back == {part: -us for part, us in comparison.parts_us.items()}
 
 
 def test_the_slowest_of_a_tasks_ranks_counts() -> None:
@@ -122,6 +200,7 @@ def test_the_parts_add_up_to_the_difference(plan: Plan, chooser: Chooser) -> Non
     real = replace(planned, starts_us=starts, ends_us=ends, sent_us=stretched(planned.sent_us), arrived_us=arrived)
     comparison = compare(planned, real)
     assert sum(parts(comparison)) == comparison.difference_us == real.makespan_us - planned.makespan_us
+    assert sum(comparison.parts_us.values()) == comparison.difference_us
     assert len(comparison.ops) == sum(map(len, plan.orders)) == sum(row.num_ops for row in comparison.rows)
     assert comparison.to_text()
 
@@ -139,7 +218,7 @@ def test_ops_and_transfers_that_take_longer_leave_no_rest(plan: Plan, factor: in
     comparison = compare(planned, real)
     assert comparison.slower_ops_us >= 0
     assert comparison.later_arrivals_us >= 0
-    assert comparison.rest_us == 0
+    assert {part for part, us in comparison.parts_us.items() if us} <= {Part.SLOWER, Part.ARRIVALS, Part.CONTENTION}
 
 
 def test_text() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rota.costs import Costs
-from rota.cutting import balanced, merge, uniform
+from rota.cutting import balanced, by_parameters, by_regex, merge, uniform
 from rota.errors import PlacementError, SplitError
 
 WHOLE = st.lists(st.integers(0, 9), max_size=8)
@@ -80,6 +80,17 @@ def test_no_parts_are_refused() -> None:
     for cut in (lambda: balanced([1], 0), lambda: uniform(1, 0)):
         with pytest.raises(SplitError, match="num_parts is 0: give at least 1"):
             cut()
+
+
+def test_layers_are_shared_out_by_parameters_and_by_name() -> None:
+    assert by_parameters([100, 1, 1, 1, 97], 3) == [0, 1, 4, 5]
+    names = ["Embedding", "Block", "Norm", "block", "Block", "BLOCK", "Linear"]
+    assert by_regex(names, "block", 2) == [0, 4, 7]
+    assert by_regex(names, "^(Embedding|Linear)$", 2) == [0, 6, 7]
+    with pytest.raises(SplitError, match="pattern 'Conv' finds none of the layers, which are A, B; give one that does"):
+        by_regex(["A", "B", "A"], "Conv", 2)
+    with pytest.raises(SplitError, match=r"pattern '\(' is no regular expression: missing \)"):
+        by_regex(["A"], "(", 1)
 
 
 def test_costs_of_merged_layers() -> None:

@@ -54,6 +54,20 @@ def test_the_search_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == "4 36\n1000\n"
 
 
+def test_the_profiles_of_the_docs_are_made(capsys: pytest.CaptureFixture[str]) -> None:
+    namespace = {"__name__": "example"}
+    model, layers, estimate = blocks("profiling.md")
+    exec(compile(model, "docs/profiling.md", "exec"), namespace)
+    exec(compile(layers, "docs/profiling.md", "exec"), namespace)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[6].startswith("layer 7 of 7 (6): F ")
+    assert lines[7].startswith("('3',) (")
+    exec(compile(estimate, "docs/profiling.md", "exec"), namespace)
+    times, kept = capsys.readouterr().out.split(") (")
+    assert times == "(3421, 3421, 3421, 3421"
+    assert kept == "0, 134217728, 134217728, 134217728)\n"  # the first layer's input is the batch
+
+
 @pytest.mark.parametrize(
     ("page", "told"), [("coming-from-tessel.md", "4 36\n524\n"), ("coming-from-rene.md", "34.6\n")]
 )
@@ -75,6 +89,18 @@ def test_the_explanation_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) ->
     assert lines[-3].startswith("0 400 ")
 
 
+def test_the_truth_of_the_docs_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = blocks("truth.md")
+    exec(compile(example, "docs/truth.md", "exec"), {"__name__": "example"})
+    lines = capsys.readouterr().out.splitlines()
+    parts = {line[2:18].strip(): line.split()[-1] for line in lines if " µs   (" in line}
+    page = (DOCS / "truth.md").read_text()
+    assert parts
+    assert all(f"\n| {part} |" in page for part in parts)
+    assert lines[-1] == "0"
+    assert any(line.startswith("Take ") for line in lines)
+
+
 def test_the_pictures_of_the_docs_are_made(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,6 +109,16 @@ def test_the_pictures_of_the_docs_are_made(
     exec(compile(example, "docs/seeing.md", "exec"), {"__name__": "example"})
     assert capsys.readouterr().out == "True\n"
     assert (tmp_path / "1f1b.svg").read_text().startswith("<?xml")
+
+
+def test_the_plan_of_the_docs_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = blocks("autoplan.md")
+    exec(compile(example, "docs/autoplan.md", "exec"), {"__name__": "example"})
+    lines = capsys.readouterr().out.splitlines()
+    assert "rows/s" in lines[0]
+    assert any(line.startswith("▸") for line in lines)
+    assert lines[-1].startswith("('cuts[")
+    assert lines[-1].endswith(" 1 1")
 
 
 def test_every_picture_is_there() -> None:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 _HOMES = {
     "rota.tasks": ("Kind", "Op", "Task"),
     "rota.costs": ("Cluster", "Costs", "Link"),
+    "rota.layers": ("LayerCosts",),
+    "rota.profiles": ("Profile",),
     "rota.placement": ("Edge", "Placement", "StepEnd"),
     "rota.placing": ("bidirectional", "interleaved", "place", "wave"),
     "rota.plan": ("Plan", "Transfer"),
@@ -24,6 +26,7 @@ _HOMES = {
     "rota.simulation": ("simulate",),
     "rota.accounting": ("Cause", "Explanation", "Idle", "explain", "idle"),
     "rota.comparison": ("Comparison", "compare"),
+    "rota.calibration": ("Calibration", "calibrate", "calibrated"),
     "rota.errors": (
         "FormatError",
         "LostRankError",
@@ -37,9 +40,12 @@ _HOMES = {
     ),
     "rota.search": ("SearchResult", "find_frontier", "find_plan"),
     "rota.models": ("CutPoint", "Stages", "split"),
-    "rota.profiling": ("profile",),
+    "rota.profiling": ("profile", "profile_layers"),
     "rota.runtime": ("Pipeline", "given_plan", "mesh", "spmd"),
     "rota.runtime.checkpoints": ("Checkpoints",),
+    "rota.planning": ("Machine", "autoplan"),
+    "rota.planning.rehearsal": ("rehearse",),
+    "rota.planning.rehearsal_result": ("Rehearsal",),
     "rota.drawing": ("draw",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -58,6 +64,9 @@ if TYPE_CHECKING:
     from rota.accounting import Idle as Idle
     from rota.accounting import explain as explain
     from rota.accounting import idle as idle
+    from rota.calibration import Calibration as Calibration
+    from rota.calibration import calibrate as calibrate
+    from rota.calibration import calibrated as calibrated
     from rota.checking import check as check
     from rota.comparison import Comparison as Comparison
     from rota.comparison import compare as compare
@@ -74,6 +83,7 @@ if TYPE_CHECKING:
     from rota.errors import ScheduleError as ScheduleError
     from rota.errors import SearchError as SearchError
     from rota.errors import SplitError as SplitError
+    from rota.layers import LayerCosts as LayerCosts
     from rota.models import CutPoint as CutPoint
     from rota.models import Stages as Stages
     from rota.models import split as split
@@ -86,7 +96,13 @@ if TYPE_CHECKING:
     from rota.placing import wave as wave
     from rota.plan import Plan as Plan
     from rota.plan import Transfer as Transfer
+    from rota.planning import Machine as Machine
+    from rota.planning import autoplan as autoplan
+    from rota.planning.rehearsal import rehearse as rehearse
+    from rota.planning.rehearsal_result import Rehearsal as Rehearsal
+    from rota.profiles import Profile as Profile
     from rota.profiling import profile as profile
+    from rota.profiling import profile_layers as profile_layers
     from rota.runtime import Pipeline as Pipeline
     from rota.runtime import given_plan as given_plan
     from rota.runtime import mesh as mesh

@@ -104,6 +104,15 @@ class Cluster:
         limits = tuple(limit.integer_or_none(0) for limit in field["limit_bytes"])
         return cls(limits, link(list(field["link"]), field["link"]), tuple(links))
 
+    def to_json(self) -> str:
+        """A "cluster" file; `from_json` reads it back."""
+        return reading.dump("cluster", self.to_fields())
+
+    @classmethod
+    def from_json(cls, text: str) -> Cluster:
+        """Raises FormatError or PlacementError, naming the field."""
+        return cls.from_fields(reading.parse(text, "cluster"))
+
 
 _SIGNED = ("input_frees_bytes",)
 _OPTIONAL = ("weight_us", "input_frees_bytes", "gradient_bytes", "recompute_us")  # None says something of its own

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rota import notebook, reading, schedule_csv
 from rota.errors import PlanError
@@ -15,6 +15,7 @@ from rota.placement import Placement
 from rota.taskgraph import CycleError, Earliest, TaskGraph
 from rota.tasks import Op
 from rota.units import count_text
+from rota.usage import Usage
 
 _LONGEST_CYCLE = 12  # waits that are told in full
 
@@ -34,11 +35,15 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """`orders[rank]` lists what the rank executes, first to last. Making one checks nothing: see `rota.check`."""
+    """`orders[rank]` lists what the rank executes, first to last. Making one checks nothing: see `rota.check`.
+
+    `usage`: how it is meant to be used, where that was decided with it.
+    """
 
     placement: Placement
     num_microbatches: int
     orders: tuple[tuple[Op, ...], ...]
+    usage: Usage | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "orders", tuple(tuple(order) for order in self.orders))
@@ -50,6 +55,11 @@ class Plan:
     @property
     def num_stages(self) -> int:
         return self.placement.num_stages
+
+    @property
+    def cuts(self) -> tuple[str, ...] | None:
+        """Where to cut the model: `rota.split(model, len(plan.cuts) + 1, plan.cuts)`. None: nothing was decided."""
+        return None if self.usage is None else self.usage.cuts
 
     # --- the plan as a graph -------------------------------------------------------------------------------------
     # Node numbers: the ops of task t are first_node[t], first_node[t] + 1, …, one for each micro-batch of its
@@ -286,9 +296,12 @@ class Plan:
 
     def to_json(self) -> str:
         """Placement and orders, one line a rank; `from_json` reads it back."""
+        return reading.dump("plan", self.to_fields())
+
+    def to_fields(self) -> dict[str, Any]:
         orders = [" ".join(map(str, order)) for order in self.orders]
-        fields = {"num_microbatches": self.num_microbatches, "orders": orders, **self.placement.to_fields()}
-        return reading.dump("plan", fields)
+        usage = {} if self.usage is None else {"usage": self.usage.to_fields()}
+        return {"num_microbatches": self.num_microbatches, "orders": orders, **self.placement.to_fields(), **usage}
 
     def _repr_html_(self) -> str:
         """The ranks' ops over time, or why there are none."""
@@ -311,4 +324,5 @@ class Plan:
     @classmethod
     def from_fields(cls, document: reading.Field) -> Plan:
         orders = [schedule_csv.parse_ops(order.text().split(), f"{order.path}, op") for order in document["orders"]]
-        return cls(Placement.from_fields(document), document["num_microbatches"].integer(1), tuple(orders))
+        usage = Usage.from_fields(document["usage"]) if "usage" in document else None
+        return cls(Placement.from_fields(document), document["num_microbatches"].integer(1), tuple(orders), usage)

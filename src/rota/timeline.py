@@ -187,12 +187,7 @@ class Timeline:
         """The plan and the times; `from_json` reads it back."""
         columns = ("starts_us", "ends_us", "sent_us", "arrived_us", "step_ends_us")
         fields: dict[str, object] = {name: [list(c) for c in getattr(self, name)] for name in columns}
-        plan = {
-            "num_microbatches": self.plan.num_microbatches,
-            "orders": [" ".join(map(str, order)) for order in self.plan.orders],
-            **self.plan.placement.to_fields(),
-        }
-        return reading.dump("timeline", {"makespan_us": self.makespan_us, **fields, **plan})
+        return reading.dump("timeline", {"makespan_us": self.makespan_us, **fields, **self.plan.to_fields()})
 
     def to_snippet(self, name: str = "Timeline", until_us: int | None = None) -> str:
         """A small static picture as HTML, for notebooks, as wide as `until_us` (default: the makespan)."""

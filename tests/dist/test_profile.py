@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from dist.pool import Pool
-from rota import Link, PipelineError, Stages, profile
-from rota.profiling import measure_link, profile_here
+from rota import Cluster, Link, PipelineError, Stages, profile
+from rota.profiling import measure_link, measure_links, profile_here
 from rota.profiling.links import link_of
 
 
@@ -146,11 +149,54 @@ def test_in_this_process_the_bytes_are_the_same(split: bool) -> None:
     assert torch.get_num_threads() == num_threads
 
 
+def test_recomputed_stages_an_optimizer_and_the_spread() -> None:
+    stages, told = Stages([TwoLayers(), TwoLayers(), nn.Linear(8, 8)]), list[str]()
+    adam = torch.optim.Adam
+    costs = profile(stages, torch.zeros(5, 8), recompute=[1], optimizer=adam, repeats=2, report=told.append)
+    hidden, boundary, parameters = 5 * 16 * 4, 5 * 8 * 4, 8 * 16 + 16 + 16 * 8 + 8
+    assert costs.recompute_us is not None
+    assert [us is None for us in costs.recompute_us] == [True, False, True]
+    assert costs.checkpoint_bytes == (0, boundary, 0)
+    assert costs.activation_bytes == (hidden, boundary + hidden, boundary)
+    assert costs.static_bytes[:2] == (4 * parameters * 4 + 4 * 4,) * 2  # Adam counts its steps for each of 4 tensors
+    assert min(costs.forward_peak_bytes + costs.backward_peak_bytes) > 0
+    assert told[1].startswith("F and B of a stage vary by ")
+    for options in ({"recompute": [3]}, {"recompute": ["full"]}):
+        with pytest.raises(PipelineError, match=r"recompute has stage .*, but there are stages 0 to 2"):
+            profile(stages, torch.zeros(5, 8), **options)
+
+
+def test_stages_without_numbers_cannot_be_measured() -> None:
+    with pytest.raises(PipelineError, match=r"stage 1 is on meta; .* Estimate by profile_layers"):
+        profile(Stages([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")]), torch.zeros(1, 2))
+
+
 def links(rank: int) -> list[Link]:
     for pair in ((0, 0), (0, 3)):
         with pytest.raises(PipelineError, match=r"no link from process 0 to \d; give two different ones of 0 to 2"):
             measure_link(*pair)
     return [measure_link(0, 2, repeats=3), measure_link(2, 1, repeats=3)]
+
+
+def cluster(rank: int) -> Cluster:
+    return measure_links(repeats=2)
+
+
+def test_the_links_of_all_pairs_are_measured_and_told_to_all(pool: Pool) -> None:
+    first, *others = pool.run(3, cluster)
+    assert others == [first, first]
+    assert first.num_ranks == 3
+    pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
+    assert all(first.link_between(*pair).bytes_per_us for pair in pairs)
+    assert all(first.link_between(a, b) == first.link_between(b, a) for a, b in pairs)
+
+
+def test_links_of_processes_of_the_command_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rota", "profile", "links", "--processes", "2", "-o", "cluster.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("0 - 1: ")
+    assert Cluster.from_json((tmp_path / "cluster.json").read_text()).num_ranks == 2
 
 
 def test_links_are_measured_and_told_to_all(pool: Pool) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from statistics import mean, median_low
+from statistics import mean
 from typing import NamedTuple
 
+from rota.calibration import median_us
 from rota.costs import Link
 from rota.errors import RotaError
 from rota.placement import Placement, StepEnd
@@ -32,12 +33,9 @@ class Suggestion(NamedTuple):
 def as_seen(timeline: Timeline) -> Plan:
     """The timeline's plan, in which every op takes its task's median time, every step end what it took."""
     plan = timeline.plan
-    seen: dict[tuple[int, Kind], list[int]] = {}
-    for rank, order in enumerate(plan.orders):
-        for op, start, end in zip(order, timeline.starts_us[rank], timeline.ends_us[rank], strict=True):
-            seen.setdefault((op.stage, op.kind), []).append(end - start)
+    medians = median_us([timeline])
     tasks = tuple(
-        replace(task, duration_us=median_low(seen.get((task.stage, task.kind), [task.duration_us])))
+        replace(task, duration_us=medians.get((task.stage, task.kind), task.duration_us))
         for task in plan.placement.tasks
     )
     longest: dict[int, tuple[int, int]] = {}

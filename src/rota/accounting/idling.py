@@ -38,7 +38,8 @@ class _Accounts:
     def __init__(self, timeline: Timeline, planned: Timeline | None, num_cores: int | None) -> None:
         self._timeline = timeline
         self._readiness = Readiness(timeline)
-        self._crowd = Crowd(timeline, num_cores) if num_cores else None
+        times = ((span.start_us, span.end_us) for span in timeline.op_spans())
+        self._crowd = Crowd(times, num_cores) if num_cores else None
         self._lateness = Lateness(self._readiness, planned, self._crowd) if planned else None
         self._step_ends: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
         for span in timeline.step_end_spans():

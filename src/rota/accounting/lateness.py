@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -22,34 +22,36 @@ class Piece(NamedTuple):
 
 
 class Crowd:
-    """How many ranks are busy over time, on a machine of `num_cores` cores."""
+    """How many are busy over time, in `num_places`: ranks on cores, transfers on a link.
 
-    def __init__(self, timeline: Timeline, num_cores: int) -> None:
-        self.num_cores = num_cores
-        changes = [(start, 1) for starts in timeline.starts_us for start in starts]
-        changes += [(end, -1) for ends in timeline.ends_us for end in ends]
+    `times_us`: (start, end) of each.
+    """
+
+    def __init__(self, times_us: Iterable[tuple[int, int]], num_places: int) -> None:
+        self.num_places = num_places
+        changes = [change for start, end in times_us for change in ((start, 1), (max(start, end), -1))]
         self._times, self._busy, self._lost = [0], [0], [0.0]  # _lost: by an op that ran since 0
         for time, change in sorted(changes):
-            share = max(0.0, 1 - num_cores / self._busy[-1]) if self._busy[-1] else 0.0
+            share = max(0.0, 1 - num_places / self._busy[-1]) if self._busy[-1] else 0.0
             self._lost.append(self._lost[-1] + share * (time - self._times[-1]))
             self._times.append(time)
             self._busy.append(self._busy[-1] + change)
 
     def lost_us(self, start_us: int, end_us: int) -> int:
-        """What an op of that time would have been faster by on a core of its own, if all share the cores fairly."""
+        """What one of that time would have been faster by in a place of its own, if all share the places fairly."""
         return int(self._lost_until(end_us) - self._lost_until(start_us))
 
     def _lost_until(self, time_us: int) -> float:
         i = bisect_right(self._times, time_us) - 1
-        share = max(0.0, 1 - self.num_cores / self._busy[i]) if self._busy[i] else 0.0
+        share = max(0.0, 1 - self.num_places / self._busy[i]) if self._busy[i] else 0.0
         return self._lost[i] + share * (time_us - self._times[i])
 
     def full(self, start_us: int, end_us: int) -> Iterator[tuple[int, int]]:
-        """The stretches in which other ranks have all cores, of a time in which one rank is idle."""
+        """The stretches in which others have all places, of a time in which one is idle."""
         first, last = bisect_right(self._times, start_us) - 1, bisect_right(self._times, end_us)
         inner = [time for time in self._times[first + 1 : last] if start_us < time < end_us]
         for a, b in pairwise([start_us, *inner, end_us]):
-            if a < b and self._busy[bisect_right(self._times, a) - 1] >= self.num_cores:
+            if a < b and self._busy[bisect_right(self._times, a) - 1] >= self.num_places:
                 yield a, b
 
 

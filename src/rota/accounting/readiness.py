@@ -67,8 +67,8 @@ class Readiness:
         read_by = Op(target.stage, target.kind, reader.microbatch)
         return Transfer(self.op(arrival.maker), read_by, route.sender, route.receiver, route.num_bytes)
 
-    def _arrivals(self, rank: int, op: Op) -> Iterator[Arrival]:
-        """Of all that `op` reads on `rank`."""
+    def arrivals(self, rank: int, op: Op) -> Iterator[Arrival]:
+        """Of all that `op` reads on `rank`; what the other ranks of a task read is not among it."""
         first, k = self.plan.first_node, op.microbatch // self._streams
         for source, route, sender in self._inputs[rank, self.plan.placement.index[op.stage, op.kind]]:
             position = self._positions[sender][first[source] + k]
@@ -79,10 +79,10 @@ class Readiness:
     def last_arrival(self, place: Place) -> Arrival | None:
         """What came last of all that the op needs: its inputs, and the ranks that do it together with this one."""
         op, rank = self.op(place), place.rank
-        needs = list(self._arrivals(rank, op))
+        needs = list(self.arrivals(rank, op))
         for other in self.plan.placement.tasks[self.plan.placement.index[op.stage, op.kind]].ranks:
             if other != rank:
-                needs += self._arrivals(other, op)
+                needs += self.arrivals(other, op)
                 before = self._positions[other][self.plan.node(op)] - 1
                 if before >= 0:
                     ended = self.timeline.ends_us[other][before]

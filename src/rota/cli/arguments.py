@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 
 from rota.cli import checkpoints, planning
-from rota.cli.sizes import parse_bytes, parse_mesh
+from rota.cli.sizes import parse_bytes, parse_link, parse_mesh
 from rota.schedules import NAMED
 from rota.shapes import SHAPES
 
@@ -32,6 +32,32 @@ def plan(parser: argparse.ArgumentParser) -> None:
     named = [f"{planning.SEARCH:<{width}}  the best order there is, for any placement, and how good it is"]
     named += [f"{name:<{width}}  {family.summary}" for name, family in NAMED.items()]
     parser.add_argument_group("schedules", "\n".join(named))
+
+
+def autoplan(parser: argparse.ArgumentParser) -> None:
+    told = "Python file with make_model(), make_batch(rows), loss_fn and, if need be, make_optimizer(parameters)"
+    parser.add_argument("model", nargs="?", metavar="MODEL.py", help=told)
+    parser.add_argument("--ranks", type=_number(1), required=True, help="processes that there are, in all")
+    parser.add_argument("--batch", type=_number(1), required=True, help="rows of a step, over all replicas")
+    parser.add_argument("--memory", type=_size, help="of each rank, such as 40GB (default: no limit)")
+    parser.add_argument("--profile", metavar="FILE", help="written by `rota profile`, in place of measuring")
+    parser.add_argument("--device", help="estimate for this device, such as h100, in place of measuring")
+    told = "of a micro-batch, to choose from, such as 1,2,4 (default: 1,2,4,8; of --profile all)"
+    parser.add_argument("--rows", type=_rows, help=told)
+    told = "between ranks: latency and rate, such as 5us,50GB/s (default: none and any)"
+    parser.add_argument("--link", type=_link, default=(0, None), metavar="LINK", help=told)
+    parser.add_argument("--node", type=_number(1), metavar="N", help="ranks of a node (default: all are on one)")
+    told = "between nodes, such as 20us,12GB/s (default: as --link)"
+    parser.add_argument("--node-link", type=_link, metavar="LINK", help=told)
+    told = "for ranks that differ: what times are multiplied by on each, such as 1,1,1.5,1.5"
+    parser.add_argument("--slowdowns", type=_slowdowns, default=(), metavar="X,…", help=told)
+    parser.add_argument("--inference", action="store_true", help="forwards alone")
+    parser.add_argument(
+        "--time-limit", type=_seconds, default=60.0, metavar="S", help="of the search, in seconds (default: 60)"
+    )
+    parser.add_argument("--cache", metavar="PATH", help="file or folder that keeps what was measured")
+    parser.add_argument("--refresh", action="store_true", help="measure anew what the cache has")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
 
 
 def bound(parser: argparse.ArgumentParser) -> None:
@@ -75,12 +101,33 @@ def show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bound", action="store_true", help="for -o: tell how far the plan is from the best possible")
 
 
+def profile(parser: argparse.ArgumentParser) -> None:
+    told = "file that defines make_model, make_batch, loss_fn; or links, for how fast processes reach each other"
+    parser.add_argument("model", metavar="MODEL.py", help=told)
+    parser.add_argument("--rows", type=_rows, metavar="N,N,…", help="rows of a micro-batch (default: 1)")
+    told = "cpu or cuda to measure there (default: cpu), or one to estimate for, such as h100: nothing is computed then"
+    parser.add_argument("--device", metavar="NAME", help=told)
+    parser.add_argument("--processes", type=_number(2), help="for links: to start on this machine (default: 2)")
+    parser.add_argument("--cache", metavar="PATH", help="file or folder for which nothing is measured twice")
+    parser.add_argument("--refresh", action="store_true", help="measure again what the cache has")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the profile, or the cluster, as JSON")
+
+
+def rehearse(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", help="plan.json")
+    parser.add_argument("--steps", type=_number(1), default=5, help="steps, after one to warm up (default: 5)")
+    parser.add_argument("--allocate", action="store_true", help="really hold the memory that the plan says")
+    told = "end a rank that makes no progress for so long (default: 20 simulated steps, at least 60)"
+    parser.add_argument("--timeout", type=_seconds, metavar="S", help=told)
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the median step's timeline as JSON")
+
+
 def run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", help="plan.json")
     parser.add_argument("script", help="Python file to run on every rank; it calls rota.given_plan()")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the script")
     parser.add_argument("--timeline", metavar="FILE", help="write the last step's measured timeline")
-    told = "processes: pp ranks of the plan, times dp replicas, times tp parts of each weight; for rota.mesh()"
+    told = "processes: pp ranks of the plan, times dp replicas (default: the plan's), times tp parts of each weight"
     parser.add_argument("--mesh", type=_mesh, default={}, metavar="pp=N,dp=N,tp=N", help=told)
     parser.add_argument("--engine", choices=["rota", "torch"], default="rota", help="torch: PyTorch's own, for chains")
 
@@ -88,7 +135,20 @@ def run(parser: argparse.ArgumentParser) -> None:
 def compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("planned", help="plan.json (simulated first) or timeline.json")
     parser.add_argument("measured", help="timeline.json, such as `rota run --timeline` writes")
+    _cores(parser)
     parser.add_argument("-o", "--output", metavar="PICTURE", help="draw both, as a .png, .svg, .pdf or .html, too")
+
+
+def calibrate(parser: argparse.ArgumentParser) -> None:
+    told = "measured timeline.json, such as `rota run --timeline` writes; of several the median counts"
+    parser.add_argument("timelines", nargs="+", metavar="MEASURED", help=told)
+    choices = (planning.SEARCH, *NAMED)
+    told = "a schedule's name, or search for the best order (default: the fastest named one that fits)"
+    parser.add_argument("--plan", dest="schedule", type=str.lower, choices=choices, metavar="NAME", help=told)
+    told = "for --plan search: at most this many seconds (default: 10)"
+    parser.add_argument("--time-limit", type=_seconds, metavar="S", help=told)
+    parser.add_argument("--costs", metavar="FILE", help="write the measured costs as JSON, for `rota plan --costs`")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the better plan as JSON")
 
 
 def explain(parser: argparse.ArgumentParser) -> None:
@@ -142,6 +202,24 @@ def _size(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _link(text: str) -> tuple[int, int | None]:
+    try:
+        return parse_link(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _rows(text: str) -> list[int]:
+    return sorted({_number(1)(part.strip()) for part in text.split(",")})
+
+
+def _slowdowns(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be numbers, one a rank, such as 1,1,1.5,1.5") from None
 
 
 def _mesh(text: str) -> dict[str, int]:

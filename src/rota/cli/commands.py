@@ -95,7 +95,8 @@ def run(arguments: Namespace) -> int:
     files.read(arguments.script)
     if arguments.engine == "torch":
         schedule_csv.require_chain(planned.placement, "or use --engine rota")
-    dp, tp = (arguments.mesh.get(dim, 1) for dim in ("dp", "tp"))
+    replicas = 1 if planned.usage is None else planned.usage.num_replicas
+    dp, tp = arguments.mesh.get("dp", replicas), arguments.mesh.get("tp", 1)
     if (pp := arguments.mesh.get("pp", planned.num_ranks)) != planned.num_ranks:
         raise files.InputError(f"--mesh pp={pp}: {arguments.plan} is for {planned.num_ranks} ranks; leave pp out")
     if (num_processes := planned.num_ranks * dp * tp) > _MOST_PROCESSES:
@@ -123,7 +124,7 @@ def run(arguments: Namespace) -> int:
 
 def compare(arguments: Namespace) -> int:
     planned, measured = files.read_timeline(arguments.planned), files.read_timeline(arguments.measured)
-    print(comparison.compare(planned, measured).to_text())
+    print(comparison.compare(planned, measured, arguments.cores).to_text())
     if arguments.output is not None:
         _draw(measured, arguments.output, planned, (arguments.planned, arguments.measured))
     return 0

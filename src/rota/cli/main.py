@@ -11,7 +11,20 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from rota.cli import arguments, checkpoints, commands, exchange, exchange_arguments, explaining, files, planning
+from rota.cli import (
+    arguments,
+    autoplanning,
+    calibrating,
+    checkpoints,
+    commands,
+    exchange,
+    exchange_arguments,
+    explaining,
+    files,
+    planning,
+    profiling,
+    rehearsing,
+)
 from rota.cli.interrupts import told_at_once
 from rota.errors import PipelineError, PlanError, RotaError
 
@@ -19,6 +32,7 @@ _DESCRIPTION = """Pipeline-parallel training of PyTorch models that runs as plan
 
   rota demo                                          see it all once, on this machine
   rota plan 1f1b --ranks 4 --microbatches 8 -o plan.json
+  rota autoplan model.py --ranks 4 --batch 32 -o plan.json
   rota show plan.json
   rota run plan.json train.py                        train.py calls rota.given_plan()
 """
@@ -55,6 +69,12 @@ _COMMANDS: dict[str, _Command] = {
         planning.plan,
         "make a plan, by name or by search, check it and show it",
         "rota plan 1f1b --ranks 4 --microbatches 8 --forward-us 100 --backward-us 200 -o plan.json",
+    ),
+    "autoplan": (
+        arguments.autoplan,
+        autoplanning.autoplan,
+        "choose cuts, replicas, micro-batches, recomputation and schedule together, for a model and a machine",
+        "rota autoplan model.py --ranks 8 --memory 40GB --batch 512 -o plan.json",
     ),
     "bound": (
         arguments.bound,
@@ -99,6 +119,18 @@ _COMMANDS: dict[str, _Command] = {
         "torch.profiler traces of PyTorch's pipeline engine as a timeline, explained",
         "rota import-trace rank*.json.gz -o timeline.json",
     ),
+    "profile": (
+        arguments.profile,
+        profiling.profile,
+        "what each layer of a model takes, measured here or estimated for a device; or how fast links are",
+        "rota profile model.py --rows 1,2,4,8 -o profile.json\n  rota profile links --processes 4 -o cluster.json",
+    ),
+    "rehearse": (
+        arguments.rehearse,
+        rehearsing.rehearse,
+        "run a plan with real processes and messages, and timed waits in place of compute",
+        "rota rehearse plan.json --steps 5 -o rehearsed.json",
+    ),
     "run": (
         arguments.run,
         commands.run,
@@ -122,6 +154,12 @@ _COMMANDS: dict[str, _Command] = {
         exchange.import_,
         "a cut and its plan from torchtitan, Megatron or DeepSpeed",
         "rota import torchtitan titan/parallelism.toml --costs costs.json -o plan.json",
+    ),
+    "calibrate": (
+        arguments.calibrate,
+        calibrating.calibrate,
+        "plan anew by what a run has measured, or keep the plan",
+        "rota calibrate measured.json -o better.json",
     ),
     "checkpoint": (
         arguments.checkpoint,

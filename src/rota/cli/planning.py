@@ -11,6 +11,7 @@ from rota.cli import files, inputs
 from rota.cli.interrupts import told_at_once
 from rota.cli.screen import print_timeline, show_progress
 from rota.costs import Costs
+from rota.placement import Placement
 from rota.plan import Plan
 from rota.schedules import NAMED, table
 from rota.tasks import Kind
@@ -18,7 +19,8 @@ from rota.timeline import Timeline
 from rota.units import size_text
 
 if TYPE_CHECKING:
-    from rota.search import Point
+    from rota.search import Point, SearchResult
+    from rota.search.result import Objective
 
 SEARCH = "search"
 _STARTING = "starting (the first search on a machine compiles for some ten seconds)"
@@ -55,26 +57,34 @@ def _named(arguments: Namespace) -> Plan:
 
 def _searched(arguments: Namespace) -> Plan:
     _require_search()
-    from rota.search import find_plan
-
     arguments.shape = arguments.shape or "v"
     placement = inputs.shaped(arguments, arguments.limit)
-    show_progress(_STARTING)
-    try:
-        result = find_plan(
-            placement,
-            arguments.microbatches,
-            objective=arguments.objective or "makespan",
-            time_limit_s=arguments.time_limit or 10.0,
-            progress=show_progress,
-        )
-    finally:
-        show_progress("")
+    result = searched(placement, arguments.microbatches, arguments.time_limit, arguments.objective or "makespan")
     print_timeline(result.timeline)
     print(result.to_text())
     if any(task.kind is Kind.B for task in placement.tasks):
         print("The backward is whole; --split-backward halves it into I and W, as the zero-bubble schedules do.")
     return result.plan
+
+
+def searched(
+    placement: Placement, num_microbatches: int, time_limit_s: float | None, objective: Objective = "makespan"
+) -> SearchResult:
+    """By `find_plan`, with progress on the screen; `time_limit_s` None: 10."""
+    _require_search()
+    from rota.search import find_plan
+
+    show_progress(_STARTING)
+    try:
+        return find_plan(
+            placement,
+            num_microbatches,
+            objective=objective,
+            time_limit_s=time_limit_s or 10.0,
+            progress=show_progress,
+        )
+    finally:
+        show_progress("")
 
 
 def _require_search() -> None:

@@ -1,10 +1,11 @@
-"""Sizes of memory and of meshes as people write them."""
+"""Sizes of memory, links and meshes as people write them."""
 
 from __future__ import annotations
 
 import re
 from fractions import Fraction
 
+_TIMES_US = {"us": 1, "µs": 1, "ms": 1000, "s": 1_000_000}
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY = {"ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}
 
@@ -18,6 +19,28 @@ def parse_bytes(text: str) -> int:
     if not unit and number.denominator > 1:
         raise ValueError(f"{text!r} is no whole number of bytes; write such as {int(number)}, or {match[1]}GB")
     return int(number * (_UNITS | _BINARY)[unit])  # down: a limit is not to be exceeded by what a fraction adds
+
+
+def parse_link(text: str) -> tuple[int, int | None]:
+    """ "5us,50GB/s" -> (5, 50000): latency in µs, bytes per µs; either may be left out. Raises ValueError."""
+    latency_us: int | None = None
+    bytes_per_us: int | None = None
+    for part in text.split(","):
+        time = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(us|µs|ms|s)\s*", part)
+        rate = re.fullmatch(r"\s*(.*)/s\s*", part)
+        if time is not None and latency_us is None:
+            latency_us = round(Fraction(time[1]) * _TIMES_US[time[2]])
+        elif (
+            rate is not None
+            and bytes_per_us is None
+            and (per_us := round(Fraction(parse_bytes(rate[1]), 1_000_000))) > 0
+        ):
+            bytes_per_us = per_us
+        else:
+            raise ValueError(
+                f"{text!r} is no link: {part!r} is wrong; write latency and rate, such as 5us,50GB/s, each at most once"
+            )
+    return latency_us or 0, bytes_per_us
 
 
 def parse_mesh(text: str) -> dict[str, int]:

@@ -56,6 +56,20 @@ def split(model: nn.Module, num_stages: int, cuts: Cuts | None = None) -> Stages
     )
 
 
+def finest(model: nn.Module) -> tuple[Stages, tuple[str, ...]]:
+    """`model` cut wherever `split` can cut it, and the names of these cuts, as `split` takes them, in order.
+
+    One stage, and no names, where it cannot be cut at all.
+    """
+    if find_cut_points(model):
+        names = trace(model).cut_names
+    elif isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+        names = [*model._modules][1:]
+    else:
+        names = []
+    return split(model, len(names) + 1, names), tuple(names)
+
+
 def _split_sequential(model: nn.Sequential, num_stages: int, cuts: Cuts | None, names: tuple[str, ...]) -> Stages:
     children = [*model._modules.items()]  # named_children would leave out the second place of a child
     possible = {index: name for index, (name, _) in enumerate(children) if index > 0}

@@ -25,7 +25,7 @@ def cut_table(stages: Stages) -> str:
         rows.append(
             (
                 str(stage),
-                _holds(module),
+                holds(module),
                 f"{stages.num_parameters(stage):,}",
                 f"{num_bytes:,}",
                 ", ".join(map(str, stages.inputs[stage])) or "-",
@@ -36,7 +36,8 @@ def cut_table(stages: Stages) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def _holds(module: nn.Module) -> str:
+def holds(module: nn.Module) -> str:
+    """What a stage holds, by name: `embed, blocks.0-2`; its class where nothing in it has one."""
     if not isinstance(module, TracedStage) and not any(module.children()):
         return type(module).__name__
     return ", ".join(condense(_names(module))) or "-"

@@ -1,6 +1,17 @@
-"""Costs of a model's stages and links between processes, measured where the model will run."""
+"""Costs of a model's layers, its stages and links between processes, measured where the model will run."""
 
-from rota.profiling.links import measure_link
+from rota.profiling.devices import DEVICES, DeviceModel
+from rota.profiling.links import measure_link, measure_links
 from rota.profiling.measuring import profile, profile_here
+from rota.profiling.profiles import profile_layers, profile_model
 
-__all__ = ["measure_link", "profile", "profile_here"]
+__all__ = [
+    "DEVICES",
+    "DeviceModel",
+    "measure_link",
+    "measure_links",
+    "profile",
+    "profile_here",
+    "profile_layers",
+    "profile_model",
+]

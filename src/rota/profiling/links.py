@@ -1,14 +1,15 @@
-"""How fast two processes reach each other: by messages there and back."""
+"""How fast processes reach each other: by messages there and back."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rota.costs import Link
+from rota.costs import Cluster, Link
 from rota.errors import PipelineError
 
 _BIG_BYTES = 4_000_000
@@ -25,12 +26,52 @@ def measure_link(sender: int, receiver: int, repeats: int = 7) -> Link:
         raise PipelineError(f"no link from process {sender} to {receiver}; give two different ones of 0 to {size - 1}")
     told: list[Any] = [None]
     if mine in (sender, receiver):
-        peer = receiver if mine == sender else sender
-        small, big = (_one_way_us(peer, mine == sender, num_bytes, repeats) for num_bytes in (1, _BIG_BYTES))
-        told = [link_of(small, big)]
+        told = [_measured(receiver if mine == sender else sender, mine == sender, repeats)]
     dist.broadcast_object_list(told, src=sender)
     link: Link = told[0]
     return link
+
+
+def measure_links(repeats: int = 7) -> Cluster:
+    """All pairs of the default group as a cluster without memory limits. Collective; the same on all processes.
+
+    Measured in rounds in which every process has one peer: pairs of a round are on the wire at once, as in a run, and
+    share what they share there. A pair's two directions are taken for equal. `link` is the one in the middle.
+    """
+    size, mine = dist.get_world_size(), dist.get_rank()
+    found: dict[int, Link] = {}
+    for pairs in rounds(size):
+        dist.barrier()
+        for a, b in pairs:
+            if mine in (a, b):
+                found[a + b - mine] = _measured(a + b - mine, mine == a, repeats)
+    told: list[dict[int, Link]] = [{}] * size
+    dist.all_gather_object(told, found)
+    links = {(a, b): told[a][b] for pairs in rounds(size) for a, b in pairs}
+    return cluster_of(size, links)
+
+
+def rounds(size: int) -> Iterator[list[tuple[int, int]]]:
+    """Each pair of `size` processes once, none of them twice in a round (a round-robin tournament)."""
+    circle = [*range(size + size % 2)]  # with a place that is nobody's, where they are odd
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
+        yield [(min(pair), max(pair)) for pair in pairs if max(pair) < size]
+        circle[1:] = [circle[-1], *circle[1:-1]]
+
+
+def cluster_of(size: int, links: dict[tuple[int, int], Link]) -> Cluster:
+    """The middle one as the link of all pairs, and those that differ one by one, in both directions."""
+    ordered = sorted(links.values(), key=lambda link: link.transfer_us(_BIG_BYTES))
+    middle = ordered[len(ordered) // 2] if ordered else Link()
+    others = ((*pair, link) for (a, b), link in sorted(links.items()) if link != middle for pair in ((a, b), (b, a)))
+    return Cluster((None,) * size, middle, tuple(others))
+
+
+def _measured(peer: int, starts: bool, repeats: int) -> Link:
+    small, big = (_one_way_us(peer, starts, num_bytes, repeats) for num_bytes in (1, _BIG_BYTES))
+    return link_of(small, big)
 
 
 def link_of(small_us: float, big_us: float, big_bytes: int = _BIG_BYTES) -> Link:
@@ -39,7 +80,8 @@ def link_of(small_us: float, big_us: float, big_bytes: int = _BIG_BYTES) -> Link
 
 
 def _one_way_us(peer: int, starts: bool, num_bytes: int, repeats: int) -> float:
-    message = torch.zeros(num_bytes, dtype=torch.uint8)
+    on_cuda = dist.get_backend() == "nccl"
+    message = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda" if on_cuda else "cpu")
     times = []
     for _ in range(1 + repeats):  # the first one makes the connection
         start = time.perf_counter_ns()
@@ -48,5 +90,7 @@ def _one_way_us(peer: int, starts: bool, num_bytes: int, repeats: int) -> float:
         dist.recv(message, peer)
         if not starts:
             dist.send(message, peer)
+        if on_cuda:
+            torch.cuda.synchronize()
         times.append(time.perf_counter_ns() - start)
     return min(times[1:]) / 2000

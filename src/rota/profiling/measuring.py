@@ -5,49 +5,50 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import os
-import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from statistics import median
 from threading import BrokenBarrierError
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from rota.costs import Costs
 from rota.errors import PipelineError
 from rota.models import Stages
-from rota.profiling.kept import bytes_for_weights, kept_bytes, num_bytes, static_bytes
-from rota.runtime.gradients import (
-    Kept,
-    backward,
-    backward_inputs,
-    forward,
-    gradient_edges,
-    hand_over,
-    take_loss,
-    writes_in_place,
-)
-from rota.runtime.messages import flatten
-from rota.runtime.split_backward import WeightWork
-
-LossFn = Callable[[Any, Any], torch.Tensor]
+from rota.profiling.clocks import CudaClock, WallClock, timed
+from rota.profiling.optimizers import MakeOptimizer, optimizer_costs
+from rota.profiling.rounds import Given, LossFn, StageRound, static_bytes
+from rota.profiling.watching import peaks
+from rota.runtime.gradients import forward, hand_over
 
 _RUN_NS = 60_000_000  # several of the scheduler's time slices: one op alone meets none of them, or a whole one
 
 
+class _Job(NamedTuple):
+    """What is measured, and how: `on` has each stage's rank."""
+
+    given: Given
+    on: Sequence[int]
+    split: bool
+    recompute: Collection[int]
+    optimizer: MakeOptimizer | None
+    repeats: int
+
+
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """One stage, measured; bytes by outgoing edge."""
+    """One stage, measured: `times_us` of F, R, B (or I) and W, `peaks` of the same; bytes by outgoing edge."""
 
-    forward_us: int
-    backward_us: int
-    weight_us: int | None  # None: the backward is whole
+    times_us: tuple[int, ...]
+    peaks: tuple[int, ...]
+    spread: float
     activation_bytes: int
-    input_frees_bytes: int
+    waiting_bytes: int
+    checkpoint_bytes: int
     static_bytes: int
+    optimizer_us: int
     boundary_bytes: list[int]
     gradient_bytes: list[int]
 
@@ -60,6 +61,8 @@ def profile(
     *,
     ranks: Sequence[int] | None = None,
     split_backward: bool = False,
+    recompute: Collection[int] = (),
+    optimizer: MakeOptimizer | None = None,
     repeats: int = 7,
     report: Callable[[str], None] = lambda _: None,
 ) -> Costs:
@@ -68,30 +71,26 @@ def profile(
     Every rank is a process of its own with one thread, and all of them compute at once, as in a run: where ranks
     share cores, their times say so (and `report` is told). `ranks[i]` is stage i's rank (default: rank i). F and B
     are warmed up; the median of `repeats` runs counts, each long enough for ranks that share a core to have taken
-    turns. Activation bytes are those of the storages that autograd keeps, parameters and `batch` left out; static
-    bytes are parameters, gradients and buffers. `split_backward` measures I and W in place of B: I takes 0 where a
-    stage's inputs want no gradient, and frees what W is not seen to keep, less than nothing where W keeps more than F
-    did. The caller's modules, gradients and random state are not touched. Raises PipelineError if a stage fails, with
-    its number.
+    turns. Activation bytes are those of the storages that are alive between F and B, parameters and `batch` left out;
+    static bytes are parameters, gradients, buffers, and the state of what `optimizer(parameters)` returns.
+    `split_backward` measures I and W in place of B: I takes 0 where a stage's inputs want no gradient, and frees what W
+    is not seen to keep, less than nothing where W keeps more than F did. The stages in `recompute` are measured with
+    R. Stages on CUDA are measured in this process, as by `profile_here`. The caller's modules, gradients and random
+    state are not touched. Raises PipelineError if a stage fails, with its number.
     """
-    if not isinstance(stages, Stages):
-        raise PipelineError(
-            f"profile takes Stages, not a {type(stages).__name__}; use rota.split(model, num_stages) first"
-        )
-    if ranks is not None and len(ranks) != len(stages):
-        raise PipelineError(f"ranks has {len(ranks)} entries for {len(stages)} stages; give each stage's rank")
-    for stage, module in enumerate(stages.modules):
-        device = next((t.device.type for t in module.state_dict().values() if t.device.type != "cpu"), None)
-        if device is not None:
-            raise PipelineError(f"stage {stage} is on {device}; only CPU stages can be profiled")
+    _require(stages, ranks, recompute)
     on = list(range(len(stages)) if ranks is None else ranks)
+    job = _Job(Given(stages, batch, target, loss_fn), on, split_backward, recompute, optimizer, repeats)
+    if _cuda_devices(stages):
+        report(f"measuring {len(stages)} stages on CUDA, one after another")
+        return _measured_here(job, report)
     held = {rank: [s for s in range(len(stages)) if on[s] == rank] for rank in sorted(set(on))}
     cores = len(os.sched_getaffinity(0))
     sharing = f"{len(held)} ranks share {cores} cores" if len(held) > cores else f"{len(held)} ranks on {cores} cores"
     report(f"measuring {len(stages)} stages, all ranks at once ({sharing})")
-    measured = _measure_at_once(list(held.values()), (stages, batch, target, loss_fn, split_backward, repeats))
-    note = f"measured on CPU, 1 thread a rank; {sharing}"
-    return _costs_of(stages, [measured[stage] for stage in range(len(stages))], split_backward, note)
+    measured = _measure_at_once(list(held.values()), job)
+    rows = [measured[stage] for stage in range(len(stages))]
+    return _costs_of(job, rows, f"measured on CPU, 1 thread a rank; {sharing}", report)
 
 
 def profile_here(
@@ -101,47 +100,90 @@ def profile_here(
     loss_fn: LossFn | None = None,
     *,
     split_backward: bool = False,
+    recompute: Collection[int] = (),
+    optimizer: MakeOptimizer | None = None,
     repeats: int = 7,
 ) -> Costs:
     """As `profile`, but in this process, one stage after another: for a process that must not be forked.
 
     One that has joined others must not. No rank shares a core with another meanwhile. Raises what a stage raises.
     """
+    _require(stages, None, recompute)
+    given = Given(stages, batch, target, loss_fn)
+    return _measured_here(_Job(given, range(len(stages)), split_backward, recompute, optimizer, repeats))
+
+
+def _measured_here(job: _Job, report: Callable[[str], None] = lambda _: None) -> Costs:
+    stages = job.given.stages
+    cuda = _cuda_devices(stages)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with torch.random.fork_rng(devices=[]):
-            copied = copy.deepcopy(stages)
-            described = copied, batch, target, loss_fn, split_backward
-            rows = [StageRound(stage, *described).costs(repeats) for stage in range(len(copied))]
+        with torch.random.fork_rng(devices=cuda):
+            copied = job._replace(given=job.given._replace(stages=copy.deepcopy(stages)))
+            rows = [_costs(_round_of(copied, stage), copied) for stage in range(len(stages))]
     finally:
         torch.set_num_threads(num_threads)
-    return _costs_of(stages, rows, split_backward, "measured on CPU, 1 thread, one stage after another")
+    where = "on CUDA" if cuda else "on CPU, 1 thread"
+    return _costs_of(job, rows, f"measured {where}, one stage after another", report)
 
 
-def _costs_of(stages: Stages, rows: list[StageCosts], split_backward: bool, note: str) -> Costs:
+def _require(stages: Stages, ranks: Sequence[int] | None, recompute: Collection[int]) -> None:
+    if not isinstance(stages, Stages):
+        raise PipelineError(
+            f"profile takes Stages, not a {type(stages).__name__}; use rota.split(model, num_stages) first"
+        )
+    if ranks is not None and len(ranks) != len(stages):
+        raise PipelineError(f"ranks has {len(ranks)} entries for {len(stages)} stages; give each stage's rank")
+    for stage in recompute:
+        if stage not in range(len(stages)):
+            raise PipelineError(f"recompute has stage {stage!r}, but there are stages 0 to {len(stages) - 1}")
+    for stage, module in enumerate(stages.modules):
+        kinds = {tensor.device.type for tensor in module.state_dict().values()} - {"cpu", "cuda"}
+        if kinds:
+            raise PipelineError(
+                f"stage {stage} is on {min(kinds)}; only stages on CPU or CUDA can be measured. Estimate by "
+                f"profile_layers(model, …, device=…)"
+            )
+
+
+def _cuda_devices(stages: Stages) -> list[int]:
+    return sorted({p.device.index for module in stages.modules for p in module.parameters() if p.is_cuda})
+
+
+def _costs_of(job: _Job, rows: list[StageCosts], note: str, report: Callable[[str], None]) -> Costs:
+    stages, split = job.given.stages, job.split
     per_edge: dict[tuple[int, int], tuple[int, int]] = {}
     for stage, row in enumerate(rows):
         for edge, *sizes in zip(stages.outgoing(stage), row.boundary_bytes, row.gradient_bytes, strict=True):
             per_edge[edge.source, edge.target] = sizes[0], sizes[1]
     edges = [(edge.source, edge.target) for edge in stages.edges]
+    report(
+        f"F and B of a stage vary by {max(row.spread for row in rows):.0%} at most (the middle half of {job.repeats})"
+    )
+    forward, again, backward, weight = zip(*(row.times_us for row in rows), strict=True)
+    peaks = [*zip(*(row.peaks for row in rows), strict=True)]
     return Costs(
-        forward_us=tuple(row.forward_us for row in rows),
-        backward_us=tuple(row.backward_us for row in rows),
-        weight_us=tuple(row.weight_us or 0 for row in rows) if split_backward else None,
-        input_frees_bytes=tuple(row.input_frees_bytes for row in rows) if split_backward else None,
+        forward_us=forward,
+        backward_us=backward,
+        weight_us=weight if split else None,
+        input_frees_bytes=tuple(row.activation_bytes - row.waiting_bytes for row in rows) if split else None,
         activation_bytes=tuple(row.activation_bytes for row in rows),
         boundary_bytes=tuple(per_edge[edge][0] for edge in edges),
         gradient_bytes=tuple(per_edge[edge][1] for edge in edges),
+        forward_peak_bytes=tuple(map(max, peaks[0], peaks[1])),  # R has no column of its own
+        backward_peak_bytes=peaks[2],
+        weight_peak_bytes=peaks[3],
         static_bytes=tuple(row.static_bytes for row in rows),
+        optimizer_us=tuple(row.optimizer_us for row in rows),
+        recompute_us=tuple(us if s in job.recompute else None for s, us in enumerate(again)) if job.recompute else None,
+        checkpoint_bytes=tuple(row.checkpoint_bytes for row in rows),
         edges=tuple(edges),
         note=note,
     )
 
 
-def _measure_at_once(
-    held: list[list[int]], job: tuple[Stages, Any, Any, LossFn | None, bool, int]
-) -> dict[int, StageCosts]:
+def _measure_at_once(held: list[list[int]], job: _Job) -> dict[int, StageCosts]:
     """A process a rank, forked so that models and loss functions need no pickling; results by stage."""
     context = multiprocessing.get_context("fork")
     barrier, still_measuring = context.Barrier(len(held)), context.Value("i", len(held))
@@ -174,23 +216,22 @@ def _measure_at_once(
     return results
 
 
-def _work(pipe: Connection, stage_numbers: list[int], job: tuple[Any, ...], barrier: Any, still_measuring: Any) -> None:
+def _work(pipe: Connection, stage_numbers: list[int], job: _Job, barrier: Any, still_measuring: Any) -> None:
     torch.set_num_threads(1)  # as in a run; and a forked process must not use the parent's thread pool
-    *described, repeats = job
     stage = -1
     try:
         rounds = []
         for stage in stage_numbers:
-            rounds.append(StageRound(stage, *described))
+            rounds.append(_round_of(job, stage))
         barrier.wait()
         costs = {}
         for stage, one in zip(stage_numbers, rounds, strict=True):
-            costs[stage] = one.costs(repeats)
+            costs[stage] = _costs(one, job)
         with still_measuring.get_lock():
             still_measuring.value -= 1
         while still_measuring.value > 0:  # the others measure: keep the machine as busy as it will be
             for one in rounds:
-                one.time_once()
+                one.run(lambda: None)
         pipe.send(costs)
     except BrokenBarrierError:
         pipe.send("")
@@ -204,70 +245,38 @@ def _work(pipe: Connection, stage_numbers: list[int], job: tuple[Any, ...], barr
         )
 
 
-class StageRound:
-    """F and B, or F, I and W, of one stage, again and again, on the inputs that it gets in a run."""
+def _round_of(job: _Job, stage: int) -> StageRound:
+    """The stage with what those before it send."""
+    stages, outputs = job.given.stages, dict[int, Any]()
+    for before in stages.order():
+        received = [hand_over(edge.take(outputs[edge.source])) for edge in stages.incoming(before)]
+        if before == stage:
+            break
+        # As a split backward begins: so a stage may write into what it receives.
+        outputs[before] = hand_over(forward(stages, before, received, job.given.batch, split=True)[0])
+    return StageRound(job.given, stage, received, split=job.split, recompute=stage in job.recompute)
 
-    def __init__(
-        self, stage: int, stages: Stages, batch: Any, target: Any, loss_fn: LossFn | None, split: bool = False
-    ) -> None:
-        self.stages, self.stage, self.batch, self.target, self.loss_fn = stages, stage, batch, target, loss_fn
-        self.split, self.in_place = split, writes_in_place(stages[stage])
-        outputs: dict[int, Any] = {}
-        for before in stages.order():
-            received = [hand_over(edge.take(outputs[edge.source])) for edge in stages.incoming(before)]
-            if before == stage:
-                self.received = received
-                break
-            outputs[before] = stages.call(before, received, batch)
-        values = self._forward()[0]
-        crossing = values if stages.outgoing(stage) else []
-        self.sizes = [num_bytes(value) for value in crossing], [num_bytes(value, True) for value in crossing]
-        self.gradients = [
-            [torch.randn_like(tensor) for tensor in flatten(value, "")[0] if tensor.requires_grad] for value in values
-        ]
-        self.inputs = [tensor for value in received for tensor in flatten(value, "")[0]]
 
-    def _forward(self) -> tuple[list[Any], Kept]:
-        leaves = [hand_over(value) for value in self.received]
-        output, values, kept = forward(
-            self.stages, self.stage, leaves, self.batch, split=self.split, in_place=self.in_place
-        )
-        if not values and self.loss_fn is not None:
-            take_loss(kept, self.loss_fn, output, self.target, 1.0)
-        elif not values:  # without a loss the backward starts from the last stage's output
-            values = [output]
-            kept.outputs = [gradient_edges(output)]
-        return values, kept
-
-    def time_once(self) -> tuple[int, int, int]:
-        """ns of one forward, of one backward (B or I), and of W."""
-        times = [time.perf_counter_ns()]
-        kept = self._forward()[1]
-        times.append(time.perf_counter_ns())
-        work = backward_inputs(kept, self.gradients)[1] if self.split else backward(kept, self.gradients)
-        times.append(time.perf_counter_ns())
-        if isinstance(work, WeightWork):
-            work.run()
-        times.append(time.perf_counter_ns())
-        return times[1] - times[0], times[2] - times[1], times[3] - times[2]
-
-    def costs(self, repeats: int) -> StageCosts:
-        self.time_once()
-        rounds = 1 + _RUN_NS // (sum(self.time_once()) + 1)
-        runs = [
-            [sum(column) for column in zip(*(self.time_once() for _ in range(rounds)), strict=True)]
-            for _ in range(repeats)
-        ]
-        forward_us, backward_us, weight_us = (
-            round(median(column) / rounds / 1000) for column in zip(*runs, strict=True)
-        )
-        if self.split and not any(tensor.requires_grad for tensor in self.inputs):
-            backward_us = 0
-        module = self.stages[self.stage]
-        batch = flatten(self.batch, "the batch")[0] + flatten(self.target, "the target")[0]
-        fixed = [*module.parameters(), *module.buffers(), *batch]
-        inputs = [] if self.split else self.inputs  # a split backward's inputs are held by those alone who saved them
-        held = kept_bytes(lambda: self._forward()[1], inputs, fixed)
-        waits = bytes_for_weights(backward_inputs(self._forward()[1], self.gradients)[1], fixed) if self.split else 0
-        times = forward_us, backward_us, weight_us if self.split else None
-        return StageCosts(*times, held, held - waits, static_bytes(module), *self.sizes)
+def _costs(one: StageRound, job: _Job) -> StageCosts:
+    stages, stage = job.given.stages, one.stage
+    clock = CudaClock() if one.on_cuda else WallClock()
+    (f_us, r_us, b_us, w_us), spread = timed(one.run, clock, job.repeats, _RUN_NS, together=True)
+    if job.split and not one.wants_input_gradients:
+        b_us = 0.0
+    held = one.bytes([job.on[edge.source] == job.on[stage] for edge in stages.incoming(stage)])
+    part_peaks = peaks(one.run, one.on_cuda)
+    module = stages[stage]
+    state, step_us = optimizer_costs(
+        module, job.optimizer, lambda run: timed(run, clock, job.repeats, _RUN_NS, together=True)
+    )
+    return StageCosts(
+        tuple(map(round, (f_us, r_us, b_us, w_us))),
+        tuple(part_peaks),
+        spread,
+        max(held.kept, held.checkpoint),  # of a stage that saves less than it receives
+        held.waiting,
+        held.checkpoint,
+        static_bytes(module) + sum(state),
+        round(step_us),
+        *one.sizes,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 
@@ -31,6 +31,16 @@ class Batch:
     shares: list[float]
     scale: float = 1.0
     alike: bool = False
+
+
+class RunsOps(Protocol):
+    """What an `Execution` asks of whatever stands for the device."""
+
+    def begin(self, batch: Batch, seed: int) -> None:
+        """A new step."""
+
+    def run(self, op: Op, received: list[Any]) -> list[Any]:
+        """One op, see `Compute.run`."""
 
 
 @final

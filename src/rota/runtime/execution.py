@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, final
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from rota.errors import PipelineError
 from rota.models import Stages
 from rota.plan import Plan
 from rota.runtime import batches
-from rota.runtime.compute import Batch, Compute, LossFn
+from rota.runtime.compute import Batch, RunsOps
 from rota.runtime.gradients import hand_over
 from rota.runtime.memory_watch import MemoryWatch
 from rota.runtime.messages import Format, flatten
@@ -28,6 +28,7 @@ from rota.tasks import Kind, Op
 Read: TypeAlias = tuple[ValueKey, bool]  # and whether it arrives by message
 Makes: TypeAlias = tuple[ValueKey, int, bool]  # how often it is used here, whether it is not sent though told of
 Do: TypeAlias = Callable[[Any, bool], None]  # with what, and whether layouts travel with the values
+C = TypeVar("C", bound=RunsOps)
 
 
 class _Prepared(NamedTuple):
@@ -40,21 +41,13 @@ class _Prepared(NamedTuple):
 
 
 @final
-class Execution:
-    """Runs `plan` on rank `rank`, again and again."""
+class Execution(Generic[C]):
+    """Runs `plan` on rank `rank`, again and again; what its ops do is for `compute` to say."""
 
-    def __init__(
-        self,
-        stages: Stages,
-        plan: Plan,
-        loss_fn: LossFn | None,
-        rank: int,
-        transport: Transport,
-        recompute: Iterable[int] = (),
-    ) -> None:
+    def __init__(self, stages: Stages, plan: Plan, rank: int, transport: Transport, compute: C) -> None:
         self.plan, self.local = plan, plan.placement.stages_on(rank)
         self.trains = any(task.kind.makes_weight_gradients for task in plan.placement.tasks)
-        self.compute = Compute(stages, plan.placement, loss_fn, keep_outputs=False, recompute=recompute)
+        self.compute = compute
         self.record = Record(rank)
         self.complete = False
         self.watch: MemoryWatch | None = None
@@ -71,7 +64,8 @@ class Execution:
             [(action, *self._doing_of(action, prepared)) for action in actions]
             for actions in (strict, post_early(plan, rank, strict))
         )
-        self._formats: dict[ValueKey, Format] = {}
+        #: Of activations, as the last run with layouts left them; or as told, for runs without any.
+        self.formats: dict[ValueKey, Format] = {}
         self._modules = [stages[stage] for stage in self.local]
         self._parameters = [parameter for module in self._modules for parameter in module.parameters()]
         self._signature: object = None
@@ -154,7 +148,7 @@ class Execution:
         self.record.sent_ns, self.record.through_ns = {}, {}
         transport = self._transport
         transport.sent_ns, transport.through_ns = self.record.sent_ns, self.record.through_ns
-        transport.formats = self._formats
+        transport.formats = self.formats
         self.complete = False
         self._made.clear()
         self.compute.begin(batch, seed)
@@ -177,7 +171,7 @@ class Execution:
             if num_uses:
                 self._made[key] = value, num_uses
             if fresh and is_unsent:
-                self._formats[key] = Format(flatten(value, f"stage {op.stage}")[1])
+                self.formats[key] = Format(flatten(value, f"stage {op.stage}")[1])
 
     def _send_value(self, message: Message, fresh: bool) -> None:
         self._transport.send_value(message, self._use(message.value), fresh)

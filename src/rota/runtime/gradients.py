@@ -9,6 +9,7 @@ backward is split (see `split_backward`), inputs are held by their gradient edge
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -120,7 +121,7 @@ def take_loss(
         raise PipelineError("loss_fn returned a complex tensor; it must return a real one, the mean loss")
     if loss.requires_grad:
         kept.loss = get_gradient_edge(loss), torch.full_like(loss, weight, requires_grad=False)
-    return loss.item()
+    return math.nan if loss.is_meta else loss.item()  # a model without numbers has a loss without one
 
 
 def backward(kept: Kept, received: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple, final
 
-import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
+from rota.runtime.live_storages import LiveStorages
 from rota.tasks import Op
 
 
@@ -34,8 +32,7 @@ class MemoryWatch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[OpMemory] = []
         self._parameters = list(parameters)
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}  # by the storage's address
-        self._peak_bytes = 0
+        self._live = LiveStorages()
 
     @property
     def most_held_bytes(self) -> int:
@@ -49,29 +46,14 @@ class MemoryWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        given = {storage._cdata for storage in _storages((args, kwargs))}  # a view, or written in place: nothing new
-        for storage in _storages(made):
-            if storage._cdata not in given:
-                reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                self._alive[storage._cdata] = reference, storage.nbytes()
-        self._peak_bytes = max(self._peak_bytes, self._alive_bytes())
+        self._live.see(made, (args, kwargs))
         return made
 
     def op_ended(self, op: Op) -> None:
         """The runtime's call after each op, before what it made is sent."""
         for parameter in self._parameters:
             if parameter.grad is not None:
-                self._alive.pop(parameter.grad.untyped_storage()._cdata, None)
-        after_bytes = self._alive_bytes()
-        self.ops.append(OpMemory(op, max(self._peak_bytes, after_bytes), after_bytes))
-        self._peak_bytes = 0
-
-    def _alive_bytes(self) -> int:
-        expired = [at for at, (storage, _) in self._alive.items() if storage.expired()]  # type: ignore[no-untyped-call]
-        for at in expired:
-            del self._alive[at]
-        return sum(num_bytes for _, num_bytes in self._alive.values())
-
-
-def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
-    return (leaf.untyped_storage() for leaf in tree_iter(value) if isinstance(leaf, torch.Tensor))
+                self._live.forget(parameter.grad)
+        after_bytes = self._live.num_bytes()
+        self.ops.append(OpMemory(op, max(self._live.peak_bytes, after_bytes), after_bytes))
+        self._live.peak_bytes = 0

@@ -19,7 +19,7 @@ from rota.errors import PipelineError
 from rota.models import Stages
 from rota.plan import Plan
 from rota.runtime.agreement import refuse_devices, refuse_differences
-from rota.runtime.compute import Batch, LossFn
+from rota.runtime.compute import Batch, Compute, LossFn
 from rota.runtime.execution import Execution, evaluating, forwards_of
 from rota.runtime.gradients import warm_up
 from rota.runtime.handover import leave_record
@@ -90,11 +90,10 @@ class Pipeline:
         refuse_devices(stages, plan.placement.stages_on(self.rank))
         self._gradients = GradientSync(stages, plan, shared, self._processes, ddp_groups)
         self._transport = Transport(self._processes.pipeline, self._processes.everyone)
-        self._running = self._training = Execution(stages, plan, loss_fn, self.rank, self._transport, recomputed)
+        self._compute = Compute(stages, plan.placement, loss_fn, keep_outputs or not trains, recomputed)
+        self._running = self._training = Execution(stages, plan, self.rank, self._transport, self._compute)
         self._loss_scale = LossScale()
-        self._evaluation: Execution | None = None  # made when it is asked for
-        self._compute = self._training.compute
-        self._compute.keep_outputs = keep_outputs or not trains
+        self._evaluation: Execution[Compute] | None = None  # made when it is asked for
         with together("comparing clocks"):
             self._training.record.offset_ns = clock_offset_ns(self._processes.pipeline)
         self._watchdog = Watchdog(self.rank, timeout_s, lambda: self._running.doing())
@@ -183,10 +182,11 @@ class Pipeline:
         done.compute.outputs = {}
         return [found[m] for m in sorted(found)] if outputs else None
 
-    def _evaluate(self, batch: Batch, keep_outputs: bool, ask: bool = False) -> tuple[Execution, list[int]]:
+    def _evaluate(self, batch: Batch, keep_outputs: bool, ask: bool = False) -> tuple[Execution[Compute], list[int]]:
         if self._evaluation is None:
             plan = forwards_of(self.plan)
-            self._evaluation = Execution(self.stages, plan, self.loss_fn, self.rank, self._transport)
+            compute = Compute(self.stages, plan.placement, self.loss_fn, keep_outputs)
+            self._evaluation = Execution(self.stages, plan, self.rank, self._transport, compute)
         self._evaluation.compute.keep_outputs = keep_outputs
         self._loss_scale.begin(None)
         random_state = torch.get_rng_state()
@@ -195,7 +195,7 @@ class Pipeline:
         torch.set_rng_state(random_state)
         return self._evaluation, asking
 
-    def _run(self, execution: Execution, batch: Batch, ask: bool = False, sync: bool = True) -> list[int]:
+    def _run(self, execution: Execution[Compute], batch: Batch, ask: bool = False, sync: bool = True) -> list[int]:
         """One run of a plan; returns the ranks that ask."""
         self._running = execution
         execution.awaited = "the other ranks to reach the same step"
@@ -236,7 +236,7 @@ class Pipeline:
             raise PipelineError("the pipeline is closed; make a new one")
         return self._intake.take(inputs, targets, **options)
 
-    def _loss_of(self, execution: Execution, batch: Batch) -> float:
+    def _loss_of(self, execution: Execution[Compute], batch: Batch) -> float:
         """The mean loss of all replicas."""
         mine = self._intake.counted_loss(batch, execution.compute.losses)
         total = torch.tensor([mine], dtype=torch.float64)

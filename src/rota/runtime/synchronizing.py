@@ -13,6 +13,7 @@ from rota.errors import PipelineError
 from rota.models import Stages
 from rota.plan import Plan
 from rota.runtime import norms
+from rota.runtime.compute import Compute
 from rota.runtime.execution import Execution
 from rota.runtime.meshes import Processes
 from rota.runtime.replicas import (
@@ -89,7 +90,7 @@ class GradientSync:
                     f"process_group=mesh.get_group('dp'), and the pipeline the mesh"
                 )
 
-    def begin(self, execution: Execution, sync: bool, fresh: bool) -> None:
+    def begin(self, execution: Execution[Compute], sync: bool, fresh: bool) -> None:
         """Before a step; `fresh`: other parameters may be trained than in the last one."""
         if not execution.trains:
             return
@@ -99,7 +100,7 @@ class GradientSync:
         self._sharded.begin()
         execution.before, execution.after = self._before, self._after if sync else {}
 
-    def finish(self, execution: Execution, sync: bool) -> None:
+    def finish(self, execution: Execution[Compute], sync: bool) -> None:
         """After a run: the gradients are whole, unless they wait for a later step with `sync`."""
         if execution.trains:
             execution.awaited = "the other replicas' gradients"

@@ -1,17 +1,13 @@
-"""What callers may ask for, and Ctrl-C."""
+"""What callers may ask for."""
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from rota.costs import Costs
 from rota.errors import SearchError
 from rota.placement import Placement
 from rota.plan import Plan
-from rota.search.budget import Budget
 from rota.timeline import Timeline
 
 _TOO_LARGE = 1 << 53  # of µs and bytes: numbers up to here are exact in floats, and their sums fit into 64 bits
@@ -117,21 +113,3 @@ def _refuse_no_whole(name: str, value: object, least: int, most: int | None, tol
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-@contextmanager
-def ended_by_ctrl_c(budget: Budget) -> Iterator[None]:
-    """The first Ctrl-C stops the search, the next one is Python's own."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        budget.stopped = True
-        signal.signal(signal.SIGINT, before)
-
-    before = signal.signal(signal.SIGINT, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -12,12 +12,20 @@ class Budget:
 
     Work is counted, not timed: `spend` is told what was done, as the seconds that it takes on an ordinary machine.
     Shares of a search are cut by this count alone, so that they are the same on every run. The clock only ends the
-    search as a whole, and `deterministic` leaves it out: then `seconds` are nominal ones.
+    search as a whole, and `deterministic` leaves it out: then `seconds` are nominal ones. What must not be waited for
+    longer than `latest_s`, on the clock, ends then all the same.
     """
 
-    def __init__(self, seconds: float, deterministic: bool = False, whole: Budget | None = None) -> None:
+    def __init__(
+        self,
+        seconds: float,
+        deterministic: bool = False,
+        whole: Budget | None = None,
+        latest_s: float = float("inf"),
+    ) -> None:
         self.seconds = seconds
         self.deterministic = deterministic
+        self.latest_s = latest_s if deterministic else min(seconds, latest_s)
         self.spent_s = 0.0
         self.stopped = False  #: by Ctrl-C
         self._whole = whole
@@ -37,7 +45,7 @@ class Budget:
         """Whether the clock or Ctrl-C has ended the whole."""
         if self._whole is not None:
             return self._whole.must_stop
-        return self.stopped or (not self.deterministic and self.elapsed_s >= self.seconds)
+        return self.stopped or self.elapsed_s >= self.latest_s
 
     @property
     def left_s(self) -> float:

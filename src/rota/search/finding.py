@@ -9,10 +9,11 @@ from typing import get_args
 from rota.costs import Cluster, Costs
 from rota.placement import Placement
 from rota.placing import wave
-from rota.search.asked import ended_by_ctrl_c, refuse_wrong, refuse_wrong_options, seconds_of
+from rota.search.asked import refuse_wrong, refuse_wrong_options, seconds_of
 from rota.search.budget import Budget
 from rota.search.portfolio import Portfolio
 from rota.search.result import Objective, Progress, SearchResult
+from rota.stopping import ended_by_ctrl_c
 
 
 def find_plan(

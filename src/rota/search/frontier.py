@@ -9,11 +9,12 @@ from math import gcd
 
 from rota.errors import SearchError
 from rota.placement import Placement
-from rota.search.asked import ended_by_ctrl_c, refuse_wrong_curve, refuse_wrong_options, seconds_of
+from rota.search.asked import refuse_wrong_curve, refuse_wrong_options, seconds_of
 from rota.search.budget import Budget
 from rota.search.holding import least_memory, period_bound
 from rota.search.problem import Problem
 from rota.search.steady import SteadyResult, find_steady
+from rota.stopping import ended_by_ctrl_c
 
 _MOST_POINTS = 64
 _HOPE = 0.1  # that a range where both ends are as fast has something better between them

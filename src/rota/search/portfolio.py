@@ -21,12 +21,12 @@ from rota.errors import RotaError, SearchError
 from rota.placement import Placement
 from rota.plan import Plan
 from rota.schedules import zb_auto
+from rota.schedules.defined import named_plans
 from rota.search import bounds, exact, improving, neighbourhood
 from rota.search.budget import Budget
 from rota.search.dispatching import Dispatcher, Priorities, serial
 from rota.search.holding import period_reason
 from rota.search.incumbent import Incumbent
-from rota.search.named import named_plans
 from rota.search.policies import OPS_A_DISPATCH
 from rota.search.priorities import guesses
 from rota.search.problem import Orders, Problem, with_more_room

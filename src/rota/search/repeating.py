@@ -18,13 +18,14 @@ from rota.errors import SearchError
 from rota.placement import Placement
 from rota.plan import Plan
 from rota.search import cpsat
-from rota.search.asked import ended_by_ctrl_c, refuse_wrong, seconds_of
+from rota.search.asked import refuse_wrong, seconds_of
 from rota.search.budget import Budget
 from rota.search.composing import compose
 from rota.search.finding import compile_once
 from rota.search.problem import Problem
 from rota.search.retiming import Wait, retime
 from rota.search.steady import Steady, SteadyResult, find_steady
+from rota.stopping import ended_by_ctrl_c
 from rota.tasks import Op
 
 _CUT_S = 1.0  # nominal, for CP-SAT to cut a rhythm whose period is known

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from rota.compat.deepspeed.specs import Layer, LayerSpec, build, on_meta
-from rota.compat.deepspeed.utils import partition_balanced, partition_uniform
+from rota.cutting import balanced, by_parameters, by_regex, uniform
 from rota.errors import SplitError
 from rota.models import Stages
 from rota.profiling import profile_here
@@ -27,13 +26,13 @@ def partition(layers: Sequence[Layer], method: str, num_parts: int, profile_inpu
     what, _, pattern = method.partition(":")
     what = what.lower()
     if what == "uniform":
-        return partition_uniform(len(layers), num_parts)
+        return uniform(len(layers), num_parts)
     if what == "parameters":
-        return partition_balanced([_num_trainable(layer) for layer in layers], num_parts)
+        return by_parameters([_num_trainable(layer) for layer in layers], num_parts)
     if what == "type":
-        return partition_balanced(_of_type(layers, pattern), num_parts)
+        return by_regex([_name(layer) for layer in layers], pattern, num_parts)
     if what == "profile":
-        return partition_balanced(_measured_us(layers, profile_input), num_parts)
+        return balanced(_measured_us(layers, profile_input), num_parts)
     raise SplitError(f"partition_method is {method!r}: give 'parameters', 'uniform', 'type:REGEX' or 'profile'")
 
 
@@ -42,18 +41,8 @@ def _num_trainable(layer: Layer) -> int:
     return 0 if module is None else sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
-def _of_type(layers: Sequence[Layer], pattern: str) -> list[int]:
-    """1 for each layer whose class, or function, has a name in which `pattern` is found, upper or lower case."""
-    names = [_name(layer) for layer in layers]
-    found = [int(bool(re.search(pattern, name, re.IGNORECASE))) for name in names]
-    if not any(found):
-        raise SplitError(
-            f"partition_method 'type:{pattern}' finds none of the layers, which are {', '.join(dict.fromkeys(names))}"
-        )
-    return found
-
-
 def _name(layer: Layer) -> str:
+    """Of its class, or function."""
     if isinstance(layer, LayerSpec):
         return layer.typename.__name__
     return getattr(layer, "__name__", type(layer).__name__)

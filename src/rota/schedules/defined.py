@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from rota.errors import RotaError
 from rota.placement import Placement
 from rota.plan import Plan
-from rota.schedules import FAMILIES
+from rota.schedules.families import FAMILIES
 
 
 def named_plans(

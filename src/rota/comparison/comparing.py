@@ -1,16 +1,15 @@
-"""Planned against measured, op by op, and where the difference in makespan comes from."""
+"""Planned against measured, op by op."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from rota import notebook
+from rota.comparison.parts import Part, parts_us
 from rota.errors import PlanError
 from rota.plan import Plan
 from rota.simulation import timeline_of
-from rota.taskgraph import TaskGraph
 from rota.tasks import Kind, Op
 from rota.timeline import Timeline
 
@@ -38,26 +37,50 @@ class KindRow:
     most_us: int
 
 
+#: What each part says, for one who reads it the first time.
+_WORDS = {
+    Part.SLOWER: "the plan simulated with the measured op times",
+    Part.CORES: "of these, and of launch gaps: more ranks are busy than cores",
+    Part.ARRIVALS: "and with the measured transfer times",
+    Part.CONTENTION: "of these, because transfers share a link",
+    Part.SENDS: "made, but not yet on its way",
+    Part.LAUNCH: "ready, but not started yet",
+    Part.STEP_END: "reductions and optimizer steps",
+    Part.CLOCK: "read before it arrived, by the clocks",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`slower_ops_us + later_arrivals_us + rest_us` is exactly measured less planned makespan.
+    """`parts_us`: measured less planned makespan, every µs of it by its cause. The parts add up exactly.
 
-    `slower_ops_us`: what the makespan grows by if the plan is simulated with the measured op times;
-    `later_arrivals_us`: what it grows by further with the measured transfer times; `rest_us`: what neither explains
-    (launch gaps, contention, the step's end).
+    Each is what the makespan grows by if, in this order, one thing more is simulated as it was measured (see `Part`).
     """
 
     planned: Timeline
     measured: Timeline
     rows: tuple[KindRow, ...]
     ops: tuple[OpDifference, ...]
-    slower_ops_us: int
-    later_arrivals_us: int
-    rest_us: int
+    parts_us: dict[Part, int]
 
     @property
     def difference_us(self) -> int:
         return self.measured.makespan_us - self.planned.makespan_us
+
+    @property
+    def slower_ops_us(self) -> int:
+        """What ops that take longer, or wait for a core, add to the makespan."""
+        return self.parts_us[Part.SLOWER] + self.parts_us[Part.CORES]
+
+    @property
+    def later_arrivals_us(self) -> int:
+        """What it grows by further with the measured transfer times."""
+        return self.parts_us[Part.ARRIVALS] + self.parts_us[Part.CONTENTION]
+
+    @property
+    def rest_us(self) -> int:
+        """What neither explains: the other parts."""
+        return self.difference_us - self.slower_ops_us - self.later_arrivals_us
 
     def to_text(self) -> str:
         """The table that `rota compare` prints."""
@@ -69,9 +92,7 @@ class Comparison:
             f"{100 * (measured.bubble_fraction - planned.bubble_fraction):>+8.1f} pts",
             "",
             "Where the difference in makespan comes from:",
-            f"  {'slower ops':<16}{self.slower_ops_us:>+12,} µs   (the plan simulated with the measured op times)",
-            f"  {'later arrivals':<16}{self.later_arrivals_us:>+12,} µs   (and with the measured transfer times)",
-            f"  {'the rest':<16}{self.rest_us:>+12,} µs   (launch gaps, contention, the step's end)",
+            *(f"  {part:<16}{us:>+12,} µs   ({_WORDS[part]})" for part, us in self.parts_us.items()),
             "",
             "  op      planned µs   median µs    of planned    least … most µs",
         ]
@@ -99,8 +120,11 @@ def _row(name: str, planned: int, measured: int) -> str:
     return f"{name:<12}{planned:>11,}{measured:>12,}{change:>12}"
 
 
-def compare(planned: Timeline | Plan, measured: Timeline | Plan) -> Comparison:
-    """A plan is simulated first. Raises PlanError where the two are not of one plan."""
+def compare(planned: Timeline | Plan, measured: Timeline | Plan, num_cores: int | None = None) -> Comparison:
+    """A plan is simulated first. Raises PlanError where the two are not of one plan.
+
+    With `num_cores`, of the one machine that all ranks share, part of what ops take longer is `Part.CORES`.
+    """
     planned, measured = timeline_of(planned), timeline_of(measured)
     plan = planned.plan
     if _shape(plan) != _shape(measured.plan):
@@ -119,45 +143,9 @@ def compare(planned: Timeline | Plan, measured: Timeline | Plan) -> Comparison:
         expected, seen = [a for a, _ in pairs], [b for _, b in pairs]
         numbers = round(median(expected)), round(median(seen)), min(seen), max(seen)
         rows.append(KindRow(stage, kind, len(pairs), *numbers))
-    with_ops = _replay(planned, measured, transfers=False)
-    with_both = _replay(planned, measured, transfers=True)
-    return Comparison(
-        planned,
-        measured,
-        tuple(rows),
-        tuple(ops),
-        slower_ops_us=with_ops - planned.makespan_us,
-        later_arrivals_us=with_both - with_ops,
-        rest_us=measured.makespan_us - with_both,
-    )
-
-
-def _replay(planned: Timeline, measured: Timeline, transfers: bool) -> int:
-    """The makespan of the plan with measured op durations and, if asked, measured transfer durations."""
-    plan = planned.plan
-    durations = list(plan.graph.durations_us)
-    longest: dict[int, int] = {}
-    for rank, nodes in enumerate(plan.nodes):
-        for node, start, end in zip(nodes, measured.starts_us[rank], measured.ends_us[rank], strict=True):
-            longest[node] = max(longest.get(node, 0), end - start)
-    for node, duration in longest.items():
-        durations[node] = duration
-    lags = _transfer_lags(measured) if transfers else {}
-    inputs: Sequence[Sequence[tuple[int, int]]] = plan.graph.inputs
-    if lags:
-        inputs = [[(a, lags.get((a, b), lag)) for a, lag in edges] for b, edges in enumerate(inputs)]
-    return max(TaskGraph(durations, inputs).earliest().ends_us, default=0)
-
-
-def _transfer_lags(timeline: Timeline) -> dict[tuple[int, int], int]:
-    """(producing node, reading node) -> the longest that any of the edge's transfers took."""
-    plan = timeline.plan
-    lags: dict[tuple[int, int], int] = {}
-    for route, sent, arrived in zip(plan.placement.routes, timeline.sent_us, timeline.arrived_us, strict=True):
-        source, target = plan.first_node[route.source], plan.first_node[route.target]
-        for k, (start, end) in enumerate(zip(sent, arrived, strict=True)):
-            lags[source + k, target + k] = max(lags.get((source + k, target + k), 0), end - start)
-    return lags
+    expected_us, seen_us = parts_us(plan, planned, num_cores), parts_us(plan, measured, num_cores)
+    parts = {part: seen_us[part] - expected_us[part] for part in Part}
+    return Comparison(planned, measured, tuple(rows), tuple(ops), parts)
 
 
 def _shape(plan: Plan) -> tuple[object, ...]:

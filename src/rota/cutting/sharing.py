@@ -1,21 +1,14 @@
-"""Layer costs -> where to cut a chain into parts: the largest part as small as it can be, exactly.
-
-A cut of n layers into p parts is its p + 1 boundaries: part i has the layers boundaries[i] to boundaries[i + 1] - 1.
-
-    costs  3 1 2 | 5 | 4 2        balanced([3, 1, 2, 5, 4, 2], 3) == [0, 3, 4, 6]
-"""
+"""One number a layer, shared out to parts of a chain. Parts may be empty."""
 
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from typing import Any
 
-from rota.costs import Costs
 from rota.errors import SplitError
 
 
@@ -37,42 +30,24 @@ def balanced(costs: Sequence[float], num_parts: int) -> list[int]:
     return _most_even(prefix, num_parts, _least_bound(prefix, num_parts))
 
 
-def merge(costs: Costs, boundaries: Sequence[int]) -> Costs:
-    """The costs of a chain's parts, each a stage, out of those of its layers; no part may be empty.
+def by_parameters(num_parameters: Sequence[int], num_parts: int) -> list[int]:
+    """Boundaries of parts with parameters as even as can be; their bytes will do as well. Raises SplitError."""
+    return balanced(num_parameters, num_parts)
 
-    Times and bytes add up, peaks do not, and what crosses a boundary is what crosses it between the two layers there.
-    Raises PlacementError where the layers are no chain.
+
+def by_regex(names: Sequence[str], pattern: str, num_parts: int) -> list[int]:
+    """Boundaries of parts with as many of the layers in whose names `pattern` is found, upper or lower case.
+
+    Raises SplitError where it is found in none, or is no pattern.
     """
-    costs = costs.as_chain()
-    parts = [slice(*part) for part in pairwise(boundaries)]
-    merged: dict[str, Any] = {}
-    for field in fields(costs):
-        value = getattr(costs, field.name)
-        if not isinstance(value, tuple):
-            continue
-        if field.name in ("boundary_bytes", "gradient_bytes"):
-            merged[field.name] = tuple(value[boundary - 1] for boundary in boundaries[1:-1])
-        else:
-            merged[field.name] = tuple(_HOW.get(field.name, sum)(value[part]) for part in parts)
-    return replace(costs, **merged)
-
-
-def _sum_or_none(times: Sequence[int | None]) -> int | None:
-    """A part is recomputed whole or not at all."""
-    return None if None in times else sum(time for time in times if time is not None)
-
-
-def _first(values: Sequence[int]) -> int:
-    return values[0]
-
-
-_HOW: dict[str, Callable[[Any], int | None]] = {
-    "forward_peak_bytes": max,
-    "backward_peak_bytes": max,
-    "weight_peak_bytes": max,
-    "recompute_us": _sum_or_none,
-    "checkpoint_bytes": _first,
-}
+    try:
+        found = [bool(re.search(pattern, name, re.IGNORECASE)) for name in names]
+    except re.error as error:
+        raise SplitError(f"pattern {pattern!r} is no regular expression: {error}; mend it, or escape it") from None
+    if not any(found):
+        known = ", ".join(dict.fromkeys(names)) or "none"
+        raise SplitError(f"pattern {pattern!r} finds none of the layers, which are {known}; give one that does")
+    return balanced(found, num_parts)
 
 
 def _require_parts(num_parts: int) -> None:

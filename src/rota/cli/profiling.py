@@ -1,0 +1,82 @@
+"""`rota profile`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from rota.cli import files
+from rota.cli.screen import show_progress
+from rota.costs import Cluster
+from rota.layers import LayerCosts
+from rota.units import count_text, size_text, time_text
+
+LINKS = "links"
+
+
+def profile(arguments: Namespace) -> int:
+    if arguments.output is not None:
+        files.require_folder(arguments.output)  # before the measurement, not after it
+    files.require("torch", "torch")
+    return _links(arguments) if arguments.model == LINKS else _layers(arguments)
+
+
+def _layers(arguments: Namespace) -> int:
+    if arguments.processes is not None:
+        raise files.InputError(f"--processes is for `rota profile {LINKS}`; leave it out for {arguments.model}")
+    files.read(arguments.model)
+    from rota.planning.model_file import load_model_file, profile_file
+
+    how = {"device": arguments.device, "cache": arguments.cache, "refresh": arguments.refresh}
+    try:
+        found = profile_file(load_model_file(arguments.model), arguments.rows or (1,), report=show_progress, **how)
+    finally:
+        show_progress("")
+    for layers in found.values():
+        print(_summary(layers))
+    _write(arguments, found.to_json(), f"plan with it by `rota autoplan --profile {arguments.output} …`")
+    return 0
+
+
+def _summary(layers: LayerCosts) -> str:
+    """The layers as a table."""
+    header = ("layer", "F", "B", "kept", "static", "ends at")
+    ends = (*layers.cuts, "-")
+    columns = layers.forward_us, layers.backward_us, layers.kept_bytes, layers.static_bytes, ends
+    rows = [
+        (str(i), time_text(f_us), time_text(b_us), size_text(kept), size_text(static), end)
+        for i, (f_us, b_us, kept, static, end) in enumerate(zip(*columns, strict=True))
+    ]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    table = "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in (header, *rows))
+    spread = f"; F and B vary by {max(layers.spread):.0%} at most" if any(layers.spread) else ""
+    return f"{count_text(layers.rows, 'row')} a micro-batch, {layers.note}{spread}\n{table}"
+
+
+def _links(arguments: Namespace) -> int:
+    from rota.profiling import link_processes
+
+    for option in ("rows", "device", "cache", "refresh"):
+        if getattr(arguments, option):
+            raise files.InputError(f"--{option} is for a model; leave it out for {LINKS}")
+    if not link_processes.is_launched():
+        cluster: Cluster | None = link_processes.links_of_started(arguments.processes or 2)
+    elif arguments.processes is not None:
+        raise files.InputError("--processes: the launcher has started them; leave it out")
+    else:
+        cluster = link_processes.links_of_launched()
+    if cluster is None:  # told by the first process
+        return 0
+    pairs = [(a, b) for b in range(cluster.num_ranks) for a in range(b)]
+    for a, b in pairs:
+        link = cluster.link_between(a, b)
+        print(f"{a} - {b}: {time_text(link.latency_us)}, {size_text((link.bytes_per_us or 0) * 1_000_000)}/s")
+    _write(arguments, cluster.to_json(), "it is a rota.Cluster: Cluster.from_json reads it")
+    return 0
+
+
+def _write(arguments: Namespace, text: str, hint: str) -> None:
+    if arguments.output is None:
+        print("Not written; use -o to keep it.")
+    else:
+        files.write(arguments.output, text)
+        print(f"Wrote {arguments.output}; {hint}.")

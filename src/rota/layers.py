@@ -1,0 +1,265 @@
+"""What a model's layers take, measured or estimated once, and the costs of any stages made of them.
+
+A layer is what lies between two neighbouring places where the model may be cut. Stages are runs of layers, so one
+profile of the layers tells the costs of every cut.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+from rota import reading
+from rota.costs import Costs, whole
+from rota.errors import PlacementError
+
+_Pair: TypeAlias = tuple[int, int]
+Shared: TypeAlias = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCosts:
+    """One micro-batch of `rows` rows through each of n layers; entries are by layer, or by edge where they say so.
+
+    `cuts`: the names of the n - 1 places between them, as `rota.split` takes them. `backward_us` is B, whole;
+    `input_us` and `weight_us` are I and W; `recompute_us` is the forward under recomputation.
+
+    `kept_bytes`: storages that F keeps for the backward, parameters and the batch left out; `waiting_bytes`: what I
+    leaves for W; `changed_bytes`: buffers that F changes, of which a recomputed F keeps what they were. `*_peak_bytes`
+    are needed on top while F, B, I and W run.
+
+    `edges` are (source, target) layers; `boundary_bytes` and `boundary_gradient_bytes` travel along them, and
+    `received_bytes` are those of what arrives that a whole backward holds, though neither the layer that reads it nor
+    those that get it through this one keep it.
+
+    `parameter_bytes`, `gradient_bytes` (of trainable ones), `buffer_bytes` and `optimizer_bytes` are there always.
+    `shared`, `waiting_shared` and `tied`: (a, b, bytes) of what layer b keeps, leaves for W or has always, and a, the
+    layer before it to do so, too: in one stage it counts once.
+    `spread`: how far apart the measured F + B were, as a part of their median (quarter to three quarters).
+    """
+
+    rows: int
+    cuts: tuple[str, ...]
+    forward_us: tuple[int, ...]
+    backward_us: tuple[int, ...]
+    input_us: tuple[int, ...]
+    weight_us: tuple[int, ...]
+    recompute_us: tuple[int, ...]
+    optimizer_us: tuple[int, ...]
+    kept_bytes: tuple[int, ...]
+    waiting_bytes: tuple[int, ...]
+    forward_peak_bytes: tuple[int, ...]
+    backward_peak_bytes: tuple[int, ...]
+    input_peak_bytes: tuple[int, ...]
+    weight_peak_bytes: tuple[int, ...]
+    parameter_bytes: tuple[int, ...]
+    gradient_bytes: tuple[int, ...]
+    buffer_bytes: tuple[int, ...]
+    optimizer_bytes: tuple[int, ...]
+    edges: tuple[tuple[int, int], ...]
+    boundary_bytes: tuple[int, ...]
+    boundary_gradient_bytes: tuple[int, ...]
+    received_bytes: tuple[int, ...]
+    changed_bytes: tuple[int, ...] = ()
+    shared: tuple[Shared, ...] = ()
+    waiting_shared: tuple[Shared, ...] = ()
+    tied: tuple[Shared, ...] = ()
+    spread: tuple[float, ...] = ()
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.forward_us:
+            raise PlacementError("forward_us is empty: a model has at least one layer")
+        if len(self.cuts) != self.num_layers - 1:
+            raise PlacementError(f"cuts has {len(self.cuts)} names for {self.num_layers} layers; one lies between two")
+        if not self.changed_bytes:
+            object.__setattr__(self, "changed_bytes", (0,) * self.num_layers)
+        for name in _BY_LAYER + _BY_EDGE:
+            column, count = getattr(self, name), len(self.edges) if name in _BY_EDGE else self.num_layers
+            if len(column) != count:
+                raise PlacementError(f"{name} has {len(column)} entries, expected {count}")
+            object.__setattr__(self, name, tuple(whole(f"{name}[{i}]", entry) for i, entry in enumerate(column)))
+        pairs = [entry[:2] for name in _PAIRS for entry in getattr(self, name)]
+        for a, b in [*self.edges, *pairs]:
+            if not 0 <= a < b < self.num_layers:
+                raise PlacementError(f"({a}, {b}) must join a layer to a later one of the {self.num_layers}")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.forward_us)
+
+    @property
+    def static_bytes(self) -> tuple[int, ...]:
+        """Of each layer: parameters, their gradients, buffers and the optimizer's state."""
+        columns = self.parameter_bytes, self.gradient_bytes, self.buffer_bytes, self.optimizer_bytes
+        return tuple(map(sum, zip(*columns, strict=True)))
+
+    def cuts_at(self, boundaries: Sequence[int]) -> tuple[str, ...]:
+        """The names of the cuts that make the stages of `boundaries`."""
+        return tuple(self.cuts[boundary - 1] for boundary in boundaries[1:-1])
+
+    def stages(
+        self, boundaries: Sequence[int], *, split_backward: bool = False, recompute: Collection[int] = ()
+    ) -> Costs:
+        """Costs of the stages that have the layers boundaries[i] to boundaries[i + 1] - 1.
+
+        The stages in `recompute` keep nothing but what they receive, and buffers as they were. Times add up, and bytes
+        but for what is shared; peaks are those of the highest layer. Where the backward is split, a stage that gets
+        nothing that wants a gradient has no I: W does all. Raises PlacementError for a stage without layers.
+        """
+        if boundaries[0] != 0 or boundaries[-1] != self.num_layers or any(b <= a for a, b in pairwise(boundaries)):
+            raise PlacementError(f"boundaries are {list(boundaries)}; they rise from 0 to {self.num_layers}")
+        parts = [*pairwise(boundaries)]
+
+        def total(name: str) -> tuple[int, ...]:
+            column = getattr(self, name)
+            return tuple(sum(column[a:b]) for a, b in parts)
+
+        crossing, received, unkept = self._crossing(boundaries)
+        held = self._once("kept_bytes", "shared", boundaries)
+        if not split_backward:
+            held = [kept + alone for kept, alone in zip(held, unkept, strict=True)]
+        old = [changed if s in recompute else 0 for s, changed in enumerate(total("changed_bytes"))]
+        checkpoints = [a + b for a, b in zip(received, old, strict=True)]
+        for stage in recompute:  # R computes with the buffers as they were
+            held[stage] = max(held[stage] + old[stage], checkpoints[stage])
+        again = total("recompute_us")
+        edges = sorted(crossing)
+        whole = {"backward_us": total("backward_us"), "backward_peak_bytes": self._backward_peaks(boundaries)}
+        return Costs(
+            forward_us=total("forward_us"),
+            activation_bytes=tuple(held),
+            boundary_bytes=tuple(crossing[edge][0] for edge in edges),
+            gradient_bytes=tuple(crossing[edge][1] for edge in edges),
+            forward_peak_bytes=self._forward_peaks(boundaries, recompute),
+            static_bytes=tuple(self._once("static_bytes", "tied", boundaries)),
+            optimizer_us=total("optimizer_us"),
+            recompute_us=tuple(us if s in recompute else None for s, us in enumerate(again)) if recompute else None,
+            checkpoint_bytes=tuple(min(*pair) for pair in zip(checkpoints, held, strict=True)),
+            edges=tuple(edges),
+            note=self.note,
+            **(self._split(boundaries, crossing, held, old) if split_backward else whole),
+        )
+
+    def _split(
+        self, boundaries: Sequence[int], crossing: dict[_Pair, list[int]], held: Sequence[int], old: Sequence[int]
+    ) -> dict[str, tuple[int, ...]]:
+        """What I and W take, and free, in place of B."""
+        waiting, rows = self._once("waiting_bytes", "waiting_shared", boundaries), []
+        peaks_of_b = self._backward_peaks(boundaries)
+        for stage, (a, b) in enumerate(pairwise(boundaries)):
+            if any(pair[1] == stage and sizes[1] for pair, sizes in crossing.items()):
+                left = waiting[stage] + old[stage]
+                # I lets nothing go before its end: all that it notes for W comes on top of what F kept.
+                noted = sum(map(self._noted_by_input, range(a, b))) - max(left - held[stage], 0)
+                times = sum(self.input_us[a:b]), sum(self.weight_us[a:b])
+                peaks = max(noted, 0), max(self.weight_peak_bytes[a:b])
+            else:
+                left = held[stage] + sum(sizes[1] for pair, sizes in crossing.items() if pair[0] == stage)
+                times, peaks = (0, sum(self.backward_us[a:b])), (0, peaks_of_b[stage])
+            rows.append((*times, *peaks, held[stage] - left))
+        names = "backward_us", "weight_us", "backward_peak_bytes", "weight_peak_bytes", "input_frees_bytes"
+        return dict(zip(names, zip(*rows, strict=True), strict=True))
+
+    def _noted_by_input(self, layer: int) -> int:
+        """The most that I of this layer needs beside what F kept."""
+        return self.input_peak_bytes[layer] + max(self.waiting_bytes[layer] - self.kept_bytes[layer], 0)
+
+    def _forward_peaks(self, boundaries: Sequence[int], recompute: Collection[int]) -> tuple[int, ...]:
+        """Of the highest layer, with what it gets and does not keep; where nothing is kept, with what it would keep."""
+        alone = self._within(boundaries, self.received_bytes, 1)
+        columns = zip(alone, self.forward_peak_bytes, self.kept_bytes, strict=True)
+        needed = [(got + peak, got + peak + kept) for got, peak, kept in columns]
+        return tuple(max(e[s in recompute] for e in needed[a:b]) for s, (a, b) in enumerate(pairwise(boundaries)))
+
+    def _backward_peaks(self, boundaries: Sequence[int]) -> tuple[int, ...]:
+        """Of the highest layer, with the gradients that it gets."""
+        gradients = self._within(boundaries, self.boundary_gradient_bytes, 0)
+        needed = [got + peak for got, peak in zip(gradients, self.backward_peak_bytes, strict=True)]
+        return tuple(max(needed[a:b]) for a, b in pairwise(boundaries))
+
+    def _within(self, boundaries: Sequence[int], column: Sequence[int], end: int) -> list[int]:
+        """By layer the bytes along edges that do not leave a stage, at their source (`end` 0) or target (1)."""
+        sums = [0] * self.num_layers
+        for edge, size in zip(self.edges, column, strict=True):
+            if bisect_right(boundaries, edge[0]) == bisect_right(boundaries, edge[1]):
+                sums[edge[end]] += size
+        return sums
+
+    def _crossing(self, boundaries: Sequence[int]) -> tuple[dict[_Pair, list[int]], list[int], list[int]]:
+        """Bytes forward and back by edge of stages; by stage the bytes received, and those that no layer keeps."""
+        stage = [bisect_right(boundaries, layer) - 1 for layer in range(self.num_layers)]
+        # What several layers of a stage read of one layer arrives once, and is kept if one of them keeps it.
+        arriving: dict[_Pair, tuple[int, int, int]] = {}  # by source layer and target stage
+        columns = self.boundary_bytes, self.boundary_gradient_bytes, self.received_bytes
+        for (source, target), forward, back, alone in zip(self.edges, *columns, strict=True):
+            if stage[source] != stage[target]:
+                known = arriving.get((source, stage[target]), (0, 0, alone))
+                most = max(known[0], forward), max(known[1], back)
+                arriving[source, stage[target]] = (*most, min(known[2], alone))
+        crossing: dict[_Pair, list[int]] = {}
+        received, unkept = [0] * (len(boundaries) - 1), [0] * (len(boundaries) - 1)
+        for (source, to), (forward, back, alone) in arriving.items():
+            sizes = crossing.setdefault((stage[source], to), [0, 0])
+            sizes[0] += forward
+            sizes[1] += back
+            received[to] += forward
+            unkept[to] += alone
+        return crossing, received, unkept
+
+    def _once(self, name: str, pairs: str, boundaries: Sequence[int]) -> list[int]:
+        """Sums by stage, with what two layers of a stage share counted once."""
+        column, shared = getattr(self, name), getattr(self, pairs)
+        sums = [sum(column[a:b]) for a, b in pairwise(boundaries)]
+        for a, b, size in shared:
+            stage = bisect_right(boundaries, a) - 1
+            if b < boundaries[stage + 1]:
+                sums[stage] -= size
+        return sums
+
+    def to_fields(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def to_json(self) -> str:
+        """One line a field; `from_json` reads it back."""
+        return reading.dump("layers", self.to_fields())
+
+    @classmethod
+    def from_json(cls, text: str) -> LayerCosts:
+        """Raises FormatError or PlacementError, naming the field."""
+        return cls.from_fields(reading.parse(text, "layers"))
+
+    @classmethod
+    def from_fields(cls, document: reading.Field) -> LayerCosts:
+        values: dict[str, Any] = {name: document[name].integers(0) for name in _BY_LAYER + _BY_EDGE}
+        values["edges"] = tuple(_tuple(entry, 2) for entry in document["edges"])
+        values |= {name: tuple(_tuple(entry, 3) for entry in document[name]) for name in _PAIRS}
+        values["cuts"] = tuple(entry.text() for entry in document["cuts"])
+        values["spread"] = tuple(_fraction(entry) for entry in document["spread"])
+        return cls(rows=document["rows"].integer(1), note=document["note"].text(), **values)
+
+
+def _tuple(entry: reading.Field, count: int) -> tuple[int, ...]:
+    numbers = entry.integers(0)
+    if len(numbers) != count:
+        raise entry.wrong(f"{count} numbers")
+    return numbers
+
+
+def _fraction(entry: reading.Field) -> float:
+    if not isinstance(entry.value, (int, float)) or isinstance(entry.value, bool) or not 0 <= entry.value < 1e9:
+        raise entry.wrong("a number of 0 or more")
+    return float(entry.value)
+
+
+_PAIRS = ("shared", "waiting_shared", "tied")
+_BY_EDGE = ("boundary_bytes", "boundary_gradient_bytes", "received_bytes")
+_BY_LAYER = (
+    *("forward_us", "backward_us", "input_us", "weight_us", "recompute_us", "optimizer_us"),
+    *("kept_bytes", "waiting_bytes", "changed_bytes"),
+    *("forward_peak_bytes", "backward_peak_bytes", "input_peak_bytes", "weight_peak_bytes"),
+    *("parameter_bytes", "gradient_bytes", "buffer_bytes", "optimizer_bytes"),
+)

@@ -1,0 +1,178 @@
+"""What autoplan answers: the best plan, others beside it, and why each of them is slower."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from rota import notebook
+from rota.plan import Plan
+from rota.planning.candidates import Asked
+from rota.planning.evaluating import Found, Misfit
+from rota.planning.reasons import why_slower
+from rota.timeline import Timeline
+from rota.units import count_text, size_text, time_text
+
+_MOST_ROWS = 6
+_MOST_ALIKE = 2  # rows with the same ranks and replicas
+
+
+class Counts(NamedTuple):
+    """Layouts in all; that cannot be faster than the best; that do not fit; that no time was left for. And plans."""
+
+    layouts: int
+    slower: int
+    too_large: int
+    left: int
+    plans: int
+
+
+class Confirmed(NamedTuple):
+    """A plan with its stages' costs as measured, and how long its step was said to take before."""
+
+    before_us: int
+    found: Found
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`candidates`: the best of each kind, fastest first; `usual`: 1F1B on equal layers with the best one's sizes.
+
+    No layout's step takes less than `bound_us`. `ran_out`: whether something was left out for want of time.
+    `confirmed`: those of the candidates whose own stages were measured.
+    """
+
+    asked: Asked
+    candidates: tuple[Found, ...]
+    usual: Found | Misfit | None
+    counts: Counts
+    bound_us: int
+    elapsed_s: float
+    was_stopped: bool = False
+    ran_out: bool = False
+    confirmed: tuple[Confirmed, ...] = ()
+
+    @property
+    def best(self) -> Found:
+        return self.candidates[0]
+
+    @property
+    def plan(self) -> Plan:
+        return self.best.plan
+
+    @property
+    def timeline(self) -> Timeline:
+        return self.best.timeline
+
+    @property
+    def rows_per_s(self) -> float:
+        return rows_per_s(self.asked, self.best)
+
+    @property
+    def shown(self) -> tuple[Found, ...]:
+        """The best few, no more than two of them on the same ranks and replicas."""
+        shown: list[Found] = []
+        for found in self.candidates:
+            layout = found.candidate.layout
+            sizes = layout.num_ranks, layout.num_replicas
+            others = [other.candidate.layout for other in shown]
+            if sum((o.num_ranks, o.num_replicas) == sizes for o in others) < _MOST_ALIKE:
+                shown.append(found)
+        return tuple(shown[:_MOST_ROWS])
+
+    def to_text(self) -> str:
+        """The best plan, a table of the best few, and for each the reason why it loses."""
+        return "\n".join([*self._headline(), "", *self._table(), "", *self._search()])
+
+    def _headline(self) -> list[str]:
+        best, layout = self.best, self.best.candidate.layout
+        used, ranks = layout.num_ranks * layout.num_replicas, self.asked.machine.num_ranks
+        sizes = [b - a for a, b in pairwise(best.candidate.boundaries)]
+        several = f"{layout.shape}, {layout.stages_a_rank} a rank" if layout.stages_a_rank > 1 else layout.shape
+        again = sorted(best.candidate.recomputed)
+        return [
+            f"{time_text(best.makespan_us)} a step, {self.rows_per_s:,.4g} rows/s: {best.schedule}",
+            f"  ranks       {layout.num_ranks} x {count_text(layout.num_replicas, 'replica')}, {used} of {ranks}",
+            f"  stages      {layout.num_stages} ({several}), layers {_runs(sizes)}",
+            f"  step        {count_text(layout.num_microbatches, 'micro-batch', 'es')} a replica, of "
+            f"{count_text(layout.rows, 'row')} each",
+            f"  recomputed  {_runs(again) if again else 'nothing'}",
+            f"  memory      {memory_text(best)} on rank {_fullest(best)}",
+        ]
+
+    def _table(self) -> list[str]:
+        lines = [
+            "        step    rows/s  schedule           ranks  stages  micro-batches  again  bubble  gap     memory"
+        ]
+        rows = list(self.shown)
+        for found in rows:
+            lines += self._row(found, "▸" if found is self.best else " ")
+        if isinstance(self.usual, Found) and self.usual.plan.orders != self.best.plan.orders:
+            lines += self._row(self.usual, "·")
+        elif isinstance(self.usual, Misfit):
+            held = size_text(self.usual.num_bytes)
+            lines.append(f"· 1F1B on equal layers does not fit: rank {self.usual.rank} would hold {held}")
+        return lines
+
+    def _row(self, found: Found, mark: str) -> list[str]:
+        layout = found.candidate.layout
+        stages = layout.num_stages
+        gap = max(found.makespan_us - found.bound_us, 0) / found.makespan_us if found.makespan_us else 0.0
+        cells = (
+            f"{mark} {time_text(found.makespan_us):>10}{rows_per_s(self.asked, found):>10,.4g}  {found.schedule:<16}"
+            f"{f'{layout.num_ranks} x {layout.num_replicas}':>8}{stages:>8}"
+            f"{f'{layout.num_microbatches} x {layout.rows}':>15}{len(found.candidate.recomputed) or '-':>7}"
+            f"{found.timeline.bubble_fraction:>8.1%}{gap:>5.1%}  {memory_text(found):>9}"
+        )
+        equal = "1F1B on equal layers: " if mark == "·" else ""
+        told = equal + why_slower(found, self.best) if found is not self.best else ""
+        return [cells.rstrip(), *([f"      {told}"] if told else [])]
+
+    def _search(self) -> list[str]:
+        counts = self.counts
+        stopped = ", stopped by Ctrl-C" if self.was_stopped else ", out of time" if self.ran_out else ""
+        lines = [
+            f"{counts.layouts:,} layouts, {counts.plans:,} plans simulated in {self.elapsed_s:.1f} s{stopped}: "
+            f"{counts.slower:,} layouts cannot be faster by their bounds, {counts.too_large:,} do not fit"
+            + (f", {counts.left:,} were not looked at" if counts.left else ""),
+            f"no layout's step takes less than {time_text(self.bound_us)}, by its work alone",
+        ]
+        for before_us, found in self.confirmed:
+            lines.append(
+                f"stages of {found.schedule} on {count_text(found.candidate.layout.num_ranks, 'rank')} measured: "
+                f"{time_text(found.makespan_us)} a step, {time_text(before_us)} by the layers"
+            )
+        return lines
+
+    def _repr_html_(self) -> str:
+        """The best plan as a picture, and the table."""
+        return notebook.document(self.timeline.to_snippet("Best plan"), notebook.preformatted(self.to_text()))
+
+
+def rows_per_s(asked: Asked, found: Found) -> float:
+    """Of all replicas."""
+    return asked.batch_rows * 1e6 / max(found.makespan_us, 1)
+
+
+def _fullest(found: Found) -> int:
+    """The rank with the largest share of its limit; without limits the one that holds most."""
+    limits = found.plan.placement.cluster.limit_bytes
+    peaks = found.timeline.peak_memory_bytes
+    shares = [peak / limit if limit else float(peak) for peak, limit in zip(peaks, limits, strict=True)]
+    return shares.index(max(shares))
+
+
+def memory_text(found: Found) -> str:
+    """Of the fullest rank, and its limit."""
+    rank = _fullest(found)
+    limit = found.plan.placement.cluster.limit_bytes[rank]
+    peak = size_text(found.timeline.peak_memory_bytes[rank])
+    return peak if limit is None else f"{peak} of {size_text(limit)}"
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """A few numbers in full, more of them shortened."""
+    told = " ".join(map(str, numbers[:32]))
+    return told + (f" … ({len(numbers)})" if len(numbers) > 32 else "")

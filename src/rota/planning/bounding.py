@@ -1,0 +1,134 @@
+"""How early a step can end at best, and what it holds at least, before any order of the ops is looked at.
+
+Both are proofs: what they rule out cannot be better, or cannot fit. A rank is done no sooner than it has waited for
+its first input, done all of its work, and what then follows has been done (docs/bounds.md has far sharper ones, for a
+single placement; these are for thousands of them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rota.layers import LayerCosts
+from rota.placement import Placement
+from rota.planning.candidates import Asked
+from rota.planning.layouts import Layout
+from rota.taskgraph import TaskGraph
+from rota.tasks import Kind
+
+_ROUNDING = 1 - 1e-9  # what sums of floats may be off
+
+
+def layout_bound_us(asked: Asked, layout: Layout) -> int:
+    """No step of this layout takes less, wherever the model is cut and whatever the order."""
+    layers = asked.profiles[layout.rows]
+    slowdowns = asked.machine.slowdowns_of(layout.num_ranks, layout.num_replicas)
+    fastest, copies = min(slowdowns), 2 if layout.shape == "bidirectional" else 1
+    work = _work_us(layers, layout)
+    whole = layout.num_microbatches * sum(work) + copies * sum(layers.optimizer_us)
+    speeds = sorted((1 / slowdown for slowdown in slowdowns), reverse=True)
+    heads = sorted(_longest_ways(layers) * copies)  # ranks begin with different layers; the faster wait longer, at best
+    waits = fastest * sum(head * speed for head, speed in zip(heads, reversed(speeds), strict=False))
+    reduced = speeds[-1] * _reduced_us(asked, layout, layers)
+    a_layer = layout.num_microbatches * max(work) * fastest / copies
+    return int(max((whole + waits + reduced) / sum(speeds), a_layer) * _ROUNDING)
+
+
+def _work_us(layers: LayerCosts, layout: Layout) -> list[int]:
+    """Of a micro-batch, of each layer, at least: its backward whole or split."""
+    columns = layers.forward_us, layers.backward_us, layers.input_us, layers.weight_us
+    work = [f + min(b, i + w) for f, b, i, w in zip(*columns, strict=True)]
+    # A stage has a layer at least, so that this many come before the last one.
+    again = {"none": 0, "all": layers.num_layers}.get(layout.recompute, layout.num_stages - 1)
+    return [us + (layers.recompute_us[i] if i < again else 0) for i, us in enumerate(work)]
+
+
+def _longest_ways(layers: LayerCosts) -> list[int]:
+    """For each layer how long the forwards take that come before it."""
+    ways = [0] * layers.num_layers
+    for source, target in sorted(layers.edges):
+        ways[target] = max(ways[target], ways[source] + layers.forward_us[source])
+    return ways
+
+
+def _reduced_us(asked: Asked, layout: Layout, layers: LayerCosts) -> float:
+    """What follows the ranks' last ops, for all ranks together: where each has one stage, all of the reductions."""
+    machine, n, replicas = asked.machine, layout.num_ranks, layout.num_replicas
+    if layout.shape != "chain" or replicas == 1:
+        return 0.0
+    rings = (machine.ring(machine.holders(n, replicas, rank)) for rank in range(n))
+    rates = [link.bytes_per_us for link in rings]
+    if None in rates:
+        return 0.0
+    return 2 * (replicas - 1) / replicas * sum(layers.gradient_bytes) / max(rate for rate in rates if rate)
+
+
+def placement_bound_us(placement: Placement, num_microbatches: int) -> int:
+    """No order of this placement's ops takes less."""
+    tasks = range(len(placement.tasks))
+    lags = [(edge.source, edge.target, 0) for edge in placement.edges]
+    lags += [(route.source, route.target, route.duration_us) for route in placement.routes]
+    heads, tails = _ways(placement, lags), _ways(placement, [(b, a, lag) for a, b, lag in lags])
+    ends = {end.stage: (end.reduce_us, end.optimizer_us) for end in placement.step_ends}
+    counts = {s: len(placement.microbatches(s, num_microbatches)) for s in placement.stages}
+    after = [sum(ends[task.stage]) if task.stage in ends else 0 for task in placement.tasks]
+    longest = max(heads[t] + placement.tasks[t].duration_us + tails[t] for t in tasks)
+    for rank in range(placement.num_ranks):
+        here = [t for t in tasks if rank in placement.tasks[t].ranks and counts[placement.tasks[t].stage]]
+        if here:
+            stages = {placement.tasks[t].stage for t in here}
+            optimizers = sum(ends[s][1] for s in stages if s in ends)
+            work = sum(counts[placement.tasks[t].stage] * placement.tasks[t].duration_us for t in here)
+            # Behind its last op come the reduction and optimizer step of that one's stage, and all optimizer steps.
+            last = min(max(tails[t], after[t], optimizers) for t in _last(placement, here))
+            longest = max(longest, min(heads[t] for t in here) + work + last)
+    return longest
+
+
+def _last(placement: Placement, here: Sequence[int]) -> Sequence[int]:
+    """Of a rank's tasks those that its last op may be of: nothing on the rank waits for them."""
+    there = set(here)
+    inside = {edge.source for edge in placement.edges if edge.source in there and edge.target in there}
+    return [t for t in here if t not in inside]
+
+
+def _ways(placement: Placement, lags: Sequence[tuple[int, int, int]]) -> list[int]:
+    """For each task the longest way to its start."""
+    inputs: list[list[tuple[int, int]]] = [[] for _ in placement.tasks]
+    for source, target, lag in lags:
+        inputs[target].append((source, lag))
+    return TaskGraph([task.duration_us for task in placement.tasks], inputs).earliest().starts_us
+
+
+def least_bytes(*placements: Placement) -> list[int]:
+    """For each rank what it holds at least, whatever the order: one micro-batch, alone.
+
+    Of several placements of the same stages, each stage may be as in one or the other. When a stage's backward begins,
+    the forwards that it follows from have been done, and keep what they keep.
+    """
+    first = placements[0]
+    before: dict[int, set[int]] = {stage: set() for stage in first.stages}
+    for source, target in sorted(first.stage_edges):
+        before[target] |= {source} | before[source]
+    on = {task.stage: task.ranks for task in first.tasks}
+    held = [{(t.stage, t.kind): max(t.held_bytes, 0) for t in placement.tasks} for placement in placements]
+    kept = {stage: min(of[stage, Kind.F] for of in held) for stage in first.stages}
+    others = {stage: sum(kept[b] for b in before[stage] if on[b] == on[stage]) for stage in first.stages}
+    alone = [_alone(placement, of, others) for placement, of in zip(placements, held, strict=True)]
+    least = list(first.static_bytes)
+    for stage, ranks in on.items():
+        for rank in ranks:
+            least[rank] = max(least[rank], first.static_bytes[rank] + min(of[stage] for of in alone))
+    return least
+
+
+def _alone(placement: Placement, held: Mapping[tuple[int, Kind], int], others: Mapping[int, int]) -> dict[int, int]:
+    """For each stage the most that its tasks hold in turn, on top of what `others` keep."""
+    most = dict.fromkeys(placement.stages, 0)
+    for task in placement.tasks:
+        alive = task.peak_bytes
+        if task.kind is not Kind.W:  # which the backwards of the stages before it need not wait for
+            alive += others[task.stage] + held[task.stage, Kind.F]
+            alive += held.get((task.stage, Kind.R), 0) if task.kind is not Kind.F else 0
+        most[task.stage] = max(most[task.stage], alive)
+    return most

@@ -1,0 +1,130 @@
+"""What was asked for, and one way to do it: a layout, a cut and what is recomputed, as a placement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from rota.costs import Costs
+from rota.errors import PlacementError
+from rota.layers import LayerCosts
+from rota.placement import Placement
+from rota.placing import bidirectional, place
+from rota.planning.layouts import Layout
+from rota.planning.machine import Machine
+from rota.usage import Usage
+
+
+@dataclass(frozen=True)
+class Asked:
+    """`profiles`: the model's layers by rows of a micro-batch; `batch_rows`: of a step, over all replicas."""
+
+    profiles: Mapping[int, LayerCosts]
+    machine: Machine
+    batch_rows: int
+    inference: bool = False
+
+    @classmethod
+    def checked(
+        cls, profiles: Mapping[int, LayerCosts], machine: Machine, batch_rows: int, inference: bool = False
+    ) -> Asked:
+        """Raises PlacementError where a step cannot be made of these micro-batches."""
+        if not profiles:
+            raise PlacementError("profiles is empty: measure the layers for one number of rows or more")
+        for rows, layers in profiles.items():
+            if layers.rows != rows:
+                raise PlacementError(f"profiles[{rows}] is of micro-batches of {layers.rows} rows; give it as that")
+        if not isinstance(batch_rows, int) or batch_rows < 1 or all(batch_rows % rows for rows in profiles):
+            raise PlacementError(
+                f"batch_rows is {batch_rows}: give a multiple of one of the rows that were measured, "
+                f"{', '.join(map(str, sorted(profiles)))}"
+            )
+        of = {rows: _forward_alone(layers) if inference else layers for rows, layers in sorted(profiles.items())}
+        return cls(of, machine, batch_rows, inference)
+
+
+def _forward_alone(layers: LayerCosts) -> LayerCosts:
+    """Inference has parameters and buffers, and no more."""
+    zeros = (0,) * layers.num_layers
+    backward = ("backward_us", "input_us", "weight_us", "recompute_us", "optimizer_us")
+    memory = ("kept_bytes", "waiting_bytes", "backward_peak_bytes", "input_peak_bytes", "weight_peak_bytes")
+    columns: dict[str, Any] = dict.fromkeys((*backward, *memory, "gradient_bytes", "optimizer_bytes"), zeros)
+    columns |= dict.fromkeys(("boundary_gradient_bytes", "received_bytes"), (0,) * len(layers.edges))
+    # What is shared may be of what is left out; parameters that are tied count with each layer.
+    columns |= dict.fromkeys(("shared", "waiting_shared", "tied"), ())
+    return replace(layers, **columns)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """All but the order of the ops; `measured`: the stages' own costs, where they were measured once more."""
+
+    asked: Asked
+    layout: Layout
+    boundaries: tuple[int, ...]
+    splits_backward: bool = False
+    recomputed: frozenset[int] = frozenset()
+    measured: Costs | None = None
+
+    @property
+    def layers(self) -> LayerCosts:
+        return self.asked.profiles[self.layout.rows]
+
+    @property
+    def has_equal_layers(self) -> bool:
+        sizes = [b - a for a, b in pairwise(self.boundaries)]
+        return max(sizes) - min(sizes) <= 1
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.layers.cuts_at(self.boundaries), self.layout.rows, self.layout.num_replicas)
+
+    def recomputing(self, stages: Collection[int]) -> Candidate:
+        return replace(self, recomputed=frozenset(stages))
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Of each stage of one copy of the model, on the rank that has it. Raises PlacementError."""
+        costs = self.measured or self.layers.stages(
+            self.boundaries, split_backward=self.splits_backward, recompute=self.recomputed
+        )
+        slowdowns = self.asked.machine.slowdowns_of(self.layout.num_ranks, self.layout.num_replicas)
+        factors = [slowdowns[rank] for rank in self.layout.ranks[: self.layout.num_stages]]
+        times = {name: getattr(costs, name) for name in _TIMES}
+        columns: dict[str, Any] = {name: _slowed(us, factors) for name, us in times.items() if us is not None}
+        return replace(costs, **columns, reduce_us=self._reduce_us())
+
+    def _reduce_us(self) -> tuple[int, ...]:
+        """Replicas add up their gradients, and so do the copies of a stage that runs in both directions."""
+        machine, n, replicas = self.asked.machine, self.layout.num_ranks, self.layout.num_replicas
+        times = []
+        for stage, (a, b) in enumerate(pairwise(self.boundaries)):
+            holders = [*machine.holders(n, replicas, self.layout.ranks[stage])]
+            if self.layout.shape == "bidirectional":
+                holders += machine.holders(n, replicas, n - 1 - stage)
+            times.append(machine.reduce_us(sum(self.layers.gradient_bytes[a:b]), sorted(holders)))
+        return tuple(times)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Raises PlacementError."""
+        cluster = self.asked.machine.cluster(self.layout.num_ranks, self.layout.num_replicas)
+        if self.layout.shape == "bidirectional":
+            return bidirectional(self.costs, cluster)
+        placement = place(self.costs, cluster, self.layout.ranks)
+        return placement.forward_only() if self.asked.inference else placement
+
+
+_TIMES = ("forward_us", "backward_us", "weight_us", "recompute_us", "optimizer_us")
+
+
+def _slowed(times_us: Sequence[int | None], factors: Sequence[float]) -> tuple[int | None, ...]:
+    """Whole µs, rounded up."""
+    return tuple(
+        None if us is None else us if factor == 1 else math.ceil(us * factor)
+        for us, factor in zip(times_us, factors, strict=True)
+    )

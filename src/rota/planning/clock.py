@@ -1,0 +1,57 @@
+"""How long a search for plans may go on, and what it tells meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple, final
+
+from rota.units import time_text
+
+_EVERY_S = 0.2  # how often progress is told where nothing better was found
+
+
+class Progress(NamedTuple):
+    """How far a search is: plans simulated so far, and the step time of the best (None: nothing fits yet)."""
+
+    doing: str
+    num_plans: int
+    best_us: int | None
+    elapsed_s: float
+
+    def __str__(self) -> str:
+        best = "nothing fits yet" if self.best_us is None else f"best {time_text(self.best_us)}"
+        return f"{self.elapsed_s:5.1f} s  {self.num_plans:,} plans  {best}  {self.doing}"
+
+
+@final
+class Clock:
+    """Ends after `seconds`, or when `stopped` (by Ctrl-C)."""
+
+    def __init__(self, seconds: float, progress: Callable[[Progress], None] | None) -> None:
+        self.seconds = seconds
+        self.stopped = False
+        #: Whether something was left out for want of time.
+        self.ran_out = False
+        self._progress = progress
+        self._began = time.monotonic()
+        self._told = float("-inf")
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._began
+
+    @property
+    def left_s(self) -> float:
+        return 0.0 if self.stopped else max(self.seconds - self.elapsed_s, 0.0)
+
+    def has(self, seconds: float) -> bool:
+        """Whether so much is left; what is not begun for want of time is remembered."""
+        enough = self.left_s > seconds
+        self.ran_out |= not enough
+        return enough
+
+    def tell(self, doing: str, num_plans: int, best_us: int | None, at_once: bool = False) -> None:
+        if self._progress is not None and (at_once or self.elapsed_s - self._told > _EVERY_S):
+            self._told = self.elapsed_s
+            self._progress(Progress(doing, num_plans, best_us, self.elapsed_s))

@@ -1,0 +1,86 @@
+"""The best candidates' own stages, measured: what was added up from layers, made true before it is answered."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rota.checking import check
+from rota.errors import PlanError, SearchError
+from rota.models import split
+from rota.planning.answer import Answer, Confirmed
+from rota.planning.bounding import placement_bound_us
+from rota.planning.evaluating import Found
+from rota.profiling import profile, profile_here
+from rota.units import count_text
+
+_MOST = 3  # candidates, of different kinds
+
+MakeBatch = Callable[[int], tuple[Any, Any]]
+LossFn = Callable[[Any, Any], torch.Tensor]
+
+
+def confirm(
+    answer: Answer,
+    model: nn.Module,
+    make_batch: MakeBatch,
+    loss_fn: LossFn | None,
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    report: Callable[[str], None] = lambda _: None,
+) -> Answer:
+    """The same answer, its best candidates planned with the costs of their own stages, measured as they will run.
+
+    `make_batch(rows)` returns inputs and targets. The fastest by what was measured is the best then, and the plan is
+    checked. Raises SearchError where, as measured, none of the candidates fits.
+    """
+    how = model, make_batch, loss_fn, make_optimizer
+    confirmed: list[Confirmed] = []
+    for found in (*answer.shown, *(found for found in answer.candidates if found not in answer.shown)):
+        if len(confirmed) >= _MOST:
+            break
+        report(f"measuring the stages of {found.schedule} on {count_text(found.candidate.layout.num_ranks, 'rank')}")
+        again = _measured(found, *how)
+        try:
+            check(again.plan)
+        except PlanError as error:
+            report(f"{found.schedule}: as measured, {error}")
+            continue
+        confirmed.append(Confirmed(found.makespan_us, again))
+    if not confirmed:
+        raise SearchError(
+            "none of the plans fits as its stages were measured; profile the layers anew (--refresh), or plan with "
+            "less memory than there is, to leave room"
+        )
+    confirmed.sort(key=lambda one: one.found.key)
+    usual = _measured(answer.usual, *how) if isinstance(answer.usual, Found) else answer.usual
+    return replace(answer, candidates=tuple(one.found for one in confirmed), usual=usual, confirmed=tuple(confirmed))
+
+
+def _measured(
+    found: Found,
+    model: nn.Module,
+    make_batch: MakeBatch,
+    loss_fn: LossFn | None,
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None,
+) -> Found:
+    """The same orders on a placement with the stages' own costs."""
+    candidate, layout = found.candidate, found.candidate.layout
+    stages = split(model, layout.num_stages, candidate.usage.cuts)
+    how: dict[str, Any] = {
+        "split_backward": candidate.splits_backward,
+        "recompute": candidate.recomputed,
+        "optimizer": make_optimizer,
+    }
+    batch = *make_batch(layout.rows), loss_fn
+    if layout.num_ranks <= len(os.sched_getaffinity(0)) and layout.shape != "bidirectional":
+        costs = profile(stages, *batch, ranks=layout.ranks, **how)
+    else:  # they will run elsewhere: here they would wait for each other
+        costs = profile_here(stages, *batch, **how)
+    candidate = replace(candidate, measured=costs)
+    plan = replace(found.plan, placement=candidate.placement)
+    return Found(candidate, found.schedule, plan, placement_bound_us(candidate.placement, layout.num_microbatches))

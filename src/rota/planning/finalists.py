@@ -1,0 +1,72 @@
+"""The best candidates once more, their orders searched instead of named."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
+
+from rota.errors import SearchError
+from rota.planning.bounding import placement_bound_us
+from rota.planning.candidates import Candidate
+from rota.planning.evaluating import Found
+from rota.planning.sweeping import Sweep
+from rota.stopping import ended_by_ctrl_c
+
+_MOST = 3  # finalists
+_SHARE, _MOST_S = 0.05, 3.0  # of the time limit, for each, in nominal seconds of the search
+_WORTH = 0.001  # a candidate whose bound is so near to the best plan's time has nothing to gain
+
+
+def can_search() -> bool:
+    return all(importlib.util.find_spec(module) is not None for module in ("ortools", "numba"))
+
+
+def search_finalists(sweep: Sweep) -> None:
+    """Look for better orders on the best candidates; without the search extra, or time, they stay as they are."""
+    if not can_search():
+        return
+    for candidate in list(_finalists(sweep)):
+        if not sweep.clock.has(_seconds(sweep)):
+            return
+        found = _searched(sweep, candidate)
+        if found is not None:
+            sweep.take(found)
+
+
+def _seconds(sweep: Sweep) -> float:
+    return min(_SHARE * sweep.clock.seconds, _MOST_S)
+
+
+def _finalists(sweep: Sweep) -> Iterator[Candidate]:
+    """The fastest ones that may become faster than the best; those that are near to fit where nothing does."""
+    if sweep.best is None:
+        yield from sweep.almost_fitting[:_MOST]
+        return
+    within_us = sweep.best.makespan_us * (1 - _WORTH)
+    several = sorted(sweep.found.values(), key=lambda found: found.key)
+    yield from [found.candidate for found in several if found.bound_us < within_us][:_MOST]
+
+
+def _searched(sweep: Sweep, candidate: Candidate) -> Found | None:
+    """As `rota.find_plan` would, with a fixed amount of work, so that the answer is the same on every run."""
+    from rota.search.budget import Budget
+    from rota.search.finding import compile_once
+    from rota.search.portfolio import Portfolio
+
+    layout, clock = candidate.layout, sweep.clock
+    best_us = None if sweep.best is None else sweep.best.makespan_us
+    clock.tell(f"searching {layout.num_ranks} ranks x {layout.num_replicas}", sweep.num_plans, best_us, at_once=True)
+    compile_once()
+    budget = Budget(_seconds(sweep), deterministic=True, latest_s=clock.left_s)
+    try:
+        with ended_by_ctrl_c(budget):
+            search = Portfolio(candidate.placement, layout.num_microbatches, "makespan", budget, 0, lambda _: None)
+            search.run()
+            result = search.result()
+    except SearchError:
+        return None  # nothing fits
+    clock.stopped |= budget.stopped
+    clock.ran_out |= budget.elapsed_s >= budget.latest_s
+    bound_us = max(int(result.bound_us), placement_bound_us(candidate.placement, layout.num_microbatches))
+    return Found(candidate, "searched", replace(result.plan, usage=candidate.usage), bound_us)

@@ -1,0 +1,150 @@
+"""How a model and a batch may be dealt to a machine: all that is chosen but the order of the ops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from rota import cutting
+from rota.errors import SplitError
+from rota.layers import LayerCosts
+from rota.planning.machine import Machine
+
+Shape = Literal["chain", "interleaved", "wave", "bidirectional"]
+Recompute = Literal["none", "all", "all but the last"]
+
+_STAGES_A_RANK = (2, 3, 4, 6, 8)  # besides one; more make transfers, and win little
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """`num_replicas` pipelines on `num_ranks` ranks each, with `stages_a_rank` stages on one.
+
+    Each pipeline does `num_microbatches` of `rows` rows. `recompute` says which stages do their forwards again.
+    """
+
+    num_ranks: int
+    num_replicas: int
+    rows: int
+    num_microbatches: int
+    shape: Shape = "chain"
+    stages_a_rank: int = 1
+    recompute: Recompute = "none"
+
+    @property
+    def num_stages(self) -> int:
+        """Of one copy of the model."""
+        return self.num_ranks * self.stages_a_rank
+
+    @property
+    def ranks(self) -> list[int]:
+        """Of each stage; with two copies of the model, first those of the one."""
+        n = self.num_ranks
+        down_and_up = [*range(n), *reversed(range(n))]
+        if self.shape == "bidirectional":
+            return down_and_up
+        if self.shape == "wave":
+            return [down_and_up[stage % (2 * n)] for stage in range(self.num_stages)]
+        return [stage % n for stage in range(self.num_stages)]
+
+    @property
+    def recomputed(self) -> range:
+        """The stages that `recompute` says."""
+        return range({"none": 0, "all": self.num_stages}.get(self.recompute, self.num_stages - 1))
+
+
+def layouts(
+    rows: Iterable[int],
+    num_layers: int,
+    machine: Machine,
+    batch_rows: int,
+    *,
+    is_chain: bool = True,
+    inference: bool = False,
+) -> Iterator[Layout]:
+    """All that there are, for micro-batches of these rows. Only a chain of stages has more than one on a rank."""
+    for num_ranks in range(1, min(machine.num_ranks, num_layers) + 1):
+        shapes = list(_shapes(num_ranks, num_layers, is_chain, inference, machine))
+        for num_replicas in range(1, machine.num_ranks // num_ranks + 1):
+            for each in sorted(rows, reverse=True):
+                num_microbatches, left = divmod(batch_rows, num_replicas * each)
+                if left or not num_microbatches:
+                    continue
+                for shape, stages_a_rank in shapes:
+                    for recompute in _recomputes(num_ranks * stages_a_rank, inference):
+                        if shape != "bidirectional" or num_microbatches % 2 == 0:
+                            sizes = num_ranks, num_replicas, each, num_microbatches
+                            yield Layout(*sizes, shape, stages_a_rank, recompute)
+
+
+def _shapes(
+    num_ranks: int, num_layers: int, is_chain: bool, inference: bool, machine: Machine
+) -> Iterator[tuple[Shape, int]]:
+    yield "chain", 1
+    if num_ranks == 1 or not is_chain:
+        return
+    for count in _STAGES_A_RANK:
+        if num_ranks * count <= num_layers:
+            yield "interleaved", count
+            if count % 2 == 0:
+                yield "wave", count
+    # Copies of a stage on ranks of different speeds would be stages of different costs.
+    if num_ranks % 2 == 0 and not inference and len(set(machine.slowdowns)) == 1:
+        yield "bidirectional", 1
+
+
+def _recomputes(num_stages: int, inference: bool) -> Iterator[Recompute]:
+    yield "none"
+    if not inference:
+        yield "all"
+        if num_stages > 1:
+            yield "all but the last"
+
+
+def is_chain(layers: LayerCosts) -> bool:
+    """Whether what any stage sends goes to the next one alone, wherever the model is cut."""
+    return all(target == source + 1 for source, target in layers.edges)
+
+
+def cuts(layers: LayerCosts, layout: Layout, machine: Machine) -> list[tuple[int, ...]]:
+    """Boundaries worth a try: equal layers, and the most even ones, within the memory limits too if they can be."""
+    slowdowns = machine.slowdowns_of(layout.num_ranks, layout.num_replicas)
+    limits = machine.cluster(layout.num_ranks, layout.num_replicas).limit_bytes
+    num_stages = layout.num_stages
+    in_flight = tuple(min(num_stages - stage, layout.num_microbatches) for stage in range(num_stages))  # 1F1B's
+    placed = "chain" if layout.shape == "bidirectional" else layout.shape
+    most_even = (layers, layout.num_ranks, layout.stages_a_rank, placed, slowdowns, layout.recomputed)
+    found = [tuple(cutting.uniform(layers.num_layers, num_stages)), _cut(*most_even)]
+    if any(limit is not None for limit in limits):
+        found.append(_cut(*most_even, limits, in_flight))
+    return list(dict.fromkeys(boundaries for boundaries in found if boundaries))
+
+
+@lru_cache(10_000)
+def _cut(
+    layers: LayerCosts,
+    num_ranks: int,
+    stages_a_rank: int,
+    placed: Literal["chain", "interleaved", "wave"],
+    slowdowns: tuple[float, ...],
+    recompute: range,
+    limits: tuple[int | None, ...] | None = None,
+    in_flight: tuple[int, ...] | None = None,
+) -> tuple[int, ...]:
+    """Nothing where no cut is within the limits."""
+    try:
+        boundaries = cutting.cut(
+            layers,
+            num_ranks,
+            stages_a_rank=stages_a_rank,
+            placement=placed,
+            slowdowns=slowdowns,
+            recompute=recompute,
+            limit_bytes=limits,
+            in_flight=in_flight,
+        )
+    except SplitError:
+        return ()
+    return tuple(boundaries)

@@ -1,0 +1,109 @@
+"""What a plan may use: processes, their memory and speed, and what joins them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rota.costs import Cluster, Link, whole
+from rota.errors import PlacementError
+
+_ANY_LINK = Link()  # as fast as you like
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """`num_ranks` processes; a plan takes some or all of them, numbered as by `rota.mesh`.
+
+    Rank r of replica k, of pipelines on p ranks, is process k · p + r. `limit_bytes`: what a process may hold, one
+    number, or one for each (None: no limit). Processes of a node (`ranks_per_node` neighbours; None: all are) are
+    joined by `link`, others by `node_link`. `slowdowns`: by what a process's times are multiplied, none: by 1.
+    Raises PlacementError.
+    """
+
+    num_ranks: int
+    limit_bytes: tuple[int | None, ...] | int | None = None
+    link: Link = _ANY_LINK
+    ranks_per_node: int | None = None
+    node_link: Link | None = None
+    slowdowns: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if whole("num_ranks", self.num_ranks) < 1:
+            raise PlacementError(f"num_ranks is {self.num_ranks}: a machine has at least 1")
+        one = self.limit_bytes
+        limits = one if isinstance(one, tuple) else (one,) * self.num_ranks
+        object.__setattr__(self, "limit_bytes", Cluster(limits).limit_bytes)  # which looks at each of them
+        object.__setattr__(self, "slowdowns", tuple(self.slowdowns) or (1.0,) * self.num_ranks)
+        for name in ("limit_bytes", "slowdowns"):
+            if (count := len(getattr(self, name))) != self.num_ranks:
+                raise PlacementError(f"{name} has {count} entries for {self.num_ranks} ranks; give one a rank")
+        for rank, slowdown in enumerate(self.slowdowns):
+            if not 0 < slowdown < math.inf:
+                raise PlacementError(f"slowdowns[{rank}] is {slowdown}: give 1 for ordinary speed, 2 for half of it")
+        if self.ranks_per_node is not None and whole("ranks_per_node", self.ranks_per_node) < 1:
+            raise PlacementError(f"ranks_per_node is {self.ranks_per_node}: a node has at least 1")
+        if self.node_link is not None and self.ranks_per_node is None:
+            raise PlacementError("node_link joins nodes: say how many ranks one has, by ranks_per_node")
+
+    @property
+    def limits(self) -> tuple[int | None, ...]:
+        """Of each process."""
+        assert isinstance(self.limit_bytes, tuple)
+        return self.limit_bytes
+
+    def between(self, a: int, b: int) -> Link:
+        """From process to process."""
+        size = self.ranks_per_node
+        if self.node_link is None or size is None or a // size == b // size:
+            return self.link
+        return self.node_link
+
+    def holders(self, num_ranks: int, num_replicas: int, rank: int) -> range:
+        """The processes that are a pipeline's rank `rank`, one a replica."""
+        return range(rank, num_ranks * num_replicas, num_ranks)
+
+    def slowdowns_of(self, num_ranks: int, num_replicas: int) -> tuple[float, ...]:
+        """Of each rank of a pipeline: that of the slowest replica, for which the others wait."""
+        holders = (self.holders(num_ranks, num_replicas, rank) for rank in range(num_ranks))
+        return tuple(max(self.slowdowns[process] for process in of) for of in holders)
+
+    def cluster(self, num_ranks: int, num_replicas: int) -> Cluster:
+        """A pipeline's ranks: of all replicas the lowest limits and the slowest links."""
+        limits = []
+        for rank in range(num_ranks):
+            there = [self.limits[process] for process in self.holders(num_ranks, num_replicas, rank)]
+            limits.append(min((limit for limit in there if limit is not None), default=None))
+        links = []
+        for a in range(num_ranks):
+            for b in range(num_ranks):
+                if a != b and self._crosses(num_ranks, num_replicas, a, b):
+                    assert self.node_link is not None
+                    links.append((a, b, self.node_link))
+        return Cluster(tuple(limits), self.link, tuple(links))
+
+    def _crosses(self, num_ranks: int, num_replicas: int, a: int, b: int) -> bool:
+        """Whether ranks a and b of any replica are on different nodes."""
+        if self.node_link is None or self.ranks_per_node is None:
+            return False
+        starts = (replica * num_ranks for replica in range(num_replicas))
+        return any((start + a) // self.ranks_per_node != (start + b) // self.ranks_per_node for start in starts)
+
+    def ring(self, processes: Sequence[int]) -> Link:
+        """The slowest link of a ring of these processes, for parts of what they reduce of any size."""
+        pairs = zip(processes, [*processes[1:], processes[0]], strict=True)
+        links = [self.between(a, b) for a, b in pairs]
+        rates = [link.bytes_per_us for link in links if link.bytes_per_us is not None]
+        return Link(max(link.latency_us for link in links), min(rates, default=None))
+
+    def reduce_us(self, num_bytes: int, processes: Sequence[int]) -> int:
+        """An all-reduce of `num_bytes` by these processes, as a ring.
+
+        Each of the n processes sends n - 1 parts of 1/n to sum, and as many again to share, over the slowest link:
+        2 (n - 1) (latency + bytes / n / rate).
+        """
+        n = len(processes)
+        if n < 2 or not num_bytes:
+            return 0
+        return 2 * (n - 1) * self.ring(processes).transfer_us(-(-num_bytes // n))

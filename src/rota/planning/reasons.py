@@ -1,0 +1,110 @@
+"""Why one plan is slower than another: the parts of a step, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from rota.planning.evaluating import Found
+from rota.tasks import Kind
+from rota.units import count_text, time_text
+
+_SAME = 0.001  # of a step: not worth a reason
+_ALSO = 0.3  # of the difference: worth a second reason
+
+
+class Parts(NamedTuple):
+    """Of a step, on the mean rank, in µs; they add up to the makespan.
+
+    Forwards and backwards; forwards done again; idle time; and what follows the last op of all.
+    """
+
+    compute_us: float
+    again_us: float
+    bubble_us: float
+    ending_us: float
+
+
+def parts_of(found: Found) -> Parts:
+    timeline, ranks = found.timeline, found.plan.num_ranks
+    last_us = max((ends[-1] for ends in timeline.ends_us if ends), default=0)
+    again = sum(
+        len(task.ranks) * task.duration_us * len(found.plan.placement.microbatches(task.stage, _count(found)))
+        for task in found.plan.placement.tasks
+        if task.kind is Kind.R
+    )
+    busy = sum(timeline.busy_us)
+    return Parts((busy - again) / ranks, again / ranks, last_us - busy / ranks, timeline.makespan_us - last_us)
+
+
+def _count(found: Found) -> int:
+    return found.plan.num_microbatches
+
+
+def why_slower(found: Found, best: Found) -> str:
+    """What takes longer than in the best plan, largest first."""
+    slower_us = found.makespan_us - best.makespan_us
+    if slower_us <= _SAME * best.makespan_us:
+        more = found.peak_bytes > best.peak_bytes
+        return "as fast" + (", but holds more" if more else ", on as many ranks or more")
+    mine, theirs = parts_of(found), parts_of(best)
+    more_us = [a - b for a, b in zip(mine, theirs, strict=True)]
+    told = [_compute, _again, _bubble, _ending]
+    order = sorted(range(4), key=lambda part: -more_us[part])
+    reasons = [told[part](found, best) for part in order if more_us[part] >= _ALSO * slower_us]
+    slower = f"{slower_us / best.makespan_us:+.1%}: "
+    return slower + "; ".join(reasons or [told[order[0]](found, best)])
+
+
+def _compute(found: Found, best: Found) -> str:
+    mine, theirs = found.candidate.layout, best.candidate.layout
+    share = parts_of(found).compute_us / max(parts_of(best).compute_us, 1) - 1
+    used, others = mine.num_ranks * mine.num_replicas, theirs.num_ranks * theirs.num_replicas
+    if used < others:
+        return f"uses {count_text(used, 'rank')}, not {others}: {share:+.0%} compute a rank"
+    if mine.rows != theirs.rows:
+        return f"micro-batches of {count_text(mine.rows, 'row')}, not {theirs.rows}: {share:+.0%} compute"
+    if found.candidate.splits_backward != best.candidate.splits_backward:
+        return f"a backward {'in two' if found.candidate.splits_backward else 'in one'}: {share:+.0%} compute"
+    return f"{share:+.0%} compute"
+
+
+def _again(found: Found, best: Found) -> str:
+    share = (parts_of(found).again_us - parts_of(best).again_us) / max(parts_of(best).compute_us, 1)
+    return f"recomputes {count_text(len(found.candidate.recomputed), 'stage')}: {share:+.0%} compute"
+
+
+def _bubble(found: Found, best: Found) -> str:
+    mine, theirs = parts_of(found).bubble_us, parts_of(best).bubble_us
+    told = f"bubble {mine / found.makespan_us:.1%} against {theirs / best.makespan_us:.1%}"
+    causes = list(_causes(found, best))
+    return f"{told}: {', '.join(causes)}" if causes else told
+
+
+def _causes(found: Found, best: Found) -> Iterator[str]:
+    """Of a larger bubble."""
+    mine, theirs = found.candidate.layout, best.candidate.layout
+    if mine.num_microbatches < theirs.num_microbatches:
+        yield f"fewer micro-batches ({mine.num_microbatches}, not {theirs.num_microbatches})"
+    if mine.num_ranks > theirs.num_ranks:
+        yield f"a longer pipeline ({mine.num_ranks} ranks, not {theirs.num_ranks})"
+    if _unevenness(found) > _unevenness(best) + 0.01:
+        yield f"ranks less even (the busiest {_unevenness(found):+.0%}, not {_unevenness(best):+.0%})"
+    if (mine.num_ranks, mine.num_microbatches) == (theirs.num_ranks, theirs.num_microbatches):
+        if mine.stages_a_rank < theirs.stages_a_rank:
+            yield f"fewer stages a rank ({mine.stages_a_rank}, not {theirs.stages_a_rank})"
+        elif found.candidate.splits_backward < best.candidate.splits_backward:
+            yield "no W of its own to fill it with"
+        elif found.schedule != best.schedule:
+            yield f"{found.schedule}, not {best.schedule}"
+
+
+def _unevenness(found: Found) -> float:
+    """By how much the busiest rank works longer than the mean."""
+    busy = found.timeline.busy_us
+    return max(busy) * len(busy) / max(sum(busy), 1) - 1
+
+
+def _ending(found: Found, best: Found) -> str:
+    mine, theirs = parts_of(found).ending_us, parts_of(best).ending_us
+    return f"all-reduce and optimizer {time_text(round(mine))} behind the last op, not {time_text(round(theirs))}"

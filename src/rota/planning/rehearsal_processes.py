@@ -1,0 +1,97 @@
+"""Starts the processes of a rehearsal on this machine and brings back what they report; leaves none behind.
+
+rehearse ──▶ server ──▶ rank 0, rank 1, …       the server loads torch once, and the ranks are forked from it
+    stdin: its end says that the caller is gone; all ranks are ended then
+    stdout: lines of progress, and in the end how it went
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rota.errors import PipelineError
+from rota.plan import Plan
+from rota.planning.rehearsal_rank import RankReport
+
+_PATIENCE_S = 10  # for the server to end its ranks
+# Of glibc's malloc: larger buffers are pages of their own, and go back to the system when they are freed. By itself it
+# would keep many of them, and a process would have grown by more than its buffers.
+_OWN_PAGES = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+
+
+def run_ranks(
+    plan: Plan, num_steps: int, allocate: bool, timeout_s: float, step_ended: Callable[[int], None]
+) -> list[RankReport]:
+    """`run_rank` in one new process a rank; the reports by rank. Raises PipelineError where one fails."""
+    with tempfile.TemporaryDirectory(prefix="rota-rehearsal-") as folder:
+        Path(folder, "plan.json").write_text(plan.to_json())
+        options = {"num_steps": num_steps, "allocate": allocate, "timeout_s": timeout_s}
+        Path(folder, "options.json").write_text(json.dumps(options))
+        with open(Path(folder, "stderr"), "w") as stderr:
+            server = subprocess.Popen(
+                [sys.executable, "-P", "-m", "rota.planning.rehearsal_server", folder],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(_OWN_PAGES if allocate else {})},
+                start_new_session=True,  # Ctrl-C is for the caller alone, who ends the server
+            )
+        try:
+            _follow(server, folder, step_ended)
+        finally:
+            _end(server)
+        return [RankReport.from_json(report_file(folder, rank).read_text()) for rank in range(plan.num_ranks)]
+
+
+def _follow(server: subprocess.Popen[bytes], folder: str, step_ended: Callable[[int], None]) -> None:
+    """Until the server says how it went."""
+    assert server.stdout is not None
+    for line in server.stdout:
+        told: dict[str, Any] = json.loads(line)
+        if "num_ended" in told:
+            step_ended(told["num_ended"])
+        elif told["rank"] is None:
+            return
+        else:
+            raise PipelineError(_tell_failure(told["rank"], told["code"], folder))
+    last = _last_line(Path(folder, "stderr"))
+    raise PipelineError(f"the process that starts the ranks ended early{last}")
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.close()
+    try:
+        server.wait(_PATIENCE_S)
+    except BaseException:
+        server.kill()  # and its ranks with it
+        server.wait()
+        raise
+    finally:
+        server.stdout.close()
+
+
+def _tell_failure(rank: int, code: int, folder: str) -> str:
+    ended = f"signal {-code}" if code < 0 else f"exit code {code}"
+    return f"rank {rank} ended with {ended}, and the others were ended{_last_line(stderr_file(folder, rank))}"
+
+
+def _last_line(file: Path) -> str:
+    lines = file.read_text().strip().splitlines() if file.exists() else []
+    return f": {lines[-1].removeprefix('rota: ')}" if lines else ""
+
+
+def report_file(folder: str, rank: int) -> Path:
+    return Path(folder, f"rank{rank}.json")
+
+
+def stderr_file(folder: str, rank: int) -> Path:
+    return Path(folder, f"rank{rank}.stderr")

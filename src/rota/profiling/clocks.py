@@ -1,0 +1,95 @@
+"""How long the parts of a run take: by the wall clock, or by events where they run on a GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from statistics import median, quantiles
+from typing import NamedTuple, Protocol, TypeAlias, final
+
+import torch
+
+#: A run of some parts; it calls what it is given before the first part, between them, and after the last.
+Run: TypeAlias = Callable[[Callable[[], None]], None]
+
+
+class Clock(Protocol):
+    """Takes the time between marks."""
+
+    def mark(self) -> None:
+        """One part ends here, and the next begins."""
+
+    def laps_ns(self) -> list[float]:
+        """The times between the marks so far, which are forgotten."""
+
+
+@final
+class WallClock:
+    """For what is done when it returns."""
+
+    def __init__(self) -> None:
+        self._marks: list[int] = []
+
+    def mark(self) -> None:
+        self._marks.append(time.perf_counter_ns())
+
+    def laps_ns(self) -> list[float]:
+        laps = [float(end - start) for start, end in pairwise(self._marks)]
+        self._marks.clear()
+        return laps
+
+
+@final
+class CudaClock:
+    """For kernels on the current CUDA stream: the time on the device, whatever the process does meanwhile."""
+
+    def __init__(self) -> None:
+        self._marks: list[torch.cuda.Event] = []
+
+    def mark(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._marks.append(event)
+
+    def laps_ns(self) -> list[float]:
+        torch.cuda.synchronize()
+        laps = [start.elapsed_time(end) * 1e6 for start, end in pairwise(self._marks)]  # elapsed_time is in ms
+        self._marks.clear()
+        return laps
+
+
+class Laps(NamedTuple):
+    """The median time of each part, and how far apart a whole run's times were, as a part of their median."""
+
+    us: list[float]
+    spread: float
+
+
+def timed(run: Run, clock: Clock, repeats: int, least_ns: int, together: bool) -> Laps:
+    """Of `repeats` measurements after a warm-up, each of as many runs as take `least_ns`.
+
+    The runs of a measurement count `together`, with all that comes between them, such as other processes on the core;
+    or each alone, so that what comes in between is in few of them, and not in the median.
+    """
+    run(clock.mark)
+    clock.laps_ns()
+    run(clock.mark)
+    rounds = 1 + int(least_ns // (sum(clock.laps_ns()) + 1))
+    rows: list[list[float]] = []
+    for i in range(repeats * rounds):
+        run(clock.mark)
+        laps = [ns / 1000 for ns in clock.laps_ns()]
+        if together and i % rounds:
+            rows[-1] = [a + b for a, b in zip(rows[-1], laps, strict=True)]
+        else:
+            rows.append(laps)
+    num_runs = rounds if together else 1
+    return Laps([median(column) / num_runs for column in zip(*rows, strict=True)], _spread([*map(sum, rows)]))
+
+
+def _spread(times: list[float]) -> float:
+    if len(times) < 2:
+        return 0.0
+    first, middle, third = quantiles(times, n=4, method="inclusive")
+    return round((third - first) / middle, 4) if middle else 0.0

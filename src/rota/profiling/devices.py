@@ -1,0 +1,89 @@
+"""Devices by name: how fast each can be, by its maker's figures, and how much of that a model gets.
+
+The figures are those of the makers' data sheets: dense peaks (no sparsity), with the matrix units where the dtype has
+them by default, and the bandwidth of the device's own memory.
+
+The two efficiencies are judgements, not data: large matrix multiplications reach some 60 to 75 % of the peak on these
+devices, and element-wise kernels some 80 % of the bandwidth. What is estimated by them is good for choosing
+between cuts and schedules; measure on the device itself where you can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import final
+
+import torch
+
+from rota.errors import PipelineError
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DeviceModel:
+    """Peak `flops_per_s` by dtype, `tf32` among them where float32 may be rounded; `bytes_per_s` of its memory.
+
+    No operation takes less than `least_op_us`: a kernel has to be started.
+    """
+
+    name: str
+    flops_per_s: Mapping[str, float]
+    bytes_per_s: float
+    is_gpu: bool = True
+    compute_efficiency: float = 0.65
+    memory_efficiency: float = 0.8
+    least_op_us: float = 4.0
+
+    def op_us(self, num_flops: int, num_bytes: int, dtype: torch.dtype) -> float:
+        """The roofline: an operation is as slow as what it computes, or what it moves, or its start."""
+        compute_us = 1e6 * num_flops / (self._rate(dtype) * self.compute_efficiency)
+        return max(compute_us, 1e6 * num_bytes / (self.bytes_per_s * self.memory_efficiency), self.least_op_us)
+
+    def _rate(self, dtype: torch.dtype) -> float:
+        name = str(dtype).removeprefix("torch.")
+        if name == "float32" and torch.get_float32_matmul_precision() != "highest":
+            name = "tf32"
+        return self.flops_per_s.get(name, self.flops_per_s["float32"])
+
+
+def _gpu(name: str, half: float, tf32: float, single: float, double: float, gb_s: float) -> DeviceModel:
+    """In 10^12 operations a second, and 10^9 bytes."""
+    rates = {"float16": half, "bfloat16": half, "tf32": tf32, "float32": single, "float64": double}
+    return DeviceModel(name, {dtype: rate * 1e12 for dtype, rate in rates.items()}, gb_s * 1e9)
+
+
+#: By the name that `device=` and `--device` take.
+DEVICES = {
+    device.name: device
+    for device in (
+        # NVIDIA A100 (SXM4) data sheet; float64 on its tensor cores.
+        _gpu("a100-40gb", 312, 156, 19.5, 19.5, 1555),
+        _gpu("a100-80gb", 312, 156, 19.5, 19.5, 2039),
+        # NVIDIA H100 (SXM5, PCIe) and H200 data sheets, half of what they give with sparsity.
+        _gpu("h100", 989, 494, 67, 67, 3350),
+        _gpu("h100-pcie", 756, 378, 51, 51, 2000),
+        _gpu("h200", 989, 494, 67, 67, 4800),
+        # AMD Instinct MI300X data sheet; matrix cores.
+        _gpu("mi300x", 1307, 653, 163, 163, 5300),
+        # NVIDIA's Ada architecture white paper: with float32 accumulation.
+        _gpu("rtx-4090", 165, 82.6, 82.6, 1.3, 1008),
+        # NVIDIA L40S data sheet.
+        _gpu("l40s", 362, 183, 91.6, 1.4, 864),
+        # One core of a server at 3 GHz: two fused multiply-adds a cycle on 8 floats (AVX2), a share of the memory.
+        DeviceModel("cpu-core", {"float32": 96e9, "float64": 48e9}, 12e9, is_gpu=False, least_op_us=2.0),
+    )
+}
+
+
+def device_named(name: str) -> DeviceModel:
+    """Raises PipelineError, with the names that there are."""
+    if name.lower() in DEVICES:
+        return DEVICES[name.lower()]
+    near = get_close_matches(name.lower(), DEVICES, 1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise PipelineError(
+        f"device {name!r} is none that times can be estimated for; {hint}there are {', '.join(DEVICES)}. Leave it out "
+        f"to measure where the model is"
+    )

@@ -1,0 +1,121 @@
+"""Times of a model without numbers (on the meta device), from what each operation computes and moves on a device."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, final
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+from rota.profiling.devices import DeviceModel
+from rota.runtime.live_storages import storages
+
+_aten = torch.ops.aten
+
+#: Attention on CPUs computes what the registered kernels do.
+_SAME_FLOPS = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+}
+
+
+@final
+class Roofline(TorchDispatchMode):
+    """A clock that runs on by what the operations take that it sees while it is entered."""
+
+    def __init__(self, device: DeviceModel) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_flops, self.us = 0, 0.0
+        self._device = device
+        self._marks: list[float] = []
+
+    def mark(self) -> None:
+        self._marks.append(self.us)
+
+    def laps_ns(self) -> list[float]:
+        laps = [1000 * (end - start) for start, end in pairwise(self._marks)]
+        self._marks.clear()
+        return laps
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        read = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        written = [leaf for leaf in tree_iter(made) if isinstance(leaf, torch.Tensor)]
+        there = {storage._cdata for storage in storages(read)}
+        is_view = all(storage._cdata in there for storage in storages(written)) and not func._schema.is_mutable
+        if not is_view and any(tensor.is_meta for tensor in (*read, *written)):
+            packet = _SAME_FLOPS.get(func.overloadpacket, func.overloadpacket)
+            count = flop_registry.get(packet)
+            num_flops = int(count(*args, **kwargs, out_val=made)) if count is not None else 0
+            moved = sum(_num_bytes(tensor) for tensor in (*read, *written))
+            self.num_flops += num_flops
+            self.us += self._device.op_us(num_flops, moved, (written or read)[0].dtype)
+        return made
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    """What a kernel reads or writes of it: the same element of an expanded tensor once."""
+    numbers = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    return int(torch.Size(numbers).numel()) * tensor.element_size() if tensor.numel() else 0
+
+
+@final
+class Kernels(TorchFunctionMode):
+    """Takes the kernels that PyTorch takes on the device itself, where the meta device would take others.
+
+    Attention in one kernel, which keeps no matrix of weights; on GPUs dropout that keeps a byte an element.
+    """
+
+    def __init__(self, device: DeviceModel) -> None:
+        super().__init__()
+        self._is_gpu = device.is_gpu
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            fused = self._attention(*args, **kwargs)
+            if fused is not None:
+                return fused
+        if func is functional.dropout and self._is_gpu:
+            x, p, training, in_place = _dropout_arguments(*args, **kwargs)
+            if training and 0 < p < 1 and not in_place:
+                return torch.native_dropout(x, p, True)[0]
+        return func(*args, **kwargs)
+
+    def _attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        """None where no such kernel takes these."""
+        plain = query.dim() == 4 and query.shape[-1] == value.shape[-1] and not enable_gqa
+        if not plain or (attn_mask is not None and attn_mask.requires_grad):
+            return None
+        if not self._is_gpu:
+            fits = not dropout_p and not (is_causal and query.shape[-2] != key.shape[-2])
+            flash = _aten._scaled_dot_product_flash_attention_for_cpu
+            return flash(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0] if fits else None
+        if attn_mask is None and query.dtype in (torch.float16, torch.bfloat16):
+            return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        if attn_mask is not None:
+            attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+        efficient = _aten._scaled_dot_product_efficient_attention
+        return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+
+
+def _dropout_arguments(
+    x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> tuple[torch.Tensor, float, bool, bool]:
+    return x, p, training, inplace

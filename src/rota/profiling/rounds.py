@@ -1,0 +1,184 @@
+"""Forward and backward of one stage, whole, split or recomputed, again and again, on what it gets in a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias, final
+
+import torch
+
+from rota.models import Stages
+from rota.profiling.watching import Watching, copier
+from rota.runtime.gradients import (
+    Kept,
+    backward,
+    backward_inputs,
+    forward,
+    gradient_edges,
+    hand_over,
+    over_tensors,
+    take_loss,
+    writes_in_place,
+)
+from rota.runtime.messages import flatten
+from rota.runtime.precision import ambient_autocast, without_autocast
+from rota.runtime.recompute import Again, without_activations
+from rota.runtime.split_backward import WeightWork
+
+LossFn: TypeAlias = Callable[[Any, Any], torch.Tensor]
+
+
+class Given(NamedTuple):
+    """What a profile is of: the stages, and a micro-batch with what the loss is taken by."""
+
+    stages: Stages
+    batch: Any
+    target: Any
+    loss_fn: LossFn | None
+
+
+class StageBytes(NamedTuple):
+    """What a stage holds: after F, after I (0 for a whole backward), and after F if that is recomputed."""
+
+    kept: int
+    waiting: int
+    checkpoint: int
+
+
+@final
+class StageRound:
+    """Of one stage that receives `received`, a value for each incoming edge. It runs once here, to warm up.
+
+    `split`: F, I and W in place of F and B. `recompute`: F keeps nothing, and R comes before the backward.
+    """
+
+    def __init__(
+        self, given: Given, stage: int, received: list[Any], *, split: bool = False, recompute: bool = False
+    ) -> None:
+        self.stage, self.received, self.split, self.recompute = stage, received, split, recompute
+        self._given, self._in_place = given, writes_in_place(given.stages[stage])
+        #: The stage's output as it leaves it: one value for each outgoing edge, of the loss for none.
+        self.output, self.values, kept = self._forward(self._leaves(), split=True)
+        del kept
+        self.output, self.values = hand_over(self.output), [hand_over(value) for value in self.values]
+        roots = self.values if given.stages.outgoing(stage) else [] if given.loss_fn else [self.output]
+        self.gradients = [
+            [torch.randn_like(tensor) for tensor in tensors_of(value) if tensor.requires_grad] for value in roots
+        ]
+        self.on_cuda = any(tensor.is_cuda for tensor in (*self._module().parameters(), *tensors_of(received)))
+        self.run(_nothing)
+
+    def _module(self) -> torch.nn.Module:
+        return self._given.stages[self.stage]
+
+    @property
+    def wants_input_gradients(self) -> bool:
+        return any(tensor.requires_grad for tensor in tensors_of(self.received))
+
+    @property
+    def sizes(self) -> tuple[list[int], list[int]]:
+        """Bytes that leave it by outgoing edge, and those of the gradients that come back."""
+        tensors = [tensors_of(value) for value in self.values]
+        return [num_bytes(of) for of in tensors], [num_bytes([t for t in of if t.requires_grad]) for of in tensors]
+
+    def run(self, mark: Callable[[], None]) -> None:
+        """Four parts: F, R, B or I, and W; those that are not asked for do nothing."""
+        mark()
+        kept = self._first_forward(self._leaves())
+        mark()
+        if isinstance(kept, Again):
+            kept = self.forward(kept.received, kept.buffers)[1]
+        mark()
+        work = self.backward(kept, self.gradients)[1]
+        del kept
+        mark()
+        if work is not None:
+            work.run()
+        mark()
+
+    def run_again(self, mark: Callable[[], None], buffers: dict[str, torch.Tensor]) -> None:
+        """One part: R, a forward that computes with `buffers`, and leaves the module's own alone."""
+        leaves = self._leaves()
+        mark()
+        self.forward(leaves, buffers)
+        mark()
+
+    def forward(self, received: list[Any], buffers: dict[str, torch.Tensor] | None = None) -> tuple[list[Any], Kept]:
+        """The values that leave the stage, and what is kept for the backward."""
+        _, values, kept = self._forward(received, split=self.split, buffers=buffers)
+        return values, kept
+
+    def _forward(self, received: list[Any], **options: Any) -> tuple[Any, list[Any], Kept]:
+        given = self._given
+        output, values, kept = forward(
+            given.stages, self.stage, received, given.batch, in_place=self._in_place, **options
+        )
+        if not values and given.loss_fn is not None:
+            take_loss(kept, given.loss_fn, output, given.target, 1.0)
+        elif not values:  # without a loss the backward starts from the last stage's output
+            kept.outputs = [gradient_edges(output)]
+        return output, values, kept
+
+    def backward(
+        self, kept: Kept, gradients: list[list[torch.Tensor]]
+    ) -> tuple[list[list[torch.Tensor]], WeightWork | None]:
+        """The gradients of what was received, and what is left to W."""
+        with without_autocast(ambient_autocast()):
+            return backward_inputs(kept, gradients) if self.split else (backward(kept, gradients), None)
+
+    def _first_forward(self, received: list[Any]) -> Kept | Again:
+        if not self.recompute:
+            return self.forward(received)[1]
+        with without_activations(self._module(), received, f"stage {self.stage}") as again:
+            self.forward(received)
+        return again
+
+    def _leaves(self) -> list[Any]:
+        return [hand_over(value) for value in self.received]
+
+    def bytes(self, from_here: list[bool]) -> StageBytes:
+        """Of all storages that are alive at these times, and were not before: parameters and the batch were.
+
+        `from_here`: for each incoming edge whether its value is handed over in memory, and not by a message.
+        """
+        copies = [copier(contiguous=not here) for here in from_here]
+        watching = Watching()
+        live = watching.live
+        with watching:
+            received = [over_tensors(copy, value) for copy, value in zip(copies, self.received, strict=True)]
+            del copies
+            live.see(received)
+            kept = self._first_forward(received)
+            del received
+            checkpoint = live.num_bytes() if isinstance(kept, Again) else 0
+            if isinstance(kept, Again):
+                kept = self.forward(kept.received, kept.buffers)[1]
+            held = live.num_bytes()
+            if not self.split:
+                return StageBytes(held, 0, checkpoint)
+            gradients = [[*map(copier(contiguous=True), of)] for of in self.gradients]
+            work = self.backward(kept, gradients)[1]
+            del kept, gradients
+            waiting = live.num_bytes()
+            del work
+        return StageBytes(held, waiting, checkpoint)
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """All tensors in a value that crosses a boundary."""
+    return flatten(value, "a stage")[0]
+
+
+def num_bytes(tensors: list[torch.Tensor]) -> int:
+    """Of their elements, as a message carries them."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def static_bytes(module: torch.nn.Module) -> int:
+    """Parameters, their gradients, and buffers; an optimizer's state comes on top."""
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return num_bytes([*module.parameters(), *trainable, *module.buffers()])
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,308 @@
+"""autoplan: never worse than a named schedule on equal layers, bounds that hold, and what it says."""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from operator import le
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rota
+from rota.checking import check
+from rota.costs import Link
+from rota.cutting import uniform
+from rota.errors import PlacementError, RotaError, SearchError
+from rota.layers import LayerCosts
+from rota.planning import Machine, Progress, autoplan, finalists
+from rota.planning.bounding import layout_bound_us, least_bytes, placement_bound_us
+from rota.planning.candidates import Asked, Candidate
+from rota.planning.evaluating import Found, Misfit, evaluate
+from rota.planning.layouts import Layout, layouts
+from rota.planning.reasons import parts_of, why_slower
+from rota.schedules import FAMILIES, NAMED
+from rota.simulation import simulate
+
+LONG_S = 10_000  # no test waits for the clock
+
+
+def layer_costs(
+    rows: int = 1,
+    forward_us: tuple[int, ...] = (10,) * 8,
+    *,
+    kept: int = 8,
+    parameters: int = 0,
+    boundary: int = 0,
+    edges: tuple[tuple[int, int], ...] | None = None,
+    backward_factor: int = 2,
+) -> LayerCosts:
+    """A chain, I and W each half of B, kept bytes and parameters the same for all layers."""
+    n = len(forward_us)
+    edges = tuple((i, i + 1) for i in range(n - 1)) if edges is None else edges
+    f = tuple(us * rows for us in forward_us)
+    b = tuple(us * backward_factor for us in f)
+    half = tuple(us // 2 for us in b)
+    none, sent, zeros = (0,) * n, (boundary * rows,) * len(edges), (0,) * len(edges)
+    return LayerCosts(
+        rows=rows,
+        cuts=tuple(f"cuts[{i}]" for i in range(n - 1)),
+        forward_us=f,
+        backward_us=b,
+        input_us=half,
+        weight_us=tuple(x - y for x, y in zip(b, half, strict=True)),
+        recompute_us=f,
+        optimizer_us=(parameters // 4,) * n,
+        kept_bytes=(kept * rows,) * n,
+        waiting_bytes=(kept * rows // 2,) * n,
+        forward_peak_bytes=none,
+        backward_peak_bytes=none,
+        input_peak_bytes=none,
+        weight_peak_bytes=none,
+        parameter_bytes=(parameters,) * n,
+        gradient_bytes=(parameters,) * n,
+        buffer_bytes=none,
+        optimizer_bytes=none,
+        edges=edges,
+        boundary_bytes=sent,
+        boundary_gradient_bytes=sent,
+        received_bytes=zeros,
+    )
+
+
+@st.composite
+def questions(draw: st.DrawFn) -> Asked:
+    num_layers = draw(st.integers(1, 6))
+    forward = tuple(draw(st.lists(st.integers(0, 9), min_size=num_layers, max_size=num_layers)))
+    sizes = {
+        "kept": draw(st.integers(0, 6)),
+        "parameters": draw(st.sampled_from([0, 3, 40])),
+        "boundary": draw(st.integers(0, 5)),
+        "backward_factor": draw(st.integers(0, 3)),
+    }
+    profiles = {rows: layer_costs(rows, forward, **sizes) for rows in draw(st.sampled_from([(1,), (1, 2), (2, 3)]))}
+    num_ranks = draw(st.integers(1, 4))
+    limit = draw(st.sampled_from([None, 10**6, 60, 150]))
+    slowdowns = draw(st.sampled_from([(), tuple(1 + 0.25 * (rank % 2) for rank in range(num_ranks))]))
+    links = {"ranks_per_node": 2, "node_link": Link(3, 1)} if draw(st.booleans()) else {}
+    machine = Machine(num_ranks, limit, Link(draw(st.integers(0, 2)), 2), **links, slowdowns=slowdowns)
+    return Asked.checked(profiles, machine, draw(st.sampled_from([2, 6, 12])), draw(st.booleans()))
+
+
+def brute_force(asked: Asked) -> Iterator[tuple[Layout, Candidate, rota.Plan]]:
+    """Every named schedule on equal layers, for all layouts, in the memory or not."""
+    for rows, layers in asked.profiles.items():
+        for layout in layouts([rows], layers.num_layers, asked.machine, asked.batch_rows, inference=asked.inference):
+            boundaries = tuple(uniform(layers.num_layers, layout.num_stages))
+            for family in FAMILIES:
+                if asked.inference != (family.name == "forward_only"):
+                    continue
+                again = frozenset(layout.recomputed)
+                candidate = Candidate(asked, layout, boundaries, family.backward == "split", again)
+                try:
+                    plan = family(candidate.placement, layout.num_microbatches)
+                    assert plan.nodes
+                except RotaError:
+                    continue
+                yield layout, candidate, plan
+
+
+def fits(plan: rota.Plan) -> bool:
+    peaks, limits = simulate(plan).peak_memory_bytes, plan.placement.cluster.limit_bytes
+    return all(limit is None or peak <= limit for peak, limit in zip(peaks, limits, strict=True))
+
+
+@settings(max_examples=20, deadline=None)
+@given(questions())
+def test_never_worse_than_a_named_schedule_on_equal_layers(asked: Asked) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finalists, "can_search", lambda: False)  # by what it proves, not by what it searches
+        best_us = min((simulate(plan).makespan_us for *_, plan in brute_force(asked) if fits(plan)), default=math.inf)
+        try:
+            given = asked.profiles, asked.machine, asked.batch_rows
+            answer = autoplan(*given, inference=asked.inference, time_limit_s=LONG_S)
+        except SearchError:
+            assert best_us == math.inf
+            return
+    check(answer.plan)
+    assert not answer.ran_out
+    assert answer.bound_us <= answer.best.makespan_us <= best_us
+    assert answer.best.makespan_us == simulate(answer.plan).makespan_us
+
+
+@settings(max_examples=20, deadline=None)
+@given(questions())
+def test_no_plan_beats_a_bound(asked: Asked) -> None:
+    for layout, candidate, plan in brute_force(asked):
+        timeline = simulate(plan)
+        of_placement = placement_bound_us(candidate.placement, layout.num_microbatches)
+        assert layout_bound_us(asked, layout) <= timeline.makespan_us
+        assert of_placement <= timeline.makespan_us
+        held = zip(least_bytes(candidate.placement), timeline.peak_memory_bytes, strict=True)
+        assert all(least <= peak for least, peak in held)
+        if layout.recompute == "none" and not asked.inference:
+            again = candidate.recomputing(range(layout.num_stages))
+            either = least_bytes(candidate.placement, again.placement)
+            some = candidate.recomputing(range(layout.num_stages // 2))
+            for one in (candidate, again, some):
+                assert all(map(le, either, least_bytes(one.placement)))
+
+
+UNEVEN = (2, 10, 10, 10, 10, 10, 10, 25)
+
+
+def test_as_little_is_recomputed_as_lets_it_fit() -> None:
+    layers, layout = layer_costs(1, kept=20), Layout(4, 1, 1, 8)
+
+    def evaluated(limit: int) -> Found | Misfit | None:
+        asked = Asked.checked({1: layers}, Machine(4, limit), 8)
+        return evaluate(Candidate(asked, layout, (0, 2, 4, 6, 8)), NAMED["1f1b"], math.inf)
+
+    free, over = evaluated(160), evaluated(59)
+    assert isinstance(free, Found)
+    assert free.peak_bytes == 160  # four micro-batches of two layers on the first rank
+    assert isinstance(over, Misfit)  # what R makes, and what a layer keeps on top while it runs
+    assert (over.num_bytes, over.over_bytes) == (60, 1)
+    tight = evaluated(159)
+    assert isinstance(tight, Found)
+    assert tight.candidate.recomputed == {0}
+    assert tight.peak_bytes <= 159
+    assert tight.makespan_us > free.makespan_us
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_nothing_fits_and_what_would(inference: bool) -> None:
+    profiles = {rows: layer_costs(rows, parameters=1000) for rows in (1, 2)}
+    with pytest.raises(SearchError, match=r"nothing fits: the least is .* of 1 row, .*; give --memory") as told:
+        autoplan(profiles, Machine(2, 1200), 8, inference=inference, time_limit_s=LONG_S)
+    found = re.search(r"--memory ([\d.]+)kB", str(told.value))
+    assert found is not None
+    enough = round(float(found[1]) * 1000)
+    assert autoplan(profiles, Machine(2, enough), 8, inference=inference, time_limit_s=LONG_S).best.peak_bytes <= enough
+
+
+def test_the_parts_of_a_step_add_up_and_reasons_name_what_is_longer() -> None:
+    profiles = {rows: layer_costs(rows, UNEVEN, parameters=8) for rows in (1, 2)}
+    answer = autoplan(profiles, Machine(4, None, Link(1, 4)), 16, time_limit_s=LONG_S)
+    for found in answer.candidates:
+        assert sum(parts_of(found)) == pytest.approx(found.makespan_us)
+        assert found.makespan_us >= found.bound_us
+    text = answer.to_text()
+    assert f"of {answer.counts.layouts:,}" in text or f"{answer.counts.layouts:,} layouts" in text
+    assert "1F1B on equal layers: +" in text
+    slower = [found for found in answer.shown if found is not answer.best]
+    assert slower
+    for found in slower:
+        told = why_slower(found, answer.best)
+        assert told in text
+        assert any(word in told for word in ("bubble", "compute", "recomputes", "all-reduce", "as fast"))
+    assert answer._repr_html_().startswith("<div")
+
+
+def test_the_plan_says_how_it_is_to_be_used() -> None:
+    profiles = {rows: layer_costs(rows, UNEVEN) for rows in (1, 2)}
+    answer = autoplan(profiles, Machine(3), 12, time_limit_s=LONG_S)
+    usage, layout = answer.plan.usage, answer.best.candidate.layout
+    assert usage is not None
+    assert usage.microbatch_rows * answer.plan.num_microbatches * usage.num_replicas == 12
+    assert len(usage.cuts) == layout.num_stages - 1
+    assert rota.Plan.from_json(answer.plan.to_json()) == answer.plan
+
+
+def test_the_answer_is_the_same_on_every_run() -> None:
+    profiles = {rows: layer_costs(rows, UNEVEN, kept=9, parameters=20) for rows in (1, 2)}
+    first, second = (autoplan(profiles, Machine(4, 300), 12, time_limit_s=LONG_S) for _ in range(2))
+    assert not first.ran_out
+    assert first.plan == second.plan
+    assert first.candidates == second.candidates
+
+
+def test_a_slow_rank_gets_fewer_layers_and_slow_replicas_hold_up_the_others() -> None:
+    layers = layer_costs(1, (10,) * 12, parameters=10**6)
+    machine = Machine(3, 13 * 10**6, slowdowns=(1, 1, 2))
+    best = autoplan({1: layers}, machine, 24, time_limit_s=LONG_S).best.candidate
+    assert best.layout.num_ranks == 3
+    layers_on = [0, 0, 0]
+    for stage, rank in enumerate(best.layout.ranks):
+        layers_on[rank] += best.boundaries[stage + 1] - best.boundaries[stage]
+    assert layers_on[2] < min(layers_on[:2])
+    assert Machine(4, None, slowdowns=(1, 1, 1, 3)).slowdowns_of(2, 2) == (1, 3)
+
+
+def test_links_and_limits_are_the_worst_of_all_replicas() -> None:
+    machine = Machine(6, (9, 8, 7, 6, 5, None), Link(1, 10), 4, Link(5, 2))
+    cluster = machine.cluster(3, 2)
+    assert cluster.limit_bytes == (6, 5, 7)
+    assert cluster.link_between(0, 1) == Link(5, 2)  # processes 3 and 4 of the second replica
+    assert cluster.link_between(1, 2) == Link(1, 10)
+    assert machine.reduce_us(100, [0, 1, 2, 3]) == 2 * 3 * (1 + 3)  # four parts of 25 bytes, 3 µs each
+    assert machine.reduce_us(100, [0, 5]) == 2 * (5 + 25)
+    assert machine.reduce_us(100, [3]) == machine.reduce_us(0, [0, 1]) == 0
+
+
+def test_branches_are_placed_as_the_graph_that_they_are() -> None:
+    edges = ((0, 1), (0, 3), (1, 2), (3, 4), (2, 5), (4, 5))
+    layers = layer_costs(1, (4, 9, 9, 9, 9, 4), edges=edges, boundary=1)
+    answer = autoplan({1: layers}, Machine(3, None, Link(1, 1)), 6, time_limit_s=LONG_S)
+    check(answer.plan)
+    assert {found.candidate.layout.shape for found in answer.candidates} == {"chain"}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"batch_rows": 7}, "batch_rows is 7: give a multiple of one of the rows that were measured, 2, 4"),
+        ({"batch_rows": 0}, "batch_rows is 0"),
+        ({"profiles": {}}, "profiles is empty"),
+        ({"profiles": {3: layer_costs(1)}}, r"profiles\[3\] is of micro-batches of 1 rows"),
+        ({"time_limit_s": 0}, "time_limit_s is 0; give a number of seconds above 0"),
+    ],
+)
+def test_what_cannot_be_asked(change: dict[str, object], told: str) -> None:
+    asked = {"profiles": {2: layer_costs(2), 4: layer_costs(4)}, "machine": Machine(2), "batch_rows": 8}
+    with pytest.raises(RotaError, match=told):
+        autoplan(**(asked | change))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"num_ranks": 0}, "num_ranks is 0"),
+        ({"num_ranks": 2, "limit_bytes": (1,)}, "limit_bytes has 1 entries for 2 ranks"),
+        ({"num_ranks": 1, "slowdowns": (0,)}, r"slowdowns\[0\] is 0: give 1 for ordinary speed"),
+        ({"num_ranks": 2, "node_link": Link(1)}, "node_link joins nodes: say how many ranks one has"),
+        ({"num_ranks": 2, "ranks_per_node": 0}, "ranks_per_node is 0"),
+    ],
+)
+def test_machines_that_there_are_not(given: dict[str, object], told: str) -> None:
+    with pytest.raises(PlacementError, match=told):
+        Machine(**given)  # type: ignore[arg-type]
+
+
+def test_it_can_be_stopped_and_says_what_was_left() -> None:
+    profiles = {1: layer_costs(1, UNEVEN), 2: layer_costs(2, UNEVEN)}
+    told: list[str] = []
+    stopped: list[bool] = []
+
+    def stop_at_the_first_plan(progress: Progress) -> None:
+        told.append(str(progress))
+        if progress.best_us is not None and not stopped:
+            stopped.append(True)
+            signal.raise_signal(signal.SIGINT)
+
+    answer = autoplan(profiles, Machine(4, 40), 16, time_limit_s=LONG_S, progress=stop_at_the_first_plan)
+    assert answer.was_stopped
+    assert "stopped by Ctrl-C" in answer.to_text()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert any("plans" in line for line in told)
+
+
+def test_it_loads_nothing_heavy_before_it_searches() -> None:
+    code = "import sys, rota; rota.autoplan, rota.Machine; print(*{'torch', 'numpy', 'ortools'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == ""

@@ -1,0 +1,150 @@
+"""`rota profile` in one process: the file of a model, what it lacks, the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rota import FormatError, split
+from rota.cli import main
+from rota.planning.model_file import load_model_file, profile_file
+from rota.profiles import Profile
+
+MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional
+
+def make_model():
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+def make_batch(rows):
+    return torch.zeros(rows, 4), torch.zeros(rows, dtype=torch.int64)
+
+def loss_fn(output, target):
+    return functional.cross_entropy(output, target)
+"""
+OPTIMIZER = "def make_optimizer(parameters):\n    return torch.optim.AdamW(parameters)\n"
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rota.profiling.layering._RUN_NS", 0)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL + OPTIMIZER)
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = main(["profile", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_profile_is_written_for_each_number_of_rows(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "profile.json"
+    code, out, _ = run(capsys, model, "--rows", "4,1", "-o", output)
+    assert code == 0
+    profile = Profile.from_json(output.read_text())
+    assert [*profile] == [1, 4]
+    assert profile[4].boundary_bytes == (4 * 8 * 4, 4 * 8 * 4)
+    parameters = sum(p.numel() * 4 for p in load_model_file(str(model)).make_model().parameters())
+    assert sum(profile[4].parameter_bytes) == parameters
+    assert sum(profile[4].optimizer_bytes) == 2 * parameters + 4 * 4  # two moments; a number of steps a parameter
+    assert len(split(load_model_file(str(model)).make_model(), 3, profile[4].cuts)) == 3
+    assert "4 rows a micro-batch, measured on" in out
+    assert out.count("layer  F") == 2
+
+
+def test_an_estimate_makes_the_model_where_it_takes_no_memory(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    huge = MODEL.replace("nn.Linear(4, 8)", "nn.Linear(4, 8 * 10**9)").replace(
+        "nn.Linear(8, 2)", "nn.Linear(8 * 10**9, 2)"
+    )
+    model.write_text(huge + OPTIMIZER)
+    output = tmp_path / "profile.json"
+    code, out, _ = run(capsys, model, "--device", "h100", "-o", output)
+    assert code == 0
+    assert "estimated for h100" in out
+    assert Profile.from_json(output.read_text())[1].parameter_bytes[0] == 5 * 8 * 10**9 * 4
+
+
+def test_the_cache_is_used_and_refreshed(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache = tmp_path / "cache"
+    assert run(capsys, model, "--device", "h100", "--cache", cache)[0] == 0
+    (file,) = cache.iterdir()
+    assert file.name == "sequential-h100.json"
+    before = file.read_text()
+    assert run(capsys, model, "--device", "h100", "--cache", cache)[0] == 0
+    assert file.read_text() == before
+    model.write_text(MODEL)
+    code, _, error = run(capsys, model, "--device", "h100", "--cache", cache)
+    assert (code, error.count("\n")) == (1, 1)
+    assert "is stale: optimizer was make_optimizer" in error
+    assert run(capsys, model, "--device", "h100", "--cache", cache, "--refresh")[0] == 0
+    assert "optimizer was" not in file.read_text() != before
+
+
+LAYERS = "nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))"
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (
+            MODEL.replace("def make_batch", "def batches"),
+            "no function make_batch; it needs such as:\n    def make_model",
+        ),
+        ("import nothing_there", "cannot be run: ModuleNotFoundError: No module named 'nothing_there' (line 1)"),
+        (MODEL.replace("nn.Linear(4, 8)", "nn.Linear(4, -8)"), "make_model failed: RuntimeError: "),
+        (MODEL.replace("return nn.Sequential", "return str"), "make_model failed: TypeError"),
+        (MODEL.replace(LAYERS, "3"), "make_model returned a int; return an nn.Module"),
+        (MODEL.replace("return torch.zeros(rows, 4), ", "return "), "make_batch(2) returned no pair"),
+        (MODEL.replace("torch.zeros(rows, 4)", "torch.zeros(3, 4)"), "the batch for 2 rows has 3; return as many"),
+    ],
+)
+def test_what_a_file_lacks_is_told(source: str, told: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model.write_text(source)
+    code, out, error = run(capsys, model, "--rows", "2")
+    assert code in (1, 2)
+    assert out == ""
+    assert told in error
+    assert "Traceback" not in error
+
+
+def test_options_that_do_not_belong_are_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, told in (
+        ((model, "--processes", 3), "--processes is for `rota profile links`"),
+        (("links", "--rows", "2"), "--rows is for a model"),
+        (("links", "--device", "h100"), "--device is for a model"),
+        ((model, "--device", "h10"), "did you mean h100?"),
+        (("nowhere.py",), "cannot read nowhere.py"),
+    ):
+        code, out, error = run(capsys, *arguments)
+        assert code in (1, 2)
+        assert out == ""
+        assert told in error
+
+
+def test_a_file_that_is_no_python(tmp_path: Path) -> None:
+    path = tmp_path / "model.txt"
+    path.write_text(MODEL)
+    with pytest.raises(FormatError, match=r"is no Python file; give one that ends in \.py"):
+        load_model_file(str(path))
+
+
+def test_a_file_may_import_its_neighbours(model: Path) -> None:
+    (model.parent / "neighbour_of_model.py").write_text("WIDTH = 8\n")
+    model.write_text("from neighbour_of_model import WIDTH\n" + MODEL.replace("nn.Linear(4, 8)", "nn.Linear(4, WIDTH)"))
+    layers = profile_file(load_model_file(str(model)), [2], device="cpu")[2]
+    assert layers.num_layers == 3
+    assert torch.get_default_device().type == "cpu"
