@@ -80,7 +80,7 @@ def test_a_model_is_measured_planned_and_measured_again(tmp_path: Path, capsys: 
     assert plan.cuts is not None
     namespace: dict[str, object] = {}
     exec(MODEL, namespace)
-    stages = rota.split(namespace["make_model"](), len(plan.cuts) + 1, plan.cuts)  # type: ignore[operator]
+    stages = rota.split(namespace["make_model"](), plan.num_stages, plan.cuts)  # type: ignore[operator]
     assert len(stages) == plan.num_stages
 
 

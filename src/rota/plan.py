@@ -54,11 +54,12 @@ class Plan:
 
     @property
     def num_stages(self) -> int:
-        return self.placement.num_stages
+        """Of the model: a placement with several streams has each of them once a stream."""
+        return self.placement.num_stages // self.placement.num_streams
 
     @property
     def cuts(self) -> tuple[str, ...] | None:
-        """Where to cut the model: `rota.split(model, len(plan.cuts) + 1, plan.cuts)`. None: nothing was decided."""
+        """Where to cut the model: `rota.split(model, plan.num_stages, plan.cuts)`. None: nothing was decided."""
         return None if self.usage is None else self.usage.cuts
 
     # --- the plan as a graph -------------------------------------------------------------------------------------
@@ -139,7 +140,7 @@ class Plan:
         task = self.placement.task(op.stage, op.kind)
         if task is None:
             kinds = sorted(t.kind for t in self.placement.tasks if t.stage == op.stage)
-            has = f"stage {op.stage} has {' '.join(kinds)}" if kinds else f"there are {self.num_stages} stages"
+            has = f"stage {op.stage} has {' '.join(kinds)}" if kinds else f"there are {self.placement.num_stages} stages"
             return PlanError(f"{does}, which the placement does not know ({has})", "unknown")
         batches = self.placement.microbatches(op.stage, self.num_microbatches)
         if op.microbatch not in batches:

@@ -56,7 +56,7 @@ def _tell(answer: Answer, arguments: Namespace) -> None:
     else:
         files.write(arguments.output, answer.plan.to_json())
         print(f"Wrote {arguments.output}; use it by `rota run {arguments.output} train.py`. There, the model is cut by")
-        print("rota.split(model, len(plan.cuts) + 1, plan.cuts), of plan = rota.given_plan().")
+        print("rota.split(model, plan.num_stages, plan.cuts), of plan = rota.given_plan().")
 
 
 def _machine(arguments: Namespace) -> Machine:

@@ -115,7 +115,7 @@ def _columns(plan: Plan) -> dict[Transfer, tuple[int, int]]:
 def for_all_streams(stages: Stages, plan: Plan) -> Stages:
     """The stages once for each of the plan's data streams. Raises PipelineError where they are not as many."""
     num_streams = plan.placement.num_streams
-    num_stages, left = divmod(plan.num_stages, num_streams)
+    num_stages, left = divmod(plan.placement.num_stages, num_streams)
     if num_streams == 1 or left:  # what is left over belongs to no stream: an edge is missing
         return stages
     if num_stages != len(stages):
