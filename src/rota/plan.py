@@ -140,7 +140,8 @@ class Plan:
         task = self.placement.task(op.stage, op.kind)
         if task is None:
             kinds = sorted(t.kind for t in self.placement.tasks if t.stage == op.stage)
-            has = f"stage {op.stage} has {' '.join(kinds)}" if kinds else f"there are {self.placement.num_stages} stages"
+            there = f"there are {self.placement.num_stages} stages"
+            has = f"stage {op.stage} has {' '.join(kinds)}" if kinds else there
             return PlanError(f"{does}, which the placement does not know ({has})", "unknown")
         batches = self.placement.microbatches(op.stage, self.num_microbatches)
         if op.microbatch not in batches:

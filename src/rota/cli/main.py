@@ -64,17 +64,29 @@ class _Parser(argparse.ArgumentParser):
 _Command = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str, str]
 _COMMANDS: dict[str, _Command] = {
     "demo": (arguments.demo, commands.demo, "train a small GPT on 4 processes, planned against measured", "rota demo"),
+    "autoplan": (
+        arguments.autoplan,
+        autoplanning.autoplan,
+        "choose cuts, replicas, micro-batches, recomputation and schedule together, for a model and a machine",
+        "rota autoplan model.py --ranks 8 --memory 40GB --batch 512 -o plan.json",
+    ),
+    "profile": (
+        arguments.profile,
+        profiling.profile,
+        "what each layer of a model takes, measured here or estimated for a device; or how fast links are",
+        "rota profile model.py --rows 1,2,4,8 -o profile.json\n  rota profile links --processes 4 -o cluster.json",
+    ),
     "plan": (
         arguments.plan,
         planning.plan,
         "make a plan, by name or by search, check it and show it",
         "rota plan 1f1b --ranks 4 --microbatches 8 --forward-us 100 --backward-us 200 -o plan.json",
     ),
-    "autoplan": (
-        arguments.autoplan,
-        autoplanning.autoplan,
-        "choose cuts, replicas, micro-batches, recomputation and schedule together, for a model and a machine",
-        "rota autoplan model.py --ranks 8 --memory 40GB --batch 512 -o plan.json",
+    "schedules": (
+        arguments.schedules,
+        planning.schedules,
+        "all named schedules side by side: time, bubble, memory, what fits",
+        "rota schedules --ranks 8 --microbatches 24 --forward-us 1000 --backward-us 2000 --activation 1GB --limit 8GB",
     ),
     "bound": (
         arguments.bound,
@@ -88,12 +100,6 @@ _COMMANDS: dict[str, _Command] = {
         "what memory buys: the least time a micro-batch for each memory limit",
         "rota frontier --shape wave --ranks 8 --forward-us 93 --backward-us 91 --weight-us 47 --activation 2",
     ),
-    "schedules": (
-        arguments.schedules,
-        planning.schedules,
-        "all named schedules side by side: time, bubble, memory, what fits",
-        "rota schedules --ranks 8 --microbatches 24 --forward-us 1000 --backward-us 2000 --activation 1GB --limit 8GB",
-    ),
     "check": (
         arguments.check,
         commands.check,
@@ -106,30 +112,18 @@ _COMMANDS: dict[str, _Command] = {
         "what a plan takes if everything takes what it should",
         "rota simulate plan.json -o timeline.json",
     ),
+    "rehearse": (
+        arguments.rehearse,
+        rehearsing.rehearse,
+        "run a plan with real processes and messages, and timed waits in place of compute",
+        "rota rehearse plan.json --steps 5 -o rehearsed.json",
+    ),
     "show": (arguments.show, commands.show, "a plan or timeline as a chart", "rota show plan.json -o plan.html"),
     "explain": (
         arguments.explain,
         explaining.explain,
         "why ranks are idle, worst first, and what would help",
         "rota explain timeline.json",
-    ),
-    "import-trace": (
-        arguments.import_trace,
-        explaining.import_trace,
-        "torch.profiler traces of PyTorch's pipeline engine as a timeline, explained",
-        "rota import-trace rank*.json.gz -o timeline.json",
-    ),
-    "profile": (
-        arguments.profile,
-        profiling.profile,
-        "what each layer of a model takes, measured here or estimated for a device; or how fast links are",
-        "rota profile model.py --rows 1,2,4,8 -o profile.json\n  rota profile links --processes 4 -o cluster.json",
-    ),
-    "rehearse": (
-        arguments.rehearse,
-        rehearsing.rehearse,
-        "run a plan with real processes and messages, and timed waits in place of compute",
-        "rota rehearse plan.json --steps 5 -o rehearsed.json",
     ),
     "run": (
         arguments.run,
@@ -143,6 +137,18 @@ _COMMANDS: dict[str, _Command] = {
         "planned against measured",
         "rota compare plan.json measured.json",
     ),
+    "calibrate": (
+        arguments.calibrate,
+        calibrating.calibrate,
+        "plan anew by what a run has measured, or keep the plan",
+        "rota calibrate measured.json -o better.json",
+    ),
+    "import-trace": (
+        arguments.import_trace,
+        explaining.import_trace,
+        "torch.profiler traces of PyTorch's pipeline engine as a timeline, explained",
+        "rota import-trace rank*.json.gz -o timeline.json",
+    ),
     "export": (
         exchange_arguments.export,
         exchange.export,
@@ -154,12 +160,6 @@ _COMMANDS: dict[str, _Command] = {
         exchange.import_,
         "a cut and its plan from torchtitan, Megatron or DeepSpeed",
         "rota import torchtitan titan/parallelism.toml --costs costs.json -o plan.json",
-    ),
-    "calibrate": (
-        arguments.calibrate,
-        calibrating.calibrate,
-        "plan anew by what a run has measured, or keep the plan",
-        "rota calibrate measured.json -o better.json",
     ),
     "checkpoint": (
         arguments.checkpoint,
