@@ -38,6 +38,7 @@ CORE = tuple(
             "units",
             "notebook",
             "reading",
+            "writing",
             "costs",
             "tasks",
             "taskgraph",
@@ -49,7 +50,7 @@ CORE = tuple(
             "memory",
             "timeline",
         ),
-        *("simulation", "checking", "schedules", "accounting", "comparison", "cutting"),
+        *("simulation", "checking", "schedules", "accounting", "comparison", "cutting", "replanning"),
     )
 )
 #: A module belongs to the longest name here that it begins with.

@@ -24,6 +24,7 @@ _HOMES = {
     "rota.simulation": ("simulate",),
     "rota.accounting": ("Cause", "Explanation", "Idle", "explain", "idle"),
     "rota.comparison": ("Comparison", "compare"),
+    "rota.replanning": ("replan",),
     "rota.errors": (
         "FormatError",
         "LostRankError",
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
     from rota.plan import Plan as Plan
     from rota.plan import Transfer as Transfer
     from rota.profiling import profile as profile
+    from rota.replanning import replan as replan
     from rota.runtime import Pipeline as Pipeline
     from rota.runtime import given_plan as given_plan
     from rota.runtime import mesh as mesh
