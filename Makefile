@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-core browser fuzz soak check fmt docs pictures bench site package clean
+.PHONY: help demo test test-core test-faults browser fuzz soak check fmt docs pictures bench site package clean
 
 PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -14,15 +14,18 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(READY) ## a first tour: run `rota demo`
-	$(BIN)/rota demo
+	$(BIN)/rota demo --force
 
-test test-core fuzz soak: export OMP_NUM_THREADS := 1
+test test-core test-faults fuzz soak: export OMP_NUM_THREADS := 1
 
 test: test-core browser ## run every test
-	$(BIN)/pytest -m dist --numprocesses 2 --dist loadfile
+	$(BIN)/pytest -m "dist and not faults" --numprocesses 2 --dist loadfile
 
 test-core: $(READY) ## run the tests of which none starts processes, side by side
-	$(BIN)/pytest -m "not dist" --numprocesses auto --dist worksteal
+	$(BIN)/pytest -m "not dist and not faults" --numprocesses auto --dist worksteal
+
+test-faults: $(READY) ## run the tests that kill, stop and starve processes, some minutes
+	$(BIN)/pytest -m faults --numprocesses 2 --dist loadfile
 
 # The tests of the HTML page drive a real browser. Where there is none and it cannot be had, they are skipped.
 browser:
@@ -31,11 +34,14 @@ browser:
 		{ timeout 60 apt-get update -qq && timeout 180 apt-get install -yqq chromium; } >/dev/null 2>&1; } || \
 		echo "there is no Chromium: the tests in tests/browser will be skipped (as root: apt-get install chromium)"
 
-fuzz: $(READY) ## run 600 random plans on processes, many more than `make test` does
-	ROTA_RANDOM_PLANS=200 $(BIN)/pytest tests/dist/test_random_orders.py
+# An hour for 2,000 plans: no limit of time, but an end.
+fuzz: $(READY) ## read 120,000 wrong files, and run 2,000 random plans on three processes
+	PYTHONPATH=tests $(BIN)/python -m fuzz
+	ROTA_RANDOM_PLANS=2000 $(BIN)/pytest --timeout 3600 "tests/dist/test_random_orders.py::test_random_orders[3]"
 
-soak: $(READY) ## run 1,000 steps in a row, which must leave nothing behind
+soak: $(READY) ## run 1,000 steps in a row, then train for 30 minutes while ranks are killed (ROTA_SOAK_MINUTES)
 	ROTA_SOAK_STEPS=1000 $(BIN)/pytest --timeout 600 tests/dist/test_leftovers.py
+	$(BIN)/python benchmarks/reliability/main.py --minutes $${ROTA_SOAK_MINUTES:-30} --write
 
 check: $(READY) ## lint, formatting, types, and what the pages say: links, files, names, commands
 	$(BIN)/ruff check
@@ -65,7 +71,7 @@ package: $(READY) ## build wheel and sdist, install the wheel into an empty envi
 	$(BIN)/python packaging/check.py
 
 clean: ## remove all that the other targets made, .venv included
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site rota-demo*/
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site rota-demo*/ fuzz-failures
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip first: the one that comes with Python 3.11 knows neither --group nor --build-constraint.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from hypothesis import strategies as st
 
@@ -168,61 +166,3 @@ def with_limits(plan: Plan, limits: Iterable[int | None]) -> Plan:
     """The same plan on ranks with these limits."""
     cluster = replace(plan.placement.cluster, limit_bytes=tuple(limits))
     return replace(plan, placement=replace(plan.placement, cluster=cluster))
-
-
-_VALUES = (
-    0,
-    1,
-    -1,
-    1.5,
-    1e999,
-    10**20,
-    10**400,
-    True,
-    None,
-    "",
-    "0F0",
-    "7W9",
-    "\ud800",
-    "\u0663F0",
-    [],
-    [0],
-    [[0]],
-    {},
-)
-_SCRAPS = ("", ",", ":", '"', "[", "}", " ", "\n", "\x00", "é", "0F", "9", "9" * 5000)
-
-
-def text_mutants(text: str, count: int, chooser: Chooser) -> Iterator[str]:
-    """`count` texts in which a slice has become a scrap."""
-    for _ in range(count):
-        start = chooser.randint(0, len(text))
-        yield text[:start] + chooser.choice(_SCRAPS) + text[start + chooser.randint(0, 5) :]
-
-
-def json_mutants(text: str, count: int, chooser: Chooser) -> Iterator[str]:
-    """`count` documents in which one or two values have become others, are there twice or are gone."""
-    for _ in range(count):
-        document = json.loads(text)
-        for _ in range(chooser.choice((1, 1, 2))):
-            places = list(_places(document))
-            holder, key = chooser.choice(places)
-            other, other_key = chooser.choice(places)
-            change = chooser.random()
-            if change < 0.15:
-                del holder[key]
-            elif change < 0.3 and isinstance(holder, list):
-                holder.insert(key, holder[key])
-            elif change < 0.5:
-                holder[key] = json.loads(json.dumps(other[other_key]))
-            else:
-                holder[key] = chooser.choice(_VALUES)
-        yield json.dumps(document)
-
-
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """(holder, key or index) of every value in a document but itself."""
-    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-    for key in keys:
-        yield value, key
-        yield from _places(value[key])

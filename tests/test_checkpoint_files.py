@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.optim import lr_scheduler
 
-from rota import FormatError
+from rota import FormatError, PipelineError
 from rota.runtime import checkpoint_files as files
 from rota.runtime.checkpoint_files import File, Manifest
+from rota.runtime.checkpoint_metadata import read_metadata
 from rota.runtime.checkpoint_optimizer import (
     records_of,
     require_records,
@@ -21,6 +25,8 @@ from rota.runtime.checkpoint_optimizer import (
     same,
     split_scheduler,
 )
+from rota.runtime.checkpoint_state import random_state
+from rota.runtime.checkpoints import _read_training, _training_file
 
 
 def manifest(number: int, step: int, **changes: Any) -> Manifest:
@@ -59,6 +65,13 @@ def test_a_manifest_comes_back_as_it_was() -> None:
         ('"aliases": {"c": "b"}', '"aliases": []', "checkpoint.aliases is []; expected an object"),
         ('"number"', '"numbers"', "checkpoint has no field 'number'"),
         ('"rota": "checkpoint"', '"rota": "plan"', 'it says "rota": "plan"'),
+        ('["b", 4]', '["a.weight", 4]', 'checkpoint.weights[1][0] is "a.weight"; expected another name than those'),
+        ('{"c": "b"}', '{"c": 3}', "checkpoint.aliases.c is 3; expected a text"),
+        ('["data"', '["../../data"', "checkpoint.files[0][1]: '../../data' is no file of the checkpoint's own folder"),
+        ('["data"', '["/etc/passwd"', "'/etc/passwd' is no file of the checkpoint's own folder"),
+        ('["data"', '[""', 'checkpoint.files[0][0] is ""; expected a name of 1 to 1,000 printable characters'),
+        ('["data"', r'["\u001b[2J"', r'checkpoint.files[0][0] is "\u001b[2J"; expected a name of 1 to 1,000'),
+        ('"abab', '"ABab', "expected a SHA-256 in 64 hexadecimal digits"),
     ],
 )
 def test_a_wrong_manifest_is_told_by_file_and_field(tmp_path: Path, was: str, becomes: str, told: str) -> None:
@@ -185,13 +198,60 @@ class Setup:
         return [{**group, "params": [p.tolist() for p in group["params"]]} for group in self.optimizer.param_groups]
 
 
+def through_a_file(folder: Path, scheduler: Any, records: Any) -> tuple[Any, Any]:
+    """As `save` writes and `load` reads them: without running what a pickle names."""
+    training = {"scheduler": scheduler, "records": records, "random": random_state()}
+    (folder / files.TRAINING).write_bytes(_training_file(training))
+    read = _read_training(folder)
+    assert same(read["random"], training["random"])
+    return read["scheduler"], read["records"]
+
+
+class Named:
+    """Of a class that nobody else knows."""
+
+
+class Running:
+    """Runs when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_what_would_run_code_is_neither_written_nor_read(tmp_path: Path) -> None:
+    with pytest.raises(PipelineError, match=r"hold what is neither a number, a text nor a tensor, .* take it out of"):
+        _training_file({"scheduler": Named(), "records": {}, "random": None})
+    trap = Running(tmp_path / "ran")
+    torch.save({"scheduler": trap, "records": {}, "random": None}, tmp_path / files.TRAINING)
+    with pytest.raises(FormatError, match=r"training.pt cannot be read .* was not written by rota.Checkpoints"):
+        _read_training(tmp_path)
+    for made in (trap, Metadata({"a": BytesStorageMetadata()}), Metadata({}, storage_data={"a": trap}), ["a"], 3):
+        (tmp_path / files.METADATA).write_bytes(pickle.dumps(made))
+        with pytest.raises(
+            FormatError, match=r"\.metadata: it .*; it was not written by rota.Checkpoints, do not use it"
+        ):
+            read_metadata(tmp_path)
+    outside = Metadata({}, storage_data={"a": _StorageInfo("../__0_0.distcp", 0, 1)})
+    (tmp_path / files.METADATA).write_bytes(pickle.dumps(outside))
+    with pytest.raises(FormatError, match=r"places a tensor in '../__0_0.distcp', outside of the checkpoint's folder"):
+        read_metadata(tmp_path)
+    (tmp_path / files.METADATA).write_bytes(pickle.dumps(outside)[:-9])
+    with pytest.raises(FormatError, match=r"\.metadata cannot be read .* the checkpoint is damaged"):
+        read_metadata(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_schedulers_of_every_kind_go_on(scheduler: str) -> None:
+def test_schedulers_of_every_kind_go_on(scheduler: str, tmp_path: Path) -> None:
     before, after = Setup(scheduler), Setup(scheduler)
     before.train(range(3))
     records, tensors = records_of(before.optimizer, before.scheduler, before.keys)
     saved, by_group = split_scheduler(before.scheduler, 2)
     assert by_group
+    saved, records = through_a_file(tmp_path, saved, records)
     for name, weight in before.weights.items():
         after.weights[name].data.copy_(weight)
     restore_optimizer(after.optimizer, after.keys, records, {key: value.clone() for key, value in tensors.items()})

@@ -95,7 +95,7 @@ def test_a_model_too_large_for_this_machine_is_estimated(tmp_path: Path, capsys:
 def test_a_run_has_the_replicas_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[int, int]] = []
 
-    def launch(plan: rota.Plan, *others: object, dp: int, tp: int, worker: str) -> None:
+    def launch(plan: rota.Plan, *others: object, dp: int, tp: int, **options: object) -> None:
         started.append((dp, tp))
 
     monkeypatch.setattr("rota.runtime.launch.launch", launch)

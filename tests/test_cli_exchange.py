@@ -143,7 +143,7 @@ EXPORT = "export torchtitan plan.json --model"
         (f"{EXPORT} model.py -o titan", "give FILE.py:FUNCTION, such as model.py:make_model"),
         (f"{EXPORT} none.py:make -o titan", "cannot read none.py: No such file or directory"),
         (f"{EXPORT} plan.json:make -o titan", "give FILE.py:FUNCTION"),
-        (f"{EXPORT} model.py:marked -o model.py", "cannot make the folder model.py"),
+        (f"{EXPORT} model.py:marked -o model.py", "model.py is there already"),
         ("export megatron plan.json --boundaries 0,4,8", "make 2 parts for 4 stages; give 5 entries"),
         ("export megatron plan.json --boundaries 0,x", "'x' in '0,x' is no number of layers"),
         ("export megatron plan.json --boundaries 0,4,3,9,12", "fall from 4 to 3"),
@@ -197,7 +197,7 @@ def test_what_exists_is_written_over_by_force_alone(here: Path, capsys: pytest.C
         kept.write_text("mine")
         code, _, error = run(capsys, *command.split())
         assert code == 2
-        assert "exists; write elsewhere by -o, or write over it by --force" in error
+        assert "is there already; give another name, or --force to write over it" in error
         assert kept.read_text() == "mine"
         assert run(capsys, *command.split(), "--force")[0] == 0
         assert kept.read_text() != "mine"

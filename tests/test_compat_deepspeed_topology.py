@@ -240,7 +240,7 @@ def test_configuration_that_is_refused(tmp_path: Path) -> None:
             lambda: initialize(model=nn.Linear(1, 1), config={"fp16": {"enabled": True}}),
             "config has 'fp16', which is not",
         ),
-        (lambda: _read(str(tmp_path / "none.json")), "cannot be read"),
+        (lambda: _read(str(tmp_path / "none.json")), "cannot read"),
         (lambda: _read(str(tmp_path / "list.json")), "holds a list; give a JSON object"),
         (lambda: _optimizer({"type": "Magic"}, [nn.Parameter(torch.zeros(1))]), "optimizer type 'Magic' is none of"),
     ):

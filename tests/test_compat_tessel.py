@@ -90,7 +90,7 @@ def test_blocks() -> None:
         ((0, 1.5, 1, "forward"), "span of a block is 1.5"),
         ((-1, 1, 1, "forward"), "mid of a block is -1"),
         ((0, 1, 0.5, "forward"), "memory of a block is 0.5; give a whole number"),
-        ((0, 1, 1, "sideways"), "btype is 'sideways'; a block is 'forward' or 'backward'"),
+        ((0, 1, 1, "sideways"), "btype is \"sideways\"; a block is 'forward' or 'backward'"),
     ],
 )
 def test_blocks_that_are_refused(arguments: tuple, told: str) -> None:
@@ -389,7 +389,7 @@ def test_a_file_of_tessel_s_own_is_read_and_unrolled(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("nonsense", "cannot read a schedule"),
+        ("nonsense", "not JSON: Expecting value at line 1"),
         ("[]", "schedule is \\[\\]; expected an object"),
         ('{"ndevs": 2, "repetend": null}', "has no field 'blocks'"),
         ('{"ndevs": 1, "blocks": [{"mid": 0, "span": 0}], "repetend": null}', "has no field 'memory'"),
@@ -405,7 +405,7 @@ def test_files_that_are_refused(tmp_path: Path, text: str, told: str) -> None:
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match=r"cannot read a schedule from .*none.json"):
+    with pytest.raises(FormatError, match=r"cannot read .*none.json: No such file"):
         SchedPlan.load(tmp_path / "none.json")
 
 

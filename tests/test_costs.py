@@ -125,7 +125,7 @@ def changed(**fields: object) -> str:
         (changed(static_bytes=False), "costs.static_bytes is false; expected a whole number"),
         (changed(edges=[[0, 1], 2]), "costs.edges[1] is 2; expected a list"),
         (changed(edges=[[0, 1], [2]]), "edges is ((0, 1), (2,)): give (source, target) pairs"),
-        (changed(reduce_us=2**63), "costs.reduce_us is 9223372036854775808; expected 9223372036854775807 or less"),
+        (changed(reduce_us=10**15 + 1), "costs.reduce_us is 1000000000000001; expected 1000000000000000 or less"),
     ],
 )
 def test_what_is_wrong_is_told_with_place_and_value(text: str, told: str) -> None:

@@ -104,7 +104,7 @@ def in_code(page: Path) -> Iterator[str]:
 def test_commands_are_understood(page: Path) -> None:
     for line in commands(page):
         words = shlex.split(line.rstrip("."))
-        if words[0] == "rota" and "…" not in line and "COMMAND" not in line and "=" not in words[1]:
+        if words[0] == "rota" and "…" not in line and not words[1].endswith(":"):  # that is an output
             cli._parser().parse_args(words[1:])
 
 

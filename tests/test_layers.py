@@ -39,6 +39,7 @@ CORE = tuple(
             "notebook",
             "reading",
             "stopping",
+            "writing",
             "costs",
             "tasks",
             "taskgraph",
@@ -53,7 +54,7 @@ CORE = tuple(
             "memory",
             "timeline",
         ),
-        *("simulation", "checking", "schedules", "calibration", "accounting", "comparison", "cutting"),
+        *("simulation", "checking", "schedules", "calibration", "accounting", "comparison", "cutting", "replanning"),
     )
 )
 #: Layouts of other trainers: text alone, read and written where torch is not installed.

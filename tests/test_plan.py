@@ -11,7 +11,8 @@ from functools import partial
 import pytest
 from hypothesis import given, settings
 
-from core_strategies import every_op, json_mutants, plans, read_by, text_mutants
+from core_strategies import every_op, plans, read_by
+from fuzz.mutating import json_mutants, text_mutants
 from rota import schedules
 from rota.checking import check
 from rota.costs import Cluster, Costs, Link

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from core_strategies import clusters, plans, text_mutants
+from core_strategies import clusters, plans
+from fuzz.mutating import text_mutants
 from rota.checking import check
 from rota.cli import main
 from rota.cli.files import _placement_of_csv

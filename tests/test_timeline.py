@@ -10,10 +10,11 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 
-from core_strategies import json_mutants, plans, text_mutants
+from core_strategies import plans
+from fuzz.mutating import json_mutants, text_mutants
 from rota import schedules
 from rota.costs import Cluster, Costs
-from rota.errors import FormatError, RotaError
+from rota.errors import FormatError, PlanError, RotaError
 from rota.placing import place
 from rota.plan import Plan, Transfer
 from rota.simulation import simulate
@@ -148,6 +149,16 @@ def test_a_missing_field_is_told() -> None:
     fields = json.loads(TIMELINE.to_json())
     del fields["sent_us"]
     with pytest.raises(FormatError, match="timeline has no field 'sent_us'"):
+        Timeline.from_json(json.dumps(fields))
+
+
+def test_orders_that_wait_in_a_cycle_have_no_times() -> None:
+    """Not even in zero time: a critical path of them would have no beginning."""
+    fields = json.loads(TIMELINE.to_json())
+    fields["orders"][0] = " ".join(reversed(fields["orders"][0].split()))
+    for name in ("starts_us", "ends_us"):
+        fields[name] = [[7] * len(row) for row in fields[name]]
+    with pytest.raises(PlanError, match="the orders wait in a cycle"):
         Timeline.from_json(json.dumps(fields))
 
 

@@ -27,6 +27,7 @@ _HOMES = {
     "rota.accounting": ("Cause", "Explanation", "Idle", "explain", "idle"),
     "rota.comparison": ("Comparison", "compare"),
     "rota.calibration": ("Calibration", "calibrate", "calibrated"),
+    "rota.replanning": ("replan",),
     "rota.errors": (
         "FormatError",
         "LostRankError",
@@ -103,6 +104,7 @@ if TYPE_CHECKING:
     from rota.profiles import Profile as Profile
     from rota.profiling import profile as profile
     from rota.profiling import profile_layers as profile_layers
+    from rota.replanning import replan as replan
     from rota.runtime import Pipeline as Pipeline
     from rota.runtime import given_plan as given_plan
     from rota.runtime import mesh as mesh

@@ -6,8 +6,9 @@ checker and solver agree exactly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
@@ -44,7 +45,7 @@ class Link:
         return self.latency_us + (-(-num_bytes // self.bytes_per_us) if self.bytes_per_us else 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Cluster:
     """The ranks: the memory limit of each in bytes (None: no limit), and the links between them.
 
@@ -79,7 +80,11 @@ class Cluster:
         return cls((limit_bytes,) * num_ranks, Link(latency_us, bytes_per_us))
 
     def link_between(self, sender: int, receiver: int) -> Link:
-        return next((link for a, b, link in self.links if (a, b) == (sender, receiver)), self.link)
+        return self._differing.get((sender, receiver), self.link)
+
+    @cached_property
+    def _differing(self) -> Mapping[tuple[int, int], Link]:
+        return {(sender, receiver): link for sender, receiver, link in reversed(self.links)}  # the first one counts
 
     def to_fields(self) -> dict[str, Any]:
         return {
@@ -255,6 +260,7 @@ class Costs:
     def from_json(cls, text: str) -> Costs:
         """Raises FormatError or PlacementError, naming the field."""
         document = reading.parse(text, "costs")
+        document.refuse_others(("rota", *(field.name for field in fields(cls))))
         values: dict[str, Any] = {}
         for field in fields(cls):
             if field.name not in document and field.name not in ("forward_us", "backward_us"):

@@ -46,4 +46,12 @@ class PipelineError(RotaError):
 
 
 class LostRankError(PipelineError):
-    """Another rank is gone; the first error is there, not here."""
+    """Another rank is gone, and the first error is there, not here; `first_error` is what that rank still told."""
+
+    def __init__(self, lost: str) -> None:
+        super().__init__(lost)
+        self.lost, self.first_error = lost, ""
+
+    def __str__(self) -> str:
+        first = self.first_error
+        return f"{self.lost}: {f'the first error was that of {first}' if first else 'look there for the first error'}"

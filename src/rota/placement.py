@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,7 +12,7 @@ from rota import reading
 from rota.costs import Cluster, whole
 from rota.errors import PlacementError
 from rota.taskgraph import CycleError, TaskGraph
-from rota.tasks import Kind, Op, Task
+from rota.tasks import Kind, Task
 
 
 class Edge(NamedTuple):
@@ -74,8 +75,7 @@ class Placement:
                     f"(0 to {self.num_ranks - 1}); give the cluster more ranks or place the stage elsewhere"
                 )
         if len(self.index) != len(self.tasks):
-            names = [str(task) for task in self.tasks]
-            twice = next(name for name in names if names.count(name) > 1)
+            twice, _ = Counter(map(str, self.tasks)).most_common(1)[0]
             raise PlacementError(f"task {twice} is there twice; a stage has at most one task of each kind")
         edges = []
         for edge in self.edges:
@@ -84,9 +84,12 @@ class Placement:
             name = f"num_bytes of the edge {self.tasks[edge.source]} -> {self.tasks[edge.target]}"
             edges.append(edge._replace(num_bytes=whole(name, edge.num_bytes)))
         object.__setattr__(self, "edges", tuple(edges))
-        for end in self.step_ends:
-            if end.stage not in self.stages:
-                raise PlacementError(f"step_ends names stage {end.stage}, which has no task")
+        ending = [end.stage for end in self.step_ends]
+        if unknown := [stage for stage in ending if stage not in self._tasks_of]:
+            raise PlacementError(f"step_ends names stage {unknown[0]}, which has no task")
+        if len({*ending}) < len(ending):
+            often, _ = Counter(ending).most_common(1)[0]
+            raise PlacementError(f"step_ends names stage {often} twice; a stage ends once, so remove one of them")
         self._refuse_cycles()
 
     def _refuse_cycles(self) -> None:
@@ -219,7 +222,7 @@ class Placement:
         tasks = []
         for entry in document["tasks"]:
             name, ranks, *numbers = _exactly(5, entry)
-            stage, kind, _ = Op.parse(name.text() + "0")
+            stage, kind = _task_name(name)
             duration, held, peak = (number.integer() for number in numbers)
             tasks.append(Task(stage, kind, ranks.integers(0), duration, held, peak))
         index = {str(task): i for i, task in enumerate(tasks)}
@@ -238,6 +241,14 @@ class Placement:
             document["static_bytes"].integers(0),
             tuple(StepEnd(*end) for end in ends),
         )
+
+
+def _task_name(field: reading.Field) -> tuple[int, Kind]:
+    name = field.text()
+    stage, kind = name[:-1], name[-1:]
+    if not (stage.isascii() and stage.isdecimal() and len(stage) < 10) or kind not in Kind.__members__:
+        raise field.wrong("a stage and one of F B I W R, such as 0F")
+    return int(stage), Kind(kind)
 
 
 def _exactly(count: int, entry: reading.Field) -> list[reading.Field]:

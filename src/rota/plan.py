@@ -18,6 +18,7 @@ from rota.units import count_text
 from rota.usage import Usage
 
 _LONGEST_CYCLE = 12  # waits that are told in full
+_MOST_TRANSFERS = 10_000_000  # of a plan in a file
 
 
 class Transfer(NamedTuple):
@@ -327,4 +328,14 @@ class Plan:
     def from_fields(cls, document: reading.Field) -> Plan:
         orders = [schedule_csv.parse_ops(order.text().split(), f"{order.path}, op") for order in document["orders"]]
         usage = Usage.from_fields(document["usage"]) if "usage" in document else None
-        return cls(Placement.from_fields(document), document["num_microbatches"].integer(1), tuple(orders), usage)
+        plan = cls(Placement.from_fields(document), document["num_microbatches"].integer(1), tuple(orders), usage)
+        plan._refuse_floods(document)
+        return plan
+
+    def _refuse_floods(self, document: reading.Field) -> None:
+        """An edge of a few bytes in a file makes a transfer for each rank of its reader and each micro-batch."""
+        rounds = min(self.num_microbatches, max(map(len, self.orders), default=0))  # more of them lack their ops
+        tasks = self.placement.tasks
+        num_transfers = sum(len(tasks[edge.target].ranks) for edge in self.placement.edges) * max(rounds, 1)
+        if num_transfers > _MOST_TRANSFERS:
+            raise document["edges"].wrong(f"{_MOST_TRANSFERS:,} transfers at most, not {num_transfers:,}")

@@ -1,23 +1,77 @@
-"""Reading JSON that somebody else wrote: every complaint names the field, its value and what belongs there."""
+"""Reading files that somebody else wrote: every complaint names the field, its value and what belongs there.
+
+See docs/untrusted-files.md for all that is checked.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rota.errors import FormatError
 
-_LARGEST = 2**63 - 1  # whatever the number counts: what Python can index
+LARGEST_BYTES = 256 * 1024**2  # of a file
+LONGEST_NAME = 1000  # characters
+_PIECE_BYTES = 1024**2  # Python allocates in advance what is asked for
+LARGEST = 10**15  # a petabyte, 31 years in µs: sums of many still fit into 64 bits
+LATEST_US = 2**63 - 1  # such sums: the times of a timeline
+
+_REMEDIES = {
+    "plan": "give what `rota plan -o plan.json` or Plan.to_json() wrote",
+    "timeline": "give what `rota simulate -o timeline.json` or Timeline.to_json() wrote",
+    "costs": "give what Costs.to_json() wrote, of rota.profile or by hand",
+    "profile": "give what `rota profile -o profile.json` wrote",
+    "layers": "give what LayerCosts.to_json() wrote",
+    "cluster": "give what `rota profile links -o cluster.json` or Cluster.to_json() wrote",
+    "checkpoint": "give the rota.json of a checkpoint",
+    "communication": "make the profile anew",
+}
 
 
-def _short(value: object) -> str:
+def read_text(path: str | os.PathLike[str]) -> str:
+    """A file's text, in UTF-8 with or without a byte order mark. Raises FormatError, which names the file."""
+    try:
+        with Path(path).open("rb") as file:
+            data = read_bytes(file.read, LARGEST_BYTES)
+    except OSError as error:
+        raise FormatError(f"cannot read {path}: {error.strerror}; check the path") from None
+    except ValueError:  # a null character
+        raise FormatError(f"cannot read {str(path)!r}: that is no path; check it") from None
+    if len(data) > LARGEST_BYTES:
+        raise FormatError(f"cannot read {path}: it has more than {LARGEST_BYTES:,} bytes; give a smaller one")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise FormatError(f"cannot read {path}: it is no text file in UTF-8 (byte {error.start})") from None
+
+
+def read_bytes(read: Callable[[int], bytes], most: int) -> bytearray:
+    """All that a stream's `read` gives, or `most` bytes and one, which tells that there is more."""
+    data = bytearray()
+    while len(data) <= most and (piece := read(min(most + 1 - len(data), _PIECE_BYTES))):
+        data += piece
+    return data
+
+
+def short(value: object) -> str:
+    """A value in one line of at most 60 printable characters, for errors."""
     try:
         text = json.dumps(value) if isinstance(value, (str, int, float, bool, list, dict, type(None))) else repr(value)
     except RecursionError:
         text = "nested too deep"
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _names(names: Iterable[str]) -> str:
+    """Of an object's fields, however many and whatever they are."""
+    told = ", ".join(name if name.isidentifier() and name.isascii() else short(name) for name in names)
+    return told if len(told) <= 400 else told[:397] + "..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +82,13 @@ class Field:
     value: Any
 
     def wrong(self, expected: str) -> FormatError:
-        return FormatError(f"{self.path} is {_short(self.value)}; expected {expected}")
+        return FormatError(f"{self.path} is {short(self.value)}; expected {expected}")
 
     def __getitem__(self, name: str) -> Field:
         if not isinstance(self.value, dict):
             raise self.wrong("an object")
         if name not in self.value:
-            raise FormatError(f"{self.path} has no field {name!r}; it has {', '.join(self.value) or 'none'}")
+            raise FormatError(f"{self.path} has no field {name!r}; it has {_names(self.value) or 'none'}")
         return Field(f"{self.path}.{name}", self.value[name])
 
     def __contains__(self, name: str) -> bool:
@@ -45,14 +99,16 @@ class Field:
             raise self.wrong("a list")
         return (Field(f"{self.path}[{i}]", value) for i, value in enumerate(self.value))
 
-    def integer(self, minimum: int | None = None) -> int:
+    def integer(self, minimum: int | None = None, maximum: int = LARGEST) -> int:
         # bool is an int to Python, never to a reader of the file.
         if not isinstance(self.value, int) or isinstance(self.value, bool):
             raise self.wrong("a whole number")
         if minimum is not None and self.value < minimum:
             raise self.wrong(f"{minimum} or more")
-        if abs(self.value) > _LARGEST:
-            raise self.wrong(f"{_LARGEST} or less")
+        if self.value > maximum:
+            raise self.wrong(f"{maximum} or less")
+        if self.value < -LARGEST:
+            raise self.wrong(f"{-LARGEST} or more")
         return self.value
 
     def integer_or_none(self, minimum: int | None = None) -> int | None:
@@ -61,27 +117,73 @@ class Field:
     def text(self) -> str:
         if not isinstance(self.value, str):
             raise self.wrong("a text")
+        try:
+            self.value.encode()
+        except UnicodeEncodeError:
+            raise self.wrong("a text without halves of characters (lone surrogates)") from None
         return self.value
 
-    def integers(self, minimum: int | None = None) -> tuple[int, ...]:
-        return tuple(item.integer(minimum) for item in self)
+    def name(self) -> str:
+        """A text that can stand in a line."""
+        name = self.text()
+        if not (1 <= len(name) <= LONGEST_NAME and name.isprintable()):
+            raise self.wrong(f"a name of 1 to {LONGEST_NAME:,} printable characters")
+        return name
+
+    def items(self) -> Iterator[tuple[Field, Field]]:
+        """Of an object: each name and its value."""
+        if not isinstance(self.value, dict):
+            raise self.wrong("an object")
+        return ((Field(f"{self.path}, a name", name), self[name]) for name in self.value)
+
+    def refuse_others(self, known: Iterable[str]) -> None:
+        """Raises FormatError where an object has fields that nobody reads, such as misspelled ones."""
+        for name, value in self.items():
+            if name.value not in known:
+                raise FormatError(
+                    f"{self.path} has the field {short(name.value)} = {short(value.value)}, which is none of "
+                    f"{', '.join(known)}; remove or rename it"
+                )
+
+    def integers(self, minimum: int | None = None, maximum: int = LARGEST) -> tuple[int, ...]:
+        return tuple(item.integer(minimum, maximum) for item in self)
 
 
-def parse(text: str, what: str) -> Field:
-    """The document of type `what` ("plan", "timeline", …); raises FormatError if it is another or no JSON."""
+def parse(text: str, *types: str) -> Field:
+    """The document of one of `types` ("plan", "timeline", …); raises FormatError if it is another or no JSON."""
+    value = load(text)
+    found = value.get("rota") if isinstance(value, dict) else None
+    if found not in types:
+        told = f'it has no "rota": "{types[0]}"' if found is None else f'it says "rota": {short(found)}'
+        raise FormatError(f"not a {' or '.join(types)} file: {told}; {_REMEDIES[types[0]]}")
+    return Field(found, value)
+
+
+def load(text: str) -> Any:
+    """The value of a JSON text. Raises FormatError, also on NaN, infinite numbers and fields that are there twice."""
     try:
-        value = json.loads(text)
+        return json.loads(text, object_pairs_hook=_object, parse_constant=_number, parse_float=_number)
     except json.JSONDecodeError as error:
         raise FormatError(f"not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
     except RecursionError:
         raise FormatError("not a file of ours: nested too deep") from None
     except ValueError as error:  # numbers of more digits than Python converts
         raise FormatError(f"not JSON that can be read: {error}") from None
-    if not isinstance(value, dict) or value.get("rota") != what:
-        kind = value.get("rota") if isinstance(value, dict) else None
-        told = f'it says "rota": {_short(kind)}' if kind is not None else f'it has no "rota": "{what}"'
-        raise FormatError(f"not a {what} file: {told}")
-    return Field(what, value)
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise FormatError(f"it holds the number {short(text)}; write finite numbers")
+    return number
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise FormatError(f"it has an object with two fields {short(twice)}; remove one of them")
+    return found
 
 
 def dump(what: str, fields: dict[str, Any]) -> str:

@@ -208,13 +208,16 @@ class Timeline:
     @classmethod
     def from_json(cls, text: str) -> Timeline:
         """Raises FormatError, PlacementError or PlanError, naming the field."""
-        document = reading.parse(text, "timeline")
+        return cls.from_fields(reading.parse(text, "timeline"))
+
+    @classmethod
+    def from_fields(cls, document: reading.Field) -> Timeline:
         plan = Plan.from_fields(document)
         per_rank = [len(order) for order in plan.nodes]
         per_route = [plan.first_node[r.source + 1] - plan.first_node[r.source] for r in plan.placement.routes]
 
         def columns(name: str, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-            rows = tuple(row.integers(0) for row in document[name])
+            rows = tuple(row.integers(0, reading.LATEST_US) for row in document[name])
             if [len(row) for row in rows] != list(lengths):
                 raise FormatError(f"timeline.{name} does not fit the plan: expected rows of {lengths[:8]} entries")
             return rows
@@ -228,16 +231,23 @@ class Timeline:
             columns("arrived_us", per_route),
             tuple((a, b, c, d) for a, b, c, d in ends),
         )
-        timeline._refuse_disorder()
+        timeline.refuse_disorder()
         return timeline
 
-    def _refuse_disorder(self) -> None:
-        """A rank's ops follow each other; nothing ends before it starts."""
+    def refuse_disorder(self) -> None:
+        """Raises FormatError unless a rank's ops follow each other, nothing ends before it starts or starts below 0.
+
+        Making a timeline checks nothing; reading one from text or traces does. Raises PlanError where the plan's orders
+        wait in a cycle: no run has such times.
+        """
+        _ = self.plan.earliest
         for rank, (starts, ends) in enumerate(zip(self.starts_us, self.ends_us, strict=True)):
             times = [time for pair in zip(starts, ends, strict=True) for time in pair]
-            for i, (before, after) in enumerate(pairwise(times)):
+            for i, (before, after) in enumerate(pairwise(times), 1):
                 if after < before:
                     raise FormatError(f"timeline: rank {rank}, op {i // 2 + 1}: {after} µs comes after {before} µs")
         for span in self.spans():
             if span.duration_us < 0:
                 raise FormatError(f"timeline: {span.work} ends at {span.end_us} µs, before it starts")
+            if span.start_us < 0:
+                raise FormatError(f"timeline: {span.work} starts at {span.start_us} µs, before the step")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,14 @@ def refused_saves(rank: int, folder: Path) -> list[str]:
             refusal(lambda: checkpoints.save(1, position=(1, 2))),
             refusal(lambda: checkpoints.save(1, seen={3: "a"})),
             refusal(lambda: checkpoints.save(1, loss=[torch.tensor(1.0)])),
+            refusal(lambda: checkpoints.save(1, losses=[math.nan])),
+            refusal(lambda: checkpoints.save(1, seed=1 << 5000)),
+            refusal(lambda: checkpoints.save(1, **{"a\nb": 1})),
             refusal(lambda: checkpoints.save(1, rank=rank)),
             refusal(lambda: with_alien.save(1)),
             refusal(lambda: Checkpoints(folder, pipeline, None, keep=0)),
+            refusal(lambda: Checkpoints(folder, pipeline, None, keep="3")),  # type: ignore[arg-type]
+            refusal(lambda: Checkpoints(None, pipeline, None)),  # type: ignore[arg-type]
             refusal(lambda: Checkpoints(folder, pipeline, [training.optimizer])),  # type: ignore[arg-type]
             refusal(lambda: Checkpoints(folder, pipeline, training.optimizer if rank else None, training.scheduler)),
         ]
@@ -58,9 +64,14 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks(pool: Pool, tmp_path: Path
             "extra['position'] holds \"(1, 2)\", a tuple, which JSON cannot say",
             "extra['seen'] has the key 3, and JSON has only texts as keys: use '3'",
             "extra['loss'] holds \"tensor(1.)\", a Tensor",
+            "extra['losses'] is nan, which JSON cannot say; give a finite number, or a text",
+            "extra['seed'] is a number of 5,001 bits, which cannot be read again; give a text",
+            'extra, a name is "a\\nb"; expected a name of 1 to 1,000 printable characters',
             "process 1 saves {'step': 1, 'extra': {'rank': 1}}, and process 0",
             "the optimizer's group 0 has a parameter of shape [3, 2] that is none of this rank's stages",
             "keep=0: keep 1 checkpoint or more, or all by keep=None",
+            "keep='3': keep 1 checkpoint or more, or all by keep=None",
+            "folder=None: give the path of a folder, which all ranks see",
             "the optimizer is a list; give one torch.optim.Optimizer or None",
             "process 0: a LambdaLR, but no optimizer; give both, or None for both",
             "process 1's scheduler is in another state",

@@ -11,6 +11,8 @@ import torch
 from dist.checkpoint_runs import TWO, Training, model, refusal, save_model
 from dist.pool import Pool
 from rota.cli import main
+from rota.runtime import checkpoint_files
+from rota.runtime.checkpoint_files import Manifest
 
 
 def cli(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -99,6 +101,25 @@ def test_verify_finds_what_the_metadata_lack(pool: Pool, tmp_path: Path, capsys:
         path.write_text(changed)
         code, out, _ = cli(capsys, "verify", tmp_path)
         assert (code, told in out) == (1, True)
+
+
+def test_one_that_cannot_be_read_is_told_beside_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (5, 10, 15):
+        partial = checkpoint_files.begin(tmp_path, step)
+        saved = Manifest(step, step, {"note": "\x1b[2J"}, 2, 1, {"a": 1}, {}, {})
+        checkpoint_files.publish(partial, saved, None)
+    (tmp_path / "step-10" / "rota.json").write_text("{")
+    (tmp_path / "step-15" / "rota.json").write_bytes(b"\xff")
+    code, out, err = cli(capsys, "ls", tmp_path)
+    assert (code, err) == (0, "")
+    lines = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert lines.keys() == {"step-5", "step-10", "step-15"}
+    assert lines["step-5"].endswith(r'note="\u001b[2J"')
+    assert lines["step-10"].startswith("unreadable: ")
+    assert "not JSON" in lines["step-10"]
+    assert "no text file in UTF-8" in lines["step-15"]
+    code, out, err = cli(capsys, "verify", tmp_path / "step-10")
+    assert (code, "damaged: step-10" in err) == (1, True)
 
 
 def load_damaged(rank: int, folder: Path) -> str:

@@ -52,7 +52,7 @@ def threads_in_and_after(rank: int, stages: Stages, plan: Plan, batch: Any) -> t
 
 def test_close_ends_the_threads(pool: Pool) -> None:
     seen = pool.run(NUM_RANKS, threads_in_and_after, chain(NUM_RANKS), plan_for(), batch_of(4))
-    assert seen == [({"rota-sends", "rota-watchdog"}, set())] * NUM_RANKS
+    assert seen == [({"rota-sends", "rota-watchdog", "rota-roll-call"}, set())] * NUM_RANKS
 
 
 def many_pipelines(rank: int, stages: Stages, plan: Plan, batch: Any) -> tuple[dict[str, int], dict[str, int]]:

@@ -67,6 +67,14 @@ def clipped(rank: int, fills: list[float | None], max_norm: float) -> tuple[list
         for norm_type in (0, -1, math.nan):
             with pytest.raises(PipelineError, match=f"norm_type is {norm_type}; give a number above 0, or inf"):
                 pipeline.clip_grad_norm_(1.0, norm_type)
+        for given, words in (
+            (lambda: pipeline.clip_grad_norm_("x"), "max_norm is 'x'; give a number"),
+            (lambda: pipeline.clip_grad_norm_(1.0, "x"), "norm_type is 'x'; give a number"),
+            (lambda: pipeline.step(*batch_of(4), scaler=1), "scaler is 1; give a torch.amp.GradScaler, or None"),
+            (lambda: pipeline.step(*batch_of(4), scale="x"), "scale is 'x'; give a number above 0"),
+        ):
+            with pytest.raises(PipelineError, match=words):
+                given()
         assert pipeline.clip_grad_norm_(1.0) == 0  # no rank has a gradient
     return found, told
 

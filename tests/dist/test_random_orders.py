@@ -15,6 +15,7 @@ from dist.random_plans import random_plan
 from rota import Kind, Plan, Stages
 
 NUM_PLANS = int(os.environ.get("ROTA_RANDOM_PLANS", "70"))  # for each number of ranks; `make fuzz` runs more
+AT_ONCE = 100  # in one job of the pool
 
 
 def run_each(rank: int, cases: list[tuple[Stages, Plan, list[Any]]]) -> list[list[StepResult]]:
@@ -42,8 +43,13 @@ def random_case(seed: int, num_ranks: int) -> tuple[Stages, Plan, list[Any]]:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_random_orders(pool: Pool, num_ranks: int) -> None:
-    cases = [random_case(seed, num_ranks) for seed in range(NUM_PLANS)]
-    by_rank = pool.run(num_ranks, run_each, cases, timeout_s=40 + NUM_PLANS)
+    for first in range(0, NUM_PLANS, AT_ONCE):
+        run_and_compare(pool, num_ranks, range(first, min(first + AT_ONCE, NUM_PLANS)))
+
+
+def run_and_compare(pool: Pool, num_ranks: int, seeds: range) -> None:
+    cases = [random_case(seed, num_ranks) for seed in seeds]
+    by_rank = pool.run(num_ranks, run_each, cases, timeout_s=40 + 3 * len(cases))
     for case, (stages, plan, batches) in enumerate(cases):
         for step, batch in enumerate(batches):
             for parameter in (p for module in stages.modules for p in module.parameters()):

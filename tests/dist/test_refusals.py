@@ -125,6 +125,24 @@ def test_another_plan_on_one_rank_is_told_on_all(pool: Pool, other: str, odd_ran
         assert "has another plan than rank 0; give all ranks the same plan" in told
 
 
+def other_stages_on(rank: int, odd_rank: int, plan: Plan) -> str:
+    """There the last stage reads the step's inputs, beside what comes from the stage before it."""
+    layers = chain(plan.num_stages).modules
+    odd = Stages(layers, inputs={0: 0, plan.num_stages - 1: 0})
+    (told,) = try_each(rank, [(odd if rank == odd_rank else Stages(layers), plan)])
+    return told
+
+
+def test_stages_joined_otherwise_on_one_rank_are_told_on_all(pool: Pool) -> None:
+    for told in pool.run(NUM_RANKS, other_stages_on, 1, plan_for()):
+        assert "PipelineError: rank 1 has another graph of stages than rank 0; give all ranks the same graph" in told
+
+
+def test_a_limit_that_is_none_is_refused_before_there_are_processes() -> None:
+    with pytest.raises(PipelineError, match="timeout_s=0; give seconds above 0"):
+        Pipeline(chain(3), plan_for(), loss_fn, timeout_s=0)
+
+
 def test_other_number_of_processes(pool: Pool) -> None:
     for num_ranks in (2, 4):
         for told in pool.run(num_ranks, try_each, [(chain(3), plan_for())]):

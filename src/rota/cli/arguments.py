@@ -13,7 +13,7 @@ from rota.shapes import SHAPES
 
 def demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=_number(1), default=60, help="training steps (default: 60)")
-    parser.add_argument("-o", "--output", default="rota-demo", help="folder for its files (default: rota-demo)")
+    _output(parser, "FOLDER", "folder for its files (default: rota-demo)", default="rota-demo")
 
 
 def plan(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,7 @@ def plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time-limit", type=_seconds, metavar="S", help="for search: at most this many seconds (default: 10)"
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan: .json, or .csv for PyTorch's form")
+    _output(parser, "FILE", "write the plan: .json, or .csv for PyTorch's form")
     width = max(map(len, NAMED))
     named = [f"{planning.SEARCH:<{width}}  the best order there is, for any placement, and how good it is"]
     named += [f"{name:<{width}}  {family.summary}" for name, family in NAMED.items()]
@@ -57,7 +57,7 @@ def autoplan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cache", metavar="PATH", help="file or folder that keeps what was measured")
     parser.add_argument("--refresh", action="store_true", help="measure anew what the cache has")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
+    _output(parser, "FILE", "write the plan as JSON")
 
 
 def bound(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +71,7 @@ def frontier(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time-limit", type=_seconds, default=60.0, metavar="S", help="at most this many seconds (default: 60)"
     )
-    parser.add_argument("-o", "--output", metavar="PICTURE", help="draw the curve as .png, .svg or .pdf")
+    _output(parser, "PICTURE", "draw the curve as .png, .svg or .pdf")
 
 
 def schedules(parser: argparse.ArgumentParser) -> None:
@@ -88,15 +88,13 @@ def check(parser: argparse.ArgumentParser) -> None:
 
 def simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", help="plan.json, or a schedule CSV (F 1 µs, B 2 µs)")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the timeline as JSON")
+    _output(parser, "FILE", "write the timeline as JSON")
 
 
 def show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="plan.json (simulated first), timeline.json, or a schedule CSV")
     parser.add_argument("--width", type=_number(20), help="columns (default: the terminal's)")
-    parser.add_argument(
-        "-o", "--output", metavar="PICTURE", help="write a .png, .svg, .pdf or .html instead, or a .json for Perfetto"
-    )
+    _output(parser, "PICTURE", "write a .png, .svg, .pdf or .html instead, or a .json for Perfetto")
     parser.add_argument("--above", metavar="FILE", help="for -o: a second one, over the first and aligned in time")
     parser.add_argument("--bound", action="store_true", help="for -o: tell how far the plan is from the best possible")
 
@@ -110,7 +108,7 @@ def profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=_number(2), help="for links: to start on this machine (default: 2)")
     parser.add_argument("--cache", metavar="PATH", help="file or folder for which nothing is measured twice")
     parser.add_argument("--refresh", action="store_true", help="measure again what the cache has")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the profile, or the cluster, as JSON")
+    _output(parser, "FILE", "write the profile, or the cluster, as JSON")
 
 
 def rehearse(parser: argparse.ArgumentParser) -> None:
@@ -119,7 +117,7 @@ def rehearse(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allocate", action="store_true", help="really hold the memory that the plan says")
     told = "end a rank that makes no progress for so long (default: 20 simulated steps, at least 60)"
     parser.add_argument("--timeout", type=_seconds, metavar="S", help=told)
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the median step's timeline as JSON")
+    _output(parser, "FILE", "write the median step's timeline as JSON")
 
 
 def run(parser: argparse.ArgumentParser) -> None:
@@ -127,8 +125,11 @@ def run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", help="Python file to run on every rank; it calls rota.given_plan()")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the script")
     parser.add_argument("--timeline", metavar="FILE", help="write the last step's measured timeline")
+    _force(parser)
     told = "processes: pp ranks of the plan, times dp replicas (default: the plan's), times tp parts of each weight"
     parser.add_argument("--mesh", type=_mesh, default={}, metavar="pp=N,dp=N,tp=N", help=told)
+    told = "start all ranks again, up to N times, when one fails; the script goes on from its last checkpoint"
+    parser.add_argument("--max-restarts", type=_number(0), default=0, metavar="N", help=told)
     parser.add_argument("--engine", choices=["rota", "torch"], default="rota", help="torch: PyTorch's own, for chains")
 
 
@@ -136,7 +137,7 @@ def compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("planned", help="plan.json (simulated first) or timeline.json")
     parser.add_argument("measured", help="timeline.json, such as `rota run --timeline` writes")
     _cores(parser)
-    parser.add_argument("-o", "--output", metavar="PICTURE", help="draw both, as a .png, .svg, .pdf or .html, too")
+    _output(parser, "PICTURE", "draw both, as a .png, .svg, .pdf or .html, too")
 
 
 def calibrate(parser: argparse.ArgumentParser) -> None:
@@ -148,11 +149,12 @@ def calibrate(parser: argparse.ArgumentParser) -> None:
     told = "for --plan search: at most this many seconds (default: 10)"
     parser.add_argument("--time-limit", type=_seconds, metavar="S", help=told)
     parser.add_argument("--costs", metavar="FILE", help="write the measured costs as JSON, for `rota plan --costs`")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the better plan as JSON")
+    _output(parser, "FILE", "write the better plan as JSON")
 
 
 def explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("timeline", help="timeline.json, or a plan (simulated first)")
+    parser.add_argument("second", nargs="?", help=argparse.SUPPRESS)  # none is wanted: told with the right command
     parser.add_argument(
         "--planned", metavar="FILE", help="what ops should take (default: what the timeline's plan says)"
     )
@@ -166,7 +168,7 @@ def import_trace(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--step", type=_number(0), help="which of the profiled steps, from 0 (default: the last)")
     _cores(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the timeline as JSON")
+    _output(parser, "FILE", "write the timeline as JSON")
 
 
 def checkpoint(parser: argparse.ArgumentParser) -> None:
@@ -175,7 +177,7 @@ def checkpoint(parser: argparse.ArgumentParser) -> None:
     actions.add_argument(
         "folder", metavar="FOLDER", help="folder of rota.Checkpoints, or one checkpoint: FOLDER/step-N"
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="for export: model.safetensors")
+    _output(parser, "FILE", "for export: model.safetensors")
 
 
 def _number(minimum: int) -> Callable[[str], int]:
@@ -254,6 +256,15 @@ def _costs(parser: argparse.ArgumentParser, of_what: str) -> None:
     parser.add_argument("--boundary", type=_size, dest="boundary_bytes", help="sent from stage to stage (default: 0)")
     parser.add_argument("--latency-us", type=_number(0), default=0, help="of every link (default: 0)")
     parser.add_argument("--bytes-per-us", type=_number(1), help="rate of every link; 1 GB/s is 1000 (default: any)")
+
+
+def _output(parser: argparse.ArgumentParser, metavar: str, told: str, default: str | None = None) -> None:
+    parser.add_argument("-o", "--output", metavar=metavar, default=default, help=told)
+    _force(parser)
+
+
+def _force(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--force", action="store_true", help="write over what is there already")
 
 
 def _cores(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from rota import reading
 from rota.cli import files
 from rota.cli.screen import print_timeline, show_progress
 from rota.costs import Link
@@ -81,14 +82,14 @@ def _model_file(path: str) -> ModelFile:
     files.require("torch", "torch")
     from rota.planning.model_file import load_model_file
 
-    files.read(path)
+    reading.read_text(path)
     return load_model_file(path)
 
 
 def _read(arguments: Namespace) -> Mapping[int, LayerCosts]:
     """From `--profile`, those of `--rows`."""
     try:
-        profile = Profile.from_json(files.read(arguments.profile))
+        profile = Profile.from_json(reading.read_text(arguments.profile))
     except (FormatError, PlacementError) as error:
         raise files.InputError(f"{arguments.profile}: {error}") from None
     for rows in arguments.rows or ():

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from argparse import Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rota import checking, comparison, schedule_csv, simulation
+from rota import checking, comparison, reading, schedule_csv, simulation
 from rota.cli import files
 from rota.cli.screen import print_timeline
 from rota.errors import PipelineError
 from rota.timeline import Timeline
+
+if TYPE_CHECKING:
+    from rota.runtime.launch import Run
 
 
 def demo(arguments: Namespace) -> int:
@@ -61,7 +66,7 @@ def show(arguments: Namespace) -> int:
 
 def _bound_us(timeline: Timeline, name: str) -> int:
     """Of the plan's own costs: what was measured may beat it."""
-    if timeline != simulation.simulate(timeline.plan):
+    if _is_measured(timeline):
         raise files.InputError(f"--bound: {name} has measured times, the bound has planned ones; show the plan instead")
     files.require("ortools", "search")
     from rota.search import bounds_of
@@ -90,9 +95,9 @@ _WORKERS = {"rota": "rota.runtime.worker", "torch": "rota.interop.torch_worker"}
 def run(arguments: Namespace) -> int:
     planned = files.read_plan(arguments.plan)
     files.require("torch", "torch")
-    from rota.runtime.launch import launch
+    from rota.runtime.launch import EndedBySignal, launch
 
-    files.read(arguments.script)
+    reading.read_text(arguments.script)
     if arguments.engine == "torch":
         schedule_csv.require_chain(planned.placement, "or use --engine rota")
     replicas = 1 if planned.usage is None else planned.usage.num_replicas
@@ -107,24 +112,66 @@ def run(arguments: Namespace) -> int:
         if arguments.engine == "torch":
             raise files.InputError(f"--timeline {arguments.timeline}: PyTorch's engine records none; use --engine rota")
         files.require_folder(arguments.timeline)  # before the run, not after it
-    for option in ("--timeline", "--mesh", "--engine"):
+    for option in ("--timeline", "--force", "--mesh", "--max-restarts", "--engine"):
         if option in arguments.arguments:
             print(f"rota run: {option} behind the script goes to the script; for rota put it first", file=sys.stderr)
-    worker = _WORKERS[arguments.engine]
-    timeline = launch(planned, arguments.script, arguments.arguments, worker=worker, dp=dp, tp=tp)
+    try:
+        done = launch(
+            planned,
+            arguments.script,
+            arguments.arguments,
+            worker=_WORKERS[arguments.engine],
+            dp=dp,
+            tp=tp,
+            max_restarts=arguments.max_restarts,
+            report=_tell,
+        )
+    except EndedBySignal as error:
+        _tell(str(error))
+        return 128 + error.number
     if arguments.timeline is not None:
-        if timeline is None:
+        if done.timeline is None:
             raise PipelineError(
                 f"{arguments.script} ran no step of a Pipeline: there is no timeline to write to {arguments.timeline}"
             )
-        files.write(arguments.timeline, timeline.to_json())
+        files.write(arguments.timeline, done.timeline.to_json())
         print(f"Wrote {arguments.timeline}; see it by `rota compare {arguments.plan} {arguments.timeline}`.")
-    return 0
+    return _told_how_it_went(done, arguments.timeline)
+
+
+def _told_how_it_went(done: Run, timeline: str | None) -> int:
+    """The exit code: as the shell has it for who was ended by SIGTERM; SIGUSR1 asks for no more than an early end."""
+    for straggler in done.stragglers:
+        first = "" if timeline else "measure by --timeline measured.json, and "
+        _tell(
+            f"{straggler.to_text()}; {first}plan with measured costs: rota calibrate {timeline or 'measured.json'} "
+            f"-o plan.json"
+        )
+    if done.ended_by is None:
+        return 0
+    _tell(f"{done.ended_by.name}: all ranks have ended after the step that was running")
+    return 128 + done.ended_by if done.ended_by == signal.SIGTERM else 0
+
+
+def _tell(line: str) -> None:
+    print(f"rota run: {line}", file=sys.stderr, flush=True)
 
 
 def compare(arguments: Namespace) -> int:
     planned, measured = files.read_timeline(arguments.planned), files.read_timeline(arguments.measured)
+    if _is_measured(planned):
+        if not _is_measured(measured):
+            raise files.InputError(
+                f"{arguments.planned} has measured times, {arguments.measured} planned ones: the plan comes first, as "
+                f"in `rota compare {arguments.measured} {arguments.planned}`"
+            )
+        print(f"rota compare: {arguments.planned} has measured times, which count as planned here", file=sys.stderr)
     print(comparison.compare(planned, measured, arguments.cores).to_text())
     if arguments.output is not None:
         _draw(measured, arguments.output, planned, (arguments.planned, arguments.measured))
     return 0
+
+
+def _is_measured(timeline: Timeline) -> bool:
+    """Whether its times are others than those of its plan's own costs."""
+    return timeline != simulation.simulate(timeline.plan)

@@ -30,7 +30,8 @@ def export(arguments: Namespace) -> int:
 def _to_torchtitan(arguments: Namespace, planned: Plan) -> None:
     from rota.interop import torchtitan
 
-    _refuse_existing(arguments, [str(Path(arguments.output) / name) for name in torchtitan.FILES])
+    for name in torchtitan.FILES:  # the folder itself may be there
+        files.refuse_taken(Path(arguments.output, name), arguments.force)
     parts = _parts(arguments.model, arguments.cuts, planned.num_stages)
     texts = torchtitan.render(parts, planned, arguments.output)
     files.make_folder(arguments.output)
@@ -99,15 +100,8 @@ def _write(arguments: Namespace, text: str) -> None:
     if arguments.output is None:
         print(f"Not written; use -o to keep: {text}", end="")
         return
-    _refuse_existing(arguments, [arguments.output])
     files.write(arguments.output, text)
     print(f"Wrote {arguments.output}.")
-
-
-def _refuse_existing(arguments: Namespace, paths: Sequence[str]) -> None:
-    for path in paths:
-        if not arguments.force and Path(path).exists():
-            raise files.InputError(f"{path} exists; write elsewhere by -o, or write over it by --force")
 
 
 _EXPORTS: dict[str, Callable[[Namespace, Plan], None]] = {
@@ -121,8 +115,6 @@ _EXPORTS: dict[str, Callable[[Namespace, Plan], None]] = {
 
 
 def import_(arguments: Namespace) -> int:
-    if arguments.output is not None:
-        _refuse_existing(arguments, [arguments.output])
     costs = None if arguments.costs is None else files.read_costs(arguments.costs)
     planned, boundaries = _IMPORTS[arguments.format](arguments, costs)
     checking.check(planned)

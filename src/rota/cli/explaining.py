@@ -9,6 +9,12 @@ from rota.cli import files
 
 
 def explain(arguments: Namespace) -> int:
+    if arguments.second is not None:
+        a, b = arguments.timeline, arguments.second
+        raise files.InputError(
+            f"explain tells of one file, not of {a} and {b}; for what was planned and what was measured give "
+            f"`rota explain measured.json --planned plan.json`; `rota compare` sets the two side by side"
+        )
     timeline = files.read_timeline(arguments.timeline)
     planned = timeline.plan if arguments.planned is None else files.read_timeline(arguments.planned)
     explanation = accounting.explain(timeline, planned, arguments.cores)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import os
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from rota import schedule_csv
+from rota import reading, schedule_csv, writing
 from rota.cli.interrupts import told_at_once
 from rota.costs import Cluster, Costs
-from rota.errors import FormatError, RotaError
+from rota.errors import FormatError, PlanError, RotaError
 from rota.placement import Placement
 from rota.placing import place
 from rota.plan import Plan
@@ -46,29 +47,17 @@ def make_folder(path: str) -> None:
         raise InputError(f"cannot make the folder {path}: {error.strerror}; give another by -o") from None
 
 
-def read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}; check the path") from None
-    except UnicodeDecodeError:
-        raise InputError(f"cannot read {path}: it is no text file") from None
-
-
 def write(path: str, text: str) -> None:
     try:
-        Path(path).write_text(text)
+        writing.write_text(path, text)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}; check the folder") from None
 
 
 def read_costs(path: str) -> Costs:
-    try:
-        return Costs.from_json(read(path))
-    except InputError:
-        raise
-    except RotaError as error:
-        raise InputError(f"{path}: {error}") from None
+    text = reading.read_text(path)
+    with _named(path):
+        return Costs.from_json(text)
 
 
 def read_plan(path: str) -> Plan:
@@ -79,27 +68,29 @@ def read_plan(path: str) -> Plan:
 
 def read_timeline(path: str) -> Timeline:
     """A timeline.json; a plan is simulated."""
-    return timeline_of(read_plan_or_timeline(path))
+    loaded = read_plan_or_timeline(path)
+    with _named(path):
+        return timeline_of(loaded)
 
 
 def read_plan_or_timeline(path: str) -> Plan | Timeline:
-    text = read(path)
-    try:
-        if path.endswith(".csv"):
+    text = reading.read_text(path)
+    with _named(path):
+        if path.lower().endswith(".csv"):
             return Plan.from_csv(text, _placement_of_csv(text))
-        if _kind_of(text) == "timeline":
-            return Timeline.from_json(text)
-        return Plan.from_json(text)
-    except FormatError as error:
-        raise InputError(f"{path}: {error}") from None
+        document = reading.parse(text, "plan", "timeline")
+        return Timeline.from_fields(document) if document.path == "timeline" else Plan.from_fields(document)
 
 
-def _kind_of(text: str) -> object:
+@contextmanager
+def _named(path: str) -> Iterator[None]:
+    """Errors of what is read inside name the file."""
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError):
-        return None  # the reader of plans says what is wrong
-    return document.get("rota") if isinstance(document, dict) else None
+        yield
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}", error.reason) from None
+    except RotaError as error:
+        raise InputError(f"{path}: {error}") from None
 
 
 def _placement_of_csv(text: str) -> Placement:
@@ -115,13 +106,49 @@ def _placement_of_csv(text: str) -> Placement:
     return placement if kinds - {Kind.F} else placement.forward_only()
 
 
-def refuse_overwriting(arguments: Namespace) -> None:
-    """Raises InputError where a command is told to write to a file that it reads."""
+# --- where a command may write ----------------------------------------------------------------------------------------
+
+_PICTURES = (".html", ".png", ".svg", ".pdf")
+_TIMELINES = ("simulate", "import-trace", "run")  # what these write
+
+
+def refuse_output(arguments: Namespace) -> None:
+    """Raises InputError where a command would write over a file, or something else than the file's name promises."""
     given = dict(vars(arguments))
     output = given.pop("timeline" if arguments.command == "run" else "output", None)
+    if output is None:
+        return
+    _refuse_suffix(arguments.command, output)
     read = [path for value in given.values() for path in (value if isinstance(value, list) else [value])]
-    if output is not None and any(isinstance(path, str) and _same_file(path, output) for path in read):
+    if any(isinstance(path, str) and _same_file(path, output) for path in read):
         raise InputError(f"{output} is what the command reads, and would be lost; write to another file")
+    option = "--force (before the plan)" if arguments.command == "run" else "--force"
+    refuse_taken(Path(output), arguments.force, is_folder=arguments.command == "demo", option=option)
+
+
+def refuse_taken(path: Path, force: bool, is_folder: bool = False, option: str = "--force") -> None:
+    """Raises InputError where there is something to lose, unless `force`."""
+    if not force and _is_taken(path, is_folder):
+        raise InputError(f"{path} is there already; give another name, or {option} to write over it")
+
+
+def _is_taken(path: Path, is_folder: bool) -> bool:
+    """Whether there is anything to lose; not so in /dev/stdout."""
+    try:
+        return any(path.iterdir()) if is_folder and path.is_dir() else path.is_file()
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}; check the path") from None
+
+
+def _refuse_suffix(command: str, output: str) -> None:
+    suffix = Path(output).suffix.lower()
+    if command == "plan" and suffix in _PICTURES:
+        picture = f"write the plan by -o plan.json, then draw it by `rota show plan.json -o {output}`"
+        raise InputError(f"a plan is written as .json, or as .csv in PyTorch's form, not as {output}; {picture}")
+    if command in _TIMELINES and suffix in (*_PICTURES, ".csv"):
+        option = "--timeline" if command == "run" else "-o"
+        draw = f"then draw it by `rota show timeline.json -o {output}`" if suffix != ".csv" else "a CSV is of a plan"
+        raise InputError(f"a timeline is written as .json, not as {output}; write it by {option} timeline.json, {draw}")
 
 
 def _same_file(a: str, b: str) -> bool:

@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
-        files.refuse_overwriting(given)
+        files.refuse_output(given)
         return int(given.function(given))
     except RotaError as error:
         print(f"rota {given.command}: {_what(error)}: {error}", file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 from typing import TYPE_CHECKING
 
+from rota import reading
 from rota.cli import files
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def load_model(spec: str) -> nn.Module:
     path, colon, name = spec.rpartition(":")
     if not colon or not path.endswith(".py"):
         raise files.InputError(f"--model {spec}: give FILE.py:FUNCTION, such as model.py:make_model")
-    files.read(path)
+    reading.read_text(path)
     try:
         found = runpy.run_path(path, run_name="rota_model")
     except Exception as error:

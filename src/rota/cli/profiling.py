@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from rota import reading
 from rota.cli import files
 from rota.cli.screen import show_progress
 from rota.costs import Cluster
@@ -23,7 +24,7 @@ def profile(arguments: Namespace) -> int:
 def _layers(arguments: Namespace) -> int:
     if arguments.processes is not None:
         raise files.InputError(f"--processes is for `rota profile {LINKS}`; leave it out for {arguments.model}")
-    files.read(arguments.model)
+    reading.read_text(arguments.model)
     from rota.planning.model_file import load_model_file, profile_file
 
     how = {"device": arguments.device, "cache": arguments.cache, "refresh": arguments.refresh}

@@ -19,6 +19,7 @@ from rota.runtime.launch import launch
 from rota.schedules import one_f_one_b
 from rota.simulation import simulate
 from rota.units import size_text
+from rota.writing import write_text
 
 NUM_STAGES, NUM_MICROBATCHES = 4, 8
 
@@ -47,7 +48,7 @@ def run_demo(folder: str, steps: int) -> None:
     print(to_text(planned, width))
 
     _heading(4, f"Run: {steps} steps on {NUM_STAGES} processes, on the sources of Python's standard library")
-    measured = launch(plan, train.__file__, ["--steps", str(steps)])
+    measured = launch(plan, train.__file__, ["--steps", str(steps)]).timeline
     assert measured is not None, "the script ends only after its steps"
 
     _heading(5, "Compare: the plan against the last step")
@@ -61,7 +62,7 @@ def run_demo(folder: str, steps: int) -> None:
 
     written = {"costs.json": costs.to_json(), "plan.csv": plan.to_csv(), "plan.json": plan.to_json()}
     for name, text in (written | {"timeline.json": measured.to_json()}).items():
-        Path(output, name).write_text(text)
+        write_text(output / name, text)
     save(measured, output / "timeline.html", above=planned, title="Demo: planned over measured")
     names = [*written, "timeline.json", "timeline.html"]
     if importlib.util.find_spec("matplotlib") is not None:

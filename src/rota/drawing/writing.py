@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rota.drawing.chrome_trace import to_chrome_trace
@@ -11,8 +10,10 @@ from rota.drawing.html import Names, default_names, to_html
 from rota.drawing.saving import SUFFIXES, save_drawing, suffix_of
 from rota.errors import RotaError
 from rota.plan import Plan
+from rota.reading import short
 from rota.simulation import timeline_of
 from rota.timeline import Timeline
+from rota.writing import write_text
 
 if TYPE_CHECKING:
     import os
@@ -34,21 +35,31 @@ def save(
     pyplot is not used. A trace has no `title` and takes no other timeline. `above`, `names`, `bound_us`: see `to_html`.
     Raises RotaError for another suffix, or where Matplotlib is missing.
     """
+    suffix = suffix_of(path, (*SUFFIXES, ".html", ".json"))
+    _refuse_types(timeline, above, names)
     timeline = timeline_of(timeline)
     above = None if above is None else timeline_of(above)
-    suffix = suffix_of(path, (*SUFFIXES, ".html", ".json"))
     if suffix == ".json":
         if above is not None:
             raise RotaError(f"{str(path)!r} is a Chrome trace, which shows one timeline: write two files, or an .html")
-        Path(path).write_text(to_chrome_trace(timeline), encoding="utf-8")
+        write_text(path, to_chrome_trace(timeline))
     elif suffix == ".html":
-        page = to_html(timeline, above=above, title=title, names=names, bound_us=bound_us)
-        Path(path).write_text(page, encoding="utf-8")
+        write_text(path, to_html(timeline, above=above, title=title, names=names, bound_us=bound_us))
     elif above is None:
         inches = figure_inches(timeline)
         save_drawing(lambda figure: draw(timeline, figure.add_subplot(), title=title, bound_us=bound_us), inches, path)
     else:
         _save_both((above, timeline), path, title, names or default_names(above, timeline), bound_us)
+
+
+def _refuse_types(timeline: object, above: object, names: object) -> None:
+    for what, given in (("timeline", timeline), *([("above", above)] if above is not None else [])):
+        if not isinstance(given, (Plan, Timeline)):
+            raise RotaError(f"{what} is {short(given)}; give a Plan or a Timeline, such as Timeline.from_json(…)")
+    if names is not None and not (
+        isinstance(names, (tuple, list)) and len(names) == 2 and all(isinstance(name, str) for name in names)
+    ):
+        raise RotaError(f"names is {short(names)}; give two texts, of the upper and of the lower one")
 
 
 def _save_both(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from types import FrameType
 from typing import Any, final
 
 import torch
@@ -23,9 +25,11 @@ from rota.plan import Plan
 from rota.runtime import batches
 from rota.runtime.agreement import refuse_differences
 from rota.runtime.joining import join
+from rota.runtime.losses import refuse_loss
 from rota.runtime.precision import LossScale, ambient_autocast, without_autocast
 from rota.runtime.transport import together
-from rota.runtime.watchdog import Watchdog
+from rota.runtime.watchdog import Watchdog, limit_s
+from rota.runtime.whereabouts import Doing, is_in_a_collective
 from rota.tasks import Kind
 from rota.timeline import Timeline
 
@@ -44,13 +48,15 @@ class TorchEngine:
         plan: Plan,
         loss_fn: LossFn | None,
         *,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = None,
         dynamic_shapes: bool = False,
         keep_outputs: bool = False,
         mesh: DeviceMesh | None = None,
         recompute: str | Iterable[int] = "none",
+        allow_nonfinite_loss: bool = False,
     ) -> None:
         check(plan)
+        limit = limit_s(timeout_s, plan)
         refuse_what_torch_cannot_run(stages, plan, dynamic_shapes)
         refuse_options(mesh=mesh, recompute=None if recompute == "none" else recompute)
         self.stages, self.plan, self.loss_fn = stages, plan, loss_fn
@@ -58,7 +64,12 @@ class TorchEngine:
         if self._trains and loss_fn is None:
             raise PipelineError("the plan has backwards, so a loss_fn(output, target) is needed")
         self._ranks = [plan.placement.ranks_of(stage)[0] for stage in plan.placement.stages]
-        self._join_processes()
+        self._allow_nonfinite_loss, self._num_steps = allow_nonfinite_loss, 0
+        self._owns_process_group = join()
+        self._watchdog = Watchdog(limit)
+        with self._watchdog.guarding("the other ranks to make their engines"):
+            self._join_processes()
+        self._watchdog.last = lambda: f"in step {self._num_steps}"
         self._modules = [
             StageModule(stages, stage, loss_fn, keep_outputs or not self._trains, self._begin) for stage in self._local
         ]
@@ -66,19 +77,17 @@ class TorchEngine:
         self._signature: object = None
         self._loss_scale = LossScale()
         self._begun = ""  # the last op that began, as the CSV writes it
-        self._watchdog = Watchdog(self.rank, timeout_s, self._doing)
         #: Loss of each micro-batch of the last step, on the rank of the last stage.
         self.losses: dict[int, float] = {}
         #: Output of each micro-batch of the last step, likewise, if they are kept.
         self.outputs: dict[int, Any] = {}
         self._closed = False
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     # --- the processes --------------------------------------------------------------------------------------------
 
     def _join_processes(self) -> None:
-        self._owns_process_group = join()
-        refuse_differences(self.plan, [])  # weights tied over ranks were refused
+        refuse_differences(self.plan, self.stages, [])  # weights tied over ranks were refused
         self.rank = dist.get_rank()
         self._group = dist.new_group(backend="gloo")
         self._busy = [rank for rank, order in enumerate(self.plan.orders) if order]  # PyTorch knows no idle ranks
@@ -122,27 +131,30 @@ class TorchEngine:
         step = self._prepare(inputs, targets)
         step.scale, step.autocast = scale * self._loss_scale.begin(scaler), ambient_autocast()
         self._begun = ""
-        self._watchdog.begin()
+        self._num_steps += 1
         step.seed = int(torch.randint(2**62, ()))
         random_state = torch.get_rng_state()
         for module in self._modules:
             module.step = step
         try:
-            with torch.set_grad_enabled(self._trains), without_autocast(step.autocast):
-                torch.clear_autocast_cache()  # of weights as they were before an optimizer's step
-                if self._is_new(step):
-                    self._schedule = self._survey()
-                if self._schedule is not None:
-                    self._run(self._schedule)
-            if self._trains and sync:
-                self._loss_scale.settle(self.parameters(), self._agree)
-            loss = self._mean_loss(step)
+            with self._watchdog.watching(self._doing):
+                self._run_step(step, sync)
+                loss = self._mean_loss(step)
         finally:
-            self._watchdog.end()
             # Each rank has drawn one number, whatever its stages drew: shuffles stay the same on all ranks.
             torch.set_rng_state(random_state)
         self.losses, self.outputs = step.losses, step.outputs
         return loss
+
+    def _run_step(self, step: Step, sync: bool) -> None:
+        with torch.set_grad_enabled(self._trains), without_autocast(step.autocast):
+            torch.clear_autocast_cache()  # of weights as they were before an optimizer's step
+            if self._is_new(step):
+                self._schedule = self._survey()
+            if self._schedule is not None:
+                self._run(self._schedule)
+        if self._trains and sync:
+            self._loss_scale.settle(self.parameters(), self._agree)
 
     def _prepare(self, inputs: Any, targets: Any) -> Step:
         n = self.plan.num_microbatches
@@ -198,7 +210,7 @@ class TorchEngine:
         except RuntimeError as error:
             first = _first(error)  # PyTorch wraps what a stage raised
             if "gloo" in str(first):
-                raise LostRankError(f"lost a rank, and {self._doing()}: look there for the first error") from error
+                raise LostRankError(f"lost a rank, and was {self._place()}") from error
             raise first from None
 
     def _mean_loss(self, step: Step) -> float:
@@ -206,16 +218,21 @@ class TorchEngine:
         total = torch.tensor([mean], dtype=torch.float64)
         with together(f"waiting for the loss from rank {self._ranks[-1]}"):
             dist.broadcast(total, group_src=self._ranks[-1], group=self._group)
-        return float(total)
+        mean = float(total)
+        if self._trains and not (math.isfinite(mean) or self._allow_nonfinite_loss or self._loss_scale.is_on):
+            mine = {len(self.stages) - 1: step.losses} if self.rank == self._ranks[-1] else {}
+            refuse_loss(mean, self._num_steps, self._watchdog.name, mine, self._group)
+        return mean
 
     def _begin(self, op: str) -> None:
         self._begun = op
         self._watchdog.tick()
 
-    def _doing(self) -> str:
-        return (
-            f"was in PyTorch's engine, after the start of {self._begun}" if self._begun else "was before the first op"
-        )
+    def _doing(self, frames: list[FrameType]) -> Doing:
+        return Doing(is_in_a_collective(frames), f"is {self._place()}")
+
+    def _place(self) -> str:
+        return f"in PyTorch's engine, after the start of {self._begun}" if self._begun else "before the first op"
 
     # --- afterwards -----------------------------------------------------------------------------------------------
 
@@ -231,10 +248,18 @@ class TorchEngine:
 
     def close(self) -> None:
         """End the engine's thread, and its connections."""
+        self._close(sys.exception())
+
+    def _close_at_exit(self) -> None:
+        self._close(getattr(sys, "last_value", None))
+
+    def _close(self, error: BaseException | None) -> None:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
+        if error is not None:
+            self._watchdog.fail(error)
         self._watchdog.close()
         self._schedule = None
         groups = [dist.group.WORLD] if self._owns_process_group else [self._pipeline_group, self._group]
@@ -247,8 +272,8 @@ class TorchEngine:
     def __enter__(self) -> TorchEngine:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+        self._close(error)
 
 
 def _first(error: BaseException) -> BaseException:

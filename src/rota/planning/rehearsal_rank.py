@@ -73,15 +73,15 @@ def run_rank(
     waiting = Waiting(plan, stages, rank, arrivals, memory)
     execution = Execution(stages, plan, rank, transport, waiting)
     execution.formats = formats_of(plan, stages)
-    watchdog = Watchdog(rank, timeout_s, execution.doing)
+    watchdog = Watchdog(timeout_s)
+    watchdog.names, watchdog.last = processes.names, execution.last
     report = RankReport(rank)
     try:
         for num_ended in range(1, num_steps + 2):
             report.steps.append(_step(execution, transport, watchdog, memory))
             step_ended(num_ended)
-        execution.awaited = "the other ranks to end their last step"
-        watchdog.begin()
-        _common_start_ns(transport)  # who goes earlier would be taken for lost
+        with watchdog.watching("the other ranks to end their last step"):
+            _common_start_ns(transport)  # who goes earlier would be taken for lost
     finally:
         watchdog.close()
         arrivals.close()
@@ -95,15 +95,13 @@ def run_rank(
 def _step(execution: Execution[Waiting], transport: Transport, watchdog: Watchdog, memory: Memory | None) -> RankStep:
     waiting = execution.compute
     execution.awaited = "the other ranks to reach the same step"
-    watchdog.begin()
-    if memory is not None:
-        memory.begin_step()
-    waiting.start_ns = _common_start_ns(transport)
-    execution.run(Batch([], [], []), 0, False, watchdog.tick)
+    with watchdog.watching(execution.doing):
+        if memory is not None:
+            memory.begin_step()
+        waiting.start_ns = _common_start_ns(transport)
+        execution.run(Batch([], [], []), 0, False, watchdog.tick)
     step_ends = _step_ends_ns(execution)
-    execution.awaited = "its optimizer steps"
     sleep_until(max((end[-1] for end in step_ends), default=0))
-    watchdog.end()
     sent = [(*column, sent_ns) for column, sent_ns in execution.record.sent_ns.items()]
     arrived = [(*column, time_ns) for column, time_ns in waiting.arrivals.times_ns.items()]
     return RankStep(waiting.starts_ns, waiting.ends_ns, waiting.late_ns, sent, arrived, step_ends)

@@ -16,16 +16,19 @@ from rota.runtime.shared import SharedWeight
 from rota.runtime.transport import together
 
 
-def refuse_differences(plan: Plan, shared: list[SharedWeight], mesh: DeviceMesh | None = None) -> None:
-    """Raises PipelineError, on all ranks, unless all have one plan and the same shared weights, and are its ranks.
+def refuse_differences(plan: Plan, stages: Stages, shared: list[SharedWeight], mesh: DeviceMesh | None = None) -> None:
+    """Raises PipelineError, on all ranks, unless all have one plan, stages joined alike and the same shared weights.
+
+    And unless they are the plan's ranks.
 
     With a mesh, the plan's ranks are those along "pp".
     """
     told: list[Any] = [None] * dist.get_world_size()
     with together("comparing plans"):  # before anything that could fail on one rank alone
         layout = None if mesh is None else (mesh.mesh.tolist(), mesh.mesh_dim_names)
-        dist.all_gather_object(told, (digest(plan), shared, layout))
-    for i, what in enumerate(("plan", "set of tied and replicated weights", "mesh")):
+        joined = stages.edges, stages.inputs
+        dist.all_gather_object(told, (digest(plan), joined, shared, layout))
+    for i, what in enumerate(("plan", "graph of stages", "set of tied and replicated weights", "mesh")):
         for rank, other in enumerate(told):
             if other[i] != told[0][i]:
                 raise PipelineError(f"rank {rank} has another {what} than rank 0; give all ranks the same {what}")

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +26,7 @@ from rota.errors import FormatError
 MANIFEST, PLAN, TRAINING = "rota.json", "plan.json", "training.pt"
 METADATA = ".metadata"  # of torch.distributed.checkpoint
 _FORMAT = 1
+_LONGEST_BITS = 4096  # of a whole number; Python reads some 14,000
 
 
 class File(NamedTuple):
@@ -66,18 +69,15 @@ class Manifest:
         document = reading.parse(text, "checkpoint")
         if (found := document["format"]).integer() != _FORMAT:
             raise found.wrong(f"{_FORMAT}; read it with the version of Rota that wrote it")
-        for name in ("extra", "aliases"):
-            if not isinstance(document[name].value, dict):
-                raise document[name].wrong("an object")
         return cls(
             number=document["number"].integer(1),
             step=document["step"].integer(0),
-            extra=document["extra"].value,
+            extra={name.name(): value.value for name, value in document["extra"].items()},
             num_ranks=document["num_ranks"].integer(1),
             num_replicas=document["num_replicas"].integer(1),
-            weights={name.text(): num_parts.integer(1) for name, num_parts in map(_pair, document["weights"])},
-            aliases=document["aliases"].value,
-            files={name.text(): _file(file) for name, file in map(_pair, document["files"])},
+            weights={name: num_parts.integer(1) for name, num_parts in _pairs(document["weights"])},
+            aliases={alias.name(): name.name() for alias, name in document["aliases"].items()},
+            files={_inside(name, field): _file(field) for name, field in _pairs(document["files"])},
         )
 
 
@@ -87,8 +87,28 @@ def _pair(field: reading.Field) -> list[reading.Field]:
     return pair
 
 
+def _pairs(field: reading.Field) -> Iterator[tuple[str, reading.Field]]:
+    """Names, each there once, with what belongs to them."""
+    seen: set[str] = set()
+    for entry in field:
+        name, value = _pair(entry)
+        if name.name() in seen:
+            raise name.wrong("another name than those before it")
+        seen.add(name.name())
+        yield name.name(), value
+
+
+def _inside(name: str, field: reading.Field) -> str:
+    """The name of a file in the checkpoint's own folder: none that leads out of it."""
+    if name in (".", "..") or "/" in name or "\\" in name:
+        raise FormatError(f"{field.path}: {name!r} is no file of the checkpoint's own folder")
+    return name
+
+
 def _file(field: reading.Field) -> File:
     num_bytes, sha256 = _pair(field)
+    if not re.fullmatch("[0-9a-f]{64}", sha256.text()):
+        raise sha256.wrong("a SHA-256 in 64 hexadecimal digits")
     return File(num_bytes.integer(0), sha256.text())
 
 
@@ -115,10 +135,7 @@ class Saved:
 
 def read_saved(path: Path) -> Saved:
     """The checkpoint in `path`. Raises FormatError."""
-    try:
-        text = (path / MANIFEST).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise FormatError(f"{path} is no checkpoint: cannot read {MANIFEST} ({error})") from None
+    text = reading.read_text(path / MANIFEST)
     try:
         return Saved(path, Manifest.from_json(text))
     except FormatError as error:
@@ -127,9 +144,13 @@ def read_saved(path: Path) -> Saved:
 
 def whole_ones(folder: Path) -> list[Saved]:
     """All whole checkpoints, as they were saved one after another; a folder that is not there has none."""
+    return sorted(map(read_saved, whole_paths(folder)), key=lambda saved: saved.manifest.number)
+
+
+def whole_paths(folder: Path) -> list[Path]:
+    """Where whole checkpoints are, in no order, and unread."""
     named = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-    found = [read_saved(path) for path in named if (path / MANIFEST).exists()]
-    return sorted(found, key=lambda saved: saved.manifest.number)
+    return [path for path in named if (path / MANIFEST).exists()]
 
 
 def unfinished_ones(folder: Path) -> list[Path]:
@@ -204,6 +225,7 @@ def require_json(extra: dict[str, Any], path: str = "extra") -> None:
     for key, value in extra.items():
         if type(key) is not str:
             raise FormatError(f"{path} has the key {key!r}, and JSON has only texts as keys: use {str(key)!r}")
+        reading.Field(f"{path}, a name", key).name()
         for item in value if type(value) is list else [value]:
             _require_json_value(item, f"{path}[{key!r}]")
 
@@ -214,6 +236,10 @@ def _require_json_value(value: Any, path: str) -> None:
     elif type(value) is list:
         for item in value:
             _require_json_value(item, path)
+    elif type(value) is float and not math.isfinite(value):
+        raise FormatError(f"{path} is {value}, which JSON cannot say; give a finite number, or a text")
+    elif type(value) is int and value.bit_length() > _LONGEST_BITS:
+        raise FormatError(f"{path} is a number of {value.bit_length():,} bits, which cannot be read again; give a text")
     elif value is not None and type(value) not in (str, int, float, bool):
         raise FormatError(
             f"{path} holds {json.dumps(str(value))[:60]}, a {type(value).__name__}, which JSON cannot say; "

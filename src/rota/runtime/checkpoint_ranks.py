@@ -78,4 +78,4 @@ def told_on_all(doing: str) -> Iterator[None]:
         rank, (first, _) = next(iter(error.failures.items()))
         raise PipelineError(f"checkpoint: {doing}, process {rank}: {type(first).__name__}: {first}") from error
     except RuntimeError as error:
-        raise LostRankError(f"lost a rank while {doing}: look there for the first error") from error
+        raise LostRankError(f"lost a rank while {doing}") from error

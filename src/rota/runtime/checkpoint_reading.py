@@ -15,22 +15,28 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from rota.errors import FormatError
-from rota.runtime.checkpoint_files import MANIFEST, File, Saved, read_saved, whole_ones
+from rota.runtime.checkpoint_files import MANIFEST, File, Saved, read_saved, whole_paths
+from rota.runtime.checkpoint_metadata import read_metadata
 from rota.runtime.checkpoint_names import model_key
+from rota.writing import whole_file
 
 
-def find(path: Path) -> list[Saved]:
-    """The checkpoint in `path`, or all in the folder `path` as they were saved. Raises FormatError if there is none."""
-    found = [read_saved(path)] if (path / MANIFEST).exists() else whole_ones(path)
-    if not found:
+def paths_in(path: Path) -> list[Path]:
+    """`path` itself if it is a checkpoint, or all in the folder `path`. Raises FormatError if there is none."""
+    if not (found := [path] if (path / MANIFEST).exists() else whole_paths(path)):
         raise FormatError(f"no whole checkpoint in {path}; give a folder with step-N inside, or such a step-N")
-    return found
+    return sorted(found)
+
+
+def newest(path: Path) -> Saved:
+    """Of those in `paths_in`."""
+    return max(map(read_saved, paths_in(path)), key=lambda saved: saved.manifest.number)
 
 
 def damages(saved: Saved) -> list[str]:
     """What is wrong with a checkpoint, compared with the hashes of when it was saved; empty if nothing is.
 
-    Only if all files are what they were, the metadata are unpickled: then every tensor must be covered by them.
+    Only if all files are what they were, the metadata are read: then every tensor must be covered by them.
     """
     return [*_changed_files(saved)] or [*_gaps(saved)]
 
@@ -47,7 +53,7 @@ def _changed_files(saved: Saved) -> Iterator[str]:
 
 
 def _gaps(saved: Saved) -> Iterator[str]:
-    metadata = FileSystemReader(saved.path).read_metadata()
+    metadata = read_metadata(saved.path)
     for name, num_parts in saved.manifest.weights.items():
         for key in [name] if num_parts == 1 else [f"{name}#{part}" for part in range(num_parts)]:
             if model_key(key) not in metadata.state_dict_metadata:
@@ -84,8 +90,7 @@ def export(saved: Saved, path: Path) -> int:
             f"{saved.path} has {parts[0]} in {saved.manifest.weights[parts[0]]} parts, and does not know how they are "
             f"joined; load it on as many tensor-parallel ranks, and join them there"
         )
-    reader = FileSystemReader(saved.path)
-    stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    stored: dict[str, Any] = read_metadata(saved.path).state_dict_metadata
     wanted = {
         name: torch.empty(stored[model_key(name)].size, dtype=stored[model_key(name)].properties.dtype)
         for name in saved.manifest.weights
@@ -94,6 +99,7 @@ def export(saved: Saved, path: Path) -> int:
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")  # as it is meant to be
-        load(read, storage_reader=reader, planner=planner, no_dist=True)
-    save_file(wanted, path, metadata={"format": "pt", **saved.manifest.aliases})
+        load(read, storage_reader=FileSystemReader(saved.path), planner=planner, no_dist=True)
+    with whole_file(path) as partial:
+        save_file(wanted, partial, metadata={"format": "pt", **saved.manifest.aliases})
     return len(wanted)

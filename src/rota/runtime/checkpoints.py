@@ -7,9 +7,11 @@ first rank   list of all files with their hashes ──▶ rota.json ── rena
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple, final
 
 import torch
@@ -19,14 +21,18 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from rota.errors import PipelineError
+from rota.errors import FormatError, PipelineError
 from rota.plan import Plan
+from rota.reading import read_text
 from rota.runtime import checkpoint_files as files
+from rota.runtime import handover
 from rota.runtime.checkpoint_files import File, Manifest, Saved
+from rota.runtime.checkpoint_metadata import read_metadata
 from rota.runtime.checkpoint_names import Weights
 from rota.runtime.checkpoint_ranks import Ranks, told_on_all
 from rota.runtime.checkpoint_state import Merged, Restoring, Tensors, Trained, merge
 from rota.runtime.pipeline import Pipeline
+from rota.runtime.watchdog import PATIENT
 
 
 class Checkpoint(NamedTuple):
@@ -47,7 +53,8 @@ class Checkpoints:
     many of the newest are kept, None for all. `asynchronous`: `save` returns when the state is copied, and a thread
     writes it. Collective, as `save` and `load` are. Raises PipelineError, on all ranks, where one of them fails.
 
-    Loading a checkpoint unpickles: load only those you trust.
+    Loading runs nothing that a checkpoint names, and takes from it what a scheduler or an optimizer of numbers, texts
+    and tensors keeps; `save` refuses one that keeps more.
     """
 
     def __init__(
@@ -59,20 +66,23 @@ class Checkpoints:
         keep: int | None = 3,
         asynchronous: bool = False,
     ) -> None:
+        if not isinstance(folder, (str, Path)):
+            raise PipelineError(f"folder={folder!r}: give the path of a folder, which all ranks see")
         if not isinstance(pipeline, Pipeline):
             raise PipelineError(
                 f"a {type(pipeline).__name__} has no checkpoints; use Rota's own engine, a rota.Pipeline"
             )
-        if keep is not None and keep < 1:
-            raise PipelineError(f"keep={keep}: keep 1 checkpoint or more, or all by keep=None")
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise PipelineError(f"keep={keep!r}: keep 1 checkpoint or more, or all by keep=None")
         self._folder, self._pipeline, self._keep = Path(folder), pipeline, keep
         self._trained = Trained(Weights(pipeline), optimizer, scheduler)
-        self._ranks = Ranks()
         self._thread = ThreadPoolExecutor(1, "rota-checkpoints") if asynchronous else None
         self._writing: Future[None] | None = None
-        pipeline.before_close.callback(self.close)
-        self._ranks.agreed("checking what it is given", self._check)
-        self._ranks.first("opening the folder", lambda: files.mend(self._folder))
+        with pipeline.watching("the other ranks to make their Checkpoints", PATIENT):
+            self._ranks = Ranks()
+            pipeline.before_close.callback(self.close)
+            self._ranks.agreed("checking what it is given", self._check)
+            self._ranks.first("opening the folder", lambda: files.mend(self._folder))
 
     def _check(self) -> None:
         optimizer, scheduler = self._trained.optimizer, self._trained.scheduler
@@ -90,21 +100,23 @@ class Checkpoints:
 
         Call it between steps, on all ranks, with the same values. A checkpoint of the same step is replaced.
         """
-        self.wait()
-        tensors, small = self._ranks.agreed("collecting the state", lambda: self._collect(step, extra))
-        gathered = self._ranks.gather(small)
-        merged = self._ranks.first("comparing the ranks' states", lambda: merge(gathered))
-        if self._thread is None:
-            self._write(step, tensors, merged)
-        else:
-            copied = {key: tensor.clone() for key, tensor in tensors.items()}
-            self._writing = self._thread.submit(self._write, step, copied, merged)
+        with self._pipeline.watching(f"the other ranks to save step {step}", PATIENT):
+            self.wait()
+            tensors, small = self._ranks.agreed("collecting the state", lambda: self._collect(step, extra))
+            gathered = self._ranks.gather(small)
+            merged = self._ranks.first("comparing the ranks' states", lambda: merge(gathered))
+            if self._thread is None:
+                self._write(step, tensors, merged)
+            else:
+                copied = {key: tensor.clone() for key, tensor in tensors.items()}
+                self._writing = self._thread.submit(self._write, step, copied, merged)
 
     def wait(self) -> None:
         """Wait until what `save` began is whole on disk. Raises what went wrong there."""
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
-            writing.result()
+        with self._pipeline.watching("a checkpoint to be written", PATIENT):
+            if self._writing is not None:
+                writing, self._writing = self._writing, None
+                writing.result()
 
     def close(self) -> None:
         """Wait, then end the thread. The pipeline's `close` does it too."""
@@ -142,8 +154,7 @@ class Checkpoints:
                 raise PipelineError(
                     f"{folder} lacks {name}, which another rank wrote; use a folder that all ranks share"
                 )
-        torch.save(merged.training, buffer := BytesIO())
-        files.write_synced(folder / files.TRAINING, buffer.getvalue())
+        files.write_synced(folder / files.TRAINING, _training_file(merged.training))
         files.write_synced(folder / files.PLAN, self._pipeline.plan.to_json().encode())
         for name in (files.TRAINING, files.PLAN, files.METADATA):
             written[name] = File.of(folder / name)
@@ -167,19 +178,27 @@ class Checkpoints:
 
         Nothing is changed if the checkpoint does not fit the model, the optimizer or the scheduler.
         """
-        self.wait()
-        found = self._ranks.first("looking for checkpoints", lambda: self._find(step))
-        path = self._ranks.broadcast(found)
-        if path is None:
-            return None
-        saved, restoring = self._ranks.agreed(f"comparing with {path}", lambda: self._prepare(path))
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with told_on_all(f"reading {path}"):
-            reader = FileSystemReader(path)
-            load(restoring.tensors, storage_reader=reader, planner=planner, process_group=self._ranks.group)
-        self._ranks.agreed(f"setting the state of {path}", restoring.finish)
-        plan = Plan.from_json((path / files.PLAN).read_text())
-        return Checkpoint(saved.manifest.step, saved.manifest.extra, plan, path)
+        with self._pipeline.watching("the other ranks to load a checkpoint", PATIENT):
+            self.wait()
+            found = self._ranks.first("looking for checkpoints", lambda: self._find(step))
+            path = self._ranks.broadcast(found)
+            if handover.is_restart() and self._ranks.mine == 0:
+                from_where = (
+                    f"goes on from {path}"
+                    if path
+                    else f"begins anew, as there is no whole checkpoint in {self._folder}"
+                )
+                print(f"rota: the training {from_where}", file=sys.stderr, flush=True)
+            if path is None:
+                return None
+            saved, restoring = self._ranks.agreed(f"comparing with {path}", lambda: self._prepare(path))
+            planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            with told_on_all(f"reading {path}"):
+                reader = FileSystemReader(path)
+                load(restoring.tensors, storage_reader=reader, planner=planner, process_group=self._ranks.group)
+            self._ranks.agreed(f"setting the state of {path}", restoring.finish)
+            plan = Plan.from_json(read_text(path / files.PLAN))
+            return Checkpoint(saved.manifest.step, saved.manifest.extra, plan, path)
 
     def _find(self, step: int | None) -> Path | None:
         files.mend(self._folder)
@@ -195,5 +214,35 @@ class Checkpoints:
     def _prepare(self, path: Path) -> tuple[Saved, Restoring]:
         saved = files.read_saved(path)
         saved.require_files()
-        small = torch.load(path / files.TRAINING, weights_only=False)
-        return saved, self._trained.prepare(saved.manifest, small, FileSystemReader(path).read_metadata())
+        return saved, self._trained.prepare(saved.manifest, _read_training(path), read_metadata(path))
+
+
+def _training_file(training: dict[str, Any]) -> bytes:
+    """Of the small things. Raises PipelineError where they would not come back."""
+    torch.save(training, buffer := BytesIO())
+    buffer.seek(0)
+    try:
+        torch.load(buffer, weights_only=True)
+    except UnpicklingError as error:
+        raise PipelineError(
+            f"the optimizer's options or the scheduler's state hold what is neither a number, a text nor a tensor, and "
+            f"would not be read again: {_first_line(error)}; take it out of state_dict()"
+        ) from None
+    return buffer.getvalue()
+
+
+def _read_training(path: Path) -> dict[str, Any]:
+    try:
+        read: dict[str, Any] = torch.load(path / files.TRAINING, weights_only=True)
+        if not {"records", "scheduler", "random"} <= read.keys():
+            raise FormatError("it holds something else")
+    except Exception as error:  # a damaged file may raise anything
+        raise FormatError(
+            f"{path / files.TRAINING} cannot be read ({_first_line(error)}); it is damaged, or was not written by "
+            f"rota.Checkpoints"
+        ) from None
+    return read
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

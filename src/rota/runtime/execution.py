@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, final
 
 import torch
@@ -23,6 +24,7 @@ from rota.runtime.precision import ambient_autocast
 from rota.runtime.program import Action, Message, ValueKey, compile_program
 from rota.runtime.recorder import Record
 from rota.runtime.transport import Transport
+from rota.runtime.whereabouts import Doing, is_in_a_collective
 from rota.tasks import Kind, Op
 
 Read: TypeAlias = tuple[ValueKey, bool]  # and whether it arrives by message
@@ -141,6 +143,7 @@ class Execution(Generic[C]):
             due()
         self._action = None
         self._transport.drain()
+        self.record.end_step()
         self.complete = True
 
     def _begin(self, batch: Batch, seed: int) -> None:
@@ -190,20 +193,30 @@ class Execution(Generic[C]):
             self._made[key] = value, num_uses - 1
         return value
 
-    def doing(self) -> str:
-        """For people: what the run is at, or what it waits for."""
+    def doing(self, frames: list[FrameType]) -> Doing:
+        """What the run is at, or what it waits for, by the stack of the thread that runs it."""
         action, oldest = self._action, self._transport.oldest
+        if (message := self._transport.awaited(frames)) is not None:
+            return Doing(True, f"waits for {message.transfer} from rank {message.transfer.sender}")
         if action is None and oldest is not None:
-            return f"waited for rank {oldest.receiver} to receive {oldest}"
+            return Doing(True, f"waits for rank {oldest.receiver} to receive {oldest}")
+        waits = is_in_a_collective(frames)
         if action is None:
-            return f"waited for {self.awaited}"
+            return Doing(waits, f"waits for {self.awaited}" if waits else f"keeps others waiting for {self.awaited}")
         if action.what == "run":
-            waits = [t for t in self.plan.transfers if t.target == action.op and t.receiver == self.record.rank]
-            told = " or ".join(f"{t} from rank {t.sender}" for t in waits)
-            return f"was at {action.op}" + (f" (which waits for {told})" if told else "")
+            return Doing(waits, f"waits for other ranks in {action.op}" if waits else f"is at {action.op}")
         assert action.message is not None
         transfer = action.message.transfer
-        return f"was at {transfer} between rank {transfer.sender} and rank {transfer.receiver}"
+        return Doing(waits, f"is at {transfer} between rank {transfer.sender} and rank {transfer.receiver}")
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Of the stages on this rank."""
+        return (parameter for module in self._modules for parameter in module.parameters())
+
+    def last(self) -> str:
+        """The last op that ended."""
+        num_ended = len(self.record.ends_ns)
+        return f"after {self.plan.orders[self.record.rank][num_ended - 1]}" if num_ended else "before its first op"
 
 
 def _nothing() -> None:

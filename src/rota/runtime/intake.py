@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import Any, final
 
 from rota.errors import PipelineError
@@ -26,7 +27,7 @@ class Intake:
             return sorted(m for sink in sinks for m in placement.microbatches(sink, plan.num_microbatches))
 
         self._targeted = microbatches([sink for sink, ranks in self.sink_ranks.items() if rank in ranks])
-        self._counted = microbatches([sink for sink, ranks in self.sink_ranks.items() if rank == ranks[0]])
+        self._counted = {sink: microbatches([sink]) for sink, ranks in self.sink_ranks.items() if rank == ranks[0]}
 
     def take(self, inputs: Any, targets: Any, *, needs_targets: bool, scale: float = 1.0) -> Batch:
         """The micro-batches of a step. Raises PipelineError where something is missing or does not fit."""
@@ -49,4 +50,8 @@ class Intake:
 
     def counted_loss(self, batch: Batch, losses: dict[int, float]) -> float:
         """This rank's summand of the mean loss, which is counted on the first rank of each last stage."""
-        return sum(batch.shares[m] * losses.get(m, math.nan) for m in self._counted)
+        return sum(batch.shares[m] * losses.get(m, math.nan) for m in sorted(chain(*self._counted.values())))
+
+    def losses_by_stage(self, losses: dict[int, float]) -> dict[int, dict[int, float]]:
+        """What of the losses is counted here, for each last stage."""
+        return {sink: {m: losses[m] for m in of if m in losses} for sink, of in self._counted.items()}

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from rota.errors import PipelineError
 
 Result = TypeVar("Result")
+
+_MEETING_S, _LOOK_S = 600, 0.02
 
 
 def join() -> bool:
@@ -22,8 +27,69 @@ def join() -> bool:
             "no process group: start the script by `rota run plan.json script.py` or torchrun, or call "
             "torch.distributed.init_process_group first"
         )
-    dist.init_process_group("gloo")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group("gloo", store=_meet(rank, size), rank=rank, world_size=size)
+    else:
+        dist.init_process_group("gloo")
     return True
+
+
+def _meet(rank: int, size: int) -> Store:
+    """What only the processes of this start write to and read from.
+
+    torchrun's agent keeps one store for all restarts (torch 2.13), and with it the addresses of processes that have
+    ended, which Gloo would call. So each process shows a word of its own until the first one has answered it: no answer
+    of an earlier start knows that word.
+
+        process r   "word r": w ─────────────────▶ sees its w in the answer ──▶ "heard r": w name
+        the first              "answer r": w name ─▶ looks for other words until its answer is heard
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False)
+    name = _answer_all(store, size) if rank == 0 else _ask(store, rank)
+    return PrefixStore(f"rota/{name}", store)
+
+
+def _ask(store: Store, rank: int) -> str:
+    word = uuid4().hex
+    store.set(f"rota/word {rank}", word)
+    for _ in _looks([0]):
+        answer = _got(store, f"rota/answer {rank}")
+        if answer.startswith(word):
+            break
+    store.set(f"rota/heard {rank}", answer)
+    return answer.removeprefix(word)
+
+
+def _answer_all(store: Store, size: int) -> str:
+    name, missing = uuid4().hex, [*range(1, size)]
+    for _ in _looks(missing):
+        for rank in [*missing]:
+            answer = _got(store, f"rota/word {rank}") + name
+            store.set(f"rota/answer {rank}", answer)
+            if _got(store, f"rota/heard {rank}") == answer:
+                missing.remove(rank)
+        if not missing:
+            break
+    return name
+
+
+def _looks(missing: list[int]) -> Iterator[None]:
+    """Again and again, until whoever is missing has had time enough."""
+    deadline = time.monotonic() + _MEETING_S
+    while time.monotonic() < deadline:
+        yield
+        time.sleep(_LOOK_S)
+    ranks = ", ".join(map(str, missing))
+    raise PipelineError(
+        f"process {ranks} has not joined the others within {_MEETING_S} s; look there for the first error"
+    )
+
+
+def _got(store: Store, key: str) -> str:
+    """What is there, or nothing: without waiting for it."""
+    return store.get(key).decode() if store.check([key]) else ""
 
 
 def on_first(doing: str, act: Callable[[], Result]) -> Result:

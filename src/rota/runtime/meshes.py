@@ -109,6 +109,17 @@ class Processes:
         n = self.num_parts
         return [[*column] for i in range(0, len(self._all), n) for column in zip(*self._all[i : i + n], strict=True)]
 
+    @property
+    def names(self) -> list[str]:
+        """Of all processes, for people."""
+        named: dict[int, str] = {}
+        for position, pipeline in enumerate(self._all):
+            replica, part = divmod(position, self.num_parts)
+            of = f" of replica {replica}" if self.num_replicas > 1 else ""
+            of += f", part {part}" if self.num_parts > 1 else ""
+            named |= {process: f"rank {rank}{of}" for rank, process in enumerate(pipeline)}
+        return [named[process] for process in sorted(named)]
+
     def of_ranks(self, ranks: Iterable[int]) -> Any:
         """The group of some of the plan's ranks, of this process's pipeline. Every process must call it."""
         ranks = [*ranks]

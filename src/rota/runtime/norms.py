@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from numbers import Real
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,9 @@ def clip(
 
     The norm is that of what is `counted` on each of the group's processes. Collective.
     """
+    for name, number in (("max_norm", max_norm), ("norm_type", norm_type)):
+        if not isinstance(number, Real) or isinstance(number, bool):
+            raise PipelineError(f"{name} is {number!r}; give a number")
     if not norm_type > 0:
         raise PipelineError(f"norm_type is {norm_type}; give a number above 0, or inf")
     norm = total_norm([local(p.grad) for p in counted if p.grad is not None], float(norm_type), group)

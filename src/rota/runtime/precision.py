@@ -55,8 +55,15 @@ class LossScale:
         self._factor = 1.0
         self._witness = torch.optim.SGD([nn.Parameter(torch.zeros(()))])
 
+    @property
+    def is_on(self) -> bool:
+        """Whether the last step had a scaler, which looks for what is not finite itself."""
+        return self._scaler is not None
+
     def begin(self, scaler: torch.amp.GradScaler | None) -> float:
-        """A new step; returns what its loss's gradient is multiplied by."""
+        """A new step; returns what its loss's gradient is multiplied by. Raises PipelineError for another object."""
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise PipelineError(f"scaler is {scaler!r}; give a torch.amp.GradScaler, or None")
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         # Its own `scale` makes a new scaler ready for its `step` and `update`, too.
         self._factor = 1.0 if self._scaler is None else float(self._scaler.scale(torch.ones(())))

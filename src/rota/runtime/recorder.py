@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,15 @@ from rota.plan import Plan
 from rota.tasks import Op
 from rota.timeline import Timeline
 
+_NUM_STEPS = 21  # whose busy times are kept
+
 
 @dataclass(slots=True)
 class Record:
     """One rank's last step, in ns of its own monotonic clock; `offset_ns` added gives rank 0's clock.
 
     `sent_ns` and `through_ns` are by (route, position), see `Timeline`; `reductions_ns` are (start, end) by stage.
+    `busy_ns`: what the ops of each of the last steps took.
     """
 
     rank: int
@@ -31,12 +35,17 @@ class Record:
     sent_ns: dict[tuple[int, int], int] = field(default_factory=dict)
     through_ns: dict[tuple[int, int], int] = field(default_factory=dict)
     reductions_ns: dict[int, tuple[int, int]] = field(default_factory=dict)
+    busy_ns: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_STEPS))
+
+    def end_step(self) -> None:
+        """Keep what the step's ops took, all together."""
+        self.busy_ns.append(sum(self.ends_ns) - sum(self.starts_ns))
 
     def to_fields(self) -> dict[str, Any]:
         messages = [[*column, sent, self.through_ns[column]] for column, sent in self.sent_ns.items()]
         reductions = [[stage, *times] for stage, times in self.reductions_ns.items()]
         times = {"starts_ns": self.starts_ns, "ends_ns": self.ends_ns, "messages": messages, "reductions": reductions}
-        return {"rank": self.rank, "offset_ns": self.offset_ns, **times}
+        return {"rank": self.rank, "offset_ns": self.offset_ns, **times, "busy_ns": [*self.busy_ns]}
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Record:
@@ -45,6 +54,7 @@ class Record:
             record.sent_ns[route, position], record.through_ns[route, position] = sent, through
         for stage, start, end in fields["reductions"]:
             record.reductions_ns[stage] = start, end
+        record.busy_ns.extend(fields["busy_ns"])
         return record
 
 

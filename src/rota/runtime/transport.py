@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
@@ -80,6 +81,11 @@ class Transport:
             return self._backend.recv([_as_sent(buffer)], message.transfer.sender, 0)
         except RuntimeError as error:
             raise _lost(message.transfer.sender, message) from error
+
+    def awaited(self, frames: list[FrameType]) -> Message | None:
+        """What a thread with this stack waits to receive: so that receiving itself need not keep account of it."""
+        codes = Transport.take.__code__, _wait.__code__
+        return next((frame.f_locals.get("message") for frame in frames if frame.f_code in codes), None)
 
     def take(self, key: ValueKey) -> Any:
         """Wait for a posted value: an activation (tensors that want a gradient are leaves) or a list of gradients."""
@@ -177,7 +183,6 @@ class Transport:
         del self._backend, self._everyone
 
 
-_REMEDY = "look there for the first error"  # rather than Gloo's own words, which tell of sockets
 _PAUSE_S = 0.001
 
 
@@ -191,7 +196,7 @@ def together(doing: str) -> Iterator[None]:
 
 
 def _lost_together(doing: str) -> LostRankError:
-    return LostRankError(f"lost a rank while {doing}: {_REMEDY}")
+    return LostRankError(f"lost a rank while {doing}")
 
 
 @cache
@@ -214,4 +219,4 @@ def _wait(work: Any, message: Message) -> None:
 
 def _lost(peer: int, message: Message) -> LostRankError:
     doing = "waiting for" if peer == message.transfer.sender else "sending"
-    return LostRankError(f"lost rank {peer} while {doing} {message.transfer}: {_REMEDY}")
+    return LostRankError(f"lost rank {peer} while {doing} {message.transfer}")

@@ -37,6 +37,11 @@ def main() -> None:
             time.sleep(_LET_FIRST_ERROR_BE_SEEN_S)
         # Peers may be waiting for this rank: end at once rather than tidy up with them.
         os._exit(1)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # likewise, and before them: the launcher tells who ended first
 
 
 def _end_with_the_launcher() -> None:

@@ -17,7 +17,7 @@ from functools import cached_property
 from heapq import heappop, heappush
 
 FORWARD, INPUT, WEIGHT = range(3)
-NEVER = 1 << 62  # later than any arrival; as bytes, more than any limit
+NEVER = 1 << 100  # later than any arrival; as bytes, more than any plan holds
 
 Orders = list[bytearray]
 

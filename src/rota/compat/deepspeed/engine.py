@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from rota import reading
 from rota.compat.deepspeed.module import PipelineModule
 from rota.errors import FormatError
 
@@ -50,9 +49,10 @@ def initialize(
 def _read(config: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
     if not isinstance(config, str):
         return config or {}
+    text = reading.read_text(config)
     try:
-        read: Any = json.loads(Path(config).read_text())
-    except (OSError, ValueError) as error:
+        read: Any = reading.load(text)
+    except FormatError as error:
         raise FormatError(f"config {config!r} cannot be read: {error}; give a dict or a JSON file") from None
     if not isinstance(read, dict):
         raise FormatError(f"config {config!r} holds a {type(read).__name__}; give a JSON object")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import Any
 
+from rota import reading
 from rota.compat.tessel.schedule.block import Block
 from rota.compat.tessel.schedule.schedplan import SchedPlan
 from rota.errors import FormatError, ScheduleError
 from rota.reading import Field
+from rota.writing import write_text
+
+_MOST_DEVICES, _LARGEST = 10_000, 1_000_000  # of a schedule in a file; the latter of devices times steps
 
 
 def write(schedule: SchedPlan, filename: str | os.PathLike[str]) -> None:
@@ -33,22 +36,19 @@ def write(schedule: SchedPlan, filename: str | os.PathLike[str]) -> None:
         "repeated": None if repeated is None else sorted(place[block] for block in repeated),
         "blocks": rows,
     }
-    Path(filename).write_text(json.dumps(fields) + "\n")
+    write_text(filename, json.dumps(fields) + "\n")
 
 
 def read(filename: str | os.PathLike[str]) -> SchedPlan:
+    text = reading.read_text(filename)
     try:
-        document = Field("schedule", json.loads(Path(filename).read_text()))
-    except (OSError, ValueError, RecursionError) as error:
-        raise FormatError(f"cannot read a schedule from {str(filename)!r}: {error}") from None
-    try:
-        return _schedule(document)
+        return _schedule(Field("schedule", reading.load(text)))
     except (FormatError, ScheduleError) as error:
         raise FormatError(f"{str(filename)!r}: {error}") from None
 
 
 def _schedule(document: Field) -> SchedPlan:
-    schedule = SchedPlan(document["ndevs"].integer(1))
+    schedule = SchedPlan(document["ndevs"].integer(1, _MOST_DEVICES))
     rows = list(document["blocks"])
     blocks = [_block(row) for row in rows]
     for row, block in zip(rows, blocks, strict=True):
@@ -64,6 +64,8 @@ def _schedule(document: Field) -> SchedPlan:
         schedule.period = period.integer(1)
     if (repeated := _optional(document, "repeated")) is not None:
         schedule.repeated = frozenset(_at(place, blocks) for place in repeated)
+    if (size := schedule.ndevs * schedule.nsteps) > _LARGEST:
+        raise document.wrong(f"{_LARGEST:,} devices times steps at most, not {size:,}")
     return schedule
 
 

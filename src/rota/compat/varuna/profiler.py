@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import NamedTuple, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -17,10 +18,11 @@ from rota.compat.varuna.cutting import dry_run
 from rota.compat.varuna.inputs import GetBatch, num_rows, sample_of
 from rota.compat.varuna.precision import MixedPrecision
 from rota.costs import Costs, Link
-from rota.errors import FormatError, PipelineError
+from rota.errors import FormatError, PipelineError, PlacementError
 from rota.models import split
 from rota.profiling import measure_link, profile_here
 from rota.runtime.joining import on_first
+from rota.writing import write_text
 
 _REPEATS = 5
 
@@ -40,25 +42,40 @@ class Profile(NamedTuple):
         """`compute-profile-SIZE.json` for each size, and `comm-profile.json`."""
         folder.mkdir(parents=True, exist_ok=True)
         for size, costs in self.costs.items():
-            (folder / f"compute-profile-{size}.json").write_text(costs.to_json())
+            write_text(folder / f"compute-profile-{size}.json", costs.to_json())
         links = {"link": self.link, "long_link": self.long_link}
         told = {name: [link.latency_us, link.bytes_per_us] for name, link in links.items()}
         text = reading.dump("communication", {**told, "reduced_bytes": list(self.reduced_bytes)})
-        (folder / "comm-profile.json").write_text(text)
+        write_text(folder / "comm-profile.json", text)
 
     @classmethod
     def load(cls, folder: Path) -> Profile:
         """Raises FormatError."""
         found = {path.stem.removeprefix("compute-profile-"): path for path in folder.glob("compute-profile-*.json")}
-        costs = {int(size): Costs.from_json(path.read_text()) for size, path in found.items() if size.isdecimal()}
+        sizes = [size for size in found if re.fullmatch(r"[1-9][0-9]{0,8}", size)]
+        costs = {int(size): _read(found[size], Costs.from_json) for size in sizes}
         if not costs:
             raise FormatError(f"no profile in {folder}; make one by Profiler(…, out_folder=…).profile_all(sizes)")
-        try:
-            told = reading.parse((folder / "comm-profile.json").read_text(), "communication")
-        except OSError as error:
-            raise FormatError(f"the profile in {folder} is not whole ({error}); make it anew") from None
-        reduced = told["reduced_bytes"].integers(0)
-        return cls(dict(sorted(costs.items())), reduced, _link(told["link"]), _link(told["long_link"]))
+        if not (path := folder / "comm-profile.json").exists():
+            raise FormatError(f"the profile in {folder} is not whole: there is no {path.name}; make it anew")
+        links = _read(path, _links)
+        return cls(dict(sorted(costs.items())), *links)
+
+
+_Read = TypeVar("_Read")
+
+
+def _read(path: Path, parse: Callable[[str], _Read]) -> _Read:
+    text = reading.read_text(path)
+    try:
+        return parse(text)
+    except (FormatError, PlacementError) as error:
+        raise FormatError(f"{path}: {error}; make the profile anew") from None
+
+
+def _links(text: str) -> tuple[tuple[int, ...], Link, Link]:
+    told = reading.parse(text, "communication")
+    return told["reduced_bytes"].integers(0), _link(told["link"]), _link(told["long_link"])
 
 
 def _link(field: reading.Field) -> Link:

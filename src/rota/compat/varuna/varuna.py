@@ -177,7 +177,7 @@ class Varuna(nn.Module):
         """Save weights, optimizer and loss scale under `global_store`, a folder that all ranks see. Collective.
 
         `step`: default is the number of steps done. With a `tempdir`, whichever, files are written in the background.
-        Each weight is written once, `shard` or not. Load only checkpoints that you trust.
+        Each weight is written once, `shard` or not.
         """
         scaler = self._precision.scaler
         told = {} if scaler is None else {"loss_scaler": scaler.state_dict()}

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from rota.errors import FormatError
 from rota.interop.traces.reading import Event, RankTrace
+from rota.reading import short
 from rota.tasks import Kind, Op
 
 _NAME = re.compile(r"PP:(\d{1,6})([A-Z_]+)(\d{0,6})", re.ASCII)
@@ -77,7 +78,7 @@ class _Range(NamedTuple):
     stage: int
     what: str
     microbatch: int
-    thread: tuple[object, object]
+    thread: tuple[str, str]
 
 
 def steps_of(trace: RankTrace, position: int, is_last: bool) -> list[Step]:
@@ -103,13 +104,21 @@ def _named(trace: RankTrace) -> Iterator[_Range]:
             stage, what, number = name.groups()
             yield _Range(event.start_ns, event.end_ns, int(stage), what, int(number or -1), event.thread)
         elif pair := _PAIR.fullmatch(event.name):
-            ops = [Op.parse(op) for op in pair[1].split(";")]
+            ops = _ops(trace.path, pair[1])
             backward = [op for op in trace.host_ops if op.name.startswith("autograd::") and _within(op, event)]
             if len(ops) != 2 or not backward:
-                raise FormatError(f"{trace.path}: {event.name} holds no forward and backward that can be told apart")
+                told = short(event.name)
+                raise FormatError(f"{trace.path}: {told} holds no forward and backward that can be told apart")
             middle = backward[0].start_ns
             for op, start, end in zip(ops, (event.start_ns, middle), (middle, event.end_ns), strict=True):
                 yield _Range(start, end, op.stage, str(op.kind), op.microbatch, event.thread)
+
+
+def _ops(path: str, pair: str) -> list[Op]:
+    try:
+        return [Op.parse(op) for op in pair.split(";")]
+    except FormatError as error:
+        raise FormatError(f"{path}: in PP:(…)OVERLAP_F_B: {error}") from None
 
 
 def _within(event: Event, around: Event) -> bool:
@@ -158,7 +167,7 @@ class _Clock:
     """Looks up what happened within a range."""
 
     def __init__(self, trace: RankTrace) -> None:
-        self._computing: dict[tuple[object, object], list[Event]] = {}
+        self._computing: dict[tuple[str, str], list[Event]] = {}
         for event in trace.host_ops:
             if not event.name.startswith(_COMMUNICATION):
                 self._computing.setdefault(event.thread, []).append(event)

@@ -16,6 +16,7 @@ from rota.interop.traces.reading import RankTrace, read_trace
 from rota.placement import StepEnd
 from rota.placing import place
 from rota.plan import Plan
+from rota.reading import LARGEST
 from rota.tasks import Kind, Op
 from rota.timeline import Timeline
 from rota.units import count_text
@@ -84,9 +85,20 @@ def import_traces(paths: Sequence[str], step: int | None = None) -> ImportedTrac
     _refuse_two_runs(traces, shifts)
     steps = [one.moved(shift) for one, shift in zip(steps, shifts, strict=True)]
     timeline = _timeline(plan, messages, steps)
+    _refuse_disorder(timeline, traces)
     moved_us, hosts = tuple(ns // 1000 for ns in shifts), tuple(trace.host for trace in traces)
     world_size = max(trace.world_size for trace in traces)
     return ImportedTrace(timeline, chosen, num_steps, moved_us, hosts, world_size)
+
+
+def _refuse_disorder(timeline: Timeline, traces: Sequence[RankTrace]) -> None:
+    """What a pipeline cannot have done, such as two ops of a rank at once."""
+    try:
+        timeline.refuse_disorder()
+        if timeline.makespan_us > LARGEST:
+            raise FormatError(f"the step takes {timeline.makespan_us} µs; expected {LARGEST} or less")
+    except FormatError as error:
+        raise FormatError(f"{traces[0].path} and those of the other ranks give no run of a pipeline: {error}") from None
 
 
 def _in_order(traces: list[RankTrace]) -> list[RankTrace]:
@@ -155,7 +167,7 @@ def _plan(steps: Sequence[Step]) -> Plan:
     placement = place(costs, Cluster.uniform(len(steps)), [ranks[stage] for stage in range(len(ranks))])
     placement = placement if kinds - {Kind.F} else placement.forward_only()
     placement = replace(placement, step_ends=tuple(_step_ends(steps)))
-    orders = tuple(tuple(sorted(step.ops, key=step.ops.__getitem__)) for step in steps)
+    orders = tuple(tuple(sorted(step.ops, key=lambda op: step.ops[op][:2])) for step in steps)
     return Plan(placement, 1 + max(op.microbatch for order in orders for op in order), orders)
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from rota.errors import FormatError
+from rota.reading import LONGEST_NAME, read_bytes, short
 
 LARGEST_BYTES = 1024**3  # of a trace, unpacked
+_ALWAYS_BYTES, _LARGEST_RATIO = 64 * 1024**2, 100  # traces are packed to some 1/20; what unpacks to more is none
 _LARGEST_NS = 2**62  # some 146 years
 _GZIP = b"\x1f\x8b"
 
@@ -23,7 +26,7 @@ class Event(NamedTuple):
     name: str
     start_ns: int
     end_ns: int
-    thread: tuple[object, object]
+    thread: tuple[str, str]
 
 
 @dataclass(slots=True)
@@ -53,31 +56,37 @@ def read_trace(path: str) -> RankTrace:
     base_ns = document.get("baseTimeNanoseconds", 0)
     if not _is_whole(base_ns) or (rank is not None and not (_is_whole(rank) and rank >= 0)):
         raise FormatError(f"{path}: baseTimeNanoseconds or distributedInfo.rank is no whole number of 0 or more")
-    world_size = info.get("world_size") if isinstance(info, dict) else None
-    trace = RankTrace(path, rank, world_size if isinstance(world_size, int) else 1, str(document.get("host_name", "")))
+    trace = RankTrace(path, rank, *_told(info, document.get("host_name")))
     _sort_in(trace, document["traceEvents"], base_ns)
     return trace
 
 
-def _unpacked(path: str) -> bytes:
+def _told(info: object, host: object) -> tuple[int, str]:
+    """How many processes there were, and the machine, where the trace tells."""
+    world_size = info.get("world_size") if isinstance(info, dict) else None
+    printable = isinstance(host, str) and len(host) <= LONGEST_NAME and host.isprintable()
+    return world_size if _is_whole(world_size) else 1, str(host) if printable else ""
+
+
+def _unpacked(path: str) -> bytearray:
     try:
         with Path(path).open("rb") as file:
             packed = file.read(2) == _GZIP
+            size = file.seek(0, os.SEEK_END)
             file.seek(0)
             stream = gzip.GzipFile(fileobj=file) if packed else file
-            data = stream.read(LARGEST_BYTES + 1)
+            most = min(LARGEST_BYTES, max(_ALWAYS_BYTES, _LARGEST_RATIO * size)) if packed else LARGEST_BYTES
+            data = read_bytes(stream.read, most)
     except OSError as error:  # gzip.BadGzipFile is one
         raise FormatError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (EOFError, zlib.error) as error:
         raise FormatError(f"{path}: cannot be unpacked: {error}") from None
-    if len(data) > LARGEST_BYTES:
-        raise FormatError(
-            f"{path}: more than {LARGEST_BYTES} bytes unpacked; profile fewer steps, without stacks and shapes"
-        )
+    if len(data) > most:
+        raise FormatError(f"{path}: more than {most} bytes unpacked; profile fewer steps, without stacks and shapes")
     return data
 
 
-def _parse(path: str, data: bytes) -> Any:
+def _parse(path: str, data: bytearray) -> Any:
     try:
         return json.loads(data)
     except json.JSONDecodeError as error:
@@ -88,7 +97,7 @@ def _parse(path: str, data: bytes) -> Any:
         raise FormatError(f"{path}: not JSON that can be read: {error}") from None
 
 
-def _is_whole(value: object) -> bool:
+def _is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST_NS
 
 
@@ -123,13 +132,14 @@ def _events(path: str, entries: list[Any], base_ns: int) -> Iterator[tuple[str, 
         name, start, duration = entry.get("name"), entry.get("ts"), entry.get("dur", 0)
         start_ns, duration_ns = _ns(start), _ns(duration)
         if not isinstance(name, str) or start_ns is None or duration_ns is None or duration_ns < 0:
-            raise FormatError(f"{path}: traceEvents[{i}] needs a name, and ts and dur in µs; it is {str(entry)[:80]}")
+            raise FormatError(f"{path}: traceEvents[{i}] needs a name, and ts and dur in µs; it is {short(entry)}")
         arguments = entry.get("args")
         correlation = arguments.get("correlation") if isinstance(arguments, dict) else None
-        if isinstance(correlation, (list, dict)):
-            raise FormatError(f"{path}: traceEvents[{i}].args.correlation is no number")
-        thread = str(entry.get("pid")), str(entry.get("tid"))
-        yield category, Event(name, base_ns + start_ns, base_ns + start_ns + duration_ns, thread), correlation
+        process, thread = entry.get("pid"), entry.get("tid")
+        if any(isinstance(number, (list, dict)) for number in (correlation, process, thread)):
+            raise FormatError(f"{path}: traceEvents[{i}] needs pid, tid and args.correlation that are numbers or texts")
+        start_ns += base_ns
+        yield category, Event(name, start_ns, start_ns + duration_ns, (str(process), str(thread))), correlation
 
 
 def _ns(time_us: object) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import final
 
 from rota.errors import ScheduleError
+from rota.reading import short
 
 BTYPES = ("forward", "backward")
 
@@ -23,7 +24,7 @@ class Block:
         self.memory = _whole("memory", memory, None)
         self.btype = str(btype).lower()
         if self.btype not in BTYPES:
-            raise ScheduleError(f"btype is {btype!r}; a block is 'forward' or 'backward'")
+            raise ScheduleError(f"btype is {short(btype)}; a block is 'forward' or 'backward'")
         self.gid = gid
         self.before: set[Block] = set()
         self.after: set[Block] = set()
@@ -43,5 +44,5 @@ def _whole(name: str, value: object, least: int | None) -> int:
     number = int(value) if isinstance(value, float) and value.is_integer() else value
     if not isinstance(number, int) or isinstance(number, bool) or (least is not None and number < least):
         more = "" if least is None else f" of {least} or more"
-        raise ScheduleError(f"{name} of a block is {value!r}; give a whole number{more}")
+        raise ScheduleError(f"{name} of a block is {short(value)}; give a whole number{more}")
     return number

@@ -1,0 +1,134 @@
+"""The same stages on another number of ranks: what a training goes on with where ranks got lost, or more came.
+
+4 ranks, a stage each        0 | 1 | 2 | 3
+2 ranks are left             0   1 | 2   3        the cut and the weights' names stay; so checkpoints fit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from rota.checking import check
+from rota.costs import Cluster
+from rota.cutting import balanced
+from rota.errors import PlacementError, PlanError, ScheduleError
+from rota.placement import Placement
+from rota.plan import Plan
+from rota.schedules import FAMILIES
+from rota.schedules.ready_first import ready_first
+from rota.simulation import simulate
+
+
+def replan(plan: Plan, num_ranks: int) -> Plan:
+    """The fastest plan found for the plan's stages on `num_ranks` ranks; the plan itself where it is for as many.
+
+    Neighbouring stages share a rank, so that the ranks' times are as even as can be; where that does not fit in
+    memory, their static bytes, then what their ops keep. All ranks count as equal: the least of the memory limits holds
+    for each, and a rank's static bytes are dealt evenly to its stages. Depends on nothing but its arguments: processes
+    that call it alike get the same plan.
+
+    Raises PlacementError where there are fewer stages than ranks or a stage is on several ranks, PlanError where
+    nothing fits in memory.
+    """
+    if num_ranks == plan.num_ranks:
+        return plan
+    streams = _streams(plan.placement)
+    _refuse(plan, streams, num_ranks)
+    refused: PlanError | None = None
+    for ranks in _rankings(plan.placement, streams, num_ranks):
+        placement = _moved(plan.placement, ranks, num_ranks)
+        best: tuple[int, Plan] | None = None
+        for candidate in _candidates(placement, plan.num_microbatches):
+            try:
+                check(candidate)
+            except PlanError as error:
+                refused = refused or error
+                continue
+            makespan_us = simulate(candidate).makespan_us
+            if best is None or makespan_us < best[0]:
+                best = makespan_us, candidate
+        if best is not None:
+            return replace(plan, placement=placement, orders=best[1].orders)
+    assert refused is not None  # ready_first makes a plan for any placement
+    raise PlanError(
+        f"the plan's {plan.num_stages} stages do not fit on {num_ranks} ranks: {refused}; or start more ranks",
+        refused.reason,
+    )
+
+
+def _streams(placement: Placement) -> list[list[int]]:
+    """The stages of each data stream."""
+    streams: list[list[int]] = [[] for _ in range(placement.num_streams)]
+    for stage in placement.stages:
+        streams[placement.microbatches(stage, placement.num_streams)[0]].append(stage)
+    return streams
+
+
+def _refuse(plan: Plan, streams: Sequence[Sequence[int]], num_ranks: int) -> None:
+    if num_ranks < 1:
+        raise PlacementError(f"num_ranks is {num_ranks}: a plan needs at least 1 rank")
+    for task in plan.placement.tasks:
+        if len(task.ranks) > 1:
+            raise PlacementError(
+                f"stage {task.stage} is on the ranks {', '.join(map(str, task.ranks))} together, and its module is "
+                f"made for these: it cannot be moved to {num_ranks} ranks; start {plan.num_ranks}, or plan anew"
+            )
+    least = min(map(len, streams))
+    if num_ranks > least:
+        raise PlacementError(
+            f"{least} stages cannot be shared out to {num_ranks} ranks; start {least} ranks at most (or replicas of "
+            f"them, by dp), or cut the model into {num_ranks} stages and plan anew"
+        )
+
+
+def _rankings(placement: Placement, streams: Sequence[Sequence[int]], num_ranks: int) -> Iterator[dict[int, int]]:
+    """Ways to put stages on ranks, the one to be preferred first; streams go in turn down the ranks and up."""
+    times_us, kept = dict.fromkeys(placement.stages, 0), dict.fromkeys(placement.stages, 0)
+    for task in placement.tasks:
+        times_us[task.stage] += task.duration_us
+        kept[task.stage] += max(task.held_bytes, 0) + task.peak_bytes
+    seen: list[dict[int, int]] = []
+    for weights in (times_us, _static_bytes(placement), kept):
+        ranks: dict[int, int] = {}
+        for i, stages in enumerate(streams):
+            # At least 1 each, so that no rank goes without a stage: its optimizer would have nothing to do.
+            boundaries = balanced([max(weights[stage], 1) for stage in stages], num_ranks)
+            for rank, (start, end) in enumerate(pairwise(boundaries)):
+                ranks |= dict.fromkeys(stages[start:end], rank if i % 2 == 0 else num_ranks - 1 - rank)
+        if ranks not in seen:
+            seen.append(ranks)
+            yield ranks
+
+
+def _static_bytes(placement: Placement) -> dict[int, int]:
+    """Of each stage, which a placement knows of each rank only: an even share, rounded up."""
+    return {
+        stage: -(-placement.static_bytes[rank] // len(stages))
+        for rank in range(placement.num_ranks)
+        for stages in [placement.stages_on(rank)]
+        for stage in stages
+    }
+
+
+def _moved(placement: Placement, ranks: dict[int, int], num_ranks: int) -> Placement:
+    limits = [limit for limit in placement.cluster.limit_bytes if limit is not None]
+    links = tuple(link for link in placement.cluster.links if max(link[:2]) < num_ranks)
+    cluster = Cluster((min(limits, default=None),) * num_ranks, placement.cluster.link, links)
+    static_bytes = [0] * num_ranks
+    for stage, size in _static_bytes(placement).items():
+        static_bytes[ranks[stage]] += size
+    tasks = tuple(replace(task, ranks=(ranks[task.stage],)) for task in placement.tasks)
+    return replace(placement, tasks=tasks, cluster=cluster, static_bytes=tuple(static_bytes))
+
+
+def _candidates(placement: Placement, num_microbatches: int) -> Iterable[Plan]:
+    """1F1B-like ones from most forwards ahead to fewest, then every named schedule that is defined here."""
+    for forwards_a_hop in (2, 1, 0):
+        yield ready_first(placement, num_microbatches, forwards_a_hop)
+    for family in FAMILIES:
+        try:
+            yield family(placement, num_microbatches)
+        except (ScheduleError, PlacementError):
+            continue

@@ -1,0 +1,59 @@
+"""Ranks that are slower than planned, step after step, when the others are not: a busy machine, or a wrong cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from rota.plan import Plan
+from rota.runtime.recorder import Record
+
+LEAST_STEPS = 5
+_SLOWER = 1.2  # than the others, each against its plan
+_MOST_STEPS = 0.8  # in how many of the steps
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """`times_planned`: how many times as long as planned the rank's ops took, and those of `others`; medians of steps.
+
+    In `num_slow` of `num_steps` steps it was more than a fifth slower than they were.
+    """
+
+    rank: int
+    times_planned: float
+    others: float
+    num_slow: int
+    num_steps: int
+
+    def to_text(self) -> str:
+        return (
+            f"rank {self.rank} was slower than the others in {self.num_slow} of the last {self.num_steps} steps: its "
+            f"ops took {self.times_planned:.2f} times as long as planned, theirs {self.others:.2f} times"
+        )
+
+
+def stragglers(plan: Plan, records: Sequence[Record]) -> list[Straggler]:
+    """Those among the plan's ranks, as far as `records` know; none before they know `LEAST_STEPS` steps."""
+    planned_us = [
+        sum(plan.placement.tasks[plan.placement.index[op.stage, op.kind]].duration_us for op in order)
+        for order in plan.orders
+    ]
+    num_steps = (
+        min((len(record.busy_ns) for record in records), default=0) - 1
+    )  # the oldest may be the first: warming up
+    ratios = {
+        record.rank: [busy_ns / 1000 / planned_us[record.rank] for busy_ns in [*record.busy_ns][-num_steps:]]
+        for record in records
+        if planned_us[record.rank]
+    }
+    if num_steps < LEAST_STEPS:
+        return []
+    found = []
+    for rank, mine in ratios.items():
+        others = [median(step) for step in zip(*(of for other, of in ratios.items() if other != rank), strict=True)]
+        num_slow = sum(a > _SLOWER * b for a, b in zip(mine, others, strict=False))  # there may be no others
+        if num_slow >= _MOST_STEPS * num_steps:
+            found.append(Straggler(rank, median(mine), median(others), num_slow, num_steps))
+    return found

@@ -1,0 +1,46 @@
+"""Where a thread is, read off its stack by another one: costs the thread itself nothing."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import NamedTuple
+
+_NOT_THE_USERS = {"torch", "rota", "contextlib", *sys.stdlib_module_names}
+
+
+class Doing(NamedTuple):
+    """What a rank is at, in words that go on after its name; `waits`: for another rank, else it is busy itself."""
+
+    waits: bool
+    words: str
+
+
+def frames_of(thread: int | None) -> list[FrameType]:
+    """The calls that the thread is in, innermost first; none if it has ended."""
+    frames = []
+    frame = sys._current_frames().get(thread) if thread is not None else None
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def is_in_a_collective(frames: list[FrameType]) -> bool:
+    """Whether the thread is in native code that talks to other processes, rather than in a stage or on the disk."""
+    inner = _module(frames[0]) if frames else ""
+    is_torchs = inner.startswith("torch.distributed") and not inner.startswith("torch.distributed.checkpoint")
+    return is_torchs or inner.startswith("rota.runtime")
+
+
+def place(frames: list[FrameType]) -> str:
+    """The innermost line that is neither PyTorch's, Python's nor ours, such as "train.py:12 in forward"."""
+    for frame in frames:
+        if _module(frame).partition(".")[0] not in _NOT_THE_USERS:
+            code = frame.f_code
+            return f"{code.co_filename.rpartition('/')[2]}:{frame.f_lineno} in {code.co_name}"
+    return ""
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))

@@ -1,0 +1,129 @@
+"""Cases: the k-th mutant of a target is the same on every machine, and can be made again from its seed and number."""
+
+from __future__ import annotations
+
+import gzip
+import signal
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from types import FrameType
+from typing import Any
+
+from fuzz import seeds, verdicts
+from fuzz.mutating import byte_mutants, csv_mutants, json_mutants, text_mutants
+from rota import Plan, RotaError, Timeline
+from rota.cli import files
+from rota.compat.tessel.schedule.schedplan import SchedPlan
+from rota.interop import ImportedTrace, import_traces
+from rota.runtime.checkpoint_files import read_saved
+
+_HANG_S = 20.0  # of a processor's time; the slowest good case takes well below a second
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A type of file: what mutants are made from, its name, what reads and uses it, and how many `make fuzz` makes."""
+
+    texts: Callable[[], Sequence[str]]
+    name: str
+    read: Callable[[Path, Random], Any]
+    use: Callable[[Any, Random], str]
+    num_cases: int
+
+
+def _read_traces(path: Path, chooser: Random) -> ImportedTrace:
+    """`path` is of the first rank of a run; the other ranks' traces are as they were."""
+    paths = [path]
+    for rank, text in enumerate(chooser.choice(seeds.trace_texts())[1:], 1):
+        paths.append(path.with_name(f"trace{rank}.json"))
+        paths[-1].write_text(text)
+    return import_traces(list(map(str, paths)))
+
+
+def _plan(path: Path, chooser: Random) -> Plan | Timeline:
+    return files.read_plan_or_timeline(str(path))
+
+
+def _first_traces() -> list[str]:
+    return [run[0] for run in seeds.trace_texts()]
+
+
+TARGETS = {
+    "plans": Target(seeds.plan_texts, "plan.json", _plan, verdicts.of_plan, 60_000),
+    "csv": Target(seeds.csv_texts, "plan.csv", _plan, verdicts.of_plan, 40_000),
+    "timelines": Target(seeds.timeline_texts, "timeline.json", _plan, verdicts.of_plan, 7_000),
+    "costs": Target(
+        seeds.costs_texts, "costs.json", lambda path, _: files.read_costs(str(path)), verdicts.of_costs, 5_000
+    ),
+    "traces": Target(_first_traces, "trace0.json", _read_traces, verdicts.of_traces, 4_000),
+    "checkpoints": Target(
+        seeds.manifest_texts, "rota.json", lambda path, _: read_saved(path.parent), verdicts.of_checkpoint, 2_000
+    ),
+    "schedules": Target(
+        seeds.schedule_texts, "schedule.json", lambda path, _: SchedPlan.load(path), verdicts.of_schedule, 2_000
+    ),
+}
+
+
+class Hang(BaseException):
+    """A case takes far too long. No Exception, so that nothing takes it for an error in a file."""
+
+
+def mutant(target: str, seed: int, number: int) -> bytes:
+    """The file of a case."""
+    chooser = Random(f"{target} {seed} {number}")
+    texts = TARGETS[target].texts()
+    text, form = chooser.choice(texts), chooser.random()
+    others = [text for of in TARGETS.values() for text in of.texts()] if chooser.random() < 0.02 else texts
+    if form < 0.08:
+        (mutated,) = text_mutants(text, 1, chooser, others)
+    elif target == "csv":
+        (mutated,) = csv_mutants(text, 1, chooser, others)
+    else:
+        (mutated,) = json_mutants(text, 1, chooser, [other for other in others if other.startswith("{")])
+    data = mutated.encode(errors="surrogatepass")
+    if target == "traces" and chooser.random() < 0.3:
+        data = gzip.compress(data, 1, mtime=0)
+    if chooser.random() < 0.05:
+        (data,) = byte_mutants(data, 1, chooser)
+    return data
+
+
+def run(target: str, seed: int, number: int, folder: Path) -> str:
+    """How a case ends: "accepted…", or the name of the error that refuses it. Anything else is raised."""
+    chooser, path = Random(f"{target} {seed} {number}"), folder / TARGETS[target].name  # chooses the text again first
+    path.write_bytes(mutant(target, seed, number))
+    with _limited():
+        try:
+            made = TARGETS[target].read(path, chooser)
+        except RotaError as error:
+            return verdicts.refused(error)
+        return TARGETS[target].use(made, chooser)
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    """Processor time, not time: a busy machine is no hang."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Hang(f"still busy after {_HANG_S:g} s")
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, _HANG_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def failure(target: str, seed: int, number: int, folder: Path) -> tuple[str, str | None]:
+    """A case's end, and what was raised where it ended badly."""
+    try:
+        return run(target, seed, number, folder), None
+    except (Exception, Hang):
+        return "failed", traceback.format_exc()

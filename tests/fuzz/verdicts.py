@@ -1,0 +1,157 @@
+"""What must hold of every file: it is refused by an error of ours, in a line, or what was read from it is right.
+
+What is read is used by functions of which none may raise an error, but where `tried` lets it refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import TypeVar
+
+from rota import Plan, RotaError, Timeline, check, compare, simulate
+from rota.accounting import explain
+from rota.compat.tessel.schedule.schedplan import SchedPlan
+from rota.costs import Cluster, Costs
+from rota.drawing import to_chrome_trace, to_html, to_text
+from rota.interop import ImportedTrace
+from rota.placing import place
+from rota.runtime.checkpoint_files import Saved
+from rota.tasks import Op
+
+Made = TypeVar("Made")
+_SLOW = 0.25  # share of the files on which what takes long is tried
+
+
+def refused(error: RotaError) -> str:
+    """Its type's name, if its words can be shown."""
+    told = str(error)
+    assert told.isprintable(), f"not one printable line: {told!r}"
+    assert len(told) < 2000, f"an error of {len(told)} characters: {told[:200]!r}"
+    return type(error).__name__
+
+
+def tried(function: Callable[[], Made]) -> Made | None:
+    """What it returns; None where it refuses."""
+    try:
+        return function()
+    except RotaError as error:
+        refused(error)
+        return None
+
+
+def of_plan(loaded: Plan | Timeline, chooser: Random) -> str:
+    if isinstance(loaded, Timeline):
+        return of_timeline(loaded, chooser)
+    text = loaded.to_json()
+    assert Plan.from_json(text) == loaded
+    assert Plan.from_json(text).to_json() == text
+    loaded._repr_html_()
+    again = [tried(partial(csv_and_back, loaded, form)) for form in ({}, {"communication": True}, {"overlap": True})]
+    try:
+        check(loaded)
+    except RotaError as error:
+        outcome = refused(error)
+        if (timeline := tried(lambda: simulate(loaded))) is not None:  # too much memory alone
+            assert_right(timeline)
+        return outcome
+    assert all(read in (None, loaded) for read in again)
+    timeline = simulate(loaded)
+    assert_right(timeline)
+    assert_fits(timeline)
+    use(timeline, chooser)
+    return "accepted"
+
+
+def csv_and_back(plan: Plan, form: dict[str, bool]) -> Plan:
+    return Plan.from_csv(plan.to_csv(**form), plan.placement)
+
+
+def of_timeline(timeline: Timeline, chooser: Random) -> str:
+    text = timeline.to_json()
+    assert Timeline.from_json(text) == timeline
+    assert Timeline.from_json(text).to_json() == text
+    assert timeline.makespan_us >= max(timeline.busy_us)
+    found = compare(timeline.plan, timeline)
+    assert found.difference_us == found.slower_ops_us + found.later_arrivals_us + found.rest_us
+    use(timeline, chooser)
+    return "accepted"
+
+
+def use(timeline: Timeline, chooser: Random) -> None:
+    """What a user may do with what was read."""
+    _ = timeline.peak_memory_bytes, timeline.span_us, timeline.bubble_fraction
+    timeline.critical_path()
+    to_text(timeline, 60)
+    if chooser.random() < _SLOW:
+        tried(lambda: to_html(timeline))
+        tried(lambda: to_chrome_trace(timeline))
+        tried(lambda: timeline._repr_html_())
+        if (told := tried(lambda: explain(timeline))) is not None:
+            assert sum(told.by_cause.values()) == sum(timeline.idle_us)
+            told.to_text()
+
+
+def assert_right(timeline: Timeline) -> None:
+    """A simulated timeline obeys its plan: nothing overlaps, and nothing starts before what it reads is there."""
+    plan = timeline.plan
+    assert Timeline.from_json(timeline.to_json()) == timeline
+    ends: dict[tuple[int, Op], int] = {}
+    for span in timeline.op_spans():
+        assert isinstance(span.work, Op)
+        ends[span.rank, span.work] = span.end_us
+    for rank, starts in enumerate(timeline.starts_us):
+        assert all(after >= before for before, after in zip(timeline.ends_us[rank], starts[1:], strict=False))
+        assert timeline.makespan_us >= timeline.busy_us[rank]
+    for rank, op, start in _starts(timeline):
+        target = plan.placement.index[op.stage, op.kind]
+        for edge in plan.placement.edges:
+            source = plan.placement.tasks[edge.source]
+            if edge.target == target:
+                made = max(ends[other, Op(source.stage, source.kind, op.microbatch)] for other in source.ranks)
+                assert made <= start, f"{op} on rank {rank} starts at {start}, before {source} ends at {made}"
+    assert len(plan.wire_order) == plan.num_ops + len(plan.transfers)
+    assert len(ends) == sum(len(order) for order in plan.orders)
+
+
+def _starts(timeline: Timeline) -> Iterator[tuple[int, Op, int]]:
+    for rank, order in enumerate(timeline.plan.orders):
+        for op, start in zip(order, timeline.starts_us[rank], strict=True):
+            yield rank, op, start
+
+
+def assert_fits(timeline: Timeline) -> None:
+    for peak, limit in zip(timeline.peak_memory_bytes, timeline.plan.placement.cluster.limit_bytes, strict=True):
+        assert limit is None or peak <= limit
+
+
+def of_costs(costs: Costs, chooser: Random) -> str:
+    text = costs.to_json()
+    assert Costs.from_json(text) == costs
+    assert Costs.from_json(text).to_json() == text
+    placement = tried(lambda: place(costs, Cluster.uniform(costs.num_stages)))
+    return "accepted" if placement is None else "accepted and placed"
+
+
+def of_traces(imported: ImportedTrace, chooser: Random) -> str:
+    assert imported.to_text().replace("\n", " ").isprintable()
+    return of_timeline(imported.timeline, chooser)
+
+
+def of_checkpoint(saved: Saved, chooser: Random) -> str:
+    assert type(saved.manifest).from_json(saved.manifest.to_json()) == saved.manifest
+    for name in saved.manifest.files:
+        assert (saved.path / name).parent == saved.path
+    tried(saved.require_files)
+    return "accepted"
+
+
+def of_schedule(schedule: SchedPlan, chooser: Random) -> str:
+    repr(schedule)
+    tried(schedule.to_plan)
+    with TemporaryDirectory() as folder:
+        schedule.save(f"{folder}/again.json")
+        assert repr(SchedPlan.load(f"{folder}/again.json")) == repr(schedule)
+    return "accepted"

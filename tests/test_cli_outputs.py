@@ -1,0 +1,164 @@
+"""Where commands write: nothing is lost without --force, and no file is there in half."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rota import Plan, RotaError, Timeline, drawing, simulate
+from rota.cli import main
+from rota.writing import whole_file, write_text
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def rota(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, str]:
+    """Exit code and standard error."""
+    try:
+        code = main(command.split())
+    except SystemExit as stop:
+        code = int(str(stop.code))
+    return code, capsys.readouterr().err
+
+
+PLAN = "plan 1f1b --ranks 3 --microbatches 4 -o plan.json"
+
+
+@pytest.fixture
+def files(capsys: pytest.CaptureFixture[str]) -> None:
+    """plan.json, planned.json, and measured.json, in which everything takes longer."""
+    assert rota(capsys, PLAN)[0] == 0
+    assert rota(capsys, "simulate plan.json -o planned.json")[0] == 0
+    planned = Timeline.from_json(Path("planned.json").read_text())
+    times = [
+        tuple(tuple(2 * us for us in row) for row in getattr(planned, name))
+        for name in ("starts_us", "ends_us", "sent_us", "arrived_us")
+    ]
+    Path("measured.json").write_text(Timeline(planned.plan, *times).to_json())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "plan gpipe --ranks 2 --microbatches 2 -o there.json",
+        "simulate plan.json -o there.json",
+        "show plan.json -o there.html",
+        "show plan.json -o there.json",
+        "show plan.json -o there.png",
+        "compare plan.json measured.json -o there.svg",
+        "run --timeline there.json plan.json train.py",
+        "import-trace trace.json -o there.json",
+        "frontier --ranks 2 -o there.png",
+        "checkpoint export run -o there.safetensors",
+        "demo -o there",
+    ],
+)
+@pytest.mark.usefixtures("files")
+def test_what_is_there_is_written_over_by_force_alone(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name = next(word for word in command.split() if word.startswith("there"))
+    path = Path(name, "kept.txt") if name == "there" else Path(name)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("precious")
+    code, error = rota(capsys, command)
+    assert (code, error.count("\n")) == (2, 1)
+    force = "--force (before the plan)" if command.startswith("run") else "--force"
+    assert f"{name} is there already; give another name, or {force} to write over it" in error
+    assert path.read_text() == "precious"
+    if command.startswith(("plan", "simulate", "show", "compare")):
+        assert rota(capsys, f"{command} --force")[0] == 0
+        assert not path.read_bytes().startswith(b"precious")
+    assert not list(Path().glob(".*"))
+
+
+@pytest.mark.usefixtures("files")
+def test_force_does_not_write_over_what_the_command_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    before = Path("plan.json").read_text()
+    code, error = rota(capsys, "show plan.json --force -o plan.json")
+    assert (code, "is what the command reads" in error) == (2, True)
+    assert Path("plan.json").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("plan 1f1b --ranks 3 --microbatches 4 -o plan.html", "then draw it by `rota show plan.json -o plan.html`"),
+        ("simulate plan.json -o x.html", "a timeline is written as .json, not as x.html; write it by -o timeline.json"),
+        ("simulate plan.json -o x.csv", "-o timeline.json, a CSV is of a plan"),
+        ("import-trace trace.json -o x.html", "then draw it by `rota show timeline.json -o x.html`"),
+        ("run --timeline x.PNG plan.json train.py", "write it by --timeline timeline.json, then draw it by"),
+        ("compare measured.json plan.json", "the plan comes first, as in `rota compare plan.json measured.json`"),
+        ("compare measured.json planned.json", "measured.json has measured times, planned.json planned ones"),
+        ("explain plan.json measured.json", "give `rota explain measured.json --planned plan.json`"),
+        ("show absent/plan.json", "cannot read absent/plan.json: No such file or directory; check the path"),
+        (f"simulate plan.json -o {'x' * 300}.json", "File name too long"),
+    ],
+)
+@pytest.mark.usefixtures("files")
+def test_the_right_command_is_told(command: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(os.listdir())
+    code, error = rota(capsys, command)
+    assert (code, error.count("\n")) == (2, 1)
+    assert told in error
+    assert sorted(os.listdir()) == before
+
+
+@pytest.mark.usefixtures("files")
+def test_two_measured_timelines_are_compared_with_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert rota(capsys, "compare plan.json measured.json") == (0, "")
+    code, error = rota(capsys, "compare measured.json measured.json")
+    assert (code, error) == (0, "rota compare: measured.json has measured times, which count as planned here\n")
+
+
+def cut_off() -> None:
+    with whole_file("plan.json") as partial:
+        partial.write_text("ha")
+        raise KeyboardInterrupt
+
+
+def test_what_is_cut_off_leaves_the_file_as_it_was() -> None:
+    write_text("plan.json", "whole")
+    with pytest.raises(KeyboardInterrupt):
+        cut_off()
+    assert Path("plan.json").read_text() == "whole"
+    assert os.listdir() == ["plan.json"]
+
+
+def test_links_are_followed_and_modes_are_the_usual_ones() -> None:
+    Path("folder").mkdir()
+    Path("link.json").symlink_to("folder/plan.json")
+    write_text("link.json", "é")
+    assert Path("link.json").is_symlink()
+    assert Path("folder/plan.json").read_text(encoding="utf-8") == "é"
+    (usual := Path("usual")).touch()
+    assert Path("folder/plan.json").stat().st_mode == usual.stat().st_mode
+
+
+@pytest.mark.usefixtures("files")
+def test_no_file_is_written_over_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert rota(capsys, "simulate plan.json -o /dev/null")[0] == 0
+    assert Path("/dev/null").is_char_device()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"path": 3}, "a int is no path; give the name of a file that ends in .png, .svg, .pdf, .html, .json"),
+        ({"timeline": "plan.json"}, 'timeline is "plan.json"; give a Plan or a Timeline'),
+        ({"above": 5}, "above is 5; give a Plan or a Timeline"),
+        ({"names": ("one",)}, "names is ('one',); give two texts"),
+        ({"names": ("a", 3)}, "give two texts, of the upper and of the lower one"),
+    ],
+)
+@pytest.mark.usefixtures("files")
+def test_arguments_of_another_type_are_told(change: dict[str, object], told: str) -> None:
+    timeline = simulate(Plan.from_json(Path("plan.json").read_text()))
+    given = {"timeline": timeline, "path": "x.html", "above": timeline, "names": None, **change}
+    with pytest.raises(RotaError) as error:
+        drawing.save(given.pop("timeline"), given.pop("path"), **given)
+    assert told in str(error.value)
+    assert not Path("x.html").exists()
