@@ -11,6 +11,7 @@ import rota
 from rota.cli import main
 from rota.cli.sizes import parse_link
 from rota.profiles import Profile
+from rota.runtime.launch import Run
 from rota.usage import Usage
 from test_autoplan import UNEVEN, layer_costs
 
@@ -95,8 +96,9 @@ def test_a_model_too_large_for_this_machine_is_estimated(tmp_path: Path, capsys:
 def test_a_run_has_the_replicas_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[int, int]] = []
 
-    def launch(plan: rota.Plan, *others: object, dp: int, tp: int, **options: object) -> None:
+    def launch(plan: rota.Plan, *others: object, dp: int, tp: int, **options: object) -> Run:
         started.append((dp, tp))
+        return Run(None, [], None)
 
     monkeypatch.setattr("rota.runtime.launch.launch", launch)
     placement = rota.place(rota.Costs.uniform(2), rota.Cluster.uniform(2))

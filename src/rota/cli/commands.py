@@ -145,7 +145,7 @@ def _told_how_it_went(done: Run, timeline: str | None) -> int:
         first = "" if timeline else "measure by --timeline measured.json, and "
         _tell(
             f"{straggler.to_text()}; {first}plan with measured costs: rota calibrate {timeline or 'measured.json'} "
-            f"-o plan.json"
+            f"-o better.json"
         )
     if done.ended_by is None:
         return 0
