@@ -60,7 +60,7 @@ def test_an_error_between_two_steps(tmp_path: Path, launcher: tuple[str, ...]) -
     if launcher == ROTA_RUN:
         assert "rank 1 ended with exit code 1 first" in told
     else:
-        assert re.search(r"Root Cause .*\n.*\n.*\n +rank +: 1 ", told), told
+        assert re.search(r"Root Cause .*\n(.*\n){3} +rank +: 1 ", told), told
     assert took_s < PATIENCE_S
 
 
@@ -70,7 +70,7 @@ def test_a_rank_that_hangs(tmp_path: Path, launcher: tuple[str, ...]) -> None:
     reports = re.findall(r"^rota: no progress for 4 s, so all ranks end: (.*)$", told, flags=re.MULTILINE)
     assert reports == ["rank 1 never reached what the others wait for"] * (1 if launcher == ROTA_RUN else 3), told
     assert "rank 1 is outside of what ranks do together (train.py:11 in <module>)" in told
-    assert "Traceback (most" not in told.partition("torch.distributed.elastic")[0]
+    assert "LostRankError" not in told
     assert took_s < PATIENCE_S
 
 
