@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from core_strategies import text_mutants
+from fuzz.mutating import text_mutants
 from rota import Cluster, Costs, FormatError, RotaError, ScheduleError, SplitError, place
 from rota.compat.deepspeed import schedule as ds
 from rota.compat.deepspeed import to_plan

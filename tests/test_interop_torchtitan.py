@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core_strategies import json_mutants, text_mutants
 from dist.plain_gpt import GPT
+from fuzz.mutating import json_mutants, text_mutants
 from rota import Cluster, Costs, Plan, RotaError, Stages, interleaved, place
 from rota.interop import module_parts, parts_beginning_with, torchtitan
 from rota.models import CutPoint, split
@@ -207,7 +207,7 @@ def test_the_files_say_what_torchtitan_reads(tmp_path: Path) -> None:
         (a_plan(), FOUR[:3], "there are 3 parts for 4 stages; give one a stage"),
         (a_plan(), (*FOUR[:3], ("out put",)), "part 3 has 'out put', which is no module's name, such as layers.0"),
         (a_plan(), (*FOUR[:3], ('a"]\n',)), "no module's name"),
-        (a_plan(), (*FOUR[:3], ("norm", "norm")), "part 3 has a module twice in norm, norm"),
+        (a_plan(), (*FOUR[:3], ("norm", "norm")), "part 3 has norm twice; remove one of them"),
         (
             NAMED["gpipe"](place(Costs.uniform(4), Cluster.uniform(2), [0, 0, 1, 1]), 2),
             FOUR,
@@ -317,3 +317,36 @@ def test_damaged_files_are_loaded_or_refused(tmp_path: Path) -> None:
         loaded += 1
         assert len(parts) == 4
     assert 0 < loaded < len(mutants)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ("[parallelism" + ".a" * 100_000 + "]\n" + "x = 1\n" * 1000, "it has a key of more than 32 names"),
+        ("x = {p = '''\"''', " + '"a\\"".' * 1000 + "a = 1}\n", "it has a key of more than 32 names"),
+        ("x = " + '"\x00"' * 1000, "no TOML"),
+        ('"' + "k" * 10_000 + '" = 1\n' + '"' + "k" * 10_000 + '" = 1\n', "no TOML"),
+        (
+            '[parallelism]\npipeline_parallel_schedule_csv = "a\\u001b[2J"\nmodule_fqns_per_model_part = [["a"]]',
+            "printa",
+        ),
+        ("[parallelism]\nmodule_fqns_per_model_part = [[" + '"a", ' * 10_000 + "]]", "part 0 has a twice"),
+    ],
+)
+def test_configs_that_a_stranger_may_have_written(tmp_path: Path, config: str, told: str) -> None:
+    path = tmp_path / "parallelism.toml"
+    path.write_text(config)
+    with pytest.raises(RotaError, match=told) as error:
+        torchtitan.load(path)
+    assert len(str(error.value)) < 1000
+    assert str(error.value).isprintable()
+
+
+def test_json_has_each_field_once_and_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
+    config = torchtitan.export(FOUR, a_plan(), tmp_path)[2]
+    text = config.read_text()
+    config.write_text("\ufeff" + text, encoding="utf-8")
+    assert torchtitan.load(config).parts == FOUR
+    config.write_text(text.replace("{", '{"num_pp_microbatches": 4, ', 1))
+    with pytest.raises(RotaError, match='two fields "num_pp_microbatches"'):
+        torchtitan.load(config)

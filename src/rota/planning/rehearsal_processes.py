@@ -61,7 +61,7 @@ def _follow(server: subprocess.Popen[bytes], folder: str, step_ended: Callable[[
             return
         else:
             raise PipelineError(_tell_failure(told["rank"], told["code"], folder))
-    last = _last_line(Path(folder, "stderr"))
+    last = _last_words(Path(folder, "stderr"))
     raise PipelineError(f"the process that starts the ranks ended early{last}")
 
 
@@ -81,12 +81,15 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 
 def _tell_failure(rank: int, code: int, folder: str) -> str:
     ended = f"signal {-code}" if code < 0 else f"exit code {code}"
-    return f"rank {rank} ended with {ended}, and the others were ended{_last_line(stderr_file(folder, rank))}"
+    return f"rank {rank} ended with {ended}, and the others were ended{_last_words(stderr_file(folder, rank))}"
 
 
-def _last_line(file: Path) -> str:
+def _last_words(file: Path) -> str:
+    """The last message of ours, which may have several lines, else the last line."""
     lines = file.read_text().strip().splitlines() if file.exists() else []
-    return f": {lines[-1].removeprefix('rota: ')}" if lines else ""
+    ours = [i for i, line in enumerate(lines) if line.startswith("rota: ")]
+    words = "\n".join(lines[ours[-1] if ours else -1 :])
+    return f": {words.removeprefix('rota: ')}" if words else ""
 
 
 def report_file(folder: str, rank: int) -> Path:
