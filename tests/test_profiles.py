@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rota import Cluster, FormatError, Link, PlacementError
+from rota import Cluster, FormatError, Link, PipelineError, PlacementError
 from rota.layers import LayerCosts
 from rota.profiles import Profile
 
@@ -117,3 +118,18 @@ def test_a_cluster_is_a_file() -> None:
     assert Cluster.from_json(cluster.to_json()) == cluster
     with pytest.raises(FormatError, match=r"cluster\.links\[0\] is \[1, 0\]; expected"):
         Cluster.from_json('{"rota": "cluster", "limit_bytes": [null, null], "link": [0, null], "links": [[1, 0]]}')
+
+
+def test_what_a_cached_profile_says_is_told_in_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from rota.profiling.cache import Cache
+
+    path = tmp_path / "profile.json"
+    path.write_text(Profile((layers(),), (("device", "\x1b[2J\n" + "x" * 5000),)).to_json())
+    with pytest.raises(PipelineError, match="is stale: device was ") as error:
+        Cache.of(path, "model", {"device": "a GPU"}, refresh=False)
+    assert str(error.value).isprintable()
+    assert len(str(error.value)) < 1000
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(FormatError, match="no text file in UTF-8"):
+        Cache.of(path, "model", {}, refresh=False)

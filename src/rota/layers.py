@@ -237,7 +237,7 @@ class LayerCosts:
         values: dict[str, Any] = {name: document[name].integers(0) for name in _BY_LAYER + _BY_EDGE}
         values["edges"] = tuple(_tuple(entry, 2) for entry in document["edges"])
         values |= {name: tuple(_tuple(entry, 3) for entry in document[name]) for name in _PAIRS}
-        values["cuts"] = tuple(entry.text() for entry in document["cuts"])
+        values["cuts"] = tuple(entry.name() for entry in document["cuts"])
         values["spread"] = tuple(_fraction(entry) for entry in document["spread"])
         return cls(rows=document["rows"].integer(1), note=document["note"].text(), **values)
 

@@ -29,7 +29,7 @@ class Profile(Mapping[int, LayerCosts]):
         ordered = tuple(sorted(self.layers, key=lambda layers: layers.rows))
         object.__setattr__(self, "layers", ordered)
         if len({layers.rows for layers in ordered}) < len(ordered):
-            raise PlacementError(f"layers has {list(self)} rows: give each number of rows once")
+            raise PlacementError(f"layers has {reading.short(list(self))} rows: give each number of rows once")
         for layers in ordered[1:]:
             if layers.cuts != ordered[0].cuts:
                 raise PlacementError(
@@ -63,13 +63,10 @@ class Profile(Mapping[int, LayerCosts]):
     def from_json(cls, text: str) -> Profile:
         """Raises FormatError or PlacementError, naming the field."""
         document = reading.parse(text, "profile")
-        key = document["key"]
-        if not isinstance(key.value, dict):
-            raise key.wrong("an object")
         entries = [*document["layers"]]
         if not entries:
             raise FormatError("profile.layers is empty; profile the model anew")
         return cls(
             tuple(LayerCosts.from_fields(entry) for entry in entries),
-            tuple((name, key[name].text()) for name in key.value),
+            tuple((name.text(), value.text()) for name, value in document["key"].items()),
         )

@@ -29,5 +29,5 @@ class Usage:
     @classmethod
     def from_fields(cls, field: reading.Field) -> Usage:
         """Raises FormatError."""
-        cuts = tuple(cut.text() for cut in field["cuts"])
+        cuts = tuple(cut.name() for cut in field["cuts"])
         return cls(cuts, field["microbatch_rows"].integer(1), field["num_replicas"].integer(1))

@@ -1,4 +1,4 @@
-"""`make fuzz`: a hundred thousand wrong plans, and twenty thousand other files, over all processors.
+"""`make fuzz`: a hundred thousand wrong plans, and thirty thousand other files, over all processors.
 
 python -m fuzz [--targets plans csv …] [--cases N] [--seed S] [--case K]
 
@@ -75,7 +75,7 @@ def _keep(target: str, seed: int, number: int, told: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=[*TARGETS])
-    parser.add_argument("--cases", type=int, help="of each target (default: 120,000 in all)")
+    parser.add_argument("--cases", type=int, help="of each target (default: 130,000 in all)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--case", type=int, help="this one alone, of each target")
     given = parser.parse_args()

@@ -8,20 +8,24 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import FrameType
 from typing import Any
 
 from fuzz import seeds, verdicts
-from fuzz.mutating import byte_mutants, csv_mutants, json_mutants, text_mutants
-from rota import Plan, RotaError, Timeline
+from fuzz.mutating import byte_mutants, csv_mutants, json_mutants, piece_mutants, text_mutants
+from rota import Cluster, Plan, RotaError, Timeline, reading
 from rota.cli import files
 from rota.compat.tessel.schedule.schedplan import SchedPlan
-from rota.interop import ImportedTrace, import_traces
+from rota.interop import ImportedTrace, cuts, deepspeed, import_traces, megatron, torchtitan
+from rota.layers import LayerCosts
+from rota.profiles import Profile
 from rota.runtime.checkpoint_files import read_saved
 
 _HANG_S = 20.0  # of a processor's time; the slowest good case takes well below a second
+_MOST_LAYOUT_BYTES = 2**20  # as `rota import` has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,26 @@ def _plan(path: Path, chooser: Random) -> Plan | Timeline:
     return files.read_plan_or_timeline(str(path))
 
 
+def _read_export(path: Path, chooser: Random) -> torchtitan.Imported:
+    """`path` is one of an export's files; the others are as they were."""
+    for name, text in chooser.choice(seeds.exports()).items():
+        if name != path.name:
+            path.with_name(name).write_text(text)
+    return torchtitan.load(path if path.suffix != ".csv" else path.with_name("parallelism.toml"))
+
+
+def _export(name: str, num_cases: int) -> Target:
+    return Target(partial(seeds.export_texts, name), name, _read_export, verdicts.of_export, num_cases)
+
+
+def _text_of(from_json: Callable[[str], Any]) -> Callable[[Path, Random], Any]:
+    return lambda path, _: from_json(reading.read_text(path))
+
+
+def _limited_text_of(read: Callable[[str], Any]) -> Callable[[Path, Random], Any]:
+    return lambda path, _: read(cuts.read_limited(path, _MOST_LAYOUT_BYTES))
+
+
 def _first_traces() -> list[str]:
     return [run[0] for run in seeds.trace_texts()]
 
@@ -66,6 +90,26 @@ TARGETS = {
     "schedules": Target(
         seeds.schedule_texts, "schedule.json", lambda path, _: SchedPlan.load(path), verdicts.of_schedule, 2_000
     ),
+    "profiles": Target(seeds.profile_texts, "profile.json", _text_of(Profile.from_json), verdicts.of_profile, 2_500),
+    "layers": Target(seeds.layers_texts, "layers.json", _text_of(LayerCosts.from_json), verdicts.of_layers, 1_500),
+    "clusters": Target(seeds.cluster_texts, "cluster.json", _text_of(Cluster.from_json), verdicts.of_cluster, 1_500),
+    "torchtitan-toml": _export("parallelism.toml", 1_000),
+    "torchtitan-json": _export("parallelism.json", 1_000),
+    "torchtitan-csv": _export("schedule.csv", 1_000),
+    "layouts": Target(
+        seeds.layout_texts,
+        "layout.txt",
+        _limited_text_of(lambda text: megatron.read_layout(text, 2)),
+        verdicts.of_layout,
+        1_000,
+    ),
+    "boundaries": Target(
+        seeds.boundaries_texts,
+        "boundaries.json",
+        _limited_text_of(deepspeed.read_boundaries),
+        verdicts.of_boundaries,
+        500,
+    ),
 }
 
 
@@ -81,7 +125,9 @@ def mutant(target: str, seed: int, number: int) -> bytes:
     others = [text for of in TARGETS.values() for text in of.texts()] if chooser.random() < 0.02 else texts
     if form < 0.08:
         (mutated,) = text_mutants(text, 1, chooser, others)
-    elif target == "csv":
+    elif TARGETS[target].name.endswith(".txt"):
+        (mutated,) = piece_mutants(text, 1, chooser)
+    elif TARGETS[target].name.endswith((".csv", ".toml")):
         (mutated,) = csv_mutants(text, 1, chooser, others)
     else:
         (mutated,) = json_mutants(text, 1, chooser, [other for other in others if other.startswith("{")])

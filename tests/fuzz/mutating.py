@@ -148,6 +148,20 @@ def text_mutants(text: str, count: int, chooser: Random, others: Sequence[str] =
             yield text[:start] + chooser.choice(_SCRAPS) + text[start + chooser.randint(0, 5) :]
 
 
+def piece_mutants(text: str, count: int, chooser: Random) -> Iterator[str]:
+    """`count` texts of which one to three short pieces are gone, there twice or elsewhere."""
+    for _ in range(count):
+        mutant = text
+        for _ in range(chooser.choice((1, 1, 2, 3))):
+            start, to = chooser.randint(0, len(mutant)), chooser.randint(0, len(mutant))
+            piece = mutant[start : start + chooser.choice((1, 1, 2, 4))]
+            if chooser.random() < 0.6:
+                mutant = mutant[:start] + mutant[start + len(piece) :]
+            if chooser.random() < 0.7:
+                mutant = mutant[:to] + piece + mutant[to:]
+        yield mutant
+
+
 def byte_mutants(data: bytes, count: int, chooser: Random) -> Iterator[bytes]:
     """`count` files in which a byte, or a piece, is another, there twice or gone."""
     for _ in range(count):

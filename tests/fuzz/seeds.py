@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -12,11 +12,15 @@ from tempfile import TemporaryDirectory
 from measured import measured_like
 from rota import schedules
 from rota.costs import Cluster, Costs, Link
+from rota.interop import torchtitan
+from rota.layers import LayerCosts
 from rota.placement import StepEnd
 from rota.placing import bidirectional, interleaved, place
 from rota.plan import Plan
+from rota.profiles import Profile
 from rota.simulation import simulate
 from rota.timeline import Timeline
+from rota.usage import Usage
 from trace_files import written
 
 _COSTS = (
@@ -34,7 +38,7 @@ _CLUSTER = Cluster((40, None, 90), Link(1, 2), ((0, 1, Link(4, 1)), (2, 1, Link(
 
 @cache
 def plans() -> tuple[Plan, ...]:
-    """Chains, interleaved ones, two streams, a graph, tasks on several ranks, recomputation, inference."""
+    """Chains, interleaved ones, two streams, a graph, tasks on several ranks, recomputation, inference, a use."""
     whole, split, recomputed, graph, _ = _COSTS
     two = Cluster.uniform(2, 1000, latency_us=2, bytes_per_us=3)
     ended = place(whole, _CLUSTER)
@@ -48,6 +52,8 @@ def plans() -> tuple[Plan, ...]:
         schedules.chimera(bidirectional(Costs.uniform(2, boundary_bytes=1), two), 4),
         schedules.forward_only(place(whole, two, [0, 1, 0]).forward_only(), 3),
         schedules.gpipe(replace(ended, step_ends=(StepEnd(2, 5, 7), StepEnd(0, 0, 3))), 2),
+        replace(schedules.one_f_one_b(ended, 3), usage=Usage(("blocks[0]", "blocks[2]"), 4, 2)),
+        replace(schedules.gpipe(place(split, Cluster.uniform(3)), 2), usage=Usage((), 1)),
     )
 
 
@@ -119,3 +125,66 @@ def schedule_texts() -> tuple[str, ...]:
     blocks += [{**row, "mid": m, "gid": 9, "step": 3 * m + 1, "btype": "backward", "before": [m]} for m in range(3)]
     fields = {"ndevs": 2, "repetend": [0, 3], "period": 3, "repeated": [0, 3], "blocks": blocks}
     return json.dumps(fields), json.dumps({"ndevs": 1, "repetend": None, "blocks": blocks[:3]})
+
+
+@cache
+def layers() -> tuple[LayerCosts, ...]:
+    """A graph with all that layers may have in common, at two micro-batch sizes, and a single layer."""
+    chooser = Random(3)
+    columns = [field.name for field in fields(LayerCosts) if field.name.endswith(("_us", "_bytes"))]
+    whole = LayerCosts(
+        **{name: tuple(chooser.randrange(50, 100) for _ in range(4)) for name in columns},
+        rows=2, cuts=("blocks[0]", "blocks[1]", "cut"), edges=((0, 1), (1, 2), (0, 2), (2, 3)),
+        shared=((0, 2, 9), (1, 2, 20)), waiting_shared=((1, 3, 8),), tied=((0, 3, 30),),
+        spread=(0.01, 0.5, 0, 0.25), note="measured on a machine of its own",
+    )  # fmt: skip
+    of_edges = {"boundary_bytes": (), "boundary_gradient_bytes": (), "received_bytes": ()}
+    alone = LayerCosts(**{**dict.fromkeys(columns, (7,)), **of_edges}, rows=1, cuts=(), edges=())
+    return whole, replace(whole, rows=4, forward_us=(100, 120, 90, 60), shared=()), alone
+
+
+@cache
+def layers_texts() -> tuple[str, ...]:
+    return tuple(entry.to_json() for entry in layers())
+
+
+@cache
+def profile_texts() -> tuple[str, ...]:
+    two, four, alone = layers()
+    key = (("model", "4 layers"), ("device", "a GPU"), ("inputs of 2 rows", "int64 [2, 8]"))
+    return Profile((two, four), key).to_json(), Profile((alone,)).to_json()
+
+
+@cache
+def cluster_texts() -> tuple[str, ...]:
+    return _CLUSTER.to_json(), Cluster.uniform(4, 10**9, latency_us=2, bytes_per_us=3).to_json()
+
+
+@cache
+def exports() -> tuple[dict[str, str], ...]:
+    """Of each plan the files for torchtitan, by name."""
+    two = Cluster.uniform(2)
+    whole, split = Costs.uniform(4), Costs.uniform(4, weight_us=1)
+    made = (
+        schedules.one_f_one_b(place(Costs.uniform(4), Cluster.uniform(4)), 4),
+        schedules.interleaved_one_f_one_b(interleaved(whole, two), 4),
+        schedules.NAMED["zb_v"](schedules.NAMED["zb_v"].place(split, two), 4),
+    )
+    parts = (("tok_embeddings", "layers.0"), ("layers.1",), ("layers.2",), ("norm", "output"))
+    found = [torchtitan.render(parts, plan, "titan") for plan in made]
+    return tuple({path.name: text for path, text in texts.items()} for texts in found)
+
+
+def export_texts(name: str) -> tuple[str, ...]:
+    return tuple(files[name] for files in exports())
+
+
+@cache
+def layout_texts() -> tuple[str, ...]:
+    """Of Megatron, for two ranks."""
+    return "Et*3|(tt|)*5,m|L", "Ett|ttL", "E|t,t|(t|)*12tt|tmmL", "(Et|)*1|(t*2|)*3L\n"
+
+
+@cache
+def boundaries_texts() -> tuple[str, ...]:
+    return "[0, 3, 3, 17, 20]", "[0, 1]", json.dumps([*range(0, 60, 5)])

@@ -6,23 +6,27 @@ What is read is used by functions of which none may raise an error, but where `t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from random import Random
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
-from rota import Plan, RotaError, Timeline, check, compare, simulate
+from rota import Plan, RotaError, Timeline, check, compare, cutting, simulate
 from rota.accounting import explain
 from rota.compat.tessel.schedule.schedplan import SchedPlan
 from rota.costs import Cluster, Costs
 from rota.drawing import to_chrome_trace, to_html, to_text
-from rota.interop import ImportedTrace
+from rota.interop import ImportedTrace, deepspeed, megatron, torchtitan
+from rota.layers import LayerCosts
 from rota.placing import place
+from rota.profiles import Profile
 from rota.runtime.checkpoint_files import Saved
 from rota.tasks import Op
 
 Made = TypeVar("Made")
 _SLOW = 0.25  # share of the files on which what takes long is tried
+_FEW = 60  # stages, of which a plan is soon made
 
 
 def refused(error: RotaError) -> str:
@@ -66,7 +70,8 @@ def of_plan(loaded: Plan | Timeline, chooser: Random) -> str:
 
 
 def csv_and_back(plan: Plan, form: dict[str, bool]) -> Plan:
-    return Plan.from_csv(plan.to_csv(**form), plan.placement)
+    """The CSV says nothing of a usage."""
+    return replace(Plan.from_csv(plan.to_csv(**form), plan.placement), usage=plan.usage)
 
 
 def of_timeline(timeline: Timeline, chooser: Random) -> str:
@@ -154,4 +159,70 @@ def of_schedule(schedule: SchedPlan, chooser: Random) -> str:
     with TemporaryDirectory() as folder:
         schedule.save(f"{folder}/again.json")
         assert repr(SchedPlan.load(f"{folder}/again.json")) == repr(schedule)
+    return "accepted"
+
+
+def of_profile(profile: Profile, chooser: Random) -> str:
+    text = profile.to_json()
+    assert Profile.from_json(text) == profile
+    assert Profile.from_json(text).to_json() == text
+    assert [profile[rows].rows for rows in profile] == [*profile]
+    return max(of_layers(layers, chooser) for layers in profile.layers)
+
+
+def of_layers(layers: LayerCosts, chooser: Random) -> str:
+    """Stages of any uniform cut are the sums of their layers, or are refused: bytes that are shared may be too many."""
+    text = layers.to_json()
+    assert LayerCosts.from_json(text) == layers
+    assert LayerCosts.from_json(text).to_json() == text
+    cut = True
+    for num_stages in range(1, layers.num_layers + 1):
+        boundaries = cutting.uniform(layers.num_layers, num_stages)
+        for form in ({}, {"split_backward": True}, {"recompute": range(num_stages)}):
+            costs = tried(partial(layers.stages, boundaries, **form))
+            cut = cut and costs is not None
+            if costs is not None:
+                assert sum(costs.forward_us) == sum(layers.forward_us)
+                of_costs(costs, chooser)
+    return "accepted and cut" if cut else "accepted"
+
+
+def of_cluster(cluster: Cluster, chooser: Random) -> str:
+    text = cluster.to_json()
+    assert Cluster.from_json(text) == cluster
+    assert Cluster.from_json(text).to_json() == text
+    for sender, receiver, _ in cluster.links:
+        assert cluster.link_between(sender, receiver).transfer_us(10) >= 0
+    placed = tried(lambda: place(Costs.uniform(cluster.num_ranks), cluster))
+    return "accepted" if placed is None else "accepted and placed"
+
+
+def of_export(imported: torchtitan.Imported, chooser: Random) -> str:
+    plan, parts = imported
+    assert imported.boundaries[-1] == sum(map(len, parts))
+    assert len(parts) == plan.num_stages
+    with TemporaryDirectory() as folder:
+        written = tried(lambda: torchtitan.export(parts, plan, folder))
+        for path in written or ():
+            if path.suffix != ".csv":
+                assert torchtitan.load(path) == imported
+    return "accepted and exported" if written and of_plan(plan, chooser) == "accepted" else "accepted"
+
+
+def of_layout(layout: megatron.Layout, chooser: Random) -> str:
+    text = megatron.write_layout(layout)
+    assert megatron.read_layout(text, layout.num_ranks) == layout
+    if len(layout.stages) <= _FEW:
+        plan = tried(lambda: megatron.plan_of(layout, Costs.uniform(len(layout.stages)), 2 * layout.num_ranks))
+        assert plan is None or megatron.runs_in_this_order(plan)
+    return "accepted"
+
+
+def of_boundaries(boundaries: tuple[int, ...], chooser: Random) -> str:
+    assert deepspeed.read_boundaries(deepspeed.write_boundaries(boundaries)) == boundaries
+    deepspeed.is_uniform(boundaries)
+    if len(boundaries) <= _FEW:
+        plan = deepspeed.plan_of(boundaries, Costs.uniform(len(boundaries) - 1), 3)
+        assert deepspeed.runs_in_this_order(plan)
+        assert deepspeed.boundaries_for(plan, boundaries) == boundaries
     return "accepted"

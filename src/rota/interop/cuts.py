@@ -9,6 +9,7 @@ from pathlib import Path
 from rota import cutting
 from rota.costs import Costs
 from rota.errors import FormatError, PlacementError, SplitError
+from rota.reading import read_bytes
 
 MOST_LAYERS = 10_000  # that a layout may have, and stages
 
@@ -17,14 +18,14 @@ def read_limited(path: str | Path, most_bytes: int) -> str:
     """The text of a file of at most `most_bytes`. Raises FormatError."""
     try:
         with Path(path).open("rb") as file:
-            data = file.read(most_bytes + 1)
+            data = read_bytes(file.read, most_bytes)
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
         told = error.strerror if isinstance(error, OSError) else error
         raise FormatError(f"cannot read {path}: {told}; check the path") from None
     if len(data) > most_bytes:
         raise FormatError(f"{path} has more than {most_bytes:,} bytes, far more than such a file needs; check the path")
     try:
-        return data.decode()
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise FormatError(f"cannot read {path}: it is no text file") from None
 

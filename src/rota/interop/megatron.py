@@ -19,6 +19,7 @@ from rota.errors import FormatError, ScheduleError, SplitError
 from rota.interop.cuts import MOST_LAYERS, require_boundaries, stage_costs
 from rota.placing import interleaved
 from rota.plan import Plan
+from rota.reading import short
 from rota.schedules import NAMED
 from rota.schedules.common import require_chain_on
 
@@ -84,7 +85,7 @@ def _require_order(stages: Sequence[str]) -> None:
 def _require_one_place_for_mtp(layout: Layout) -> None:
     having = [stage for stage, letters in enumerate(layout.stages) if "m" in letters]
     if len(having) > 1:
-        raise FormatError(f"m (MTP) is in the stages {', '.join(map(str, having))}; put all of them into one")
+        raise FormatError(f"m (MTP) is in the stages {short(having).strip('[]')}; put all of them into one")
     last_chunks = len(layout.stages) - layout.num_ranks
     if having and having[0] < last_chunks:
         raise FormatError(

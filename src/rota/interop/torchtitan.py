@@ -13,12 +13,13 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from rota import schedule_csv
+from rota import reading, schedule_csv
 from rota.checking import check
 from rota.costs import Cluster, Costs
 from rota.errors import FormatError, ScheduleError, SplitError
@@ -26,7 +27,7 @@ from rota.interop.cuts import MOST_LAYERS, read_limited, stage_costs
 from rota.placement import Placement
 from rota.placing import place
 from rota.plan import Plan
-from rota.reading import Field
+from rota.reading import Field, short
 from rota.tasks import Kind
 
 Parts: TypeAlias = tuple[tuple[str, ...], ...]
@@ -41,6 +42,8 @@ _LOOP, _V = (
 _V_SCHEDULES = (_V.lower(), "dualpipev")
 _NAME = re.compile(r"[\w-]{1,200}(\.[\w-]{1,200})*", re.ASCII)
 _MOST_CONFIG_BYTES, _MOST_CSV_BYTES = 4 * 2**20, 256 * 2**20
+_DEEPEST = 32  # names in one TOML key, or a few more: Python's reader takes time that grows with their square
+_DEEP_KEY = re.compile(rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{_DEEPEST}}}""")
 
 
 class Imported(NamedTuple):
@@ -103,7 +106,7 @@ def _schedule_of(plan: Plan) -> str:
         if on == _homes(schedule, placement.num_stages, placement.num_ranks):
             return schedule
     raise ScheduleError(
-        f"the plan's stages are on the ranks {', '.join(map(str, on))}; torchtitan puts stage i on rank i mod "
+        f"the plan's stages are on the ranks {short(on).strip('[]')}; torchtitan puts stage i on rank i mod "
         f"{placement.num_ranks} (rota.interleaved), or two a rank down and back up (rota.wave): place them so"
     )
 
@@ -124,7 +127,7 @@ def _require_parts(parts: Sequence[Sequence[str]], num_stages: int) -> Parts:
             if not _NAME.fullmatch(name):
                 raise SplitError(f"part {part} has {name[:60]!r}, which is no module's name, such as layers.0")
         if len(set(names)) < len(names):
-            raise SplitError(f"part {part} has a module twice in {', '.join(names)}; remove one of them")
+            raise SplitError(f"part {part} has {Counter(names).most_common(1)[0][0]} twice; remove one of them")
     return tuple(map(tuple, parts))
 
 
@@ -160,6 +163,8 @@ def load(path: str | Path, costs: Costs | None = None, cluster: Cluster | None =
     config = _config(path)
     parts = _parts(config)
     name = Path(_text(config, "pipeline_parallel_schedule_csv", "")).name
+    if not (name.isprintable() and len(name) <= reading.LONGEST_NAME):
+        raise config["pipeline_parallel_schedule_csv"].wrong("a file's name of printable characters, 1,000 at most")
     if not name:
         raise FormatError(f'{path} names no schedule; set pipeline_parallel_schedule_csv = "schedule.csv"')
     beside = Path(path).parent / name  # and nowhere else: what a file names is not to be read from anywhere
@@ -177,13 +182,22 @@ def _config(path: str | Path) -> Field:
     text = read_limited(path, _MOST_CONFIG_BYTES)
     try:
         if str(path).endswith(".json"):
-            return Field("parallelism", json.loads(text))
-        return Field(str(path), tomllib.loads(text))["parallelism"]
+            return Field("parallelism", reading.load(text))
+        if _DEEP_KEY.search(text.replace("\\\\", "").replace('\\"', "")):  # without escapes a quote ends its string
+            raise FormatError(f"it has a key of more than {_DEEPEST} names; write it shorter")
+        document = tomllib.loads(text)
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from None
     except RecursionError:
         raise FormatError(f"{path}: nested too deep") from None
     except ValueError as error:
-        form = "JSON" if str(path).endswith(".json") else "TOML"
-        raise FormatError(f"{path} is no {form}: {error}") from None
+        raise FormatError(f"{path} is no TOML: {_in_line(str(error))}") from None
+    return Field(str(path), document)["parallelism"]
+
+
+def _in_line(told: str) -> str:
+    """What Python says of a text, which may quote much of it."""
+    return told if told.isprintable() and len(told) <= 200 else short(told)
 
 
 def _parts(config: Field) -> Parts:
@@ -215,10 +229,10 @@ def _plan(csv: str, config: Field, parts: Parts, costs: Costs | None, cluster: C
         )
     schedule = _text(config, "pipeline_parallel_schedule", _LOOP)
     if on != (homes := _homes(schedule, len(on), num_ranks)):
-        told = "not at all" if homes is None else f"on {', '.join(map(str, homes))}"
+        told = "not at all" if homes is None else f"on {short(homes).strip('[]')}"
         raise FormatError(
-            f"the CSV has the stages on the ranks {', '.join(map(str, on))}, but for {schedule!r} torchtitan puts them "
-            f"{told}; change pipeline_parallel_schedule ({_LOOP} or {_V}) or the CSV"
+            f"the CSV has the stages on the ranks {short(on).strip('[]')}, but for {short(schedule)} torchtitan puts "
+            f"them {told}; change pipeline_parallel_schedule ({_LOOP} or {_V}) or the CSV"
         )
     costs = Costs.uniform(len(parts)) if costs is None else stage_costs(costs, _boundaries(parts))
     placement = _placed(orders, costs, cluster or Cluster.uniform(num_ranks), on)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import final
 
+from rota import reading
 from rota.errors import FormatError, PipelineError, RotaError
 from rota.layers import LayerCosts
 from rota.profiles import Profile
@@ -31,10 +32,8 @@ class Cache:
         if refresh or not path.exists():
             return cls(identity, path, None)
         try:
-            known = Profile.from_json(path.read_text())
-        except OSError as error:
-            raise PipelineError(f"cannot read the profile {path}: {error.strerror}") from None
-        except (RotaError, UnicodeDecodeError) as error:
+            known = Profile.from_json(reading.read_text(path))
+        except RotaError as error:
             raise FormatError(f"{path}: {error}; remove it, or profile anew by refresh=True (--refresh)") from None
         cache = cls(identity, path, known)
         cache._refuse_stale(identity)
@@ -51,7 +50,7 @@ class Cache:
     def _refuse_stale(self, now: Mapping[str, str]) -> None:
         then = dict(self._known.key) if self._known else {}
         differing = [
-            f"{name} was {then.get(name, 'not told')}, is {value}"
+            f"{name} was {_in_line(then.get(name, 'not told'))}, is {value}"
             for name, value in now.items()
             if then.get(name) != value
         ]
@@ -79,3 +78,8 @@ class Cache:
         """Of the numbers of rows that were asked for."""
         assert self._known is not None
         return Profile(tuple(self._known[rows] for rows in self._asked), self._known.key)
+
+
+def _in_line(value: str) -> str:
+    """As it is where it can be shown."""
+    return value if value.isprintable() and len(value) <= reading.LONGEST_NAME else reading.short(value)
