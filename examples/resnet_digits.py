@@ -85,7 +85,7 @@ def train_on_one_process() -> None:
 
 def train_on_many() -> None:
     plan = rota.given_plan()
-    with rota.Pipeline(rota.split(model, plan.num_stages), plan, functional.cross_entropy) as pipeline:
+    with rota.Pipeline(rota.split(model, plan.num_stages, plan.cuts), plan, functional.cross_entropy) as pipeline:
         optimizer = make_optimizer(pipeline.parameters())
         for step in range(NUM_STEPS):
             loss = pipeline.step(*make_batch())

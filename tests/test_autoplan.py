@@ -173,6 +173,10 @@ def test_as_little_is_recomputed_as_lets_it_fit() -> None:
     assert tight.candidate.recomputed == {0}
     assert tight.peak_bytes <= 159
     assert tight.makespan_us > free.makespan_us
+    without = Asked.checked({1: layers}, Machine(4, 159), 8, recompute=False)
+    assert isinstance(evaluate(Candidate(without, layout, (0, 2, 4, 6, 8)), NAMED["1f1b"], math.inf), Misfit)
+    answer = autoplan({1: layers}, Machine(4, 159), 8, recompute=False, time_limit_s=30)
+    assert not any(found.candidate.recomputed for found in answer.candidates)
 
 
 @pytest.mark.parametrize("inference", [False, True])

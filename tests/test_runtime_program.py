@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from torch import nn
 
 from dist.random_plans import Edges, random_plan
 from rota.costs import Cluster, Costs
 from rota.errors import PipelineError
+from rota.models import Stages, split
 from rota.placement import Placement
 from rota.placing import bidirectional, place
 from rota.plan import Plan
-from rota.runtime.program import Program, compile_program, refuse_unsupported
+from rota.runtime.program import Program, compile_program, refuse_other_cuts, refuse_unsupported
 from rota.schedules import forward_only, gpipe, one_f_one_b
 from rota.tasks import Kind, Op
+from rota.usage import Usage
 
 CHAIN = [(0, 1), (1, 2)]
 
@@ -181,3 +184,14 @@ def test_what_is_supported_is_not_refused() -> None:
     for seed in range(50):
         edges, plan = random_plan(seed, 3)
         refuse_unsupported(plan, edges, plan.num_stages)
+
+
+def test_a_plan_for_other_cuts_is_refused() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    plan = one_f_one_b(place(Costs.uniform(2), Cluster.uniform(2)), 2)
+    planned = replace(plan, usage=Usage(("3",), 1))
+    refuse_other_cuts(split(model, 2, planned.cuts), planned)
+    refuse_other_cuts(Stages([model[:2], model[2:]]), planned)  # by hand: nobody knows
+    refuse_other_cuts(split(model, 2), plan)
+    with pytest.raises(PipelineError, match=r"cut at 2, but the plan is for 3: rota\.split"):
+        refuse_other_cuts(split(model, 2), planned)

@@ -267,7 +267,10 @@ def require_chain(placement: Placement, otherwise: str = _KEEP) -> None:
         ranks = sorted({rank for task in tasks for rank in task.ranks})
         flows.append(sorted((task.kind for task in tasks), key="FBIW".find))
         if Kind.R in flows[-1]:
-            raise ScheduleError(f"PyTorch's schedule CSV cannot say {stage}R: plan without recompute, {otherwise}")
+            raise ScheduleError(
+                f"PyTorch's schedule CSV cannot say {stage}R: plan without recompute (`rota autoplan --no-recompute`), "
+                f"{otherwise}"
+            )
         if len(ranks) > 1:
             on = ", ".join(map(str, ranks))
             raise ScheduleError(

@@ -52,6 +52,8 @@ def autoplan(parser: argparse.ArgumentParser) -> None:
     told = "for ranks that differ: what times are multiplied by on each, such as 1,1,1.5,1.5"
     parser.add_argument("--slowdowns", type=_slowdowns, default=(), metavar="X,…", help=told)
     parser.add_argument("--inference", action="store_true", help="forwards alone")
+    told = "no stage does its forward again: for torchtitan, whose schedule CSV cannot say it"
+    parser.add_argument("--no-recompute", action="store_true", help=told)
     parser.add_argument(
         "--time-limit", type=_seconds, default=60.0, metavar="S", help="of the search, in seconds (default: 60)"
     )

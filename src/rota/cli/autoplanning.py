@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -33,11 +34,18 @@ def autoplan(arguments: Namespace) -> int:
     model_file = None if arguments.model is None else _model_file(arguments.model)
     try:
         profiles = _measured(arguments, model_file) if arguments.profile is None else _read(arguments)
+        if all(layers.num_layers == 1 for layers in profiles.values()) and machine.num_ranks > 1:
+            print(
+                "rota autoplan: warning: the model has no place where it may be cut, so there is no pipeline, only "
+                "replicas: call a rota.CutPoint() of its own between blocks in its forward, x = self.cuts[i](x)",
+                file=sys.stderr,
+            )
         answer = find(
             profiles,
             machine,
             arguments.batch,
             inference=arguments.inference,
+            recompute=not arguments.no_recompute,
             time_limit_s=arguments.time_limit,
             progress=show_progress,
         )

@@ -39,7 +39,9 @@ def split(model: nn.Module, num_stages: int, cuts: Cuts | None = None) -> Stages
     defaults = {name: default for name, default in signature.items() if default is not Parameter.empty}
     if num_stages == 1:
         _choose(1, cuts, {}, "cut")
-        return Stages([model], inputs=[tuple(signature)], input_names=signature, input_defaults=defaults)
+        whole_model = Stages([model], inputs=[tuple(signature)], input_names=signature, input_defaults=defaults)
+        whole_model.cuts = ()
+        return whole_model
     _refuse_patches(model)
     if find_cut_points(model):
         whole = trace(model)
@@ -47,7 +49,9 @@ def split(model: nn.Module, num_stages: int, cuts: Cuts | None = None) -> Stages
         kept = {
             name: value for name, value in defaults.items() if value is not None or honours_none(model, name, whole)
         }
-        return Stages(*carve(model, whole, chosen), input_names=signature, input_defaults=kept)
+        stages = Stages(*carve(model, whole, chosen), input_names=signature, input_defaults=kept)
+        stages.cuts = tuple(whole.cut_names[number] for number in chosen)
+        return stages
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
         return _split_sequential(model, num_stages, cuts, tuple(signature))
     raise SplitError(
@@ -79,7 +83,9 @@ def _split_sequential(model: nn.Sequential, num_stages: int, cuts: Cuts | None, 
         stage = nn.Sequential(OrderedDict(children[begin:end]))
         stage.training = model.training
         modules.append(stage)
-    return Stages(modules, inputs={0: names}, input_names=names)
+    stages = Stages(modules, inputs={0: names}, input_names=names)
+    stages.cuts = tuple(possible[start] for start in starts)
+    return stages
 
 
 def _signature(model: nn.Module) -> dict[str, Any]:

@@ -53,6 +53,8 @@ class Stages:
         self.inputs: Final = _parse_inputs(roots if inputs is None else inputs, len(self.modules), self.input_names)
         #: How many copies these stages are of one model, see `repeated`.
         self.num_streams = 1
+        #: The names of the cuts by which `split` made them; None for stages made by hand.
+        self.cuts: tuple[str, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.modules)
@@ -110,7 +112,7 @@ class Stages:
             self.input_names,
             self.input_defaults,
         )
-        copies.num_streams = times * self.num_streams
+        copies.num_streams, copies.cuts = times * self.num_streams, self.cuts
         return copies
 
     def pick_inputs(self, stage: int, batch: Any) -> tuple[Any, ...]:

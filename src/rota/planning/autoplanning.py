@@ -27,6 +27,7 @@ def autoplan(
     batch_rows: int,
     *,
     inference: bool = False,
+    recompute: bool = True,
     time_limit_s: float = 60.0,
     progress: Callable[[Progress], None] | None = None,
 ) -> Answer:
@@ -38,12 +39,14 @@ def autoplan(
     Never slower, as simulated, than any named schedule on equal layers, with nothing recomputed or everything, unless
     time runs out: then the answer says so. With the search extra the best candidates' orders are searched, too.
 
+    Without `recompute` no stage does: PyTorch's schedule CSV, and so torchtitan, cannot say it.
+
     Ctrl-C ends it with the best so far. The same on every run where it ends by itself. Raises PlacementError for what
     cannot be asked, and SearchError where nothing fits, with what would.
     """
     if not 0 < time_limit_s < math.inf:
         raise SearchError(f"time_limit_s is {time_limit_s!r}; give a number of seconds above 0")
-    asked = Asked.checked(profiles, machine, batch_rows, inference)
+    asked = Asked.checked(profiles, machine, batch_rows, inference, recompute)
     clock = Clock(time_limit_s, progress)
     sweep = Sweep(asked, clock)
     with ended_by_ctrl_c(clock):

@@ -27,10 +27,20 @@ class Asked:
     machine: Machine
     batch_rows: int
     inference: bool = False
+    recompute: bool = True  # whether stages may
+
+    @property
+    def may_recompute(self) -> bool:
+        return self.recompute and not self.inference
 
     @classmethod
     def checked(
-        cls, profiles: Mapping[int, LayerCosts], machine: Machine, batch_rows: int, inference: bool = False
+        cls,
+        profiles: Mapping[int, LayerCosts],
+        machine: Machine,
+        batch_rows: int,
+        inference: bool = False,
+        recompute: bool = True,
     ) -> Asked:
         """Raises PlacementError where a step cannot be made of these micro-batches."""
         if not profiles:
@@ -44,7 +54,7 @@ class Asked:
                 f"{', '.join(map(str, sorted(profiles)))}"
             )
         of = {rows: _forward_alone(layers) if inference else layers for rows, layers in sorted(profiles.items())}
-        return cls(of, machine, batch_rows, inference)
+        return cls(of, machine, batch_rows, inference, recompute)
 
 
 def _forward_alone(layers: LayerCosts) -> LayerCosts:

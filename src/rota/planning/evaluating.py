@@ -82,7 +82,7 @@ def seconds_of(family: Family, candidate: Candidate) -> float:
 def misfit(candidate: Candidate) -> Misfit | None:
     """Whether not even one micro-batch at a time fits, whatever may be recomputed."""
     either = [candidate.placement]
-    if candidate.layout.recompute == "none" and not candidate.asked.inference:
+    if candidate.layout.recompute == "none" and candidate.asked.may_recompute:
         either.append(candidate.recomputing(range(candidate.layout.num_stages)).placement)
     return _over(candidate, ANY_ORDER, least_bytes(*either))
 
@@ -112,7 +112,7 @@ def evaluate(candidate: Candidate, family: Family, worst_us: float) -> Found | M
             bound_us = placement_bound_us(candidate.placement, candidate.layout.num_microbatches)
             return Found(candidate, family.name, replace(plan, usage=candidate.usage), bound_us)
         more = _saving(candidate, timeline) if candidate.layout.recompute == "none" else frozenset()
-        if not more or candidate.asked.inference:
+        if not more or not candidate.asked.may_recompute:
             return over
         candidate = candidate.recomputing(candidate.recomputed | more)
         if placement_bound_us(candidate.placement, candidate.layout.num_microbatches) >= worst_us:

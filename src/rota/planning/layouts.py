@@ -63,6 +63,7 @@ def layouts(
     *,
     is_chain: bool = True,
     inference: bool = False,
+    recompute: bool = True,
 ) -> Iterator[Layout]:
     """All that there are, for micro-batches of these rows. Only a chain of stages has more than one on a rank."""
     for num_ranks in range(1, min(machine.num_ranks, num_layers) + 1):
@@ -73,10 +74,10 @@ def layouts(
                 if left or not num_microbatches:
                     continue
                 for shape, stages_a_rank in shapes:
-                    for recompute in _recomputes(num_ranks * stages_a_rank, inference):
+                    for again in _recomputes(num_ranks * stages_a_rank, recompute):
                         if shape != "bidirectional" or num_microbatches % 2 == 0:
                             sizes = num_ranks, num_replicas, each, num_microbatches
-                            yield Layout(*sizes, shape, stages_a_rank, recompute)
+                            yield Layout(*sizes, shape, stages_a_rank, again)
 
 
 def _shapes(
@@ -95,9 +96,9 @@ def _shapes(
         yield "bidirectional", 1
 
 
-def _recomputes(num_stages: int, inference: bool) -> Iterator[Recompute]:
+def _recomputes(num_stages: int, recompute: bool) -> Iterator[Recompute]:
     yield "none"
-    if not inference:
+    if recompute:
         yield "all"
         if num_stages > 1:
             yield "all but the last"

@@ -64,7 +64,11 @@ class Sweep:
         heap: Heap = []
         for rows, layers in self.asked.profiles.items():
             machine, batch_rows = self.asked.machine, self.asked.batch_rows
-            kinds = {"is_chain": is_chain(layers), "inference": self.asked.inference}
+            kinds = {
+                "is_chain": is_chain(layers),
+                "inference": self.asked.inference,
+                "recompute": self.asked.may_recompute,
+            }
             for layout in layouts([rows], layers.num_layers, machine, batch_rows, **kinds):
                 heap.append((layout_bound_us(self.asked, layout), next(self._numbers), layout))
         heapify(heap)
@@ -170,7 +174,7 @@ class Sweep:
         found: list[Misfit] = []
         for _, _, over in self._closest:
             every = [candidate := over.candidate]
-            if candidate.layout.recompute == "none" and not self.asked.inference:
+            if candidate.layout.recompute == "none" and self.asked.may_recompute:
                 every.append(candidate.recomputing(range(candidate.layout.num_stages)))
             for one in every:
                 for family in families(one.layout, self.asked.inference):

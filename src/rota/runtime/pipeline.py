@@ -29,7 +29,7 @@ from rota.runtime.joining import join
 from rota.runtime.memory_watch import MemoryWatch
 from rota.runtime.meshes import Processes
 from rota.runtime.outputs import bring
-from rota.runtime.program import for_all_streams, refuse_unsupported
+from rota.runtime.program import for_all_streams, refuse_other_cuts, refuse_unsupported
 from rota.runtime.recompute import recomputed_by_backward
 from rota.runtime.recorder import Record, clock_offset_ns, merge
 from rota.runtime.runs import Runs
@@ -72,6 +72,7 @@ class Pipeline:
         allow_nonfinite_loss: bool = False,
     ) -> None:
         check(plan)
+        refuse_other_cuts(stages, plan)
         limit = limit_s(timeout_s, plan)
         stages, ddp_groups = unwrapped(stages)
         stages = for_all_streams(stages, plan)

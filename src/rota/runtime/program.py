@@ -126,6 +126,15 @@ def for_all_streams(stages: Stages, plan: Plan) -> Stages:
     return stages.repeated(num_streams)
 
 
+def refuse_other_cuts(stages: Stages, plan: Plan) -> None:
+    """Raises PipelineError where `split` cut the model elsewhere than the plan says, whose times and bytes are void."""
+    if plan.cuts is not None and stages.cuts is not None and stages.cuts != plan.cuts:
+        made, planned = (", ".join(cuts) or "nowhere" for cuts in (stages.cuts, plan.cuts))
+        raise PipelineError(
+            f"the model was cut at {made}, but the plan is for {planned}: rota.split(model, plan.num_stages, plan.cuts)"
+        )
+
+
 def refuse_unsupported(plan: Plan, edges: Iterable[tuple[int, int]], num_stages: int) -> None:
     """Raises PipelineError where a plan and a model's stages do not fit, or ask for what cannot be run yet."""
     placement = plan.placement
