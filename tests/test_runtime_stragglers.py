@@ -77,7 +77,7 @@ def test_records_are_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_command_tells_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     slow = [Straggler(2, 1.31, 1.0, 18, 20)]
     assert commands._told_how_it_went(Run(None, slow, None), "t.json") == 0
-    assert "plan with measured costs: rota calibrate t.json -o plan.json" in capsys.readouterr().err
+    assert "plan with measured costs: rota calibrate t.json -o better.json" in capsys.readouterr().err
     assert commands._told_how_it_went(Run(None, slow, signal.SIGUSR1), None) == 0
     assert "measure by --timeline measured.json, and plan with" in capsys.readouterr().err
     assert commands._told_how_it_went(Run(None, [], signal.SIGTERM), None) == 143
