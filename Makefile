@@ -65,7 +65,7 @@ bench: $(READY) ## run the benchmarks and make docs/results.md (ONLY="import sea
 
 site: $(READY) ## build the pages of docs/ as a site, in site/
 	$(BIN)/python -m pip install -qq --constraint constraints.txt --group site
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 package: $(READY) ## build wheel and sdist, install the wheel into an empty environment, and use it there
 	$(BIN)/python packaging/check.py

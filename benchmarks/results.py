@@ -23,7 +23,7 @@ HEAD = """# Results
 
 Every claim about speed, with the command that checks it, and what that printed. `make bench` makes this page anew;
 `python benchmarks/results.py NAME` one part of it. What the figures mean, and which claims are not met, is in the
-README of each folder.
+README of each folder, which also has the results that this page lacks so far.
 """
 _LIBRARIES = ("torch", "ortools", "numba", "matplotlib")
 
