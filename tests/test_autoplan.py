@@ -310,3 +310,9 @@ def test_it_loads_nothing_heavy_before_it_searches() -> None:
     code = "import sys, rota; rota.autoplan, rota.Machine; print(*{'torch', 'numpy', 'ortools'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == ""
+
+
+def test_what_was_not_looked_at_is_not_said_not_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rota.planning.clock.Clock.left_s", property(lambda clock: 0.0))
+    with pytest.raises(SearchError, match=r"found no plan|layouts not looked at: give a longer --time-limit"):
+        autoplan({1: layer_costs(1, kept=20)}, Machine(4, 30), 8, time_limit_s=1)

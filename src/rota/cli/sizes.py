@@ -28,6 +28,8 @@ def parse_link(text: str) -> tuple[int, int | None]:
     for part in text.split(","):
         time = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(us|µs|ms|s)\s*", part)
         rate = re.fullmatch(r"\s*(.*)/s\s*", part)
+        if rate is not None and rate[1].endswith("b"):
+            raise ValueError(f"{text!r}: {part!r} would be bits; give bytes, B: an eighth of it")
         if time is not None and latency_us is None:
             latency_us = round(Fraction(time[1]) * _TIMES_US[time[2]])
         elif (

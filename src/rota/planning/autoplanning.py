@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from rota.checking import check
-from rota.errors import SearchError
+from rota.errors import PlacementError, SearchError
 from rota.layers import LayerCosts
 from rota.planning.answer import Answer, Counts
 from rota.planning.candidates import Asked, Candidate
@@ -44,6 +44,10 @@ def autoplan(
     Ctrl-C ends it with the best so far. The same on every run where it ends by itself. Raises PlacementError for what
     cannot be asked, and SearchError where nothing fits, with what would.
     """
+    if not isinstance(profiles, Mapping):
+        raise PlacementError(
+            f"profiles is a {type(profiles).__name__}; give a dict of layers by rows: {{rows: layers}}"
+        )
     if not 0 < time_limit_s < math.inf:
         raise SearchError(f"time_limit_s is {time_limit_s!r}; give a number of seconds above 0")
     asked = Asked.checked(profiles, machine, batch_rows, inference, recompute)
@@ -75,6 +79,7 @@ def usual_plan(best: Found) -> Found | Misfit | None:
 
 def _nothing_fits(sweep: Sweep) -> SearchError:
     """With the smallest memory that would do, of all that was looked at, and where."""
+    ran_out = sweep.clock.ran_out or sweep.num_left > 0
     closest = sweep.closest()
     if closest is None:
         return SearchError(
@@ -85,8 +90,15 @@ def _nothing_fits(sweep: Sweep) -> SearchError:
     recomputing = "full recomputation" if again == layout.num_stages else f"{again} recomputed stages"
     rows = f"micro-batches of {layout.rows} row{'s' if layout.rows > 1 else ''}"
     smaller = "smaller micro-batches (--rows), " if min(sweep.asked.profiles) > 1 else ""
+    # What was not looked at may need less.
+    nothing = (
+        f"found nothing that fits in {sweep.clock.elapsed_s:.0f} s, with {sweep.num_left:,} of {sweep.num_layouts:,} "
+        f"layouts not looked at: give a longer --time-limit. So far the least"
+        if ran_out
+        else "nothing fits: the least"
+    )
     return SearchError(
-        f"nothing fits: the least is {closest.schedule} on {layout.num_ranks} ranks x {layout.num_replicas}, "
+        f"{nothing} is {closest.schedule} on {layout.num_ranks} ranks x {layout.num_replicas}, "
         f"{rows}, with {recomputing if again else 'nothing recomputed'}, where rank {closest.rank} needs "
         f"{size_text(closest.num_bytes)}, {size_text(closest.over_bytes)} over its limit; give "
         f"--memory {_at_least(closest.num_bytes)}, {smaller}or more ranks"

@@ -18,6 +18,8 @@ from rota.planning.layouts import Layout
 from rota.planning.machine import Machine
 from rota.usage import Usage
 
+_MOST_ROWS = 10_000_000  # of a step
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -48,10 +50,11 @@ class Asked:
         for rows, layers in profiles.items():
             if layers.rows != rows:
                 raise PlacementError(f"profiles[{rows}] is of micro-batches of {layers.rows} rows; give it as that")
-        if not isinstance(batch_rows, int) or batch_rows < 1 or all(batch_rows % rows for rows in profiles):
+        fits = isinstance(batch_rows, int) and not all(batch_rows % rows for rows in profiles)
+        if not fits or not 1 <= batch_rows <= _MOST_ROWS:
             raise PlacementError(
-                f"batch_rows is {batch_rows}: give a multiple of one of the rows that were measured, "
-                f"{', '.join(map(str, sorted(profiles)))}"
+                f"batch_rows is {batch_rows!r}: give a multiple of one of the rows that were measured, "
+                f"{', '.join(map(str, sorted(profiles)))}, of at most {_MOST_ROWS:,}"
             )
         of = {rows: _forward_alone(layers) if inference else layers for rows, layers in sorted(profiles.items())}
         return cls(of, machine, batch_rows, inference, recompute)
