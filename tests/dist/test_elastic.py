@@ -53,6 +53,7 @@ def assert_nothing_left(folder: Path) -> None:
             continue  # it has ended, or is somebody else's
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(500)
 def test_a_training_that_is_disturbed_again_and_again(pool: Pool, tmp_path: Path) -> None:
     """Killed, broken and asked to end under one command; asked by the launcher under the next, on 2 ranks; finished."""
