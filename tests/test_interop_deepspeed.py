@@ -16,6 +16,7 @@ from rota import Cluster, Costs, FormatError, RotaError, ScheduleError, SplitErr
 from rota.compat.deepspeed import schedule as ds
 from rota.compat.deepspeed import to_plan
 from rota.compat.deepspeed.partition import partition
+from rota.cutting import by_regex
 from rota.interop import deepspeed
 from rota.schedules import NAMED
 
@@ -65,16 +66,16 @@ def test_layers_of_a_type_are_shared_out_as_the_door_does() -> None:
     names = [type(layer).__name__ for layer in layers]
     for num_parts in (1, 2, 3, 4):
         for pattern in ("linear", "^relu$", "l"):
-            boundaries = deepspeed.by_type(names, pattern, num_parts)
+            boundaries = by_regex(names, pattern, num_parts)
             assert boundaries == partition(layers, f"type:{pattern}", num_parts, None)
             counts = [len(re.findall("Linear", " ".join(names[a:b]))) for a, b in pairwise(boundaries)]
             assert pattern != "linear" or max(counts) - min(counts) <= 1
     with pytest.raises(
-        SplitError, match="type:conv finds none of the layers, which are Embedding, ReLU, Linear, LayerN"
+        SplitError, match="pattern 'conv' finds none of the layers, which are Embedding, ReLU, Linear, LayerN"
     ):
-        deepspeed.by_type(names, "conv", 2)
-    with pytest.raises(SplitError, match=re.escape("type:( is no regular expression")):
-        deepspeed.by_type(names, "(", 2)
+        by_regex(names, "conv", 2)
+    with pytest.raises(SplitError, match=re.escape("pattern '(' is no regular expression")):
+        by_regex(names, "(", 2)
 
 
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 3), (2, 4), (4, 8), (4, 2)])

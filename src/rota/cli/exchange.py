@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from rota import checking
+from rota import checking, cutting
 from rota.cli import files
 from rota.cli.screen import print_timeline
 from rota.costs import Costs
@@ -85,7 +85,7 @@ def _to_deepspeed(arguments: Namespace, planned: Plan) -> None:
     if boundaries is None:
         if arguments.type is None or arguments.layers is None:
             raise files.InputError("where is the cut? give --boundaries, or --type and --layers")
-        boundaries = deepspeed.by_type(arguments.layers, arguments.type, planned.num_stages)
+        boundaries = cutting.by_regex(arguments.layers, arguments.type, planned.num_stages)
     text = deepspeed.write_boundaries(deepspeed.boundaries_for(planned, boundaries))
     for stage, (before, after) in enumerate(pairwise(boundaries)):
         print(f"stage {stage}: layers {before} to {after - 1}" if before < after else f"stage {stage}: no layer")

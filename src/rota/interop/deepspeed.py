@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 
 from rota import cutting
 from rota.costs import Cluster, Costs
-from rota.errors import FormatError, ScheduleError, SplitError
+from rota.errors import FormatError, ScheduleError
 from rota.interop.cuts import require_boundaries, stage_costs
 from rota.placing import place
 from rota.plan import Plan
@@ -37,20 +36,6 @@ def read_boundaries(text: str) -> tuple[int, ...]:
 def write_boundaries(boundaries: Sequence[int]) -> str:
     """As `read_boundaries` reads them. Raises SplitError."""
     return json.dumps(require_boundaries(boundaries)) + "\n"
-
-
-def by_type(names: Sequence[str], pattern: str, num_parts: int) -> list[int]:
-    """Boundaries as `partition_method="type:PATTERN"` means them: as many matching layers in each part, or nearly.
-
-    `names`: the layers' classes. `pattern` is looked for anywhere in them, upper or lower case. Raises SplitError.
-    """
-    try:
-        found = [int(re.search(pattern, name, re.IGNORECASE) is not None) for name in names]
-    except re.error as error:
-        raise SplitError(f"type:{pattern} is no regular expression: {error}") from None
-    if not any(found):
-        raise SplitError(f"type:{pattern} finds none of the layers, which are {', '.join(dict.fromkeys(names))}")
-    return cutting.balanced(found, num_parts)
 
 
 def is_uniform(boundaries: Sequence[int]) -> bool:
