@@ -106,7 +106,7 @@ def outputs_alive_before_backward(rank: int, stages: Stages, plan: Plan, batch: 
     seen = []
 
     def count(_: Tensor) -> None:
-        deadline = time.monotonic() + 2
+        deadline = time.monotonic() + 20
         while alive("sent") and time.monotonic() < deadline and not seen:
             time.sleep(0.001)  # what has arrived there is let go here a little later, by another thread
         seen.append(alive("sent"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -189,18 +188,3 @@ def with_statistics(rank: int, plan: Plan) -> str:
         with pytest.raises(PipelineError) as error:
             pipeline.step(*batch_of(4))
     return str(error.value)
-
-
-def test_closing_ends_the_groups_of_shared_weights(pool: Pool) -> None:
-    for first, last in pool.run(4, open_and_close, chain(4), STREAMS["chimera on 4"]):
-        assert all(now <= then for then, now in zip(first, last, strict=True))
-
-
-def open_and_close(rank: int, stages: Stages, plan: Plan) -> list[tuple[int, int]]:
-    """Threads and files after the first time and after some more."""
-    counts = []
-    for _ in range(6):
-        with Pipeline(stages, plan, loss_fn) as pipeline:
-            pipeline.step(*batch_of(8))
-        counts.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
-    return [counts[1], counts[-1]]
