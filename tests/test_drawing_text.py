@@ -182,7 +182,7 @@ def test_kinds_differ_without_colour():
 
 def test_what_ends_the_step_is_seen_only_beside_no_op():
     _, bottom = charts(to_text(two_stages_a_rank(reduce_us=1000), 250))
-    assert re.search(r"2W2┄+1I0.*1W2┄+reduce-+o-+reduce-+o-+$", bottom.rstrip("·"))
+    assert re.search(r"2W2┄+1I0.*1W2┄+reduce-+reduce-+o-+o-+$", bottom.rstrip("·"))
 
 
 def test_every_rank_is_there():

@@ -50,6 +50,7 @@ CORE = tuple(
             "profiles",
             "schedule_csv",
             "usage",
+            "plangraph",
             "plan",
             "memory",
             "timeline",

@@ -84,6 +84,17 @@ def test_reductions_are_told_by_stage_also_where_the_plan_has_none() -> None:
         assert str(span.work) == "1 reduce"
 
 
+def test_reductions_of_a_rank_are_done_one_after_the_other() -> None:
+    placement = place(Costs.uniform(3), Cluster.uniform(1), [0, 0, 0])
+    plan = gpipe(placement, 1)
+    record = Record(0, 0, [i * 10 * MS for i in range(6)], [(i + 1) * 10 * MS for i in range(6)])
+    record.reductions_ns = {2: (40 * MS, 90 * MS), 1: (50 * MS, 70 * MS), 0: (60 * MS, 120 * MS)}
+    timeline = merge(plan, [record])
+    at = {str(span.work): (span.start_us, span.end_us) for span in timeline.step_end_spans()}
+    assert at == {"1 reduce": (50_000, 70_000), "2 reduce": (70_000, 90_000), "0 reduce": (90_000, 120_000)}
+    assert timeline.makespan_us == 120_000
+
+
 def test_steps_end_where_the_ranks_last_op_does() -> None:
     timeline = merge(plan_of_two(reduce_us=5, optimizer_us=5), records())
     assert timeline.step_ends_us == ((50_000,) * 4, (30_000,) * 4)

@@ -53,15 +53,19 @@ def feeds(placement: Placement, target: Task) -> list[tuple[Task, int, int, int]
 def step_end_times(timeline: Timeline) -> list[tuple[int, int, int, int]]:
     """When reductions and optimizer steps happen, told from the ops' times alone."""
     plan, at = timeline.plan, times(timeline)
-    expected, optimizer_end = [], [0] * plan.num_ranks
+    reductions, reduced = [], [0] * plan.num_ranks
     for i, rank in plan.step_end_ranks:
         end = plan.placement.step_ends[i]
         gradients = [op for op in plan.orders[rank] if op.stage == end.stage and op.kind in (Kind.B, Kind.W)]
-        complete = max((at[rank, op][1] for op in gradients), default=0)
-        reduced = complete + end.reduce_us
-        optimizer = max(reduced, optimizer_end[rank], *(at[rank, op][1] for op in plan.orders[rank]), 0)
-        optimizer_end[rank] = optimizer + end.optimizer_us
-        expected.append((complete, reduced, optimizer, optimizer_end[rank]))
+        start = max([reduced[rank], *(at[rank, op][1] for op in gradients)])
+        reduced[rank] = start + end.reduce_us
+        reductions.append((start, reduced[rank]))
+    optimized = [max(us, *(at[r, op][1] for op in plan.orders[r]), 0) for r, us in enumerate(reduced)]
+    expected = []
+    for (i, rank), times_us in zip(plan.step_end_ranks, reductions, strict=True):
+        start = optimized[rank]
+        optimized[rank] += plan.placement.step_ends[i].optimizer_us
+        expected.append((*times_us, start, optimized[rank]))
     return expected
 
 
@@ -121,10 +125,12 @@ def test_makespan_ends_with_the_last_work_and_respects_its_bounds(plan: Plan) ->
         arrives[op] = max(inputs, default=0) + task.duration_us
     assert timeline.makespan_us >= max(arrives.values())
 
+    reductions = [0] * plan.num_ranks
     loads = [sum(placement.task(op.stage, op.kind).duration_us for op in order) for order in plan.orders]
     for i, rank in plan.step_end_ranks:
         loads[rank] += placement.step_ends[i].optimizer_us
-    assert timeline.makespan_us >= max(loads)
+        reductions[rank] += placement.step_ends[i].reduce_us + placement.step_ends[i].optimizer_us
+    assert timeline.makespan_us >= max(*loads, *reductions)
 
 
 def _ancestors(placement: Placement, op: Op) -> set[Op]:
@@ -167,15 +173,15 @@ def test_equally_many_ranks_feed_each_other_rank_by_rank() -> None:
     assert simulate(deal(placement, 1, [Op(0, F, 0), Op(1, F, 0)])).starts_us == ((0,), (0, 6), (6,))
 
 
-def test_an_optimizer_step_waits_for_its_ranks_ops_and_reductions_do_not() -> None:
+def test_reductions_follow_each_other_beside_the_ops_and_optimizer_steps_come_last() -> None:
     tasks = tuple(Task(stage, kind, (0,), 1) for stage in (0, 1) for kind in (F, B))
-    ends = (StepEnd(0, 10, 1), StepEnd(1, 1, 2))
+    ends = (StepEnd(0, 10, 1), StepEnd(1, 2, 2))
     edges = (Edge(0, 1), Edge(2, 3), Edge(0, 2))
     placement = Placement(tasks, edges, Cluster.uniform(1), step_ends=ends)
     order = tuple(Op(stage, kind, 0) for stage, kind in ((0, F), (1, F), (1, B), (0, B)))
     plan = Plan(placement, 1, (order,))
     assert plan.step_end_ranks == ((1, 0), (0, 0))  # as their last gradients follow each other
-    assert simulate(plan).step_ends_us == ((3, 4, 4, 6), (4, 14, 14, 15))
+    assert simulate(plan).step_ends_us == ((3, 5, 15, 17), (5, 15, 17, 18))
 
 
 def test_orders_that_contradict_dependencies_are_refused() -> None:

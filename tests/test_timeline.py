@@ -49,9 +49,7 @@ def linked(plan: Plan, before: Span, after: Span) -> bool:
         if b.what == "optimizer":
             return a == order[-1]
         return a == [op for op in order if op.stage == b.stage and op.kind in (Kind.B, Kind.W)][-1]
-    same_stage = isinstance(a, StepEndWork) and isinstance(b, StepEndWork) and a.stage == b.stage
-    next_step = (a[1], b[1]) == ("optimizer", "optimizer")
-    return before.rank == after.rank and b[1] == "optimizer" and (same_stage or next_step)
+    return before.rank == after.rank and (a[1], b[1]) != ("optimizer", "reduce")
 
 
 @given(plans())

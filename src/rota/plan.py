@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, repeat
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from rota import notebook, reading, schedule_csv
 from rota.errors import PlanError
 from rota.placement import Placement
+from rota.plangraph import graph_of
 from rota.taskgraph import CycleError, Earliest, TaskGraph
 from rota.tasks import Op
 from rota.units import count_text
@@ -172,55 +173,11 @@ class Plan:
     @cached_property
     def graph(self) -> TaskGraph:
         """Ops and step ends with all that they wait for. Raises PlanError as `nodes` does."""
-        tasks = self.placement.tasks
-        counts = [after - first for first, after in pairwise(self.first_node)]
-        lags: dict[tuple[int, int], int] = {(edge.source, edge.target): 0 for edge in self.placement.edges}
-        for route in self.placement.routes:
-            lags[route.source, route.target] = max(lags[route.source, route.target], route.duration_us)
-        sources: list[list[tuple[int, int]]] = [[] for _ in tasks]
-        for (source, target), lag in lags.items():
-            sources[target].append((self.first_node[source], lag))
-        previous, further = self._order_edges()
-        durations: list[int] = []
-        inputs: list[tuple[tuple[int, int], ...]] = []
-        for task, count, edges in zip(tasks, counts, sources, strict=True):
-            durations += [task.duration_us] * count
-            span = slice(len(inputs), len(inputs) + count)
-            columns = [zip(range(first, first + count), repeat(lag)) for first, lag in edges]
-            inputs += zip(*columns, zip(previous[span], repeat(0)), strict=True)
-        for node, before in enumerate(previous):
-            if before < 0:
-                inputs[node] = inputs[node][:-1]
-        for before, node in further:
-            inputs[node] += ((before, 0),)
-        self._add_step_ends(durations, inputs)
-        return TaskGraph(durations, inputs)
-
-    def _order_edges(self) -> tuple[list[int], list[tuple[int, int]]]:
-        """For each op's node the one before it on a rank (-1: none), and (before, node) for a task's further ranks."""
         orders = self.nodes  # first, as it refuses a num_microbatches, and so num_ops, beyond what memory holds
-        previous = [-1] * self.num_ops
-        further = []
-        for nodes in orders:
-            for before, node in pairwise(nodes):
-                if previous[node] < 0:
-                    previous[node] = before
-                else:
-                    further.append((before, node))
-        return previous, further
-
-    def _add_step_ends(self, durations: list[int], inputs: list[tuple[tuple[int, int], ...]]) -> None:
-        """A reduction waits for its stage's gradients; an optimizer step for it and for the rank's ops."""
-        previous: dict[int, int] = {}
-        for i, rank in self.step_end_ranks:
-            end, nodes = self.placement.step_ends[i], self.nodes[rank]
-            last_gradient = self._last_gradient(end.stage, rank)
-            reduction = len(durations)
-            durations += [end.reduce_us, end.optimizer_us]
-            inputs.append(((nodes[last_gradient], 0),) if last_gradient >= 0 else ())
-            before = [reduction, *nodes[-1:], *([previous[rank]] if rank in previous else [])]
-            inputs.append(tuple((node, 0) for node in before))
-            previous[rank] = reduction + 1
+        ends = [(self.placement.step_ends[i].stage, rank) for i, rank in self.step_end_ranks]
+        last = [self._last_gradient(*end) for end in ends]
+        gradients = [orders[rank][k] if k >= 0 else None for k, (_, rank) in zip(last, ends, strict=True)]
+        return graph_of(self.placement, self.first_node, orders, self.step_end_ranks, gradients)
 
     @cached_property
     def earliest(self) -> Earliest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -232,13 +233,18 @@ def test_reductions_in_the_timeline_begin_behind_the_last_gradient_and_overlap_w
         assert by_process[0] == by_process[1]
         assert by_process[2] == by_process[3]
         for timeline in by_process:
-            reduced = {(span.rank, span.work.stage): span for span in timeline.step_end_spans()}
-            assert {*reduced} == {(rank, s) for rank in range(2) for s in plan.placement.stages_on(rank)}
-            for (rank, stage), span in reduced.items():
+            ends = [(rank, timeline.plan.placement.step_ends[i].stage) for i, rank in timeline.plan.step_end_ranks]
+            assert {*ends} == {(rank, s) for rank in range(2) for s in plan.placement.stages_on(rank)}
+            reduced = {rank: [] for rank in range(2)}
+            for (rank, stage), (start, end, *_) in zip(ends, timeline.step_ends_us, strict=True):
                 order = plan.orders[rank]
                 last = max(i for i, op in enumerate(order) if op.stage == stage and op.kind.makes_weight_gradients)
-                assert timeline.ends_us[rank][last] <= span.start_us <= span.end_us <= timeline.makespan_us
-                assert all(span.start_us <= start for start in timeline.starts_us[rank][last + 1 :])
+                assert timeline.ends_us[rank][last] <= start <= end <= timeline.makespan_us
+                reduced[rank].append((start, end, timeline.starts_us[rank][last + 1 :]))
+            for of_rank in reduced.values():
+                start, _, later = min(of_rank)
+                assert all(start <= other for other in later)
+                assert all(a[1] <= b[0] for a, b in pairwise(sorted(of_rank)))
             assert Timeline.from_json(timeline.to_json()) == timeline
             compared = compare(plan, timeline)
             assert compared.difference_us == timeline.makespan_us - simulate(plan).makespan_us

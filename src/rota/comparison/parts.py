@@ -105,14 +105,17 @@ class _Replay:
         return [{node: i for i, node in enumerate(nodes)} for nodes in self._plan.nodes]
 
     def _step_end_inputs(self, in_turn: bool) -> list[list[int]]:
-        """Of each reduction and optimizer step; `in_turn`: the optimizer steps of a rank one after the other."""
+        """Of each reduction and optimizer step; `in_turn`: as planned, those of a rank one after the other."""
         plan, num_nodes, result = self._plan, len(self._places), []
         for j, (_, rank) in enumerate(plan.step_end_ranks):
             reduction = plan.num_ops + 2 * j
             for node in (reduction, reduction + 1):
                 before = [source for source, _ in plan.graph.inputs[node]]
                 ops = [self._first[rank] + self._positions[rank][source] for source in before if source < plan.num_ops]
-                ends = [source for source in before if source == reduction or (in_turn and source > plan.num_ops)]
+                ends = [source for source in before if source >= plan.num_ops]
+                if not in_turn:
+                    ends = [reduction] if node > reduction else []
+                    ops = ops if node == reduction else [*range(self._first[rank], self._first[rank + 1])[-1:]]
                 result.append(ops + [num_nodes + source - plan.num_ops for source in ends])
         return result
 

@@ -71,7 +71,7 @@ def placement_bound_us(placement: Placement, num_microbatches: int) -> int:
     heads, tails = _ways(placement, lags), _ways(placement, [(b, a, lag) for a, b, lag in lags])
     ends = {end.stage: (end.reduce_us, end.optimizer_us) for end in placement.step_ends}
     counts = {s: len(placement.microbatches(s, num_microbatches)) for s in placement.stages}
-    after = [sum(ends[task.stage]) if task.stage in ends else 0 for task in placement.tasks]
+    reduction = [ends[task.stage][0] if task.stage in ends else 0 for task in placement.tasks]
     longest = max(heads[t] + placement.tasks[t].duration_us + tails[t] for t in tasks)
     for rank in range(placement.num_ranks):
         here = [t for t in tasks if rank in placement.tasks[t].ranks and counts[placement.tasks[t].stage]]
@@ -79,8 +79,8 @@ def placement_bound_us(placement: Placement, num_microbatches: int) -> int:
             stages = {placement.tasks[t].stage for t in here}
             optimizers = sum(ends[s][1] for s in stages if s in ends)
             work = sum(counts[placement.tasks[t].stage] * placement.tasks[t].duration_us for t in here)
-            # Behind its last op come the reduction and optimizer step of that one's stage, and all optimizer steps.
-            last = min(max(tails[t], after[t], optimizers) for t in _last(placement, here))
+            # Behind its last op come the reduction of that one's stage, and then all optimizer steps.
+            last = min(max(tails[t], reduction[t] + optimizers) for t in _last(placement, here))
             longest = max(longest, min(heads[t] for t in here) + work + last)
     return longest
 

@@ -116,23 +116,23 @@ def _common_start_ns(transport: Transport) -> int:
 
 
 def _step_ends_ns(execution: Execution[Waiting]) -> list[tuple[int, int, int, int]]:
-    """A reduction runs beside the ops from its stage's last gradient on; optimizer steps follow the rank's last op."""
+    """Reductions run beside the ops, each from its stage's last gradient on; then the optimizer steps follow."""
     plan, waiting, rank = execution.plan, execution.compute, execution.record.rank
     order = plan.orders[rank]
-    free_ns = waiting.ends_ns[-1] if order else waiting.start_ns
-    step_ends = []
-    for i, of_rank in plan.step_end_ranks:
-        if of_rank != rank:
-            continue
-        end = plan.placement.step_ends[i]
+    ends = [plan.placement.step_ends[i] for i, of_rank in plan.step_end_ranks if of_rank == rank]
+    reduced_ns, reductions = waiting.start_ns, []
+    for end in ends:
         gradients = (
             ended
             for op, ended in zip(order, waiting.ends_ns, strict=True)
             if op.stage == end.stage and op.kind.makes_weight_gradients
         )
-        reduce_ns = max(gradients, default=waiting.start_ns)
+        reduce_ns = max([reduced_ns, *gradients])
         reduced_ns = reduce_ns + 1000 * end.reduce_us
-        optimize_ns = max(free_ns, reduced_ns)
-        free_ns = optimize_ns + 1000 * end.optimizer_us
-        step_ends.append((reduce_ns, reduced_ns, optimize_ns, free_ns))
+        reductions.append((reduce_ns, reduced_ns))
+    free_ns = max([reduced_ns, *waiting.ends_ns[-1:]])
+    step_ends = []
+    for end, reduction in zip(ends, reductions, strict=True):
+        step_ends.append((*reduction, free_ns, free_ns + 1000 * end.optimizer_us))
+        free_ns += 1000 * end.optimizer_us
     return step_ends

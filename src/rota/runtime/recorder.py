@@ -87,13 +87,22 @@ def merge(plan: Plan, records: list[Record]) -> Timeline:
         read = [start_of[route.receiver, Op(target.stage, target.kind, m)] for m in batches]
         sent.append(tuple(begun))
         arrived.append(tuple(max(b, min(t, s)) for b, t, s in zip(begun, through, read, strict=True)))
+    reductions = [_in_turn({s: (us(r, a), us(r, b)) for s, (a, b) in r.reductions_ns.items()}) for r in records]
     step_ends = []
     for i, rank in plan.step_end_ranks:
-        last = ends[rank][-1] if ends[rank] else 0
-        reduction = records[rank].reductions_ns.get(plan.placement.step_ends[i].stage)
-        start, end = (us(records[rank], time) for time in reduction) if reduction else (last, last)
-        step_ends.append((start, end, max(last, end), max(last, end)))
+        free = max([*ends[rank][-1:], *(end for _, end in reductions[rank].values())], default=0)
+        step_ends.append((*reductions[rank].get(plan.placement.step_ends[i].stage, (free, free)), free, free))
     return Timeline(plan, starts, ends, tuple(sent), tuple(arrived), tuple(step_ends))
+
+
+def _in_turn(begun_and_done: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
+    """Reductions are begun as soon as they can be and done one after the other, each from the end of the one before."""
+    found: dict[int, tuple[int, int]] = {}
+    before = 0
+    for stage, (begun, done) in sorted(begun_and_done.items(), key=lambda item: item[1][1]):
+        found[stage] = min(max(begun, before), done), done
+        before = done
+    return found
 
 
 def _with_step_ends(plan: Plan, stages: set[int]) -> Plan:

@@ -84,19 +84,20 @@ def whole_step(clock: Clock, best: Orders | None) -> tuple[Window, int | None]:
     if not clock.of_span:
         for rank, row in enumerate(rows):
             tails.update((node, max(tails[node], clock.optimizers(rank))) for node in row)
-    step_ends = tuple((() if clock.of_span else _step_ends(problem, rank, row), 0) for rank, row in enumerate(rows))
+    step_ends = tuple(((), 0) if clock.of_span else _step_ends(problem, rank, row) for rank, row in enumerate(rows))
     is_free, levels, heads = (True,) * len(rows), (0,) * len(rows), dict.fromkeys(nodes, 0)
     return Window(clock, tuple(nodes), rows, is_free, levels, heads, tails, step_ends), value_us
 
 
-def _step_ends(problem: Problem, rank: int, row: tuple[int, ...]) -> tuple[StepEnd, ...]:
+def _step_ends(problem: Problem, rank: int, row: tuple[int, ...]) -> tuple[tuple[StepEnd, ...], int]:
     first, after = problem.step_ends.first[rank : rank + 2].tolist()
-    ends = []
+    ends, optimizers_us = [], 0
     for i in range(first // 3, after // 3):
         _, reduce_us, optimizer_us = problem.step_ends.values[3 * i : 3 * i + 3].tolist()
         gradients = tuple(node for node in last_gradients(problem, i) if node in row)
-        ends.append(StepEnd(gradients, reduce_us, optimizer_us))
-    return tuple(ends)
+        ends.append(StepEnd(gradients, reduce_us))
+        optimizers_us += optimizer_us
+    return tuple(ends), optimizers_us
 
 
 def _longest_us(problem: Problem) -> int:

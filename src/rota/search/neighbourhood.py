@@ -128,15 +128,16 @@ def window_at(clock: Clock, paths: Paths, begin: int, end: int, is_free: Sequenc
 def _step_ends_in(
     problem: Problem, step_ends: Sequence[tuple[int, int]], first: int, after: int, nodes: Sequence[int]
 ) -> tuple[tuple[StepEnd, ...], int]:
-    """Those with their last gradients at places `first` to `after`, and the time of the later ones' optimizer steps."""
+    """Those with their last gradients at places `first` to `after`, and the time of what follows them."""
     ends, later_us = [], 0
     for place, end in step_ends:
         _, reduce_us, optimizer_us = problem.step_ends.values[3 * end : 3 * end + 3].tolist()
+        later_us += optimizer_us
         if place >= after:
-            later_us += optimizer_us
+            later_us += reduce_us
         elif place >= first:
             gradients = tuple(node for node in last_gradients(problem, end) if node in nodes)
-            ends.append(StepEnd(gradients, reduce_us, optimizer_us))
+            ends.append(StepEnd(gradients, reduce_us))
     return tuple(ends), later_us
 
 

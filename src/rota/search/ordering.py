@@ -75,9 +75,9 @@ class Ordering:
             for i, end in enumerate(ends):
                 others = [(other, self._is_later(end, other, j > i)) for j, other in enumerate(ends) if j != i]
                 follow = cp_model.LinearExpr.weighted_sum(
-                    [is_later for _, is_later in others], [other.optimizer_us * self.ticks for other, _ in others]
+                    [is_later for _, is_later in others], [other.reduce_us * self.ticks for other, _ in others]
                 )
-                follow += (end.reduce_us + end.optimizer_us + later_us) * self.ticks
+                follow += (end.reduce_us + later_us) * self.ticks
                 self.require_end(follow)
                 for node in end.gradients:
                     self.require_end(self.ends[node] + follow)

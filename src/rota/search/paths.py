@@ -100,12 +100,11 @@ class Clock:
             places = [position[node] for node in last_gradients(problem, end) if node in position]
             last.append((max(places, default=-1), end))
         last.sort()  # as `Plan.step_end_ranks` does
-        follows = 0
+        follows = self.optimizers(rank)
         for place, end in reversed(last):
-            _, reduce_us, optimizer_us = problem.step_ends.values[3 * end : 3 * end + 3].tolist()
-            follows += optimizer_us
+            follows += int(problem.step_ends.values[3 * end + 1]) * self.ticks
             if place >= 0:
-                tails[row[place]] = max(tails[row[place]], (reduce_us + follows) * self.ticks)
+                tails[row[place]] = max(tails[row[place]], follows)
         return last
 
 

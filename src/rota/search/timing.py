@@ -168,7 +168,10 @@ def measure(tables, step_ends, orders, starts_us):  # type: ignore[no-untyped-de
 
 @njit(cache=True, nogil=True)
 def end_step(tables, step_ends, orders, starts_us, rank, free):  # type: ignore[no-untyped-def]
-    """When a rank that has done its ops at `free` has done its step ends too, in the order of their last gradients."""
+    """When a rank that has done its ops at `free` has done its step ends too.
+
+    Reductions follow each other in the order of their last gradients, then come all optimizer steps.
+    """
     first, after = step_ends.first[rank] // 3, step_ends.first[rank + 1] // 3
     last_at = np.full(len(tables.durations_us), -1)
     for i in range(tables.first_op[rank], tables.first_op[rank + 1]):
@@ -177,16 +180,14 @@ def end_step(tables, step_ends, orders, starts_us, rank, free):  # type: ignore[
     for e in range(first, after):
         for i in range(step_ends.first_gradient[e], step_ends.first_gradient[e + 1]):
             complete_at[e - first] = max(complete_at[e - first], last_at[step_ends.gradients[i]])
-    end = free
+    reduced = optimizers = np.int64(0)
     for e in np.argsort(complete_at, kind="mergesort"):
-        reduced = np.int64(0)
         if complete_at[e] >= 0:
             task = orders[complete_at[e]]
-            reduced = starts_us[tables.first_node[task + 1] - 1] + tables.durations_us[task]
+            reduced = max(reduced, starts_us[tables.first_node[task + 1] - 1] + tables.durations_us[task])
         reduced += step_ends.values[3 * (first + e) + 1]
-        free = max(free, reduced) + step_ends.values[3 * (first + e) + 2]
-        end = max(end, free)
-    return end
+        optimizers += step_ends.values[3 * (first + e) + 2]
+    return max(free, reduced) + optimizers
 
 
 @njit(cache=True, nogil=True)

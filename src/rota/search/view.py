@@ -134,9 +134,9 @@ def _sorted(tasks_on: Rows, position: Integers) -> Rows:
 
 
 def _step_end_tails(problem: Problem, after: Flags) -> Integers:
-    """What follows any op of each task: its rank's optimizer steps; its stage's reduction, its step and later ones.
+    """What follows any op of each task: its stage's reduction and later ones, and its rank's optimizer steps.
 
-    A rank does its optimizer steps in the order in which the stages' last gradients are there.
+    A rank reduces in the order in which the stages' last gradients are there, one stage after the other.
     """
     tails = np.zeros(len(problem.counts), np.int64)
     ends, on = problem.step_ends, problem.tasks_on
@@ -148,10 +148,10 @@ def _step_end_tails(problem: Problem, after: Flags) -> Integers:
         row = ends.values[ends.first[rank] : ends.first[rank + 1]].reshape(-1, 3)
         here = on.values[on.first[rank] : on.first[rank + 1]]
         tails[here] = np.maximum(tails[here], row[:, 2].sum())
-        for gradient, reduce_us, optimizer_us in row[row[:, 0] >= 0]:
+        for gradient, reduce_us, _ in row[row[:, 0] >= 0]:
             own = gradients[problem.placement.tasks[gradient].stage]
             later = (row[:, 0] >= 0) & after[own][:, row[:, 0]].all(axis=0)
-            tails[gradient] = max(tails[gradient], reduce_us + optimizer_us + row[later, 2].sum())
+            tails[gradient] = max(tails[gradient], reduce_us + row[later, 1].sum() + row[:, 2].sum())
     return tails
 
 

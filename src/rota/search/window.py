@@ -20,11 +20,10 @@ _MOST_ROUNDS = 8  # of deduction; all that it finds holds whenever it stops
 
 @dataclass(frozen=True)
 class StepEnd:
-    """A stage's reduction and optimizer step on a rank, after the last of its `gradients` (nodes of the window)."""
+    """A stage's reduction on a rank, after the last of its `gradients` (nodes of the window)."""
 
     gradients: tuple[int, ...]
     reduce_us: int
-    optimizer_us: int
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Window:
     `sequence` are all nodes, each after those that it waits for in these rows.
     A node starts no earlier than its head, and its tail follows its end (ticks). Where `is_free[rank]` is not set the
     rank's order stays. Every way between two nodes of the window stays within it. `step_ends[rank]`: those whose last
-    gradients are in the window, and the time of all optimizer steps that come later.
+    gradients are in the window, and the time of what follows them: later reductions, and all optimizer steps.
     """
 
     clock: Clock
