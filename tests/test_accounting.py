@@ -24,6 +24,7 @@ from rota.plan import Plan, Transfer
 from rota.simulation import simulate
 from rota.tasks import Op
 from rota.timeline import StepEndWork, Timeline
+from rota.usage import Usage
 
 
 def plan_of(*orders: str, costs: Costs | None = None, cluster: Cluster | None = None) -> Plan:
@@ -286,12 +287,31 @@ def test_what_would_help_is_what_simulating_it_says() -> None:
     assert all(one.gain_us == planned_us - one.makespan_us > 0 for one in explanation.suggestions)
     found = {one.words: one.makespan_us for one in explanation.suggestions}
     moved = replace(UNEVEN, forward_us=(100, 100, 120, 120), backward_us=(200, 200, 240, 240))
-    words = "stage 3 takes 27% longer than the mean: move 60 µs of its work (14%) to stage 2"
+    words = (
+        "stage 3 takes 27% longer than the mean: move 60 µs of its work (14%) to stage 2, if it has more than one layer"
+    )
     assert (
         found[words] == simulate(schedules.one_f_one_b(place(moved, Cluster.uniform(4, latency_us=15)), 8)).makespan_us
     )
     at_once = simulate(schedules.one_f_one_b(place(UNEVEN, Cluster.uniform(4)), 8)).makespan_us
     assert found["transfers that take no time"] == at_once
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "advice"),
+    [
+        ((), ["to stage 2, if it has more than one layer", "take the mean, if it has more than one layer"]),
+        ((1, 1, 1, 2), ["(14%) to stage 2", "that all stages take the mean"]),
+        ((2, 2, 2, 1), []),
+    ],
+)
+def test_a_single_layer_is_not_cut(num_layers: tuple[int, ...], advice: list[str]) -> None:
+    plan = replace(uneven_plan(), usage=Usage(("a", "b", "c"), 1, 1, num_layers))
+    found = sorted(one.words for one in explain(plan).suggestions if one.words.startswith("stage 3 takes 27% longer"))
+    assert len(found) == len(advice)
+    assert all(
+        words.endswith(end) for words, end in zip(found, sorted(advice, key=lambda end: "mean" not in end), strict=True)
+    )
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def test_the_parts_of_a_step_add_up_and_reasons_name_what_is_longer() -> None:
     for found in slower:
         told = why_slower(found, answer.best)
         assert told in text
-        assert any(word in told for word in ("bubble", "compute", "recomputes", "all-reduce", "as fast"))
+        assert any(word in told for word in ("waits", "compute", "recomputes", "all-reduce", "as fast"))
     assert answer._repr_html_().startswith("<div")
 
 

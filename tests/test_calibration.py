@@ -218,8 +218,29 @@ def test_a_rank_with_too_much_to_do_is_told() -> None:
     timeline = measured_by(schedules.gpipe(OLD, 8), (100, 100, 240, 100))
     assert "Rank 2 has 26% more to do than the mean" in calibrate([timeline]).verdict()
     assert "rota autoplan --profile" in calibrate([timeline]).to_text()
+    command = (
+        "cut anew, if it has more than one layer, by\n`rota autoplan --profile profile.json --ranks 4 --batch … -o"
+    )
+    assert command in calibrate([timeline]).verdict()
     even = calibrate([measured_by(schedules.gpipe(OLD, 8), (100, 100, 110, 100))])
     assert "more to do" not in even.to_text()
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "told"),
+    [
+        ((), "cut anew, if it has more than one layer, by"),
+        (
+            (1, 1, 2, 1),
+            "mend: cut anew, by\n`rota autoplan --profile profile.json --ranks 8 --memory 9000B --batch 64 -o be",
+        ),
+        ((2, 2, 1, 2), "no order can mend, nor another cut: it has a single layer. Divide that in the model"),
+    ],
+)
+def test_the_command_that_cuts_anew_is_whole(num_layers: tuple[int, ...], told: str) -> None:
+    limited = replace(OLD, cluster=replace(OLD.cluster, limit_bytes=(9000,) * 4))
+    plan = replace(schedules.gpipe(limited, 8), usage=Usage(("a", "b", "c"), 4, 2, num_layers))
+    assert told in calibrate([measured_by(plan, (100, 100, 240, 100))]).verdict()
 
 
 def test_schedules_that_do_not_fit_in_memory_are_left_out() -> None:

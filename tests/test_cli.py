@@ -13,6 +13,7 @@ from rota.cli import main
 from rota.cli.main import _COMMANDS
 from rota.cli.sizes import parse_bytes
 from rota.schedules import FAMILIES, NAMED
+from rota.usage import Usage
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -97,6 +98,18 @@ def costs_file(tmp_path: Path) -> Path:
     return path
 
 
+def test_a_profile_given_for_costs_is_told_where_it_belongs(
+    costs_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs_file.write_text('{"rota": "profile"}')
+    code, _, error = run(capsys, "plan", "1f1b", "--costs", costs_file, "--microbatches", 8)
+    assert (code, error.count("\n")) == (2, 1)
+    assert (
+        "a profile of layers is for `rota autoplan --profile`, which makes stages of them); give what `rota cal"
+        in error
+    )
+
+
 def test_schedules_compares_all_on_measured_costs(costs_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "schedules", "--costs", costs_file, "--microbatches", 8, "--json")
     assert code == 0
@@ -157,6 +170,23 @@ def _corrupt(folder: Path, name: str, text: str) -> Path:
         (["plan", "1f1b", "--ranks", "2"], 2, ["--microbatches"]),
         (["plan", "1f1b", "--microbatches", "2"], 2, ["give --ranks"]),
         (["plan", "1f1b", "--ranks", "2", "--microbatches", "2", "--limit", "3 pounds"], 2, ["3 pounds", "40GB"]),
+        (["plan", "one_f_1b", "--ranks", "2", "--microbatches", "2"], 2, ["'one_f_1b'", "did you mean 1f1b?"]),
+        (["plan", "search", "--objective", "makspan"], 2, ["--objective 'makspan'", "did you mean makespan?"]),
+        (
+            ["plan", "1f1b", "--ranks", "2", "--mikrobatches", "2"],
+            2,
+            ["no option --mikrobatches", "did you mean --micro"],
+        ),
+        (["plan", "--rnaks", "2", "1f1b", "--microbatches=2"], 2, ["no option --rnaks; did you mean --ranks?"]),
+        (["plan", "1f1b", "--ranks", "2", "--microbatches=2", "--pink"], 2, ["no option --pink; see rota plan --help"]),
+        (["autoplan", "m.py", "--ranks=2", "--batch=2", "--memroy=8GB"], 2, ["did you mean --memory?"]),
+        (["export", "torchtitan", "plan.json", "--mdoel", "m.py:f"], 2, ["no option --mdoel; did you mean --model?"]),
+        (["check", "plan.json", "again.json"], 2, ["'again.json' is one word too many; see rota check --help"]),
+        (["run", "plan.json"], 2, ["required: script; for example: rota run", "plan.json train.py"]),
+        (["run", "plan.json", "--timline", "m.json"], 2, ["no option --timline; did you mean --timeline?"]),
+        (["run", "--pink", "absent.json", "train.py", "--timline"], 2, ["no option --pink; see rota run --help"]),
+        (["run", "absent.json", "train.py", "--timline"], 2, ["absent.json", "No such file"]),
+        (["--verson"], 2, ["no option --verson; did you mean --version?"]),
         (["check", "absent.json"], 2, ["absent.json", "No such file"]),
         (["run", "absent.json", "train.py"], 2, ["absent.json", "No such file"]),
         (
@@ -178,7 +208,8 @@ def test_errors(arguments: list[str], code: int, told: list[str], capsys: pytest
     ("name", "text", "code", "told"),
     [
         ("bad.json", '{"rota": "plan", ', 2, ["bad.json", "not JSON", "line 1"]),
-        ("bad.json", '{"rota": "costs"}', 2, ["bad.json", '"costs"']),
+        ("bad.json", '{"rota": "costs"}', 2, ["bad.json", '"costs"', "are for `rota plan NAME --costs`"]),
+        ("train.py", "print()", 2, ["train.py is a Python file", "`rota run plan.json ", "`rota autoplan "]),
         ("bad.json", '{"rota": "plan", "num_microbatches": 0}', 2, ["bad.json", "plan"]),
         ("bad.csv", "0F0,0B0\n1F0,1X0\n", 2, ["bad.csv", "line 2, cell 2", "'1X0'"]),
         ("bad.csv", "", 2, ["bad.csv", "empty"]),
@@ -218,6 +249,22 @@ def test_what_a_command_reads_is_not_written_over(
     assert (code, error.count("\n")) == (2, 1)
     assert "is what the command reads, and would be lost; write to another file" in error
     assert plan_file.read_text() == before
+
+
+def test_of_replicas_one_is_checked_and_rehearsed(
+    plan_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Rehearsal:
+        to_text = staticmethod(lambda: "runs to its end")
+
+    monkeypatch.setattr("rota.planning.rehearsal.rehearse", lambda *_, **__: Rehearsal)
+    plan = Plan.from_json(plan_file.read_text())
+    for num_replicas, told in ((1, ""), (3, "one of 3 replicas: all of them run the same pipeline.\n")):
+        plan_file.write_text(replace(plan, usage=Usage(("a", "b"), 1, num_replicas)).to_json())
+        for command, done in (("check", "checked"), ("rehearse", "rehearsed")):
+            code, out, _ = run(capsys, command, plan_file)
+            assert code == 0
+            assert out.partition(f"This {done} ")[2] == told
 
 
 def test_binary_files_and_folders_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

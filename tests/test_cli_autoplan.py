@@ -41,7 +41,7 @@ def profile(tmp_path: Path) -> str:
 
 def test_from_a_profile_to_a_plan(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "plan.json"
-    machine = ["--ranks", "4", "--memory", "1000", "--link", "1us,4MB/s", "--node", "2", "--node-link", "3us,1MB/s"]
+    machine = ["--ranks", "4", "--memory", "1000B", "--link", "1us,4MB/s", "--node", "2", "--node-link", "3us,1MB/s"]
     search = ["--time-limit", "600", "--slowdowns", "1,1,1,2"]
     assert main(["autoplan", "--profile", profile, *machine, "--batch", "16", *search, "-o", str(output)]) == 0
     told = capsys.readouterr().out
@@ -50,6 +50,12 @@ def test_from_a_profile_to_a_plan(profile: str, tmp_path: Path, capsys: pytest.C
     plan = rota.Plan.from_json(output.read_text())
     assert plan.usage is not None
     assert plan.usage.microbatch_rows * plan.num_microbatches * plan.usage.num_replicas == 16
+    assert len(plan.usage.num_layers) == plan.num_stages
+    assert sum(plan.usage.num_layers) == len(UNEVEN)
+    header = next(line for line in told.splitlines() if "micro-batches  again" in line)
+    legend = told.partition(header)[2].partition("\n\n")[2].partition("\n\n")[0]
+    for word in ("▸", "·", "ranks", "micro-batches", "again", "bubble", "gap", "memory"):
+        assert word in legend
     assert max(rota.simulate(plan).peak_memory_bytes) <= 1000
     assert main(["check", str(output)]) == 0
 
@@ -116,9 +122,19 @@ def test_a_run_has_the_replicas_of_the_plan(tmp_path: Path, monkeypatch: pytest.
     ("arguments", "told"),
     [
         ([], "what is to be planned? give MODEL.py, or --profile"),
-        (["--profile", "PROFILE", "--memory", "500"], "nothing fits: the least is"),
+        (["--profile", "PROFILE", "--memory", "500B"], "nothing fits: the least is"),
         (["--profile", "PROFILE", "--node-link", "5us"], "--node-link is between nodes: say how many ranks one has"),
         (["--profile", "PROFILE", "--slowdowns", "1,2,3"], "slowdowns has 3 entries for 2 ranks"),
+        (
+            ["--profile", "PROFILE", "--memory", "80"],
+            "80 bytes hold nothing; write such as 80GB, or 80B if you mean it",
+        ),
+        (
+            ["--profile", "PROFILE", "--ranks", "100001"],
+            "num_ranks is 100,001, more than any machine has; give 100,000",
+        ),
+        (["--profile", __file__], "is a Python file, and one that Rota wrote is wanted here"),
+        (["PROFILE"], "is no Python file; a profile is given by --profile "),
         (["--profile", "nowhere.json"], "cannot read nowhere.json"),
         (["nowhere.py"], "cannot read nowhere.py"),
     ],
@@ -127,8 +143,18 @@ def test_what_cannot_be_planned(
     arguments: list[str], told: str, profile: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [profile if argument == "PROFILE" else argument for argument in arguments]
-    assert main(["autoplan", "--ranks", "2", "--batch", "8", *given]) == 2
+    try:
+        code = main(["autoplan", "--ranks", "2", "--batch", "8", *given])
+    except SystemExit as stop:
+        code = int(str(stop.code))
+    assert code == 2
     assert told in capsys.readouterr().err
+
+
+def test_the_largest_machine_is_looked_at(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    largest = ["--ranks", "100000", "--batch", "8", "--time-limit", "600"]
+    assert main(["autoplan", "--profile", profile, *largest]) == 0
+    assert " of 100000" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

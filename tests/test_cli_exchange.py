@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rota import Cluster, Costs, Plan, interleaved, place
 from rota.schedules import NAMED
+from rota.usage import Usage
 from test_cli import run
 
 MODEL = """
@@ -53,13 +55,20 @@ def layers():
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with model.py, plan.json (two ranks, four stages) and three.json (a stage a rank)."""
+    """A folder with model.py, plan.json (two ranks, four stages) and three.json (a stage a rank).
+
+    cut.json and three-cut.json are the same, and know where the model is cut, as those of autoplan do.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text(MODEL)
     plan = NAMED["interleaved_1f1b"](interleaved(Costs.uniform(4), Cluster.uniform(2)), 4)
     (tmp_path / "plan.json").write_text(plan.to_json())
     three = NAMED["gpipe"](place(Costs.uniform(3), Cluster.uniform(3)), 4)
     (tmp_path / "three.json").write_text(three.to_json())
+    cut = replace(plan, usage=Usage(("marks[0]", "marks[2]", "marks[3]"), 1, 1, (1, 2, 1, 1)))
+    (tmp_path / "cut.json").write_text(cut.to_json())
+    of_three = replace(three, usage=Usage(("1", "4"), 1, 1, (1, 3, 4)))
+    (tmp_path / "three-cut.json").write_text(of_three.to_json())
     return tmp_path
 
 
@@ -82,6 +91,10 @@ def test_torchtitan(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert Plan.from_json((here / f"{model}.json").read_text()) == Plan.from_json((here / "plan.json").read_text())
     code, out, _ = run(capsys, *export, "model.py:marked", "-o", "spread")
     assert (code, stages_of(out)[0]) == (0, "tok_embeddings layers.0")
+    assert "torchtitan puts None in the place of modules that other stages have" in out
+    assert "torchtitan puts None" in run(capsys, "export", "torchtitan", "--help")[1]
+    code, out, _ = run(capsys, "export", "torchtitan", "cut.json", "--model", "model.py:marked", "-o", "planned")
+    assert (code, stages_of(out)) == (0, ["tok_embeddings layers.0", "layers.1 layers.2", "layers.3", "output"])
 
 
 def test_megatron(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,6 +116,11 @@ def test_megatron(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "export", "megatron", "three.json", "--boundaries", "0,2,4,6")
     assert "Megatron does these stages in its own order" in out
     assert out.endswith("Not written; use -o to keep: Et|tt|tL\n")
+    code, out, _ = run(capsys, "export", "megatron", "cut.json")
+    assert code == 0
+    assert "Cut as planned, at the boundaries 0,1,3,4,5: the first layer is taken for the embedding (E)" in out
+    assert out.endswith("keep: E|tt|t|L\n")
+    assert run(capsys, "export", "megatron", "cut.json", "--boundaries", "0,2,3,4,5")[1].endswith("keep: Et|t|t|L\n")
 
 
 def test_deepspeed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,6 +140,9 @@ def test_deepspeed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert out.endswith("Not written; use -o to keep: [0, 0, 3, 6]\n")
     code, out, _ = run(capsys, "export", "deepspeed", "three.json", "--boundaries", "0,2,4,6")
     assert 'partition_method="uniform") makes this cut by itself' in out
+    code, out, _ = run(capsys, "export", "deepspeed", "three-cut.json")
+    assert (code, stages_of(out)) == (0, ["layers 0 to 0", "layers 1 to 3", "layers 4 to 7"])
+    assert stages_of(run(capsys, "export", "deepspeed", "three-cut.json", *by_type)[1])[0] != "layers 0 to 0"
 
 
 EXPORT = "export torchtitan plan.json --model"
@@ -147,8 +168,9 @@ EXPORT = "export torchtitan plan.json --model"
         ("export megatron plan.json --boundaries 0,4,8", "make 2 parts for 4 stages; give 5 entries"),
         ("export megatron plan.json --boundaries 0,x", "'x' in '0,x' is no number of layers"),
         ("export megatron plan.json --boundaries 0,4,3,9,12", "fall from 4 to 3"),
-        ("export megatron plan.json", "the following arguments are required: --boundaries"),
-        ("export deepspeed three.json", "where is the cut? give --boundaries, or --type and --layers"),
+        ("export megatron plan.json", "where is the cut? plan.json does not say; give --boundaries"),
+        ("export deepspeed three.json", "where is the cut? three.json does not say; give --boundaries, or --type and"),
+        ("export deepspeed three.json --type a", "--type and --layers go together; give --boundaries, or --type and"),
         ("export deepspeed three.json --type a --layers B*x", "'B*x' is no layer; write such as Block, or Block*8"),
         (
             "export deepspeed three.json --type a --layers Block*4",
@@ -158,11 +180,17 @@ EXPORT = "export torchtitan plan.json --model"
         ("export nemo plan.json", "'nemo' is not one of torchtitan, megatron, deepspeed"),
         ("import megatrom x", "did you mean megatron?"),
         ("import megatron none.txt --ranks 2 --microbatches 4", "cannot read none.txt: No such file or directory"),
-        ("import megatron plan.json --ranks 2 --microbatches 4", "layout, character 1: '{' is unknown here"),
-        ("import megatron good.txt --ranks 3 --microbatches 4", "the layout has 4 stages for 3 ranks"),
+        ("import megatron plan.json --ranks 2 --microbatches 4", "plan.json: layout, character 1: '{' is unknown here"),
+        ("import megatron good.txt --ranks 3 --microbatches 4", "good.txt: the layout has 4 stages for 3 ranks"),
         ("import megatron good.txt --ranks 2 --microbatches 0", "num_microbatches is 0"),
-        ("import deepspeed good.txt --microbatches 4", "no list of boundaries"),
-        ("import torchtitan plan.json", "has neither of"),
+        ("import deepspeed good.txt --microbatches 4", "good.txt: no list of boundaries"),
+        (
+            "import deepspeed falling.json --microbatches 4",
+            "falling.json: boundaries 0,3,2 fall from 3 to 2 at entry 2",
+        ),
+        ("import deepspeed words.json --microbatches 4", 'words.json: boundaries[1] is "x"; expected a whole number'),
+        ("import torchtitan plan.json", "plan.json: parallelism has neither of"),
+        ("import torchtitan empty.toml", "empty.toml has no section [parallelism]"),
         ("import torchtitan model.py", "is no TOML"),
     ],
 )
@@ -170,6 +198,9 @@ def test_what_cannot_be_is_told_in_a_line(
     command: str, told: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (here / "good.txt").write_text("Et|tt|tt|tL")
+    (here / "falling.json").write_text("[0, 3, 2]")
+    (here / "words.json").write_text('[0, "x"]')
+    (here / "empty.toml").write_text("[training]\n")
     before = sorted(here.rglob("*.*"))
     code, _, error = run(capsys, *command.split())
     assert code == 2

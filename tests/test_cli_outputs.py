@@ -56,6 +56,7 @@ def files(capsys: pytest.CaptureFixture[str]) -> None:
         "frontier --ranks 2 -o there.png",
         "checkpoint export run -o there.safetensors",
         "demo -o there",
+        "calibrate measured.json --costs there.json",
     ],
 )
 @pytest.mark.usefixtures("files")
@@ -73,6 +74,48 @@ def test_what_is_there_is_written_over_by_force_alone(command: str, capsys: pyte
         assert rota(capsys, f"{command} --force")[0] == 0
         assert not path.read_bytes().startswith(b"precious")
     assert not list(Path().glob(".*"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "plan search --ranks 2 --microbatches 2 -o PLACE/x.json",
+        "autoplan model.py --ranks 2 --batch 2 -o PLACE/x.json",
+        "profile model.py -o PLACE/x.json",
+        "simulate plan.json -o PLACE/x.json",
+        "rehearse plan.json -o PLACE/x.json",
+        "show plan.json --bound -o PLACE/x.html",
+        "compare plan.json measured.json -o PLACE/x.html",
+        "calibrate measured.json -o PLACE/x.json",
+        "calibrate measured.json --costs PLACE/x.json",
+        "frontier --ranks 2 -o PLACE/x.png",
+        "run --timeline PLACE/x.json plan.json train.py",
+        "import-trace trace.json -o PLACE/x.json",
+        "import deepspeed parts.json --microbatches 2 -o PLACE/x.json",
+        "export megatron plan.json -o PLACE/x.txt",
+        "checkpoint export run -o PLACE/x.safetensors",
+    ],
+)
+@pytest.mark.parametrize("place", ["absent", "plan.json"])
+@pytest.mark.usefixtures("files")
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(
+    command: str, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the files are read, of which some are not there."""
+    before = sorted(os.listdir())
+    code, error = rota(capsys, command.replace("PLACE", place))
+    assert (code, error.count("\n")) == (2, 1)
+    assert f"cannot write {place}/x." in error
+    assert sorted(os.listdir()) == before
+
+
+@pytest.mark.parametrize(
+    "command", ["demo -o plan.json/x", "export torchtitan plan.json --model m.py:f -o plan.json/x"]
+)
+@pytest.mark.usefixtures("files")
+def test_a_folder_that_cannot_be_made_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, error = rota(capsys, command)
+    assert (code, "cannot make the folder plan.json/x: " in error, error.count("\n")) == (2, True, 1)
 
 
 @pytest.mark.usefixtures("files")
@@ -142,6 +185,15 @@ def test_links_are_followed_and_modes_are_the_usual_ones() -> None:
 def test_no_file_is_written_over_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert rota(capsys, "simulate plan.json -o /dev/null")[0] == 0
     assert Path("/dev/null").is_char_device()
+
+
+@pytest.mark.usefixtures("files")
+def test_a_pipe_is_written_into(capsys: pytest.CaptureFixture[str]) -> None:
+    reader, writer = os.pipe()
+    assert rota(capsys, f"export megatron plan.json --boundaries 0,1,2,3 -o /dev/fd/{writer}")[0] == 0
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        assert pipe.read() == "E|t|L\n"
 
 
 @pytest.mark.parametrize(

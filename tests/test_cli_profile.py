@@ -11,6 +11,7 @@ from rota import FormatError, split
 from rota.cli import main
 from rota.planning.model_file import load_model_file, profile_file
 from rota.profiles import Profile
+from rota.profiling.clocks import Clock, Laps, Run
 
 MODEL = """
 import torch
@@ -121,10 +122,30 @@ def test_what_a_file_lacks_is_told(source: str, told: str, model: Path, capsys: 
     assert "Traceback" not in error
 
 
+@pytest.mark.parametrize(("spread", "told"), [(0.4, False), (6.57, True)])
+def test_times_that_say_nothing_are_told(
+    spread: float, told: bool, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def timed(run: Run, clock: Clock, repeats: int, *others: object, **options: object) -> Laps:
+        asked.append(repeats)
+        run(clock.mark)
+        return Laps([1.0] * (len(clock.laps_ns())), spread)
+
+    monkeypatch.setattr("rota.profiling.layering.timed", timed)
+    code, out, _ = run(capsys, model, "--repeats", 9, "--cache", model.parent / "cache")
+    assert (code, {*asked}) == (0, {9})
+    advice = "Measurements that vary by 657% are nothing to plan by: close other programs, and measure more often, by "
+    assert (f"{advice}--repeats 27 --refresh." in out) is told
+    assert ("nothing to plan by" in out) is told
+
+
 def test_options_that_do_not_belong_are_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, told in (
         ((model, "--processes", 3), "--processes is for `rota profile links`"),
         (("links", "--rows", "2"), "--rows is for a model"),
+        (("links", "--repeats", "9"), "--repeats is for a model"),
         (("links", "--device", "h100"), "--device is for a model"),
         ((model, "--device", "h10"), "did you mean h100?"),
         (("nowhere.py",), "cannot read nowhere.py"),

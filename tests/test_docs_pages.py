@@ -117,7 +117,7 @@ def test_commands_in_the_text_exist(page: Path) -> None:
             continue
         assert words[0] in cli._COMMANDS, mention
         add_arguments = cli._COMMANDS[words[0]][0]
-        parser = cli._Parser()
+        parser = cli.Parser()
         add_arguments(parser)
         for word in words[1:]:
             option = word.split("=")[0].rstrip(",;.")

@@ -71,6 +71,10 @@ def test_what_is_wrong_is_told_with_path_and_value(read: Callable[[], object], t
         ('{\n "rota": plan}', "not JSON: Expecting value at line 2, column 10"),
         ("3", 'not a plan file: it has no "rota": "plan"'),
         ("{}", 'not a plan file: it has no "rota": "plan"'),
+        (
+            '{"rota": "cluster"}',
+            'it says "rota": "cluster" (a cluster is for Cluster.from_json and rota.place); give what',
+        ),
         ('{"rota": ["plan"]}', 'not a plan file: it says "rota": ["plan"]'),
         ("[" * 100_000, "not a file of ours: nested too deep"),
         ("9" * 5000, "not JSON that can be read: Exceeds the limit (4300 digits)"),

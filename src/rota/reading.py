@@ -22,15 +22,25 @@ _PIECE_BYTES = 1024**2  # Python allocates in advance what is asked for
 LARGEST = 10**15  # a petabyte, 31 years in µs: sums of many still fit into 64 bits
 LATEST_US = 2**63 - 1  # such sums: the times of a timeline
 
+#: By what a file says that it is.
 _REMEDIES = {
     "plan": "give what `rota plan -o plan.json` or Plan.to_json() wrote",
     "timeline": "give what `rota simulate -o timeline.json` or Timeline.to_json() wrote",
-    "costs": "give what Costs.to_json() wrote, of rota.profile or by hand",
+    "costs": "give what `rota calibrate … --costs costs.json` or Costs.to_json() wrote, with the costs of each stage",
     "profile": "give what `rota profile -o profile.json` wrote",
     "layers": "give what LayerCosts.to_json() wrote",
     "cluster": "give what `rota profile links -o cluster.json` or Cluster.to_json() wrote",
     "checkpoint": "give the rota.json of a checkpoint",
     "communication": "make the profile anew",
+}
+_USES = {
+    "plan": "a plan is for `rota check`, `rota show` and `rota run`",
+    "timeline": "a timeline is for `rota show`, `rota explain` and `rota compare`",
+    "costs": "costs of stages are for `rota plan NAME --costs`",
+    "profile": "a profile of layers is for `rota autoplan --profile`, which makes stages of them",
+    "layers": "costs of layers are for rota.autoplan",
+    "cluster": "a cluster is for Cluster.from_json and rota.place",
+    "checkpoint": "a checkpoint is for `rota checkpoint`, which takes its folder",
 }
 
 
@@ -155,7 +165,8 @@ def parse(text: str, *types: str) -> Field:
     found = value.get("rota") if isinstance(value, dict) else None
     if found not in types:
         told = f'it has no "rota": "{types[0]}"' if found is None else f'it says "rota": {short(found)}'
-        raise FormatError(f"not a {' or '.join(types)} file: {told}; {_REMEDIES[types[0]]}")
+        use = f" ({_USES[found]})" if isinstance(found, str) and found in _USES else ""
+        raise FormatError(f"not a {' or '.join(types)} file: {told}{use}; {_REMEDIES[types[0]]}")
     return Field(found, value)
 
 

@@ -17,7 +17,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     is. Raises OSError.
     """
     target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
+    if os.path.exists(path) and not os.path.isfile(path):  # not `target`: of a pipe, that is no path
         yield Path(path)
         return
     partial = target.with_name(f".{target.stem[:100]}-{secrets.token_hex(4)}.partial{target.suffix}")

@@ -52,7 +52,7 @@ def plans() -> tuple[Plan, ...]:
         schedules.chimera(bidirectional(Costs.uniform(2, boundary_bytes=1), two), 4),
         schedules.forward_only(place(whole, two, [0, 1, 0]).forward_only(), 3),
         schedules.gpipe(replace(ended, step_ends=(StepEnd(2, 5, 7), StepEnd(0, 0, 3))), 2),
-        replace(schedules.one_f_one_b(ended, 3), usage=Usage(("blocks[0]", "blocks[2]"), 4, 2)),
+        replace(schedules.one_f_one_b(ended, 3), usage=Usage(("blocks[0]", "blocks[2]"), 4, 2, (1, 2, 5))),
         replace(schedules.gpipe(place(split, Cluster.uniform(3)), 2), usage=Usage((), 1)),
     )
 

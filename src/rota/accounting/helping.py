@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import mean
 from typing import NamedTuple
@@ -57,7 +57,8 @@ def suggestions(plan: Plan) -> tuple[Suggestion, ...]:
 def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
     """The same orders on other costs."""
     placement = plan.placement
-    yield from ((words, replace(plan, placement=even)) for words, even in _evened(placement))
+    num_layers = () if plan.usage is None else plan.usage.num_layers
+    yield from ((words, replace(plan, placement=even)) for words, even in _evened(placement, num_layers))
     if any(route.duration_us for route in placement.routes):
         cluster = replace(placement.cluster, link=Link(), links=())
         yield "transfers that take no time", replace(plan, placement=replace(placement, cluster=cluster))
@@ -70,23 +71,30 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
 # --- work moved between stages ----------------------------------------------------------------------------------------
 
 
-def _evened(placement: Placement) -> Iterator[tuple[str, Placement]]:
-    """Some of the slowest stage's work moved to its faster neighbour; all stages with the mean's."""
+def _evened(placement: Placement, num_layers: Sequence[int]) -> Iterator[tuple[str, Placement]]:
+    """Some of the slowest stage's work moved to its faster neighbour; all stages with the mean's.
+
+    `num_layers`: of each stage, empty where it is not known. A single layer cannot be cut.
+    """
     loads = {
         stage: sum(task.duration_us for task in placement.tasks if task.stage == stage) for stage in placement.stages
     }
     slow, average = max(loads, key=loads.__getitem__), mean(loads.values())
-    if loads[slow] <= _UNEVEN * average:
+    # In a placement with copies of the stages, these come in the same order again.
+    if loads[slow] <= _UNEVEN * average or (num_layers and num_layers[slow % len(num_layers)] == 1):
         return
+    several = "" if num_layers else ", if it has more than one layer"
     told = f"stage {slow} takes {loads[slow] / average - 1:.0%} longer than the mean: "
     neighbours = {b if a == slow else a for a, b in placement.stage_edges if slow in (a, b)}
     if neighbours:
         fast = min(neighbours, key=loads.__getitem__)
         moved_us = (loads[slow] - loads[fast]) // 2
         if moved_us > 0:
-            words = f"{told}move {time_text(moved_us)} of its work ({moved_us / loads[slow]:.0%}) to stage {fast}"
+            words = (
+                f"{told}move {time_text(moved_us)} of its work ({moved_us / loads[slow]:.0%}) to stage {fast}{several}"
+            )
             yield words, _moved(placement, slow, fast, moved_us / loads[slow])
-    yield f"{told}cut the model so that all stages take the mean", _all_alike(placement)
+    yield f"{told}cut the model so that all stages take the mean{several}", _all_alike(placement)
 
 
 def _moved(placement: Placement, slow: int, fast: int, part: float) -> Placement:

@@ -100,11 +100,18 @@ class Calibration:
             told = "Keep the plan: no other schedule fits this placement."
         rank, share = self.unevenness
         if share > UNEVEN:
-            told += (
-                f"\nRank {rank} has {share - 1:.0%} more to do than the mean, which no order can mend: cut anew, by "
-                f"`rota autoplan --profile profile.json`."
-            )
+            told += f"\nRank {rank} has {share - 1:.0%} more to do than the mean, which no order can mend"
+            told += self._cut_anew(rank)
         return told
+
+    def _cut_anew(self, rank: int) -> str:
+        """How, if there is anything to cut on the rank: its stages have a layer at least."""
+        stages, usage = self.plan.placement.stages_on(rank), self.plan.usage
+        num_layers = () if usage is None else usage.num_layers
+        if num_layers and sum(num_layers[stage % len(num_layers)] for stage in stages) == 1:
+            return ", nor another cut: it has a single layer. Divide that in the model, by a CutPoint in it."
+        several = "" if num_layers or len(stages) > 1 else ", if it has more than one layer"
+        return f": cut anew{several}, by\n`{_command(self.plan)}`,\nof what `rota profile` measures."
 
 
 def calibrate(
@@ -128,6 +135,19 @@ def calibrate(
         except PlanError:  # it would not fit in memory
             continue
     return result
+
+
+def _command(plan: Plan) -> str:
+    """By which the model is planned for the same ranks, memory and rows; … for what the plan does not say."""
+    usage, limits = plan.usage, {*plan.placement.cluster.limit_bytes}
+    limit = limits.pop() if len(limits) == 1 else None
+    memory = "" if limit is None else f" --memory {limit}B"
+    replicas = 1 if usage is None else usage.num_replicas
+    batch = "…" if usage is None else usage.microbatch_rows * plan.num_microbatches * replicas
+    return (
+        f"rota autoplan --profile profile.json --ranks {plan.num_ranks * replicas}{memory} --batch {batch} "
+        f"-o better.json"
+    )
 
 
 def _of_steps(count: int) -> str:

@@ -39,7 +39,7 @@ def autoplan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL.py", help=told)
     parser.add_argument("--ranks", type=_number(1), required=True, help="processes that there are, in all")
     parser.add_argument("--batch", type=_number(1), required=True, help="rows of a step, over all replicas")
-    parser.add_argument("--memory", type=_size, help="of each rank, such as 40GB (default: no limit)")
+    parser.add_argument("--memory", type=_memory, help="of each rank, such as 40GB (default: no limit)")
     parser.add_argument("--profile", metavar="FILE", help="written by `rota profile`, in place of measuring")
     parser.add_argument("--device", help="estimate for this device, such as h100, in place of measuring")
     told = "of a micro-batch, to choose from, such as 1,2,4 (default: 1,2,4,8; of --profile all)"
@@ -107,6 +107,8 @@ def profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=_rows, metavar="N,N,…", help="rows of a micro-batch (default: 1)")
     told = "cpu or cuda to measure there (default: cpu), or one to estimate for, such as h100: nothing is computed then"
     parser.add_argument("--device", metavar="NAME", help=told)
+    told = "of each measurement, of which the median counts (default: 7)"
+    parser.add_argument("--repeats", type=_number(1), metavar="N", help=told)
     parser.add_argument("--processes", type=_number(2), help="for links: to start on this machine (default: 2)")
     parser.add_argument("--cache", metavar="PATH", help="file or folder for which nothing is measured twice")
     parser.add_argument("--refresh", action="store_true", help="measure again what the cache has")
@@ -125,7 +127,8 @@ def rehearse(parser: argparse.ArgumentParser) -> None:
 def run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", help="plan.json")
     parser.add_argument("script", help="Python file to run on every rank; it calls rota.given_plan()")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the script")
+    # Before Python 3.13, argparse says of the rest that it is required.
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the script").required = False
     parser.add_argument("--timeline", metavar="FILE", help="write the last step's measured timeline")
     _force(parser)
     told = "processes: pp ranks of the plan, times dp replicas (default: the plan's), times tp parts of each weight"
@@ -206,6 +209,16 @@ def _size(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _memory(text: str) -> int:
+    """Of a real machine, where a number alone is a forgotten unit."""
+    size = _size(text)
+    if size < 10**6 and text.strip()[-1].isdigit():
+        raise argparse.ArgumentTypeError(
+            f"{text} bytes hold nothing; write such as {text}GB, or {text}B if you mean it"
+        )
+    return size
 
 
 def _link(text: str) -> tuple[int, int | None]:

@@ -11,9 +11,8 @@ from rota import reading
 from rota.cli import files
 from rota.cli.screen import print_timeline, show_progress
 from rota.costs import Link
-from rota.errors import FormatError, PlacementError
+from rota.errors import PlacementError
 from rota.layers import LayerCosts
-from rota.profiles import Profile
 
 if TYPE_CHECKING:
     from rota.planning.answer import Answer
@@ -26,8 +25,6 @@ _ROWS = (1, 2, 4, 8)  # of a micro-batch, where nothing else is asked for
 def autoplan(arguments: Namespace) -> int:
     if arguments.model is None and arguments.profile is None:
         raise files.InputError("what is to be planned? give MODEL.py, or --profile of `rota profile`, or both")
-    if arguments.output is not None:
-        files.require_folder(arguments.output)  # before all the work
     from rota.planning.autoplanning import autoplan as find
 
     machine = _machine(arguments)
@@ -91,15 +88,14 @@ def _model_file(path: str) -> ModelFile:
     from rota.planning.model_file import load_model_file
 
     reading.read_text(path)
+    if path.lower().endswith(".json"):
+        raise files.InputError(f"{path} is no Python file; a profile is given by --profile {path}")
     return load_model_file(path)
 
 
 def _read(arguments: Namespace) -> Mapping[int, LayerCosts]:
     """From `--profile`, those of `--rows`."""
-    try:
-        profile = Profile.from_json(reading.read_text(arguments.profile))
-    except (FormatError, PlacementError) as error:
-        raise files.InputError(f"{arguments.profile}: {error}") from None
+    profile = files.read_profile(arguments.profile)
     for rows in arguments.rows or ():
         if rows not in profile:
             there = ", ".join(map(str, profile))

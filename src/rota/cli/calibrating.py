@@ -14,11 +14,6 @@ from rota.timeline import Timeline
 def calibrate(arguments: Namespace) -> int:
     if arguments.time_limit is not None and arguments.schedule != SEARCH:
         raise files.InputError("--time-limit is for --plan search; leave it out, or search")
-    if arguments.costs in arguments.timelines:
-        raise files.InputError(f"{arguments.costs} is what the command reads, and would be lost; write to another file")
-    for path in (arguments.output, arguments.costs):
-        if path is not None:
-            files.require_folder(path)
     timelines = [_measured(path) for path in arguments.timelines]
     named = None if arguments.schedule == SEARCH else arguments.schedule
     found = calibration.calibrate(timelines, named, lambda name: show_progress(f"planning {name} …"))

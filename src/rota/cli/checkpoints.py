@@ -75,7 +75,6 @@ def _export(arguments: Namespace) -> int:
     files.require("safetensors", "checkpoint")
     from rota.runtime.checkpoint_reading import export, newest
 
-    files.require_folder(arguments.output)
     saved = newest(Path(arguments.folder))
     num_tensors = export(saved, Path(arguments.output))
     print(f"Wrote {num_tensors:,} weights and buffers of {saved.path} to {arguments.output}.")

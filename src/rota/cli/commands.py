@@ -12,6 +12,7 @@ from rota import checking, comparison, reading, schedule_csv, simulation
 from rota.cli import files
 from rota.cli.screen import print_timeline
 from rota.errors import PipelineError
+from rota.plan import Plan
 from rota.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -38,7 +39,14 @@ def check(arguments: Namespace) -> int:
         f"micro-batches on {planned.num_ranks} ranks: complete, in order, cannot deadlock, {fits}; "
         f"makespan {timeline.makespan_us:,} µs, bubble {timeline.bubble_fraction:.1%}"
     )
+    tell_replicas(planned, "checked")
     return 0
+
+
+def tell_replicas(planned: Plan, done: str) -> None:
+    """A plan is of one pipeline, of which its usage may ask for several."""
+    if planned.usage is not None and planned.usage.num_replicas > 1:
+        print(f"This {done} one of {planned.usage.num_replicas} replicas: all of them run the same pipeline.")
 
 
 def simulate(arguments: Namespace) -> int:
@@ -81,7 +89,6 @@ def _draw(
         files.require("matplotlib", "draw")
     from rota.drawing import save
 
-    files.require_folder(output)
     names = Path(names[0]).name, Path(names[1]).name
     title = " over ".join(names) if above else names[1]
     save(timeline, output, above=above, names=names, title=title, bound_us=bound_us)
@@ -108,10 +115,8 @@ def run(arguments: Namespace) -> int:
         raise files.InputError(f"--mesh: {num_processes:,} processes on this machine; give {_MOST_PROCESSES:,} at most")
     if arguments.engine == "torch" and dp * tp > 1:
         raise files.InputError(f"--mesh dp={dp},tp={tp}: PyTorch's engine runs one pipeline; use --engine rota")
-    if arguments.timeline is not None:
-        if arguments.engine == "torch":
-            raise files.InputError(f"--timeline {arguments.timeline}: PyTorch's engine records none; use --engine rota")
-        files.require_folder(arguments.timeline)  # before the run, not after it
+    if arguments.timeline is not None and arguments.engine == "torch":
+        raise files.InputError(f"--timeline {arguments.timeline}: PyTorch's engine records none; use --engine rota")
     for option in ("--timeline", "--force", "--mesh", "--max-restarts", "--engine"):
         if option in arguments.arguments:
             print(f"rota run: {option} behind the script goes to the script; for rota put it first", file=sys.stderr)

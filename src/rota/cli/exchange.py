@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rota import checking, cutting
 from rota.cli import files
+from rota.cli.exchange_arguments import TITAN_LEAVES_NONE
 from rota.cli.screen import print_timeline
 from rota.costs import Costs
 from rota.plan import Plan
@@ -32,7 +33,7 @@ def _to_torchtitan(arguments: Namespace, planned: Plan) -> None:
 
     for name in torchtitan.FILES:  # the folder itself may be there
         files.refuse_taken(Path(arguments.output, name), arguments.force)
-    parts = _parts(arguments.model, arguments.cuts, planned.num_stages)
+    parts = _parts(arguments.model, arguments.cuts or planned.cuts, planned.num_stages)
     texts = torchtitan.render(parts, planned, arguments.output)
     files.make_folder(arguments.output)
     for path, text in texts.items():
@@ -41,6 +42,7 @@ def _to_torchtitan(arguments: Namespace, planned: Plan) -> None:
     for stage, names in enumerate(parts):
         print(f"stage {stage}: {' '.join(names)}")
     print(f"torchtitan must get {planned.num_microbatches} micro-batches a step; docs/other-trainers.md tells how.")
+    print(TITAN_LEAVES_NONE)
 
 
 def _parts(spec: str, cuts: Sequence[str] | None, num_stages: int) -> tuple[tuple[str, ...], ...]:
@@ -66,13 +68,19 @@ def _parts(spec: str, cuts: Sequence[str] | None, num_stages: int) -> tuple[tupl
 def _to_megatron(arguments: Namespace, planned: Plan) -> None:
     from rota.interop import megatron
 
-    layout = megatron.layout_for(planned, arguments.boundaries, arguments.mtp)
+    boundaries = arguments.boundaries or _planned_boundaries(arguments, planned, "give --boundaries")
+    layout = megatron.layout_for(planned, boundaries, arguments.mtp)
     text = megatron.write_layout(layout)
     mtp = f" --mtp-num-layers {arguments.mtp}" if arguments.mtp else ""
     print(
         f"--num-layers {layout.num_layers}{mtp} --pipeline-model-parallel-size {layout.num_ranks} "
         f'--pipeline-model-parallel-layout "{text}"'
     )
+    if arguments.boundaries is None:
+        print(
+            f"Cut as planned, at the boundaries {_listed(boundaries)}: the first layer is taken for the embedding (E), "
+            f"the last for the loss (L); where they are not, give --boundaries."
+        )
     if not megatron.runs_in_this_order(planned):
         print("Megatron does these stages in its own order, (interleaved) 1F1B, not in the plan's.")
     _write(arguments, text + "\n")
@@ -81,11 +89,15 @@ def _to_megatron(arguments: Namespace, planned: Plan) -> None:
 def _to_deepspeed(arguments: Namespace, planned: Plan) -> None:
     from rota.interop import deepspeed
 
-    boundaries = arguments.boundaries
-    if boundaries is None:
-        if arguments.type is None or arguments.layers is None:
-            raise files.InputError("where is the cut? give --boundaries, or --type and --layers")
+    remedy = "give --boundaries, or --type and --layers"
+    if (arguments.type is None) is not (arguments.layers is None):
+        raise files.InputError(f"--type and --layers go together; {remedy}")
+    if arguments.boundaries is not None:
+        boundaries = arguments.boundaries
+    elif arguments.type is not None:
         boundaries = cutting.by_regex(arguments.layers, arguments.type, planned.num_stages)
+    else:
+        boundaries = _planned_boundaries(arguments, planned, remedy)
     text = deepspeed.write_boundaries(deepspeed.boundaries_for(planned, boundaries))
     for stage, (before, after) in enumerate(pairwise(boundaries)):
         print(f"stage {stage}: layers {before} to {after - 1}" if before < after else f"stage {stage}: no layer")
@@ -94,6 +106,18 @@ def _to_deepspeed(arguments: Namespace, planned: Plan) -> None:
     if not deepspeed.runs_in_this_order(planned):
         print("DeepSpeed does these stages in its own order, 1F1B, not in the plan's.")
     _write(arguments, text)
+
+
+def _planned_boundaries(arguments: Namespace, planned: Plan, remedy: str) -> tuple[int, ...]:
+    """Where autoplan cut the model."""
+    boundaries = None if planned.usage is None else planned.usage.boundaries
+    if boundaries is None:
+        raise files.InputError(f"where is the cut? {arguments.plan} does not say; {remedy}")
+    return boundaries
+
+
+def _listed(boundaries: Sequence[int]) -> str:
+    return ",".join(map(str, boundaries))
 
 
 def _write(arguments: Namespace, text: str) -> None:
@@ -119,7 +143,7 @@ def import_(arguments: Namespace) -> int:
     planned, boundaries = _IMPORTS[arguments.format](arguments, costs)
     checking.check(planned)
     print_timeline(simulate(planned))
-    print(f"Cut at the boundaries {','.join(map(str, boundaries))}.")
+    print(f"Cut at the boundaries {_listed(boundaries)}.")
     if arguments.output is None:
         print("Not written; use -o plan.json to keep it.")
     else:
@@ -140,7 +164,9 @@ def _from_torchtitan(arguments: Namespace, costs: Costs | None) -> tuple[Plan, S
 def _from_megatron(arguments: Namespace, costs: Costs | None) -> tuple[Plan, Sequence[int]]:
     from rota.interop import cuts, megatron
 
-    layout = megatron.read_layout(cuts.read_limited(arguments.file, _MOST_LAYOUT_BYTES), arguments.ranks)
+    text = cuts.read_limited(arguments.file, _MOST_LAYOUT_BYTES)
+    with files.named(arguments.file):
+        layout = megatron.read_layout(text, arguments.ranks)
     for stage, letters in enumerate(layout.stages):
         print(f"stage {stage} on rank {layout.ranks[stage]}: {letters or 'empty'}")
     costs = costs or Costs.uniform(len(layout.stages))
@@ -150,7 +176,9 @@ def _from_megatron(arguments: Namespace, costs: Costs | None) -> tuple[Plan, Seq
 def _from_deepspeed(arguments: Namespace, costs: Costs | None) -> tuple[Plan, Sequence[int]]:
     from rota.interop import cuts, deepspeed
 
-    boundaries = deepspeed.read_boundaries(cuts.read_limited(arguments.file, _MOST_LAYOUT_BYTES))
+    text = cuts.read_limited(arguments.file, _MOST_LAYOUT_BYTES)
+    with files.named(arguments.file):
+        boundaries = deepspeed.read_boundaries(text)
     costs = costs or Costs.uniform(len(boundaries) - 1)
     return deepspeed.plan_of(boundaries, costs, arguments.microbatches), boundaries
 

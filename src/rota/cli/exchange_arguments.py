@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import argparse
 
+#: What a model needs to have stages there, and that not every model does.
+TITAN_LEAVES_NONE = (
+    "In a stage, torchtitan puts None in the place of modules that other stages have: the model's forward must pass "
+    "over them, as those of torchtitan's own models do."
+)
+
 
 def export(parser: argparse.ArgumentParser) -> None:
     formats = parser.add_subparsers(metavar="FORMAT", dest="format", required=True)
@@ -12,11 +18,13 @@ def export(parser: argparse.ArgumentParser) -> None:
         "torchtitan",
         "schedule.csv and the modules of each stage, as torchtitan's config names them",
         "rota export torchtitan plan.json --model model.py:make_model --cuts layers.2,layers.4,layers.6 -o titan",
+        f" {TITAN_LEAVES_NONE}",
     )
     titan.add_argument("plan", help="plan.json, or a schedule CSV")
     titan.add_argument("--model", required=True, metavar="FILE.py:FUNCTION", help="a function that returns the model")
     told = (
-        "its CutPoints to cut at, by number or name (default: spread); without any, the modules that stages begin with"
+        "its CutPoints to cut at, by number or name; without any, the modules that stages begin with (default: the "
+        "plan's cuts; where it has none, CutPoints that are spread)"
     )
     titan.add_argument("--cuts", type=_words, metavar="NAME,…", help=told)
     titan.add_argument("-o", "--output", required=True, metavar="FOLDER", help="for the files; made if need be")
@@ -27,8 +35,11 @@ def export(parser: argparse.ArgumentParser) -> None:
         "rota export megatron plan.json --boundaries 0,4,6,8,10 -o layout.txt",
     )
     megatron.add_argument("plan", help="plan.json, or a schedule CSV")
-    told = "0, where each further stage begins, the number of layers; E, each t, each m and L count as one"
-    megatron.add_argument("--boundaries", type=_integers, required=True, metavar="0,N,…", help=told)
+    told = (
+        "0, where each further stage begins, the number of layers; E, each t, each m and L count as one (default: the "
+        "plan's, where autoplan counted them)"
+    )
+    megatron.add_argument("--boundaries", type=_integers, metavar="0,N,…", help=told)
     megatron.add_argument("--mtp", type=int, default=0, metavar="N", help="layers of multi-token prediction")
     deepspeed = _format(
         formats,
@@ -37,7 +48,7 @@ def export(parser: argparse.ArgumentParser) -> None:
         "rota export deepspeed plan.json --layers 'Embed,Block*8,Norm,Head' --type block -o parts.json",
     )
     deepspeed.add_argument("plan", help="plan.json, or a schedule CSV")
-    told = "0, where each further stage begins, the number of layers"
+    told = "0, where each further stage begins, the number of layers (default: the plan's, where autoplan counted them)"
     deepspeed.add_argument("--boundaries", type=_integers, metavar="0,N,…", help=told)
     told = "instead: as many layers in each stage whose class has this regular expression in its name"
     deepspeed.add_argument("--type", metavar="REGEX", help=told)
@@ -84,9 +95,9 @@ def import_(parser: argparse.ArgumentParser) -> None:
 
 
 def _format(
-    formats: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str, example: str
+    formats: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str, example: str, more: str = ""
 ) -> argparse.ArgumentParser:
-    description, epilog = f"{summary[0].upper()}{summary[1:]}.", f"example:\n  {example}"
+    description, epilog = f"{summary[0].upper()}{summary[1:]}.{more}", f"example:\n  {example}"
     form = argparse.RawDescriptionHelpFormatter
     return formats.add_parser(name, help=summary, description=description, epilog=epilog, formatter_class=form)
 

@@ -25,8 +25,6 @@ def explain(arguments: Namespace) -> int:
 def import_trace(arguments: Namespace) -> int:
     from rota.interop import import_traces
 
-    if arguments.output is not None:
-        files.require_folder(arguments.output)
     imported = import_traces(arguments.traces, arguments.step)
     print(imported.to_text())
     print()

@@ -17,6 +17,7 @@ from rota.errors import FormatError, PlanError, RotaError
 from rota.placement import Placement
 from rota.placing import place
 from rota.plan import Plan
+from rota.profiles import Profile
 from rota.simulation import timeline_of
 from rota.tasks import Kind
 from rota.timeline import Timeline
@@ -34,12 +35,6 @@ def require(module: str, extra: str) -> None:
         importlib.import_module(module)
 
 
-def require_folder(path: str) -> None:
-    """Raises InputError if a file could not be written there."""
-    if not os.access(Path(path).parent, os.W_OK) or Path(path).is_dir():
-        raise InputError(f"cannot write {path}: there is no such folder that can be written to; check the path")
-
-
 def make_folder(path: str) -> None:
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
@@ -55,9 +50,15 @@ def write(path: str, text: str) -> None:
 
 
 def read_costs(path: str) -> Costs:
-    text = reading.read_text(path)
-    with _named(path):
+    text = _text(path)
+    with named(path):
         return Costs.from_json(text)
+
+
+def read_profile(path: str) -> Profile:
+    text = _text(path)
+    with named(path):
+        return Profile.from_json(text)
 
 
 def read_plan(path: str) -> Plan:
@@ -69,21 +70,32 @@ def read_plan(path: str) -> Plan:
 def read_timeline(path: str) -> Timeline:
     """A timeline.json; a plan is simulated."""
     loaded = read_plan_or_timeline(path)
-    with _named(path):
+    with named(path):
         return timeline_of(loaded)
 
 
 def read_plan_or_timeline(path: str) -> Plan | Timeline:
-    text = reading.read_text(path)
-    with _named(path):
+    text = _text(path)
+    with named(path):
         if path.lower().endswith(".csv"):
             return Plan.from_csv(text, _placement_of_csv(text))
         document = reading.parse(text, "plan", "timeline")
         return Timeline.from_fields(document) if document.path == "timeline" else Plan.from_fields(document)
 
 
+def _text(path: str) -> str:
+    """Of a file of ours; a script given for it is told by its name, which says more than where its text is no JSON."""
+    text = reading.read_text(path)
+    if path.lower().endswith(".py"):
+        raise InputError(
+            f"{path} is a Python file, and one that Rota wrote is wanted here; a script is run by "
+            f"`rota run plan.json {path}`, a model is planned by `rota autoplan {path}`"
+        )
+    return text
+
+
 @contextmanager
-def _named(path: str) -> Iterator[None]:
+def named(path: str) -> Iterator[None]:
     """Errors of what is read inside name the file."""
     try:
         yield
@@ -110,20 +122,25 @@ def _placement_of_csv(text: str) -> Placement:
 
 _PICTURES = (".html", ".png", ".svg", ".pdf")
 _TIMELINES = ("simulate", "import-trace", "run")  # what these write
+_WRITTEN = {"run": ("timeline",), "calibrate": ("output", "costs")}  # arguments; of all others the output alone
 
 
 def refuse_output(arguments: Namespace) -> None:
-    """Raises InputError where a command would write over a file, or something else than the file's name promises."""
+    """Raises InputError, before any work, where a command could not write, or not what the file's name promises.
+
+    Nor may it write over what it reads, and over other files by --force alone.
+    """
     given = dict(vars(arguments))
-    output = given.pop("timeline" if arguments.command == "run" else "output", None)
-    if output is None:
-        return
-    _refuse_suffix(arguments.command, output)
+    outputs = [given.pop(name, None) for name in _WRITTEN.get(arguments.command, ("output",))]
     read = [path for value in given.values() for path in (value if isinstance(value, list) else [value])]
-    if any(isinstance(path, str) and _same_file(path, output) for path in read):
-        raise InputError(f"{output} is what the command reads, and would be lost; write to another file")
-    option = "--force (before the plan)" if arguments.command == "run" else "--force"
-    refuse_taken(Path(output), arguments.force, is_folder=arguments.command == "demo", option=option)
+    is_folder = arguments.command == "demo" or (arguments.command, given.get("format")) == ("export", "torchtitan")
+    for output in filter(None, outputs):
+        _refuse_suffix(arguments.command, output)
+        if any(isinstance(path, str) and _same_file(path, output) for path in read):
+            raise InputError(f"{output} is what the command reads, and would be lost; write to another file")
+        option = "--force (before the plan)" if arguments.command == "run" else "--force"
+        refuse_taken(Path(output), arguments.force, is_folder=arguments.command == "demo", option=option)
+        (_refuse_folder if is_folder else _refuse_place)(output)
 
 
 def refuse_taken(path: Path, force: bool, is_folder: bool = False, option: str = "--force") -> None:
@@ -138,6 +155,25 @@ def _is_taken(path: Path, is_folder: bool) -> bool:
         return any(path.iterdir()) if is_folder and path.is_dir() else path.is_file()
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}; check the path") from None
+
+
+def _refuse_place(path: str) -> None:
+    """Where a file could not be written there."""
+    folder = Path(os.path.realpath(path)).parent
+    if os.path.exists(path) and not os.path.isfile(path):  # /dev/stdout is written to as it is
+        can_write = not os.path.isdir(path) and os.access(path, os.W_OK)
+    else:
+        can_write = folder.is_dir() and os.access(folder, os.W_OK)
+    if not can_write:
+        raise InputError(f"cannot write {path}: there is no such folder that can be written to; check the path")
+
+
+def _refuse_folder(path: str) -> None:
+    """Where a folder could not be made, or written into."""
+    place = Path(path).absolute()
+    there = next(folder for folder in (place, *place.parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise InputError(f"cannot make the folder {path}: {there} is none that can be written to; give another by -o")
 
 
 def _refuse_suffix(command: str, output: str) -> None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import io
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 from rota.cli import (
     arguments,
@@ -26,6 +23,7 @@ from rota.cli import (
     rehearsing,
 )
 from rota.cli.interrupts import told_at_once
+from rota.cli.parser import Parser
 from rota.errors import PipelineError, PlanError, RotaError
 
 _DESCRIPTION = """Pipeline-parallel training of PyTorch models that runs as planned.
@@ -36,29 +34,6 @@ _DESCRIPTION = """Pipeline-parallel training of PyTorch models that runs as plan
   rota show plan.json
   rota run plan.json train.py                        train.py calls rota.given_plan()
 """
-
-
-class _Parser(argparse.ArgumentParser):
-    """Usage errors end with 2, in one line, and with the nearest word that would have been right."""
-
-    def error(self, message: str) -> NoReturn:
-        found = re.fullmatch(r"argument (.+?): invalid choice: '?(.*?)'? \(choose from .*", message, re.DOTALL)
-        if found is not None:
-            name, wrong = found.groups()
-            choices = self._choices(name)
-            near = difflib.get_close_matches(wrong.lower(), choices, 1)
-            hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
-            option = f"{name} " if name.startswith("-") else ""
-            message = f"{option}{wrong!r} is not one of {', '.join(choices)}; {hint}"
-        print(f"{self.prog}: error: {message}", file=sys.stderr)
-        sys.exit(2)
-
-    def _choices(self, name: str) -> list[str]:
-        """Of the argument that argparse's errors call so."""
-        for action in self._actions:
-            if name in ("/".join(action.option_strings), action.metavar, action.dest):
-                return [str(choice) for choice in action.choices or ()]
-        return []
 
 
 _Command = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str, str]
@@ -172,7 +147,7 @@ _COMMANDS: dict[str, _Command] = {
 
 def _parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(prog="rota", description=_DESCRIPTION, formatter_class=form)
+    parser = Parser(prog="rota", description=_DESCRIPTION, formatter_class=form)
     parser.add_argument("--version", action="store_true", help="print the version")
     subparsers = parser.add_subparsers(metavar="COMMAND", dest="command")
     for name, (add_arguments, function, summary, example) in _COMMANDS.items():

@@ -172,7 +172,6 @@ def frontier(arguments: Namespace) -> int:
 
     if arguments.output is not None:
         files.require("matplotlib", "draw")
-        files.require_folder(arguments.output)
     placement = inputs.shaped(arguments, None)
     show_progress(_STARTING)
     try:

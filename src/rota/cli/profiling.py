@@ -12,11 +12,11 @@ from rota.layers import LayerCosts
 from rota.units import count_text, size_text, time_text
 
 LINKS = "links"
+_REPEATS = 7
+_TOO_FAR_APART = 1.0  # the middle half of the measurements, as a part of their median
 
 
 def profile(arguments: Namespace) -> int:
-    if arguments.output is not None:
-        files.require_folder(arguments.output)  # before the measurement, not after it
     files.require("torch", "torch")
     return _links(arguments) if arguments.model == LINKS else _layers(arguments)
 
@@ -28,12 +28,21 @@ def _layers(arguments: Namespace) -> int:
     from rota.planning.model_file import load_model_file, profile_file
 
     how = {"device": arguments.device, "cache": arguments.cache, "refresh": arguments.refresh}
+    repeats = arguments.repeats or _REPEATS
     try:
-        found = profile_file(load_model_file(arguments.model), arguments.rows or (1,), report=show_progress, **how)
+        model_file = load_model_file(arguments.model)
+        found = profile_file(model_file, arguments.rows or (1,), repeats=repeats, report=show_progress, **how)
     finally:
         show_progress("")
     for layers in found.values():
         print(_summary(layers))
+    worst = max((spread for layers in found.values() for spread in layers.spread), default=0.0)
+    if worst > _TOO_FAR_APART:
+        anew = " --refresh" if arguments.cache else ""
+        print(
+            f"Measurements that vary by {worst:.0%} are nothing to plan by: close other programs, and measure more "
+            f"often, by --repeats {3 * repeats}{anew}."
+        )
     _write(arguments, found.to_json(), f"plan with it by `rota autoplan --profile {arguments.output} …`")
     return 0
 
@@ -56,7 +65,7 @@ def _summary(layers: LayerCosts) -> str:
 def _links(arguments: Namespace) -> int:
     from rota.profiling import link_processes
 
-    for option in ("rows", "device", "cache", "refresh"):
+    for option in ("rows", "device", "repeats", "cache", "refresh"):
         if getattr(arguments, option):
             raise files.InputError(f"--{option} is for a model; leave it out for {LINKS}")
     if not link_processes.is_launched():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from rota.cli import files
+from rota.cli.commands import tell_replicas
 from rota.cli.screen import show_progress
 
 
@@ -13,8 +14,6 @@ def rehearse(arguments: Namespace) -> int:
     files.require("torch", "torch")
     from rota.planning.rehearsal import rehearse
 
-    if arguments.output is not None:
-        files.require_folder(arguments.output)  # before the rehearsal, not after it
     try:
         rehearsal = rehearse(
             planned,
@@ -26,6 +25,7 @@ def rehearse(arguments: Namespace) -> int:
     finally:
         show_progress("")
     print(rehearsal.to_text())
+    tell_replicas(planned, "rehearsed")
     if arguments.output is not None:
         files.write(arguments.output, rehearsal.measured.to_json())
         print(f"\nWrote {arguments.output}; see it by `rota show {arguments.output}`.")

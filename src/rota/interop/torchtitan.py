@@ -161,7 +161,10 @@ def load(path: str | Path, costs: Costs | None = None, cluster: Cluster | None =
     is checked. Raises FormatError or SplitError for what torchtitan would refuse, PlacementError, PlanError.
     """
     config = _config(path)
-    parts = _parts(config)
+    try:
+        parts = _parts(config)
+    except (FormatError, SplitError) as error:
+        raise type(error)(f"{path}: {error}") from None
     name = Path(_text(config, "pipeline_parallel_schedule_csv", "")).name
     if not (name.isprintable() and len(name) <= reading.LONGEST_NAME):
         raise config["pipeline_parallel_schedule_csv"].wrong("a file's name of printable characters, 1,000 at most")
@@ -192,7 +195,9 @@ def _config(path: str | Path) -> Field:
         raise FormatError(f"{path}: nested too deep") from None
     except ValueError as error:
         raise FormatError(f"{path} is no TOML: {_in_line(str(error))}") from None
-    return Field(str(path), document)["parallelism"]
+    if "parallelism" not in document:
+        raise FormatError(f"{path} has no section [parallelism]; give a job config of torchtitan's")
+    return Field("parallelism", document["parallelism"])
 
 
 def _in_line(told: str) -> str:

@@ -15,6 +15,12 @@ from rota.planning.reasons import why_slower
 from rota.timeline import Timeline
 from rota.units import count_text, size_text, time_text
 
+_LEGEND = (
+    "▸ the plan   · 1F1B on equal layers, to compare with   ranks: of a pipeline x replicas",
+    "micro-batches: of a replica x rows of each   again: stages that recompute their forwards",
+    "bubble: idle share of step x ranks   gap: what another order could save of the step, at most",
+    "memory: of the fullest rank",
+)
 _MOST_ROWS = 6
 _MOST_ALIKE = 2  # rows with the same ranks and replicas
 
@@ -114,7 +120,7 @@ class Answer:
         elif isinstance(self.usual, Misfit):
             held = size_text(self.usual.num_bytes)
             lines.append(f"· 1F1B on equal layers does not fit: rank {self.usual.rank} would hold {held}")
-        return lines
+        return [*lines, "", *_LEGEND]
 
     def _row(self, found: Found, mark: str) -> list[str]:
         layout = found.candidate.layout

@@ -94,7 +94,8 @@ class Candidate:
 
     @property
     def usage(self) -> Usage:
-        return Usage(self.layers.cuts_at(self.boundaries), self.layout.rows, self.layout.num_replicas)
+        num_layers = tuple(b - a for a, b in pairwise(self.boundaries))
+        return Usage(self.layers.cuts_at(self.boundaries), self.layout.rows, self.layout.num_replicas, num_layers)
 
     def recomputing(self, stages: Collection[int]) -> Candidate:
         return replace(self, recomputed=frozenset(stages))

@@ -10,6 +10,7 @@ from rota.costs import Cluster, Link, whole
 from rota.errors import PlacementError
 
 _ANY_LINK = Link()  # as fast as you like
+_MOST_RANKS = 100_000  # more than any machine trains one model with; looking at a layout takes a time of them all
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,10 @@ class Machine:
     def __post_init__(self) -> None:
         if whole("num_ranks", self.num_ranks) < 1:
             raise PlacementError(f"num_ranks is {self.num_ranks}: a machine has at least 1")
+        if self.num_ranks > _MOST_RANKS:
+            raise PlacementError(
+                f"num_ranks is {self.num_ranks:,}, more than any machine has; give {_MOST_RANKS:,} at most"
+            )
         one = self.limit_bytes
         limits = one if isinstance(one, tuple) else (one,) * self.num_ranks
         object.__setattr__(self, "limit_bytes", Cluster(limits).limit_bytes)  # which looks at each of them
@@ -66,8 +71,8 @@ class Machine:
 
     def slowdowns_of(self, num_ranks: int, num_replicas: int) -> tuple[float, ...]:
         """Of each rank of a pipeline: that of the slowest replica, for which the others wait."""
-        holders = (self.holders(num_ranks, num_replicas, rank) for rank in range(num_ranks))
-        return tuple(max(self.slowdowns[process] for process in of) for of in holders)
+        end = num_ranks * num_replicas
+        return tuple(max(self.slowdowns[rank:end:num_ranks]) for rank in range(num_ranks))
 
     def cluster(self, num_ranks: int, num_replicas: int) -> Cluster:
         """A pipeline's ranks: of all replicas the lowest limits and the slowest links."""
@@ -92,6 +97,8 @@ class Machine:
 
     def ring(self, processes: Sequence[int]) -> Link:
         """The slowest link of a ring of these processes, for parts of what they reduce of any size."""
+        if self.node_link is None:
+            return self.link
         pairs = zip(processes, [*processes[1:], processes[0]], strict=True)
         links = [self.between(a, b) for a, b in pairs]
         rates = [link.bytes_per_us for link in links if link.bytes_per_us is not None]

@@ -16,12 +16,13 @@ _ALSO = 0.3  # of the difference: worth a second reason
 class Parts(NamedTuple):
     """Of a step, on the mean rank, in µs; they add up to the makespan.
 
-    Forwards and backwards; forwards done again; idle time; and what follows the last op of all.
+    Forwards and backwards; forwards done again; waiting for other ranks; and what follows the last op of all. The
+    bubble, all idle time, is the last two.
     """
 
     compute_us: float
     again_us: float
-    bubble_us: float
+    waiting_us: float
     ending_us: float
 
 
@@ -49,7 +50,7 @@ def why_slower(found: Found, best: Found) -> str:
         return "as fast" + (", but holds more" if more else ", on as many ranks or more")
     mine, theirs = parts_of(found), parts_of(best)
     more_us = [a - b for a, b in zip(mine, theirs, strict=True)]
-    told = [_compute, _again, _bubble, _ending]
+    told = [_compute, _again, _waiting, _ending]
     order = sorted(range(4), key=lambda part: -more_us[part])
     reasons = [told[part](found, best) for part in order if more_us[part] >= _ALSO * slower_us]
     slower = f"{slower_us / best.makespan_us:+.1%}: "
@@ -74,15 +75,15 @@ def _again(found: Found, best: Found) -> str:
     return f"recomputes {count_text(len(found.candidate.recomputed), 'stage')}: {share:+.0%} compute"
 
 
-def _bubble(found: Found, best: Found) -> str:
-    mine, theirs = parts_of(found).bubble_us, parts_of(best).bubble_us
-    told = f"bubble {mine / found.makespan_us:.1%} against {theirs / best.makespan_us:.1%}"
+def _waiting(found: Found, best: Found) -> str:
+    mine, theirs = parts_of(found).waiting_us, parts_of(best).waiting_us
+    told = f"waits {mine / found.makespan_us:.1%} of its step, not {theirs / best.makespan_us:.1%}"
     causes = list(_causes(found, best))
     return f"{told}: {', '.join(causes)}" if causes else told
 
 
 def _causes(found: Found, best: Found) -> Iterator[str]:
-    """Of a larger bubble."""
+    """Of waiting longer."""
     mine, theirs = found.candidate.layout, best.candidate.layout
     if mine.num_microbatches < theirs.num_microbatches:
         yield f"fewer micro-batches ({mine.num_microbatches}, not {theirs.num_microbatches})"

@@ -114,7 +114,7 @@ def to_text(rows: list[Row], limit_bytes: int | None = None) -> str:
     """The table that `rota schedules` prints."""
     one_f_one_b = next((row.activation_bytes for row in rows if row.name == "1f1b"), None)
     lines = [
-        "                   stages                             activations     bubble",
+        "                   stages                             activations     a rank's idle time",
         "schedule           a rank   makespan      span  bubble  peak  of 1F1B   formula           it says   simulated",
     ]
     winner = best(rows)
