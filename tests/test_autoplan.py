@@ -179,6 +179,15 @@ def test_as_little_is_recomputed_as_lets_it_fit() -> None:
     assert not any(found.candidate.recomputed for found in answer.candidates)
 
 
+def test_pipelines_of_so_many_ranks_alone() -> None:
+    profiles = {1: layer_costs(1, parameters=8)}
+    free = autoplan(profiles, Machine(4), 8, time_limit_s=LONG_S)
+    for num_ranks in (1, 2, 4):
+        answer = autoplan(profiles, Machine(4), 8, pipeline_ranks=num_ranks, time_limit_s=LONG_S)
+        assert {found.candidate.layout.num_ranks for found in answer.candidates} == {num_ranks}
+        assert answer.best.makespan_us >= free.best.makespan_us
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_nothing_fits_and_what_would(inference: bool) -> None:
     profiles = {rows: layer_costs(rows, parameters=1000) for rows in (1, 2)}
@@ -265,6 +274,7 @@ def test_branches_are_placed_as_the_graph_that_they_are() -> None:
         ({"profiles": {}}, "profiles is empty"),
         ({"profiles": {3: layer_costs(1)}}, r"profiles\[3\] is of micro-batches of 1 rows"),
         ({"time_limit_s": 0}, "time_limit_s is 0; give a number of seconds above 0"),
+        ({"pipeline_ranks": 3}, "pipeline_ranks is 3: give 1 to 2"),
     ],
 )
 def test_what_cannot_be_asked(change: dict[str, object], told: str) -> None:

@@ -54,6 +54,8 @@ def autoplan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--inference", action="store_true", help="forwards alone")
     told = "no stage does its forward again: for torchtitan, whose schedule CSV cannot say it"
     parser.add_argument("--no-recompute", action="store_true", help=told)
+    told = "ranks of a pipeline, where that is decided; the others are replicas (default: the best)"
+    parser.add_argument("--pipeline", type=_number(1), metavar="N", help=told)
     parser.add_argument(
         "--time-limit", type=_seconds, default=60.0, metavar="S", help="of the search, in seconds (default: 60)"
     )

@@ -43,6 +43,7 @@ def autoplan(arguments: Namespace) -> int:
             arguments.batch,
             inference=arguments.inference,
             recompute=not arguments.no_recompute,
+            pipeline_ranks=arguments.pipeline,
             time_limit_s=arguments.time_limit,
             progress=show_progress,
         )

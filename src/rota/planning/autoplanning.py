@@ -28,6 +28,7 @@ def autoplan(
     *,
     inference: bool = False,
     recompute: bool = True,
+    pipeline_ranks: int | None = None,
     time_limit_s: float = 60.0,
     progress: Callable[[Progress], None] | None = None,
 ) -> Answer:
@@ -39,7 +40,8 @@ def autoplan(
     Never slower, as simulated, than any named schedule on equal layers, with nothing recomputed or everything, unless
     time runs out: then the answer says so. With the search extra the best candidates' orders are searched, too.
 
-    Without `recompute` no stage does: PyTorch's schedule CSV, and so torchtitan, cannot say it.
+    Without `recompute` no stage does: PyTorch's schedule CSV, and so torchtitan, cannot say it. With `pipeline_ranks`
+    every pipeline has so many ranks.
 
     Ctrl-C ends it with the best so far. The same on every run where it ends by itself. Raises PlacementError for what
     cannot be asked, and SearchError where nothing fits, with what would.
@@ -50,7 +52,7 @@ def autoplan(
         )
     if not 0 < time_limit_s < math.inf:
         raise SearchError(f"time_limit_s is {time_limit_s!r}; give a number of seconds above 0")
-    asked = Asked.checked(profiles, machine, batch_rows, inference, recompute)
+    asked = Asked.checked(profiles, machine, batch_rows, inference, recompute, pipeline_ranks)
     clock = Clock(time_limit_s, progress)
     sweep = Sweep(asked, clock)
     with ended_by_ctrl_c(clock):

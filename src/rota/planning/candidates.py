@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from rota.costs import Costs
+from rota.costs import Costs, whole
 from rota.errors import PlacementError
 from rota.layers import LayerCosts
 from rota.placement import Placement
@@ -30,6 +30,7 @@ class Asked:
     batch_rows: int
     inference: bool = False
     recompute: bool = True  # whether stages may
+    pipeline_ranks: int | None = None  # None: any number
 
     @property
     def may_recompute(self) -> bool:
@@ -43,8 +44,9 @@ class Asked:
         batch_rows: int,
         inference: bool = False,
         recompute: bool = True,
+        pipeline_ranks: int | None = None,
     ) -> Asked:
-        """Raises PlacementError where a step cannot be made of these micro-batches."""
+        """Raises PlacementError where a step cannot be made of these micro-batches, or no pipeline of these ranks."""
         if not profiles:
             raise PlacementError("profiles is empty: measure the layers for one number of rows or more")
         for rows, layers in profiles.items():
@@ -56,8 +58,13 @@ class Asked:
                 f"batch_rows is {batch_rows!r}: give a multiple of one of the rows that were measured, "
                 f"{', '.join(map(str, sorted(profiles)))}, of at most {_MOST_ROWS:,}"
             )
+        most = min(machine.num_ranks, max(layers.num_layers for layers in profiles.values()))
+        if pipeline_ranks is not None and not 1 <= whole("pipeline_ranks", pipeline_ranks) <= most:
+            raise PlacementError(
+                f"pipeline_ranks is {pipeline_ranks}: give 1 to {most}, as many as there are ranks, and layers for them"
+            )
         of = {rows: _forward_alone(layers) if inference else layers for rows, layers in sorted(profiles.items())}
-        return cls(of, machine, batch_rows, inference, recompute)
+        return cls(of, machine, batch_rows, inference, recompute, pipeline_ranks)
 
 
 def _forward_alone(layers: LayerCosts) -> LayerCosts:

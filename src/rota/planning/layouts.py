@@ -64,9 +64,11 @@ def layouts(
     is_chain: bool = True,
     inference: bool = False,
     recompute: bool = True,
+    pipeline_ranks: int | None = None,
 ) -> Iterator[Layout]:
     """All that there are, for micro-batches of these rows. Only a chain of stages has more than one on a rank."""
-    for num_ranks in range(1, min(machine.num_ranks, num_layers) + 1):
+    most = min(machine.num_ranks, num_layers)
+    for num_ranks in range(1, most + 1) if pipeline_ranks is None else [pipeline_ranks] * (pipeline_ranks <= most):
         shapes = list(_shapes(num_ranks, num_layers, is_chain, inference, machine))
         for num_replicas in range(1, machine.num_ranks // num_ranks + 1):
             for each in sorted(rows, reverse=True):

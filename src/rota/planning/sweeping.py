@@ -63,13 +63,16 @@ class Sweep:
     def run(self) -> None:
         heap: Heap = []
         for rows, layers in self.asked.profiles.items():
-            machine, batch_rows = self.asked.machine, self.asked.batch_rows
-            kinds = {
-                "is_chain": is_chain(layers),
-                "inference": self.asked.inference,
-                "recompute": self.asked.may_recompute,
-            }
-            for layout in layouts([rows], layers.num_layers, machine, batch_rows, **kinds):
+            for layout in layouts(
+                [rows],
+                layers.num_layers,
+                self.asked.machine,
+                self.asked.batch_rows,
+                is_chain=is_chain(layers),
+                inference=self.asked.inference,
+                recompute=self.asked.may_recompute,
+                pipeline_ranks=self.asked.pipeline_ranks,
+            ):
                 heap.append((layout_bound_us(self.asked, layout), next(self._numbers), layout))
         heapify(heap)
         self.bound_us = heap[0][0] if heap else 0
