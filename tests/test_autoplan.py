@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import rota
 from rota.checking import check
-from rota.costs import Link
+from rota.costs import Cluster, Link
 from rota.cutting import uniform
 from rota.errors import PlacementError, RotaError, SearchError
 from rota.layers import LayerCosts
@@ -256,6 +256,14 @@ def test_links_and_limits_are_the_worst_of_all_replicas() -> None:
     assert machine.reduce_us(100, [0, 1, 2, 3]) == 2 * 3 * (1 + 3)  # four parts of 25 bytes, 3 µs each
     assert machine.reduce_us(100, [0, 5]) == 2 * (5 + 25)
     assert machine.reduce_us(100, [3]) == machine.reduce_us(0, [0, 1]) == 0
+    measured = Cluster((None,) * 6, Link(1, 10), ((4, 3, Link(5, 2)), (0, 1, Link(1, 7)), (3, 4, Link(4, 8))))
+    machine = Machine(6, None, measured)
+    cluster = machine.cluster(3, 2)
+    assert cluster.link_between(0, 1) == Link(4, 7)  # 0 to 1, and 3 to 4 of the second replica
+    assert cluster.link_between(1, 0) == Link(5, 2)
+    assert cluster.link_between(1, 2) == Link(1, 10)
+    assert machine.reduce_us(100, [3, 4]) == 2 * (5 + 25)
+    assert machine.reduce_us(100, [0, 2]) == 2 * (1 + 5)
 
 
 def test_branches_are_placed_as_the_graph_that_they_are() -> None:
@@ -291,6 +299,7 @@ def test_what_cannot_be_asked(change: dict[str, object], told: str) -> None:
         ({"num_ranks": 1, "slowdowns": (0,)}, r"slowdowns\[0\] is 0: give 1 for ordinary speed"),
         ({"num_ranks": 2, "node_link": Link(1)}, "node_link joins nodes: say how many ranks one has"),
         ({"num_ranks": 2, "ranks_per_node": 0}, "ranks_per_node is 0"),
+        ({"num_ranks": 3, "link": Cluster.uniform(2)}, "link is a cluster of 2 ranks for 3; measure"),
     ],
 )
 def test_machines_that_there_are_not(given: dict[str, object], told: str) -> None:

@@ -60,6 +60,18 @@ def test_from_a_profile_to_a_plan(profile: str, tmp_path: Path, capsys: pytest.C
     assert main(["check", str(output)]) == 0
 
 
+def test_measured_links(profile: str, tmp_path: Path) -> None:
+    """Those between the halves of the machine are so slow that nothing is sent over them."""
+    halves = [(a, b, rota.Link(10**7)) for a in range(4) for b in range(4) if a // 2 != b // 2]
+    measured, output = tmp_path / "cluster.json", tmp_path / "plan.json"
+    measured.write_text(rota.Cluster((None,) * 4, rota.Link(1, 10**6), tuple(halves)).to_json())
+    given = ["autoplan", "--profile", profile, "--ranks", "4", "--batch", "16", "--links", str(measured)]
+    assert main([*given, "--time-limit", "600", "-o", str(output)]) == 0
+    plan = rota.Plan.from_json(output.read_text())
+    assert plan.num_ranks * plan.usage.num_replicas <= 2
+    assert {route.duration_us < 10**7 for route in plan.placement.routes} <= {True}
+
+
 def test_the_rows_may_be_chosen_and_inference_has_forwards_alone(
     profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,6 +136,11 @@ def test_a_run_has_the_replicas_of_the_plan(tmp_path: Path, monkeypatch: pytest.
         ([], "what is to be planned? give MODEL.py, or --profile"),
         (["--profile", "PROFILE", "--memory", "500B"], "nothing fits: the least is"),
         (["--profile", "PROFILE", "--node-link", "5us"], "--node-link is between nodes: say how many ranks one has"),
+        (
+            ["--profile", "PROFILE", "--link", "5us", "--links", "PROFILE"],
+            "has all links; leave --link and --node-link",
+        ),
+        (["--profile", "PROFILE", "--links", "PROFILE"], "not a cluster file"),
         (["--profile", "PROFILE", "--slowdowns", "1,2,3"], "slowdowns has 3 entries for 2 ranks"),
         (
             ["--profile", "PROFILE", "--memory", "80"],

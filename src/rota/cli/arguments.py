@@ -49,6 +49,8 @@ def autoplan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--node", type=_number(1), metavar="N", help="ranks of a node (default: all are on one)")
     told = "between nodes, such as 20us,12GB/s (default: as --link)"
     parser.add_argument("--node-link", type=_link, metavar="LINK", help=told)
+    told = "measured by `rota profile links -o cluster.json`, in place of --link"
+    parser.add_argument("--links", metavar="FILE", help=told)
     told = "for ranks that differ: what times are multiplied by on each, such as 1,1,1.5,1.5"
     parser.add_argument("--slowdowns", type=_slowdowns, default=(), metavar="X,…", help=told)
     parser.add_argument("--inference", action="store_true", help="forwards alone")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rota import reading
 from rota.cli import files
 from rota.cli.screen import print_timeline, show_progress
-from rota.costs import Link
+from rota.costs import Cluster, Link
 from rota.errors import PlacementError
 from rota.layers import LayerCosts
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rota.planning.machine import Machine
     from rota.planning.model_file import ModelFile
 
+_ANY_LINK = (0, None)
 _ROWS = (1, 2, 4, 8)  # of a micro-batch, where nothing else is asked for
 
 
@@ -71,11 +72,16 @@ def _machine(arguments: Namespace) -> Machine:
 
     if arguments.node_link is not None and arguments.node is None:
         raise files.InputError("--node-link is between nodes: say how many ranks one has, by --node")
+    link: Link | Cluster = Link(*arguments.link)
+    if arguments.links is not None:
+        if arguments.link != _ANY_LINK or arguments.node_link is not None:
+            raise files.InputError(f"--links {arguments.links} has all links; leave --link and --node-link out")
+        link = files.read_cluster(arguments.links)
     try:
         return Machine(
             arguments.ranks,
             arguments.memory,
-            Link(*arguments.link),
+            link,
             arguments.node,
             None if arguments.node_link is None else Link(*arguments.node_link),
             arguments.slowdowns,

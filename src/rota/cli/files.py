@@ -61,6 +61,12 @@ def read_profile(path: str) -> Profile:
         return Profile.from_json(text)
 
 
+def read_cluster(path: str) -> Cluster:
+    text = _text(path)
+    with named(path):
+        return Cluster.from_json(text)
+
+
 def read_plan(path: str) -> Plan:
     """A plan.json, the plan inside a timeline.json, or a schedule CSV (then with unit costs)."""
     loaded = read_plan_or_timeline(path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from rota.costs import Cluster, Link, whole
@@ -19,13 +19,14 @@ class Machine:
 
     Rank r of replica k, of pipelines on p ranks, is process k · p + r. `limit_bytes`: what a process may hold, one
     number, or one for each (None: no limit). Processes of a node (`ranks_per_node` neighbours; None: all are) are
-    joined by `link`, others by `node_link`. `slowdowns`: by what a process's times are multiplied, none: by 1.
+    joined by `link`, others by `node_link`; a Cluster for `link` has the links of all pairs, as measured
+    (`rota.profiling.measure_links`). `slowdowns`: by what a process's times are multiplied, none: by 1.
     Raises PlacementError.
     """
 
     num_ranks: int
     limit_bytes: tuple[int | None, ...] | int | None = None
-    link: Link = _ANY_LINK
+    link: Link | Cluster = _ANY_LINK
     ranks_per_node: int | None = None
     node_link: Link | None = None
     slowdowns: tuple[float, ...] = ()
@@ -51,6 +52,13 @@ class Machine:
             raise PlacementError(f"ranks_per_node is {self.ranks_per_node}: a node has at least 1")
         if self.node_link is not None and self.ranks_per_node is None:
             raise PlacementError("node_link joins nodes: say how many ranks one has, by ranks_per_node")
+        if isinstance(self.link, Cluster):
+            if self.node_link is not None:
+                raise PlacementError("node_link is one more: the cluster given as link has those of all pairs")
+            if self.link.num_ranks < self.num_ranks:
+                raise PlacementError(
+                    f"link is a cluster of {self.link.num_ranks} ranks for {self.num_ranks}; measure those of them all"
+                )
 
     @property
     def limits(self) -> tuple[int | None, ...]:
@@ -60,6 +68,8 @@ class Machine:
 
     def between(self, a: int, b: int) -> Link:
         """From process to process."""
+        if isinstance(self.link, Cluster):
+            return self.link.link_between(a, b)
         size = self.ranks_per_node
         if self.node_link is None or size is None or a // size == b // size:
             return self.link
@@ -80,29 +90,27 @@ class Machine:
         for rank in range(num_ranks):
             there = [self.limits[process] for process in self.holders(num_ranks, num_replicas, rank)]
             limits.append(min((limit for limit in there if limit is not None), default=None))
+        most = self.link.link if isinstance(self.link, Cluster) else self.link
+        starts = range(0, num_ranks * num_replicas, num_ranks)
         links = []
-        for a in range(num_ranks):
+        for a in () if self._are_alike else range(num_ranks):
             for b in range(num_ranks):
-                if a != b and self._crosses(num_ranks, num_replicas, a, b):
-                    assert self.node_link is not None
-                    links.append((a, b, self.node_link))
-        return Cluster(tuple(limits), self.link, tuple(links))
+                link = _slowest({self.between(start + a, start + b) for start in starts}) if a != b else most
+                if link != most:
+                    links.append((a, b, link))
+        return Cluster(tuple(limits), most, tuple(links))
 
-    def _crosses(self, num_ranks: int, num_replicas: int, a: int, b: int) -> bool:
-        """Whether ranks a and b of any replica are on different nodes."""
-        if self.node_link is None or self.ranks_per_node is None:
-            return False
-        starts = (replica * num_ranks for replica in range(num_replicas))
-        return any((start + a) // self.ranks_per_node != (start + b) // self.ranks_per_node for start in starts)
+    @property
+    def _are_alike(self) -> bool:
+        """Whether one link joins all."""
+        return self.node_link is None and not (isinstance(self.link, Cluster) and self.link.links)
 
     def ring(self, processes: Sequence[int]) -> Link:
         """The slowest link of a ring of these processes, for parts of what they reduce of any size."""
-        if self.node_link is None:
-            return self.link
+        if self._are_alike:
+            return self.between(0, 1)
         pairs = zip(processes, [*processes[1:], processes[0]], strict=True)
-        links = [self.between(a, b) for a, b in pairs]
-        rates = [link.bytes_per_us for link in links if link.bytes_per_us is not None]
-        return Link(max(link.latency_us for link in links), min(rates, default=None))
+        return _slowest({self.between(a, b) for a, b in pairs})
 
     def reduce_us(self, num_bytes: int, processes: Sequence[int]) -> int:
         """An all-reduce of `num_bytes` by these processes, as a ring.
@@ -114,3 +122,9 @@ class Machine:
         if n < 2 or not num_bytes:
             return 0
         return 2 * (n - 1) * self.ring(processes).transfer_us(-(-num_bytes // n))
+
+
+def _slowest(links: Collection[Link]) -> Link:
+    """The latency of the slowest, and the rate of the slowest."""
+    rates = [link.bytes_per_us for link in links if link.bytes_per_us is not None]
+    return Link(max(link.latency_us for link in links), min(rates, default=None))
