@@ -19,7 +19,7 @@ demo: $(READY) ## a first tour: run `rota demo`
 test test-core test-faults fuzz soak: export OMP_NUM_THREADS := 1
 
 test: test-core browser ## run every test
-	$(BIN)/pytest -m "dist and not faults" --numprocesses 2 --dist loadfile
+	$(BIN)/pytest -m "dist and not faults" --numprocesses 2 --dist worksteal
 
 test-core: $(READY) ## run the tests of which none starts processes, side by side
 	$(BIN)/pytest -m "not dist and not faults" --numprocesses auto --dist worksteal

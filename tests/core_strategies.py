@@ -1,10 +1,15 @@
-"""Random clusters, costs, placements and valid plans, as small and as odd as the nouns allow."""
+"""Random clusters, costs, placements and valid plans, as small and as odd as the nouns allow.
+
+Each strategy is made once: to look into a new one takes Hypothesis longer than to draw from it.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
+from typing import TypeVar
 
 from hypothesis import strategies as st
 
@@ -15,6 +20,7 @@ from rota.plan import Plan
 from rota.tasks import Kind, Op, Task
 
 Chooser = random.Random
+Drawn = TypeVar("Drawn")
 
 MOST_RANKS = 4
 MOST_TASKS = 8
@@ -22,27 +28,49 @@ MOST_TASKS = 8
 _times = st.integers(0, 9)
 _sizes = st.integers(0, 20)
 _rates = st.none() | st.integers(1, 5)
+_names = st.tuples(st.integers(0, 5), st.sampled_from(Kind))
+_numbers = st.tuples(_times, st.integers(-20, 20), _sizes)
 
 links = st.builds(Link, st.integers(0, 5), _rates)
 ops = st.builds(Op, st.integers(0, 10**9 - 1), st.sampled_from(Kind), st.integers(0, 10**9 - 1))
 
+between = cache(st.integers)
 
+
+@cache
+def tuples_of(entries: st.SearchStrategy[Drawn], count: int) -> st.SearchStrategy[tuple[Drawn, ...]]:
+    return st.tuples(*[entries] * count)
+
+
+@cache
+def either(otherwise: Drawn, entries: st.SearchStrategy[Drawn]) -> st.SearchStrategy[Drawn]:
+    return st.just(otherwise) | entries
+
+
+@cache
+def _links_between(num_ranks: int) -> st.SearchStrategy[list[tuple[int, int, Link]]]:
+    ranks = between(0, num_ranks - 1)
+    return st.lists(st.tuples(ranks, ranks, links), max_size=3)
+
+
+@cache
 @st.composite
 def clusters(draw: st.DrawFn) -> Cluster:
     """1 to 4 ranks without limits; some pairs have a link of their own."""
-    num_ranks = draw(st.integers(1, MOST_RANKS))
-    ranks = st.integers(0, num_ranks - 1)
-    special = draw(st.lists(st.tuples(ranks, ranks, links), max_size=3))
+    num_ranks = draw(between(1, MOST_RANKS))
+    special = draw(_links_between(num_ranks))
     return Cluster((None,) * num_ranks, draw(links), tuple(special))
 
 
+@cache
 def subsets(num_ranks: int) -> st.SearchStrategy[tuple[int, ...]]:
     """Usually one rank, sometimes several in any order."""
-    ranks = st.integers(0, num_ranks - 1)
+    ranks = between(0, num_ranks - 1)
     one = ranks.map(lambda rank: (rank,))
     return one | one | st.lists(ranks, min_size=1, max_size=num_ranks, unique=True).map(tuple)
 
 
+@cache
 def forward_pairs(count: int) -> st.SearchStrategy[list[tuple[int, int]]]:
     """Edges of a DAG: pairs a < b out of `count`; none, some or many, a pair perhaps twice."""
     if count < 2:
@@ -51,57 +79,70 @@ def forward_pairs(count: int) -> st.SearchStrategy[list[tuple[int, int]]]:
     return st.lists(st.sampled_from(pairs), max_size=2 * count)
 
 
+@cache
 @st.composite
 def costs(draw: st.DrawFn, most_stages: int = 4) -> Costs:
     """A random DAG of stages (perhaps none joined, perhaps a chain); backward whole or split."""
-    n = draw(st.integers(1, most_stages))
-    edges = draw(st.none() | forward_pairs(n))
+    n = draw(between(1, most_stages))
+    edges = draw(either(None, forward_pairs(n)))
     num_edges = n - 1 if edges is None else len(edges)
-    times, sizes = st.tuples(*[_times] * n), st.tuples(*[_sizes] * n)
-    edge_sizes = _sizes | st.tuples(*[_sizes] * num_edges)
+    times, sizes = tuples_of(_times, n), tuples_of(_sizes, n)
+    edge_sizes = _one_or_each(num_edges)
     held = draw(sizes)
-    split = draw(st.booleans())
+    split, frees = draw(st.booleans()), draw(st.booleans())
     return Costs(
         forward_us=draw(times),
         backward_us=draw(times),
         weight_us=draw(times) if split else None,
         activation_bytes=held,
-        input_frees_bytes=draw(st.none() | st.tuples(*[st.integers(0, most) for most in held])),
+        input_frees_bytes=tuple(draw(between(0, most)) for most in held) if frees else None,
         boundary_bytes=draw(edge_sizes),
-        gradient_bytes=draw(st.none() | edge_sizes),
+        gradient_bytes=draw(either(None, edge_sizes)),
         forward_peak_bytes=draw(_sizes),
         backward_peak_bytes=draw(sizes),
         weight_peak_bytes=draw(_sizes),
         static_bytes=draw(sizes),
-        reduce_us=draw(st.just(0) | times),
-        optimizer_us=draw(st.just(0) | times),
+        reduce_us=draw(either(0, times)),
+        optimizer_us=draw(either(0, times)),
         edges=None if edges is None else tuple(edges),
     )
 
 
+@cache
+def _one_or_each(num_edges: int) -> st.SearchStrategy[int | tuple[int, ...]]:
+    return _sizes | tuples_of(_sizes, num_edges)
+
+
+@cache
 @st.composite
 def placed(draw: st.DrawFn) -> Placement:
     """What `place` makes of random costs, stages anywhere."""
     given, cluster = draw(costs()), draw(clusters())
-    ranks = draw(st.lists(subsets(cluster.num_ranks), min_size=given.num_stages, max_size=given.num_stages))
-    return place(given, cluster, ranks)
+    return place(given, cluster, draw(tuples_of(subsets(cluster.num_ranks), given.num_stages)))
 
 
+@cache
+def _distinct_names(count: int) -> st.SearchStrategy[list[tuple[int, Kind]]]:
+    return st.lists(_names, min_size=count, max_size=count, unique=True)
+
+
+@cache
+def _step_ends(stages: tuple[int, ...]) -> st.SearchStrategy[list[tuple[int, int, int]]]:
+    end = st.tuples(st.sampled_from(stages), _times, _times)
+    return st.lists(end, max_size=2, unique_by=lambda end: end[0])
+
+
+@cache
 @st.composite
 def raw(draw: st.DrawFn) -> Placement:
     """A DAG of tasks that mirrors nothing: any kinds, any ranks, any sizes; step ends where the stage is at home."""
     cluster = draw(clusters())
-    count = draw(st.integers(1, MOST_TASKS))
-    names = st.tuples(st.integers(0, 5), st.sampled_from(Kind))
-    numbers = st.tuples(_times, st.integers(-20, 20), _sizes)
-    tasks = [
-        Task(stage, kind, draw(subsets(cluster.num_ranks)), *draw(numbers))
-        for stage, kind in draw(st.lists(names, min_size=count, max_size=count, unique=True))
-    ]
+    names = draw(_distinct_names(draw(between(1, MOST_TASKS))))
+    ranks = subsets(cluster.num_ranks)
+    tasks = [Task(stage, kind, draw(ranks), *draw(_numbers)) for stage, kind in names]
     edges = [Edge(a, b, draw(_sizes)) for a, b in draw(forward_pairs(len(tasks)))]
-    stages = sorted({task.stage for task in tasks})
-    ends = draw(st.lists(st.tuples(st.sampled_from(stages), _times, _times), max_size=2, unique_by=lambda end: end[0]))
-    static = draw(st.just(()) | st.tuples(*[_sizes] * cluster.num_ranks))
+    ends = draw(_step_ends(tuple(sorted({task.stage for task in tasks}))))
+    static = draw(either((), tuples_of(_sizes, cluster.num_ranks)))
     return Placement(tuple(tasks), tuple(edges), cluster, static, tuple(StepEnd(*end) for end in ends))
 
 
@@ -152,12 +193,13 @@ def deal(placement: Placement, num_microbatches: int, sequence: Iterable[Op]) ->
     return Plan(placement, num_microbatches, tuple(map(tuple, orders)))
 
 
+@cache
 @st.composite
 def plans(draw: st.DrawFn, placements: st.SearchStrategy[Placement] = placements, most_microbatches: int = 6) -> Plan:
     """A valid plan: any order that contradicts no dependency."""
     placement = draw(placements)
-    num_microbatches = draw(st.integers(1, most_microbatches))
-    chooser = Chooser(draw(st.integers(0, 2**16)))
+    num_microbatches = draw(between(1, most_microbatches))
+    chooser = Chooser(draw(between(0, 2**16)))
     sequence = linear_extension(placement, num_microbatches, chooser, in_order=draw(st.booleans()))
     return deal(placement, num_microbatches, sequence)
 

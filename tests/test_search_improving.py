@@ -51,7 +51,7 @@ def uneven(limit_bytes: int) -> Problem:
 def test_no_worse_than_the_automatic_zero_bubble(limit_bytes: int) -> None:
     problem = uneven(limit_bytes)
     by_hand = score(problem, problem.to_orders(zb_auto(problem.placement, 8)))
-    found = improve(problem, serial(problem), "span", Budget(0.3, deterministic=True))
+    found = improve(problem, serial(problem), "span", 0, Budget(0.3, deterministic=True))
     timed = score(problem, found)
     assert by_hand is not None
     assert timed is not None
@@ -66,7 +66,7 @@ def test_the_same_every_time_and_told_as_it_comes() -> None:
         told.append(timed)
 
     budgets = [Budget(0.2, deterministic=True) for _ in range(2)]
-    found = [improve(problem, serial(problem), "makespan", budget, 3, on_better=tell) for budget in budgets]
+    found = [improve(problem, serial(problem), "makespan", 0, budget, 3, on_better=tell) for budget in budgets]
     assert (found[0] == found[1]).all()
     half = len(told) // 2
     assert told[:half] == told[half:] == sorted(told[:half], reverse=True)
@@ -76,7 +76,7 @@ def test_the_same_every_time_and_told_as_it_comes() -> None:
 def test_stops_at_the_bound() -> None:
     problem = uneven(16)
     budget = Budget(60.0, deterministic=True)
-    loose = improve(problem, serial(problem), "makespan", budget, bound_us=10**6)
+    loose = improve(problem, serial(problem), "makespan", 10**6, budget)
     assert (loose == serial(problem)).all()
     assert budget.spent_s == 0
 
@@ -90,5 +90,5 @@ def test_the_best_of_all_orders_of_a_tiny_pipeline() -> None:
     ]
     both = (np.array(a + b, np.int32) for a, b in product(*rows))
     least = min(timed for orders in both if fits(problem, orders) and (timed := score(problem, orders)))
-    found = improve(problem, serial(problem), "makespan", Budget(0.2, deterministic=True))
+    found = improve(problem, serial(problem), "makespan", 0, Budget(0.2, deterministic=True))
     assert score(problem, found) == least

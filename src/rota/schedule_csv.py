@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
@@ -23,7 +23,6 @@ from rota.tasks import Kind, Op
 _MESSAGE = re.compile(r"(\d{1,9})(SEND|RECV)_([FB])(\d{1,9})", re.ASCII)
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _DROPPED = re.compile(r"\d{1,9}(UNSHARD|RESHARD|REDUCE_GRAD)\d{0,9}", re.ASCII)
-_KEEP = "or keep the plan by to_json"
 
 Parsed = TypeVar("Parsed")
 Orders = Sequence[Sequence[Op]]
@@ -256,45 +255,41 @@ def _add_reductions(program: Sequence[_Step]) -> None:
 # --- what it cannot say -----------------------------------------------------------------------------------------------
 
 
-def require_chain(placement: Placement, otherwise: str = _KEEP) -> None:
+def require_chain(placement: Placement, otherwise: str = "or keep the plan by to_json") -> None:
     """Raises ScheduleError unless the stages are a chain 0, 1, …, each on one rank, without recompute.
 
     `otherwise` is what it proposes besides another plan.
     """
+    for problem in _unlike_a_chain(placement):
+        raise ScheduleError(f"PyTorch's schedule CSV {problem}, {otherwise}")
+
+
+def _unlike_a_chain(placement: Placement) -> Iterator[str]:
+    """What of it the CSV cannot say, and what to do."""
     flows: list[list[Kind]] = []
     for stage in range(placement.num_stages):
         tasks = [task for task in placement.tasks if task.stage == stage]
         ranks = sorted({rank for task in tasks for rank in task.ranks})
         flows.append(sorted((task.kind for task in tasks), key="FBIW".find))
         if Kind.R in flows[-1]:
-            raise ScheduleError(
-                f"PyTorch's schedule CSV cannot say {stage}R: plan without recompute (`rota autoplan --no-recompute`), "
-                f"{otherwise}"
-            )
+            yield f"cannot say {stage}R: plan without recompute (`rota autoplan --no-recompute`)"
         if len(ranks) > 1:
             on = ", ".join(map(str, ranks))
-            raise ScheduleError(
-                f"PyTorch's schedule CSV has one rank a stage, but stage {stage} is on ranks {on}: place it on one, "
-                f"{otherwise}"
-            )
-        if "".join(flows[-1]) not in ("F", "FB", "FIW"):
-            has = " ".join(flows[-1]) or "no task"
-            raise ScheduleError(
-                f"PyTorch's schedule CSV has stages 0, 1, … of F, of F and B, or of F, I and W, but stage {stage} has "
-                f"{has}: number and split them so, {otherwise}"
+            yield f"has one rank a stage, but stage {stage} is on ranks {on}: place it on one"
+        if (has := " ".join(flows[-1])) not in ("F", "F B", "F I W"):
+            yield (
+                f"has stages 0, 1, … of F, of F and B, or of F, I and W, but stage {stage} has {has or 'no task'}: "
+                "number and split them so"
             )
     names = [str(task) for task in placement.tasks]
     have = Counter((names[edge.source], names[edge.target]) for edge in placement.edges)
     wanted = Counter(_chain_edges(flows))
     for odd, problem in ((have - wanted, "this one also has"), (wanted - have, "this one lacks")):
         for source, target in odd:
-            raise ScheduleError(
-                f"PyTorch's schedule CSV is of a chain of stages, but {problem} {source} -> {target}: place a chain, "
-                f"{otherwise}"
-            )
+            yield f"is of a chain of stages, but {problem} {source} -> {target}: place a chain"
 
 
-def _chain_edges(flows: Sequence[Sequence[Kind]]) -> Iterable[tuple[str, str]]:
+def _chain_edges(flows: Sequence[Sequence[Kind]]) -> Iterator[tuple[str, str]]:
     """What reads what in a chain, by the tasks' names."""
     backs = [f"{stage}{(*flow, Kind.B)[1]}" for stage, flow in enumerate(flows)]
     for stage, flow in enumerate(flows):

@@ -16,15 +16,26 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+#: What most jobs import, so that fresh processes need not: it takes each of them longer than the job itself.
+PRELOADED = [
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor",
+    "rota.runtime",
+    "core_strategies",
+    "pytest",
+]
+
 
 class WorkerFailed(AssertionError):
     """A worker raised, died or did not answer in time; the message holds its traceback or its last words."""
 
 
 def forking_context() -> Any:
-    """Processes forked from a server that has imported torch, so that this is paid for once."""
+    """Processes forked from a server that has imported torch and more, so that this is paid for once."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "rota.runtime"])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 

@@ -174,6 +174,8 @@ def _passed_over(rank: int, later: Iterable[_Later], room: Room, gap_us: tuple[i
 
 def _overlaid(pieces: Iterable[Idle], over: Sequence[Idle]) -> list[Idle]:
     """`pieces` with those of `over` in their place where there are any; both are in order and free of overlaps."""
+    if not over:
+        return [*pieces]
     result, j = [], 0
     for piece in pieces:
         time = piece.start_us
@@ -190,12 +192,12 @@ def _overlaid(pieces: Iterable[Idle], over: Sequence[Idle]) -> list[Idle]:
 
 
 def _joined(pieces: Iterable[Idle]) -> Iterator[Idle]:
-    """Without empty ones, and with neighbours that say the same as one."""
+    """Of one rank; without empty ones, and with neighbours that say the same as one."""
     last: Idle | None = None
     for piece in pieces:
         if piece.start_us >= piece.end_us:
             continue
-        if last is not None and piece == last._replace(start_us=last.end_us, end_us=piece.end_us):
+        if last is not None and piece.start_us == last.end_us and piece[3:] == last[3:]:  # cause and all beside it
             last = last._replace(end_us=piece.end_us)
             continue
         if last is not None:

@@ -1,10 +1,11 @@
-"""How a rank joins the others of a run."""
+"""How a rank joins the others of a run, and leaves them."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -33,6 +34,14 @@ def join() -> bool:
     else:
         dist.init_process_group("gloo")
     return True
+
+
+def leave(groups: Iterable[dist.ProcessGroup | None]) -> None:
+    """End these groups, those aside that the caller has ended already."""
+    for group in groups:
+        if dist.is_initialized():
+            with suppress(ValueError):
+                dist.destroy_process_group(group)
 
 
 def _meet(rank: int, size: int) -> Store:

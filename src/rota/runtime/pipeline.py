@@ -6,7 +6,7 @@ import atexit
 import math
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from numbers import Real
 from typing import Any, final
 
@@ -25,7 +25,7 @@ from rota.runtime.execution import Execution, evaluating, forwards_of
 from rota.runtime.gradients import warm_up
 from rota.runtime.handover import leave_record
 from rota.runtime.intake import Intake
-from rota.runtime.joining import join
+from rota.runtime.joining import join, leave
 from rota.runtime.memory_watch import MemoryWatch
 from rota.runtime.meshes import Processes
 from rota.runtime.outputs import bring
@@ -280,7 +280,7 @@ class Pipeline:
         if self._training.complete and self._processes.is_first_pipeline:
             leave_record(self.plan, self._training.record)
         self._gradients.close()
-        _destroy(self._processes.close())  # the last references: closes connections, which tells the peers
+        leave(self._processes.close())  # the last references: closes connections, which tells the peers
         try:
             with self.watching("a checkpoint to be written", PATIENT):
                 self.before_close.close()
@@ -290,7 +290,7 @@ class Pipeline:
         finally:
             self._watchdog.close()
             if self._owns_process_group:
-                _destroy([dist.group.WORLD])
+                leave([dist.group.WORLD])
             self._runs.stops.close(failed=error is not None)
 
     def __enter__(self) -> Pipeline:
@@ -298,10 +298,3 @@ class Pipeline:
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         self._close(error)
-
-
-def _destroy(groups: list[Any]) -> None:
-    for group in groups:
-        if dist.is_initialized():
-            with suppress(ValueError):  # the caller has destroyed it
-                dist.destroy_process_group(group)

@@ -34,10 +34,7 @@ class Leg:
     lag_us: int  #: until the next leg can start
     puts_off_weight: bool
     weight_us: int  #: of the W that is put off
-
-    @property
-    def is_forward(self) -> bool:
-        return self.kinds == (Kind.F,)
+    is_forward: bool
 
 
 def way_through(placement: Placement, puts_off_weights: bool) -> list[Leg]:
@@ -62,6 +59,7 @@ def way_through(placement: Placement, puts_off_weights: bool) -> list[Leg]:
                 lag_us=lags_us.get((stage, following), 0),
                 puts_off_weight=weight is not None,
                 weight_us=weight.duration_us if weight else 0,
+                is_forward=kinds == (Kind.F,),
             )
         )
     return legs
@@ -77,7 +75,7 @@ class _Rank:
     free_us: int = 0
     held: int = 0  #: forwards whose last backward has not begun
     weights: deque[tuple[Leg, int]] = field(default_factory=deque)  #: put off, with the micro-batch
-    order: list[Op] = field(default_factory=list)
+    order: list[tuple[int, tuple[Kind, ...], int]] = field(default_factory=list)  #: (stage, kinds, micro-batch) as done
 
 
 class ListScheduler:
@@ -134,20 +132,21 @@ class ListScheduler:
             heappush(wakes, (rank.free_us, index))
         if min(self.started) < self.num_microbatches:
             return None
-        return Plan(self.placement, self.num_microbatches, tuple(tuple(rank.order) for rank in self.ranks))
+        orders = (tuple(Op(stage, kind, m) for stage, kinds, m in rank.order for kind in kinds) for rank in self.ranks)
+        return Plan(self.placement, self.num_microbatches, tuple(orders))
 
     def _next_leg(self, rank: _Rank, now_us: int) -> int | None:
         """What to start now; None to wait."""
-        agenda = rank.agenda
-        while rank.num_done < len(agenda) and agenda[rank.num_done][2] < self.started[agenda[rank.num_done][1]]:
+        agenda, started, arrivals_us = rank.agenda, self.started, self.arrivals_us
+        while rank.num_done < len(agenda) and agenda[rank.num_done][2] < started[agenda[rank.num_done][1]]:
             rank.num_done += 1
         room_needed, soon_us = False, []
         for position in range(rank.num_done, len(agenda)):
             turn, i, m = agenda[position]
             if turn > agenda[rank.num_done][0] + self.slots_ahead:
                 break
-            if m == self.started[i] and m < len(self.arrivals_us[i]):  # the leg before has begun, its end is known
-                arrival_us = self.arrivals_us[i][m]
+            if m == started[i] and m < len(arrivals_us[i]):  # the leg before has begun, its end is known
+                arrival_us = arrivals_us[i][m]
                 if not self._has_room(rank, self.legs[i]):
                     room_needed |= arrival_us <= now_us
                 elif arrival_us <= now_us:
@@ -184,7 +183,7 @@ class ListScheduler:
     def _do(
         self, rank: _Rank, leg: Leg, kinds: tuple[Kind, ...], microbatch: int, now_us: int, duration_us: int
     ) -> None:
-        rank.order += [Op(leg.stage, kind, microbatch) for kind in kinds]
+        rank.order.append((leg.stage, kinds, microbatch))
         rank.free_us = now_us + duration_us
         rank.left_us -= duration_us
 

@@ -23,9 +23,9 @@ def improve(
     problem: Problem,
     orders: Orders,
     objective: Literal["makespan", "span"],
+    bound_us: int,
     budget: Budget,
     seed: int = 0,
-    bound_us: int = 0,
     on_better: Callable[[Orders, Score], None] | None = None,
 ) -> Orders:
     """The best orders found until the budget is over or the objective at its bound; at least as good as `orders`.

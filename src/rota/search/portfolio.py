@@ -47,6 +47,9 @@ _FEW_OPS, _FEW_GUESSES = 3_000, 4  # on longer steps fewer policies are tried fo
 _EXACT_OPS = 400  # up to which CP-SAT may prove a whole step
 _MOST_ROOMS = 20  # how often the room for what transfers hold is guessed anew
 
+_Measure = Literal["makespan", "span"]
+_Improve = Callable[[Problem, Orders, _Measure, int, Budget, int], Orders]
+
 
 class Portfolio:
     """`run`, then `result`."""
@@ -67,7 +70,7 @@ class Portfolio:
         self.seed = seed
         self.progress = progress
         self.doing = ""
-        self.measure: Literal["makespan", "span"] = "span" if objective == "span" else "makespan"
+        self.measure: _Measure = "span" if objective == "span" else "makespan"
         bound = bounds.best(self.problem, self.measure)
         self.bound_us, self.why = bound.us, bound.why
         self.named: list[NamedPlan] = []
@@ -209,17 +212,20 @@ class Portfolio:
         return None
 
     def _improve(self, part: float, turn: int) -> None:
+        self._better("local search", improving.improve, part, turn)
+
+    def _windows(self, part: float, turn: int) -> None:
+        self._better("windows", neighbourhood.improve, part, turn)
+
+    def _better(self, doing: str, improve: _Improve, part: float, turn: int) -> None:
+        """With the room for transfers, if the best leaves it."""
         orders = self.incumbent.orders
         if orders is None:
             return
-        self.turn_to("local search")
-        seed, share = self.seed + turn, self.share(part)
-        better = improving.improve(self._around(orders), orders, self.measure, share, seed, self.bound_us)
-        self.incumbent.offer(better, "local search")
-
-    def _around(self, orders: Orders) -> Problem:
-        """With the room for transfers, if `orders` leaves it."""
-        return self.roomy if fits(self.roomy, orders) else self.problem
+        self.turn_to(doing)
+        problem = self.roomy if fits(self.roomy, orders) else self.problem
+        share, seed = self.share(part), self.seed + turn
+        self.incumbent.offer(improve(problem, orders, self.measure, self.bound_us, share, seed), doing)
 
     def _prove(self, part: float, turn: int) -> None:
         """The whole step at once, if it is small."""
@@ -241,15 +247,6 @@ class Portfolio:
                     method(part, turn)
             self.budget.spend(_TURN_S)
             turn, part = turn + 1, part * _GROWTH
-
-    def _windows(self, part: float, turn: int) -> None:
-        orders = self.incumbent.orders
-        if orders is None:
-            return
-        self.turn_to("windows")
-        seed, share = self.seed + turn, self.share(part)
-        better = neighbourhood.improve(self._around(orders), orders, self.measure, self.bound_us, share, seed)
-        self.incumbent.offer(better, "windows")
 
     def _hold_less(self) -> None:
         """The same value with less memory: list scheduling under ever lower limits, for as long as it keeps up."""
