@@ -4,12 +4,13 @@ python benchmarks/planning/two_processes.py [--steps 40]
 
 The two plans take turns, step by step, in one run; medians count. The file is its own MODEL.py. First it is measured
 whether two processes that compute at once are twice as fast as one: on a machine that is busy with something else they
-are not, and nothing is judged.
+are not, and nothing is judged. The link between them is measured too.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from rota.planning.autoplanning import usual_plan
 from rota.planning.confirming import confirm
 from rota.planning.evaluating import Found
 from rota.planning.model_file import load_model_file, profile_file
+from rota.profiling.link_processes import links_of_started
 from rota.runtime.launch import launch
 
 WIDTH, LENGTH, BATCH_ROWS, ROWS = 192, 64, 32, (2, 4)
@@ -101,10 +103,11 @@ def _products(seconds: float) -> float:
 
 
 def work(folder: str, num_steps: int) -> None:
-    """On each process: steps of all plans in turn, each timed between two barriers."""
+    """On each process: steps of all plans in turn, each timed between two barriers, and what its other threads take."""
     torch.set_num_threads(1)
     plans = [rota.Plan.from_json(path.read_text()) for path in sorted(Path(folder).glob("*.plan"))]
     took: list[list[float]] = [[] for _ in plans]
+    beside: list[list[float]] = [[] for _ in plans]
     pipelines, optimizers = [], []
     for plan in plans:
         replicas = plan.usage.num_replicas if plan.usage else 1
@@ -116,26 +119,28 @@ def work(folder: str, num_steps: int) -> None:
         for i, (plan, pipeline, optimizer) in enumerate(zip(plans, pipelines, optimizers, strict=True)):
             batch = make_batch(BATCH_ROWS // (plan.usage.num_replicas if plan.usage else 1))
             torch.distributed.barrier()
-            began = time.perf_counter()
+            began, began_beside = time.perf_counter(), time.process_time() - time.thread_time()
             pipeline.step(*batch)
             optimizer.step()
             optimizer.zero_grad()
             torch.distributed.barrier()
             took[i].append(time.perf_counter() - began)
+            beside[i].append(time.process_time() - time.thread_time() - began_beside)
+    medians = torch.tensor([[median(times[3:]) for times in kind] for kind in (took, beside)], dtype=torch.float64)
+    torch.distributed.all_reduce(medians[1])
     if torch.distributed.get_rank() == 0:
-        Path(folder, "medians").write_text(" ".join(f"{median(times[3:]):.6f}" for times in took))
+        Path(folder, "medians").write_text(json.dumps(medians.T.tolist()))
     for pipeline in reversed(pipelines):
         pipeline.close()
 
 
-def run(plans: list[rota.Plan], num_steps: int) -> tuple[float, float]:
-    """Seconds a step of each, medians."""
+def run(plans: list[rota.Plan], num_steps: int) -> list[tuple[float, float]]:
+    """For each, medians of a step: seconds, and seconds of CPU that the processes' other threads take."""
     with tempfile.TemporaryDirectory() as folder:
         for i, plan in enumerate(plans):
             Path(folder, f"{i}.plan").write_text(plan.to_json())
         launch(plans[0], __file__, ["--steps", str(num_steps), "--folder", folder])
-        first, second = map(float, Path(folder, "medians").read_text().split())
-    return first, second
+        return [(took, beside) for took, beside in json.loads(Path(folder, "medians").read_text())]
 
 
 def main() -> None:
@@ -152,17 +157,24 @@ def main() -> None:
     model_file = load_model_file(__file__)
     profiles = profile_file(model_file, ROWS)
     limit_bytes = int(_SHARE_OF_MODEL * sum(profiles[ROWS[0]].static_bytes))  # so that it takes both ranks
-    answer = autoplan(profiles, Machine(2, limit_bytes), BATCH_ROWS, time_limit_s=30)
-    roomy = replace(answer.best.candidate, asked=replace(answer.asked, machine=Machine(2)))
+    links = links_of_started(2)
+    answer = autoplan(profiles, Machine(2, limit_bytes, links), BATCH_ROWS, time_limit_s=30)
+    roomy = replace(answer.best.candidate, asked=replace(answer.asked, machine=Machine(2, None, links)))
     usual = usual_plan(replace(answer.best, candidate=roomy))  # which need not fit
     answer = confirm(replace(answer, usual=usual), make_model(), make_batch, loss_fn, make_optimizer)
     print(answer.to_text())
     best, usual = answer.best, answer.usual
     if not isinstance(usual, Found):
         sys.exit("1F1B on equal layers has no plan here: there is nothing to compare with")
-    best_s, usual_s = run([best.plan, usual.plan], given.steps)
-    print(f"autoplan: {best.makespan_us / 1000:.1f} ms planned, {best_s * 1000:.1f} ms measured")
-    print(f"1F1B on equal layers: {usual.makespan_us / 1000:.1f} ms planned, {usual_s * 1000:.1f} ms measured")
+    measured = run([best.plan, usual.plan], given.steps)
+    for name, found, (took_s, beside_s) in zip(
+        ("autoplan", "1F1B on equal layers"), (best, usual), measured, strict=True
+    ):
+        print(
+            f"{name}: {found.makespan_us / 1000:.1f} ms planned, {took_s * 1000:.1f} ms measured; threads that move "
+            f"messages take {beside_s * 1000:.0f} ms of CPU"
+        )
+    (best_s, _), (usual_s, _) = measured
     print(f"gain: {usual.makespan_us / best.makespan_us:.2f} predicted, {usual_s / best_s:.2f} measured")
     if not judge:
         print(f"not judged: below {_ENOUGH} the processes hold each other up; run it on a quiet machine")
