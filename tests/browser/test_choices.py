@@ -41,6 +41,20 @@ def test_a_link_shows_what_its_sender_saw(open_page):
     assert other.ask("() => window.rota.view.picked") is None
 
 
+def test_a_link_entered_while_the_page_is_about_to_write_its_own_is_followed(open_page):
+    it = open_page(one_f_one_b())
+    it.ask(
+        """() => {
+            setTimeout(() => { location.hash = "batch=1&t=10-500"; }, 150);
+            window.rota.draw(); // writes the hash after 150 ms, too
+            const began = performance.now();
+            while (performance.now() < began + 300);
+        }"""
+    )
+    it.page.wait_for_function("() => window.rota.view.batch === 1")
+    assert it.view() == [10, 500]
+
+
 @pytest.mark.parametrize(
     "fragment", ["#t=9-1", "#t=a-b", "#batch=999&stage=x&cause=77", "#op=zz.9&hide=Q", "#%%%", "#op=0F0.5"]
 )

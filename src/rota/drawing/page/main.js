@@ -90,15 +90,19 @@ function connect(page) {
 }
 
 let hashTimer = 0;
+let knownHash = location.hash;
 function writeHash(page) {
   clearTimeout(hashTimer);
   hashTimer = setTimeout(() => {
+    if (location.hash !== knownHash) return; // another one was just entered, and is about to be read
     const hash = toHash(page.view, page.initial);
     history.replaceState(null, "", hash ? `#${hash}` : location.pathname + location.search);
+    knownHash = location.hash;
   }, 150);
 }
 
 function readHash(page) {
+  knownHash = location.hash;
   fromHash(page.view, page.initial, location.hash, page.sections, page.causes.length);
   if (page.layout) page.changed();
   else page.recolor();
