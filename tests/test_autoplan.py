@@ -264,6 +264,7 @@ def test_links_and_limits_are_the_worst_of_all_replicas() -> None:
     assert cluster.link_between(1, 2) == Link(1, 10)
     assert machine.reduce_us(100, [3, 4]) == 2 * (5 + 25)
     assert machine.reduce_us(100, [0, 2]) == 2 * (1 + 5)
+    assert Machine(2, None, Cluster((9, None, 7))).limits == (9, None)
 
 
 def test_branches_are_placed_as_the_graph_that_they_are() -> None:
@@ -282,7 +283,7 @@ def test_branches_are_placed_as_the_graph_that_they_are() -> None:
         ({"profiles": {}}, "profiles is empty"),
         ({"profiles": {3: layer_costs(1)}}, r"profiles\[3\] is of micro-batches of 1 rows"),
         ({"time_limit_s": 0}, "time_limit_s is 0; give a number of seconds above 0"),
-        ({"pipeline_ranks": 3}, "pipeline_ranks is 3: give 1 to 2"),
+        ({"pipeline_ranks": 3}, "a pipeline of 3 ranks: give 1 to 2"),
     ],
 )
 def test_what_cannot_be_asked(change: dict[str, object], told: str) -> None:
@@ -300,6 +301,8 @@ def test_what_cannot_be_asked(change: dict[str, object], told: str) -> None:
         ({"num_ranks": 2, "node_link": Link(1)}, "node_link joins nodes: say how many ranks one has"),
         ({"num_ranks": 2, "ranks_per_node": 0}, "ranks_per_node is 0"),
         ({"num_ranks": 3, "link": Cluster.uniform(2)}, "link is a cluster of 2 ranks for 3; measure"),
+        ({"num_ranks": 2, "link": Cluster.uniform(2), "ranks_per_node": 1}, "a cluster has the links of all pairs"),
+        ({"num_ranks": 2, "link": Cluster.uniform(2, 9), "limit_bytes": 8}, "the cluster has limit_bytes, too"),
     ],
 )
 def test_machines_that_there_are_not(given: dict[str, object], told: str) -> None:

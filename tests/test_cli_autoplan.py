@@ -138,13 +138,13 @@ def test_a_run_has_the_replicas_of_the_plan(tmp_path: Path, monkeypatch: pytest.
         (["--profile", "PROFILE", "--node-link", "5us"], "--node-link is between nodes: say how many ranks one has"),
         (
             ["--profile", "PROFILE", "--link", "5us", "--links", "PROFILE"],
-            "has all links; leave --link and --node-link",
+            "has all links; leave --link and --node out",
         ),
         (["--profile", "PROFILE", "--links", "PROFILE"], "not a cluster file"),
         (["--profile", "PROFILE", "--slowdowns", "1,2,3"], "slowdowns has 3 entries for 2 ranks"),
         (
             ["--profile", "PROFILE", "--memory", "80"],
-            "80 bytes hold nothing; write such as 80GB, or 80B if you mean it",
+            "80 of what? write such as 80GB, or 80B for bytes",
         ),
         (
             ["--profile", "PROFILE", "--ranks", "100001"],

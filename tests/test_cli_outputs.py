@@ -214,3 +214,13 @@ def test_arguments_of_another_type_are_told(change: dict[str, object], told: str
         drawing.save(given.pop("timeline"), given.pop("path"), **given)
     assert told in str(error.value)
     assert not Path("x.html").exists()
+
+
+@pytest.mark.usefixtures("files")
+def test_two_things_do_not_go_into_one_file(capsys: pytest.CaptureFixture[str]) -> None:
+    code, error = rota(capsys, "calibrate measured.json -o a.json --costs ./a.json --force")
+    assert (code, error) == (
+        2,
+        "rota calibrate: error: a.json is given for two things; the second would be written over the first\n",
+    )
+    assert not Path("a.json").exists()

@@ -252,6 +252,7 @@ def change(config: str, **fields: object) -> str:
         ({"pipeline_parallel_schedule_csv": None}, "names no schedule; set pipeline_parallel_schedule_csv"),
         ({"pipeline_parallel_schedule_csv": "x/other.csv"}, "other.csv: No such file or directory; check the path"),
         ({"pipeline_parallel_schedule_csv": ["a"]}, 'pipeline_parallel_schedule_csv is ["a"]; expected a text'),
+        ({"pipeline_parallel_schedule_csv": 5}, "parallelism.json: parallelism.pipeline_parallel_schedule_csv is 5"),
         ({"pipeline_parallel_module_fqns_per_model_part": None}, "has neither of pipeline_parallel_module_fqns_per"),
         ({"module_fqns_per_model_part": [["a"]]}, "has both of pipeline_parallel_module_fqns_per_model_part and"),
         ({"pipeline_parallel_module_fqns_per_model_part": [["a"]]}, "the CSV runs 4 stages, but there are 1 parts"),

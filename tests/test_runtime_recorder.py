@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 from rota.costs import Cluster, Costs
 from rota.placing import place
@@ -84,15 +85,18 @@ def test_reductions_are_told_by_stage_also_where_the_plan_has_none() -> None:
         assert str(span.work) == "1 reduce"
 
 
-def test_reductions_of_a_rank_are_done_one_after_the_other() -> None:
+def test_reductions_of_a_rank_are_told_one_after_the_other() -> None:
     placement = place(Costs.uniform(3), Cluster.uniform(1), [0, 0, 0])
     plan = gpipe(placement, 1)
     record = Record(0, 0, [i * 10 * MS for i in range(6)], [(i + 1) * 10 * MS for i in range(6)])
     record.reductions_ns = {2: (40 * MS, 90 * MS), 1: (50 * MS, 70 * MS), 0: (60 * MS, 120 * MS)}
     timeline = merge(plan, [record])
     at = {str(span.work): (span.start_us, span.end_us) for span in timeline.step_end_spans()}
-    assert at == {"1 reduce": (50_000, 70_000), "2 reduce": (70_000, 90_000), "0 reduce": (90_000, 120_000)}
+    assert at == {"2 reduce": (40_000, 90_000), "0 reduce": (90_000, 120_000)}  # 1's was done beside 2's
     assert timeline.makespan_us == 120_000
+    path = timeline.critical_path()
+    assert all(a.end_us <= b.start_us for a, b in pairwise(path))
+    assert str(path[-1].work) in ("0 reduce", "0 optimizer", "1 optimizer", "2 optimizer")
 
 
 def test_steps_end_where_the_ranks_last_op_does() -> None:

@@ -260,7 +260,7 @@ def require_chain(placement: Placement, otherwise: str = "or keep the plan by to
 
     `otherwise` is what it proposes besides another plan.
     """
-    for problem in _unlike_a_chain(placement):
+    if problem := next(_unlike_a_chain(placement), None):
         raise ScheduleError(f"PyTorch's schedule CSV {problem}, {otherwise}")
 
 

@@ -23,7 +23,7 @@ PRELOADED = [
     "torch.distributed.pipelining",
     "torch.distributed.tensor",
     "rota.runtime",
-    "core_strategies",
+    "hypothesis",
     "pytest",
 ]
 

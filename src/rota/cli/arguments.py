@@ -218,10 +218,8 @@ def _size(text: str) -> int:
 def _memory(text: str) -> int:
     """Of a real machine, where a number alone is a forgotten unit."""
     size = _size(text)
-    if size < 10**6 and text.strip()[-1].isdigit():
-        raise argparse.ArgumentTypeError(
-            f"{text} bytes hold nothing; write such as {text}GB, or {text}B if you mean it"
-        )
+    if text.strip()[-1].isdigit():
+        raise argparse.ArgumentTypeError(f"{text} of what? write such as {text}GB, or {text}B for bytes")
     return size
 
 

@@ -74,8 +74,8 @@ def _machine(arguments: Namespace) -> Machine:
         raise files.InputError("--node-link is between nodes: say how many ranks one has, by --node")
     link: Link | Cluster = Link(*arguments.link)
     if arguments.links is not None:
-        if arguments.link != _ANY_LINK or arguments.node_link is not None:
-            raise files.InputError(f"--links {arguments.links} has all links; leave --link and --node-link out")
+        if arguments.link != _ANY_LINK or arguments.node is not None:
+            raise files.InputError(f"--links {arguments.links} has all links; leave --link and --node out")
         link = files.read_cluster(arguments.links)
     try:
         return Machine(

@@ -77,10 +77,7 @@ def _to_megatron(arguments: Namespace, planned: Plan) -> None:
         f'--pipeline-model-parallel-layout "{text}"'
     )
     if arguments.boundaries is None:
-        print(
-            f"Cut as planned, at the boundaries {_listed(boundaries)}: the first layer is taken for the embedding (E), "
-            f"the last for the loss (L); where they are not, give --boundaries."
-        )
+        _tell_cut(boundaries, "the first layer is taken for the embedding (E), the last for the loss (L)")
     if not megatron.runs_in_this_order(planned):
         print("Megatron does these stages in its own order, (interleaved) 1F1B, not in the plan's.")
     _write(arguments, text + "\n")
@@ -98,6 +95,7 @@ def _to_deepspeed(arguments: Namespace, planned: Plan) -> None:
         boundaries = cutting.by_regex(arguments.layers, arguments.type, planned.num_stages)
     else:
         boundaries = _planned_boundaries(arguments, planned, remedy)
+        _tell_cut(boundaries, "each of autoplan's layers is taken for one of the PipelineModule")
     text = deepspeed.write_boundaries(deepspeed.boundaries_for(planned, boundaries))
     for stage, (before, after) in enumerate(pairwise(boundaries)):
         print(f"stage {stage}: layers {before} to {after - 1}" if before < after else f"stage {stage}: no layer")
@@ -114,6 +112,10 @@ def _planned_boundaries(arguments: Namespace, planned: Plan, remedy: str) -> tup
     if boundaries is None:
         raise files.InputError(f"where is the cut? {arguments.plan} does not say; {remedy}")
     return boundaries
+
+
+def _tell_cut(boundaries: Sequence[int], taken: str) -> None:
+    print(f"Cut as planned, at the boundaries {_listed(boundaries)}: {taken}; where it is not, give --boundaries.")
 
 
 def _listed(boundaries: Sequence[int]) -> str:

@@ -140,6 +140,8 @@ def refuse_output(arguments: Namespace) -> None:
     outputs = [given.pop(name, None) for name in _WRITTEN.get(arguments.command, ("output",))]
     read = [path for value in given.values() for path in (value if isinstance(value, list) else [value])]
     is_folder = arguments.command == "demo" or (arguments.command, given.get("format")) == ("export", "torchtitan")
+    if len(outputs) == 2 and all(outputs) and os.path.realpath(outputs[0]) == os.path.realpath(outputs[1]):
+        raise InputError(f"{outputs[0]} is given for two things; the second would be written over the first")
     for output in filter(None, outputs):
         _refuse_suffix(arguments.command, output)
         if any(isinstance(path, str) and _same_file(path, output) for path in read):

@@ -163,11 +163,11 @@ def load(path: str | Path, costs: Costs | None = None, cluster: Cluster | None =
     config = _config(path)
     try:
         parts = _parts(config)
+        name = Path(_text(config, "pipeline_parallel_schedule_csv", "")).name
+        if not (name.isprintable() and len(name) <= reading.LONGEST_NAME):
+            raise config["pipeline_parallel_schedule_csv"].wrong("a file's name of printable characters, 1,000 at most")
     except (FormatError, SplitError) as error:
         raise type(error)(f"{path}: {error}") from None
-    name = Path(_text(config, "pipeline_parallel_schedule_csv", "")).name
-    if not (name.isprintable() and len(name) <= reading.LONGEST_NAME):
-        raise config["pipeline_parallel_schedule_csv"].wrong("a file's name of printable characters, 1,000 at most")
     if not name:
         raise FormatError(f'{path} names no schedule; set pipeline_parallel_schedule_csv = "schedule.csv"')
     beside = Path(path).parent / name  # and nowhere else: what a file names is not to be read from anywhere

@@ -61,7 +61,7 @@ class Asked:
         most = min(machine.num_ranks, max(layers.num_layers for layers in profiles.values()))
         if pipeline_ranks is not None and not 1 <= whole("pipeline_ranks", pipeline_ranks) <= most:
             raise PlacementError(
-                f"pipeline_ranks is {pipeline_ranks}: give 1 to {most}, as many as there are ranks, and layers for them"
+                f"a pipeline of {pipeline_ranks} ranks: give 1 to {most}, as there are ranks, and layers for them"
             )
         of = {rows: _forward_alone(layers) if inference else layers for rows, layers in sorted(profiles.items())}
         return cls(of, machine, batch_rows, inference, recompute, pipeline_ranks)

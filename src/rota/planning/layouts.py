@@ -67,8 +67,9 @@ def layouts(
     pipeline_ranks: int | None = None,
 ) -> Iterator[Layout]:
     """All that there are, for micro-batches of these rows. Only a chain of stages has more than one on a rank."""
-    most = min(machine.num_ranks, num_layers)
-    for num_ranks in range(1, most + 1) if pipeline_ranks is None else [pipeline_ranks] * (pipeline_ranks <= most):
+    for num_ranks in range(1, min(machine.num_ranks, num_layers) + 1):
+        if pipeline_ranks not in (None, num_ranks):
+            continue
         shapes = list(_shapes(num_ranks, num_layers, is_chain, inference, machine))
         for num_replicas in range(1, machine.num_ranks // num_ranks + 1):
             for each in sorted(rows, reverse=True):

@@ -20,7 +20,8 @@ class Machine:
     Rank r of replica k, of pipelines on p ranks, is process k · p + r. `limit_bytes`: what a process may hold, one
     number, or one for each (None: no limit). Processes of a node (`ranks_per_node` neighbours; None: all are) are
     joined by `link`, others by `node_link`; a Cluster for `link` has the links of all pairs, as measured
-    (`rota.profiling.measure_links`). `slowdowns`: by what a process's times are multiplied, none: by 1.
+    (`rota.profiling.measure_links`), and limits, if it has any. `slowdowns`: by what a process's times are
+    multiplied, none: by 1.
     Raises PlacementError.
     """
 
@@ -38,6 +39,8 @@ class Machine:
             raise PlacementError(
                 f"num_ranks is {self.num_ranks:,}, more than any machine has; give {_MOST_RANKS:,} at most"
             )
+        if isinstance(self.link, Cluster):
+            self._take(self.link)
         one = self.limit_bytes
         limits = one if isinstance(one, tuple) else (one,) * self.num_ranks
         object.__setattr__(self, "limit_bytes", Cluster(limits).limit_bytes)  # which looks at each of them
@@ -52,13 +55,19 @@ class Machine:
             raise PlacementError(f"ranks_per_node is {self.ranks_per_node}: a node has at least 1")
         if self.node_link is not None and self.ranks_per_node is None:
             raise PlacementError("node_link joins nodes: say how many ranks one has, by ranks_per_node")
-        if isinstance(self.link, Cluster):
-            if self.node_link is not None:
-                raise PlacementError("node_link is one more: the cluster given as link has those of all pairs")
-            if self.link.num_ranks < self.num_ranks:
-                raise PlacementError(
-                    f"link is a cluster of {self.link.num_ranks} ranks for {self.num_ranks}; measure those of them all"
-                )
+
+    def _take(self, measured: Cluster) -> None:
+        """What it has of the ranks besides links, too."""
+        if self.node_link is not None or self.ranks_per_node is not None:
+            raise PlacementError("node_link and ranks_per_node are too much: a cluster has the links of all pairs")
+        if measured.num_ranks < self.num_ranks:
+            raise PlacementError(
+                f"link is a cluster of {measured.num_ranks} ranks for {self.num_ranks}; measure those of them all"
+            )
+        if any(limit is not None for limit in measured.limit_bytes):
+            if self.limit_bytes is not None:
+                raise PlacementError("the cluster has limit_bytes, too; give them once")
+            object.__setattr__(self, "limit_bytes", measured.limit_bytes[: self.num_ranks])
 
     @property
     def limits(self) -> tuple[int | None, ...]:

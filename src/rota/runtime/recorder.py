@@ -96,12 +96,12 @@ def merge(plan: Plan, records: list[Record]) -> Timeline:
 
 
 def _in_turn(begun_and_done: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
-    """Reductions are begun as soon as they can be and done one after the other, each from the end of the one before."""
+    """Reductions one after the other, as they were begun: they share a link. One that is done early counts no more."""
     found: dict[int, tuple[int, int]] = {}
     before = 0
-    for stage, (begun, done) in sorted(begun_and_done.items(), key=lambda item: item[1][1]):
-        found[stage] = min(max(begun, before), done), done
-        before = done
+    for stage, (begun, done) in sorted(begun_and_done.items(), key=lambda item: item[1]):
+        found[stage] = max(begun, before), max(done, before)
+        before = found[stage][1]
     return found
 
 
