@@ -16,6 +16,9 @@ from rota.interop import TorchEngine  # noqa: E402
 from rota.interop.refusals import refuse_ragged  # noqa: E402
 from rota.interop.torch_schedule import with_whole_backwards  # noqa: E402
 
+IS_OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+pytestmark = pytest.mark.skipif(IS_OLD, reason="PyTorch's engine can be used from 2.13 on")
+
 
 def plan_on(ranks: list[Any], edges: list[tuple[int, int]] | None = None, **costs: Any) -> Plan:
     num_ranks = 1 + max(max(each) if isinstance(each, tuple) else each for each in ranks)

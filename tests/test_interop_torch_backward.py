@@ -15,6 +15,9 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from rota.interop.torch_backward import how_to_split  # noqa: E402
 
+IS_OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+pytestmark = pytest.mark.skipif(IS_OLD, reason="PyTorch's engine can be used from 2.13 on")
+
 
 class Stage(nn.Module):
     """Three layers, put together by a function."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -169,7 +170,10 @@ def test_dualpipe_v_comes_and_goes(num_ranks: int, num_microbatches: int, weight
 )
 def test_what_pytorch_writes_is_read(name: str, sizes: tuple[int, int, int], defer: bool, tmp_path: Path) -> None:
     num_ranks, stages_a_rank, num_microbatches = sizes
-    schedule = getattr(theirs, name)(fake_stages(num_ranks, stages_a_rank), num_microbatches, defer_pp_recv=defer)
+    family, stages = getattr(theirs, name), fake_stages(num_ranks, stages_a_rank)
+    if defer and "defer_pp_recv" not in signature(family).parameters:
+        pytest.skip("this PyTorch does not put receives off")
+    schedule = family(stages, num_microbatches, **({"defer_pp_recv": True} if defer else {}))
     shape = wave if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") else interleaved
     split = None if name in ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS") else 1
     placement = shape(Costs.uniform(num_ranks * stages_a_rank, 1, 1, split), Cluster.uniform(num_ranks))
