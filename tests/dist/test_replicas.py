@@ -279,7 +279,7 @@ def test_replicas_that_do_not_match_are_refused(pool: Pool) -> None:
         for text, number in zip(told, (1, 0), strict=False):
             assert "on this rank replica 1 has 2 parameters and buffers and trains 1, replica 0 has 2 and" in text
             assert f"they differ from number {number} on" in text
-        assert "of shape [4, 6] has a sparse gradient, which is not averaged over replicas" in told[2]
+        assert "of shape [4, 6] has a sparse gradient, which is not reduced over processes" in told[2]
 
 
 def go_in_the_middle(rank: int) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from dist.networks import StepResult, batch_of, chain, gradients_of, loss_fn, serial_step
 from dist.pool import Pool
-from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, bidirectional, place
+from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, Timeline, bidirectional, place
 from rota.schedules import NAMED, chimera, dualpipe, gpipe
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
@@ -188,3 +188,22 @@ def with_statistics(rank: int, plan: Plan) -> str:
         with pytest.raises(PipelineError) as error:
             pipeline.step(*batch_of(4))
     return str(error.value)
+
+
+def test_the_sums_are_in_the_timeline(pool: Pool) -> None:
+    """One on each rank, behind its last op, of the stage whose gradients were there last."""
+    for timeline in pool.run(4, timeline_of_one, chain(4), STREAMS["chimera on 4"]):
+        spans = {span.rank: span for span in timeline.step_end_spans()}
+        assert len(spans) == len([*timeline.step_end_spans()]) == 4
+        for rank, span in spans.items():
+            assert span.start_us >= timeline.ends_us[rank][-1]
+            assert span.work.what == "reduce"
+            assert span.work.stage == timeline.plan.orders[rank][-1].stage
+        assert max(span.end_us for span in spans.values()) == timeline.makespan_us
+
+
+def timeline_of_one(rank: int, stages: Stages, plan: Plan) -> Timeline:
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        for _ in range(2):
+            pipeline.step(*batch_of(plan.num_microbatches))
+        return pipeline.timeline()

@@ -46,7 +46,7 @@ def parameters_by_stage(stages: Stages, last: Iterable[int]) -> dict[int, list[n
 
 def make_equal(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Give all processes of the group the values that its first one has."""
-    for same in _by_dtype(tensors).values():
+    for same in by_dtype(tensors).values():
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
         with together("making the replicas' weights equal"), torch.no_grad():
             dist.broadcast(flat.view(torch.uint8), group_src=0, group=group)
@@ -93,8 +93,8 @@ class Average:
     def start(self) -> None:
         """Collective, as `finish` is; does not wait for the others."""
         self._started_ns, self._ended_ns = time.monotonic_ns(), []
-        for parameters in _by_dtype(p for p in self._parameters if p.requires_grad).values():
-            flat = _packed(parameters).div_(self._group.size())
+        for parameters in by_dtype(p for p in self._parameters if p.requires_grad).values():
+            flat = packed(parameters).div_(self._group.size())
             with together("averaging gradients over replicas"):
                 work: Any = dist.all_reduce(flat, group=self._group, async_op=True)
             ended = self._ended_ns  # this step's list, should it be told late
@@ -107,28 +107,29 @@ class Average:
         for work, flat, parameters in self._under_way:
             with together("averaging gradients over replicas"):
                 work.wait()
-            _unpack(flat, parameters)
+            unpack(flat, parameters)
         self._under_way.clear()
         ended = max(self._ended_ns, default=self._started_ns)
         return self._started_ns, ended if len(self._ended_ns) == num_begun else time.monotonic_ns()
 
 
-def _by_dtype(tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, list[Any]]:
+def by_dtype(tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, list[Any]]:
     found: dict[torch.dtype, list[Any]] = {}
     for tensor in tensors:
         found.setdefault(tensor.dtype, []).append(tensor)
     return found
 
 
-def _packed(parameters: list[nn.Parameter]) -> torch.Tensor:
+def packed(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """Their gradients in a row, of one dtype, and for each whether it is there."""
     num = sum(parameter.numel() for parameter in parameters)
     flat = torch.zeros(num + len(parameters), dtype=parameters[0].dtype)
     for i, (parameter, part) in enumerate(_parts(flat, parameters)):
         if parameter.grad is not None:
             if parameter.grad.is_sparse:
                 raise PipelineError(
-                    f"a parameter of shape {list(parameter.shape)} has a sparse gradient, which is not averaged over "
-                    f"replicas; make it with sparse=False"
+                    f"a parameter of shape {list(parameter.shape)} has a sparse gradient, which is not reduced "
+                    f"over processes; make it with sparse=False"
                 )
             part.copy_(parameter.grad)
             flat[num + i] = 1
@@ -136,7 +137,8 @@ def _packed(parameters: list[nn.Parameter]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _unpack(flat: torch.Tensor, parameters: list[nn.Parameter]) -> None:
+def unpack(flat: torch.Tensor, parameters: list[nn.Parameter]) -> None:
+    """Back into `.grad`, where any process had one."""
     there = flat[-len(parameters) :].abs().tolist()
     for (parameter, part), anywhere in zip(_parts(flat, parameters), there, strict=True):
         if parameter.grad is not None:

@@ -17,6 +17,7 @@ from rota.errors import PipelineError
 from rota.models import Stages
 from rota.placement import Placement
 from rota.runtime.meshes import Processes
+from rota.runtime.replicas import by_dtype, packed, unpack
 from rota.runtime.spmd import replicated_names
 from rota.runtime.transport import together
 
@@ -93,10 +94,14 @@ class SharedWeights:
         self._buffers = [*_copied_buffers(stages, placement, rank)]
         self._versions: list[int] = []
 
+    @property
+    def tied(self) -> list[nn.Parameter]:
+        """Those here whose gradients are summed over ranks."""
+        return [parameter for parameters in self._tied.values() for parameter in parameters]
+
     def begin(self) -> None:
         """Lay aside what of `.grad` is a sum already; the rest has not been summed yet, or is still to come."""
-        tied = [parameter for parameters in self._tied.values() for parameter in parameters]
-        self._aside = {parameter: self._lay_aside(parameter) for parameter in tied}
+        self._aside = {parameter: self._lay_aside(parameter) for parameter in self.tied}
         self._versions = [buffer._version for _, _, buffer in self._buffers]
 
     def _lay_aside(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -150,17 +155,14 @@ class SharedWeights:
 
 
 def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """All gradients at once; where no rank has one, none is made."""
-    there = torch.tensor([int(parameter.grad is not None) for parameter in parameters])
-    dist.all_reduce(there, dist.ReduceOp.MAX, group=group)
-    works = []
-    for parameter, anywhere in zip(parameters, there.tolist(), strict=True):
-        if anywhere:
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = grad.contiguous()
-            works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
-    for work in works:
+    """All gradients of a dtype at once, as each collective takes a while; where no rank has one, none is made."""
+    under_way = []
+    for same in by_dtype(parameters).values():
+        flat = packed(same)
+        under_way.append((dist.all_reduce(flat, group=group, async_op=True), flat, same))
+    for work, flat, same in under_way:
         work.wait()
+        unpack(flat, same)
 
 
 def _copied_buffers(stages: Stages, placement: Placement, rank: int) -> Iterator[tuple[int, str, torch.Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from functools import partial
 from typing import final
@@ -67,6 +68,9 @@ class GradientSync:
             for stage, parameters in parameters_by_stage(stages, last).items()
             if processes.replicas is not None and parameters
         }
+        #: Where the sum of tied weights' gradients is told: it waits for all of them.
+        tied = {*self._shared.tied}
+        self._last_tied = next((s for s in reversed(last) if tied & {*stages[s].parameters()}), None)
         ops = plan.orders[processes.rank]
         self._before = {
             op: partial(self._sharded.gather, op.stage) for op in ops if op.kind is Kind.W and op.stage in self._sharded
@@ -108,7 +112,11 @@ class GradientSync:
             done = {stage: average.finish() for stage, average in averages.items()}
             execution.record.reductions_ns = done | self._sharded.reductions_ns
             execution.awaited = "the other ranks' gradients of tied weights"
+            started_ns = time.monotonic_ns()
             self._shared.finish(sync)
+            if sync and self._last_tied is not None:
+                started_ns, _ = execution.record.reductions_ns.get(self._last_tied, (started_ns, 0))
+                execution.record.reductions_ns[self._last_tied] = started_ns, time.monotonic_ns()
         self._sharded.finish()
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> float:
