@@ -188,6 +188,18 @@ def test_pipelines_of_so_many_ranks_alone() -> None:
         assert answer.best.makespan_us >= free.best.makespan_us
 
 
+def test_stages_are_on_two_ranks_where_their_sums_have_a_price_and_it_is_wanted() -> None:
+    def shapes(machine: Machine, copies: bool = True) -> set[str]:
+        return {layout.shape for layout in layouts([1], 8, machine, 8, copies=copies)}
+
+    assert "bidirectional" in shapes(Machine(2, None, Link(1, 100)))
+    assert "bidirectional" in shapes(Machine(2, None, Cluster.uniform(2)))
+    assert "bidirectional" not in shapes(Machine(2)) | shapes(Machine(2, None, Link(1, 100)), copies=False)
+    layers = {1: layer_costs(1, parameters=8)}
+    answer = autoplan(layers, Machine(4, None, Link(1, 100)), 8, copies=False, time_limit_s=LONG_S)
+    assert "bidirectional" not in {found.candidate.layout.shape for found in answer.candidates}
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_nothing_fits_and_what_would(inference: bool) -> None:
     profiles = {rows: layer_costs(rows, parameters=1000) for rows in (1, 2)}

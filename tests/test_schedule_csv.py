@@ -249,11 +249,11 @@ def gapped() -> Placement:
         (place(Costs.uniform(2), Cluster.uniform(3), [0, (1, 2)]), "stage 1 is on ranks 1, 2: place it on one"),
         (
             place(Costs.uniform(3, edges=((0, 1), (1, 2), (0, 2))), Cluster.uniform(3)),
-            "is of a chain of stages, but this one also has 0F -> 2F",
+            "is of a chain, but this one also has 0F -> 2F",
         ),
         (
             place(Costs.uniform(3, edges=((0, 1),)), Cluster.uniform(3)),
-            "is of a chain of stages, but this one lacks 1F -> 2F",
+            "is of a chain, but this one lacks 1F -> 2F",
         ),
         (bidirectional(Costs.uniform(2), Cluster.uniform(2)), "but this one lacks 1F -> 2F"),
         (gapped(), "but stage 1 has no task"),

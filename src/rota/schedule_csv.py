@@ -260,8 +260,8 @@ def require_chain(placement: Placement, otherwise: str = "or keep the plan by to
 
     `otherwise` is what it proposes besides another plan.
     """
-    if problem := next(_unlike_a_chain(placement), None):
-        raise ScheduleError(f"PyTorch's schedule CSV {problem}, {otherwise}")
+    if wrong := next(_unlike_a_chain(placement), None):
+        raise ScheduleError(f"PyTorch's schedule CSV {wrong}, {otherwise}")
 
 
 def _unlike_a_chain(placement: Placement) -> Iterator[str]:
@@ -272,7 +272,7 @@ def _unlike_a_chain(placement: Placement) -> Iterator[str]:
         ranks = sorted({rank for task in tasks for rank in task.ranks})
         flows.append(sorted((task.kind for task in tasks), key="FBIW".find))
         if Kind.R in flows[-1]:
-            yield f"cannot say {stage}R: plan without recompute (`rota autoplan --no-recompute`)"
+            yield f"cannot say {stage}R: plan without recompute (`rota autoplan --exportable`)"
         if len(ranks) > 1:
             on = ", ".join(map(str, ranks))
             yield f"has one rank a stage, but stage {stage} is on ranks {on}: place it on one"
@@ -286,7 +286,7 @@ def _unlike_a_chain(placement: Placement) -> Iterator[str]:
     wanted = Counter(_chain_edges(flows))
     for odd, problem in ((have - wanted, "this one also has"), (wanted - have, "this one lacks")):
         for source, target in odd:
-            yield f"is of a chain of stages, but {problem} {source} -> {target}: place a chain"
+            yield f"is of a chain, but {problem} {source} -> {target}: place one (`rota autoplan --exportable`)"
 
 
 def _chain_edges(flows: Sequence[Sequence[Kind]]) -> Iterator[tuple[str, str]]:

@@ -54,8 +54,8 @@ def autoplan(parser: argparse.ArgumentParser) -> None:
     told = "for ranks that differ: what times are multiplied by on each, such as 1,1,1.5,1.5"
     parser.add_argument("--slowdowns", type=_slowdowns, default=(), metavar="X,…", help=told)
     parser.add_argument("--inference", action="store_true", help="forwards alone")
-    told = "no stage does its forward again: for torchtitan, whose schedule CSV cannot say it"
-    parser.add_argument("--no-recompute", action="store_true", help=told)
+    told = "what `rota export` can say to other trainers: nothing is recomputed, and no stage is on two ranks"
+    parser.add_argument("--exportable", action="store_true", help=told)
     told = "ranks of a pipeline, where that is decided; the others are replicas (default: the best)"
     parser.add_argument("--pipeline", type=_number(1), metavar="N", help=told)
     parser.add_argument(

@@ -29,6 +29,7 @@ def autoplan(
     inference: bool = False,
     recompute: bool = True,
     pipeline_ranks: int | None = None,
+    copies: bool = True,
     time_limit_s: float = 60.0,
     progress: Callable[[Progress], None] | None = None,
 ) -> Answer:
@@ -41,7 +42,8 @@ def autoplan(
     time runs out: then the answer says so. With the search extra the best candidates' orders are searched, too.
 
     Without `recompute` no stage does: PyTorch's schedule CSV, and so torchtitan, cannot say it. With `pipeline_ranks`
-    every pipeline has so many ranks.
+    every pipeline has so many ranks. Without `copies` no stage is on two ranks, as in pipelines of both directions; nor
+    is any on a machine whose links have no rate, as it is not known there what summing their gradients costs.
 
     Ctrl-C ends it with the best so far. The same on every run where it ends by itself. Raises PlacementError for what
     cannot be asked, and SearchError where nothing fits, with what would.
@@ -52,7 +54,7 @@ def autoplan(
         )
     if not 0 < time_limit_s < math.inf:
         raise SearchError(f"time_limit_s is {time_limit_s!r}; give a number of seconds above 0")
-    asked = Asked.checked(profiles, machine, batch_rows, inference, recompute, pipeline_ranks)
+    asked = Asked.checked(profiles, machine, batch_rows, inference, recompute, pipeline_ranks, copies)
     clock = Clock(time_limit_s, progress)
     sweep = Sweep(asked, clock)
     with ended_by_ctrl_c(clock):

@@ -31,6 +31,7 @@ class Asked:
     inference: bool = False
     recompute: bool = True  # whether stages may
     pipeline_ranks: int | None = None  # None: any number
+    copies: bool = True  # whether stages may be on two ranks each
 
     @property
     def may_recompute(self) -> bool:
@@ -45,6 +46,7 @@ class Asked:
         inference: bool = False,
         recompute: bool = True,
         pipeline_ranks: int | None = None,
+        copies: bool = True,
     ) -> Asked:
         """Raises PlacementError where a step cannot be made of these micro-batches, or no pipeline of these ranks."""
         if not profiles:
@@ -64,7 +66,7 @@ class Asked:
                 f"a pipeline of {pipeline_ranks} ranks: give 1 to {most}, as there are ranks, and layers for them"
             )
         of = {rows: _forward_alone(layers) if inference else layers for rows, layers in sorted(profiles.items())}
-        return cls(of, machine, batch_rows, inference, recompute, pipeline_ranks)
+        return cls(of, machine, batch_rows, inference, recompute, pipeline_ranks, copies)
 
 
 def _forward_alone(layers: LayerCosts) -> LayerCosts:

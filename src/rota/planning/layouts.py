@@ -65,12 +65,16 @@ def layouts(
     inference: bool = False,
     recompute: bool = True,
     pipeline_ranks: int | None = None,
+    copies: bool = True,
 ) -> Iterator[Layout]:
-    """All that there are, for micro-batches of these rows. Only a chain of stages has more than one on a rank."""
+    """All that there are, for micro-batches of these rows. Only a chain of stages has more than one on a rank.
+
+    Stages are there twice only with `copies`, and where it is known what summing their gradients costs.
+    """
     for num_ranks in range(1, min(machine.num_ranks, num_layers) + 1):
         if pipeline_ranks not in (None, num_ranks):
             continue
-        shapes = list(_shapes(num_ranks, num_layers, is_chain, inference, machine))
+        shapes = list(_shapes(num_ranks, num_layers, is_chain, copies and machine.has_rates and not inference, machine))
         for num_replicas in range(1, machine.num_ranks // num_ranks + 1):
             for each in sorted(rows, reverse=True):
                 num_microbatches, left = divmod(batch_rows, num_replicas * each)
@@ -84,7 +88,7 @@ def layouts(
 
 
 def _shapes(
-    num_ranks: int, num_layers: int, is_chain: bool, inference: bool, machine: Machine
+    num_ranks: int, num_layers: int, is_chain: bool, copies: bool, machine: Machine
 ) -> Iterator[tuple[Shape, int]]:
     yield "chain", 1
     if num_ranks == 1 or not is_chain:
@@ -95,7 +99,7 @@ def _shapes(
             if count % 2 == 0:
                 yield "wave", count
     # Copies of a stage on ranks of different speeds would be stages of different costs.
-    if num_ranks % 2 == 0 and not inference and len(set(machine.slowdowns)) == 1:
+    if num_ranks % 2 == 0 and copies and len(set(machine.slowdowns)) == 1:
         yield "bidirectional", 1
 
 

@@ -70,6 +70,11 @@ class Machine:
             object.__setattr__(self, "limit_bytes", measured.limit_bytes[: self.num_ranks])
 
     @property
+    def has_rates(self) -> bool:
+        """Whether it is known what sums over processes cost."""
+        return isinstance(self.link, Cluster) or self.link.bytes_per_us is not None
+
+    @property
     def limits(self) -> tuple[int | None, ...]:
         """Of each process."""
         assert isinstance(self.limit_bytes, tuple)

@@ -72,6 +72,7 @@ class Sweep:
                 inference=self.asked.inference,
                 recompute=self.asked.may_recompute,
                 pipeline_ranks=self.asked.pipeline_ranks,
+                copies=self.asked.copies,
             ):
                 heap.append((layout_bound_us(self.asked, layout), next(self._numbers), layout))
         heapify(heap)
