@@ -134,6 +134,9 @@ STAGES: dict[str, Callable[[], nn.Module]] = {
     "several outputs of one node": lambda: Calls(
         lambda s, x: s.a(x).chunk(3, dim=1)[1] * s.w + torch.unbind(x, 1)[0][:, None], a=linear(), w=weight(2)
     ),
+    "numbers": lambda: Calls(
+        lambda s, x: s.b(torch.tanh(s.a(x) * 0.5) * 2 + x / 3 - 1.5 * x**2), a=linear(), b=linear()
+    ),
     "recurrent layer": lambda: Calls(lambda s, x: s.r(x[None])[0][0], r=nn.LSTM(WIDTH, WIDTH, num_layers=2)),
     "convolution": lambda: Calls(lambda s, x: s.c(x[:, None]).flatten(1), c=nn.Conv1d(1, 3, 3)),
     "batch norm": lambda: nn.Sequential(linear(), nn.BatchNorm1d(WIDTH), linear()),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from odd_stages import ROWS, STAGES, WIDTH, Calls, Counted, linear, weight
@@ -139,6 +140,23 @@ def test_a_checkpointed_block_is_recomputed_once(wants_gradient: bool) -> None:
     assert not any(name.startswith("last") for name in at_once)
     work.run()
     assert len(calls) == 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the compiler's own
+def test_a_compiled_block_may_reuse_its_buffers() -> None:
+    """Once its backward is compiled for a graph that is not kept, a compiled block refuses one that is."""
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    block = Calls(lambda s, x: s.b(functional.gelu(s.a(s.norm(x)))), norm=nn.LayerNorm(WIDTH), a=linear(), b=linear())
+    module = nn.Sequential(linear(), block, linear()).double()
+    expected_inputs, expected = whole(module, received_tensor())
+    block.compile(backend="aot_eager")
+    assert_same(whole(module, received_tensor()), (expected_inputs, expected))
+    for _ in range(2):
+        _, work, of_inputs, at_once = split(module, received_tensor())
+        assert {name.partition(".")[0] for name in at_once} == {"1"}
+        work.run()
+        assert_same((of_inputs, gradients_of(module)), (expected_inputs, expected))
 
 
 @pytest.mark.parametrize(
