@@ -40,7 +40,7 @@ def test_nothing_but_inputs_is_kept_and_buffers_are_updated_once() -> None:
     module: Any = stages[0]
     for step in range(3):
         module.zero_grad()
-        with without_activations(module, [x], "stage 0") as again:
+        with without_activations(module, [x], (), "stage 0") as again:
             first, _, kept = forward(stages, 0, [x], ())
         assert module.hidden[-1].expired()
         assert first.requires_grad
@@ -64,7 +64,7 @@ def test_differentiating_inside_is_refused() -> None:
     stages, x = Stages([Force()], inputs=[()]), torch.ones(2, requires_grad=True)
     with (
         pytest.raises(PipelineError, match="differentiates inside its forward; plan without recomputation"),
-        without_activations(stages[0], [x], "stage 0"),
+        without_activations(stages[0], [x], (), "stage 0"),
     ):
         forward(stages, 0, [x], ())
 
@@ -73,6 +73,6 @@ def test_writing_into_what_it_receives_is_refused() -> None:
     stages, x = Stages([nn.ReLU(inplace=True)], inputs=[()]), {"a": [torch.ones(2)]}
     with (
         pytest.raises(PipelineError, match="stage 0 writes into what it receives"),
-        without_activations(stages[0], [x], "stage 0"),
+        without_activations(stages[0], [x], (), "stage 0"),
     ):
         forward(stages, 0, [x["a"][0]], ())

@@ -143,6 +143,14 @@ class Stages:
             return wanted, self.input_names.index(wanted) if wanted in self.input_names else None
         return self.input_names[wanted] if wanted < len(self.input_names) else None, wanted
 
+    def shares_inputs(self, stage: int) -> bool:
+        """Whether another stage reads an input that `stage` reads, of the same copy of the model."""
+        num_stages = len(self) // self.num_streams
+        first = stage - stage % num_stages
+        others = (s for s in range(first, first + num_stages) if s != stage)
+        mine, theirs = ({self._name_and_position(i) for s in of for i in self.inputs[s]} for of in ([stage], others))
+        return not mine.isdisjoint(theirs)
+
     def call(self, stage: int, edge_values: Iterable[Any], batch: Any) -> Any:
         """The output of `stage`, given the values of its incoming edges and the batch."""
         return self.modules[stage](*edge_values, *self.pick_inputs(stage, batch))

@@ -8,11 +8,12 @@ from typing import Any, Protocol, final
 
 import torch
 
+from rota.errors import PipelineError
 from rota.models import Stages
 from rota.placement import Placement
-from rota.runtime.gradients import Kept, backward, backward_inputs, forward, hand_over, take_loss, writes_in_place
+from rota.runtime.gradients import Kept, backward, backward_inputs, forward, hand_over, take_loss
 from rota.runtime.precision import Autocast, ambient_autocast, without_autocast
-from rota.runtime.recompute import Again, without_activations
+from rota.runtime.recompute import Again, versions_of, without_activations
 from rota.runtime.split_backward import WeightWork
 from rota.tasks import Kind, Op
 
@@ -61,7 +62,7 @@ class Compute:
         self._stages, self._loss_fn, self.keep_outputs = stages, loss_fn, keep_outputs
         self._split = {task.stage for task in placement.tasks if task.kind is Kind.I}
         self._recomputed = {task.stage for task in placement.tasks if task.kind is Kind.R}.union(recompute)
-        self._in_place = {s for s in placement.stages if writes_in_place(stages[s])}
+        self._sharing = {stage for stage in placement.stages if stages.shares_inputs(stage)}
         self._sinks = {*stages.sinks}
         self._num_stages = len(stages) // stages.num_streams  # of one copy of the model
         self._kept: dict[tuple[int, int], Kept | Again | WeightWork] = {}
@@ -114,7 +115,8 @@ class Compute:
         return gradients
 
     def _recomputable_forward(self, op: Op, received: list[Any]) -> list[Any]:
-        with without_activations(self._stages[op.stage], received, f"stage {op.stage}") as again:
+        inputs = self._stages.pick_inputs(op.stage, self._batch.inputs[op.microbatch])
+        with without_activations(self._stages[op.stage], received, inputs, f"stage {op.stage}") as again:
             values = self._forward(op, received)
         self._kept[op.stage, op.microbatch] = again
         return values
@@ -124,15 +126,20 @@ class Compute:
         # Dropout is a matter of step, stage and micro-batch, not of the order or the rank: R draws what F drew.
         torch.default_generator.manual_seed(hash((self._seed, stage % self._num_stages, m)) % 2**63)
         batch = self._batch
+        versions = self._versions_of_shared(stage, m)
         output, values, kept = forward(
             self._stages,
             stage,
             received,
             batch.inputs[m],
             split=stage in self._split,
-            in_place=stage in self._in_place,
             buffers=buffers,
         )
+        if versions != self._versions_of_shared(stage, m):
+            raise PipelineError(
+                f"stage {stage} writes into an input that other stages read too, which on another rank would have it "
+                f"unchanged; let it begin with an operation that is not in place"
+            )
         if stage in self._sinks:
             if self._loss_fn is not None and (targets := batch.targets[m]) is not None:
                 self.losses[m] = take_loss(kept, self._loss_fn, output, targets, batch.shares[m] * batch.scale)
@@ -141,3 +148,8 @@ class Compute:
         if torch.is_grad_enabled():
             self._kept[stage, m] = kept
         return values
+
+    def _versions_of_shared(self, stage: int, microbatch: int) -> list[int]:
+        if stage not in self._sharing:
+            return []
+        return versions_of(self._stages.pick_inputs(stage, self._batch.inputs[microbatch]))

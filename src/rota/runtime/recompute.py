@@ -51,23 +51,28 @@ class Again:
 
 
 @contextmanager
-def without_activations(module: nn.Module, received: list[Any], where: str) -> Iterator[Again]:
-    """Around a first forward; the result is complete after it.
+def without_activations(module: nn.Module, received: list[Any], inputs: tuple[Any, ...], where: str) -> Iterator[Again]:
+    """Around a first forward; the result is complete after it. `inputs`: what the stage reads of the batch.
 
     Autograd's graph is made, since it tells which outputs want a gradient, but nothing is saved in it.
     """
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     again = Again(received, {})
-    versions = [tensor._version for tensor in _tensors(received)]
+    versions = versions_of((received, inputs))
     with saved_tensors_hooks(lambda _: None, _refuse):
         yield again
-    if versions != [tensor._version for tensor in _tensors(received)]:
+    if versions != versions_of((received, inputs)):
         raise PipelineError(
             f"{where} writes into what it receives, which its recomputation needs unchanged; let it begin with an "
             f"operation that is not in place, or {_WITHOUT}"
         )
     after = dict(module.named_buffers())
     again.buffers = {name: old for name, old in before.items() if not torch.equal(old, after[name])}
+
+
+def versions_of(value: Any) -> list[int]:
+    """How often each tensor in a value has been written to."""
+    return [tensor._version for tensor in _tensors(value)]
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
