@@ -11,7 +11,15 @@ import torch
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.placement import Placement
-from rota.runtime.gradients import Kept, backward, backward_inputs, forward, gradient_edges, hand_over, take_loss
+from rota.runtime.gradients import (
+    Kept,
+    backward,
+    backward_inputs,
+    forward,
+    hand_over,
+    refuse_modes_without_gradients,
+    take_loss,
+)
 from rota.runtime.precision import Autocast, ambient_autocast, without_autocast
 from rota.runtime.recompute import Again, versions_of, without_activations
 from rota.runtime.split_backward import WeightWork
@@ -75,11 +83,8 @@ class Compute:
 
     def begin(self, batch: Batch, seed: int) -> None:
         """A new step; what is left of the one before is dropped."""
-        if self._trains and (torch.is_inference_mode_enabled() or not torch.is_grad_enabled()):
-            mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
-            raise PipelineError(
-                f"step runs under torch.{mode}(), but it makes gradients; leave that out, or use evaluate or forward"
-            )
+        if self._trains:
+            refuse_modes_without_gradients()
         self._batch, self._seed = batch, seed
         self._autocast = ambient_autocast()
         self._kept.clear()
@@ -152,11 +157,11 @@ class Compute:
             if self.keep_outputs:
                 self.outputs[m] = hand_over(output)
         if torch.is_grad_enabled():
-            self._refuse_lost_gradients(stage, kept, output)
+            self._refuse_lost_gradients(stage, kept)
             self._kept[stage, m] = kept
         return values
 
-    def _refuse_lost_gradients(self, stage: int, kept: Kept, output: Any) -> None:
+    def _refuse_lost_gradients(self, stage: int, kept: Kept) -> None:
         """Raises PipelineError where stages would get zeros for gradients, as nothing leads from the loss to them."""
         if kept.loss is not None or any(kept.outputs):
             return
@@ -168,11 +173,6 @@ class Compute:
                         f"what stage {stage} returns has no gradient, so nothing before it would be trained; leave out "
                         f"detach() and no_grad(), or freeze what comes before by requires_grad_(False)"
                     )
-        elif gradient_edges(output):
-            raise PipelineError(
-                "loss_fn returned a loss without gradient for an output that has one; leave out detach(), item() and "
-                "no_grad() in it, or use evaluate"
-            )
         elif any(received) or any(parameter.requires_grad for parameter in self._stages[stage].parameters()):
             raise PipelineError(
                 f"what stage {stage}, the last one, returns has no gradient, so nothing would be trained; leave out "

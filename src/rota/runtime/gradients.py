@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.utils._pytree import tree_iter
 
 from rota.errors import PipelineError
 from rota.models import Stages
@@ -94,16 +95,36 @@ def _wanting_gradient(value: Any) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor.requires_grad]
 
 
-def take_loss(
-    kept: Kept, loss_fn: Callable[[Any, Any], torch.Tensor], output: Any, target: Any, weight: float
-) -> float:
-    """The micro-batch's own loss; its share `weight` of the mean is what the backward starts from."""
+def refuse_modes_without_gradients() -> None:
+    """Raises PipelineError where autograd is off, for what trains."""
+    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise PipelineError(
+            f"step runs under torch.{mode}(), but it makes gradients; leave that out, or use evaluate or forward"
+        )
+
+
+def loss_of(loss_fn: Callable[[Any, Any], torch.Tensor], output: Any, target: Any) -> torch.Tensor:
+    """What `loss_fn` returns. Raises PipelineError unless that is a loss, with a gradient if the output has one."""
     loss = loss_fn(output, target)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         got = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise PipelineError(f"loss_fn returned {got}; it must return a tensor with one element, the mean loss")
     if loss.is_complex():
         raise PipelineError("loss_fn returned a complex tensor; it must return a real one, the mean loss")
+    if not loss.requires_grad and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_iter(output)):
+        raise PipelineError(
+            "loss_fn returned a loss without gradient for an output that has one; leave out detach(), item() and "
+            "no_grad() in it, or use evaluate"
+        )
+    return loss
+
+
+def take_loss(
+    kept: Kept, loss_fn: Callable[[Any, Any], torch.Tensor], output: Any, target: Any, weight: float
+) -> float:
+    """The micro-batch's own loss; its share `weight` of the mean is what the backward starts from."""
+    loss = loss_of(loss_fn, output, target)
     if loss.requires_grad:
         kept.loss = get_gradient_edge(loss), torch.full_like(loss, weight, requires_grad=False)
     return math.nan if loss.is_meta else loss.item()  # a model without numbers has a loss without one
