@@ -6,6 +6,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, final
@@ -27,11 +28,12 @@ class _Generator(NamedTuple):
 class RandomStates:
     """As they are now: PyTorch's, Python's and NumPy's own, and those of generators that `model` has as attributes.
 
-    A GPU's is among them if CUDA is in use already.
+    A GPU's is among them if CUDA is in use already. With `seeded`, those that `torch.manual_seed` sets are left out.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._before = [(generator, generator.get()) for generator in _generators(model)]
+    def __init__(self, model: nn.Module, seeded: bool = False) -> None:
+        generators = [*_generators(model)] if seeded else [*_seeded_generators(), *_generators(model)]
+        self._before = [(generator, generator.get()) for generator in generators]
 
     def changed(self) -> bool:
         """Whether any generator has been drawn from, or seeded."""
@@ -68,14 +70,27 @@ class RandomStates:
         return found[0] if found else None
 
 
-def _generators(model: nn.Module) -> Iterator[_Generator]:
+@contextmanager
+def random_state_kept(model: nn.Module) -> Iterator[None]:
+    """All `RandomStates` afterwards as they were before."""
+    states = RandomStates(model)
+    try:
+        yield
+    finally:
+        states.restore()
+
+
+def _seeded_generators() -> Iterator[_Generator]:
     yield _Generator(torch.get_rng_state, torch.set_rng_state)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        yield _Generator(torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all)
+
+
+def _generators(model: nn.Module) -> Iterator[_Generator]:
     yield _Generator(random.getstate, random.setstate)
     numpy = sys.modules.get("numpy")  # if it is not loaded, nobody draws from it
     if numpy is not None:
         yield _Generator(numpy.random.get_state, numpy.random.set_state)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        yield _Generator(torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all)
     for module in model.modules():
         for value in vars(module).values():
             if isinstance(value, torch.Generator):

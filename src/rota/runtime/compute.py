@@ -21,7 +21,7 @@ from rota.runtime.gradients import (
     take_loss,
 )
 from rota.runtime.precision import Autocast, ambient_autocast, without_autocast
-from rota.runtime.recompute import Again, versions_of, without_activations
+from rota.runtime.recompute import Again, drawing_again, versions_of, without_activations
 from rota.runtime.split_backward import WeightWork
 from rota.tasks import Kind, Op
 
@@ -110,7 +110,8 @@ class Compute:
     def _recompute(self, op: Op) -> None:
         again = self._kept.pop((op.stage, op.microbatch))
         assert isinstance(again, Again)
-        self._forward(op, again.received, again.buffers)
+        with drawing_again(self._stages[op.stage], again):
+            self._forward(op, again.received, again.buffers)
 
     def _backward(self, op: Op, received: list[Any]) -> list[Any]:
         kept = self._kept.pop((op.stage, op.microbatch))
