@@ -72,7 +72,12 @@ def forward(
 
 
 def _writable(leaf: torch.Tensor) -> torch.Tensor:
-    """The leaf's memory as what autograd lets a stage write into, as neither a leaf nor a view of one."""
+    """The leaf's memory as what autograd lets a stage write into, as neither a leaf nor a view of one.
+
+    A leaf without strides (sparse, nested) or of a class of its own is left as it is: autograd refuses writes into it.
+    """
+    if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_nested:
+        return leaf
     entered: torch.Tensor = torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
     return entered
 
@@ -81,7 +86,7 @@ def _tell_writes(leaves: list[list[torch.Tensor]], entered: list[list[torch.Tens
     """Count writes into what is `_writable` as writes into the leaf: autograd and the caller look for them there."""
     for of_leaves, of_entered in zip(leaves, entered, strict=True):
         for leaf, same in zip(of_leaves, of_entered, strict=True):
-            if same._version:
+            if same is not leaf and same._version:
                 torch.autograd.graph.increment_version(leaf)
 
 
