@@ -72,6 +72,26 @@ def write_into_view(stage: Any, x: Tensor) -> Tensor:
     return y
 
 
+def multiply_in_place(x: Tensor) -> Tensor:
+    x *= 2
+    return x
+
+
+def write_rows(x: Tensor) -> Tensor:
+    x[1:] = x[:-1].tanh()
+    x.t().add_(1)
+    return x
+
+
+#: Ways to write into what is received, by functions that no module tells of.
+IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "operator": multiply_in_place,
+    "relu": lambda x: functional.relu(x, inplace=True),
+    "masked": lambda x: x.masked_fill_(x.detach() > 0, 0.5),
+    "views": write_rows,
+}
+
+
 def checkpointed(stage: Any, x: Tensor) -> Tensor:
     y: Tensor = checkpoint(stage.block, x, use_reentrant=False)
     return stage.last(y)
@@ -130,9 +150,16 @@ STAGES: dict[str, Callable[[], nn.Module]] = {
     "output twice": lambda: Calls(lambda s, x: (s.a(x),) * 2, a=linear()),
     "output is a branch and a spine": lambda: Calls(lambda s, x: ((y := s.a(x)), s.b(y)), a=linear(), b=linear()),
     "in place at once": lambda: nn.Sequential(nn.ReLU(inplace=True), linear(), nn.LeakyReLU(inplace=True), linear()),
+    **{
+        f"in place at once, {name}": lambda write=write: Calls(lambda s, x: s.a(write(x)), a=linear())
+        for name, write in IN_PLACE.items()
+    },
     "writes into a view": lambda: Calls(write_into_view, a=linear(), b=linear(), scale=weight(2)),
     "several outputs of one node": lambda: Calls(
         lambda s, x: s.a(x).chunk(3, dim=1)[1] * s.w + torch.unbind(x, 1)[0][:, None], a=linear(), w=weight(2)
+    ),
+    "numbers": lambda: Calls(
+        lambda s, x: s.b(torch.tanh(s.a(x) * 0.5) * 2 + x / 3 - 1.5 * x**2), a=linear(), b=linear()
     ),
     "recurrent layer": lambda: Calls(lambda s, x: s.r(x[None])[0][0], r=nn.LSTM(WIDTH, WIDTH, num_layers=2)),
     "convolution": lambda: Calls(lambda s, x: s.c(x[:, None]).flatten(1), c=nn.Conv1d(1, 3, 3)),

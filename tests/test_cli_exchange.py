@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,11 +117,53 @@ def test_megatron(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "export", "megatron", "three.json", "--boundaries", "0,2,4,6")
     assert "Megatron does these stages in its own order" in out
     assert out.endswith("Not written; use -o to keep: Et|tt|tL\n")
-    code, out, _ = run(capsys, "export", "megatron", "cut.json")
-    assert code == 0
-    assert "Cut as planned, at the boundaries 0,1,3,4,5: the first layer is taken for the embedding (E)" in out
-    assert out.endswith("keep: E|tt|t|L\n")
     assert run(capsys, "export", "megatron", "cut.json", "--boundaries", "0,2,3,4,5")[1].endswith("keep: Et|t|t|L\n")
+
+
+def test_megatron_counts_transformer_layers_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What autoplan counts may be norms and heads as well."""
+    plan = Plan.from_json((here / "cut.json").read_text())
+    usage = Usage(("3", "5", "7"), 1, 1, (3, 2, 2, 4))
+    (here / "gpt.json").write_text(replace(plan, usage=usage).to_json())
+    layers = ["--layers", "Embed, Dropout, Block*7, LayerNorm, Head", "--type", "BLOCK"]
+    code, out, error = run(capsys, "export", "megatron", "gpt.json", *layers)
+    assert (code, error) == (0, "")
+    assert out.splitlines()[0].startswith("--num-layers 7 --pipeline-model-parallel-size 2 ")
+    assert out.endswith("keep: Et|tt|tt|ttL\n")
+    code, out, _ = run(capsys, "export", "megatron", "gpt.json", *layers, "--boundaries", "0,2,5,9,11")
+    assert out.endswith("keep: E|t*3|t*4|L\n")
+    code, out, _ = run(capsys, "export", "megatron", "gpt.json", *layers, "--boundaries", "0,2,5,10,11")
+    assert out.endswith("keep: E|t*3|t*4|L\n")
+
+
+def test_torchtitan_makes_no_weights(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model too large for any memory, with its layers in a file beside it that is imported late."""
+    (here / "sub").mkdir()
+    (here / "sub" / "neighbour.py").write_text(
+        MODEL.replace("4, 4", "10**9, 10**9").replace("nn.Linear(4", "nn.Linear(10**9")
+    )
+    (here / "sub" / "late.py").write_text("def make():\n    from neighbour import GPT\n    return GPT(True)\n")
+    cuts = ["--cuts", "0,1,marks[3]"]
+    code, out, error = run(
+        capsys, "export", "torchtitan", "plan.json", "--model", "sub/late.py:make", *cuts, "-o", "large"
+    )
+    assert (code, error) == (0, "")
+    assert stages_of(out) == ["tok_embeddings layers.0", "layers.1", "layers.2 layers.3", "output"]
+    assert str(here / "sub") not in sys.path
+
+
+def test_torchtitan_makes_weights_where_it_must(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "reads.py").write_text(
+        MODEL.replace("nn.Linear(4, 10)", "nn.Linear(4, int(torch.ones(1).item()))").replace(
+            "from torch import nn", "import torch\nfrom torch import nn"
+        )
+    )
+    code, out, error = run(
+        capsys, "export", "torchtitan", "plan.json", "--model", "reads.py:marked", "--cuts", "0,1,marks[3]", "-o", "x"
+    )
+    assert code == 0
+    assert "marked() makes its weights, as on the meta device it raised" in error
+    assert stages_of(out)[0] == "tok_embeddings layers.0"
 
 
 def test_deepspeed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,6 +212,15 @@ EXPORT = "export torchtitan plan.json --model"
         ("export megatron plan.json --boundaries 0,x", "'x' in '0,x' is no number of layers"),
         ("export megatron plan.json --boundaries 0,4,3,9,12", "fall from 4 to 3"),
         ("export megatron plan.json", "where is the cut? plan.json does not say; give --boundaries"),
+        ("export megatron cut.json", "which of the layers that cut.json cuts at 0,1,3,4,5 are transformer layers?"),
+        ("export megatron cut.json --layers a*5", "--type and --layers go together"),
+        (
+            "export megatron cut.json --layers a*5 --type a --mtp 1",
+            "--layers cannot tell layers of multi-token prediction",
+        ),
+        ("export megatron cut.json --layers a*6 --type a", "boundaries end with 5, but there are 6 layers"),
+        ("export megatron cut.json --layers e,a,n,a,h --type a", "layer 2 (n) lies between transformer layers"),
+        ("export megatron cut.json --layers a*5 --type b", "pattern 'b' finds none of the layers"),
         ("export deepspeed three.json", "where is the cut? three.json does not say; give --boundaries, or --type and"),
         ("export deepspeed three.json --type a", "--type and --layers go together; give --boundaries, or --type and"),
         ("export deepspeed three.json --type a --layers B*x", "'B*x' is no layer; write such as Block, or Block*8"),

@@ -98,14 +98,14 @@ class Outer(nn.Module):
 
 def test_what_holds_no_parameters_may_be_in_several_parts() -> None:
     model: nn.Module = Model()
-    assert module_parts(model, split(model, 2)) == (("a", "cut"), ("b", "cut"))
+    assert module_parts(model, split(model, 2)) == (("a", "cut"), ("b",))
     model = Shared(lambda model: setattr(model, "shared", nn.Dropout(0.0)))
-    assert module_parts(model, split(model, 2)) == (("a", "cut", "shared"), ("b", "cut", "shared"))
+    assert module_parts(model, split(model, 2)) == (("a", "cut", "shared"), ("b", "shared"))
 
 
 def test_a_cut_inside_of_a_module_is_refused_by_name_and_one_that_is_not_made_is_no_cut() -> None:
     model = Outer()
-    assert module_parts(model, split(model, 2, cuts=["cut"])) == (("first", "blocks.0", "cut"), ("blocks.1", "cut"))
+    assert module_parts(model, split(model, 2, cuts=["cut"])) == (("first", "blocks.0", "cut"), ("blocks.1",))
     with pytest.raises(
         RotaError, match=r"stages 0, 1 share 'blocks.0' \(InnerCut\): a cut lies inside of it, .* first, "
     ):

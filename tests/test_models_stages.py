@@ -200,6 +200,7 @@ def test_parameter_names_are_the_stages_own_where_they_differ() -> None:
     assert [name for name, _ in stages.named_parameters()] == ["0.weight", "weight", "bias"]
     stages = Stages([nn.Linear(2, 2), nn.LayerNorm(2)])
     assert [name for name, _ in stages.named_parameters()] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert [name for name, _ in stages.named_parameters([1])] == ["1.weight", "1.bias"]
     assert stages.num_parameters(0) == 6
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import builtins
+import random
 import re
+import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -26,6 +32,9 @@ class Model(nn.Module):
         self.cuts = [CutPoint() for _ in range(2)]
         self.middle = middle
         self.register_buffer("count", torch.zeros(2))
+        self.generator = torch.Generator()
+        self.python_generator, self.numpy_state = random.Random(1), np.random.RandomState(1)
+        self.numpy_generator = np.random.default_rng(1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.cuts[0](self.first(x))
@@ -64,6 +73,35 @@ def invents(model: Model, x: Tensor) -> Tensor:
     return x + torch.randn(2)
 
 
+def drops_layers(model: Model, x: Tensor) -> Tensor:
+    if torch.rand([]).item() < 0.5:
+        return x
+    return x.tanh()
+
+
+def drops_layers_by_python(model: Model, x: Tensor) -> Tensor:
+    skipped = random.random() < 0.5
+    return x if skipped else x.tanh()
+
+
+def drops_layers_by_numpy(model: Model, x: Tensor) -> Tensor:
+    return x if np.random.rand() < 0.5 else x.tanh()
+
+
+def drops_layers_by_its_own(model: Model, x: Tensor) -> Tensor:
+    generators = (model.python_generator, model.numpy_state, model.numpy_generator)
+    return x if any(generator.random() < 0.5 for generator in generators) else x.tanh()
+
+
+def draws_by_its_own(model: Model, x: Tensor) -> Tensor:
+    return x * int(torch.randint(2, (), generator=model.generator))
+
+
+def seeds(model: Model, x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return x + 1
+
+
 def freezes(model: Model, x: Tensor) -> Tensor:
     with torch.no_grad():
         return x * 2
@@ -94,7 +132,13 @@ def counts(model: Model, x: Tensor) -> Tensor:
         (asks_torch, "return x + 1 if torch.is", "TraceError: symbolically traced variables"),
         (drops, "return F.dropout", "'dropout' at .* differs between training and evaluation"),
         (skips, "return x.tanh", "'tanh' at .* differs between training and evaluation"),
-        (invents, "", "'_tensor_constant0' at .* differs between training and evaluation, or from one call"),
+        (invents, "return x + torch.randn", "forward of Model draws random numbers, or seeds them, at"),
+        (drops_layers, "if torch.rand", "forward of Model draws random numbers, or seeds them, at"),
+        (drops_layers_by_python, "skipped = random.random()", "forward of Model draws random numbers"),
+        (drops_layers_by_numpy, "return x if np.random.rand()", "forward of Model draws random numbers"),
+        (drops_layers_by_its_own, "return x if any", "forward of Model draws random numbers"),
+        (draws_by_its_own, "return x * int", "forward of Model draws random numbers"),
+        (seeds, "torch.manual_seed(0)", "forward of Model draws random numbers, or seeds them"),
         (freezes, "return x * 2", "'mul' at .* runs in a context"),
         (lowers, "return x @ x", "'matmul' at .* runs in a context"),
         (keeps, "", "forward of Model sets seen, which a stage would not"),
@@ -112,6 +156,110 @@ def test_forward_that_a_trace_cannot_tell(middle: Callable[[Any, Any], Any], lin
     assert model.training
     assert set(vars(model)) == set(vars(Model(middle)))
     assert torch.equal(model.count, torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [drops_layers, drops_layers_by_python, drops_layers_by_numpy, drops_layers_by_its_own, draws_by_its_own, seeds],
+)
+def test_random_states_are_left_as_they_were(middle: Callable[[Any, Any], Any]) -> None:
+    model = Model(middle)
+
+    def draw() -> list[float]:
+        its_own = (model.python_generator, model.numpy_state, model.numpy_generator)
+        drawn = (torch.rand(()), random.random(), np.random.rand(), torch.rand((), generator=model.generator))
+        return [float(number) for number in (*drawn, *(generator.random() for generator in its_own))]
+
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state(), model.generator.get_state()
+    expected = draw()
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+    model.generator.set_state(states[3])
+    model.python_generator, model.numpy_state = random.Random(1), np.random.RandomState(1)
+    model.numpy_generator = np.random.default_rng(1)
+    tracing = sys.gettrace()
+    with pytest.raises(SplitError, match="draws random numbers"):
+        split(model, 2)
+    assert draw() == expected
+    assert sys.gettrace() is tracing
+
+
+def test_what_draws_when_a_stage_runs_is_no_matter() -> None:
+    class Drops(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (random.random() + torch.rand(()))
+
+    model = Model(lambda model, x: model.drops(F.relu(x) + torch.rand(x.shape)))
+    model.drops = nn.Sequential(nn.Dropout(0.5), Drops())
+    state, of_torch = random.getstate(), torch.get_rng_state()
+    stages = split(model, 2)
+    assert random.getstate() == state
+    assert torch.equal(torch.get_rng_state(), of_torch)
+    x = torch.randn(3, 2)
+    assert not torch.equal(stages.run(x), stages.run(x))
+
+
+# --- several threads --------------------------------------------------------------------------------------------------
+
+
+def test_threads_split_one_after_another() -> None:
+    """fx patches nn.Module for all threads, and we `isinstance`; here they meet within the forward of the first."""
+    patched = builtins.isinstance, nn.Module.__call__, nn.Module.__getattr__
+    inside = threading.Event()
+    num_inside, most_inside = 0, []
+
+    def meets(model: Model, x: Tensor) -> Tensor:
+        nonlocal num_inside
+        num_inside += 1
+        most_inside.append(num_inside)
+        inside.set()
+        time.sleep(0.05)  # for the others to come in, if they can
+        num_inside -= 1
+        return x + 1
+
+    made: list[Any] = []
+    models = [Model(meets) for _ in range(3)]
+    threads = [threading.Thread(target=lambda model=model: made.append(split(model, 2))) for model in models]
+    for thread in threads:
+        thread.start()
+        inside.wait()
+    for thread in threads:
+        thread.join()
+    assert (builtins.isinstance, nn.Module.__call__, nn.Module.__getattr__) == patched
+    assert [len(stages) for stages in made] == [2, 2, 2]
+    assert {*most_inside} == {1}
+
+
+def test_another_thread_draws_meanwhile() -> None:
+    drawn: list[float] = []
+
+    def meets(model: Model, x: Tensor) -> Tensor:
+        if not drawn:
+            thread = threading.Thread(target=lambda: drawn.append(random.random()))
+            thread.start()
+            thread.join()
+        return x + 1
+
+    assert len(split(Model(meets), 2)) == 2
+    assert random.random() != drawn[0]
+
+
+def test_another_thread_runs_a_model_meanwhile() -> None:
+    other, x = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), torch.randn(4, 2)
+    expected, found = other(x), []
+
+    def meets(model: Model, x: Tensor) -> Tensor:
+        thread = threading.Thread(target=lambda: found.append(other(given)))
+        thread.start()
+        thread.join()
+        return x + 1
+
+    given = x
+    stages = split(Model(meets), 2)
+    assert len(found) == 2  # traced for training and for evaluation
+    assert all(torch.equal(one, expected) for one in found)
+    assert "BatchNorm" not in str(stages.modules)
 
 
 def test_model_is_left_as_it_was() -> None:

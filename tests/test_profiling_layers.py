@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 import sys
 import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,7 +19,7 @@ from torch.nn import functional
 from layered_models import MAKE, case
 from rota import CutPoint, FormatError, Link, PipelineError, Stages, split
 from rota.models import finest
-from rota.profiling import DEVICES, profile_layers, profile_model
+from rota.profiling import DEVICES, profile_here, profile_layers, profile_model
 from rota.profiling.clocks import timed
 from rota.profiling.links import cluster_of, rounds
 from rota.profiling.roofline import Kernels, Roofline
@@ -26,6 +28,7 @@ from rota.profiling.roofline import Kernels, Roofline
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rota.profiling.layering._RUN_NS", 0)
+    monkeypatch.setattr("rota.profiling.measuring._RUN_NS", 0)
 
 
 def gpu(name: str = "h100") -> dict[str, Any]:
@@ -46,13 +49,34 @@ def test_a_model_without_places_to_cut_is_one_layer() -> None:
     assert (layers.num_layers, layers.cuts, layers.rows) == (1, (), 2)
 
 
+class Draws(nn.Module):
+    """By Python's generator and NumPy's, as layers that are dropped at random do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * random.random() * np.random.rand()
+
+
+def profile_stages(model: nn.Module, *batch: Any, **how: Any) -> Any:
+    return profile_here(split(model, 2), *batch, **how)
+
+
+@pytest.mark.parametrize("profile", [profile_layers, profile_stages])
+def test_all_random_states_are_left_as_they_were(profile: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Draws(), nn.Dropout(), nn.Linear(4, 1))
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist(), np.random.get_state()[2]
+    profile(model, torch.ones(3, 4), repeats=1)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert (np.random.get_state()[1].tolist(), np.random.get_state()[2]) == before[2:]
+
+
 def test_the_model_is_not_touched_and_progress_is_told() -> None:
     model, told = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 1)), list[str]()
-    before, random, num_threads = copy.deepcopy(model.state_dict()), torch.get_rng_state(), torch.get_num_threads()
+    before, drawn, num_threads = copy.deepcopy(model.state_dict()), torch.get_rng_state(), torch.get_num_threads()
     layers = profile_layers(model, torch.ones(3, 4), optimizer=torch.optim.SGD, repeats=1, report=told.append)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert torch.equal(random, torch.get_rng_state())
+    assert torch.equal(drawn, torch.get_rng_state())
     assert torch.get_num_threads() == num_threads
     assert len(told) == 4
     assert told[1].startswith("layer 2 of 4 (1): F ")

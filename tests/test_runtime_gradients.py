@@ -74,6 +74,30 @@ def test_nothing_to_differentiate() -> None:
     assert backward(kept, []) == [[]]
 
 
+def test_a_sparse_value_between_stages_of_one_rank() -> None:
+    weight = nn.Parameter(torch.randn(4, 2, dtype=torch.float64))
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sparse.mm(x, self.weight)
+
+    stages = Stages([nn.Identity(), Product()])
+    dense = torch.tensor([[0, 1.5, 0, 2], [3, 0, 0, 0]], dtype=torch.float64)
+    leaf = dense.to_sparse().requires_grad_()
+    output, _, kept = forward(stages, 1, [leaf], None)
+    take_loss(kept, lambda output, _: output.square().sum(), output, None, 1.0)
+    ((gradient,),) = backward(kept, [])
+    expected = dense.clone().requires_grad_()
+    torch.autograd.backward((expected @ weight.detach()).square().sum())
+    there = dense != 0
+    torch.testing.assert_close(gradient.to_dense()[there], expected.grad[there], rtol=1e-12, atol=1e-12)
+    assert leaf._version == 0
+
+
 def test_hand_over_shares_memory_and_cuts_the_graph() -> None:
     x = torch.randn(3, requires_grad=True)
     value = {"a": [x * 2, None, torch.Size([1])], 3: (x.detach(), torch.tensor([1, 2]), "text")}

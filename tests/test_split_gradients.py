@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from odd_stages import ROWS, STAGES, WIDTH, Calls, Counted, linear, weight
+from odd_stages import IN_PLACE, ROWS, STAGES, WIDTH, Calls, Counted, linear, weight
 from rota.models import Stages
-from rota.runtime.gradients import Kept, backward_inputs, forward, over_tensors
+from rota.runtime.gradients import Kept, backward, backward_inputs, forward, over_tensors
 from rota.runtime.messages import flatten
 from rota.runtime.split_backward import WeightWork
 
@@ -87,6 +88,38 @@ def test_both_halves_are_the_whole(name: str, wants_gradient: bool) -> None:
         assert_same(gradients_of(module), expected)
 
 
+@pytest.mark.parametrize("wants_gradient", [True, False])
+@pytest.mark.parametrize("name", [name for name in STAGES if "compiled" not in name])
+def test_one_backward_is_the_whole(name: str, wants_gradient: bool) -> None:
+    module = make(name)
+    expected_inputs, expected = whole(module, received_tensor(wants_gradient))
+    for _ in range(2):
+        torch.manual_seed(7)
+        _, (value,), kept = forward(middle_stage(module), 1, [received_tensor(wants_gradient)], None)
+        (of_inputs,) = backward(kept, [random_like(value)])
+        assert_same((of_inputs, gradients_of(module)), (expected_inputs, expected))
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_writing_into_what_is_received_copies_nothing_and_is_counted(name: str, split: bool) -> None:
+    received = received_tensor()
+    start, version = received.detach().clone(), received._version
+    seen = []
+
+    def write(stage: nn.Module, x: Tensor) -> Tensor:
+        seen.append(x.data_ptr())
+        return IN_PLACE[name](x)
+
+    forward(middle_stage(Calls(write)), 1, [received], None, split=split)
+    assert seen == [received.data_ptr()]
+    assert not torch.equal(received, start)
+    assert received._version > version
+    version = received._version
+    forward(middle_stage(Calls(lambda _, x: x * 2)), 1, [received], None, split=split)
+    assert received._version == version
+
+
 def test_values_of_any_structure() -> None:
     """Tuples and dicts with integers, None, an input that is not used and one that wants no gradient."""
 
@@ -139,6 +172,23 @@ def test_a_checkpointed_block_is_recomputed_once(wants_gradient: bool) -> None:
     assert not any(name.startswith("last") for name in at_once)
     work.run()
     assert len(calls) == 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the compiler's own
+def test_a_compiled_block_may_reuse_its_buffers() -> None:
+    """Once its backward is compiled for a graph that is not kept, a compiled block refuses one that is."""
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    block = Calls(lambda s, x: s.b(functional.gelu(s.a(s.norm(x)))), norm=nn.LayerNorm(WIDTH), a=linear(), b=linear())
+    module = nn.Sequential(linear(), block, linear()).double()
+    expected_inputs, expected = whole(module, received_tensor())
+    block.compile(backend="aot_eager")
+    assert_same(whole(module, received_tensor()), (expected_inputs, expected))
+    for _ in range(2):
+        _, work, of_inputs, at_once = split(module, received_tensor())
+        assert {name.partition(".")[0] for name in at_once} == {"1"}
+        work.run()
+        assert_same((of_inputs, gradients_of(module)), (expected_inputs, expected))
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dist.networks import StepResult, assert_equal_steps, batch_of, pipeline_steps, serial_step
+from dist.networks import (
+    ROWS,
+    StepResult,
+    assert_equal_steps,
+    batch_of,
+    gradients_of,
+    loss_fn,
+    pipeline_steps,
+    serial_step,
+)
 from dist.pool import Pool
+from odd_stages import IN_PLACE
 from rota import Cluster, Costs, PipelineError, Plan, Stages, place
 from rota.schedules import NAMED
 
@@ -231,3 +241,88 @@ def test_writing_into_what_is_received(pool: Pool, ranks: list[int], others_read
         if others_read:  # on one rank they would disturb each other
             stages[1].act.inplace = False
         assert_equal_steps(results, serial_step(stages, *batch_of(4)))
+
+
+class WritesFirst(nn.Module):
+    """Writes into what it receives by a function, which no module tells of."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.linear = how, nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(IN_PLACE[self.how](x))
+
+
+def stages_that_write(how: str) -> Stages:
+    torch.manual_seed(0)
+    return Stages([Stage(plain, 0), WritesFirst(how), WritesFirst(how)])
+
+
+def steps_that_write(rank: int, cases: list[tuple[str, Plan]]) -> list[StepResult]:
+    return [pipeline_steps(rank, stages_that_write(how), plan, [batch_of(4)])[0] for how, plan in cases]
+
+
+def test_writing_by_functions_into_what_is_received(pool: Pool) -> None:
+    """Over a message and on the same rank, in plans with B and with I and W."""
+    costs = [Costs.uniform(3), Costs.uniform(3, weight_us=1)]
+    plans = [NAMED["gpipe"](place(of, Cluster.uniform(2), [0, 1, 1]), 4) for of in costs]
+    cases = [(how, plan) for how in IN_PLACE for plan in plans]
+    by_rank = pool.run(2, steps_that_write, cases)
+    for case, (how, _) in enumerate(cases):
+        serial = serial_step_by_microbatches(stages_that_write(how), *batch_of(4))
+        assert_equal_steps([results[case] for results in by_rank], serial)
+
+
+def serial_step_by_microbatches(stages: Stages, inputs: Tensor, targets: Tensor) -> StepResult:
+    """For stages that mix the rows of a micro-batch."""
+    total = 0.0
+    for x, y in zip(inputs.split(ROWS), targets.split(ROWS), strict=True):
+        loss = loss_fn(stages.run(x), y) * len(x) / len(inputs)
+        loss.backward()
+        total += loss.item()
+    return StepResult(total, gradients_of(stages, range(len(stages))))
+
+
+# --- what is read of the batch ----------------------------------------------------------------------------------------
+
+
+class WritesInput(nn.Module):
+    """Writes into what it reads of the batch, behind what it receives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, *values: Tensor) -> Tensor:
+        x = values[-1]
+        x *= 2
+        return self.linear(x) + sum(values[:-1])
+
+
+def told_of_written_inputs(rank: int, plan: Plan, inputs: Any) -> str | list[StepResult]:
+    torch.manual_seed(0)
+    stages = Stages([WritesInput(), WritesInput()], inputs=inputs, input_names=["x", "y"])
+    first, second = batch_of(4)[0], batch_of(4, seed=2)[0]
+    try:
+        return pipeline_steps(rank, stages, plan, [((first, second), batch_of(4)[1])])
+    except PipelineError as error:
+        return str(error)
+
+
+def test_writing_into_an_input(pool: Pool) -> None:
+    plan = NAMED["gpipe"](place(Costs.uniform(2), Cluster.uniform(2)), 4)
+    torch.manual_seed(0)
+    stages = Stages([WritesInput(), WritesInput()], inputs=[["x"], ["y"]], input_names=["x", "y"])
+    serial = serial_step(stages, (batch_of(4)[0], batch_of(4, seed=2)[0]), batch_of(4)[1])
+    by_rank = pool.run(2, told_of_written_inputs, plan, [["x"], ["y"]])
+    assert_equal_steps([results[0] for results in by_rank], serial)
+
+
+def test_writing_into_an_input_that_is_read_again_is_refused(pool: Pool) -> None:
+    plan = NAMED["gpipe"](place(Costs.uniform(2), Cluster.uniform(1), [0, 0]), 4)
+    told = pool.run(1, told_of_written_inputs, plan, [["x"], ["y", 0]])[0]
+    assert "stage 0 writes into an input that other stages read too" in told
+    plan = NAMED["gpipe"](place(Costs.uniform(2, recompute_us=1), Cluster.uniform(1), [0, 0]), 4)
+    told = pool.run(1, told_of_written_inputs, plan, [["x"], ["y"]])[0]
+    assert "stage 0 writes into what it receives, which its recomputation needs unchanged" in told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -327,3 +328,26 @@ def whole_life(rank: int, folder: Path) -> None:
 
 def test_refusals_names_profile_and_choice(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, whole_life, tmp_path)
+
+
+def evaluate_many_sizes(rank: int) -> tuple[list[tuple[int, int]], list[float], float]:
+    """Threads and process groups after each of some evaluations, their losses, and a step's after them."""
+    del rank
+    varuna = wrap(GPT(), "0;1;", shared_weights=SHARED).eval()
+    left, losses = [], []
+    for size in (2, 4, 6, 10, 14, 2, BATCH_SIZE):
+        losses.append(varuna.evaluate(batch(0, size), batch_size=size))
+        groups = len(dist.distributed_c10d._world.pg_map)
+        left.append((threading.active_count(), groups))
+    loss, _, _ = varuna.step(batch(0))
+    varuna.close()
+    return left, losses, loss
+
+
+def test_evaluating_batches_of_many_sizes_leaves_one_pipeline_for_them(pool: Pool) -> None:
+    model = tied(GPT(), len(SHARED)).eval()
+    for left, losses, loss in pool.run(2, evaluate_many_sizes):
+        assert len({*left}) == 1, left
+        expected = [model(**batch(0, size)).item() for size in (2, 4, 6, 10, 14, 2, BATCH_SIZE)]
+        assert losses == pytest.approx(expected, rel=TOLERANCE)
+        assert loss == pytest.approx(expected[-1], rel=TOLERANCE)

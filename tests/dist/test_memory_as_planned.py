@@ -19,7 +19,7 @@ BOUNDARY_BYTES, HIDDEN_BYTES = ROWS * WIDTH * 8, ROWS * HIDDEN * 8
 
 
 class Wide(nn.Module):
-    """Keeps its input and a tensor 16 times as large; gives what was sent a moment to get there."""
+    """Keeps its input, a tensor 16 times as large and a number; gives what was sent a moment to get there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Wide(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(0.004)
-        y: Tensor = self.down(torch.tanh(self.up(x)))
+        y: Tensor = self.down(torch.tanh(self.up(x) * 0.5))
         y.register_hook(lambda _: time.sleep(0.004))
         return y
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dist.networks import Layer, batch_of, loss_fn
+import rota
+from dist.meshed import part_of
+from dist.networks import WIDTH, Layer, batch_of, loss_fn
 from dist.pool import Pool
 from rota import Cluster, Costs, Pipeline, PipelineError, Stages, place
 from rota.schedules import gpipe
@@ -96,3 +98,57 @@ def test_norms_of_any_type_are_torchs_of_the_whole_model(pool: Pool) -> None:
         assert [text.split(",")[0] for text in told] == ["the norm of the gradients is nan"] * 2 + [
             "the norm of the gradients is inf"
         ] * 2
+
+
+# --- complex weights --------------------------------------------------------------------------------------------------
+
+
+class Complex(nn.Module):
+    """A complex layer, which sends complex values on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex128))
+        self.scale = nn.Parameter(torch.randn(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex128) @ self.weight).tanh() * self.scale
+
+
+def complex_stages() -> Stages:
+    """A complex weight is tied over the ends."""
+    torch.manual_seed(0)
+    stages = Stages([Complex() for _ in range(3)])
+    stages[2].weight = stages[0].weight
+    return stages
+
+
+def absolute_loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).abs().square().mean()
+
+
+def clipped_complex(rank: int, num_replicas: int) -> list[Clipped]:
+    found = []
+    for weight_us in (None, 1):
+        plan = gpipe(place(Costs.uniform(3, weight_us=weight_us), Cluster.uniform(2), [0, 1, 1]), 2)
+        for norm_type in NORM_TYPES:
+            stages, mesh = complex_stages(), rota.mesh(pp=2, dp=num_replicas)
+            with Pipeline(stages, plan, absolute_loss, mesh=mesh) as pipeline:
+                pipeline.step(*part_of(batch_of(2 * num_replicas), pipeline))
+                norm = pipeline.clip_grad_norm_(0.1, norm_type)
+                found.append(Clipped(norm, gradients_after(stages, tuple(pipeline.local_stages))))
+    return found
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_complex_weights(pool: Pool, num_replicas: int) -> None:
+    by_process = pool.run(2 * num_replicas, clipped_complex, num_replicas)
+    for case, norm_type in enumerate(NORM_TYPES * 2):
+        stages = complex_stages()
+        inputs, targets = batch_of(2 * num_replicas)
+        absolute_loss(stages.run(inputs), targets).backward()
+        norm = nn.utils.clip_grad_norm_([p for _, p in stages.named_parameters()], 0.1, norm_type)
+        for process, results in enumerate(by_process):
+            expected = gradients_after(stages, (0,) if process % 2 == 0 else (1, 2))
+            torch.testing.assert_close(results[case].norm, norm.item(), rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(results[case].gradients, expected, rtol=1e-10, atol=1e-10)

@@ -47,9 +47,9 @@ def _to_torchtitan(arguments: Namespace, planned: Plan) -> None:
 
 def _parts(spec: str, cuts: Sequence[str] | None, num_stages: int) -> tuple[tuple[str, ...], ...]:
     """By CutPoints where the model has some; else a stage begins with each of the modules in `cuts`."""
-    from rota.cli.models import load_model
+    from rota.cli.models import load_model_shape
 
-    model = load_model(spec)
+    model = load_model_shape(spec)
     from rota.interop import module_parts, parts_beginning_with
     from rota.models import split
     from rota.models.cutpoint import find_cut_points
@@ -68,16 +68,30 @@ def _parts(spec: str, cuts: Sequence[str] | None, num_stages: int) -> tuple[tupl
 def _to_megatron(arguments: Namespace, planned: Plan) -> None:
     from rota.interop import megatron
 
-    boundaries = arguments.boundaries or _planned_boundaries(arguments, planned, "give --boundaries")
-    layout = megatron.layout_for(planned, boundaries, arguments.mtp)
+    remedy = "give --boundaries, where E, each t and L count as one"
+    if (arguments.type is None) is not (arguments.layers is None):
+        raise files.InputError("--type and --layers go together; give both, or --boundaries alone")
+    if arguments.layers is not None and arguments.mtp:
+        raise files.InputError(
+            "--layers cannot tell layers of multi-token prediction; give --mtp with --boundaries alone"
+        )
+    if arguments.layers is not None:
+        boundaries = arguments.boundaries or _planned_boundaries(arguments, planned, "give --boundaries too")
+        layout = megatron.layout_of_layers(planned, boundaries, arguments.layers, arguments.type)
+    elif arguments.boundaries is not None:
+        layout = megatron.layout_for(planned, arguments.boundaries, arguments.mtp)
+    else:
+        cut = _listed(_planned_boundaries(arguments, planned, remedy))
+        raise files.InputError(
+            f"which of the layers that {arguments.plan} cuts at {cut} are transformer layers? Give --layers and --type"
+            f", such as --layers 'Embed,Block*8,Norm,Head' --type block, or {remedy}"
+        )
     text = megatron.write_layout(layout)
     mtp = f" --mtp-num-layers {arguments.mtp}" if arguments.mtp else ""
     print(
         f"--num-layers {layout.num_layers}{mtp} --pipeline-model-parallel-size {layout.num_ranks} "
         f'--pipeline-model-parallel-layout "{text}"'
     )
-    if arguments.boundaries is None:
-        _tell_cut(boundaries, "the first layer is taken for the embedding (E), the last for the loss (L)")
     if not megatron.runs_in_this_order(planned):
         print("Megatron does these stages in its own order, (interleaved) 1F1B, not in the plan's.")
     _write(arguments, text + "\n")

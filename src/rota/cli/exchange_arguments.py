@@ -36,10 +36,14 @@ def export(parser: argparse.ArgumentParser) -> None:
     )
     megatron.add_argument("plan", help="plan.json, or a schedule CSV")
     told = (
-        "0, where each further stage begins, the number of layers; E, each t, each m and L count as one (default: the "
-        "plan's, where autoplan counted them)"
+        "0, where each further stage begins, the number of layers; E, each t, each m and L count as one, or, with "
+        "--layers, each of these (default: with --layers the plan's, where autoplan counted them)"
     )
     megatron.add_argument("--boundaries", type=_integers, metavar="0,N,…", help=told)
+    told = "the layers' classes, in order; before the transformer layers is the embedding (E), behind them the loss (L)"
+    megatron.add_argument("--layers", type=_layers, metavar="NAME*N,…", help=told)
+    told = "for --layers: the transformer layers have this regular expression in their class's name"
+    megatron.add_argument("--type", metavar="REGEX", help=told)
     megatron.add_argument("--mtp", type=int, default=0, metavar="N", help="layers of multi-token prediction")
     deepspeed = _format(
         formats,

@@ -40,14 +40,19 @@ def by_regex(names: Sequence[str], pattern: str, num_parts: int) -> list[int]:
 
     Raises SplitError where it is found in none, or is no pattern.
     """
+    return balanced(matching(names, pattern), num_parts)
+
+
+def matching(names: Sequence[str], pattern: str) -> list[bool]:
+    """For each of the layers whether `pattern` is found in its name; raises as `by_regex`."""
     try:
         found = [bool(re.search(pattern, name, re.IGNORECASE)) for name in names]
     except re.error as error:
-        raise SplitError(f"pattern {pattern!r} is no regular expression: {error}; mend it, or escape it") from None
+        raise SplitError(f"pattern {pattern!r} is no regular expression: {error}; fix it, or escape it") from None
     if not any(found):
         known = ", ".join(dict.fromkeys(names)) or "none"
         raise SplitError(f"pattern {pattern!r} finds none of the layers, which are {known}; give one that does")
-    return balanced(found, num_parts)
+    return found
 
 
 def _require_parts(num_parts: int) -> None:

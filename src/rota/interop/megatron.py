@@ -15,6 +15,7 @@ from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple, final
 
 from rota.costs import Cluster, Costs
+from rota.cutting.sharing import matching
 from rota.errors import FormatError, ScheduleError, SplitError
 from rota.interop.cuts import MOST_LAYERS, require_boundaries, stage_costs
 from rota.placing import interleaved
@@ -224,11 +225,50 @@ def layout_for(plan: Plan, boundaries: Sequence[int], num_mtp: int = 0) -> Layou
 
     Raises ScheduleError where the plan has them on other ranks than Megatron, SplitError or FormatError for the cut.
     """
-    num_ranks = plan.num_ranks
     require_boundaries(boundaries, plan.num_stages)
-    ranks = [stage % num_ranks for stage in range(plan.num_stages)]
+    _require_ranks(plan)
+    return layout_of(boundaries, plan.num_ranks, num_mtp)
+
+
+def _require_ranks(plan: Plan) -> None:
+    ranks = [stage % plan.num_ranks for stage in range(plan.num_stages)]
     require_chain_on("Megatron's layout", plan.placement, ranks, "rota.interleaved(costs, cluster)")
-    return layout_of(boundaries, num_ranks, num_mtp)
+
+
+def layout_of_layers(plan: Plan, boundaries: Sequence[int], layers: Sequence[str], transformer: str) -> Layout:
+    """The layout of a cut of a model's layers, of which Megatron counts the transformer layers alone.
+
+    What comes before them is its embedding (E), what comes after them, such as a last norm and the head, its loss (L).
+
+    Args:
+        plan: It has the stages on the ranks on which Megatron has them.
+        boundaries: Of the stages among `layers`, as `rota.cutting` gives them.
+        layers: The layers' names, in order.
+        transformer: What the names of transformer layers have in them: a regular expression, in upper or lower case.
+
+    Returns:
+        The layout of the plan's stages.
+
+    Raises:
+        ScheduleError: The plan has the stages on other ranks than Megatron.
+        SplitError: The boundaries do not fit the layers, or other layers lie between transformer layers.
+        FormatError: Megatron would refuse the layout.
+    """
+    cut = require_boundaries(boundaries, plan.num_stages)
+    if cut[-1] != len(layers):
+        raise SplitError(f"boundaries end with {cut[-1]}, but there are {len(layers)} layers; give as many")
+    found = matching(layers, transformer)
+    first, last = found.index(True), len(found) - 1 - found[::-1].index(True)
+    if not all(found[first : last + 1]):
+        other = found.index(False, first)
+        raise SplitError(
+            f"layer {other} ({layers[other]}) lies between transformer layers, where Megatron has none; make it a part "
+            f"of one"
+        )
+    letters = ["t" * sum(found[before:after]) for before, after in pairwise(cut)]
+    letters[0], letters[-1] = f"E{letters[0]}", f"{letters[-1]}L"
+    _require_ranks(plan)
+    return Layout(tuple(letters), plan.num_ranks)
 
 
 def plan_of(layout: Layout, costs: Costs, num_microbatches: int, cluster: Cluster | None = None) -> Plan:

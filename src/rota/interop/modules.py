@@ -18,6 +18,7 @@ from torch import nn
 
 from rota.errors import SplitError
 from rota.models import Stages
+from rota.models.tracing import trace
 
 Parts: TypeAlias = tuple[tuple[str, ...], ...]
 
@@ -27,9 +28,9 @@ _CONTAINERS = (nn.ModuleDict, nn.ModuleList)
 def module_parts(model: nn.Module, stages: Stages) -> Parts:
     """For each stage of `rota.split(model, …)` the names of its modules, in the model's order.
 
-    A module without parameters that several stages call is in the parts of all of them; one that none calls, such as a
-    CutPoint, is in every part. Raises SplitError where a cut lies inside of a module, where stages are no chain, and
-    where a parameter belongs to no module or to several parts.
+    A module without parameters that several stages call is in the parts of all of them; a CutPoint is in that of the
+    stage that it ends, or lies in; one that the forward does not call is in every part. Raises SplitError where a cut
+    lies inside of a module, where stages are no chain, and where a parameter belongs to no module or to several parts.
     """
     named = _named(model)
     chain = [(stage, stage + 1) for stage in range(len(stages) - 1)]
@@ -38,6 +39,7 @@ def module_parts(model: nn.Module, stages: Stages) -> Parts:
         raise SplitError(f"torchtitan runs a chain of stages, but these have the edges {edges}: cut where one value is")
     paths = [_paths(model, stages[stage]) for stage in range(len(stages))]
     users = {name: [s for s, held in enumerate(paths) if _is_in(name, held)] for name in named}
+    marks = _stages_of_cut_points(model, stages)
     parts: list[list[str]] = [[] for _ in paths]
     for name, module in named.items():
         homes = users[name]
@@ -48,9 +50,21 @@ def module_parts(model: nn.Module, stages: Stages) -> Parts:
             )
         if not homes and next(module.parameters(), None) is not None:
             raise SplitError(f"no stage calls {name!r} ({type(module).__name__}), which has parameters: remove it")
-        for stage in homes or range(len(parts)):
+        for stage in homes or marks.get(name, [*range(len(parts))]):
             parts[stage].append(name)
     return _without_ties(named, parts)
+
+
+def _stages_of_cut_points(model: nn.Module, stages: Stages) -> dict[str, list[int]]:
+    """By name the stage that each CutPoint ends, or lies in; without those that the forward does not call."""
+    if not stages.cuts:  # one stage, or an nn.Sequential
+        return {}
+    found: dict[str, list[int]] = {}
+    stage = 0
+    for name in trace(model).cut_names:
+        found[name] = [stage]
+        stage += name in stages.cuts
+    return found
 
 
 def parts_beginning_with(model: nn.Module, first_modules: Iterable[str]) -> Parts:

@@ -24,6 +24,7 @@ from rota.models import Stages
 from rota.plan import Plan
 from rota.runtime import batches
 from rota.runtime.agreement import refuse_differences
+from rota.runtime.gradients import refuse_modes_without_gradients
 from rota.runtime.joining import join
 from rota.runtime.losses import refuse_loss
 from rota.runtime.precision import LossScale, ambient_autocast, without_autocast
@@ -103,9 +104,8 @@ class TorchEngine:
         return {stage: self.stages[stage] for stage in self._local}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and parameters of this rank's stages."""
-        for module in self.local_stages.values():
-            yield from module.named_parameters()
+        """The parameters of this rank's stages, each once, by their names in `Stages.named_parameters`."""
+        return self.stages.named_parameters(self._local)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages: what this rank's optimizer takes."""
@@ -128,6 +128,8 @@ class TorchEngine:
         """
         if self._closed:
             raise PipelineError("the engine is closed; make a new one")
+        if self._trains:
+            refuse_modes_without_gradients()
         step = self._prepare(inputs, targets)
         step.scale, step.autocast = scale * self._loss_scale.begin(scaler), ambient_autocast()
         self._begun = ""

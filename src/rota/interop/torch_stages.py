@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from rota.errors import PipelineError
 from rota.interop.torch_backward import how_to_split
 from rota.models import Stages
-from rota.runtime.gradients import hand_over
+from rota.runtime.gradients import hand_over, loss_of
 from rota.runtime.messages import Layout, describe, empty, flatten, tensor_layouts, unflatten
 from rota.runtime.precision import Autocast, under_autocast
 
@@ -100,10 +100,7 @@ class StageModule(nn.Module):
         target = self.step.targets[microbatch]
         if self.loss_fn is None or target is None:
             return [], _NOTHING
-        loss = self.loss_fn(output, target)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise PipelineError(f"loss_fn returned {got}; it must return a tensor with one element, the mean loss")
+        loss = loss_of(self.loss_fn, output, target)
         self.step.losses[microbatch] = loss.item()
         return [loss * (self.step.shares[microbatch] * self.step.scale)], _NOTHING
 

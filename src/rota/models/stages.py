@@ -143,6 +143,14 @@ class Stages:
             return wanted, self.input_names.index(wanted) if wanted in self.input_names else None
         return self.input_names[wanted] if wanted < len(self.input_names) else None, wanted
 
+    def shares_inputs(self, stage: int) -> bool:
+        """Whether another stage reads an input that `stage` reads, of the same copy of the model."""
+        num_stages = len(self) // self.num_streams
+        first = stage - stage % num_stages
+        others = (s for s in range(first, first + num_stages) if s != stage)
+        mine, theirs = ({self._name_and_position(i) for s in of for i in self.inputs[s]} for of in ([stage], others))
+        return not mine.isdisjoint(theirs)
+
     def call(self, stage: int, edge_values: Iterable[Any], batch: Any) -> Any:
         """The output of `stage`, given the values of its incoming edges and the batch."""
         return self.modules[stage](*edge_values, *self.pick_inputs(stage, batch))
@@ -159,14 +167,25 @@ class Stages:
         """How many trainable and frozen numbers `stage` holds in its parameters."""
         return sum(parameter.numel() for parameter in self.modules[stage].parameters())
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter once; where a name stands for several, all names get their stage in front, `0.weight`."""
+    def named_parameters(self, of: Iterable[int] | None = None) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter once, and its name in the first stage that has it, the same whichever rank asks.
+
+        Where a name stands for several parameters, all names get their stage in front, `0.weight`.
+
+        Args:
+            of: The stages whose parameters are given; all by default.
+
+        Returns:
+            The names and parameters, in the order of the stages.
+        """
         named = [(s, *pair) for s, module in enumerate(self.modules) for pair in module.named_parameters()]
         clash = len({name for _, name, _ in named}) < len({(name, parameter) for _, name, parameter in named})
-        seen: set[nn.Parameter] = set()
+        left = {
+            parameter for stage in (range(len(self)) if of is None else of) for parameter in self[stage].parameters()
+        }
         for stage, name, parameter in named:
-            if parameter not in seen:
-                seen.add(parameter)
+            if parameter in left:
+                left.remove(parameter)
                 yield (f"{stage}.{name}" if clash else name), parameter
 
     def table(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -63,7 +64,7 @@ def isinstance_refused() -> Iterator[None]:
     truly = builtins.isinstance
 
     def isinstance_of_known(value: object, kinds: Any) -> bool:
-        if truly(value, fx.Proxy) and _is_users(sys._getframe(1).f_code.co_filename):
+        if truly(value, fx.Proxy) and is_users(sys._getframe(1).f_code.co_filename):
             raise TypeError("isinstance of a value whose type the trace does not know")
         return truly(value, kinds)
 
@@ -87,6 +88,7 @@ class Tracer(fx.Tracer):
         self._cut_names = find_cut_points(model)
         self._called: set[CutPoint] = set()
         self._modes = _modes()
+        self._thread = threading.get_ident()
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
@@ -103,6 +105,8 @@ class Tracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if threading.get_ident() != self._thread:  # fx patches nn.Module for all threads
+            return forward(*args, **kwargs)
         if not isinstance(m, CutPoint):
             return super().call_module(m, forward, args, kwargs)
         name = self._cut_names.setdefault(m, f"call {len(self._called)}")
@@ -114,6 +118,11 @@ class Tracer(fx.Tracer):
         self._called.add(m)
         self.create_node("call_function", cut_here, (name,), {})
         return forward(*args, **kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(kind, target, *args, **kwargs)
@@ -140,12 +149,13 @@ def user_place(frames: Iterable[tuple[FrameType, int]]) -> str:
     """`file:line (source line)` of the first frame, innermost first, that is neither torch's nor Rota's."""
     for frame, line in frames:
         file = frame.f_code.co_filename
-        if _is_users(file):
+        if is_users(file):
             return f"{file}:{line} ({getline(file, line).strip()})"
     return "an unknown line"
 
 
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Whether a file of Python code is neither torch's nor Rota's."""
     return not file.startswith(NOT_THE_USERS)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from rota.errors import SplitError
-from rota.models.tracer import TUCK_AWAY, Tracer, describe, is_cut, isinstance_refused, user_place
+from rota.models.randomness import RandomStates
+from rota.models.tracer import TUCK_AWAY, Tracer, describe, is_cut, is_users, isinstance_refused, user_place
+
+# Tracing patches Python and PyTorch for the whole process: two traces at once would leave patches behind.
+_ONE_AT_A_TIME = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -53,12 +58,12 @@ def honours_none(model: nn.Module, name: str, whole: Trace) -> bool:
 
 
 def _trace_once(model: nn.Module, training: bool, fixed: dict[str, Any] | None = None) -> Trace:
-    with _left_as_it_was(model) as written:
+    with _ONE_AT_A_TIME, _left_as_it_was(model) as written:
         for module in model.modules():
             module.training = training
         try:
             with isinstance_refused():
-                graph = Tracer(model, fixed or {}).trace(model)
+                graph = _without_draws(model, lambda: Tracer(model, fixed or {}).trace(model))
         except SplitError:
             raise
         except Exception as error:
@@ -73,6 +78,29 @@ def _trace_once(model: nn.Module, training: bool, fixed: dict[str, Any] | None =
             if name not in constants:
                 raise SplitError(f"forward of {type(model).__name__} sets {name}, which a stage would not: {TUCK_AWAY}")
     return Trace(graph, constants)
+
+
+def _without_draws(model: nn.Module, run: Callable[[], fx.Graph]) -> fx.Graph:
+    """What `run` returns; raises SplitError where it draws random numbers, which a trace would keep as they were."""
+    states = RandomStates(model)
+    try:
+        graph = run()
+    except BaseException:
+        states.restore()
+        raise
+    if not states.changed():
+        return graph
+    after = RandomStates(model)
+    states.restore()
+    line = states.first_change(run, is_users)
+    if line is None:  # it was another thread
+        after.restore()
+        return graph
+    states.restore()
+    raise SplitError(
+        f"forward of {type(model).__name__} draws random numbers, or seeds them, at {user_place([line])}: a trace "
+        f"keeps what they were in one call. Use a module for it (nn.Dropout), {TUCK_AWAY}"
+    )
 
 
 @contextmanager
@@ -121,4 +149,7 @@ def _same_constant(node: fx.Node, one: Trace, other: Trace) -> bool:
     name = str(node.target)
     if node.op != "get_attr" or name not in one.constants:
         return True
-    return torch.equal(one.constants[name], other.constants[name])
+    a, b = one.constants[name], other.constants[name]
+    if a.is_meta or b.is_meta:  # they have no numbers to compare
+        return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+    return torch.equal(a, b)

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from rota.errors import PipelineError
 from rota.models import Stages
+from rota.models.randomness import random_state_kept
 from rota.models.table import holds
 from rota.profiling.clocks import Clock, CudaClock, Laps, Run, WallClock, timed
 from rota.profiling.devices import DeviceModel
@@ -97,7 +98,7 @@ def _kept_apart(stages: Stages, how: HowTo) -> Iterator[Clock]:
     """One thread on the CPU, as in a run; the clock for where the model is."""
     cuda = sorted({p.device.index for module in stages.modules for p in module.parameters() if p.is_cuda})
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=cuda))
+        stack.enter_context(random_state_kept(nn.ModuleList(stages.modules)))
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
         if how.device is not None:

@@ -13,10 +13,12 @@ from threading import BrokenBarrierError
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from rota.costs import Costs
 from rota.errors import PipelineError
 from rota.models import Stages
+from rota.models.randomness import random_state_kept
 from rota.profiling.clocks import CudaClock, WallClock, timed
 from rota.profiling.optimizers import MakeOptimizer, optimizer_costs
 from rota.profiling.rounds import Given, LossFn, StageRound, static_bytes
@@ -119,7 +121,7 @@ def _measured_here(job: _Job, report: Callable[[str], None] = lambda _: None) ->
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with torch.random.fork_rng(devices=cuda):
+        with random_state_kept(nn.ModuleList(stages.modules)):
             copied = job._replace(given=job.given._replace(stages=copy.deepcopy(stages)))
             rows = [_costs(_round_of(copied, stage), copied) for stage in range(len(stages))]
     finally:

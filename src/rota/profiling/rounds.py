@@ -18,7 +18,6 @@ from rota.runtime.gradients import (
     hand_over,
     over_tensors,
     take_loss,
-    writes_in_place,
 )
 from rota.runtime.messages import flatten
 from rota.runtime.precision import ambient_autocast, without_autocast
@@ -56,7 +55,7 @@ class StageRound:
         self, given: Given, stage: int, received: list[Any], *, split: bool = False, recompute: bool = False
     ) -> None:
         self.stage, self.received, self.split, self.recompute = stage, received, split, recompute
-        self._given, self._in_place = given, writes_in_place(given.stages[stage])
+        self._given = given
         #: The stage's output as it leaves it: one value for each outgoing edge, of the loss for none.
         self.output, self.values, kept = self._forward(self._leaves(), split=True)
         del kept
@@ -110,9 +109,7 @@ class StageRound:
 
     def _forward(self, received: list[Any], **options: Any) -> tuple[Any, list[Any], Kept]:
         given = self._given
-        output, values, kept = forward(
-            given.stages, self.stage, received, given.batch, in_place=self._in_place, **options
-        )
+        output, values, kept = forward(given.stages, self.stage, received, given.batch, **options)
         if not values and given.loss_fn is not None:
             take_loss(kept, given.loss_fn, output, given.target, 1.0)
         elif not values:  # without a loss the backward starts from the last stage's output
@@ -129,7 +126,8 @@ class StageRound:
     def _first_forward(self, received: list[Any]) -> Kept | Again:
         if not self.recompute:
             return self.forward(received)[1]
-        with without_activations(self._module(), received, f"stage {self.stage}") as again:
+        inputs = self._given.stages.pick_inputs(self.stage, self._given.batch)
+        with without_activations(self._module(), received, inputs, f"stage {self.stage}") as again:
             self.forward(received)
         return again
 

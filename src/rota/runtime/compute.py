@@ -8,11 +8,20 @@ from typing import Any, Protocol, final
 
 import torch
 
+from rota.errors import PipelineError
 from rota.models import Stages
 from rota.placement import Placement
-from rota.runtime.gradients import Kept, backward, backward_inputs, forward, hand_over, take_loss, writes_in_place
+from rota.runtime.gradients import (
+    Kept,
+    backward,
+    backward_inputs,
+    forward,
+    hand_over,
+    refuse_modes_without_gradients,
+    take_loss,
+)
 from rota.runtime.precision import Autocast, ambient_autocast, without_autocast
-from rota.runtime.recompute import Again, without_activations
+from rota.runtime.recompute import Again, drawing_again, versions_of, without_activations
 from rota.runtime.split_backward import WeightWork
 from rota.tasks import Kind, Op
 
@@ -59,9 +68,10 @@ class Compute:
         recompute: Iterable[int] = (),
     ) -> None:
         self._stages, self._loss_fn, self.keep_outputs = stages, loss_fn, keep_outputs
+        self._trains = any(task.kind.makes_weight_gradients for task in placement.tasks)
         self._split = {task.stage for task in placement.tasks if task.kind is Kind.I}
         self._recomputed = {task.stage for task in placement.tasks if task.kind is Kind.R}.union(recompute)
-        self._in_place = {s for s in placement.stages if writes_in_place(stages[s])}
+        self._sharing = {stage for stage in placement.stages if stages.shares_inputs(stage)}
         self._sinks = {*stages.sinks}
         self._num_stages = len(stages) // stages.num_streams  # of one copy of the model
         self._kept: dict[tuple[int, int], Kept | Again | WeightWork] = {}
@@ -73,6 +83,8 @@ class Compute:
 
     def begin(self, batch: Batch, seed: int) -> None:
         """A new step; what is left of the one before is dropped."""
+        if self._trains:
+            refuse_modes_without_gradients()
         self._batch, self._seed = batch, seed
         self._autocast = ambient_autocast()
         self._kept.clear()
@@ -98,7 +110,8 @@ class Compute:
     def _recompute(self, op: Op) -> None:
         again = self._kept.pop((op.stage, op.microbatch))
         assert isinstance(again, Again)
-        self._forward(op, again.received, again.buffers)
+        with drawing_again(self._stages[op.stage], again):
+            self._forward(op, again.received, again.buffers)
 
     def _backward(self, op: Op, received: list[Any]) -> list[Any]:
         kept = self._kept.pop((op.stage, op.microbatch))
@@ -114,7 +127,8 @@ class Compute:
         return gradients
 
     def _recomputable_forward(self, op: Op, received: list[Any]) -> list[Any]:
-        with without_activations(self._stages[op.stage], received, f"stage {op.stage}") as again:
+        inputs = self._stages.pick_inputs(op.stage, self._batch.inputs[op.microbatch])
+        with without_activations(self._stages[op.stage], received, inputs, f"stage {op.stage}") as again:
             values = self._forward(op, received)
         self._kept[op.stage, op.microbatch] = again
         return values
@@ -124,20 +138,49 @@ class Compute:
         # Dropout is a matter of step, stage and micro-batch, not of the order or the rank: R draws what F drew.
         torch.default_generator.manual_seed(hash((self._seed, stage % self._num_stages, m)) % 2**63)
         batch = self._batch
+        versions = self._versions_of_shared(stage, m)
         output, values, kept = forward(
             self._stages,
             stage,
             received,
             batch.inputs[m],
             split=stage in self._split,
-            in_place=stage in self._in_place,
             buffers=buffers,
         )
+        if versions != self._versions_of_shared(stage, m):
+            raise PipelineError(
+                f"stage {stage} writes into an input that other stages read too, which on another rank would have it "
+                f"unchanged; let it begin with an operation that is not in place"
+            )
         if stage in self._sinks:
             if self._loss_fn is not None and (targets := batch.targets[m]) is not None:
                 self.losses[m] = take_loss(kept, self._loss_fn, output, targets, batch.shares[m] * batch.scale)
             if self.keep_outputs:
                 self.outputs[m] = hand_over(output)
         if torch.is_grad_enabled():
+            self._refuse_lost_gradients(stage, kept)
             self._kept[stage, m] = kept
         return values
+
+    def _refuse_lost_gradients(self, stage: int, kept: Kept) -> None:
+        """Raises PipelineError where stages would get zeros for gradients, as nothing leads from the loss to them."""
+        if kept.loss is not None or any(kept.outputs):
+            return
+        received = kept.leaves if kept.entries is None else kept.entries
+        if stage not in self._sinks:
+            for edge, wanting in zip(self._stages.incoming(stage), received, strict=True):
+                if wanting and len(self._stages.outgoing(edge.source)) == 1:
+                    raise PipelineError(
+                        f"what stage {stage} returns has no gradient, so nothing before it would be trained; leave out "
+                        f"detach() and no_grad(), or freeze what comes before by requires_grad_(False)"
+                    )
+        elif any(received) or any(parameter.requires_grad for parameter in self._stages[stage].parameters()):
+            raise PipelineError(
+                f"what stage {stage}, the last one, returns has no gradient, so nothing would be trained; leave out "
+                f"detach(), no_grad() and the like, or freeze all parameters by requires_grad_(False)"
+            )
+
+    def _versions_of_shared(self, stage: int, microbatch: int) -> list[int]:
+        if stage not in self._sharing:
+            return []
+        return versions_of(self._stages.pick_inputs(stage, self._batch.inputs[microbatch]))

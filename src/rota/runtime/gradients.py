@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.utils._pytree import tree_iter
 
 from rota.errors import PipelineError
 from rota.models import Stages
@@ -45,58 +45,49 @@ def forward(
     batch: Any,
     *,
     split: bool = False,
-    in_place: bool = False,
     buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[Any, list[Any], Kept]:
     """The stage's output, the value for each of its outgoing edges, and what to keep.
 
-    `received`: the values of the incoming edges; their tensors that require a gradient must be leaves. `split`: for
-    `backward_inputs` rather than `backward`. `in_place`: the stage may write into what it receives, which autograd
-    allows with no leaf. `buffers` stand in for the module's own of these names.
+    `received`: the values of the incoming edges; their tensors that require a gradient must be leaves, and the stage
+    may write into them. `split`: for `backward_inputs` rather than `backward`. `buffers` stand in for the module's own
+    of these names.
     """
-    if split:
-        received = [over_tensors(lambda t: enter(t) if t.requires_grad else t, value) for value in received]
-    inputs = [_wanting_gradient(value) for value in received]
-    # Before the stage may write into its inputs: that changes where their gradients go.
-    kept = Kept([], [], entries=[[*map(get_gradient_edge, of)] for of in inputs]) if split else Kept(inputs, [])
-    if in_place and not split:
-        received = [over_tensors(lambda t: _inlet(t) if t.requires_grad else t, value) for value in received]
+    leaves = [_wanting_gradient(value) for value in received]
+    entering = enter if split else _writable
+    received = [over_tensors(lambda t: entering(t) if t.requires_grad else t, value) for value in received]
+    entered = [_wanting_gradient(value) for value in received]
+    # Before the stage may write into them: that changes where their gradients go.
+    kept = Kept([], [], entries=[[*map(get_gradient_edge, of)] for of in entered]) if split else Kept(leaves, [])
     if buffers:
         arguments = (*received, *stages.pick_inputs(stage, batch))
         output = torch.func.functional_call(stages[stage], dict(buffers), arguments)
     else:
         output = stages.call(stage, received, batch)
+    if not split:
+        _tell_writes(leaves, entered)
     values = [edge.take(output) for edge in stages.outgoing(stage)]
     kept.outputs = [gradient_edges(value) for value in values]
     return output, values, kept
 
 
-def writes_in_place(module: nn.Module) -> bool:
-    """Whether some layer says so, such as `ReLU(inplace=True)`: which one comes first nobody says."""
-    return any(getattr(inner, "inplace", False) is True for inner in module.modules())
+def _writable(leaf: torch.Tensor) -> torch.Tensor:
+    """The leaf's memory as what autograd lets a stage write into, as neither a leaf nor a view of one.
 
-
-class _Inlet(torch.autograd.Function):
-    """Between a leaf and a stage that may write into it: hands the gradient to the leaf.
-
-    What it returns reaches it in a list, so that autograd takes it for no view of the leaf.
+    A leaf without strides (sparse, nested) or of a class of its own is left as it is: autograd refuses writes into it.
     """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, leaf_and_same: list[torch.Tensor]) -> torch.Tensor:  # noqa: ARG004
-        ctx.leaf, same = leaf_and_same
-        return same
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
-        ctx.leaf.grad = gradient
-        return None, None
-
-
-def _inlet(leaf: torch.Tensor) -> torch.Tensor:
-    anchor = torch.empty(0, requires_grad=True)
-    entered: torch.Tensor = _Inlet.apply(anchor, [leaf, leaf.detach()])  # type: ignore[no-untyped-call]
+    if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_nested:
+        return leaf
+    entered: torch.Tensor = torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
     return entered
+
+
+def _tell_writes(leaves: list[list[torch.Tensor]], entered: list[list[torch.Tensor]]) -> None:
+    """Count writes into what is `_writable` as writes into the leaf: autograd and the caller look for them there."""
+    for of_leaves, of_entered in zip(leaves, entered, strict=True):
+        for leaf, same in zip(of_leaves, of_entered, strict=True):
+            if same is not leaf and same._version:
+                torch.autograd.graph.increment_version(leaf)
 
 
 def gradient_edges(value: Any) -> list[GradientEdge]:
@@ -109,16 +100,36 @@ def _wanting_gradient(value: Any) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor.requires_grad]
 
 
-def take_loss(
-    kept: Kept, loss_fn: Callable[[Any, Any], torch.Tensor], output: Any, target: Any, weight: float
-) -> float:
-    """The micro-batch's own loss; its share `weight` of the mean is what the backward starts from."""
+def refuse_modes_without_gradients() -> None:
+    """Raises PipelineError where autograd is off, for what trains."""
+    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise PipelineError(
+            f"step runs under torch.{mode}(), but it makes gradients; leave that out, or use evaluate or forward"
+        )
+
+
+def loss_of(loss_fn: Callable[[Any, Any], torch.Tensor], output: Any, target: Any) -> torch.Tensor:
+    """What `loss_fn` returns. Raises PipelineError unless that is a loss, with a gradient if the output has one."""
     loss = loss_fn(output, target)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         got = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise PipelineError(f"loss_fn returned {got}; it must return a tensor with one element, the mean loss")
     if loss.is_complex():
         raise PipelineError("loss_fn returned a complex tensor; it must return a real one, the mean loss")
+    if not loss.requires_grad and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_iter(output)):
+        raise PipelineError(
+            "loss_fn returned a loss without gradient for an output that has one; leave out detach(), item() and "
+            "no_grad() in it, or use evaluate"
+        )
+    return loss
+
+
+def take_loss(
+    kept: Kept, loss_fn: Callable[[Any, Any], torch.Tensor], output: Any, target: Any, weight: float
+) -> float:
+    """The micro-batch's own loss; its share `weight` of the mean is what the backward starts from."""
+    loss = loss_of(loss_fn, output, target)
     if loss.requires_grad:
         kept.loss = get_gradient_edge(loss), torch.full_like(loss, weight, requires_grad=False)
     return math.nan if loss.is_meta else loss.item()  # a model without numbers has a loss without one

@@ -48,7 +48,7 @@ def clip(
 
 def total_norm(gradients: list[torch.Tensor], norm_type: float, group: dist.ProcessGroup) -> float:
     """Of all processes' `gradients` together, added up in float64. Collective."""
-    norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in gradients if g.numel()]
+    norms = [_norm(gradient, norm_type) for gradient in gradients if gradient.numel()]
     mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
     with together("adding up the gradients' norm"):
         if math.isinf(norm_type):
@@ -59,6 +59,13 @@ def total_norm(gradients: list[torch.Tensor], norm_type: float, group: dist.Proc
         total = (mine**norm_type).sum()
         dist.all_reduce(total, group=group)
     return float(total ** (1 / norm_type))
+
+
+def _norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """A real number, in float64; of a complex gradient that of its elements' absolute values."""
+    dtype = torch.complex128 if gradient.is_complex() else torch.float64
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
+    return norm
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

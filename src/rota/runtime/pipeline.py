@@ -116,10 +116,8 @@ class Pipeline:
         atexit.register(self._close_at_exit)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this rank's stages, each once, and their names."""
-        local = nn.ModuleList(self.local_stages.values())
-        for name, parameter in local.named_parameters():
-            yield name.partition(".")[2], parameter
+        """The parameters of this rank's stages, each once, by their names in `Stages.named_parameters`."""
+        return self.stages.named_parameters(self.local_stages)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages: what this rank's optimizer takes."""

@@ -1,7 +1,7 @@
 """A forward that keeps no activations, and the same forward again when they are needed: by R, or by a backward.
 
-The second one gets the same inputs and the same random state (the caller's matter), and buffers as they were before
-the first: it computes the same, and what it does to buffers, such as BatchNorm's statistics, is not done twice.
+The second one gets the same inputs and random states (PyTorch's are seeded by the caller), and buffers as they were
+before the first: it computes the same, and what it does to buffers, such as BatchNorm's statistics, is not done twice.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from rota.errors import PipelineError
+from rota.models.randomness import RandomStates
 from rota.placement import Placement
 from rota.tasks import Kind
 
@@ -44,30 +45,54 @@ def recomputed_by_backward(asked: str | Iterable[int], placement: Placement) -> 
 
 @dataclass(slots=True)
 class Again:
-    """What a first forward leaves for the second: what it received, and the buffers that it changed, as before."""
+    """What a first forward leaves for the second: what it received, and the buffers that it changed, as before.
+
+    `draws`: the random states from which it drew, but for those that the caller seeds; None if it did not.
+    """
 
     received: list[Any]
     buffers: dict[str, torch.Tensor]
+    draws: RandomStates | None = None
 
 
 @contextmanager
-def without_activations(module: nn.Module, received: list[Any], where: str) -> Iterator[Again]:
-    """Around a first forward; the result is complete after it.
+def without_activations(module: nn.Module, received: list[Any], inputs: tuple[Any, ...], where: str) -> Iterator[Again]:
+    """Around a first forward; the result is complete after it. `inputs`: what the stage reads of the batch.
 
     Autograd's graph is made, since it tells which outputs want a gradient, but nothing is saved in it.
     """
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     again = Again(received, {})
-    versions = [tensor._version for tensor in _tensors(received)]
+    versions, draws = versions_of((received, inputs)), RandomStates(module, seeded=True)
     with saved_tensors_hooks(lambda _: None, _refuse):
         yield again
-    if versions != [tensor._version for tensor in _tensors(received)]:
+    if versions != versions_of((received, inputs)):
         raise PipelineError(
             f"{where} writes into what it receives, which its recomputation needs unchanged; let it begin with an "
             f"operation that is not in place, or {_WITHOUT}"
         )
+    again.draws = draws if draws.changed() else None
     after = dict(module.named_buffers())
     again.buffers = {name: old for name, old in before.items() if not torch.equal(old, after[name])}
+
+
+@contextmanager
+def drawing_again(module: nn.Module, again: Again) -> Iterator[None]:
+    """Around the second forward: it draws what the first one drew."""
+    if again.draws is None:
+        yield
+        return
+    now = RandomStates(module, seeded=True)
+    again.draws.restore()
+    try:
+        yield
+    finally:
+        now.restore()
+
+
+def versions_of(value: Any) -> list[int]:
+    """How often each tensor in a value has been written to."""
+    return [tensor._version for tensor in _tensors(value)]
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

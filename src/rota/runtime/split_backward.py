@@ -16,6 +16,7 @@ Some branches cannot wait. I runs them too, and adds to their weights' `.grad` a
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils._python_dispatch import _disable_current_modes
 
 Gradients = list[torch.Tensor | None]
 
@@ -84,7 +86,8 @@ def input_gradients(
     at_once = [weight for branch in branches if not branch.can_wait for weight in branch.weights]
     into = [GradientEdge(weight, 0) for weight in at_once] + [edge for branch in waiting for edge in branch.edges]
     retain = bool(waiting)  # else autograd frees by itself, and compiled modules insist on that
-    found = iter(torch.autograd.grad(roots, inputs + into, gradients, retain_graph=retain, allow_unused=True))
+    with _compiled_functions_run_once(after) if retain else nullcontext():
+        found = iter(torch.autograd.grad(roots, inputs + into, gradients, retain_graph=retain, allow_unused=True))
     of_inputs: Gradients = [next(found) for _ in inputs]
     with torch.no_grad():
         for weight in at_once:
@@ -155,6 +158,22 @@ def _grow(branch: _Branch, heads: list[Node], after: dict[Node, list[Node]], bra
             heads += after[node]
 
 
+@contextmanager
+def _compiled_functions_run_once(nodes: Iterable[Node]) -> Iterator[None]:
+    """Around a backward that keeps the graph but runs what `torch.compile` made once, so that it may reuse its buffers.
+
+    Compiled functions refuse to run in a graph that is kept, by a configuration of the thread that runs them: hence
+    this thread runs them, also those on an accelerator.
+    """
+    if not any(type(node).__name__ == "CompiledFunctionBackward" for node in nodes):
+        yield
+        return
+    from torch._functorch import config  # loaded by the compiler
+
+    with config.patch(donated_buffer=False), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
 # --- what autograd saved ----------------------------------------------------------------------------------------------
 
 
@@ -168,11 +187,16 @@ def _has_hooks(node: Node) -> bool:
 
 
 def _release(nodes: Iterable[Node]) -> None:
-    """Let go of what was saved for nodes that will not run again, though the graph is still there."""
-    for node in nodes:
-        for saved in _saved(node):
-            if saved.unpack_hook is None and saved.data is not None:
-                saved.register_hooks(_forget, _refuse)
+    """Let go of what was saved for nodes that will not run again, though the graph is still there.
+
+    Registering hooks detaches what was saved. A dispatch mode would see the Python number that a saved scalar is
+    (`x * 0.5`), which has no `detach`; so none is active meanwhile.
+    """
+    with _disable_current_modes():
+        for node in nodes:
+            for saved in _saved(node):
+                if saved.unpack_hook is None and saved.data is not None:
+                    saved.register_hooks(_forget, _refuse)
 
 
 def _saved(node: Node) -> Iterator[Any]:

@@ -15,6 +15,7 @@ from rota.cutting import balanced, merge
 from rota.errors import SplitError
 from rota.models import CutPoint, Stages, split
 from rota.models.cutpoint import find_cut_points
+from rota.models.randomness import random_state_kept
 
 _SHARE = "register a Parameter of its own for each side and give shared_weights=[(one name, the other)]"
 
@@ -144,7 +145,7 @@ def dry_run(model: nn.Module, inputs: Mapping[str, Any], num_examples: int) -> i
     hooks = [cut_point.register_forward_pre_hook(look, with_kwargs=True) for cut_point in names]
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
-        with torch.random.fork_rng(devices=[]):
+        with random_state_kept(model):
             model(**inputs)
     finally:
         for hook in hooks:

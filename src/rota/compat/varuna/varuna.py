@@ -83,13 +83,14 @@ class Varuna(nn.Module):
         #: This process's stage; its parameters have the names that they have in the whole model.
         self.model = self.stages[self.stage]
         self._mesh = mesh_of(of_stages)
-        self._pipelines: dict[int, Pipeline] = {}
         self._checkpoints: dict[tuple[Path, bool], Checkpoints] = {}
         self._optimizer: torch.optim.Optimizer | None = None
         self._optimizer_set = False
         #: Steps done, over all runs that were resumed.
         self.iteration = 0
-        _ = self.pipeline  # its beginning is collective, and makes weights equal
+        # Its beginning is collective, and makes weights equal.
+        self._first = self._pipeline_of(self._num_microbatches(batch_size))
+        self._other: Pipeline | None = None  # for batches of another size
 
     def _num_examples(self, batch_size: int) -> int:
         """Of one replica."""
@@ -100,16 +101,26 @@ class Varuna(nn.Module):
             )
         return batch_size // self.num_replicas
 
+    def _num_microbatches(self, batch_size: int) -> int:
+        return math.ceil(self._num_examples(batch_size) / self.chunk_size)
+
+    def _pipeline_of(self, num_microbatches: int) -> Pipeline:
+        return Pipeline(self.stages, plan_of(self.num_stages, num_microbatches), _loss_of, mesh=self._mesh)
+
     def _pipeline_for(self, num_microbatches: int) -> Pipeline:
-        if num_microbatches not in self._pipelines:
-            plan = plan_of(self.num_stages, num_microbatches)
-            self._pipelines[num_microbatches] = Pipeline(self.stages, plan, _loss_of, mesh=self._mesh)
-        return self._pipelines[num_microbatches]
+        """The first pipeline, or one for another number, which takes the place of the last such one."""
+        for pipeline in (self._first, self._other):
+            if pipeline is not None and pipeline.plan.num_microbatches == num_microbatches:
+                return pipeline
+        if self._other is not None:
+            self._other.close()
+        self._other = self._pipeline_of(num_microbatches)
+        return self._other
 
     @property
     def pipeline(self) -> Pipeline:
         """What runs the steps: its plan and its timeline."""
-        return self._pipeline_for(math.ceil(self._num_examples(self.batch_size) / self.chunk_size))
+        return self._pipeline_for(self._num_microbatches(self.batch_size))
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
@@ -204,15 +215,15 @@ class Varuna(nn.Module):
             checkpoints.wait()
         if key not in self._checkpoints:
             self._checkpoints[key] = Checkpoints(
-                folder, self.pipeline, self._optimizer, keep=None, asynchronous=asynchronous
+                folder, self._first, self._optimizer, keep=None, asynchronous=asynchronous
             )
         return self._checkpoints[key]
 
     def close(self) -> None:
         """End the pipelines' threads, and wait for checkpoints that are being written."""
-        for pipeline in self._pipelines.values():
-            pipeline.close()
-        self._pipelines.clear()
+        for pipeline in (self._first, self._other):
+            if pipeline is not None:
+                pipeline.close()
         self._checkpoints.clear()
 
     # --- as a module ----------------------------------------------------------------------------------------------

@@ -1,0 +1,115 @@
+"""The states of random generators that a forward can draw from: whether tracing it has drawn, and at which line."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import nn
+
+_STDLIB = os.path.dirname(os.__file__)
+
+
+class _Generator(NamedTuple):
+    """How the state of one is read and set."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+
+
+@final
+class RandomStates:
+    """As they are now: PyTorch's, Python's and NumPy's own, and those of generators that `model` has as attributes.
+
+    A GPU's is among them if CUDA is in use already. With `seeded`, those that `torch.manual_seed` sets are left out.
+    """
+
+    def __init__(self, model: nn.Module, seeded: bool = False) -> None:
+        generators = [*_generators(model)] if seeded else [*_seeded_generators(), *_generators(model)]
+        self._before = [(generator, generator.get()) for generator in generators]
+
+    def changed(self) -> bool:
+        """Whether any generator has been drawn from, or seeded."""
+        return any(not _equal(state, generator.get()) for generator, state in self._before)
+
+    def restore(self) -> None:
+        """Set what has changed."""
+        for generator, state in self._before:
+            if not _equal(state, generator.get()):
+                generator.set(state)
+
+    def first_change(self, run: Callable[[], Any], is_users: Callable[[str], bool]) -> tuple[FrameType, int] | None:
+        """The first line of this thread, in files for which `is_users`, that changes a state while `run` runs."""
+        found: list[tuple[FrameType, int]] = []
+        last: tuple[FrameType, int] | None = None
+
+        def look(frame: FrameType, event: str, argument: Any) -> Any:
+            nonlocal last
+            del event, argument
+            file = frame.f_code.co_filename
+            if found or not is_users(file) or os.path.dirname(file) == _STDLIB:  # which draws for the user's line
+                return None
+            if last is not None and self.changed():
+                found.append(last)
+            last = frame, frame.f_lineno
+            return look
+
+        tracing_before = sys.gettrace()
+        sys.settrace(look)
+        try:
+            run()
+        finally:
+            sys.settrace(tracing_before)
+        return found[0] if found else None
+
+
+@contextmanager
+def random_state_kept(model: nn.Module) -> Iterator[None]:
+    """All `RandomStates` afterwards as they were before."""
+    states = RandomStates(model)
+    try:
+        yield
+    finally:
+        states.restore()
+
+
+def _seeded_generators() -> Iterator[_Generator]:
+    yield _Generator(torch.get_rng_state, torch.set_rng_state)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        yield _Generator(torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all)
+
+
+def _generators(model: nn.Module) -> Iterator[_Generator]:
+    yield _Generator(random.getstate, random.setstate)
+    numpy = sys.modules.get("numpy")  # if it is not loaded, nobody draws from it
+    if numpy is not None:
+        yield _Generator(numpy.random.get_state, numpy.random.set_state)
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Generator):
+                yield _Generator(value.get_state, value.set_state)
+            elif isinstance(value, random.Random):
+                yield _Generator(value.getstate, value.setstate)
+            elif numpy is not None and isinstance(value, numpy.random.RandomState):
+                yield _Generator(value.get_state, value.set_state)
+            elif numpy is not None and isinstance(value, numpy.random.Generator):
+                bits = value.bit_generator
+                yield _Generator(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    same = one == other
+    return bool(same.all()) if hasattr(same, "all") else bool(same)  # all elements of an array of NumPy's
