@@ -174,8 +174,10 @@ class TorchEngine:
 
     def _is_new(self, step: Step) -> bool:
         """Whether any rank has reason to expect other boundaries than in the last step."""
+        plain: list[Any] = []
         signature = (
-            batches.shapes(step.inputs[0]),
+            batches.structure(step.inputs[0], plain),
+            plain,
             [(m.training, [p.requires_grad for p in m.parameters()]) for m in self.local_stages.values()],
             step.autocast,
         )
@@ -221,7 +223,8 @@ class TorchEngine:
         mean = float(total)
         if self._trains and not (math.isfinite(mean) or self._allow_nonfinite_loss or self._loss_scale.is_on):
             mine = {len(self.stages) - 1: step.losses} if self.rank == self._ranks[-1] else {}
-            refuse_loss(mean, self._num_steps, self._watchdog.name, mine, self._group)
+            empty = [m for m, target in enumerate(step.targets) if batches.is_empty(target)]
+            refuse_loss(mean, self._num_steps, self._watchdog.name, mine, empty, self._group)
         return mean
 
     def _begin(self, op: str) -> None:

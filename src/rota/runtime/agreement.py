@@ -1,16 +1,18 @@
-"""What all ranks must agree on before a plan runs."""
+"""What all ranks must agree on: before a plan runs, and before a batch of another size does."""
 
 from __future__ import annotations
 
-from typing import Any
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.plan import Plan
 from rota.runtime.handover import digest
+from rota.runtime.json_messages import all_gather_json
 from rota.runtime.meshes import pipelines_of
 from rota.runtime.shared import SharedWeight
 from rota.runtime.transport import together
@@ -23,11 +25,10 @@ def refuse_differences(plan: Plan, stages: Stages, shared: list[SharedWeight], m
 
     With a mesh, the plan's ranks are those along "pp".
     """
-    told: list[Any] = [None] * dist.get_world_size()
+    layout = None if mesh is None else (mesh.mesh.tolist(), mesh.mesh_dim_names)
+    joined = [[*edge] for edge in stages.edges], stages.inputs
     with together("comparing plans"):  # before anything that could fail on one rank alone
-        layout = None if mesh is None else (mesh.mesh.tolist(), mesh.mesh_dim_names)
-        joined = stages.edges, stages.inputs
-        dist.all_gather_object(told, (digest(plan), joined, shared, layout))
+        told = all_gather_json([digest(plan), *(_digest_of(each) for each in (joined, shared, layout))])
     for i, what in enumerate(("plan", "graph of stages", "set of tied and replicated weights", "mesh")):
         for rank, other in enumerate(told):
             if other[i] != told[0][i]:
@@ -42,9 +43,71 @@ def refuse_differences(plan: Plan, stages: Stages, shared: list[SharedWeight], m
         )
 
 
+def _digest_of(value: object) -> str:
+    """Of numbers, texts and tuples and lists of them."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
 def refuse_devices(stages: Stages, local: tuple[int, ...]) -> None:
     """Raises PipelineError where one of the `local` stages is not on the CPU."""
     for stage in local:
         for name, tensor in stages[stage].state_dict().items():
             if tensor.device.type != "cpu":
                 raise PipelineError(f"{name} of stage {stage} is on {tensor.device}; only CPU stages can be run")
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+class GivenBatch(NamedTuple):
+    """What a process tells of its batch: what it reads (see `Intake.given`), and the rows of inputs and targets."""
+
+    inputs: dict[str, list[str]]
+    rows: list[int]
+    target_rows: list[int]
+
+
+def refuse_other_inputs(given: Sequence[GivenBatch], pipelines: list[list[int]], names: Sequence[str]) -> None:
+    """Raises PipelineError, on all processes, where ranks of one pipeline read different values of one input."""
+    for pipeline in pipelines:
+        first: dict[tuple[str, int], int] = {}
+        for process in pipeline:
+            for of_input, shapes in given[process].inputs.items():
+                for m, shape in enumerate(shapes):
+                    other = first.setdefault((of_input, m), process) if shape else process
+                    if shape and given[other].inputs[of_input][m] != shape:
+                        raise PipelineError(
+                            f"{names[process]} was given {shape} as input {of_input} of micro-batch {m}, but "
+                            f"{names[other]} {given[other].inputs[of_input][m]}; give all ranks that read an input the "
+                            f"same batch"
+                        )
+
+
+def batch_differences(given: Sequence[GivenBatch], pipelines: list[list[int]], names: Sequence[str]) -> str:
+    """What may be right, but explains an op that fails: rows of targets, and replicas' inputs. "" if there is none."""
+    found = []
+    for pipeline in pipelines:
+        reader = next((process for process in pipeline if given[process].rows), None)
+        for process in pipeline:
+            rows = given[process].target_rows
+            if reader is not None and rows and _told(rows) != _told(given[reader].rows):
+                found.append(
+                    f"{names[reader]} has inputs of {_told(given[reader].rows)} rows per micro-batch, {names[process]} "
+                    f"targets of {_told(rows)}"
+                )
+    for of_rank in zip(*pipelines, strict=True):
+        first, *others = of_rank
+        for process in others:
+            for of_input, shapes in given[process].inputs.items():
+                if (known := given[first].inputs.get(of_input, shapes)) != shapes:
+                    m = next(m for m, (a, b) in enumerate(zip(known, shapes, strict=True)) if a != b)
+                    found.append(
+                        f"{names[process]} was given {shapes[m]} as input {of_input} of micro-batch {m}, "
+                        f"{names[first]} {known[m]}"
+                    )
+    return "; ".join(found[:4])
+
+
+def _told(rows: Sequence[int]) -> str:
+    """ "4", or "4, 3, 4" where micro-batches differ."""
+    return ", ".join(map(str, rows if len({*rows}) > 1 else rows[:1]))

@@ -56,7 +56,8 @@ def forward(
     """
     if split:
         received = [over_tensors(lambda t: enter(t) if t.requires_grad else t, value) for value in received]
-    inputs = [_wanting_gradient(value) for value in received]
+    where = f"stage {stage} ({type(stages[stage]).__name__})"
+    inputs = [_wanting_gradient(value, where) for value in received]
     # Before the stage may write into its inputs: that changes where their gradients go.
     kept = Kept([], [], entries=[[*map(get_gradient_edge, of)] for of in inputs]) if split else Kept(inputs, [])
     if in_place and not split:
@@ -67,7 +68,7 @@ def forward(
     else:
         output = stages.call(stage, received, batch)
     values = [edge.take(output) for edge in stages.outgoing(stage)]
-    kept.outputs = [gradient_edges(value) for value in values]
+    kept.outputs = [gradient_edges(value, where) for value in values]
     return output, values, kept
 
 
@@ -99,13 +100,13 @@ def _inlet(leaf: torch.Tensor) -> torch.Tensor:
     return entered
 
 
-def gradient_edges(value: Any) -> list[GradientEdge]:
-    """Where the gradients of the value's tensors enter the graph that made them."""
-    return [get_gradient_edge(tensor) for tensor in _wanting_gradient(value)]
+def gradient_edges(value: Any, where: str) -> list[GradientEdge]:
+    """Where the gradients of the value's tensors enter the graph that made them. `where` names the stage in errors."""
+    return [get_gradient_edge(tensor) for tensor in _wanting_gradient(value, where)]
 
 
-def _wanting_gradient(value: Any) -> list[torch.Tensor]:
-    tensors = [value] if isinstance(value, torch.Tensor) else flatten(value, "a stage")[0]
+def _wanting_gradient(value: Any, where: str) -> list[torch.Tensor]:
+    tensors = [value] if isinstance(value, torch.Tensor) else flatten(value, where)[0]
     return [tensor for tensor in tensors if tensor.requires_grad]
 
 

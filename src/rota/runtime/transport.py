@@ -78,7 +78,7 @@ class Transport:
 
     def _receive(self, buffer: torch.Tensor, message: Message) -> Any:
         try:
-            return self._backend.recv([_as_sent(buffer)], message.transfer.sender, 0)
+            return self._backend.recv([as_sent(buffer)], message.transfer.sender, 0)
         except RuntimeError as error:
             raise _lost(message.transfer.sender, message) from error
 
@@ -128,7 +128,7 @@ class Transport:
     def _send(self, message: Message, tensors: list[torch.Tensor]) -> None:
         receiver = message.transfer.receiver
         self.sent_ns[message.column] = time.monotonic_ns()
-        tensors = [*map(_as_sent, tensors)]
+        tensors = [*map(as_sent, tensors)]
         try:
             works = [self._backend.send([tensor], receiver, 0) for tensor in tensors]
         except RuntimeError as error:
@@ -206,7 +206,8 @@ def _all_reduce_options(how: Any) -> dist.AllreduceOptions:
     return options
 
 
-def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
+def as_sent(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory where it can be: contiguous, and real where it is complex."""
     return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).contiguous()
 
 
