@@ -108,7 +108,8 @@ TABLE = {
 
 #: PyTorch's collectives of objects, and what reads or writes pickles: unpickling runs what the sender names.
 PICKLES = re.compile(
-    r"(gather|broadcast|scatter|send|recv)_object|\b(import pickle|from pickle|pickle\.|cloudpickle|marshal\.|torch\.load\()"
+    r"(gather|broadcast|scatter|send|recv)_object"
+    r"|\b(import pickle|from pickle|pickle\.|cloudpickle|marshal\.|torch\.load\()"
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -67,45 +68,41 @@ class GivenBatch(NamedTuple):
     target_rows: list[int]
 
 
-def refuse_other_inputs(given: Sequence[GivenBatch], pipelines: list[list[int]], names: Sequence[str]) -> None:
-    """Raises PipelineError, on all processes, where ranks of one pipeline read different values of one input."""
-    for pipeline in pipelines:
-        first: dict[tuple[str, int], int] = {}
-        for process in pipeline:
-            for of_input, shapes in given[process].inputs.items():
-                for m, shape in enumerate(shapes):
-                    other = first.setdefault((of_input, m), process) if shape else process
-                    if shape and given[other].inputs[of_input][m] != shape:
-                        raise PipelineError(
-                            f"{names[process]} was given {shape} as input {of_input} of micro-batch {m}, but "
-                            f"{names[other]} {given[other].inputs[of_input][m]}; give all ranks that read an input the "
-                            f"same batch"
-                        )
-
-
 def batch_differences(given: Sequence[GivenBatch], pipelines: list[list[int]], names: Sequence[str]) -> str:
-    """What may be right, but explains an op that fails: rows of targets, and replicas' inputs. "" if there is none."""
-    found = []
-    for pipeline in pipelines:
-        reader = next((process for process in pipeline if given[process].rows), None)
-        for process in pipeline:
-            rows = given[process].target_rows
-            if reader is not None and rows and _told(rows) != _told(given[reader].rows):
-                found.append(
-                    f"{names[reader]} has inputs of {_told(given[reader].rows)} rows per micro-batch, {names[process]} "
-                    f"targets of {_told(rows)}"
-                )
-    for of_rank in zip(*pipelines, strict=True):
-        first, *others = of_rank
-        for process in others:
-            for of_input, shapes in given[process].inputs.items():
-                if (known := given[first].inputs.get(of_input, shapes)) != shapes:
-                    m = next(m for m, (a, b) in enumerate(zip(known, shapes, strict=True)) if a != b)
-                    found.append(
-                        f"{names[process]} was given {shapes[m]} as input {of_input} of micro-batch {m}, "
-                        f"{names[first]} {known[m]}"
-                    )
-    return "; ".join(found[:4])
+    """What may be right, but explains an op that fails: ranks and replicas with other batches. "" if there is nothing.
+
+    `given` and `names` are by process, `pipelines` are the processes of each pipeline by rank.
+    """
+    alike = [*pipelines, *map(list, zip(*pipelines, strict=True))]  # the ranks of a pipeline, and a rank's replicas
+    found = [_input_difference(given, group, names) for group in alike]
+    found += [_row_difference(given, pipeline, names) for pipeline in pipelines]
+    return "; ".join(dict.fromkeys(filter(None, found)))
+
+
+def _input_difference(given: Sequence[GivenBatch], group: list[int], names: Sequence[str]) -> str:
+    """The first value of which two of the group read another."""
+    first: dict[tuple[str, int], tuple[int, str]] = {}
+    for process in group:
+        for of_input, shapes in given[process].inputs.items():
+            for m, shape in enumerate(shapes):
+                other, known = first.setdefault((of_input, m), (process, shape)) if shape else (process, shape)
+                if shape != known:
+                    at = f"as input {of_input} of micro-batch {m}"
+                    return f"{at} {names[process]} was given {shape}, {names[other]} {known}"
+    return ""
+
+
+def _row_difference(given: Sequence[GivenBatch], pipeline: list[int], names: Sequence[str]) -> str:
+    """Inputs and targets with other numbers of rows, of which neither is a multiple of the other."""
+    reader = next((process for process in pipeline if given[process].rows), None)
+    if reader is None:
+        return ""
+    for process in pipeline:
+        known, rows = given[reader].rows, given[process].target_rows
+        if rows and any(a % max(b, 1) and b % max(a, 1) for a, b in zip_longest(known, rows, fillvalue=known[-1])):
+            told = f"{names[reader]} has inputs of {_told(known)} rows per micro-batch"
+            return f"{told}, {names[process]} targets of {_told(rows)}"
+    return ""
 
 
 def _told(rows: Sequence[int]) -> str:

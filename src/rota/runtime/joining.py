@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -112,6 +113,7 @@ def on_first(doing: str, act: Callable[[], Result]) -> Result:
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             result = act()
+            json.dumps(result)  # what JSON does not write must fail here, and not on the way to the others
         except Exception as error:  # the others must hear of it, or they would wait
             words, failure = f"{type(error).__name__}: {error}", error
     if dist.is_initialized():

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rota.errors import PipelineError
-from rota.runtime.agreement import GivenBatch, batch_differences, refuse_other_inputs
+from rota.runtime.agreement import GivenBatch, batch_differences
 from rota.runtime.calls import Agreed, Call, Calls
 from rota.runtime.compute import Batch, Compute
 from rota.runtime.execution import Execution
@@ -113,20 +113,18 @@ class Runs:
                     )
 
     def _compare(self, batch: Batch) -> None:
-        """Raises PipelineError, on all ranks, where the ranks of a pipeline were given different inputs."""
+        """Learn what the others were given."""
         mine = GivenBatch(self._intake.given(batch), [*batch.rows], [*batch.target_rows])
         with together("comparing batches"):
             given = [GivenBatch(*told) for told in all_gather_json(mine, self._processes.everyone)]
-        pipelines, names = self._processes.pipelines, self._processes.names
-        refuse_other_inputs(given, pipelines, names)
-        self._differences = batch_differences(given, pipelines, names)
+        self._differences = batch_differences(given, self._processes.pipelines, self._processes.names)
 
     def _explain(self, error: Exception, execution: Execution[Compute]) -> None:
         """Where an op fails and the ranks were given different batches, that is what to tell all ranks."""
         if self._differences and execution.failed is not None and not isinstance(error, PipelineError):
             raise PipelineError(
-                f"{execution.failed} failed on {self._watchdog.name} ({type(error).__name__}: {error}), and the ranks' "
-                f"batches differ: {self._differences}; give all ranks batches that fit together"
+                f"{execution.failed} failed on {self._watchdog.name} ({type(error).__name__}: {error}); the ranks' "
+                f"batches do not fit together, which may be why: {self._differences}. Give all ranks the same batch"
             ) from error
 
     def mean_loss(self, execution: Execution[Compute], batch: Batch, refuse: bool = False) -> float:
