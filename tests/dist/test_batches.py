@@ -264,9 +264,9 @@ UNFIT: dict[str, tuple[Stages, dict[int, tuple[Any, Any]], str]] = {
     "targets": (
         chain(3),
         {0: (X, None), 2: (None, TARGETS[:12])},
-        "2F0 failed on rank 2 (RuntimeError: The size of tensor a (4) must match the size of tensor b (3) at non-singleton "
-        "dimension 0); the ranks' batches do not fit together, which may be why: rank 0 has inputs of 4 rows per "
-        "micro-batch, rank 2 targets of 3. Give all ranks the same batch",
+        "2F0 failed on rank 2 (RuntimeError: The size of tensor a (4) must match the size of tensor b (3) at "
+        "non-singleton dimension 0); the ranks' batches do not fit together, which may be why: rank 0 has inputs of 4 "
+        "rows per micro-batch, rank 2 targets of 3. Give all ranks the same batch",
     ),
     "inputs": (
         both_read(),

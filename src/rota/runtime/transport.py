@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from rota.errors import LostRankError, PipelineError
 from rota.plan import Transfer
-from rota.runtime.messages import Format, Layout, describe, flatten, from_bytes, to_bytes, unflatten
+from rota.runtime.messages import Format, Layout, describe, flatten, from_bytes, tensor_layouts, to_bytes, unflatten
 from rota.runtime.program import Message, ValueKey
 
 
@@ -116,9 +116,12 @@ class Transport:
             data = to_bytes(layout)
             first = [torch.tensor([len(data)]), data]
         elif layout != (known := self.formats[message.value].layout):
+            remedy = "if its shapes depend on the data, use Pipeline(…, dynamic_shapes=True)"
+            if tensor_layouts(layout) == tensor_layouts(known):
+                remedy = "return a number that changes as a tensor, or use Pipeline(…, dynamic_shapes=True)"
             raise PipelineError(
                 f"{message.transfer}: {where} made {describe(layout)}, after {describe(known)} in an earlier step with "
-                f"inputs of the same shapes; if its shapes depend on the data, use Pipeline(…, dynamic_shapes=True)"
+                f"inputs of the same shapes; {remedy}"
             )
         self._send(message, first + [tensor.detach() for tensor in tensors])
 
