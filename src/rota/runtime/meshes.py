@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rota.errors import PipelineError
-from rota.runtime.joining import join
+from rota.runtime.joining import join, leave
 from rota.runtime.transport import together
 
 _DIMS = ("dp", "pp", "tp")  # from the outermost: what talks most is closest together
@@ -94,12 +94,20 @@ class Processes:
         self.is_first_pipeline: Final = position == 0
         self.is_first: Final = position == self.rank == 0
         self._groups: list[dist.ProcessGroup] = []
-        # Groups of all processes, of its pipeline, of the holders of the same weights, of their other parts.
+        try:
+            self._make_groups()
+        except BaseException:
+            leave(self._groups)
+            raise
+
+    def _make_groups(self) -> None:
+        """Groups of all processes, of its pipeline, of the holders of the same weights, of their other parts."""
+        mine = dist.get_rank()
         self.everyone: dist.ProcessGroup = self._made([[*range(dist.get_world_size())]])
-        self.pipeline = self.everyone if len(self.pipelines) == 1 else self._made(self.pipelines)
+        self.pipeline: dist.ProcessGroup = self.everyone if len(self.pipelines) == 1 else self._made(self.pipelines)
         across, together_on = self._across_replicas(), self._across_parts()
         #: This process and those that hold the same weights, one a replica.
-        self.replica_processes: Final = sorted(next(of for of in across if mine in of))
+        self.replica_processes = sorted(next(of for of in across if mine in of))
         self.replicas = self._made(across) if self.num_replicas > 1 else None
         self.parts = self._made(together_on) if self.num_parts > 1 else None
 

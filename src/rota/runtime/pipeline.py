@@ -118,7 +118,6 @@ class Pipeline:
                 refuse_devices(stages, plan.placement.stages_on(self.rank))
                 self._gradients = GradientSync(stages, plan, shared, self._processes, ddp_groups)
                 self._teardown.callback(self._gradients.close)
-                self._teardown.callback(self._leave_record)
                 self._transport = Transport(self._processes.pipeline, self._processes.everyone)
                 self._teardown.callback(self._transport.close)
                 self._compute = Compute(stages, plan.placement, loss_fn, keep_outputs or not trains, recomputed)
@@ -129,6 +128,7 @@ class Pipeline:
             self._runs = Runs(
                 self._processes, self._gradients, self._transport, self._watchdog, self._intake, dynamic_shapes
             )
+            self._teardown.callback(self._leave_record)
             atexit.register(self._close_at_exit)
         except BaseException as error:
             self._end(error)
@@ -231,6 +231,8 @@ class Pipeline:
             plan = forwards_of(self.plan)
             compute = Compute(self.stages, plan.placement, self.loss_fn, keep_outputs=False)
             self._evaluation = Execution(self.stages, plan, self.rank, self._transport, compute)
+        if not self._training.trains:
+            self._intake.warn_of_other_rows(batch)
         self._evaluation.compute.keep_outputs = call is not Call.EVALUATE
         self._runs.loss_scale.begin(None)
         random_state = torch.get_rng_state()
