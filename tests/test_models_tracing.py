@@ -74,6 +74,20 @@ def lowers(model: Model, x: Tensor) -> Tensor:
         return x @ x
 
 
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return 2.0 * gradients[0]
+
+
+def applies(model: Model, x: Tensor) -> Tensor:
+    return Double.apply(x)
+
+
 def keeps(model: Model, x: Tensor) -> Tensor:
     model.seen = x
     return x
@@ -97,6 +111,11 @@ def counts(model: Model, x: Tensor) -> Tensor:
         (invents, "", "'_tensor_constant0' at .* differs between training and evaluation, or from one call"),
         (freezes, "return x * 2", "'mul' at .* runs in a context"),
         (lowers, "return x @ x", "'matmul' at .* runs in a context"),
+        (
+            applies,
+            "return x * 2.0",
+            r"'mul' at .* is inside the torch.autograd.Function Double, whose backward a trace",
+        ),
         (keeps, "", "forward of Model sets seen, which a stage would not"),
         (counts, "", "forward of Model sets count, which a stage would not"),
     ],
@@ -112,6 +131,11 @@ def test_forward_that_a_trace_cannot_tell(middle: Callable[[Any, Any], Any], lin
     assert model.training
     assert set(vars(model)) == set(vars(Model(middle)))
     assert torch.equal(model.count, torch.zeros(2))
+
+
+def test_a_function_with_a_backward_of_its_own_is_refused_where_no_gradients_are_made_either() -> None:
+    with torch.no_grad(), pytest.raises(SplitError, match=r"inside the torch\.autograd\.Function Double"):
+        split(Model(applies), 2)
 
 
 def test_model_is_left_as_it_was() -> None:
