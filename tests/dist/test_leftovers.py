@@ -123,19 +123,20 @@ def test_many_steps_in_a_row_stay_flat(pool: Pool) -> None:
         assert not grown(early, late, NUM_STEPS - 20), (early, late)
 
 
-def use_after_close(rank: int, stages: Stages, plan: Plan) -> str:
+def use_after_close(rank: int, stages: Stages, plan: Plan) -> list[str]:
     pipeline = Pipeline(stages, plan, loss_fn)
     pipeline.close()
-    try:
-        pipeline.step()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was said"
+    told = []
+    for call in (pipeline.step, pipeline.evaluate, pipeline.forward, lambda: pipeline.clip_grad_norm_(1.0)):
+        with pytest.raises(PipelineError) as error:
+            call()
+        told.append(str(error.value))
+    return told
 
 
 def test_closed_pipeline_says_so(pool: Pool) -> None:
     told = pool.run(2, use_after_close, graph_of_layers(2, [(0, 1)]), schedules.gpipe(two_ranks(), 2))
-    assert told == ["PipelineError: the pipeline is closed; make a new one"] * 2
+    assert told == [["the pipeline is closed; make a new one"] * 4] * 2
 
 
 def two_ranks() -> Any:

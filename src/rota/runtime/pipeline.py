@@ -242,9 +242,12 @@ class Pipeline:
         return self._evaluation, asking
 
     def _take(self, inputs: Any, targets: Any, **options: Any) -> Batch:
+        self._refuse_closed()
+        return self._intake.take(inputs, targets, **options)
+
+    def _refuse_closed(self) -> None:
         if self._closed:
             raise PipelineError("the pipeline is closed; make a new one")
-        return self._intake.take(inputs, targets, **options)
 
     @contextmanager
     def watch_memory(self) -> Iterator[MemoryWatch]:
@@ -264,6 +267,7 @@ class Pipeline:
         As `torch.nn.utils.clip_grad_norm_` on the unsplit model, for any norm type above 0, inf too: every weight
         counts once, also those that are tied, replicated, or in parts or shards on several ranks. Collective.
         """
+        self._refuse_closed()
         share = partial(self._runs.agree, Call.CLIP_GRAD_NORM, "adding up the gradients' norm")
         with self.watching("the other ranks' norms"):
             return self._gradients.clip(max_norm, norm_type, error_if_nonfinite, share)
