@@ -112,8 +112,9 @@ def on_first(doing: str, act: Callable[[], Result]) -> Result:
     words, failure = "", None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            result = act()
-            json.dumps(result)  # what JSON does not write must fail here, and not on the way to the others
+            made = act()
+            json.dumps(made)  # what JSON does not write must fail here, and not on the way to the others
+            result = made
         except Exception as error:  # the others must hear of it, or they would wait
             words, failure = f"{type(error).__name__}: {error}", error
     if dist.is_initialized():
