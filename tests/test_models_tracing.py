@@ -112,6 +112,20 @@ def lowers(model: Model, x: Tensor) -> Tensor:
         return x @ x
 
 
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return 2.0 * gradients[0]
+
+
+def applies(model: Model, x: Tensor) -> Tensor:
+    return Double.apply(x)
+
+
 def keeps(model: Model, x: Tensor) -> Tensor:
     model.seen = x
     return x
@@ -141,6 +155,11 @@ def counts(model: Model, x: Tensor) -> Tensor:
         (seeds, "torch.manual_seed(0)", "forward of Model draws random numbers, or seeds them"),
         (freezes, "return x * 2", "'mul' at .* runs in a context"),
         (lowers, "return x @ x", "'matmul' at .* runs in a context"),
+        (
+            applies,
+            "return x * 2.0",
+            r"'mul' at .* is inside the torch.autograd.Function Double, whose backward a trace",
+        ),
         (keeps, "", "forward of Model sets seen, which a stage would not"),
         (counts, "", "forward of Model sets count, which a stage would not"),
     ],
@@ -260,6 +279,11 @@ def test_another_thread_runs_a_model_meanwhile() -> None:
     assert len(found) == 2  # traced for training and for evaluation
     assert all(torch.equal(one, expected) for one in found)
     assert "BatchNorm" not in str(stages.modules)
+
+
+def test_a_function_with_a_backward_of_its_own_is_refused_where_no_gradients_are_made_either() -> None:
+    with torch.no_grad(), pytest.raises(SplitError, match=r"inside the torch\.autograd\.Function Double"):
+        split(Model(applies), 2)
 
 
 def test_model_is_left_as_it_was() -> None:

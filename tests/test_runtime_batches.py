@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rota.errors import PipelineError
-from rota.runtime.batches import num_examples, shapes, to_microbatches, weights
+from rota.runtime.batches import describe, is_empty, num_examples, structure, to_microbatches, weights
 
 
 def rows(n: int, *shape: int) -> torch.Tensor:
@@ -55,6 +56,8 @@ def test_list_is_taken_as_it_is() -> None:
         ([rows(1)] * 3, 4, "inputs is a list of 3 micro-batches, but the plan has 4; give 4, or plan for 3"),
         ((rows(8), rows(4)), 4, r"inputs\[1\] has 4 rows .*but inputs\[0\] has 8.*a list of 4 micro-batches"),
         ({"x": rows(8), "masks": [rows(8)]}, 4, r"inputs\['masks'\] is a list.*use a tuple"),
+        ((rows(4), np.arange(4.0)), 4, r"inputs\[1\] is a numpy.ndarray, which is not split .*torch.as_tensor"),
+        ((rows(4), {"t": np.float64(2)}), 4, r"inputs\[1\]\['t'\] is a numpy.float64, .* give its .item\(\)"),
     ],
 )
 def test_what_does_not_fit_is_told_with_value_place_and_remedy(batch: object, n: int, message: str) -> None:
@@ -80,11 +83,46 @@ def test_num_examples(value: object, expected: int) -> None:
     assert num_examples(value) == expected
 
 
-def test_shapes_differ_where_a_boundary_could() -> None:
-    def of(**changes: Any) -> object:
-        value = {"x": rows(2, 3), "pair": (rows(1), None), "scale": 2}
-        return shapes(value | changes)
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (rows(0), True),
+        (rows(3), False),
+        (torch.tensor(1.0), False),
+        (None, False),
+        ((3, {"y": rows(0)}, rows(2)), True),
+    ],
+)
+def test_is_empty(value: object, expected: bool) -> None:
+    assert is_empty(value) == expected
 
+
+def test_describe() -> None:
+    assert describe({"x": rows(2, 3), "pair": (rows(1), None), 1: [2.0]}) == (
+        "{x: float32[2, 3], pair: (float32[1], None), 1: (float)}"
+    )
+
+
+def of(**changes: Any) -> object:
+    value = {"x": rows(2, 3), "pair": (rows(1), None), "scale": 2, "rate": 0.5}
+    plain: list[Any] = []
+    return structure(value | changes, plain), plain
+
+
+def test_structures_differ_where_a_boundary_could() -> None:
     assert of() == of(x=rows(2, 3) + 1)
     different = [of(x=rows(2, 4)), of(x=rows(2, 3).double()), of(pair=(None, rows(1))), of(scale=3), of(more=1)]
     assert all(other != of() for other in different)
+
+
+@pytest.mark.parametrize("rate", [0.25, float("nan"), -0.0])
+def test_a_float_that_changes_changes_no_structure(rate: float) -> None:
+    assert of(rate=rate) == of()
+    assert of(rate=float("nan")) == of(rate=float("nan"))
+
+
+def test_structures_of_any_objects_compare() -> None:
+    """`==` of arrays is an array, and that of others may be anything."""
+    assert of(more=np.arange(4.0)) == of(more=np.arange(4.0) + 1)
+    assert of(more=np.arange(4.0)) != of(more=np.arange(5.0))
+    assert of(more=object()) == of(more=object())

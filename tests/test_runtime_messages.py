@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
+from enum import IntEnum
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -24,7 +26,7 @@ from rota.runtime.messages import (
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.uint8]
 sizes = st.lists(st.integers(0, 3), max_size=3)
 tensors = st.builds(torch.zeros, sizes, dtype=st.sampled_from(DTYPES))
-plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 leaves = plain | tensors | sizes.map(torch.Size)
 keys = st.text() | st.integers()
 values = st.recursive(
@@ -42,7 +44,7 @@ def same(a: Any, b: Any) -> bool:
         return [*a] == [*b] and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (tuple, list)):
         return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
+    return bool(a == b or (a != a and b != b))
 
 
 @given(values)
@@ -78,8 +80,57 @@ def test_layouts_differ_where_buffers_or_values_would() -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_what_cannot_travel_is_told_with_its_stage(value: object) -> None:
-    with pytest.raises(PipelineError, match=r"^stage 7 returned a \w+; stages exchange tensors, tuples"):
+    with pytest.raises(PipelineError, match=r"^stage 7 returned a [\w.]+, but stages exchange tensors, tuples"):
         flatten(value, "stage 7")
+
+
+class Output(OrderedDict[str, Any]):
+    """As transformers' ModelOutput."""
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        return tuple(self.values())
+
+
+class Color(IntEnum):
+    RED = 1
+
+
+@pytest.mark.parametrize(
+    ("value", "name", "remedy"),
+    [
+        (Output(h=1), f"{__name__}.Output", "return its .to_tuple(), or call the model with return_dict=False"),
+        (OrderedDict(h=1), "collections.OrderedDict", "return dict(…) of it"),
+        (np.float64(0.5), "numpy.float64", "return torch.as_tensor(…) of it"),
+        (np.arange(3), "numpy.ndarray", "return torch.as_tensor(…) of it"),
+        (Color.RED, f"{__name__}.Color", "return int(…) of it"),
+        ({Color.RED: 1}, "dict", "give its entries keys that are int or str"),
+        ({1, 2}, "set", "return what of it the next stage reads"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_type_that_cannot_travel_is_told_in_full_with_a_remedy(value: object, name: str, remedy: str) -> None:
+    with pytest.raises(PipelineError) as error:
+        flatten((torch.ones(1), value), "stage 7 (Block)")
+    assert str(error.value).startswith(f"stage 7 (Block) returned a {name}, but stages exchange")
+    assert str(error.value).endswith(f"numbers, texts and None; {remedy}")
+
+
+def test_a_sparse_tensor_is_refused() -> None:
+    with pytest.raises(PipelineError, match=r"stage 7 returned a tensor with layout torch.sparse_coo.*to_dense"):
+        flatten(torch.eye(2).to_sparse(), "stage 7")
+
+
+def test_equal_layouts_compare_equal_also_with_nan() -> None:
+    def layout() -> Any:
+        return flatten({"x": torch.ones(2), "rates": (float("nan"), float("inf"))}, "stage 0")[1]
+
+    assert layout() == layout() == from_bytes(to_bytes(layout()))
+
+
+def test_layouts_tell_numbers_apart_that_compare_equal() -> None:
+    layouts = [flatten(value, "stage 0")[1] for value in (1, 1.0, True)]
+    assert all(a == b for a, b in zip(layouts, layouts, strict=True))
+    assert len({*layouts}) == 3
 
 
 def test_describe() -> None:

@@ -26,6 +26,13 @@ def whole(name: str, value: object, signed: bool = False) -> int:
     return value
 
 
+def whole_rows(value: object) -> int:
+    """The examples of a micro-batch. Raises PlacementError unless it is a whole number of 1 or more."""
+    if (found := whole("microbatch_rows", value)) < 1:
+        raise PlacementError("microbatch_rows is 0: give the examples of one micro-batch, or None")
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
     """One direction between two ranks. `bytes_per_us` None: as fast as you like (1 GB/s is 1000 bytes per µs)."""
@@ -120,7 +127,13 @@ class Cluster:
 
 
 _SIGNED = ("input_frees_bytes",)
-_OPTIONAL = ("weight_us", "input_frees_bytes", "gradient_bytes", "recompute_us")  # None says something of its own
+_OPTIONAL = (
+    "weight_us",
+    "input_frees_bytes",
+    "gradient_bytes",
+    "recompute_us",
+    "microbatch_rows",
+)  # None says something of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +148,8 @@ class Costs:
     travel forward and backward, one entry an edge or a single number. A step ends with `reduce_us` and `optimizer_us`.
     With `recompute_us` (None for a stage that keeps its activations) F holds only `checkpoint_bytes`, and R makes the
     activations again before the backward.
-    `note` says where the numbers come from.
+    `note` says where the numbers come from, and `microbatch_rows` how many examples the micro-batch had that was
+    measured, where somebody knows.
     """
 
     forward_us: tuple[int, ...]
@@ -155,6 +169,7 @@ class Costs:
     checkpoint_bytes: tuple[int, ...] = 0  # type: ignore[assignment]
     edges: tuple[tuple[int, int], ...] | None = None
     note: str = ""
+    microbatch_rows: int | None = None
 
     def __post_init__(self) -> None:
         forward: object = self.forward_us
@@ -170,6 +185,9 @@ class Costs:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in ("edges", "note") or (value is None and field.name in _OPTIONAL):
+                continue
+            if field.name == "microbatch_rows":
+                object.__setattr__(self, field.name, whole_rows(value))
                 continue
             if field.name in ("boundary_bytes", "gradient_bytes"):
                 # A single number stays one: the edges may only be named when the stages are placed.
@@ -270,6 +288,8 @@ class Costs:
                 values[field.name] = None
             elif field.name == "note":
                 values[field.name] = entry.text()
+            elif field.name == "microbatch_rows":
+                values[field.name] = entry.integer(1)
             elif field.name == "edges":
                 values[field.name] = tuple(edge.integers(0) for edge in entry)
             elif field.name == "recompute_us" and isinstance(entry.value, list):

@@ -141,6 +141,7 @@ class LayerCosts:
             checkpoint_bytes=tuple(min(*pair) for pair in zip(checkpoints, held, strict=True)),
             edges=tuple(edges),
             note=self.note,
+            microbatch_rows=self.rows,
             **(self._split(boundaries, crossing, held, old) if split_backward else whole),
         )
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from rota import reading
-from rota.costs import Cluster, whole
+from rota.costs import Cluster, whole, whole_rows
 from rota.errors import PlacementError
 from rota.taskgraph import CycleError, TaskGraph
 from rota.tasks import Kind, Task
@@ -53,6 +53,7 @@ class Placement:
 
     Each disconnected component is a data stream of its own: with C of them, ordered by their lowest stage,
     component c takes the micro-batches c, c + C, c + 2C, … `static_bytes`: one entry a rank, default none.
+    `microbatch_rows`: the examples of the micro-batch whose costs these are, where somebody knows.
     """
 
     tasks: tuple[Task, ...]
@@ -60,12 +61,15 @@ class Placement:
     cluster: Cluster
     static_bytes: tuple[int, ...] = ()
     step_ends: tuple[StepEnd, ...] = ()
+    microbatch_rows: int | None = None
 
     def __post_init__(self) -> None:
         if not self.static_bytes:
             object.__setattr__(self, "static_bytes", (0,) * self.num_ranks)
         if len(self.static_bytes) != self.num_ranks:
             raise PlacementError(f"static_bytes has {len(self.static_bytes)} entries for {self.num_ranks} ranks")
+        if self.microbatch_rows is not None:
+            object.__setattr__(self, "microbatch_rows", whole_rows(self.microbatch_rows))
         if not self.tasks:
             raise PlacementError("a placement needs at least one task")
         for task in self.tasks:
@@ -203,7 +207,7 @@ class Placement:
         new = {old: i for i, old in enumerate(kept)}
         edges = tuple(Edge(new[a], new[b], size) for a, b, size in self.edges if a in new and b in new)
         tasks = tuple(replace(self.tasks[i], held_bytes=0) for i in kept)
-        return Placement(tasks, edges, self.cluster, self.static_bytes)
+        return Placement(tasks, edges, self.cluster, self.static_bytes, microbatch_rows=self.microbatch_rows)
 
     def to_fields(self) -> dict[str, Any]:
         def name(task: int) -> str:
@@ -215,6 +219,7 @@ class Placement:
             "cluster": self.cluster.to_fields(),
             "static_bytes": list(self.static_bytes),
             "step_ends": [[end.stage, end.reduce_us, end.optimizer_us] for end in self.step_ends],
+            **({} if self.microbatch_rows is None else {"microbatch_rows": self.microbatch_rows}),
         }
 
     @classmethod
@@ -240,6 +245,7 @@ class Placement:
             Cluster.from_fields(document["cluster"]),
             document["static_bytes"].integers(0),
             tuple(StepEnd(*end) for end in ends),
+            document["microbatch_rows"].integer(1) if "microbatch_rows" in document else None,
         )
 
 

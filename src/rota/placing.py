@@ -42,7 +42,8 @@ def place(
                 static[rank] += costs.static_bytes[stage]
     ends = zip(range(num_stages), costs.reduce_us, costs.optimizer_us, strict=True)
     step_ends = tuple(StepEnd(*end) for end in ends if any(end[1:]))
-    return Placement(tuple(tasks), tuple(_edges(costs, tasks, pairs)), cluster, tuple(static), step_ends)
+    between = tuple(_edges(costs, tasks, pairs))
+    return Placement(tuple(tasks), between, cluster, tuple(static), step_ends, costs.microbatch_rows)
 
 
 def _tasks(costs: Costs, on: Sequence[tuple[int, ...]]) -> list[Task]:

@@ -64,6 +64,12 @@ class Plan:
         """Where to cut the model: `rota.split(model, plan.num_stages, plan.cuts)`. None: nothing was decided."""
         return None if self.usage is None else self.usage.cuts
 
+    @property
+    def microbatch_rows(self) -> int | None:
+        """The examples of the micro-batch that its times and bytes are for. None: nobody knows."""
+        known = self.placement.microbatch_rows
+        return self.usage.microbatch_rows if known is None and self.usage is not None else known
+
     # --- the plan as a graph -------------------------------------------------------------------------------------
     # Node numbers: the ops of task t are first_node[t], first_node[t] + 1, …, one for each micro-batch of its
     # stream; behind all ops come the step's ends, a reduction and an optimizer step for each of `step_end_ranks`.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
 
+from dist.fresh import run_fresh
 from dist.networks import (
     ROWS,
     StepResult,
@@ -21,7 +24,7 @@ from dist.networks import (
 )
 from dist.pool import Pool
 from odd_stages import IN_PLACE
-from rota import Cluster, Costs, PipelineError, Plan, Stages, place
+from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
 from rota.schedules import NAMED
 
 WIDTH = 6
@@ -326,3 +329,76 @@ def test_writing_into_an_input_that_is_read_again_is_refused(pool: Pool) -> None
     plan = NAMED["gpipe"](place(Costs.uniform(2, recompute_us=1), Cluster.uniform(1), [0, 0]), 4)
     told = pool.run(1, told_of_written_inputs, plan, [["x"], ["y"]])[0]
     assert "stage 0 writes into what it receives, which its recomputation needs unchanged" in told
+
+
+# --- what does not cross ----------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Returns what models of transformers return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Tensor) -> BaseModelOutput:
+        return BaseModelOutput(last_hidden_state=self.linear(x))
+
+
+class Changing(nn.Module):
+    """Returns a number beside its rows, another one each time."""
+
+    def __init__(self, numbers: list[Any]) -> None:
+        super().__init__()
+        self.linear, self.numbers = nn.Linear(WIDTH, WIDTH).double(), iter(numbers)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        return self.linear(x), next(self.numbers)
+
+
+class First(nn.Module):
+    def forward(self, pair: tuple[Tensor, Any]) -> Tensor:
+        return pair[0]
+
+
+def two_steps(rank: int, first: nn.Module) -> None:
+    plan = NAMED["gpipe"](place(Costs.uniform(2), Cluster.uniform(2)), 4)
+    with Pipeline(Stages([first, First()]), plan, loss_fn) as pipeline:
+        for _ in range(2):
+            pipeline.step(*batch_of(4))
+
+
+NUMBERS: dict[str, tuple[nn.Module, str]] = {
+    "a ModelOutput": (
+        Model(),
+        "PipelineError: stage 0 (Model) returned a transformers.modeling_outputs.BaseModelOutput, but stages exchange "
+        "tensors, tuples, lists and dicts of them, numbers, texts and None; return its .to_tuple(), or call the model "
+        "with return_dict=False",
+    ),
+    "a number that changes": (
+        Changing([1.5] * 4 + [2.5]),
+        "stage 0 made (float64[5, 6] with gradient, 2.5), after (float64[5, 6] with gradient, 1.5) in an earlier step "
+        "with inputs of the same shapes; return a number that changes as a tensor, or use",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NUMBERS)
+def test_what_does_not_cross_is_told_on_both_ranks(tmp_path: Path, case: str) -> None:
+    _, message = NUMBERS[case]
+    ended = run_fresh(tmp_path, 2, two_steps_of, case)
+    assert [each.exit_code for each in ended] == [1, 1]
+    assert all(message in each.stderr for each in ended)
+
+
+def two_steps_of(rank: int, case: str) -> None:
+    two_steps(rank, NUMBERS[case][0])
+
+
+def steps_with_nan(rank: int) -> str:
+    two_steps(rank, Changing([float("nan") for _ in range(8)]))
+    return "done"
+
+
+def test_nan_crosses_as_the_same_number_in_every_step(pool: Pool) -> None:
+    assert pool.run(2, steps_with_nan) == ["done"] * 2

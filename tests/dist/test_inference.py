@@ -12,6 +12,7 @@ from dist.networks import batch_of, chain, loss_fn
 from dist.parallel_modules import ParallelLayer
 from dist.pool import Pool
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, bidirectional, interleaved, place, spmd, wave
+from rota.runtime.gradients import over_tensors
 from rota.schedules import NAMED, chimera, gpipe
 
 COSTS, CLUSTER = Costs.uniform(4), Cluster.uniform(2)
@@ -142,3 +143,56 @@ def test_batch_norm(pool: Pool, name: str, recomputed: bool) -> None:
     for found in pool.run(2, statistics, plan, edges):
         for (stage, buffer), value in found.items():
             torch.testing.assert_close(value, serial[stage].get_buffer(buffer), rtol=1e-10, atol=1e-10)
+
+
+# --- outputs of any nesting -------------------------------------------------------------------------------------------
+
+
+class Nested(nn.Module):
+    """Dtypes, shapes and structures that an output may have."""
+
+    def forward(self, x: Tensor) -> Any:
+        return {
+            "x": (x.float(), x.mT, [torch.view_as_complex(torch.stack([x, -x], -1)).conj()]),
+            "ids": (x > 0).long(),
+            3: [None, True, 2, 0.5, float("nan"), "text", x.shape],
+            "empty": x[:0].bfloat16(),
+        }
+
+
+class Unknown(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x, {1, 2}
+
+
+def outputs_of(rank: int, last: nn.Module, asking: list[int]) -> Any:
+    plan = gpipe(place(Costs.uniform(3), Cluster.uniform(3)), 4)
+    stages = Stages([*chain(2).modules, last])
+    with Pipeline(stages, plan, lambda output, _: output[0].sum()) as pipeline:
+        try:
+            outputs = pipeline.forward(batch_of(4)[0], outputs=rank in asking)
+            return over_tensors(Tensor.resolve_conj, outputs)  # what comes back from here loses the bit
+        except PipelineError as error:
+            return str(error)
+
+
+def test_nested_outputs_arrive_as_they_were(pool: Pool) -> None:
+    first, middle, last = pool.run(3, outputs_of, Nested(), [0, 2])
+    assert middle is None
+    for here, there in zip(first, last, strict=True):
+        plain, known = here.pop(3), there.pop(3)
+        assert str(plain) == str(known)
+        assert [*map(type, plain)] == [*map(type, known)] == [type(None), bool, int, float, float, str, torch.Size]
+        torch.testing.assert_close(here, there, rtol=0, atol=0)
+        assert [*here] == ["x", "ids", "empty"]
+        assert here["empty"].dtype == torch.bfloat16
+
+
+def test_outputs_that_cannot_travel_are_refused_where_they_are_asked_for(pool: Pool) -> None:
+    words = "stage 2 (Unknown) returned a set, but stages exchange tensors"
+    first, middle, last = pool.run(3, outputs_of, Unknown(), [0])
+    assert words in first
+    assert words in last
+    assert middle is None
+    *_, last = pool.run(3, outputs_of, Unknown(), [2])  # nothing has to travel
+    assert last[0][1] == {1, 2}

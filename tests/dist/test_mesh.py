@@ -202,4 +202,5 @@ def test_refusals(pool: Pool) -> None:
         assert "the plan is for 2 ranks, but the mesh has 4 along 'pp'; make it with pp=2, or plan for 4" in told[1]
         assert "the mesh has the dims 'pp', 'cp'; name them among 'dp', 'pp' and 'tp'" in told[2]
         assert "the mesh has the dims without names" in told[3]
-        assert told[4] == "some ranks gave step sync=True, others sync=False; give all the same"
+        assert "rank 0 of replica 0, rank 1 of replica 0, rank 1 of replica 1 call step(); " in told[4]
+        assert "rank 0 of replica 1 calls step(sync=False); make the same calls in the same order" in told[4]

@@ -48,6 +48,7 @@ def costs_of(placement: Placement, note: str = "") -> Costs:
         checkpoint_bytes=tuple(0 if r is None else f.held_bytes for f, r in zip(forward, again, strict=True)),
         edges=edges,
         note=note,
+        microbatch_rows=placement.microbatch_rows,
     )
     _refuse_unlike(placement, costs)
     return costs

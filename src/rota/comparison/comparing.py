@@ -12,6 +12,7 @@ from rota.plan import Plan
 from rota.simulation import timeline_of
 from rota.tasks import Kind, Op
 from rota.timeline import Timeline
+from rota.units import count_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,7 @@ class Comparison:
         """The table that `rota compare` prints."""
         planned, measured = self.planned, self.measured
         lines = [
+            *_other_rows(planned.plan, measured.plan),
             "                 planned    measured  difference",
             _row("makespan µs", planned.makespan_us, measured.makespan_us),
             f"{'bubble':<12}{planned.bubble_fraction:>11.1%}{measured.bubble_fraction:>12.1%}"
@@ -113,6 +115,18 @@ class Comparison:
         until = max(self.planned.makespan_us, self.measured.makespan_us)
         pictures = self.planned.to_snippet("Planned", until), self.measured.to_snippet("Measured", until)
         return notebook.document(*pictures, notebook.preformatted(self.to_text()))
+
+
+def _other_rows(planned: Plan, measured: Plan) -> list[str]:
+    """Says so where the micro-batches that were run are of another size than those that the plan is for."""
+    expected, seen = planned.microbatch_rows, measured.microbatch_rows
+    if expected is None or seen is None or expected == seen:
+        return []
+    return [
+        f"The plan is for micro-batches of {count_text(expected, 'row')}, but those measured have {seen}: profile with "
+        f"{count_text(seen, 'row')} and plan again, or give each micro-batch {expected}.",
+        "",
+    ]
 
 
 def _row(name: str, planned: int, measured: int) -> str:

@@ -6,7 +6,6 @@ import atexit
 import math
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from types import FrameType
 from typing import Any, final
 
@@ -25,7 +24,7 @@ from rota.plan import Plan
 from rota.runtime import batches
 from rota.runtime.agreement import refuse_differences
 from rota.runtime.gradients import refuse_modes_without_gradients
-from rota.runtime.joining import join
+from rota.runtime.joining import join, leave
 from rota.runtime.losses import refuse_loss
 from rota.runtime.precision import LossScale, ambient_autocast, without_autocast
 from rota.runtime.transport import together
@@ -68,8 +67,12 @@ class TorchEngine:
         self._allow_nonfinite_loss, self._num_steps = allow_nonfinite_loss, 0
         self._owns_process_group = join()
         self._watchdog = Watchdog(limit)
-        with self._watchdog.guarding("the other ranks to make their engines"):
-            self._join_processes()
+        try:
+            with self._watchdog.guarding("the other ranks to make their engines"):
+                self._join_processes()
+        except BaseException:
+            leave([dist.group.WORLD] if self._owns_process_group else [])
+            raise
         self._watchdog.last = lambda: f"in step {self._num_steps}"
         self._modules = [
             StageModule(stages, stage, loss_fn, keep_outputs or not self._trains, self._begin) for stage in self._local
@@ -151,8 +154,10 @@ class TorchEngine:
     def _run_step(self, step: Step, sync: bool) -> None:
         with torch.set_grad_enabled(self._trains), without_autocast(step.autocast):
             torch.clear_autocast_cache()  # of weights as they were before an optimizer's step
-            if self._is_new(step):
+            if self._is_new(step, sync):
+                signature, self._signature = self._signature, None  # no stage is surveyed if this fails
                 self._schedule = self._survey()
+                self._signature = signature
             if self._schedule is not None:
                 self._run(self._schedule)
         if self._trains and sync:
@@ -174,19 +179,23 @@ class TorchEngine:
             raise PipelineError(f"rank {self.rank} holds the last stage, but got {got}; pass them on this rank")
         return Step(*given, batches.weights(inputs, targets, n))
 
-    def _is_new(self, step: Step) -> bool:
+    def _is_new(self, step: Step, sync: bool) -> bool:
         """Whether any rank has reason to expect other boundaries than in the last step."""
+        plain: list[Any] = []
         signature = (
-            batches.shapes(step.inputs[0]),
+            batches.structure(step.inputs[0], plain),
+            plain,
             [(m.training, [p.requires_grad for p in m.parameters()]) for m in self.local_stages.values()],
             step.autocast,
         )
-        told = torch.tensor([signature != self._signature, *self._loss_scale.told()])
+        told = torch.tensor([signature != self._signature, sync, not sync, *self._loss_scale.told()])
         with together("waiting for the others to begin the step"):
             self._agree(told)
-        self._signature = signature
-        changed, *scales = told.tolist()
+        changed, syncs, leaves, *scales = told.tolist()
+        if syncs and leaves:
+            raise PipelineError("some ranks gave step sync=True, others sync=False; give all the same")
         self._loss_scale.refuse_differences(*scales)
+        self._signature = signature
         return bool(changed)
 
     def _agree(self, told: torch.Tensor) -> None:
@@ -223,7 +232,8 @@ class TorchEngine:
         mean = float(total)
         if self._trains and not (math.isfinite(mean) or self._allow_nonfinite_loss or self._loss_scale.is_on):
             mine = {len(self.stages) - 1: step.losses} if self.rank == self._ranks[-1] else {}
-            refuse_loss(mean, self._num_steps, self._watchdog.name, mine, self._group)
+            empty = [m for m, target in enumerate(step.targets) if batches.is_empty(target)]
+            refuse_loss(mean, self._num_steps, self._watchdog.name, mine, empty, self._group)
         return mean
 
     def _begin(self, op: str) -> None:
@@ -266,10 +276,7 @@ class TorchEngine:
         self._schedule = None
         groups = [dist.group.WORLD] if self._owns_process_group else [self._pipeline_group, self._group]
         del self._group, self._pipeline_group  # the last references: closes their connections, which tells the peers
-        if dist.is_initialized():
-            for group in groups:
-                with suppress(ValueError):  # the caller has destroyed it
-                    dist.destroy_process_group(group)
+        leave(groups)
 
     def __enter__(self) -> TorchEngine:
         return self

@@ -24,6 +24,7 @@ from rota.interop.torch_backward import how_to_split
 from rota.models import Stages
 from rota.runtime.gradients import hand_over, loss_of
 from rota.runtime.messages import Layout, describe, empty, flatten, tensor_layouts, unflatten
+from rota.runtime.outputs import receive_value, send_value
 from rota.runtime.precision import Autocast, under_autocast
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -132,12 +133,10 @@ def survey(modules: Sequence[StageModule], ranks: Sequence[int], group: dist.Pro
     for module in modules:
         before, after = module.stage - 1, module.stage + 1
         if before >= 0 and ranks[before] != dist.get_rank(group):
-            received: list[Any] = [None]
-            dist.recv_object_list(received, group_src=ranks[before], group=group)
-            value = received[0]
+            value = receive_value(ranks[before], group)
         value = module.survey(value if before >= 0 else ())
         if after < len(ranks) and ranks[after] != dist.get_rank(group):
-            dist.send_object_list([value], group_dst=ranks[after], group=group)
+            send_value(value, f"stage {module.stage}", ranks[after], group)
 
 
 def torch_stage(module: StageModule, group: dist.ProcessGroup) -> PipelineStage:

@@ -127,6 +127,11 @@ class Tracer(fx.Tracer):
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(kind, target, *args, **kwargs)
         node.meta["place"] = _place_now()
+        if (function := _function_now()) is not None:
+            raise SplitError(
+                f"{describe(node)} is inside the torch.autograd.Function {function.__qualname__}, whose backward a "
+                f"trace would lose: {TUCK_AWAY}"
+            )
         if _modes() != self._modes:
             raise SplitError(
                 f"{describe(node)} runs in a context (no_grad, autocast, ...) that the forward enters, "
@@ -142,7 +147,18 @@ def _modes() -> tuple[bool, ...]:
 
 def _place_now() -> str:
     """The line of the forward that is being traced."""
-    return user_place(takewhile(lambda at: at[0].f_code is not fx.Tracer.trace.__code__, traceback.walk_stack(None)))
+    return user_place(_frames_now())
+
+
+def _frames_now() -> Iterator[tuple[FrameType, int]]:
+    """Of the forward that is being traced, innermost first."""
+    return takewhile(lambda at: at[0].f_code is not fx.Tracer.trace.__code__, traceback.walk_stack(None))
+
+
+def _function_now() -> type | None:
+    """The autograd function of the user's whose forward is being traced."""
+    applied = torch.autograd.Function.apply.__code__
+    return next((frame.f_locals["cls"] for frame, _ in _frames_now() if frame.f_code is applied), None)
 
 
 def user_place(frames: Iterable[tuple[FrameType, int]]) -> str:

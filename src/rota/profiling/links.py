@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rota.costs import Cluster, Link
 from rota.errors import PipelineError
+from rota.runtime.json_messages import all_gather_json, broadcast_json
 
 _BIG_BYTES = 4_000_000
 
@@ -24,12 +24,10 @@ def measure_link(sender: int, receiver: int, repeats: int = 7) -> Link:
     size, mine = dist.get_world_size(), dist.get_rank()
     if sender == receiver or not {sender, receiver} <= {*range(size)}:
         raise PipelineError(f"no link from process {sender} to {receiver}; give two different ones of 0 to {size - 1}")
-    told: list[Any] = [None]
+    link = Link()
     if mine in (sender, receiver):
-        told = [_measured(receiver if mine == sender else sender, mine == sender, repeats)]
-    dist.broadcast_object_list(told, src=sender)
-    link: Link = told[0]
-    return link
+        link = _measured(receiver if mine == sender else sender, mine == sender, repeats)
+    return Link(*broadcast_json([link.latency_us, link.bytes_per_us], sender))
 
 
 def measure_links(repeats: int = 7) -> Cluster:
@@ -45,9 +43,8 @@ def measure_links(repeats: int = 7) -> Cluster:
         for a, b in pairs:
             if mine in (a, b):
                 found[a + b - mine] = _measured(a + b - mine, mine == a, repeats)
-    told: list[dict[int, Link]] = [{}] * size
-    dist.all_gather_object(told, found)
-    links = {(a, b): told[a][b] for pairs in rounds(size) for a, b in pairs}
+    told = all_gather_json([(peer, link.latency_us, link.bytes_per_us) for peer, link in found.items()])
+    links = {(a, b): Link(*link) for a, of_one in enumerate(told) for b, *link in of_one if a < b}
     return cluster_of(size, links)
 
 

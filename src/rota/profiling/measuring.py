@@ -23,6 +23,7 @@ from rota.profiling.clocks import CudaClock, WallClock, timed
 from rota.profiling.optimizers import MakeOptimizer, optimizer_costs
 from rota.profiling.rounds import Given, LossFn, StageRound, static_bytes
 from rota.profiling.watching import peaks
+from rota.runtime.batches import num_examples
 from rota.runtime.gradients import forward, hand_over
 
 _RUN_NS = 60_000_000  # several of the scheduler's time slices: one op alone meets none of them, or a whole one
@@ -182,6 +183,7 @@ def _costs_of(job: _Job, rows: list[StageCosts], note: str, report: Callable[[st
         checkpoint_bytes=tuple(row.checkpoint_bytes for row in rows),
         edges=tuple(edges),
         note=note,
+        microbatch_rows=num_examples(job.given.batch) or None,
     )
 
 

@@ -113,7 +113,7 @@ class StageRound:
         if not values and given.loss_fn is not None:
             take_loss(kept, given.loss_fn, output, given.target, 1.0)
         elif not values:  # without a loss the backward starts from the last stage's output
-            kept.outputs = [gradient_edges(output)]
+            kept.outputs = [gradient_edges(output, f"stage {self.stage}")]
         return output, values, kept
 
     def backward(

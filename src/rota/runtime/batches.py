@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -42,6 +43,10 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _tensors(f"{name}[{key!r}]", item)
     elif isinstance(value, list) and next(_tensors(name, tuple(value)), None):
         raise PipelineError(f"{name} is a list inside of a batch, which is not split; use a tuple")
+    elif hasattr(value, "__array__"):
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        remedy = "torch.as_tensor(…) of it" if getattr(value, "ndim", 1) else "its .item()"
+        raise PipelineError(f"{name} is a {kind}, which is not split into micro-batches; give {remedy}")
 
 
 def _refuse_unfitting(tensors: list[tuple[str, torch.Tensor]], n: int) -> None:
@@ -99,12 +104,42 @@ def num_examples(value: Any) -> int:
     return 0
 
 
-def shapes(value: Any) -> Any:
-    """Shapes and dtypes of the tensors in it; what else it holds, as it is."""
+def is_empty(value: Any) -> bool:
+    """Whether the first tensor in it has no rows."""
+    return any(tensor.dim() > 0 and not len(tensor) for tensor in islice(_every_tensor(value), 1))
+
+
+def _every_tensor(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _every_tensor(item)
+
+
+def structure(value: Any, plain: list[Any]) -> Any:
+    """Shapes and dtypes of the tensors in it, and types of what else it holds: two of these compare.
+
+    The bools, ints and texts in it are added to `plain`, as shapes may depend on them. Of floats and objects of other
+    types the values are left out: a nan equals nothing, and `==` of others may be anything.
+    """
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, dict):
-        return {key: shapes(item) for key, item in value.items()}
+        return {key: structure(item, plain) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return [shapes(item) for item in value]
-    return value
+        return [structure(item, plain) for item in value]
+    if isinstance(value, (bool, int, str)):
+        plain.append(value)
+    return type(value), str(getattr(value, "shape", ""))
+
+
+def describe(value: Any) -> str:
+    """For people: "float32[2, 8]", "(float32[2], None)"."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype)[6:]}{list(value.shape)}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {describe(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (tuple, list)):
+        return "(" + ", ".join(map(describe, value)) + ")"
+    return "None" if value is None else type(value).__name__

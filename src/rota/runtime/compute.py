@@ -32,7 +32,8 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 class Batch:
     """A step's micro-batches, each one's share of the mean loss, and what its gradient is multiplied by.
 
-    `alike`: all inputs have the same shapes.
+    `alike`: all inputs have the same shapes. `rows` and `target_rows`: examples in each micro-batch that is read here,
+    or in the first one where all have as many.
     """
 
     inputs: list[Any]
@@ -40,6 +41,8 @@ class Batch:
     shares: list[float]
     scale: float = 1.0
     alike: bool = False
+    rows: tuple[int, ...] = ()
+    target_rows: tuple[int, ...] = ()
 
 
 class RunsOps(Protocol):

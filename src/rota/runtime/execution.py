@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +32,13 @@ Read: TypeAlias = tuple[ValueKey, bool]  # and whether it arrives by message
 Makes: TypeAlias = tuple[ValueKey, int, bool]  # how often it is used here, whether it is not sent though told of
 Do: TypeAlias = Callable[[Any, bool], None]  # with what, and whether layouts travel with the values
 C = TypeVar("C", bound=RunsOps)
+
+_MANY_CHANGES = 3  # one after another
+_CHANGING = (
+    f"rota: an int, bool or text in the inputs has changed in {_MANY_CHANGES} steps one after another. Shapes may "
+    f"depend on it, so in such a step the ranks tell each other all shapes again, which makes it slower; give it as a "
+    f"float, or as a tensor with a row per example, if no shape depends on it"
+)
 
 
 class _Prepared(NamedTuple):
@@ -71,8 +79,12 @@ class Execution(Generic[C]):
         self._modules = [stages[stage] for stage in self.local]
         self._parameters = [parameter for module in self._modules for parameter in module.parameters()]
         self._signature: object = None
+        self._plain: list[Any] = []  # what the last batch held besides tensors
+        self._num_plain_changes, self._has_warned = 0, False
         self._made: dict[ValueKey, tuple[Any, int]] = {}  # with how often it will still be used
         self._action: Action | None = None  # None before the first and after the last
+        #: The op of the last run that raised.
+        self.failed: Op | None = None
         #: What the rank waits for while it is at no action, for people.
         self.awaited = ""
 
@@ -107,15 +119,20 @@ class Execution(Generic[C]):
 
     def is_new(self, batch: Batch) -> bool:
         """Whether there is reason to expect other layouts at the boundaries than in the last run."""
+        plain: list[Any] = []
         signature = (
-            [*map(batches.shapes, batch.inputs[:1] if batch.alike else batch.inputs)],
+            [batches.structure(given, plain) for given in (batch.inputs[:1] if batch.alike else batch.inputs)],
             [module.training for module in self._modules],
             [parameter.requires_grad for parameter in self._parameters],
             ambient_autocast(),
         )
-        changed = signature != self._signature
-        self._signature = signature
-        return changed
+        is_same, is_plain_same = signature == self._signature, plain == self._plain
+        self._signature, self._plain = signature, plain
+        self._num_plain_changes = self._num_plain_changes + 1 if is_same and not is_plain_same else 0
+        if self._num_plain_changes == _MANY_CHANGES and not self._has_warned:
+            self._has_warned = True
+            print(_CHANGING, file=sys.stderr, flush=True)
+        return not (is_same and is_plain_same)
 
     def forget(self) -> None:
         """After a run that failed, the next one takes no layout for known: it may not have been exchanged."""
@@ -152,7 +169,8 @@ class Execution(Generic[C]):
         transport = self._transport
         transport.sent_ns, transport.through_ns = self.record.sent_ns, self.record.through_ns
         transport.formats = self.formats
-        self.complete = False
+        self.complete, self.failed = False, None
+        self.record.microbatch_rows = batch.rows[0] if len({*batch.rows}) == 1 else None
         self._made.clear()
         self.compute.begin(batch, seed)
 
@@ -162,7 +180,13 @@ class Execution(Generic[C]):
         received = [take(key) if arrives else self._from_here(key) for key, arrives in reads]
         versions = _versions(received, lent) if lent else None
         start_ns = time.monotonic_ns()
-        made = self.compute.run(op, received)
+        try:
+            made = self.compute.run(op, received)
+        except Exception as error:
+            self.failed = op
+            if not isinstance(error, PipelineError):
+                self._tell_place(error, op, received)
+            raise
         self.record.ends_ns.append(time.monotonic_ns())
         self.record.starts_ns.append(start_ns)
         if lent and versions != _versions(received, lent):
@@ -175,6 +199,13 @@ class Execution(Generic[C]):
                 self._made[key] = value, num_uses
             if fresh and is_unsent:
                 self.formats[key] = Format(flatten(value, f"stage {op.stage}")[1])
+
+    def _tell_place(self, error: Exception, op: Op, received: list[Any]) -> None:
+        """Behind the error's own words: which stage it is from, and what that one was given."""
+        name = type(self._stages[op.stage]).__name__
+        told = f"rota: in {op} on rank {self.record.rank}, stage {op.stage} ({name})"
+        given = f", which received {', '.join(map(batches.describe, received))}" if received else ""
+        error.add_note(f"{told}{given}")
 
     def _send_value(self, message: Message, fresh: bool) -> None:
         self._transport.send_value(message, self._use(message.value), fresh)

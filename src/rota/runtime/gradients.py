@@ -53,10 +53,11 @@ def forward(
     may write into them. `split`: for `backward_inputs` rather than `backward`. `buffers` stand in for the module's own
     of these names.
     """
-    leaves = [_wanting_gradient(value) for value in received]
+    where = f"stage {stage} ({type(stages[stage]).__name__})"
+    leaves = [_wanting_gradient(value, where) for value in received]
     entering = enter if split else _writable
     received = [over_tensors(lambda t: entering(t) if t.requires_grad else t, value) for value in received]
-    entered = [_wanting_gradient(value) for value in received]
+    entered = [_wanting_gradient(value, where) for value in received]
     # Before the stage may write into them: that changes where their gradients go.
     kept = Kept([], [], entries=[[*map(get_gradient_edge, of)] for of in entered]) if split else Kept(leaves, [])
     if buffers:
@@ -67,7 +68,7 @@ def forward(
     if not split:
         _tell_writes(leaves, entered)
     values = [edge.take(output) for edge in stages.outgoing(stage)]
-    kept.outputs = [gradient_edges(value) for value in values]
+    kept.outputs = [gradient_edges(value, where) for value in values]
     return output, values, kept
 
 
@@ -90,13 +91,13 @@ def _tell_writes(leaves: list[list[torch.Tensor]], entered: list[list[torch.Tens
                 torch.autograd.graph.increment_version(leaf)
 
 
-def gradient_edges(value: Any) -> list[GradientEdge]:
-    """Where the gradients of the value's tensors enter the graph that made them."""
-    return [get_gradient_edge(tensor) for tensor in _wanting_gradient(value)]
+def gradient_edges(value: Any, where: str) -> list[GradientEdge]:
+    """Where the gradients of the value's tensors enter the graph that made them. `where` names the stage in errors."""
+    return [get_gradient_edge(tensor) for tensor in _wanting_gradient(value, where)]
 
 
-def _wanting_gradient(value: Any) -> list[torch.Tensor]:
-    tensors = [value] if isinstance(value, torch.Tensor) else flatten(value, "a stage")[0]
+def _wanting_gradient(value: Any, where: str) -> list[torch.Tensor]:
+    tensors = [value] if isinstance(value, torch.Tensor) else flatten(value, where)[0]
     return [tensor for tensor in tensors if tensor.requires_grad]
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 from uuid import uuid4
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from rota.errors import PipelineError
+from rota.runtime.json_messages import broadcast_json
 
 Result = TypeVar("Result")
 
@@ -102,20 +104,21 @@ def _got(store: Store, key: str) -> str:
 
 
 def on_first(doing: str, act: Callable[[], Result]) -> Result:
-    """What `act` returns on the first process, told to all; where there are no others, here. Collective.
+    """What `act` returns on the first process, told to all as JSON; where there are no others, here. Collective.
 
     Raises PipelineError, on all, where it fails.
     """
-    told: list[Any] = [None, None]
-    failure: Exception | None = None
+    result: Result | None = None
+    words, failure = "", None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            told[0] = act()
+            made = act()
+            json.dumps(made)  # what JSON does not write must fail here, and not on the way to the others
+            result = made
         except Exception as error:  # the others must hear of it, or they would wait
-            told[1], failure = f"{type(error).__name__}: {error}", error
+            words, failure = f"{type(error).__name__}: {error}", error
     if dist.is_initialized():
-        dist.broadcast_object_list(told, src=0)
-    if told[1] is not None:
-        raise PipelineError(f"{doing} failed on the first process ({told[1]})") from failure
-    result: Result = told[0]
-    return result
+        result, words = broadcast_json([result, words])
+    if words:
+        raise PipelineError(f"{doing} failed on the first process ({words})") from failure
+    return cast(Result, result)

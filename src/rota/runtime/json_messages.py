@@ -27,25 +27,27 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
         TypeError: `value` holds something else. The other ranks then wait: check what users give before the call.
         ValueError: a rank sent what is no JSON.
     """
+    device = _device(group)
     data = _to_tensor(value)
-    sizes = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
+    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([data.numel()], device=device), group=group)
     longest = max(int(size) for size in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: data.numel()] = data
-    gathered = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+    gathered = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in sizes]
     dist.all_gather(gathered, padded, group=group)
     return [_from_tensor(each[: int(size)]) for each, size in zip(gathered, sizes, strict=True)]
 
 
 def broadcast_json(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
-    """The value of the group's rank `source`, on every rank, as `json` reads it. Collective; others' values are unused."""
+    """The value of the group's rank `source`, on every rank, as `json` reads it. Collective; no other value is used."""
     is_source = dist.get_rank(group) == source
-    data = _to_tensor(value) if is_source else torch.empty(0, dtype=torch.uint8)
-    size = torch.tensor([data.numel()])
+    device = _device(group)
+    data = _to_tensor(value).to(device) if is_source else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([data.numel()], device=device)
     dist.broadcast(size, group_src=source, group=group)
     if not is_source:
-        data = torch.empty(int(size), dtype=torch.uint8)
+        data = torch.empty(int(size), dtype=torch.uint8, device=device)
     dist.broadcast(data, group_src=source, group=group)
     return _from_tensor(data)
 
@@ -56,7 +58,12 @@ def _to_tensor(value: Any) -> torch.Tensor:
 
 
 def _from_tensor(data: torch.Tensor) -> Any:
-    return json.loads(data.numpy().tobytes())
+    return json.loads(data.cpu().numpy().tobytes())
+
+
+def _device(group: dist.ProcessGroup | None) -> str:
+    """Where the group's collectives want their tensors."""
+    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
 
 def _refuse_other_keys(value: Any) -> None:

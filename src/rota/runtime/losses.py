@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rota.errors import PipelineError
+from rota.runtime.json_messages import all_gather_json
 from rota.runtime.stopping import StopRequests
 from rota.runtime.transport import together
 
@@ -26,20 +26,37 @@ def mean_of_all(mine: float, num_pipelines: int, add_up: Callable[[torch.Tensor]
     return float(total / num_pipelines)
 
 
-def refuse_loss(mean: float, step: int, name: str, mine: dict[int, dict[int, float]], group: dist.ProcessGroup) -> None:
+def refuse_loss(
+    mean: float,
+    step: int,
+    name: str,
+    mine: dict[int, dict[int, float]],
+    empty: list[int],
+    group: dist.ProcessGroup,
+) -> None:
     """Raises PipelineError, on all ranks, with all losses that are not finite. Collective.
 
-    `mine`: the losses by micro-batch that are counted on this process, the rank `name`, for each last stage.
+    `mine`: the losses by micro-batch that are counted on this process, the rank `name`, for each last stage. `empty`:
+    the micro-batches that have no rows here.
     """
-    told: list[Any] = [None] * group.size()
     with together("gathering losses that are not finite"):
-        dist.all_gather_object(told, (name, mine), group=group)
-    places = [_told(on, stage, losses) for on, each in told for stage, losses in each.items()]
+        told = all_gather_json([name, [(stage, [*losses.items()]) for stage, losses in mine.items()], empty], group)
+    places = [_told(on, stage, dict(losses)) for on, each, _ in told for stage, losses in each]
     found = "; ".join(filter(None, places)) or "each micro-batch's is finite, but not their sum"
+    bad = [
+        m for _, each, of_none in told for _, losses in each for m, loss in losses if m in of_none and math.isnan(loss)
+    ]
+    cause = "reload the last checkpoint or lower the learning rate"
+    if bad:
+        which = f"micro-batch{'es' if len(bad) > 1 else ''} {', '.join(map(str, bad))}"
+        cause = (
+            f"{which} came without rows, of which a mean is nan: give each micro-batch a row or more, or let loss_fn "
+            f"return output.sum() * 0 where there are none"
+        )
     raise PipelineError(
-        f"step {step}: the mean loss is {mean} ({found}). Do not apply its gradients: reload the last checkpoint or "
-        f"lower the learning rate; to go on without this batch, set the gradients to None; to be given such losses, "
-        f"use Pipeline(…, allow_nonfinite_loss=True) or a GradScaler"
+        f"step {step}: the mean loss is {mean} ({found}). Do not apply its gradients: {cause}; to go on without this "
+        f"batch, set the gradients to None; to be given such losses, use Pipeline(…, allow_nonfinite_loss=True) or a "
+        f"GradScaler"
     )
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rota.errors import PipelineError
-from rota.runtime.joining import join
+from rota.runtime.joining import join, leave
 from rota.runtime.transport import together
 
 _DIMS = ("dp", "pp", "tp")  # from the outermost: what talks most is closest together
@@ -79,41 +79,55 @@ class Processes:
     """This process among those of a mesh. Collective to make. Raises PipelineError where the mesh does not fit."""
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
-        self._all: Final = pipelines_of(mesh)
+        #: The processes of each pipeline by rank.
+        self.pipelines: Final = pipelines_of(mesh)
         self.num_parts: Final = mesh["tp"].size() if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else 1
-        self.num_ranks: Final = len(self._all[0])
-        self.num_pipelines: Final = len(self._all)
-        self.num_replicas: Final = len(self._all) // self.num_parts
+        self.num_ranks: Final = len(self.pipelines[0])
+        self.num_pipelines: Final = len(self.pipelines)
+        self.num_replicas: Final = len(self.pipelines) // self.num_parts
         mine = dist.get_rank()
-        position = next(i for i, pipeline in enumerate(self._all) if mine in pipeline)
+        position = next(i for i, pipeline in enumerate(self.pipelines) if mine in pipeline)
         #: Which replica, and which part of its weights, this process has; and its rank in the plan.
         self.replica, self.part = divmod(position, self.num_parts)
-        self.rank: Final = self._all[position].index(mine)
+        self.pipeline_processes: Final = self.pipelines[position]
+        self.rank: Final = self.pipeline_processes.index(mine)
         self.is_first_pipeline: Final = position == 0
         self.is_first: Final = position == self.rank == 0
         self._groups: list[dist.ProcessGroup] = []
-        # Groups of all processes, of its pipeline, of the holders of the same weights, of their other parts.
+        try:
+            self._make_groups()
+        except BaseException:
+            leave(self._groups)
+            raise
+
+    def _make_groups(self) -> None:
+        """Groups of all processes, of its pipeline, of the holders of the same weights, of their other parts."""
+        mine = dist.get_rank()
         self.everyone: dist.ProcessGroup = self._made([[*range(dist.get_world_size())]])
-        self.pipeline = self.everyone if len(self._all) == 1 else self._made(self._all)
+        self.pipeline: dist.ProcessGroup = self.everyone if len(self.pipelines) == 1 else self._made(self.pipelines)
         across, together_on = self._across_replicas(), self._across_parts()
         #: This process and those that hold the same weights, one a replica.
-        self.replica_processes: Final = sorted(next(of for of in across if mine in of))
+        self.replica_processes = sorted(next(of for of in across if mine in of))
         self.replicas = self._made(across) if self.num_replicas > 1 else None
         self.parts = self._made(together_on) if self.num_parts > 1 else None
 
     def _across_replicas(self) -> list[list[int]]:
         parts = range(self.num_parts)
-        return [[*column] for part in parts for column in zip(*self._all[part :: self.num_parts], strict=True)]
+        return [[*column] for part in parts for column in zip(*self.pipelines[part :: self.num_parts], strict=True)]
 
     def _across_parts(self) -> list[list[int]]:
         n = self.num_parts
-        return [[*column] for i in range(0, len(self._all), n) for column in zip(*self._all[i : i + n], strict=True)]
+        return [
+            [*column]
+            for i in range(0, len(self.pipelines), n)
+            for column in zip(*self.pipelines[i : i + n], strict=True)
+        ]
 
     @property
     def names(self) -> list[str]:
         """Of all processes, for people."""
         named: dict[int, str] = {}
-        for position, pipeline in enumerate(self._all):
+        for position, pipeline in enumerate(self.pipelines):
             replica, part = divmod(position, self.num_parts)
             of = f" of replica {replica}" if self.num_replicas > 1 else ""
             of += f", part {part}" if self.num_parts > 1 else ""
@@ -123,7 +137,7 @@ class Processes:
     def of_ranks(self, ranks: Iterable[int]) -> Any:
         """The group of some of the plan's ranks, of this process's pipeline. Every process must call it."""
         ranks = [*ranks]
-        return self._made([[pipeline[rank] for rank in ranks] for pipeline in self._all])
+        return self._made([[pipeline[rank] for rank in ranks] for pipeline in self.pipelines])
 
     def _made(self, enumeration: list[list[int]]) -> Any:
         """Every process makes all of them, in one order; returns its own, None outside of all."""

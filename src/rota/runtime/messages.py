@@ -1,23 +1,26 @@
 """What crosses a boundary: tensors, and tuples, lists and dictionaries of them, as flat tensors and a layout.
 
-The layout says everything but the numbers: structure, dtypes, shapes, which tensors want a gradient, and plain
-values (None, bool, int, float, str). Both sides know it after the first step, so later steps send tensors alone.
+The layout says everything but the numbers in tensors: structure, dtypes, shapes, which tensors want a gradient, and
+plain values (None, bool, int, float, str). Both sides know it after the first step, so later steps send tensors alone.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias, final
 
 import torch
 
 from rota.errors import PipelineError
 
-# ("tensor", dtype, shape, wants_gradient) | ("value", v) | ("size", shape) | ("tuple" | "list", (layout, …))
-# | ("dict", ((key, layout), …)): nested tuples, so that layouts compare and travel as JSON.
+# ("tensor", dtype, shape, wants_gradient) | ("value", v, type) | ("size", shape) | ("tuple" | "list", (layout, …))
+# | ("dict", ((key, layout), …)): nested tuples, so that layouts compare and travel as JSON. Every nan is `math.nan`,
+# since tuples take an object for equal to itself, and nan for equal to nothing else.
 Layout: TypeAlias = tuple[Any, ...]
 
+_PLAIN = (type(None), bool, int, float, str)  # and none of their subclasses, such as numpy.float64 or an IntEnum
 _DTYPES = {str(dtype)[6:]: dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -29,20 +32,49 @@ def flatten(value: object, where: str) -> tuple[list[torch.Tensor], Layout]:
 
 def _flatten(value: object, tensors: list[torch.Tensor], where: str) -> Layout:
     if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            raise PipelineError(
+                f"{where} returned a tensor with layout {value.layout}, which does not travel; return it.to_dense()"
+            )
         tensors.append(value)
         return ("tensor", str(value.dtype)[6:], tuple(value.shape), value.requires_grad)
     if isinstance(value, torch.Size):
         return ("size", tuple(value))
     if type(value) in (tuple, list):
         return (type(value).__name__, tuple(_flatten(item, tensors, where) for item in value))  # type: ignore[attr-defined]
-    if type(value) is dict and all(isinstance(key, (str, int)) for key in value):
+    if type(value) is dict and all(type(key) in (str, int) for key in value):
         return ("dict", tuple((key, _flatten(item, tensors, where)) for key, item in value.items()))
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return ("value", value)
+    if type(value) in _PLAIN:
+        return ("value", _comparable(value), type(value).__name__)
     raise PipelineError(
-        f"{where} returned a {type(value).__name__}; stages exchange tensors, tuples, lists and dicts of them, "
-        f"numbers, texts and None"
+        f"{where} returned a {_name(type(value))}, but stages exchange tensors, tuples, lists and dicts of them, "
+        f"numbers, texts and None; {_remedy(value)}"
     )
+
+
+def _comparable(value: Any) -> Any:
+    return math.nan if value != value else value
+
+
+def _name(of: type) -> str:
+    return of.__qualname__ if of.__module__ == "builtins" else f"{of.__module__}.{of.__qualname__}"
+
+
+def _remedy(value: object) -> str:
+    """What to return in place of a value that does not travel."""
+    if hasattr(value, "to_tuple"):  # the ModelOutput of transformers
+        return "return its .to_tuple(), or call the model with return_dict=False"
+    if type(value) is dict:
+        return "give its entries keys that are int or str"
+    if isinstance(value, Mapping):
+        return "return dict(…) of it"
+    if isinstance(value, tuple):
+        return "return tuple(…) of it"
+    if type(value).__module__ == "numpy":
+        return "return torch.as_tensor(…) of it"
+    if isinstance(value, (int, float, str)):
+        return f"return {next(plain.__name__ for plain in (int, float, str) if isinstance(value, plain))}(…) of it"
+    return "return what of it the next stage reads"
 
 
 def unflatten(tensors: Iterator[torch.Tensor], layout: Layout) -> Any:
@@ -108,12 +140,17 @@ def to_bytes(layout: Layout) -> torch.Tensor:
 
 
 def from_bytes(data: torch.Tensor) -> Layout:
-    layout: Layout = _to_tuples(json.loads(data.numpy().tobytes()))
+    return layout_of(json.loads(data.numpy().tobytes()))
+
+
+def layout_of(told: Any) -> Layout:
+    """The layout that was written as JSON."""
+    layout: Layout = _to_tuples(told)
     return layout
 
 
 def _to_tuples(value: Any) -> Any:
-    return tuple(map(_to_tuples, value)) if isinstance(value, list) else value
+    return tuple(map(_to_tuples, value)) if isinstance(value, list) else _comparable(value)
 
 
 def describe(layout: Layout) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import atexit
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from numbers import Real
 from typing import Any, final
 
@@ -20,12 +21,14 @@ from rota.errors import PipelineError
 from rota.models import Stages
 from rota.plan import Plan
 from rota.runtime.agreement import refuse_devices, refuse_differences
+from rota.runtime.calls import Call
 from rota.runtime.compute import Batch, Compute, LossFn
 from rota.runtime.execution import Execution, evaluating, forwards_of
 from rota.runtime.gradients import warm_up
 from rota.runtime.handover import leave_record
 from rota.runtime.intake import Intake
 from rota.runtime.joining import join, leave
+from rota.runtime.json_messages import all_gather_json
 from rota.runtime.memory_watch import MemoryWatch
 from rota.runtime.meshes import Processes
 from rota.runtime.outputs import bring
@@ -88,32 +91,48 @@ class Pipeline:
             warm_up()
         self._allow_nonfinite_loss = allow_nonfinite_loss
         self._closed = False
-        self._owns_process_group = join()
-        self._watchdog = Watchdog(limit)
-        with self._watchdog.guarding("the other ranks to make their pipelines"):
-            refuse_differences(plan, stages, shared, mesh)
-            self.mesh, self._processes = mesh, Processes(mesh)
-            self._watchdog.names = self._processes.names
-            #: This process's rank in the plan, and which replica of the pipeline it belongs to.
-            self.rank, self.replica = self._processes.rank, self._processes.replica
-            self.num_replicas = self._processes.num_replicas
-            #: The stages on this rank.
-            self.local_stages = {stage: stages[stage] for stage in plan.placement.stages_on(self.rank)}
-            refuse_devices(stages, plan.placement.stages_on(self.rank))
-            self._gradients = GradientSync(stages, plan, shared, self._processes, ddp_groups)
-            self._transport = Transport(self._processes.pipeline, self._processes.everyone)
-            self._compute = Compute(stages, plan.placement, loss_fn, keep_outputs or not trains, recomputed)
-            self._training = Execution(stages, plan, self.rank, self._transport, self._compute)
-            with together("comparing clocks"):
-                self._training.record.offset_ns = clock_offset_ns(self._processes.pipeline)
         self._evaluation: Execution[Compute] | None = None  # made when it is asked for
-        self._intake = Intake(stages, plan, self.rank, sink_ranks)
-        self._runs = Runs(
-            self._processes, self._gradients, self._transport, self._watchdog, self._intake, dynamic_shapes
-        )
         #: What is to end before the pipeline does: a checkpoint that is being written.
         self.before_close = ExitStack()
-        atexit.register(self._close_at_exit)
+        #: Ends whatever has been acquired so far, the last first. Each of it ends even where another's end fails.
+        self._teardown = ExitStack()
+        self._tell_failure: Callable[[BaseException], None] = _tell_nobody
+        try:
+            if join():
+                self._teardown.callback(leave, [dist.group.WORLD])
+            self._watchdog = Watchdog(limit)
+            self._teardown.callback(self._watchdog.close)
+            self._tell_failure = self._watchdog.fail
+            self._teardown.callback(self._end_checkpoints)
+            with self._watchdog.watching("the other ranks to make their pipelines", PATIENT):
+                refuse_differences(plan, stages, shared, mesh)
+                self.mesh, self._processes = mesh, Processes(mesh)
+                # The last references: closes connections, which tells the peers.
+                self._teardown.callback(lambda: leave(self._processes.close()))
+                self._watchdog.names = self._processes.names
+                #: This process's rank in the plan, and which replica of the pipeline it belongs to.
+                self.rank, self.replica = self._processes.rank, self._processes.replica
+                self.num_replicas = self._processes.num_replicas
+                #: The stages on this rank.
+                self.local_stages = {stage: stages[stage] for stage in plan.placement.stages_on(self.rank)}
+                refuse_devices(stages, plan.placement.stages_on(self.rank))
+                self._gradients = GradientSync(stages, plan, shared, self._processes, ddp_groups)
+                self._teardown.callback(self._gradients.close)
+                self._transport = Transport(self._processes.pipeline, self._processes.everyone)
+                self._teardown.callback(self._transport.close)
+                self._compute = Compute(stages, plan.placement, loss_fn, keep_outputs or not trains, recomputed)
+                self._training = Execution(stages, plan, self.rank, self._transport, self._compute)
+                with together("comparing clocks"):
+                    self._training.record.offset_ns = clock_offset_ns(self._processes.pipeline)
+            self._intake = Intake(stages, plan, self.rank, sink_ranks)
+            self._runs = Runs(
+                self._processes, self._gradients, self._transport, self._watchdog, self._intake, dynamic_shapes
+            )
+            self._teardown.callback(self._leave_record)
+            atexit.register(self._close_at_exit)
+        except BaseException as error:
+            self._end(error)
+            raise
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank's stages, each once, by their names in `Stages.named_parameters`."""
@@ -169,10 +188,11 @@ class Pipeline:
         training = self._training
         if not isinstance(scale, Real) or not 0 < scale < math.inf:
             raise PipelineError(f"scale is {scale!r}; give a number above 0, such as 1/k to accumulate over k steps")
-        scale *= self._runs.loss_scale.begin(scaler)
-        batch = self._take(inputs, targets, needs_targets=training.trains, scale=scale)
+        factor = self._runs.loss_scale.begin(scaler)
+        batch = self._take(inputs, targets, needs_targets=training.trains, scale=scale * factor)
+        self._intake.warn_of_other_rows(batch)
         self._runs.num_steps += 1
-        self._runs.run(training, batch, sync=sync)
+        self._runs.run(Call.STEP if sync else Call.STEP_WITHOUT_SYNC, training, batch, float(scale))
         return self._runs.mean_loss(training, batch, refuse=training.trains and not self._allow_nonfinite_loss)
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> float:
@@ -183,7 +203,7 @@ class Pipeline:
         if self.loss_fn is None:
             raise PipelineError("the pipeline has no loss_fn to evaluate; use forward for the outputs")
         batch = self._take(inputs, targets, needs_targets=True)
-        return self._runs.mean_loss(self._evaluate(batch, keep_outputs=False)[0], batch)
+        return self._runs.mean_loss(self._evaluate(Call.EVALUATE, batch)[0], batch)
 
     def forward(self, inputs: Any = None, *, outputs: bool = True) -> list[Any] | None:
         """The last stage's output of each micro-batch in order, on ranks that ask for `outputs`. Collective.
@@ -191,34 +211,41 @@ class Pipeline:
         As `evaluate`, without targets.
         """
         batch = self._take(inputs, None, needs_targets=False)
-        done, asking = self._evaluate(batch, keep_outputs=True, ask=outputs)
+        done, asking = self._evaluate(Call.FORWARD if outputs else Call.FORWARD_WITHOUT_OUTPUTS, batch)
         made = done.compute.outputs
         found: dict[int, Any] = {}
         for sink, ranks in self._intake.sink_ranks.items():
             batches = self.plan.placement.microbatches(sink, self.plan.num_microbatches)
             here = {m: made[m] for m in batches if m in made}
             with self.watching("outputs"):
-                found |= bring(here, ranks, asking, self._processes.pipeline)
+                found |= bring(
+                    here, ranks, asking, f"stage {sink} ({type(self.stages[sink]).__name__})", self._processes.pipeline
+                )
         done.compute.outputs = {}
         return [found[m] for m in sorted(found)] if outputs else None
 
-    def _evaluate(self, batch: Batch, keep_outputs: bool, ask: bool = False) -> tuple[Execution[Compute], list[int]]:
+    def _evaluate(self, call: Call, batch: Batch) -> tuple[Execution[Compute], list[int]]:
         if self._evaluation is None:
             plan = forwards_of(self.plan)
-            compute = Compute(self.stages, plan.placement, self.loss_fn, keep_outputs)
+            compute = Compute(self.stages, plan.placement, self.loss_fn, keep_outputs=False)
             self._evaluation = Execution(self.stages, plan, self.rank, self._transport, compute)
-        self._evaluation.compute.keep_outputs = keep_outputs
+        if not self._training.trains:
+            self._intake.warn_of_other_rows(batch)
+        self._evaluation.compute.keep_outputs = call is not Call.EVALUATE
         self._runs.loss_scale.begin(None)
         random_state = torch.get_rng_state()
         with evaluating([*self.local_stages.values()]):
-            asking = self._runs.run(self._evaluation, batch, ask)
+            asking = self._runs.run(call, self._evaluation, batch)
         torch.set_rng_state(random_state)
         return self._evaluation, asking
 
     def _take(self, inputs: Any, targets: Any, **options: Any) -> Batch:
+        self._refuse_closed()
+        return self._intake.take(inputs, targets, **options)
+
+    def _refuse_closed(self) -> None:
         if self._closed:
             raise PipelineError("the pipeline is closed; make a new one")
-        return self._intake.take(inputs, targets, **options)
 
     @contextmanager
     def watch_memory(self) -> Iterator[MemoryWatch]:
@@ -238,8 +265,10 @@ class Pipeline:
         As `torch.nn.utils.clip_grad_norm_` on the unsplit model, for any norm type above 0, inf too: every weight
         counts once, also those that are tied, replicated, or in parts or shards on several ranks. Collective.
         """
+        self._refuse_closed()
+        share = partial(self._runs.agree, Call.CLIP_GRAD_NORM, "adding up the gradients' norm")
         with self.watching("the other ranks' norms"):
-            return self._gradients.clip(max_norm, norm_type, error_if_nonfinite)
+            return self._gradients.clip(max_norm, norm_type, error_if_nonfinite, share)
 
     # --- afterwards -----------------------------------------------------------------------------------------------
 
@@ -247,9 +276,9 @@ class Pipeline:
         """What the last step's ops and transfers really took, on every rank. Collective."""
         if self._closed or not self._training.complete:
             raise PipelineError("there is no timeline: ask for it after a step that ran to its end, and before close")
-        records: list[Any] = [None] * self.plan.num_ranks
         with self.watching("the other ranks' timelines"), together("gathering the timeline"):
-            dist.all_gather_object(records, self._training.record.to_fields(), group=self._processes.pipeline)
+            self._runs.agree(Call.TIMELINE, "gathering the timeline")
+            records = all_gather_json(self._training.record.to_fields(), self._processes.pipeline)
         return merge(self.plan, [Record.from_fields(fields) for fields in records])
 
     def watching(self, doing: str, times: int = 1) -> AbstractContextManager[None]:
@@ -267,32 +296,45 @@ class Pipeline:
         self._close(getattr(sys, "last_value", None))
 
     def _close(self, error: BaseException | None) -> None:
-        """`error`: what ends this rank; the others are told at once, before a checkpoint is written to its end."""
         if self._closed:
             return
+        try:
+            self._end(error)
+        finally:
+            self._runs.stops.close(failed=error is not None)
+
+    def _end(self, error: BaseException | None) -> None:
+        """End all that was acquired. `error`: what ends this rank; the others are told at once."""
         self._closed = True
         atexit.unregister(self._close_at_exit)
         if error is not None:
-            self._watchdog.fail(error)
-        self._transport.close()
-        if self._training.complete and self._processes.is_first_pipeline:
-            leave_record(self.plan, self._training.record)
-        self._gradients.close()
-        leave(self._processes.close())  # the last references: closes connections, which tells the peers
+            self._tell_failure(error)
         try:
-            with self.watching("a checkpoint to be written", PATIENT):
-                self.before_close.close()
+            self._teardown.close()
         except PipelineError:
             if error is None:  # else it comes from that one, which is the one to be told
                 raise
-        finally:
-            self._watchdog.close()
-            if self._owns_process_group:
-                leave([dist.group.WORLD])
-            self._runs.stops.close(failed=error is not None)
+
+    def _end_checkpoints(self) -> None:
+        with self.watching("a checkpoint to be written", PATIENT):
+            self.before_close.close()
+
+    def _leave_record(self) -> None:
+        if self._training.complete and self._processes.is_first_pipeline:
+            try:
+                leave_record(self.plan, self._training.record)
+            except OSError as error:
+                raise PipelineError(
+                    f"the last step's record for `rota run --timeline` was not written ({error}); make room there, or "
+                    f"run without --timeline"
+                ) from error
 
     def __enter__(self) -> Pipeline:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         self._close(error)
+
+
+def _tell_nobody(_: BaseException) -> None:
+    """Before there is a watchdog."""

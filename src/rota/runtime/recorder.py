@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from rota.placement import StepEnd
 from rota.plan import Plan
+from rota.runtime.json_messages import all_gather_json
 from rota.tasks import Op
 from rota.timeline import Timeline
 
@@ -25,7 +26,8 @@ class Record:
     """One rank's last step, in ns of its own monotonic clock; `offset_ns` added gives rank 0's clock.
 
     `sent_ns` and `through_ns` are by (route, position), see `Timeline`; `reductions_ns` are (start, end) by stage.
-    `busy_ns`: what the ops of each of the last steps took.
+    `busy_ns`: what the ops of each of the last steps took. `microbatch_rows`: of each micro-batch's inputs, None where
+    they differ, and on a rank that reads none.
     """
 
     rank: int
@@ -36,6 +38,7 @@ class Record:
     through_ns: dict[tuple[int, int], int] = field(default_factory=dict)
     reductions_ns: dict[int, tuple[int, int]] = field(default_factory=dict)
     busy_ns: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_STEPS))
+    microbatch_rows: int | None = None
 
     def end_step(self) -> None:
         """Keep what the step's ops took, all together."""
@@ -45,7 +48,8 @@ class Record:
         messages = [[*column, sent, self.through_ns[column]] for column, sent in self.sent_ns.items()]
         reductions = [[stage, *times] for stage, times in self.reductions_ns.items()]
         times = {"starts_ns": self.starts_ns, "ends_ns": self.ends_ns, "messages": messages, "reductions": reductions}
-        return {"rank": self.rank, "offset_ns": self.offset_ns, **times, "busy_ns": [*self.busy_ns]}
+        others = {"busy_ns": [*self.busy_ns], "microbatch_rows": self.microbatch_rows}
+        return {"rank": self.rank, "offset_ns": self.offset_ns, **times, **others}
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Record:
@@ -55,6 +59,7 @@ class Record:
         for stage, start, end in fields["reductions"]:
             record.reductions_ns[stage] = start, end
         record.busy_ns.extend(fields["busy_ns"])
+        record.microbatch_rows = fields["microbatch_rows"]
         return record
 
 
@@ -65,6 +70,9 @@ def merge(plan: Plan, records: list[Record]) -> Timeline:
     """
     records = sorted(records, key=lambda record: record.rank)
     plan = _with_step_ends(plan, {stage for record in records for stage in record.reductions_ns})
+    rows = next((record.microbatch_rows for record in records if record.microbatch_rows is not None), None)
+    if plan.microbatch_rows is not None and rows is not None:
+        plan = replace(plan, placement=replace(plan.placement, microbatch_rows=rows))
     origin = min(record.starts_ns[0] + record.offset_ns for record in records if record.starts_ns)
 
     def us(record: Record, time_ns: int) -> int:
@@ -120,8 +128,7 @@ def clock_offset_ns(group: dist.ProcessGroup, rounds: int = 20) -> int:
     1989): of several rounds the fastest counts, and rank 0 read its clock in the middle of it.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    machines: list[Any] = [None] * size
-    dist.all_gather_object(machines, _machine(), group=group)
+    machines = all_gather_json(_machine(), group)
     offset = 0
     for other in range(1, size):
         if machines[other] != machines[0] and rank in (0, other):

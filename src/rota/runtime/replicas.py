@@ -17,6 +17,7 @@ from torch import nn
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.plan import Plan
+from rota.runtime.json_messages import all_gather_json
 from rota.runtime.spmd import replicated_names
 from rota.runtime.transport import together
 from rota.runtime.wrapping import is_sharded
@@ -62,10 +63,9 @@ def replicated_parameters(stages: Stages, local: Iterable[int]) -> list[nn.Param
 
 def refuse_other_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Raises PipelineError, on all replicas, unless they have the same shapes and train the same of them."""
-    mine = [(tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad) for tensor in tensors]
-    told: list[Any] = [None] * group.size()
+    mine = [(list(tensor.shape), str(tensor.dtype), tensor.requires_grad) for tensor in tensors]
     with together("comparing the replicas' parameters"):
-        dist.all_gather_object(told, mine, group=group)
+        told = all_gather_json(mine, group)
     for replica, other in enumerate(told):
         if other != told[0]:
             place = next((i for i, (a, b) in enumerate(zip(told[0], other, strict=False)) if a != b), len(other))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import final
 
@@ -119,10 +119,11 @@ class GradientSync:
                 execution.record.reductions_ns[self._last_tied] = started_ns, time.monotonic_ns()
         self._sharded.finish()
 
-    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> float:
+    def clip(
+        self, max_norm: float, norm_type: float, error_if_nonfinite: bool, share: Callable[[float], list[float]]
+    ) -> float:
         """See `norms.clip`; every weight counts once."""
-        everyone = self._processes.everyone
-        return norms.clip(self._parameters, self._counted, max_norm, norm_type, error_if_nonfinite, everyone)
+        return norms.clip(self._parameters, self._counted, max_norm, norm_type, error_if_nonfinite, share)
 
     def close(self) -> None:
         """Let the process groups go."""

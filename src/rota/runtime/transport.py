@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from rota.errors import LostRankError, PipelineError
 from rota.plan import Transfer
-from rota.runtime.messages import Format, Layout, describe, flatten, from_bytes, to_bytes, unflatten
+from rota.runtime.messages import Format, Layout, describe, flatten, from_bytes, tensor_layouts, to_bytes, unflatten
 from rota.runtime.program import Message, ValueKey
 
 
@@ -78,7 +78,7 @@ class Transport:
 
     def _receive(self, buffer: torch.Tensor, message: Message) -> Any:
         try:
-            return self._backend.recv([_as_sent(buffer)], message.transfer.sender, 0)
+            return self._backend.recv([as_sent(buffer)], message.transfer.sender, 0)
         except RuntimeError as error:
             raise _lost(message.transfer.sender, message) from error
 
@@ -116,9 +116,12 @@ class Transport:
             data = to_bytes(layout)
             first = [torch.tensor([len(data)]), data]
         elif layout != (known := self.formats[message.value].layout):
+            remedy = "if its shapes depend on the data, use Pipeline(…, dynamic_shapes=True)"
+            if tensor_layouts(layout) == tensor_layouts(known):
+                remedy = "return a number that changes as a tensor, or use Pipeline(…, dynamic_shapes=True)"
             raise PipelineError(
                 f"{message.transfer}: {where} made {describe(layout)}, after {describe(known)} in an earlier step with "
-                f"inputs of the same shapes; if its shapes depend on the data, use Pipeline(…, dynamic_shapes=True)"
+                f"inputs of the same shapes; {remedy}"
             )
         self._send(message, first + [tensor.detach() for tensor in tensors])
 
@@ -128,7 +131,7 @@ class Transport:
     def _send(self, message: Message, tensors: list[torch.Tensor]) -> None:
         receiver = message.transfer.receiver
         self.sent_ns[message.column] = time.monotonic_ns()
-        tensors = [*map(_as_sent, tensors)]
+        tensors = [*map(as_sent, tensors)]
         try:
             works = [self._backend.send([tensor], receiver, 0) for tensor in tensors]
         except RuntimeError as error:
@@ -206,7 +209,8 @@ def _all_reduce_options(how: Any) -> dist.AllreduceOptions:
     return options
 
 
-def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
+def as_sent(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory where it can be: contiguous, and real where it is complex."""
     return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).contiguous()
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 
 from rota.compat.torchdistpackage.topology import tpc
-from rota.runtime.norms import clip
+from rota.runtime.norms import all_gather_number, clip
 
 
 def clip_grad_norm_(
@@ -23,5 +24,6 @@ def clip_grad_norm_(
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     mine: list[Any] = [*dict.fromkeys(given)]
-    norm = clip(mine, mine, float(max_norm), float(norm_type), error_if_nonfinite, tpc.get_group("pipe"))
+    share = partial(all_gather_number, group=tpc.get_group("pipe"))
+    norm = clip(mine, mine, float(max_norm), float(norm_type), error_if_nonfinite, share)
     return torch.tensor(norm, dtype=torch.float64)
