@@ -139,8 +139,9 @@ class _Curve:
         unlimited = self._with_limit(None)
         least = max(need.num_bytes for need in least_memory(Problem(unlimited, unlimited.num_streams)))
         free = find_steady(unlimited, self._share(), microbatches_per_period=1, seed=self.seed)
-        most = max(max(free.steady.peak_bytes) if free is not None else least, least)
-        step = gcd(*(size for task in self.placement.tasks for size in (task.held_bytes, task.peak_bytes))) or 1
+        most = max(max(free.steady.most_bytes()) if free is not None else least, least)
+        sizes = [size for task in self.placement.tasks for size in (task.held_bytes, task.peak_bytes)]
+        step = gcd(*sizes, *(route.num_bytes for route in self.placement.routes)) or 1
         step *= max(-(-(most - least) // step // _MOST_POINTS), 1)
         return [*range(least, most, step), most]
 
@@ -161,7 +162,7 @@ class _Curve:
         point = None
         if found is not None:
             bound = period_bound(placement)
-            peak = max(found.steady.peak_bytes)
+            peak = max(found.steady.most_bytes())
             point = Point(limit, found.steady.us_per_microbatch, bound, peak, found)
             if self.progress is not None:
                 self.progress(point)

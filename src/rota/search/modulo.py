@@ -18,6 +18,7 @@ from ortools.sat.python import cp_model
 
 from rota.search import cpsat
 from rota.search.budget import Budget
+from rota.search.carrying import Carry, Level, Point
 from rota.search.loop import Loop
 from rota.search.retiming import Rhythm, Wait, retime
 
@@ -25,10 +26,15 @@ _TOO_LARGE = 1 << 60  # CP-SAT takes no sums that might exceed 64 bits
 
 
 class Answer(NamedTuple):
-    """A rhythm, or None; `is_proven`: there is no (better) one."""
+    """A rhythm, or None; `is_proven`: there is no (better) one.
+
+    `as_solved`: the same orders with the model's own starts, where the earliest ones may hold more than these:
+    what transfers hold depends on the times.
+    """
 
     rhythm: Rhythm | None
     is_proven: bool
+    as_solved: Rhythm | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,7 @@ class Period:
         self._add_starts()
         self._add_waits()
         self._add_ranks()
+        self.points = [Point(offset, round_) for offset, round_ in zip(self.offsets, self.rounds, strict=True)]
         for rank in range(self.loop.placement.num_ranks):
             self._add_memory(rank)
         self._add_latency()
@@ -173,20 +180,40 @@ class Period:
         tasks, nodes = self.loop.placement.tasks, self.window.nodes(self.loop.tasks_on[rank])
         held = {i: tasks[i // u].held_bytes for i in nodes}
         peak = {i: tasks[i // u].peak_bytes for i in nodes}
+        carries = [
+            Carry(route.source * u + j, route.target * u + j, route.num_bytes, route.duration_us, rank == route.sender)
+            for route in self.loop.carried[rank]
+            for j in range(u)
+        ]
         most: Any = limit
         if self.goal == "memory":
             enough = sum(abs(size) for size in held.values()) * self.most_rounds + sum(peak.values())
+            enough += sum(carry.num_bytes for carry in carries) * (2 * self.most_rounds + 1)
             most = self.model.new_int_var(0, enough if limit is None else limit, f"m{rank}")
             self.most_bytes.append(most)
+        if carries:
+            args = self.model, self.window.period_us, nodes, self.points, self.durations_us, self.before, carries
+            for held_now in Level(*args).all(held, peak):
+                self.model.add(held_now <= most)
+        else:
+            self._add_levels(nodes, held, peak, most)
+        sizes = [*map(abs, held.values()), *(carry.num_bytes for carry in carries)]
+        byte_us = sum(sizes) * (self.most_rounds + 2) + sum(peak.values()) + (limit or 0)
+        if limit is not None and byte_us * self.window.period_us < _TOO_LARGE:
+            ends = sum(-held[i] * (self.starts[i] + (self.durations_us[i] if held[i] < 0 else 0)) for i in nodes)
+            for carry in carries:
+                received_us = self.starts[carry.target] + self.durations_us[carry.target] - self.starts[carry.source]
+                received_us -= self.durations_us[carry.source]
+                ends += carry.num_bytes * (carry.lag_us if carry.is_sent else received_us)
+            self.model.add(ends + sum(peak[i] * self.durations_us[i] for i in nodes) <= limit * self.window.period_us)
+
+    def _add_levels(self, nodes: Sequence[int], held: dict[int, int], peak: dict[int, int], most: Any) -> None:
+        """Where transfers hold nothing, orders alone tell what is held."""
         base = -sum(held[i] * self.rounds[i] for i in nodes)
         for b in nodes:
             if held[b] > 0 or peak[b] > 0:
                 earlier = sum(held[c] * self.before[c, b] for c in nodes if c != b and held[c])
                 self.model.add(base + earlier + max(held[b], 0) + peak[b] <= most)
-        byte_us = sum(map(abs, held.values())) * (self.most_rounds + 2) + sum(peak.values()) + (limit or 0)
-        if limit is not None and byte_us * self.window.period_us < _TOO_LARGE:
-            ends = sum(-held[i] * (self.starts[i] + (self.durations_us[i] if held[i] < 0 else 0)) for i in nodes)
-            self.model.add(ends + sum(peak[i] * self.durations_us[i] for i in nodes) <= limit * self.window.period_us)
 
     def _add_latency(self) -> None:
         if self.goal == "any" and self.window.latency_us is None:
@@ -229,4 +256,5 @@ class Period:
             return Answer(None, proven)
         starts = [solver.value(start) for start in self.starts]
         ties = [0 if d else solver.value(tie) for d, tie in zip(self.durations_us, self.ties, strict=True)]
-        return Answer(rhythm_of(self.window, starts, ties), proven)
+        as_solved = Rhythm(self.window.period_us, tuple(starts), tuple(ties))
+        return Answer(rhythm_of(self.window, starts, ties), proven, as_solved)

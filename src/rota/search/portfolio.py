@@ -190,26 +190,18 @@ class Portfolio:
         self._dispatch([np.concatenate(flat).astype(np.float64)], "list scheduling by the steady state")
 
     def _find_steady(self, share: Budget, turn: int) -> SteadyResult | None:
-        """With ever more room for what transfers hold, until its unrolled plan fits."""
-        problem, seed = self.roomy, self.seed + turn
-        several = None if turn == 0 else 2 + (turn - 1) % 3
-        for _ in range(_MOST_ROOMS):
-            found = find_steady(
-                self.problem.placement,
-                share,
-                microbatches_per_period=several,
-                seed=seed,
-                room_bytes=problem.room_bytes,
-            )
-            if found is None:
-                return None
+        """Its unrolled plan is a candidate."""
+        found = find_steady(
+            self.problem.placement,
+            share,
+            microbatches_per_period=None if turn == 0 else 2 + (turn - 1) % 3,
+            seed=self.seed + turn,
+            num_microbatches=self.problem.num_microbatches,
+        )
+        if found is not None:
             orders = self.problem.to_orders(found.steady.unroll(self.problem.num_microbatches))
-            over = self.incumbent.over_bytes(orders)
-            if not over.any():
-                self.incumbent.offer(orders, "steady state")
-                return found
-            problem = with_more_room(problem, over)
-        return None
+            self.incumbent.offer(orders, "steady state")
+        return found
 
     def _improve(self, part: float, turn: int) -> None:
         self._better("local search", improving.improve, part, turn)

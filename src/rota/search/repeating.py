@@ -24,7 +24,8 @@ from rota.search.composing import compose
 from rota.search.finding import compile_once
 from rota.search.problem import Problem
 from rota.search.retiming import Wait, retime
-from rota.search.steady import Steady, SteadyResult, find_steady
+from rota.search.steady import SteadyResult, find_steady
+from rota.search.steady_state import Steady
 from rota.stopping import ended_by_ctrl_c
 from rota.tasks import Op
 
