@@ -1,4 +1,4 @@
-"""What transfers hold in a period: points of time in CP-SAT's model of it, and how full a rank is at each of them.
+"""What transfers hold: points of time in a CP-SAT model of a period or of a whole step, and a rank's level at each.
 
 A rank sends from an op's end for as long as the transfer takes, and holds what it receives from the transfer's start
 to the end of the op that reads it. Levels rise when ops start and when transfers start, so those points are looked at.
@@ -6,23 +6,24 @@ to the end of the op that reads it. Levels rise when ops start and when transfer
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ortools.sat.python import cp_model
 
+_S_A_LITERAL = 1e-4  # nominal seconds
+
 
 class Point(NamedTuple):
-    """A time, as an offset in the period and a round; both vary."""
+    """A time, as an offset in the period and a round; both vary. Of a whole step, which has one round, in µs."""
 
     offset: Any
     round: Any
 
 
-@dataclass(frozen=True)
-class Carry:
-    """Copies of one transfer: `source` and `target` are nodes, `lag_us` is how long it takes."""
+class Carry(NamedTuple):
+    """A transfer: `source` and `target` are nodes, `lag_us` is how long it takes."""
 
     source: int
     target: int
@@ -31,35 +32,41 @@ class Carry:
     is_sent: bool  #: by the rank that is looked at, else received
 
 
-class Level:
-    """What a rank holds at a point: terms of CP-SAT, for nodes that do not overlap in the period."""
+@dataclass(frozen=True)
+class Times:
+    """A model's variables. `ends(node, lag_us)`: so long after the node's end; `before(a, b)`: on one rank."""
 
-    def __init__(
-        self,
-        model: cp_model.CpModel,
-        period_us: int,
-        nodes: list[int],
-        starts: list[Point],
-        durations_us: list[int],
-        before: dict[tuple[int, int], Any],
-        carries: list[Carry],
-    ) -> None:
-        self.model, self.period_us, self.nodes, self.carries = model, period_us, nodes, carries
-        self.starts, self.durations_us, self.before = starts, durations_us, before
+    model: cp_model.CpModel
+    starts: Mapping[int, Point]
+    ends: Callable[[int, int], Point]
+    before: Callable[[int, int], Any]
+    takes_time: Callable[[int], bool]
+
+
+class Level:
+    """What a rank holds at a point: terms of CP-SAT, for nodes that do not overlap."""
+
+    def __init__(self, times: Times, nodes: Sequence[int], carries: Sequence[Carry]) -> None:
+        self.nodes, self.carries = nodes, carries
+        self.times, self.starts, self.before = times, times.starts, times.before
         self._points: dict[tuple[int, int], Point] = {}
         self._until: dict[tuple[int, int], Any] = {}
 
-    def all(self, held_bytes: dict[int, int], peak_bytes: dict[int, int]) -> Iterator[Any]:
+    @property
+    def nominal_s(self) -> float:
+        """What making it has taken."""
+        return _S_A_LITERAL * len(self._until)
+
+    def all(self, held_bytes: Mapping[int, int], peak_bytes: Mapping[int, int]) -> Iterator[Any]:
         """The level at each point where it may be highest."""
         for node in self.nodes:
             if held_bytes[node] > 0 or peak_bytes[node] > 0:
                 yield self._at(_AtStart(self, node), held_bytes, peak_bytes)
-        for source in sorted({carry.source for carry in self.carries if carry.is_sent}):
-            yield self._at(_AtEnd(self, source), held_bytes, peak_bytes)
-        for source in sorted({carry.source for carry in self.carries if not carry.is_sent}):
-            yield self._at(_Elsewhere(self, source), held_bytes, peak_bytes)
+        for source, is_sent in sorted({(carry.source, carry.is_sent) for carry in self.carries}):
+            follows = is_sent and self.times.takes_time(source)
+            yield self._at(_AtEnd(self, source) if follows else _Elsewhere(self, source), held_bytes, peak_bytes)
 
-    def _at(self, place: _AtStart | _AtEnd | _Elsewhere, held: dict[int, int], peak: dict[int, int]) -> Any:
+    def _at(self, place: _AtStart | _AtEnd | _Elsewhere, held: Mapping[int, int], peak: Mapping[int, int]) -> Any:
         """How often each thing has begun less how often it has ended, by its size."""
         level: Any = 0
         for node in self.nodes:
@@ -70,31 +77,26 @@ class Level:
             if peak[node]:
                 level += peak[node] * (place.started(node) - place.ended(node))
         for carry in self.carries:
-            if carry.is_sent:
-                held_now = place.ended(carry.source) - place.passed(self.later(carry.source, carry.lag_us))
-            else:
-                held_now = place.passed(self.later(carry.source, 0)) - place.ended(carry.target)
-            level += carry.num_bytes * held_now
+            follows = carry.is_sent and self.times.takes_time(carry.source)
+            begun = place.ended(carry.source) if follows else place.passed(self.later(carry.source, 0))
+            sent = place.passed(self.later(carry.source, carry.lag_us)) if carry.is_sent else place.ended(carry.target)
+            level += carry.num_bytes * (begun - sent)
         return level
 
     def later(self, node: int, lag_us: int) -> Point:
         """So long after the node's end."""
-        key = node, self.durations_us[node] + lag_us
-        if key not in self._points:
-            start, most = self.starts[node], key[1] // self.period_us + 1
-            offset = self.model.new_int_var(0, self.period_us - 1, f"s{key}")
-            more = self.model.new_int_var(0, most, f"k{key}")
-            self.model.add(offset + self.period_us * more == start.offset + key[1])
-            self._points[key] = Point(offset, start.round + more)
-        return self._points[key]
+        if (node, lag_us) not in self._points:
+            self._points[node, lag_us] = self.times.ends(node, lag_us)
+        return self._points[node, lag_us]
 
     def is_until(self, early: Point, late: Point) -> Any:
         """Whether `early` comes before `late` in the period, or with it."""
         key = id(early), id(late)
         if key not in self._until:
-            literal = self.model.new_bool_var("until")
-            self.model.add(early.offset <= late.offset).only_enforce_if(literal)
-            self.model.add(early.offset > late.offset).only_enforce_if(~literal)
+            model = self.times.model
+            literal = model.new_bool_var("until")
+            model.add(early.offset <= late.offset).only_enforce_if(literal)
+            model.add(early.offset > late.offset).only_enforce_if(~literal)
             self._until[key] = literal
         return self._until[key]
 
@@ -110,7 +112,7 @@ class _AtStart:
         return self.ended(node) + (node == self.node)
 
     def ended(self, node: int) -> Any:
-        return (0 if node == self.node else self.level.before[node, self.node]) - self.level.starts[node].round
+        return (0 if node == self.node else self.level.before(node, self.node)) - self.level.starts[node].round
 
     def passed(self, point: Point) -> Any:
         return self.level.is_until(point, self.level.starts[self.node]) - point.round
@@ -118,14 +120,14 @@ class _AtStart:
 
 @dataclass(frozen=True)
 class _AtEnd:
-    """When `node` has ended and what it made is sent. The end may be in the next period: then all has come once less."""
+    """When `node` has ended and what it made is sent. Where that is in the next period, all has come once less."""
 
     level: Level
     node: int
 
     def started(self, node: int) -> Any:
         here, starts = self.level.later(self.node, 0), self.level.starts
-        done = 1 if node == self.node else self.level.before[node, self.node]
+        done = 1 if node == self.node else self.level.before(node, self.node)
         return done - starts[node].round - (here.round - starts[self.node].round)
 
     def ended(self, node: int) -> Any:
@@ -138,7 +140,10 @@ class _AtEnd:
 
 @dataclass(frozen=True)
 class _Elsewhere:
-    """When `node` of another rank has ended and what it made begins to come; the rank may do anything then."""
+    """When `node`, of another rank or of no time, has ended and its transfer starts; the rank may do anything then.
+
+    At one instant, transfers start before ops do.
+    """
 
     level: Level
     node: int
@@ -152,7 +157,10 @@ class _Elsewhere:
         return 1 - self.level.is_until(self.here, start) - start.round
 
     def ended(self, node: int) -> Any:
-        return self.passed(self.level.later(node, 0))
+        end = self.level.later(node, 0)
+        if self.level.times.takes_time(node):
+            return self.passed(end)
+        return 1 - self.level.is_until(self.here, end) - end.round  # at one instant, transfers start first
 
     def passed(self, point: Point) -> Any:
         return (1 if point is self.here else self.level.is_until(point, self.here)) - point.round

@@ -18,7 +18,7 @@ from ortools.sat.python import cp_model
 
 from rota.search import cpsat
 from rota.search.budget import Budget
-from rota.search.carrying import Carry, Level, Point
+from rota.search.carrying import Carry, Level, Point, Times
 from rota.search.loop import Loop
 from rota.search.retiming import Rhythm, Wait, retime
 
@@ -83,11 +83,14 @@ class Period:
         self.window, self.loop, self.goal = window, window.loop, goal
         self.model = cp_model.CpModel()
         self.durations_us = [d for d in self.loop.durations_us for _ in range(window.num_copies)]
+        self.nominal_s = 0.0  #: for what transfers hold; the rest takes little
         self.num_ties = max(sum(d == 0 for d in self.durations_us), 1)
         self._add_starts()
         self._add_waits()
         self._add_ranks()
-        self.points = [Point(offset, round_) for offset, round_ in zip(self.offsets, self.rounds, strict=True)]
+        points = dict(enumerate(map(Point, self.offsets, self.rounds)))
+        durations, before = self.durations_us, self.before
+        self.times = Times(self.model, points, self._end, lambda a, b: before[a, b], lambda node: durations[node] > 0)
         for rank in range(self.loop.placement.num_ranks):
             self._add_memory(rank)
         self._add_latency()
@@ -192,9 +195,10 @@ class Period:
             most = self.model.new_int_var(0, enough if limit is None else limit, f"m{rank}")
             self.most_bytes.append(most)
         if carries:
-            args = self.model, self.window.period_us, nodes, self.points, self.durations_us, self.before, carries
-            for held_now in Level(*args).all(held, peak):
+            level = Level(self.times, nodes, carries)
+            for held_now in level.all(held, peak):
                 self.model.add(held_now <= most)
+            self.nominal_s += level.nominal_s
         else:
             self._add_levels(nodes, held, peak, most)
         sizes = [*map(abs, held.values()), *(carry.num_bytes for carry in carries)]
@@ -206,6 +210,13 @@ class Period:
                 received_us -= self.durations_us[carry.source]
                 ends += carry.num_bytes * (carry.lag_us if carry.is_sent else received_us)
             self.model.add(ends + sum(peak[i] * self.durations_us[i] for i in nodes) <= limit * self.window.period_us)
+
+    def _end(self, node: int, lag_us: int) -> Point:
+        T, later = self.window.period_us, self.durations_us[node] + lag_us
+        offset = self.model.new_int_var(0, T - 1, f"s{node}+{later}")
+        more = self.model.new_int_var(0, later // T + 1, f"k{node}+{later}")
+        self.model.add(offset + T * more == self.offsets[node] + later)
+        return Point(offset, self.rounds[node] + more)
 
     def _add_levels(self, nodes: Sequence[int], held: dict[int, int], peak: dict[int, int], most: Any) -> None:
         """Where transfers hold nothing, orders alone tell what is held."""
@@ -250,6 +261,7 @@ class Period:
     def solve(self, budget: Budget, seed: int = 0) -> Answer:
         if self.goal == "memory":
             self.model.minimize(sum(self.most_bytes))
+        budget.spend(self.nominal_s)
         status, solver = cpsat.solve(self.model, budget, seed)
         proven = status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):

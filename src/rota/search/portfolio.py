@@ -75,6 +75,7 @@ class Portfolio:
         self.bound_us, self.why = bound.us, bound.why
         self.named: list[NamedPlan] = []
         self.steady: SteadyResult | None = None
+        self.has_tried_all = False  #: whether no orders are better, of those with each task's micro-batches in order
         self.num_ops = int(self.problem.first_node[-1])
         self.incumbent = Incumbent(self.problem, objective == "span", self.tell)
 
@@ -111,7 +112,7 @@ class Portfolio:
                 method()
         if self.incumbent.orders is None:
             held = self.incumbent.peaks_bytes(serial(self.problem)).tolist()
-            raise nothing_found(self.problem.placement, held)
+            raise nothing_found(self.problem.placement, held, self.budget.elapsed_s, self.has_tried_all)
         self._hold_less()
 
     # --- methods --------------------------------------------------------------------------------------------------
@@ -229,11 +230,16 @@ class Portfolio:
         self.incumbent.offer(found.orders, "exact search")
         if self.roomy is self.problem and found.bound_us > self.bound_us:
             self.bound_us, self.why = found.bound_us, "CP-SAT has tried all orders"
+        if self.incumbent.transfers_hold and self.num_ops <= exact.MOST_TIMED_OPS and not self.is_over:
+            share = self.share(_EXACT_TIMES * part)
+            orders, ended = exact.find_fitting(self.problem, self.measure, self.incumbent.orders, share, seed)
+            is_kept = self.incumbent.offer(orders, "exact search")
+            self.has_tried_all |= ended and (is_kept or orders is None)
 
     def _take_turns(self) -> None:
         """Each method with ever larger shares, so that none is waited for long."""
         turn, part = 0, _FIRST_SHARE
-        while not self.is_over:
+        while not self.is_over and not (self.has_tried_all and self.incumbent.orders is None):
             for method in (self._unroll, self._improve, self._prove, self._windows):
                 if not self.is_over:
                     method(part, turn)

@@ -30,6 +30,7 @@ from rota.search.timing import Tables, fits, start_times
 _MOST_COPIES = 6
 _SOLVE_S, _PROVE_S, _POLISH_S = 0.8, 2.0, 0.1  # nominal, for CP-SAT at a time
 _MOST_ROOMS = 20  # how often the room for what transfers hold is guessed
+_SIMULATE_S = 0.005  # nominal, about, for the plans of a rhythm
 _COPIES_S = 4.0  # nominal, for one number of micro-batches a period
 _FIRST_STEP = 16  # this part of a bound the second period tried lies from the first
 _PRECISION = 200  # this part of a period is not worth another attempt, but for a proof
@@ -199,7 +200,9 @@ class _Search:
         """Orders were made to fit; what transfers hold depends on the times."""
         if not self.has_carries:
             return True
-        over = np.array(Steady.of(self.loop.placement, self.num_copies, rhythm).over_bytes(self.num_microbatches))
+        steady = Steady.of(self.loop.placement, self.num_copies, rhythm)
+        over = np.array(steady.over_bytes(self.num_microbatches))
+        self.budget.spend(_SIMULATE_S)
         if not self.over_bytes.any():
             self.over_bytes = over
         return not over.any()
