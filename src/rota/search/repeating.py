@@ -26,6 +26,7 @@ from rota.search.problem import Problem
 from rota.search.retiming import Wait, retime
 from rota.search.steady import SteadyResult, find_steady
 from rota.search.steady_state import Steady
+from rota.simulation import simulate
 from rota.stopping import ended_by_ctrl_c
 from rota.tasks import Op
 
@@ -38,8 +39,9 @@ class Repeating:
     """`starts_us[i][k]`: when task i does the k-th micro-batch of its stream; `middle[i]`: the k that is repeated.
 
     With more micro-batches the tasks of the middle are done again `period_us` later, and what follows is put off by as
-    much. `is_least`: it is proven that no step of as many micro-batches has a middle of a shorter period; `is_optimal`:
-    that with this period none is shorter as a whole.
+    much. A plan runs its ops as soon as it can, which may be sooner than at `starts_us`: those leave room for more
+    periods. `is_least`: it is proven that no step of as many micro-batches has a middle of a shorter period;
+    `is_optimal`: that no step whose middle repeats with this period is shorter as a whole.
     """
 
     placement: Placement
@@ -55,9 +57,8 @@ class Repeating:
 
     @cached_property
     def makespan_us(self) -> int:
-        """From the first start to the last end."""
-        pairs = zip(self.placement.tasks, self.starts_us, strict=True)
-        return max(starts[-1] + task.duration_us for task, starts in pairs)
+        """Of `plan`, as simulated without reductions and optimizer steps."""
+        return simulate(replace(self.plan, placement=replace(self.placement, step_ends=()))).makespan_us
 
     def unroll(self, num_microbatches: int) -> Repeating:
         """With the middle repeated. Raises SearchError for fewer micro-batches than there are, or part of a round."""
