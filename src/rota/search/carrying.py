@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from ortools.sat.python import cp_model
 
+from rota.stopping import look
+
 _S_A_LITERAL = 1e-4  # nominal seconds
 
 
@@ -68,6 +70,7 @@ class Level:
 
     def _at(self, place: _AtStart | _AtEnd | _Elsewhere, held: Mapping[int, int], peak: Mapping[int, int]) -> Any:
         """How often each thing has begun less how often it has ended, by its size."""
+        look()
         level: Any = 0
         for node in self.nodes:
             if held[node] > 0:

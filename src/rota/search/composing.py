@@ -23,6 +23,7 @@ from rota.search.exact import whole_step
 from rota.search.ordering import Ordering
 from rota.search.paths import Clock
 from rota.search.problem import Problem
+from rota.stopping import look
 
 Starts = Sequence[Sequence[int]]
 
@@ -127,6 +128,7 @@ class _Model:
             made, read, i, j = self.middle[a], self.middle[b], self.index[a], self.index[b]
             model.add(read + T * (i - j) >= made + least)
             for k in range(1, n - 1):
+                look()
                 both = [before[a][k], after[b][k]]
                 model.add(read + T * (k - j) >= self.starts[a][k] + least).only_enforce_if(both)
                 model.add(self.starts[b][k] >= made + T * (k - i) + least).only_enforce_if(both)

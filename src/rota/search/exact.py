@@ -18,6 +18,7 @@ from rota.search.ordering import Ordering
 from rota.search.paths import Clock, last_gradients
 from rota.search.problem import NO_LIMIT, Orders, Problem
 from rota.search.window import StepEnd, Window
+from rota.stopping import look
 
 MOST_TIMED_OPS = 100  # up to which a span's model has all ops start as soon as possible; beyond, it is a relaxation
 
@@ -203,6 +204,7 @@ def _start_as_soon_as_possible(ordering: Ordering) -> None:
         model.add(ordering.starts[b] == ordering.ends[a] + lag).only_enforce_if(reason)
         reasons[b].append(reason)
     for node, literals in reasons.items():
+        look()
         at_0 = model.new_bool_var(f"{node} at 0")
         model.add(ordering.starts[node] == 0).only_enforce_if(at_0)
         model.add_bool_or([at_0, *literals])

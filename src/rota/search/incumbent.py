@@ -10,6 +10,7 @@ import numpy as np
 from rota.search.problem import NO_LIMIT, Integers, Orders, Problem
 from rota.search.timing import Score, peaks, score
 from rota.simulation import simulate
+from rota.stopping import look
 
 
 class Key(NamedTuple):
@@ -85,4 +86,8 @@ class Incumbent:
         placement = self.problem.placement
         if not self.transfers_hold:
             return peaks(self.problem, orders) + np.array(placement.static_bytes, np.int64)
-        return np.array(simulate(self.problem.to_plan(orders)).peak_memory_bytes, np.int64)
+        plan = self.problem.to_plan(orders)
+        look()
+        timeline = simulate(plan)
+        look()
+        return np.array(timeline.peak_memory_bytes, np.int64)

@@ -21,6 +21,7 @@ from rota.search.budget import Budget
 from rota.search.carrying import Carry, Level, Point, Times
 from rota.search.loop import Loop
 from rota.search.retiming import Rhythm, Wait, retime
+from rota.stopping import look
 
 _TOO_LARGE = 1 << 60  # CP-SAT takes no sums that might exceed 64 bits
 
@@ -150,6 +151,7 @@ class Period:
                 self._not_before(t[b], t[a] + d[a], a, b)
             self._not_before(t[copies[0]] + T, t[copies[-1]] + d[copies[-1]], copies[-1], copies[0])
         for tasks in self.loop.tasks_on:  # redundant: what a rank holds it holds at least for so long
+            look()
             for a, b in combinations(tasks, 2):
                 least_us = self.loop.apart_us(a, b)
                 if least_us is not None:
@@ -161,6 +163,7 @@ class Period:
         self.before: dict[tuple[int, int], Any] = {}
         T, s, d = self.window.period_us, self.offsets, self.durations_us
         for tasks in self.loop.tasks_on:
+            look()
             nodes = self.window.nodes(tasks)
             for a, b in combinations(nodes, 2):
                 if (a, b) not in self.before:
@@ -178,6 +181,7 @@ class Period:
         the least most of it for "memory".
         """
         limit, u = self.loop.limits_bytes[rank], self.window.num_copies
+        look()
         if self.loop.left_bytes(rank) or (limit is None and self.goal != "memory"):
             return  # what grows is refused elsewhere; what shrinks is highest at the beginning
         tasks, nodes = self.loop.placement.tasks, self.window.nodes(self.loop.tasks_on[rank])

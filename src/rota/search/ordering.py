@@ -9,12 +9,13 @@ imply each other.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import combinations, pairwise
+from itertools import pairwise
 
 from ortools.sat.python import cp_model
 
 from rota.search.problem import NO_LIMIT
 from rota.search.window import Certain, StepEnd, Window
+from rota.stopping import look
 
 _S_A_NODE, _S_A_LITERAL = 1e-5, 2e-5  # nominal seconds to deduce what is certain, and to build the model
 
@@ -107,8 +108,10 @@ class Ordering:
         lengths = self.window.lengths
         intervals = [self.model.new_fixed_size_interval_var(self.starts[n], lengths[n], f"{n}") for n in row]
         self.model.add_no_overlap(intervals)
-        for a, b in combinations(row, 2):
-            self.before(a, b)
+        for i, a in enumerate(row):
+            look()
+            for b in row[i + 1 :]:
+                self.before(a, b)
 
     def _add_memory(self, rank: int, row: tuple[int, ...]) -> None:
         problem = self.window.clock.problem
@@ -117,6 +120,7 @@ class Ordering:
             return
         held = {node: int(problem.held_bytes[task]) for node, task in self.window.task_of.items()}
         for node in row:
+            look()
             needed = max(held[node], 0) + int(problem.peak_bytes[self.window.task_of[node]])
             if needed > 0:
                 kept = [held[other] * self.before(other, node) for other in row if other != node and held[other]]

@@ -10,6 +10,7 @@ Each hands over orders; `Incumbent` keeps the best. The search ends when it meet
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from fractions import Fraction
 from itertools import islice, product
 from typing import Literal
@@ -34,6 +35,7 @@ from rota.search.result import NamedPlan, Objective, Progress, SearchResult
 from rota.search.steady import SteadyResult, find_steady
 from rota.search.telling import nothing_found, refuse_too_little_memory
 from rota.search.timing import fits, peaks, score, start_times
+from rota.stopping import Stopped, look, watched
 
 _PATIENCES = (0.0, 1.0)  # of list scheduling: never wait for a better op, or do
 _CAPS = (1.0, 0.75, 0.5)  # parts of the memory limit: fewer micro-batches in flight are at times faster
@@ -100,6 +102,14 @@ class Portfolio:
 
     def run(self) -> None:
         """Until the best is proven, or the budget over. Raises SearchError if nothing fits."""
+        with watched(lambda: self.budget.must_stop), suppress(Stopped):
+            self._run()
+        if self.incumbent.orders is None or (self.objective == "period" and self.steady is None):
+            if self.budget.progress_error is not None:
+                raise self.budget.progress_error
+            raise self._nothing_found()
+
+    def _run(self) -> None:
         refuse_too_little_memory(self.problem)
         if self.objective == "period":
             self._find_period()
@@ -110,10 +120,17 @@ class Portfolio:
         for method in (self._take_auto, self._take_turns):
             if not self.is_over:
                 method()
-        if self.incumbent.orders is None:
-            held = self.incumbent.peaks_bytes(serial(self.problem)).tolist()
-            raise nothing_found(self.problem.placement, held, self.budget.elapsed_s, self.has_tried_all)
-        self._hold_less()
+        if self.incumbent.orders is not None:
+            self._hold_less()
+
+    def _nothing_found(self) -> SearchError:
+        if self.objective == "period":
+            return SearchError(
+                "found no steady state that fits; ask for the makespan, which also knows plans without one, or raise "
+                "the memory limit"
+            )
+        held = self.incumbent.peaks_bytes(serial(self.problem)).tolist()
+        return nothing_found(self.problem.placement, held, self.budget.elapsed_s, self.has_tried_all)
 
     # --- methods --------------------------------------------------------------------------------------------------
 
@@ -148,10 +165,12 @@ class Portfolio:
         self.turn_to(how)
         all_priorities, share = list(all_priorities), self.share(_DISPATCH_SHARE)
         for _ in range(_MOST_ROOMS):
+            look()
             dispatcher = Dispatcher(self.roomy)
             least, limits = peaks(self.roomy, serial(self.roomy)), self.roomy.limits_bytes
             for cap, priorities, patience in product(_CAPS, all_priorities, _PATIENCES):
                 capped = np.minimum(limits, np.maximum(least, (limits * cap).astype(np.int64)))
+                look()
                 self.incumbent.offer(dispatcher(priorities, patience, capped), how)
                 share.spend_ops(OPS_A_DISPATCH * self.num_ops)
                 if self.is_proven or share.is_over:
@@ -171,11 +190,6 @@ class Portfolio:
     def _find_period(self) -> None:
         """The whole budget for the steady state; its plan is the best that comes of it."""
         self._unroll(1.0, 0)
-        if self.steady is None or self.incumbent.orders is None:
-            raise SearchError(
-                "found no steady state that fits; ask for the makespan, which also knows plans without one, or raise "
-                "the memory limit"
-            )
 
     def _unroll(self, part: float, turn: int) -> None:
         """The best steady state, from its first micro-batch to its last; and as priorities."""
@@ -263,7 +277,10 @@ class Portfolio:
                 return
             part -= step
             limits = np.maximum(low, (high * part).astype(np.int64))
-            found = [dispatcher(policy, p, limits) for policy, p in product(all_priorities, _PATIENCES)]
+            found = []
+            for policy, p in product(all_priorities, _PATIENCES):
+                look()
+                found.append(dispatcher(policy, p, limits))
             self.budget.spend_ops(OPS_A_DISPATCH * self.num_ops * len(found))
             better = [self.incumbent.offer(orders, how) for orders in found]
             if not any(better):
@@ -292,5 +309,5 @@ class Portfolio:
             self.steady.steady.us_per_microbatch if self.steady else None,
             tuple(sorted(self.named, key=lambda named: (named.makespan_us, named.name))),
             self.budget.elapsed_s,
-            self.budget.stopped,
+            self.budget.stopped_by,
         )

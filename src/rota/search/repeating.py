@@ -27,7 +27,7 @@ from rota.search.retiming import Wait, retime
 from rota.search.steady import SteadyResult, find_steady
 from rota.search.steady_state import Steady
 from rota.simulation import simulate
-from rota.stopping import ended_by_ctrl_c
+from rota.stopping import Stopped, ended_by_ctrl_c, watched
 from rota.tasks import Op
 
 _CUT_S = 1.0  # nominal, for CP-SAT to cut a rhythm whose period is known
@@ -122,7 +122,7 @@ def find_repeating(
     seconds = seconds_of(time_limit_s)
     compile_once()
     budget = Budget(seconds, deterministic=True)
-    with ended_by_ctrl_c(budget):
+    with ended_by_ctrl_c(budget), watched(lambda: budget.must_stop):
         rounds = _fewest_rounds(placement, budget, seed) if num_microbatches is None else num_microbatches // streams
         if rounds is None:
             return None
@@ -190,12 +190,16 @@ def _at_flat_starts(steady: Steady, rounds: int, is_least: bool) -> Repeating | 
 
 def _shortest(flat: Repeating, budget: Budget, seed: int) -> Repeating:
     """Of the same period; not longer than `flat`."""
-    early = replace(flat, starts_us=_as_early(flat))
-    found = compose(early.plan, early.period_us, early.starts_us, early.middle, budget, seed)
-    if found is None:
-        return early
-    late = replace(flat, starts_us=found.starts_us, middle=found.middle, is_optimal=found.is_optimal)
-    return replace(late, starts_us=_as_early(late))
+    best = flat
+    try:
+        best = early = replace(flat, starts_us=_as_early(flat))
+        found = compose(early.plan, early.period_us, early.starts_us, early.middle, budget, seed)
+        if found is not None:
+            best = replace(flat, starts_us=found.starts_us, middle=found.middle, is_optimal=found.is_optimal)
+            best = replace(best, starts_us=_as_early(best))
+    except Stopped:
+        pass  # what there was by then holds
+    return best
 
 
 def _as_early(step: Repeating) -> tuple[tuple[int, ...], ...]:

@@ -7,7 +7,8 @@ tight, several micro-batches a period reach rates between those of one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
@@ -26,6 +27,7 @@ from rota.search.problem import Integers
 from rota.search.retiming import Rhythm
 from rota.search.steady_state import Steady
 from rota.search.timing import Tables, fits, start_times
+from rota.stopping import Stopped
 
 _MOST_COPIES = 6
 _SOLVE_S, _PROVE_S, _POLISH_S = 0.8, 2.0, 0.1  # nominal, for CP-SAT at a time
@@ -167,7 +169,7 @@ class _Search:
                 break
         if self.best is None and below_us is None:  # one micro-batch after the other always goes
             window = self._window(self.num_copies * self.loop.critical_us)
-            self._take_answer(Period(window).solve(self.spare, self.seed))
+            self._take_answer(self._solved(window, self.spare))
         while self.best is not None and not self.budget.is_over:
             high = self.best.period_us
             if high - max(low, self.proven_us) < max(high // _PRECISION, 1):
@@ -180,6 +182,21 @@ class _Search:
         self._prove()
         self._polish()
         return self.best
+
+    def _solved(
+        self,
+        window: Window,
+        budget: Budget,
+        goal: Literal["any", "latency", "memory"] = "any",
+        hint_us: Sequence[int] | None = None,
+    ) -> Answer:
+        try:
+            model = Period(window, goal)
+            if hint_us is not None:
+                model.hint(hint_us)
+            return model.solve(budget, self.seed)
+        except Stopped:  # the best so far stays
+            return Answer(None, False)
 
     def _window(self, period_us: int, latency_us: int | None = None) -> Window:
         return Window(self.loop, self.num_copies, period_us, latency_us, self.in_flight)
@@ -212,13 +229,14 @@ class _Search:
         if self.best is not None and self.best.period_us <= period_us:
             return True
         window = self._window(period_us)
-        answer = Period(window).solve(self.budget.share(_SOLVE_S), self.seed)
+        answer = self._solved(window, self.budget.share(_SOLVE_S))
         self._take_answer(answer)
         if answer.rhythm is None and answer.is_proven:
             self._note_none(period_us)
             return False
         if answer.rhythm is None and not self.budget.is_over and self.in_flight is None:  # annealing knows no cuts
-            self.take(anneal(window, self.budget, self.seed))
+            with suppress(Stopped):  # the best so far stays
+                self.take(anneal(window, self.budget, self.seed))
         return self.best is not None and self.best.period_us <= period_us
 
     def _note_none(self, period_us: int) -> None:
@@ -228,7 +246,7 @@ class _Search:
     def _prove(self) -> None:
         """That there is none a µs shorter."""
         while self.best is not None and not self.is_proven and not self.budget.is_over:
-            answer = Period(self._window(self.best.period_us - 1)).solve(self.budget.share(_PROVE_S), self.seed)
+            answer = self._solved(self._window(self.best.period_us - 1), self.budget.share(_PROVE_S))
             if answer.rhythm is None and answer.is_proven:
                 self._note_none(self.best.period_us - 1)
             if not self._take_answer(answer):
@@ -242,9 +260,8 @@ class _Search:
     def _solve_for(self, goal: Literal["latency", "memory"]) -> bool:
         """Whether none is better."""
         assert self.best is not None
-        model = Period(self._window(self.best.period_us, self._latency_us(self.best)), goal)
-        model.hint(self.best.starts_us)
-        answer = model.solve(self.budget.share(_POLISH_S), self.seed)
+        window = self._window(self.best.period_us, self._latency_us(self.best))
+        answer = self._solved(window, self.budget.share(_POLISH_S), goal, self.best.starts_us)
         for rhythm in (answer.rhythm, answer.as_solved if self.has_carries else None):
             if rhythm is not None and self._fits(rhythm):
                 self.best = rhythm
