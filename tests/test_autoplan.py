@@ -13,6 +13,7 @@ from operator import le
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import rota
 from rota.checking import check
@@ -203,7 +204,9 @@ def test_stages_are_on_two_ranks_where_their_sums_have_a_price_and_it_is_wanted(
 @pytest.mark.parametrize("inference", [False, True])
 def test_nothing_fits_and_what_would(inference: bool) -> None:
     profiles = {rows: layer_costs(rows, parameters=1000) for rows in (1, 2)}
-    with pytest.raises(SearchError, match=r"nothing fits: the least is .* of 1 row, .*; give --memory") as told:
+    with pytest.raises(
+        SearchError, match=r"found nothing that fits: the least is .* of 1 row, .*; give --memory"
+    ) as told:
         autoplan(profiles, Machine(2, 1200), 8, inference=inference, time_limit_s=LONG_S)
     found = re.search(r"--memory ([\d.]+)kB", str(told.value))
     assert found is not None
@@ -338,6 +341,42 @@ def test_it_can_be_stopped_and_says_what_was_left() -> None:
     assert "stopped by Ctrl-C" in answer.to_text()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert any("plans" in line for line in told)
+
+
+def test_an_error_of_progress_loses_no_plan() -> None:
+    def fails(progress: Progress) -> None:
+        if progress.best_us is not None:
+            raise ValueError("the screen is gone")
+
+    profiles = {1: layer_costs(1, UNEVEN), 2: layer_costs(2, UNEVEN)}
+    with pytest.warns(RuntimeWarning, match="the screen is gone"):
+        answer = autoplan(profiles, Machine(4, 40), 16, time_limit_s=LONG_S, progress=fails)
+    check(answer.plan)
+    assert "stopped by ValueError in progress: the screen is gone" in answer.to_text()
+
+
+@pytest.mark.parametrize("num_measured", [0, 1, 2])
+def test_ctrl_c_while_plans_are_measured_loses_none(num_measured: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rota.planning import confirming
+
+    answer = autoplan({1: layer_costs(1, UNEVEN)}, Machine(4, 40), 16, time_limit_s=LONG_S)
+    measured = []
+
+    def measure(found: Found, *_: object) -> Found:
+        if len(measured) == num_measured:
+            raise KeyboardInterrupt
+        measured.append(found)
+        return found
+
+    monkeypatch.setattr(confirming, "_measured", measure)
+    stopped = confirming.confirm(answer, nn.Linear(1, 1), lambda rows: (None, None), None)
+    check(stopped.plan)
+    assert stopped.was_stopped
+    assert "stopped by Ctrl-C" in stopped.to_text()
+    assert [one.found for one in stopped.confirmed] == sorted(measured, key=lambda found: found.key)
+    assert stopped.is_unmeasured == ("own stages were not measured" in stopped.to_text()) == (num_measured == 0)
+    assert confirming.confirm(stopped, nn.Linear(1, 1), lambda rows: (None, None), None).is_unmeasured  # not again
+    assert len(measured) == num_measured
 
 
 def test_it_loads_nothing_heavy_before_it_searches() -> None:

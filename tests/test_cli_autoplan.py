@@ -134,7 +134,7 @@ def test_a_run_has_the_replicas_of_the_plan(tmp_path: Path, monkeypatch: pytest.
     ("arguments", "told"),
     [
         ([], "what is to be planned? give MODEL.py, or --profile"),
-        (["--profile", "PROFILE", "--memory", "500B"], "nothing fits: the least is"),
+        (["--profile", "PROFILE", "--memory", "500B"], "found nothing that fits: the least is"),
         (["--profile", "PROFILE", "--node-link", "5us"], "--node-link is between nodes: say how many ranks one has"),
         (
             ["--profile", "PROFILE", "--link", "5us", "--links", "PROFILE"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from rota import Cluster, Costs, Plan, check, place, simulate
-from rota.cli import screen
+from rota.cli import main, screen
+from rota.cli.files import read_plan
 from rota.schedules import NAMED
 from test_cli import run
 
@@ -20,7 +22,7 @@ Capsys = pytest.CaptureFixture[str]
 
 def test_plan_search_writes_what_it_proves(tmp_path: Path, capsys: Capsys) -> None:
     path = tmp_path / "plan.json"
-    code, out, _ = run(capsys, "plan", "search", *CHAIN, "--microbatches", 8, "--limit", 4, "-o", path)
+    code, out, _ = run(capsys, "plan", "search", *CHAIN, "--microbatches", 8, "--limit", "4kB", "-o", path)
     assert code == 0
     assert "makespan 2,700 µs, proven optimal" in out
     assert "zb_h1" in out
@@ -66,8 +68,30 @@ def test_frontier_as_table_and_picture(tmp_path: Path, capsys: Capsys) -> None:
     code, out, _ = run(capsys, "frontier", *arguments)
     assert code == 0
     rows = [line.split()[:2] for line in out.splitlines()[1:5]]
-    assert rows == [["1", "16.0"], ["2", "8.0"], ["3", "5.3"], ["4", "4.0"]]
+    assert rows == [["1,000", "16.0"], ["2,000", "8.0"], ["3,000", "5.3"], ["4,000", "4.0"]]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_default_costs_distort_nothing(tmp_path: Path, capsys: Capsys) -> None:
+    """They can be dealt to several stages a rank, and are the same for every command; a CSV has them, too."""
+    given = ("--forward-us", 1000, "--backward-us", 2000, "--activation", "1kB")
+    step = ("--ranks", 4, "--microbatches", 8)
+    code, table, _ = run(capsys, "schedules", *step, "--json")
+    assert (code, table) == run(capsys, "schedules", *step, *given, "--json")[:2]
+    makespans = {row["name"]: row["makespan_us"] for row in json.loads(table)}
+    assert (makespans["zb_v"], makespans["1f1b"]) == (25_500, 33_000)
+    plans = []
+    for suffix, more in (("json", ()), ("json", given), ("csv", ())):
+        path = tmp_path / f"{len(plans)}.{suffix}"
+        assert run(capsys, "plan", "zb_h1", *step, *more, "-o", path)[0] == 0
+        plans.append(read_plan(str(path)))
+    assert plans[0] == plans[1] == plans[2]
+    for command in ("plan", "schedules", "frontier"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        told = " ".join(capsys.readouterr().out.split())
+        assert "(default: 1000)" in told
+        assert "(default: 2000)" in told
 
 
 @pytest.mark.parametrize(
@@ -76,7 +100,7 @@ def test_frontier_as_table_and_picture(tmp_path: Path, capsys: Capsys) -> None:
         ("plan search --microbatches 4", 2, "how many stages? give --ranks, --stages or --costs"),
         ("plan search --ranks 3 --shape k --microbatches 4", 2, "even number of ranks"),
         ("plan search --ranks 3 --microbatches 4 --time-limit 0", 2, "must be a number of seconds above 0"),
-        ("plan search --ranks 3 --microbatches 4 --limit 0", 2, "rank 0 needs at least 1 bytes"),
+        ("plan search --ranks 3 --microbatches 4 --limit 0", 2, "rank 0 needs at least 1000 bytes"),
         ("plan 1f1b --ranks 3 --microbatches 4 --objective span", 2, "--objective is for `rota plan search`"),
         ("plan serch --ranks 3 --microbatches 4", 2, "did you mean search?"),
         ("frontier --ranks 2 -o nowhere/f.png", 2, "cannot write nowhere/f.png"),

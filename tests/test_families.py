@@ -149,9 +149,30 @@ def test_uneven_costs_are_cut_among_a_ranks_stages() -> None:
     assert halves.static_bytes == (50, 25, 25, 50)
 
 
+def test_what_a_rank_does_is_dealt_to_its_stages_without_a_rest() -> None:
+    """Rounded up, the work of a rank would grow with its stages, and families with several would look slow."""
+    costs = Costs((7, 9), (15, 11), activation_bytes=(5, 1), static_bytes=(3, 0))
+    for family in FAMILIES:
+        if family.stages_a_rank > 1:
+            cut = family.costs_from(costs)
+            stages = [
+                [s for s in range(4) if s in (rank, 3 - rank if family.place is wave else rank + 2)] for rank in (0, 1)
+            ]
+            for name in ("forward_us", "activation_bytes", "static_bytes"):
+                column = getattr(cut, name)
+                assert tuple(sum(column[s] for s in on) for on in stages) == getattr(costs, name), family.name
+
+
+def test_times_that_stages_cannot_share_are_refused() -> None:
+    rows = compare_schedules(Costs.uniform(4, 1, 2), Cluster.uniform(4), 8)
+    problems = {row.name: row.problem for row in rows if row.stages_a_rank == 2 and row.makespan_us is None}
+    assert "forward_us of rank 0 is 1, which 2 stages cannot share" in problems["zb_v"]
+    assert set(problems) == {family.name for family in FAMILIES if family.stages_a_rank == 2}
+
+
 def test_what_travels_between_stages_that_were_cut() -> None:
     """A number for all edges stays; of several the largest counts, as the new boundaries are not known."""
-    chain = {"forward_us": (1, 1, 1), "backward_us": (2, 2, 2), "edges": ((0, 1), (1, 2))}
+    chain = {"forward_us": (2, 2, 2), "backward_us": (4, 4, 4), "edges": ((0, 1), (1, 2))}
     for costs in (
         Costs(**chain, boundary_bytes=7, gradient_bytes=5),  # type: ignore[arg-type]
         Costs(**chain, boundary_bytes=(7, 3), gradient_bytes=(2, 5)),  # type: ignore[arg-type]
@@ -164,6 +185,6 @@ def test_transfers_count_for_every_family() -> None:
     """At a byte a µs each way of 7 bytes takes 7 µs."""
     free, slow = (
         {row.name: row.makespan_us or 0 for row in compare_schedules(costs, Cluster.uniform(4, bytes_per_us=1), 8)}
-        for costs in (Costs.uniform(4), Costs.uniform(4, boundary_bytes=7))
+        for costs in (Costs.uniform(4, 4, 8), Costs.uniform(4, 4, 8, boundary_bytes=7))
     )
     assert {name for name, makespan_us in slow.items() if makespan_us < free[name] + 2 * 7} == set()

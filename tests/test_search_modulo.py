@@ -13,7 +13,7 @@ from rota.search.loop import Loop
 from rota.search.modulo import Period, Window
 from rota.search.offsets import anneal
 from rota.search.retiming import Wait, retime
-from rota.search.steady import Steady
+from rota.search.steady_state import Steady
 
 
 def v_loop(num_ranks: int, limit: int | None) -> Loop:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from rota.cli import checkpoints, planning
+from rota.cli import checkpoints, files, planning
 from rota.cli.sizes import parse_bytes, parse_link, parse_mesh
 from rota.schedules import NAMED
 from rota.shapes import SHAPES
@@ -67,7 +67,7 @@ def autoplan(parser: argparse.ArgumentParser) -> None:
 
 
 def bound(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", help="plan.json, or a schedule CSV (F 1 µs, B 2 µs)")
+    parser.add_argument("plan", help="plan.json, or a schedule CSV (F 1 ms, B 2 ms)")
 
 
 def frontier(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +93,7 @@ def check(parser: argparse.ArgumentParser) -> None:
 
 
 def simulate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", help="plan.json, or a schedule CSV (F 1 µs, B 2 µs)")
+    parser.add_argument("plan", help="plan.json, or a schedule CSV (F 1 ms, B 2 ms)")
     _output(parser, "FILE", "write the timeline as JSON")
 
 
@@ -264,12 +264,13 @@ def _step(parser: argparse.ArgumentParser) -> None:
 def _costs(parser: argparse.ArgumentParser, of_what: str) -> None:
     parser.add_argument("--ranks", type=_number(1), help="processes (default: one a stage of --costs)")
     parser.add_argument("--costs", metavar="FILE", help="measured costs, written by Costs.to_json()")
-    parser.add_argument("--forward-us", type=_number(0), help=f"F of {of_what} (default: 1)")
-    parser.add_argument("--backward-us", type=_number(0), help="B, or I with --weight-us (default: 2)")
-    parser.add_argument("--weight-us", type=_number(0), help="W: splits the backward into I and W")
+    parser.add_argument("--forward-us", type=_number(0), help=f"F of {of_what} (default: {files.FORWARD_US})")
     parser.add_argument(
-        "--activation", type=_size, dest="activation_bytes", help="kept by F until the backward (default: 1)"
+        "--backward-us", type=_number(0), help=f"B, or I with --weight-us (default: {files.BACKWARD_US})"
     )
+    parser.add_argument("--weight-us", type=_number(0), help="W: splits the backward into I and W")
+    told = f"kept by F until the backward (default: {files.ACTIVATION_BYTES})"
+    parser.add_argument("--activation", type=_size, dest="activation_bytes", help=told)
     parser.add_argument("--boundary", type=_size, dest="boundary_bytes", help="sent from stage to stage (default: 0)")
     parser.add_argument("--latency-us", type=_number(0), default=0, help="of every link (default: 0)")
     parser.add_argument("--bytes-per-us", type=_number(1), help="rate of every link; 1 GB/s is 1000 (default: any)")

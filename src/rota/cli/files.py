@@ -22,6 +22,9 @@ from rota.simulation import timeline_of
 from rota.tasks import Kind
 from rota.timeline import Timeline
 
+#: Of a stage, where nothing is said: so large that a rank's work can be dealt to any usual number of stages.
+FORWARD_US, BACKWARD_US, ACTIVATION_BYTES = 1000, 2000, 1000
+
 
 class InputError(RotaError):
     """A file or value on the command line that cannot be used."""
@@ -68,7 +71,7 @@ def read_cluster(path: str) -> Cluster:
 
 
 def read_plan(path: str) -> Plan:
-    """A plan.json, the plan inside a timeline.json, or a schedule CSV (then with unit costs)."""
+    """A plan.json, the plan inside a timeline.json, or a schedule CSV (then with the default costs)."""
     loaded = read_plan_or_timeline(path)
     return loaded.plan if isinstance(loaded, Timeline) else loaded
 
@@ -111,15 +114,21 @@ def named(path: str) -> Iterator[None]:
         raise InputError(f"{path}: {error}") from None
 
 
+def default_costs(num_stages: int, **given: int) -> Costs:
+    """Of uniform stages, of which nothing is known but what is given."""
+    default = {"forward_us": FORWARD_US, "backward_us": BACKWARD_US, "activation_bytes": ACTIVATION_BYTES}
+    return Costs.uniform(num_stages, **(default | given))
+
+
 def _placement_of_csv(text: str) -> Placement:
-    """A chain of stages where the CSV puts them: F 1 µs, B 2 µs or I and W 1 µs each, no limit."""
+    """A chain of stages where the CSV puts them: F 1 ms, B 2 ms or I and W 1 ms each, no limit."""
     orders = schedule_csv.read(text)
     if not orders:
         raise FormatError("the CSV is empty; it needs one line a rank, such as 0F0,0F1,0B0,0B1")
     ranks = schedule_csv.stage_ranks(orders)
     kinds = {op.kind for order in orders for op in order}
-    split = Kind.W in kinds
-    costs = Costs.uniform(len(ranks), 1, 1 if split else 2, 1 if split else None)
+    costs = default_costs(len(ranks))
+    costs = costs.with_split_backward() if Kind.W in kinds else costs
     placement = place(costs, Cluster.uniform(len(orders)), ranks)
     return placement if kinds - {Kind.F} else placement.forward_only()
 

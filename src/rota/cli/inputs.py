@@ -36,7 +36,7 @@ def measured(arguments: Namespace) -> Costs:
 
 def uniform(arguments: Namespace, num_stages: int) -> Costs:
     given = {name: getattr(arguments, name) for name in _GUESSES if getattr(arguments, name) is not None}
-    return Costs.uniform(num_stages, **given)
+    return files.default_costs(num_stages, **given)
 
 
 def cluster_of(arguments: Namespace, num_ranks: int, limit_bytes: int | None) -> Cluster:

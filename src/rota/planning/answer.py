@@ -47,7 +47,8 @@ class Answer:
     """`candidates`: the best of each kind, fastest first; `usual`: 1F1B on equal layers with the best one's sizes.
 
     No layout's step takes less than `bound_us`. `ran_out`: whether something was left out for want of time.
-    `confirmed`: those of the candidates whose own stages were measured.
+    `stopped_by`: Ctrl-C, or an error of `progress`, where that ended the search or the measuring.
+    `confirmed`: those of the candidates whose own stages were measured; `is_unmeasured`: Ctrl-C came before.
     """
 
     asked: Asked
@@ -56,9 +57,14 @@ class Answer:
     counts: Counts
     bound_us: int
     elapsed_s: float
-    was_stopped: bool = False
+    stopped_by: str = ""
     ran_out: bool = False
     confirmed: tuple[Confirmed, ...] = ()
+    is_unmeasured: bool = False
+
+    @property
+    def was_stopped(self) -> bool:
+        return bool(self.stopped_by)
 
     @property
     def best(self) -> Found:
@@ -138,13 +144,17 @@ class Answer:
 
     def _search(self) -> list[str]:
         counts = self.counts
-        stopped = ", stopped by Ctrl-C" if self.was_stopped else ", out of time" if self.ran_out else ""
+        stopped = ", out of time" if self.ran_out else ""
+        if self.stopped_by:
+            stopped = f", stopped by {self.stopped_by}"
         lines = [
             f"{counts.layouts:,} layouts, {counts.plans:,} plans simulated in {self.elapsed_s:.1f} s{stopped}: "
             f"{counts.slower:,} layouts cannot be faster by their bounds, {counts.too_large:,} do not fit"
             + (f", {counts.left:,} were not looked at" if counts.left else ""),
             f"no layout's step takes less than {time_text(self.bound_us)}, by its work alone",
         ]
+        if self.is_unmeasured:
+            lines.append("the plan's own stages were not measured: its times are added up from the layers'")
         for before_us, found in self.confirmed:
             lines.append(
                 f"stages of {found.schedule} on {count_text(found.candidate.layout.num_ranks, 'rank')} measured: "

@@ -17,7 +17,7 @@ from rota.planning.finalists import search_finalists
 from rota.planning.layouts import cuts
 from rota.planning.machine import Machine
 from rota.planning.sweeping import Sweep
-from rota.stopping import ended_by_ctrl_c
+from rota.stopping import ended_by_ctrl_c, watched
 from rota.units import size_text
 
 
@@ -45,8 +45,9 @@ def autoplan(
     every pipeline has so many ranks. Without `copies` no stage is on two ranks, as in pipelines of both directions; nor
     is any on a machine whose links have no rate, as it is not known there what summing their gradients costs.
 
-    Ctrl-C ends it with the best so far. The same on every run where it ends by itself. Raises PlacementError for what
-    cannot be asked, and SearchError where nothing fits, with what would.
+    Ctrl-C ends it with the best so far. So does an error that `progress` raises: it is warned of and told in
+    `stopped_by`, and raised where there is no plan yet. The same on every run where it ends by itself. Raises
+    PlacementError for what cannot be asked, and SearchError where nothing was found that fits, with what would.
     """
     if not isinstance(profiles, Mapping):
         raise PlacementError(
@@ -58,16 +59,17 @@ def autoplan(
     clock = Clock(time_limit_s, progress)
     sweep = Sweep(asked, clock)
     with ended_by_ctrl_c(clock):
-        sweep.run()
-        search_finalists(sweep)
+        with watched(lambda: clock.left_s <= 0):
+            sweep.run()
+            search_finalists(sweep)
         best = sweep.best
         if best is None:
-            raise _nothing_fits(sweep)
+            raise clock.progress_error or _nothing_fits(sweep)
         usual = usual_plan(best)
     check(best.plan)
     counts = Counts(sweep.num_layouts, sweep.num_pruned, sweep.num_misfits, sweep.num_left, sweep.num_plans)
     found = sorted(sweep.found.values(), key=lambda found: found.key)
-    return Answer(asked, tuple(found), usual, counts, sweep.bound_us, clock.elapsed_s, clock.stopped, clock.ran_out)
+    return Answer(asked, tuple(found), usual, counts, sweep.bound_us, clock.elapsed_s, clock.stopped_by, clock.ran_out)
 
 
 def usual_plan(best: Found) -> Found | Misfit | None:
@@ -99,7 +101,7 @@ def _nothing_fits(sweep: Sweep) -> SearchError:
         f"found nothing that fits in {sweep.clock.elapsed_s:.0f} s, with {sweep.num_left:,} of {sweep.num_layouts:,} "
         f"layouts not looked at: give a longer --time-limit. So far the least"
         if ran_out
-        else "nothing fits: the least"
+        else "found nothing that fits: the least"
     )
     return SearchError(
         f"{nothing} is {closest.schedule} on {layout.num_ranks} ranks x {layout.num_replicas}, "

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, final
 
+from rota.stopping import guarded
 from rota.units import time_text
 
 _EVERY_S = 0.2  # how often progress is told where nothing better was found
@@ -26,14 +27,15 @@ class Progress(NamedTuple):
 
 @final
 class Clock:
-    """Ends after `seconds`, or when `stopped` (by Ctrl-C)."""
+    """Ends after `seconds`, or when it is stopped, by Ctrl-C or by an error of `progress`."""
 
     def __init__(self, seconds: float, progress: Callable[[Progress], None] | None) -> None:
         self.seconds = seconds
-        self.stopped = False
+        self.stopped_by = ""
+        self.progress_error: Exception | None = None
         #: Whether something was left out for want of time.
         self.ran_out = False
-        self._progress = progress
+        self._progress = guarded(progress, self)
         self._began = time.monotonic()
         self._told = float("-inf")
 
@@ -43,7 +45,7 @@ class Clock:
 
     @property
     def left_s(self) -> float:
-        return 0.0 if self.stopped else max(self.seconds - self.elapsed_s, 0.0)
+        return 0.0 if self.stopped_by else max(self.seconds - self.elapsed_s, 0.0)
 
     def has(self, seconds: float) -> bool:
         """Whether so much is left; what is not begun for want of time is remembered."""
@@ -52,6 +54,6 @@ class Clock:
         return enough
 
     def tell(self, doing: str, num_plans: int, best_us: int | None, at_once: bool = False) -> None:
-        if self._progress is not None and (at_once or self.elapsed_s - self._told > _EVERY_S):
+        if at_once or self.elapsed_s - self._told > _EVERY_S:
             self._told = self.elapsed_s
             self._progress(Progress(doing, num_plans, best_us, self.elapsed_s))

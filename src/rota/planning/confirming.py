@@ -36,29 +36,42 @@ def confirm(
     """The same answer, its best candidates planned with the costs of their own stages, measured as they will run.
 
     `make_batch(rows)` returns inputs and targets. The fastest by what was measured is the best then, and the plan is
-    checked. Raises SearchError where, as measured, none of the candidates fits.
+    checked. Ctrl-C ends the measuring, and nothing is lost: what was measured by then counts, else the answer stays as
+    it was and says so. An answer that was stopped before is not measured at all. Raises SearchError where, as measured,
+    none of the candidates fits.
     """
+    if answer.was_stopped:
+        return replace(answer, is_unmeasured=True)
     how = model, make_batch, loss_fn, make_optimizer
     confirmed: list[Confirmed] = []
-    for found in (*answer.shown, *(found for found in answer.candidates if found not in answer.shown)):
-        if len(confirmed) >= _MOST:
-            break
-        report(f"measuring the stages of {found.schedule} on {count_text(found.candidate.layout.num_ranks, 'rank')}")
-        again = _measured(found, *how)
-        try:
-            check(again.plan)
-        except PlanError as error:
-            report(f"{found.schedule}: as measured, {error}")
-            continue
-        confirmed.append(Confirmed(found.makespan_us, again))
+    usual, stopped_by = answer.usual, ""
+    try:
+        for found in (*answer.shown, *(found for found in answer.candidates if found not in answer.shown)):
+            if len(confirmed) >= _MOST:
+                break
+            ranks = count_text(found.candidate.layout.num_ranks, "rank")
+            report(f"measuring the stages of {found.schedule} on {ranks}")
+            again = _measured(found, *how)
+            try:
+                check(again.plan)
+            except PlanError as error:
+                report(f"{found.schedule}: as measured, {error}")
+                continue
+            confirmed.append(Confirmed(found.makespan_us, again))
+        if confirmed and isinstance(usual, Found):
+            usual = _measured(usual, *how)
+    except KeyboardInterrupt:
+        stopped_by = "Ctrl-C"
+        if not confirmed:
+            return replace(answer, stopped_by=stopped_by, is_unmeasured=True)
     if not confirmed:
         raise SearchError(
-            "none of the plans fits as its stages were measured; profile the layers anew (--refresh), or plan with "
+            "none of the plans fits as its stages were measured; profile the layers again (--refresh), or plan with "
             "less memory than there is, to leave room"
         )
     confirmed.sort(key=lambda one: one.found.key)
-    usual = _measured(answer.usual, *how) if isinstance(answer.usual, Found) else answer.usual
-    return replace(answer, candidates=tuple(one.found for one in confirmed), usual=usual, confirmed=tuple(confirmed))
+    candidates = tuple(one.found for one in confirmed)
+    return replace(answer, candidates=candidates, usual=usual, confirmed=tuple(confirmed), stopped_by=stopped_by)
 
 
 def _measured(

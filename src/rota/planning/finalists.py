@@ -66,7 +66,7 @@ def _searched(sweep: Sweep, candidate: Candidate) -> Found | None:
             result = search.result()
     except SearchError:
         return None  # nothing fits
-    clock.stopped |= budget.stopped
+    clock.stopped_by = clock.stopped_by or budget.stopped_by
     clock.ran_out |= budget.elapsed_s >= budget.latest_s
     bound_us = max(int(result.bound_us), placement_bound_us(candidate.placement, layout.num_microbatches))
     return Found(candidate, "searched", replace(result.plan, usage=candidate.usage), bound_us)

@@ -19,6 +19,7 @@ from rota.planning.clock import Clock
 from rota.planning.evaluating import ANY_ORDER, Found, Misfit, evaluate, families, halves, misfit, seconds_of
 from rota.planning.layouts import Layout, cuts, is_chain, layouts
 from rota.schedules import Family
+from rota.stopping import Stopped, look
 
 _KEPT = 24  # of the best plans, each of another kind
 _CLOSEST = 6  # of what does not fit, to find out what would
@@ -74,6 +75,8 @@ class Sweep:
                 pipeline_ranks=self.asked.pipeline_ranks,
                 copies=self.asked.copies,
             ):
+                if not self.clock.has(0.0):
+                    break
                 heap.append((layout_bound_us(self.asked, layout), next(self._numbers), layout))
         heapify(heap)
         self.bound_us = heap[0][0] if heap else 0
@@ -117,6 +120,8 @@ class Sweep:
         made = []
         layers = self.asked.profiles[layout.rows]
         for boundaries in cuts(layers, layout, self.asked.machine):
+            if self.clock.left_s <= 0:
+                break
             whole = Candidate(self.asked, layout, boundaries, recomputed=frozenset(layout.recomputed))
             for candidate in halves(whole, self.asked.inference):
                 try:
@@ -143,14 +148,23 @@ class Sweep:
             if seconds_of(family, candidate):
                 self._slow.append((bound_us, next(self._numbers), candidate, family))
             else:
-                self.take(evaluate(candidate, family, worst_us))
+                self.take(self._evaluated(candidate, family, worst_us))
 
     def _try_slow(self) -> None:
         """Schedules that are searches themselves, where they may still win."""
         for bound_us, _, candidate, family in sorted(self._slow, key=lambda entry: entry[:2]):
             if bound_us < self.worst_us and self.clock.has(self._reserve_s + seconds_of(family, candidate)):
                 self._tell(family.name)
-                self.take(evaluate(candidate, family, self.worst_us))
+                self.take(self._evaluated(candidate, family, self.worst_us))
+
+    def _evaluated(self, candidate: Candidate, family: Family, worst_us: float) -> Found | Misfit | None:
+        """None, too, where the time is over before it is known."""
+        try:
+            look()
+            return evaluate(candidate, family, worst_us)
+        except Stopped:
+            self.clock.ran_out = True
+            return None
 
     def take(self, result: Found | Misfit | None) -> None:
         """Keep it if it is among the best of its kind."""
@@ -182,7 +196,7 @@ class Sweep:
                 every.append(candidate.recomputing(range(candidate.layout.num_stages)))
             for one in every:
                 for family in families(one.layout, self.asked.inference):
-                    result = evaluate(one, family, 0) if self.clock.left_s > seconds_of(family, one) else None
+                    result = self._evaluated(one, family, 0) if self.clock.left_s > seconds_of(family, one) else None
                     found += [result] if isinstance(result, Misfit) else []
         return min(found, key=lambda misfit: misfit.over_bytes, default=None)
 

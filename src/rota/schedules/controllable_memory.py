@@ -25,6 +25,7 @@ from rota.placement import Placement
 from rota.plan import Plan
 from rota.schedules.greedy import ListScheduler, fastest, way_through
 from rota.schedules.zb_v import require_v
+from rota.stopping import look
 
 _INTERVAL = 6
 _LONGEST_WAITS = 6  # slots that a block waits at its three turns together; more makes hardly anything faster
@@ -69,6 +70,7 @@ def _schedulers(
 def _blocks(p: int, hops: tuple[int, ...], limit: int) -> Iterator[tuple[int, ...]]:
     """The slots of a micro-batch's 2p F and 2p I, in order along its way; of all blocks those that fit."""
     for waits in product(range(_INTERVAL), repeat=3):
+        look()
         if sum(waits) <= _LONGEST_WAITS:
             steps = [step for hop, wait in zip(hops, (*waits, 0), strict=True) for step in (*[hop] * (p - 1), 1 + wait)]
             block = tuple(accumulate(steps[:-1], initial=0))

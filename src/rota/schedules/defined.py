@@ -8,6 +8,7 @@ from rota.errors import RotaError
 from rota.placement import Placement
 from rota.plan import Plan
 from rota.schedules.families import FAMILIES
+from rota.stopping import look
 
 
 def named_plans(
@@ -18,6 +19,7 @@ def named_plans(
         if family.name == "zb_auto":
             continue
         looking_at(family.name)
+        look()
         try:
             plan = family(placement, num_microbatches)
             assert plan.nodes  # raises PlanError where the placement is none that a schedule thinks of

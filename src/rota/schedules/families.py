@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from rota.costs import Cluster, Costs
+from rota.errors import PlacementError
 from rota.placement import Placement
 from rota.placing import bidirectional, interleaved, place, wave
 from rota.plan import Plan
@@ -69,9 +70,9 @@ class Family:
     def costs_from(self, costs: Costs) -> Costs:
         """A chain of one stage a rank, cut and split as this family's paper has it.
 
-        Each rank's time and memory is dealt evenly to its stages, rounded up. A backward that must be split and is
-        not is halved; one that is split and must be whole is joined. Raises PlacementError if the costs' edges are
-        no chain.
+        Each rank's time and memory is dealt evenly to its stages; their sum stays. A backward that must be split and
+        is not is halved; one that is split and must be whole is joined. Raises PlacementError if the costs' edges are
+        no chain, and where a rank has fewer µs than stages to deal them to.
         """
         costs = costs.as_chain()
         # As its paper has it: a backward that need not be split is whole.
@@ -112,8 +113,14 @@ def _cut(costs: Costs, parts: int, up_and_down: bool) -> Costs:
     values: dict[str, object] = {}
     for name in _PER_STAGE:
         column = getattr(costs, name)
-        if column is not None:
-            values[name] = tuple(-(-column[rank] // parts) for rank in ranks)
+        if column is None:
+            continue
+        for rank, size in enumerate(column):
+            if name.endswith("_us") and 0 < size < parts:
+                raise PlacementError(
+                    f"{name} of rank {rank} is {size}, which {parts} stages cannot share; give {parts} µs or more"
+                )
+        values[name] = tuple((column[rank] + s // n) // parts for s, rank in enumerate(ranks))
     values["boundary_bytes"] = _largest(costs.boundary_bytes)
     if costs.gradient_bytes is not None:
         values["gradient_bytes"] = _largest(costs.gradient_bytes)

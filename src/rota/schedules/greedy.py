@@ -18,6 +18,7 @@ from heapq import heappop, heappush
 from rota.placement import Placement
 from rota.plan import Plan
 from rota.schedules.common import BACKWARD_KINDS
+from rota.stopping import Stopped, look
 from rota.tasks import Kind, Op
 
 _WEIGHT = -1  # in place of a leg: the oldest W that was put off
@@ -118,6 +119,7 @@ class ListScheduler:
         """None if nothing more has room, or if it would take `sooner_than_us` or longer."""
         wakes = [(0, rank) for rank in range(len(self.ranks))]  # a heap: when to look at which rank
         while wakes:
+            look()
             now_us, index = heappop(wakes)
             rank = self.ranks[index]
             leg = self._next_leg(rank, now_us) if now_us >= rank.free_us else None
@@ -193,11 +195,15 @@ class ListScheduler:
 
 
 def fastest(schedulers: Iterable[ListScheduler]) -> Plan:
-    """The plan that takes the least time; the first scheduler must find one."""
+    """The plan that takes the least time; the first scheduler must find one. Of those tried until a search is over."""
     best: tuple[Plan, int] | None = None
-    for scheduler in schedulers:
-        plan = scheduler.plan(sooner_than_us=best[1] if best else None)
-        if plan is not None:
-            best = plan, scheduler.makespan_us
+    try:
+        for scheduler in schedulers:
+            plan = scheduler.plan(sooner_than_us=best[1] if best else None)
+            if plan is not None:
+                best = plan, scheduler.makespan_us
+    except Stopped:
+        if best is None:
+            raise
     assert best is not None
     return best[0]

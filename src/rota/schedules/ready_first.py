@@ -17,6 +17,7 @@ from typing import final
 from rota.placement import Placement
 from rota.plan import Plan
 from rota.schedules.common import require_microbatches
+from rota.stopping import look
 from rota.tasks import Kind, Op
 
 
@@ -74,6 +75,7 @@ class _Scheduler:
 
     def plan(self) -> Plan:
         while self.wakes:
+            look()
             now_us, rank = heappop(self.wakes)
             piece = self._next(self.on[rank], now_us) if now_us >= self.free_us[rank] else None
             if piece is not None:

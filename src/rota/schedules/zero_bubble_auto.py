@@ -33,6 +33,7 @@ from rota.schedules.zero_bubble_pipe import (
     build,
     time_orders,
 )
+from rota.stopping import Stopped
 from rota.tasks import Kind, Op
 from rota.units import size_text
 
@@ -49,7 +50,7 @@ def zb_auto(placement: Placement, num_microbatches: int) -> Plan:
     """A chain, one stage a rank, backward split; never over `placement.cluster.limit_bytes`.
 
     The shortest span found, of equal ones the shortest makespan; no longer than that of zb_h1, zb_h2 and 1f1b where
-    these fit.
+    these fit. Where a search around it is over, the best of what was tried by then.
     """
     name, shape = "zb_auto", "rota.place(costs, cluster)"
     require_microbatches(name, num_microbatches)
@@ -60,11 +61,15 @@ def zb_auto(placement: Placement, num_microbatches: int) -> Plan:
     by_hand = (schedule(placement, num_microbatches) for schedule in (zb_h1, zb_h2, one_f_one_b))
     for orders in (one_at_a_time, *(_letters(plan) for plan in by_hand)):
         search.offer(orders)
-    search.leave_room_for_buffers()
-    search.try_policies()
-    if search.best is None:
-        raise _nothing_fits(_plan(placement, num_microbatches, one_at_a_time))
-    search.improve_all()
+    try:
+        search.leave_room_for_buffers()
+        search.try_policies()
+        if search.best is None:
+            raise _nothing_fits(_plan(placement, num_microbatches, one_at_a_time))
+        search.improve_all()
+    except Stopped:
+        if search.best is None:
+            raise
     return _plan(placement, num_microbatches, search.best)
 
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
 
+from rota.stopping import look
+
 FORWARD, INPUT, WEIGHT = range(3)
 NEVER = 1 << 100  # later than any arrival; as bytes, more than any plan holds
 
@@ -148,6 +150,7 @@ def time_orders(pipe: Pipe, orders: Orders) -> Timing | None:
     clocks, forwards, inputs = [0] * (last + 1), [0] * (last + 1), [0] * (last + 1)
     pending = list(range(last, -1, -1))
     while pending:  # each rank goes as far as it can, then those that it fed
+        look()
         r = pending.pop()
         now, f, i = clocks[r], forwards[r], inputs[r]
         started, activation, gradient = starts[r], activations[r], gradients[r]
@@ -196,6 +199,7 @@ def build(pipe: Pipe, policy: Policy) -> Orders | None:
     """Orders that fit, boundary buffers apart; None where memory leaves a rank nothing that it could do."""
     builder = _Builder(pipe, policy)
     while builder.heap:
+        look()
         now, r = heappop(builder.heap)
         if now == builder.due[r]:
             builder.decide(now, r)

@@ -5,7 +5,8 @@ from rota.search.finding import find_plan
 from rota.search.frontier import Frontier, Point, find_frontier
 from rota.search.repeating import Repeating, find_repeating
 from rota.search.result import NamedPlan, Progress, SearchResult, gap
-from rota.search.steady import Steady, SteadyResult, find_steady
+from rota.search.steady import SteadyResult, find_steady
+from rota.search.steady_state import Steady
 
 __all__ = [
     "Bound",

@@ -27,7 +27,8 @@ class Budget:
         self.deterministic = deterministic
         self.latest_s = latest_s if deterministic else min(seconds, latest_s)
         self.spent_s = 0.0
-        self.stopped = False  #: by Ctrl-C
+        self.stopped_by = ""  #: Ctrl-C, or an error of the caller's
+        self.progress_error: Exception | None = None
         self._whole = whole
         self._began = time.monotonic()
 
@@ -42,10 +43,10 @@ class Budget:
 
     @property
     def must_stop(self) -> bool:
-        """Whether the clock or Ctrl-C has ended the whole."""
+        """Whether the clock, Ctrl-C or an error of the caller's has ended the whole."""
         if self._whole is not None:
             return self._whole.must_stop
-        return self.stopped or self.elapsed_s >= self.latest_s
+        return bool(self.stopped_by) or self.elapsed_s >= self.latest_s
 
     @property
     def left_s(self) -> float:

@@ -3,6 +3,9 @@
 Of each task the k-th micro-batch is in the middle, those before it come before the middle on all of its ranks, those
 after it come after. On each rank the middle lasts at most a period. So that more periods may come in between, what a
 task reads has to be there too where the source is a different number of periods on than the target is.
+
+Every op has two starts. With `flat` ones the middle repeats; `Ordering` has those of the step alone, where ops need not
+wait for that and may start sooner. The orders are the same, and the end of the step alone is what is least.
 """
 
 from __future__ import annotations
@@ -20,12 +23,13 @@ from rota.search.exact import whole_step
 from rota.search.ordering import Ordering
 from rota.search.paths import Clock
 from rota.search.problem import Problem
+from rota.stopping import look
 
 Starts = Sequence[Sequence[int]]
 
 
 class Composed(NamedTuple):
-    """As in `Repeating`."""
+    """As in `Repeating`, `starts_us` with which the middle repeats."""
 
     starts_us: tuple[tuple[int, ...], ...]
     middle: tuple[int, ...]
@@ -40,6 +44,7 @@ def compose(
     budget.spend(model.ordering.nominal_s)
     if model.ordering.is_impossible:
         return None
+    model.add_flat_starts()
     model.add_middle()
     model.add_repetition()
     model.ordering.minimize()
@@ -56,19 +61,32 @@ class _Model:
     def __init__(self, plan: Plan, period_us: int, starts_us: Starts) -> None:
         self.problem = Problem(replace(plan.placement, step_ends=()), plan.num_microbatches)
         clock = Clock(self.problem, of_span=False)
-        window, _ = whole_step(clock, self.problem.to_orders(plan))
-        ends = zip(starts_us, self.problem.durations_us.tolist(), strict=True)
-        self.ordering = Ordering(window, 0, max(starts[-1] + duration for starts, duration in ends))
+        window, value_us = whole_step(clock, self.problem.to_orders(plan))
+        assert value_us is not None
+        self.ordering = Ordering(window, 0, value_us)
         assert clock.ticks == 1, "tasks take time"
         self.period_us, self.num_rounds = period_us, len(starts_us[0])
         self.lengths: list[int] = self.problem.durations_us.tolist()
+        #: No flat start has to be later: on a way of waits, each op comes once, after a lag and all rounds at most.
+        rounds_us = period_us * self.num_rounds * len(self.lengths)
+        self.longest_us = self.num_rounds * (sum(self.lengths) + sum(self.problem.lags_us.values()) + rounds_us)
+
+    def add_flat_starts(self) -> None:
+        """They follow the same orders, and read what is there."""
+        model, window = self.ordering.model, self.ordering.window
+        self.flat = {node: model.new_int_var(0, self.longest_us, f"flat{node}") for node in window.sequence}
+        for a, b, lag in self.ordering.certain.edges:
+            model.add(self.flat[b] >= self.flat[a] + window.lengths[a] + lag)
+        for (a, b), is_before in self.ordering.literals.items():
+            model.add(self.flat[b] >= self.flat[a] + window.lengths[a]).only_enforce_if(is_before)
+            model.add(self.flat[a] >= self.flat[b] + window.lengths[b]).only_enforce_if(~is_before)
 
     def add_middle(self) -> None:
         """One micro-batch of each task is in it; on a rank it is at most a period, before and after it is the rest."""
         model, rounds = self.ordering.model, range(self.num_rounds)
-        self.starts = [[self.ordering.starts[node] for node in nodes] for _, nodes in self._nodes()]
+        self.starts = [[self.flat[node] for node in nodes] for _, nodes in self._nodes()]
         self.is_middle = [[model.new_bool_var(f"m{task}.{k}") for k in rounds] for task, _ in self._nodes()]
-        longest = self.ordering.certain.most
+        longest = self.longest_us
         self.middle: list[Any] = []  #: its start
         self.index: list[Any] = []
         windows = [[model.new_int_var(0, longest, f"{name}{rank}") for name in ("from", "to")] for rank in self._ranks]
@@ -110,6 +128,7 @@ class _Model:
             made, read, i, j = self.middle[a], self.middle[b], self.index[a], self.index[b]
             model.add(read + T * (i - j) >= made + least)
             for k in range(1, n - 1):
+                look()
                 both = [before[a][k], after[b][k]]
                 model.add(read + T * (k - j) >= self.starts[a][k] + least).only_enforce_if(both)
                 model.add(self.starts[b][k] >= made + T * (k - i) + least).only_enforce_if(both)
@@ -127,6 +146,7 @@ class _Model:
 
     def hint(self, starts_us: Starts, middle: Sequence[int]) -> None:
         model = self.ordering.model
+        self.ordering.hint()
         for task, row in enumerate(starts_us):
             for k, start in enumerate(row):
                 model.add_hint(self.starts[task][k], start)

@@ -19,11 +19,13 @@ from numpy.typing import NDArray
 
 from rota.search.problem import NO_LIMIT, Integers, Orders, Problem, Rows
 from rota.search.timing import Tables
+from rota.stopping import look
 
 Priorities = NDArray[np.float64]  #: one a node, the lowest goes first
 
 _MOST_STATES = 10_000  # looked at for the one order of a micro-batch that needs least memory
 _NEVER = 1 << 61
+_OPS_A_CALL = 20_000  # of the compiled loop, which hears of nothing meanwhile
 
 # Overflow, tasks left, a number, the set of tasks done, levels, tasks that can follow, tasks done in order.
 _State = tuple[int, int, int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -49,6 +51,40 @@ class Memory(NamedTuple):
         return cls(problem.limits_bytes, problem.held_bytes, problem.peak_bytes, rows.first, rows.values, streams)
 
 
+class State(NamedTuple):
+    """How far a dispatch is; by rank, by task, or as named."""
+
+    orders: Orders
+    next_op: Integers
+    free_us: Integers
+    wake_us: Integers
+    started: Integers  #: by task
+    ends_us: Integers  #: by node
+    levels: Integers
+    oldest: Integers
+    newest: Integers
+    due_us: Integers  #: by task
+
+    @classmethod
+    def of(cls, tables: Tables) -> State:
+        def zeros(size: int) -> Integers:
+            return np.zeros(size, np.int64)
+
+        num_ranks, num_tasks = len(tables.first_op) - 1, len(tables.durations_us)
+        return cls(
+            np.zeros(tables.first_op[-1], np.int32),
+            tables.first_op[:-1].copy(),
+            zeros(num_ranks),
+            zeros(num_ranks),
+            zeros(num_tasks),
+            zeros(tables.first_node[-1]),
+            zeros(num_ranks),
+            zeros(num_ranks),
+            np.full(num_ranks, -1),
+            zeros(num_tasks),
+        )
+
+
 class Dispatcher:
     """A problem made ready for many dispatches."""
 
@@ -66,8 +102,11 @@ class Dispatcher:
         `patience` times that delay. `limits_bytes`: less than the problem's, to keep fewer micro-batches in flight.
         """
         memory = self.memory if limits_bytes is None else self.memory._replace(limits_bytes=limits_bytes)
-        orders, num_started = run(self.tables, memory, priorities, patience)
-        return orders if num_started == self.tables.first_op[-1] else None
+        state = State.of(self.tables)
+        while run(self.tables, memory, priorities, patience, state, _OPS_A_CALL):
+            look()
+        num_started = int((state.next_op - self.tables.first_op[:-1]).sum())
+        return state.orders if num_started == self.tables.first_op[-1] else None
 
 
 def serial(problem: Problem) -> Orders:
@@ -123,22 +162,20 @@ def one_at_a_time(problem: Problem) -> tuple[int, ...]:
 
 
 @njit(cache=True, nogil=True)
-def run(tables, memory, priorities, patience):  # type: ignore[no-untyped-def]
-    """Orders, and how many ops were started: fewer than all where memory lets nothing start."""
-    first_op, first_node, durations, first_rank, ranks, _, _, first_output, outputs, first_on, on = tables
-    num_ranks, num_tasks = len(first_op) - 1, len(durations)
-    orders = np.zeros(first_op[-1], np.int32)
-    next_op, free_us = first_op[:-1].copy(), np.zeros(num_ranks, np.int64)
-    wake_us = np.zeros(num_ranks, np.int64)
-    started, ends_us = np.zeros(num_tasks, np.int64), np.zeros(first_node[-1], np.int64)
-    levels, oldest, newest = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64), np.full(num_ranks, -1)
+def run(tables, memory, priorities, patience, state, most_ops):  # type: ignore[no-untyped-def]
+    """Starts `most_ops` ops; False when there are no more, or memory lets nothing start."""
+    _, first_node, durations, first_rank, ranks, _, _, first_output, outputs, first_on, on = tables
+    orders, next_op, free_us, wake_us, started, ends_us, levels, oldest, newest, due_us = state
+    num_ranks = len(free_us)
     num_streams = (len(memory.first_row) - 1) // num_ranks
-    due_us = np.empty(num_tasks, np.int64)
+    num_ops = 0
     while True:
         rank = np.argmin(wake_us)
         now = wake_us[rank]
         if now == _NEVER:
-            break
+            return False
+        if num_ops == most_ops:
+            return True
         if free_us[rank] > now:
             wake_us[rank] = free_us[rank]
             continue
@@ -170,6 +207,7 @@ def run(tables, memory, priorities, patience):  # type: ignore[no-untyped-def]
                 chosen = task
         if chosen < 0:
             continue
+        num_ops += 1
         k, end = started[chosen], now + durations[chosen]
         ends_us[first_node[chosen] + k] = end
         started[chosen] += 1
@@ -185,7 +223,6 @@ def run(tables, memory, priorities, patience):  # type: ignore[no-untyped-def]
             for j in range(first_rank[fed], first_rank[fed + 1]):
                 q = ranks[j]
                 wake_us[q] = min(wake_us[q], end + outputs[i + 1])
-    return orders, (next_op - first_op[:-1]).sum()
 
 
 @njit(cache=True, nogil=True)

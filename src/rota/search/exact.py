@@ -6,19 +6,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
 from math import ceil
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from ortools.sat.python import cp_model
 
 from rota.search import cpsat
 from rota.search.budget import Budget
+from rota.search.carrying import Carry, Level, Point, Times
 from rota.search.ordering import Ordering
 from rota.search.paths import Clock, last_gradients
-from rota.search.problem import Orders, Problem
+from rota.search.problem import NO_LIMIT, Orders, Problem
 from rota.search.window import StepEnd, Window
+from rota.stopping import look
 
-_MOST_TIMED_OPS = 100  # up to which a span's model has all ops start as soon as possible; beyond, it is a relaxation
+MOST_TIMED_OPS = 100  # up to which a span's model has all ops start as soon as possible; beyond, it is a relaxation
+
+_ENDED = (cp_model.OPTIMAL, cp_model.INFEASIBLE)
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,72 @@ def _longest_us(problem: Problem) -> int:
     return int((problem.durations_us * problem.counts).sum() + ends[1::3].sum() + ends[2::3].sum()) + lags
 
 
+def find_fitting(
+    problem: Problem, objective: Literal["makespan", "span"], best: Orders | None, budget: Budget, seed: int = 0
+) -> tuple[Orders | None, bool]:
+    """(orders that are better than `best` and fit with all that transfers hold, whether it is proven to be over).
+
+    For a small step alone: ops start as soon as they can, as in a plan, and every level is counted. Proven is that
+    nothing better fits in which tasks do their micro-batches in order; where transfers hold bytes, others may.
+    """
+    clock = Clock(problem, objective == "span")
+    window, value_us = whole_step(clock, best)
+    horizon_us = _longest_us(problem)
+    ordering = Ordering(window, 0, horizon_us if value_us is None else value_us - 1, horizon_us)
+    budget.spend(ordering.nominal_s)
+    if ordering.is_impossible:
+        return None, True
+    if clock.of_span:
+        _measure_span(ordering)
+    else:
+        ordering.minimize()
+        _start_as_soon_as_possible(ordering)
+    budget.spend(_count_transfers(ordering))
+    status, solver = cpsat.solve(ordering.model, budget, seed)
+    found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    return clock.orders(ordering.rows(solver.value)) if found else None, status in _ENDED
+
+
+def _count_transfers(ordering: Ordering) -> float:
+    """Levels by time, on each rank with a limit where transfers hold bytes; the nominal seconds that this has taken."""
+    window, model, ticks = ordering.window, ordering.model, ordering.ticks
+    problem = window.clock.problem
+    longest = ordering.certain.most
+    most_us = longest + max((route.duration_us for route in problem.placement.routes), default=0)
+
+    def point(time: Any) -> Point:
+        """Of a time in ticks."""
+        if ticks == 1:
+            return Point(time, 0)
+        us = model.new_int_var(0, most_us, "us")
+        model.add_linear_constraint(time - ticks * us, 0, ticks - 1)
+        return Point(us, 0)
+
+    times = Times(
+        model,
+        {node: point(start) for node, start in ordering.starts.items()},
+        lambda node, lag_us: point(ordering.ends[node] + lag_us * ticks),
+        ordering.before,
+        lambda node: int(problem.durations_us[window.task_of[node]]) > 0,
+    )
+    held = {node: int(problem.held_bytes[task]) for node, task in window.task_of.items()}
+    peak = {node: int(problem.peak_bytes[task]) for node, task in window.task_of.items()}
+    nominal_s = 0.0
+    for rank, row in enumerate(window.rows):
+        carries = [
+            Carry(source, target, route.num_bytes, route.duration_us, rank == route.sender)
+            for route in problem.placement.routes
+            if route.num_bytes and rank in (route.sender, route.receiver)
+            for source, target in zip(window.nodes_of[route.source], window.nodes_of[route.target], strict=True)
+        ]
+        if carries and problem.limits_bytes[rank] != NO_LIMIT:
+            level = Level(times, row, carries)
+            for held_now in level.all(held, peak):
+                model.add(held_now <= int(problem.limits_bytes[rank]))
+            nominal_s += level.nominal_s
+    return nominal_s
+
+
 def _measure_span(ordering: Ordering) -> None:
     """What is measured is the longest time from a rank's first start to its last end."""
     window, model = ordering.window, ordering.model
@@ -118,7 +188,7 @@ def _measure_span(ordering: Ordering) -> None:
         for task in tasks:
             ordering.require_end(ordering.ends[window.nodes_of[task][-1]] - first)
     model.minimize(ordering.end_us)
-    if len(window.sequence) <= _MOST_TIMED_OPS:
+    if len(window.sequence) <= MOST_TIMED_OPS:
         _start_as_soon_as_possible(ordering)
 
 
@@ -134,6 +204,7 @@ def _start_as_soon_as_possible(ordering: Ordering) -> None:
         model.add(ordering.starts[b] == ordering.ends[a] + lag).only_enforce_if(reason)
         reasons[b].append(reason)
     for node, literals in reasons.items():
+        look()
         at_0 = model.new_bool_var(f"{node} at 0")
         model.add(ordering.starts[node] == 0).only_enforce_if(at_0)
         model.add_bool_or([at_0, *literals])

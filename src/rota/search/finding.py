@@ -13,7 +13,7 @@ from rota.search.asked import refuse_wrong, refuse_wrong_options, seconds_of
 from rota.search.budget import Budget
 from rota.search.portfolio import Portfolio
 from rota.search.result import Objective, Progress, SearchResult
-from rota.stopping import ended_by_ctrl_c
+from rota.stopping import ended_by_ctrl_c, guarded
 
 
 def find_plan(
@@ -32,8 +32,9 @@ def find_plan(
     Never worse than a named schedule that fits. Ctrl-C ends the search with the best so far; a second one breaks off.
     An answer that is proven optimal is the same on every run; another one depends on how far the search comes in
     `time_limit_s`, unless `deterministic`: then that many nominal seconds of work are done, however long they take.
-    `progress` is called with each better plan and each method's turn. The first search of all compiles for some ten
-    seconds, which do not count. Raises SearchError if nothing fits.
+    `progress` is called with each better plan and each method's turn. An error that it raises ends the search like
+    Ctrl-C: it is warned of and told in `stopped_by`, and raised where no plan was found yet. The first search of all
+    compiles for some ten seconds, which do not count. Raises SearchError if no plan that fits was found.
     """
     refuse_wrong(placement, num_microbatches, objective, get_args(Objective))
     refuse_wrong_options(seed, progress)
@@ -41,7 +42,7 @@ def find_plan(
     compile_once()
     budget = Budget(seconds, deterministic)
     with ended_by_ctrl_c(budget):
-        search = Portfolio(placement, num_microbatches, objective, budget, seed, progress or (lambda _: None))
+        search = Portfolio(placement, num_microbatches, objective, budget, seed, guarded(progress, budget))
         search.run()
         return search.result()
 

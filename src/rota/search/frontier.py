@@ -14,7 +14,7 @@ from rota.search.budget import Budget
 from rota.search.holding import least_memory, period_bound
 from rota.search.problem import Problem
 from rota.search.steady import SteadyResult, find_steady
-from rota.stopping import ended_by_ctrl_c
+from rota.stopping import ended_by_ctrl_c, guarded, watched
 
 _MOST_POINTS = 64
 _HOPE = 0.1  # that a range where both ends are as fast has something better between them
@@ -40,6 +40,7 @@ class Frontier:
     points: tuple[Point, ...]
     bounds: tuple[tuple[int, Fraction], ...]
     untried: tuple[tuple[int, int], ...]
+    stopped_by: str = ""  #: Ctrl-C, or an error of `progress`
 
     def to_text(self) -> str:
         """One line a point."""
@@ -51,6 +52,7 @@ class Frontier:
             proven = "   the least possible" if point.result.is_optimal else ""
             bound = f"{float(point.bound_us):,.1f}"
             lines.append(f"{point.limit_bytes:>16,}{us:>18,.1f} µs{bound:>11}{slower:>19}{proven}")
+        lines += [f"stopped by {self.stopped_by}"] if self.stopped_by else []
         lines += [f"not tried, for lack of time: between {low:,} and {high:,}" for low, high in self.untried]
         return "\n".join(lines)
 
@@ -69,12 +71,12 @@ def find_frontier(
 
     Only limits that ops can reach are tried, most promising first, until nothing can be better or the time is up.
     `microbatches_per_period` None: one and more, as tight memory needs. `deterministic` as in `find_plan`; Ctrl-C
-    ends it with the points so far. Raises SearchError.
+    ends it with the points so far, and so does an error that `progress` raises, of which is warned. Raises SearchError.
     """
     refuse_wrong_curve(placement, microbatches_per_period)
     refuse_wrong_options(seed, progress)
     budget = Budget(seconds_of(time_limit_s), deterministic)
-    with ended_by_ctrl_c(budget):
+    with ended_by_ctrl_c(budget), watched(lambda: budget.must_stop):
         return _Curve(placement, budget, microbatches_per_period, seed, progress).run()
 
 
@@ -87,13 +89,17 @@ class _Curve:
         seed: int,
         progress: Callable[[Point], None] | None,
     ) -> None:
-        self.placement, self.budget, self.seed, self.progress = placement, budget, seed, progress
+        self.placement, self.budget, self.seed = placement, budget, seed
+        self.progress = guarded(progress, budget)
         self.microbatches_per_period = microbatches_per_period
         self.points: dict[int, Point | None] = {}
+        self._bounds: dict[int, Fraction] = {}
 
     def run(self) -> Frontier:
         limits = self._limits()
         if self._at(limits[-1]) is None:
+            if self.budget.stopped_by:
+                raise SearchError(f"no steady state was found until it was stopped by {self.budget.stopped_by}")
             raise SearchError(f"no steady state was found with {limits[-1]} bytes a rank; give the search more time")
         untried = self._fill(limits)
         rising: list[Point] = []
@@ -101,8 +107,8 @@ class _Curve:
             point = self.points[limit]
             if point is not None and (not rising or point.us_per_microbatch < rising[-1].us_per_microbatch):
                 rising.append(point)
-        bounds = tuple((limit, period_bound(self._with_limit(limit))) for limit in limits)
-        return Frontier(tuple(rising), bounds, tuple(untried))
+        bounds = tuple((limit, self._bound(limit)) for limit in limits)
+        return Frontier(tuple(rising), bounds, tuple(untried), self.budget.stopped_by)
 
     def _fill(self, limits: list[int]) -> list[tuple[int, int]]:
         """Halves the range that promises most, again and again; those that the time was too short for."""
@@ -124,7 +130,7 @@ class _Curve:
     def _promise(self, limits: list[int], low: int, high: int) -> float:
         """How much time there may be to save between two limits, times how many there are; 0: nothing."""
         slow, fast = (self._least_us(limits[end]) for end in (low, high))
-        least = float(period_bound(self._with_limit(limits[high])))
+        least = float(self._bound(limits[high]))
         likely, possible = slow - fast, slow - least
         return max(likely + _HOPE * possible, 0.0) * (high - low) if possible > 0 else 0.0
 
@@ -139,14 +145,20 @@ class _Curve:
         unlimited = self._with_limit(None)
         least = max(need.num_bytes for need in least_memory(Problem(unlimited, unlimited.num_streams)))
         free = find_steady(unlimited, self._share(), microbatches_per_period=1, seed=self.seed)
-        most = max(max(free.steady.peak_bytes) if free is not None else least, least)
-        step = gcd(*(size for task in self.placement.tasks for size in (task.held_bytes, task.peak_bytes))) or 1
+        most = max(max(free.steady.most_bytes()) if free is not None else least, least)
+        sizes = [size for task in self.placement.tasks for size in (task.held_bytes, task.peak_bytes)]
+        step = gcd(*sizes, *(route.num_bytes for route in self.placement.routes)) or 1
         step *= max(-(-(most - least) // step // _MOST_POINTS), 1)
         return [*range(least, most, step), most]
 
     def _with_limit(self, limit_bytes: int | None) -> Placement:
         cluster = replace(self.placement.cluster, limit_bytes=(limit_bytes,) * self.placement.num_ranks)
         return replace(self.placement, cluster=cluster)
+
+    def _bound(self, limit: int) -> Fraction:
+        if limit not in self._bounds:
+            self._bounds[limit] = period_bound(self._with_limit(limit))
+        return self._bounds[limit]
 
     def _share(self) -> Budget:
         return self.budget.share(self.budget.seconds / 16)
@@ -160,10 +172,9 @@ class _Curve:
         )
         point = None
         if found is not None:
-            bound = period_bound(placement)
-            peak = max(found.steady.peak_bytes)
+            bound = self._bound(limit)
+            peak = max(found.steady.most_bytes())
             point = Point(limit, found.steady.us_per_microbatch, bound, peak, found)
-            if self.progress is not None:
-                self.progress(point)
+            self.progress(point)
         self.points[limit] = point
         return point

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Literal
 
 import numpy as np
@@ -12,6 +13,7 @@ from rota.search.moves import State, anneal
 from rota.search.policies import Climb, Key
 from rota.search.problem import Orders, Problem
 from rota.search.timing import Score, StepEnds, score
+from rota.stopping import Stopped
 
 _CHUNK = NOMINAL_OPS_PER_S // 20  # ops timed between two looks at the budget
 _FIRST_ROUND = 600  # times the ops of the problem: how many are timed in the first round's annealing
@@ -33,7 +35,8 @@ def improve(
     `orders` must fit and have no cycle; so do all that are found. Of equal objective, the other one counts.
     """
     search = _Improvement(problem, orders, objective == "span", budget, seed, bound_us, on_better)
-    search.run()
+    with suppress(Stopped):
+        search.run()
     return search.best
 
 

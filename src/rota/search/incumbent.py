@@ -10,6 +10,7 @@ import numpy as np
 from rota.search.problem import NO_LIMIT, Integers, Orders, Problem
 from rota.search.timing import Score, peaks, score
 from rota.simulation import simulate
+from rota.stopping import look
 
 
 class Key(NamedTuple):
@@ -37,7 +38,8 @@ class Incumbent:
         placement = problem.placement
         limits = placement.cluster.limit_bytes
         self._limits_bytes = np.array([NO_LIMIT if limit is None else limit for limit in limits], np.int64)
-        self._transfers_hold = any(route.num_bytes for route in placement.routes)
+        #: Whether some transfer's bytes count on a rank with a limit.
+        self.transfers_hold = any(route.num_bytes for route in placement.routes)
         self.most_over_bytes = np.zeros(placement.num_ranks, np.int64)
         self._on_better = on_better
 
@@ -68,7 +70,7 @@ class Incumbent:
     def _fits(self, orders: Orders) -> bool:
         if (peaks(self.problem, orders) > self.problem.limits_bytes).any():
             return False
-        if not self._transfers_hold:
+        if not self.transfers_hold:
             return True
         over = self.over_bytes(orders)
         self.most_over_bytes = np.maximum(self.most_over_bytes, over)
@@ -82,6 +84,10 @@ class Incumbent:
     def peaks_bytes(self, orders: Orders) -> Integers:
         """The most that each rank holds at any time, static bytes included."""
         placement = self.problem.placement
-        if not self._transfers_hold:
+        if not self.transfers_hold:
             return peaks(self.problem, orders) + np.array(placement.static_bytes, np.int64)
-        return np.array(simulate(self.problem.to_plan(orders)).peak_memory_bytes, np.int64)
+        plan = self.problem.to_plan(orders)
+        look()
+        timeline = simulate(plan)
+        look()
+        return np.array(timeline.peak_memory_bytes, np.int64)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from rota.placement import Placement
+from rota.placement import Placement, Route
 from rota.search.problem import NO_LIMIT, Problem
 
 
@@ -39,6 +39,15 @@ class Loop:
     def limits_bytes(self) -> tuple[int | None, ...]:
         """What each rank's ops may hold; None without a limit."""
         return tuple(None if limit == NO_LIMIT else int(limit) for limit in self.problem.limits_bytes)
+
+    @cached_property
+    def carried(self) -> tuple[tuple[Route, ...], ...]:
+        """For each rank with a limit the transfers that hold bytes there."""
+        routes = [route for route in self.placement.routes if route.num_bytes]
+        return tuple(
+            tuple(route for route in routes if limit is not None and rank in (route.sender, route.receiver))
+            for rank, limit in enumerate(self.limits_bytes)
+        )
 
     def left_bytes(self, rank: int) -> int:
         """What a micro-batch leaves behind on a rank; where there is a limit, more than 0 does not last."""

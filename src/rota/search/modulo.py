@@ -18,17 +18,24 @@ from ortools.sat.python import cp_model
 
 from rota.search import cpsat
 from rota.search.budget import Budget
+from rota.search.carrying import Carry, Level, Point, Times
 from rota.search.loop import Loop
 from rota.search.retiming import Rhythm, Wait, retime
+from rota.stopping import look
 
 _TOO_LARGE = 1 << 60  # CP-SAT takes no sums that might exceed 64 bits
 
 
 class Answer(NamedTuple):
-    """A rhythm, or None; `is_proven`: there is no (better) one."""
+    """A rhythm, or None; `is_proven`: there is no (better) one.
+
+    `as_solved`: the same orders with the model's own starts, where the earliest ones may hold more than these:
+    what transfers hold depends on the times.
+    """
 
     rhythm: Rhythm | None
     is_proven: bool
+    as_solved: Rhythm | None = None
 
 
 @dataclass(frozen=True)
@@ -77,10 +84,14 @@ class Period:
         self.window, self.loop, self.goal = window, window.loop, goal
         self.model = cp_model.CpModel()
         self.durations_us = [d for d in self.loop.durations_us for _ in range(window.num_copies)]
+        self.nominal_s = 0.0  #: for what transfers hold; the rest takes little
         self.num_ties = max(sum(d == 0 for d in self.durations_us), 1)
         self._add_starts()
         self._add_waits()
         self._add_ranks()
+        points = dict(enumerate(map(Point, self.offsets, self.rounds)))
+        durations, before = self.durations_us, self.before
+        self.times = Times(self.model, points, self._end, lambda a, b: before[a, b], lambda node: durations[node] > 0)
         for rank in range(self.loop.placement.num_ranks):
             self._add_memory(rank)
         self._add_latency()
@@ -140,6 +151,7 @@ class Period:
                 self._not_before(t[b], t[a] + d[a], a, b)
             self._not_before(t[copies[0]] + T, t[copies[-1]] + d[copies[-1]], copies[-1], copies[0])
         for tasks in self.loop.tasks_on:  # redundant: what a rank holds it holds at least for so long
+            look()
             for a, b in combinations(tasks, 2):
                 least_us = self.loop.apart_us(a, b)
                 if least_us is not None:
@@ -151,6 +163,7 @@ class Period:
         self.before: dict[tuple[int, int], Any] = {}
         T, s, d = self.window.period_us, self.offsets, self.durations_us
         for tasks in self.loop.tasks_on:
+            look()
             nodes = self.window.nodes(tasks)
             for a, b in combinations(nodes, 2):
                 if (a, b) not in self.before:
@@ -168,25 +181,54 @@ class Period:
         the least most of it for "memory".
         """
         limit, u = self.loop.limits_bytes[rank], self.window.num_copies
+        look()
         if self.loop.left_bytes(rank) or (limit is None and self.goal != "memory"):
             return  # what grows is refused elsewhere; what shrinks is highest at the beginning
         tasks, nodes = self.loop.placement.tasks, self.window.nodes(self.loop.tasks_on[rank])
         held = {i: tasks[i // u].held_bytes for i in nodes}
         peak = {i: tasks[i // u].peak_bytes for i in nodes}
+        carries = [
+            Carry(route.source * u + j, route.target * u + j, route.num_bytes, route.duration_us, rank == route.sender)
+            for route in self.loop.carried[rank]
+            for j in range(u)
+        ]
         most: Any = limit
         if self.goal == "memory":
             enough = sum(abs(size) for size in held.values()) * self.most_rounds + sum(peak.values())
+            enough += sum(carry.num_bytes for carry in carries) * (2 * self.most_rounds + 1)
             most = self.model.new_int_var(0, enough if limit is None else limit, f"m{rank}")
             self.most_bytes.append(most)
+        if carries:
+            level = Level(self.times, nodes, carries)
+            for held_now in level.all(held, peak):
+                self.model.add(held_now <= most)
+            self.nominal_s += level.nominal_s
+        else:
+            self._add_levels(nodes, held, peak, most)
+        sizes = [*map(abs, held.values()), *(carry.num_bytes for carry in carries)]
+        byte_us = sum(sizes) * (self.most_rounds + 2) + sum(peak.values()) + (limit or 0)
+        if limit is not None and byte_us * self.window.period_us < _TOO_LARGE:
+            ends = sum(-held[i] * (self.starts[i] + (self.durations_us[i] if held[i] < 0 else 0)) for i in nodes)
+            for carry in carries:
+                received_us = self.starts[carry.target] + self.durations_us[carry.target] - self.starts[carry.source]
+                received_us -= self.durations_us[carry.source]
+                ends += carry.num_bytes * (carry.lag_us if carry.is_sent else received_us)
+            self.model.add(ends + sum(peak[i] * self.durations_us[i] for i in nodes) <= limit * self.window.period_us)
+
+    def _end(self, node: int, lag_us: int) -> Point:
+        T, later = self.window.period_us, self.durations_us[node] + lag_us
+        offset = self.model.new_int_var(0, T - 1, f"s{node}+{later}")
+        more = self.model.new_int_var(0, later // T + 1, f"k{node}+{later}")
+        self.model.add(offset + T * more == self.offsets[node] + later)
+        return Point(offset, self.rounds[node] + more)
+
+    def _add_levels(self, nodes: Sequence[int], held: dict[int, int], peak: dict[int, int], most: Any) -> None:
+        """Where transfers hold nothing, orders alone tell what is held."""
         base = -sum(held[i] * self.rounds[i] for i in nodes)
         for b in nodes:
             if held[b] > 0 or peak[b] > 0:
                 earlier = sum(held[c] * self.before[c, b] for c in nodes if c != b and held[c])
                 self.model.add(base + earlier + max(held[b], 0) + peak[b] <= most)
-        byte_us = sum(map(abs, held.values())) * (self.most_rounds + 2) + sum(peak.values()) + (limit or 0)
-        if limit is not None and byte_us * self.window.period_us < _TOO_LARGE:
-            ends = sum(-held[i] * (self.starts[i] + (self.durations_us[i] if held[i] < 0 else 0)) for i in nodes)
-            self.model.add(ends + sum(peak[i] * self.durations_us[i] for i in nodes) <= limit * self.window.period_us)
 
     def _add_latency(self) -> None:
         if self.goal == "any" and self.window.latency_us is None:
@@ -223,10 +265,12 @@ class Period:
     def solve(self, budget: Budget, seed: int = 0) -> Answer:
         if self.goal == "memory":
             self.model.minimize(sum(self.most_bytes))
+        budget.spend(self.nominal_s)
         status, solver = cpsat.solve(self.model, budget, seed)
         proven = status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return Answer(None, proven)
         starts = [solver.value(start) for start in self.starts]
         ties = [0 if d else solver.value(tie) for d, tie in zip(self.durations_us, self.ties, strict=True)]
-        return Answer(rhythm_of(self.window, starts, ties), proven)
+        as_solved = Rhythm(self.window.period_us, tuple(starts), tuple(ties))
+        return Answer(rhythm_of(self.window, starts, ties), proven, as_solved)

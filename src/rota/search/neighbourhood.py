@@ -20,6 +20,7 @@ from rota.search.ordering import Ordering
 from rota.search.paths import Clock, Paths, last_gradients
 from rota.search.problem import Orders, Problem
 from rota.search.window import StepEnd, Window
+from rota.stopping import Stopped
 
 _FIRST_SIZE, _LEAST_SIZE, _MOST_SIZE = 60, 20, 400  # ops that a window may put in order
 _OPS_A_RANK = 12  # in a window, or there is little to exchange: with many ranks only some are free
@@ -47,7 +48,10 @@ def improve(
         budget.spend_ops(len(orders))  # to find the window
         share = budget.share(_WINDOW_S)
         window = window_at(clock, paths, *_choose(clock, paths, int(size), turn))
-        status, rows = reorder(window, bound_us, paths.value_us - 1, share, turn.randrange(1 << 30))
+        try:
+            status, rows = reorder(window, bound_us, paths.value_us - 1, share, turn.randrange(1 << 30))
+        except Stopped:
+            break
         if rows is not None:
             better = clock.orders(_replaced(paths, window, rows))
             found = clock.paths(better)

@@ -18,7 +18,8 @@ from rota.search.problem import NO_LIMIT, Integers, Rows
 from rota.search.retiming import Rhythm
 
 _MOVES_A_NODE = 6_000
-_STEPS = 12  # calls of the compiled loop, between which the budget is asked
+_STEPS = 12  # calls of the compiled loop at least, between which the budget is asked
+_MOST_OPS_A_CALL = 4_000_000  # of the ops that a budget counts
 _HOT, _COLD = 0.05, 0.003  # temperatures; an overlap of a whole period has the energy 1
 _OVER = 0.2  # the energy of being over a limit by the largest task of the rank
 _OPS_A_VISIT = 0.25  # of one node, or of a pair on one rank, in the ops that a budget counts
@@ -51,10 +52,11 @@ def anneal(window: Window, budget: Budget, seed: int = 0) -> Rhythm | None:
     rng = np.random.default_rng(seed)
     state = rng.integers(0, window.period_us, num_nodes)
     best, least = state.copy(), np.array([np.inf])
-    moves = _MOVES_A_NODE * num_nodes // _STEPS
     visits = num_nodes + int((np.diff(tables.first_on) ** 2).sum())
-    for step in range(_STEPS):
-        hot, cold = (_HOT * (_COLD / _HOT) ** (part / _STEPS) for part in (step, step + 1))
+    steps = max(int(_MOVES_A_NODE * num_nodes * visits * _OPS_A_VISIT) // _MOST_OPS_A_CALL, _STEPS)
+    moves = _MOVES_A_NODE * num_nodes // steps
+    for step in range(steps):
+        hot, cold = (_HOT * (_COLD / _HOT) ** (part / steps) for part in (step, step + 1))
         random_seed = int(rng.integers(1 << 31))
         _walk(window.period_us, window.num_copies, tables, state, best, least, random_seed, moves, hot, cold)
         budget.spend_ops(int(moves * visits * _OPS_A_VISIT))

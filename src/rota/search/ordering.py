@@ -9,12 +9,13 @@ imply each other.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import combinations, pairwise
+from itertools import pairwise
 
 from ortools.sat.python import cp_model
 
 from rota.search.problem import NO_LIMIT
 from rota.search.window import Certain, StepEnd, Window
+from rota.stopping import look
 
 _S_A_NODE, _S_A_LITERAL = 1e-5, 2e-5  # nominal seconds to deduce what is certain, and to build the model
 
@@ -41,7 +42,8 @@ class Ordering:
             for node in window.sequence
         }
         self.ends = {node: start + lengths[node] for node, start in self.starts.items()}
-        self._literals: dict[tuple[int, int], cp_model.IntVar] = {}
+        #: For two nodes of a free rank whether the first comes first, where that is not certain.
+        self.literals: dict[tuple[int, int], cp_model.IntVar] = {}
         self._add_edges()
         for rank, row in enumerate(window.rows):
             if window.is_free[rank]:
@@ -52,20 +54,20 @@ class Ordering:
     @property
     def nominal_s(self) -> float:
         """What making it has taken."""
-        return _S_A_NODE * len(self.window.sequence) + (0 if self.is_impossible else _S_A_LITERAL * len(self._literals))
+        return _S_A_NODE * len(self.window.sequence) + (0 if self.is_impossible else _S_A_LITERAL * len(self.literals))
 
     def before(self, a: int, b: int) -> cp_model.LiteralT:
         """Whether node `a` comes before node `b`, both on one rank that is free."""
         if self.certain.is_before(a, b) or self.certain.is_before(b, a):
             return int(self.certain.is_before(a, b))
-        if (b, a) in self._literals:
-            return ~self._literals[b, a]
-        if (a, b) not in self._literals:
+        if (b, a) in self.literals:
+            return ~self.literals[b, a]
+        if (a, b) not in self.literals:
             literal = self.model.new_bool_var(f"{a} before {b}")
             self.model.add(self.starts[b] >= self.ends[a]).only_enforce_if(literal)
             self.model.add(self.starts[a] >= self.ends[b]).only_enforce_if(~literal)
-            self._literals[a, b] = literal
-        return self._literals[a, b]
+            self.literals[a, b] = literal
+        return self.literals[a, b]
 
     def minimize(self) -> None:
         """The end of all: each end with its tail, and the step ends."""
@@ -106,8 +108,10 @@ class Ordering:
         lengths = self.window.lengths
         intervals = [self.model.new_fixed_size_interval_var(self.starts[n], lengths[n], f"{n}") for n in row]
         self.model.add_no_overlap(intervals)
-        for a, b in combinations(row, 2):
-            self.before(a, b)
+        for i, a in enumerate(row):
+            look()
+            for b in row[i + 1 :]:
+                self.before(a, b)
 
     def _add_memory(self, rank: int, row: tuple[int, ...]) -> None:
         problem = self.window.clock.problem
@@ -116,6 +120,7 @@ class Ordering:
             return
         held = {node: int(problem.held_bytes[task]) for node, task in self.window.task_of.items()}
         for node in row:
+            look()
             needed = max(held[node], 0) + int(problem.peak_bytes[self.window.task_of[node]])
             if needed > 0:
                 kept = [held[other] * self.before(other, node) for other in row if other != node and held[other]]
@@ -124,17 +129,17 @@ class Ordering:
     def _add_implications(self) -> None:
         """What comes before an op comes before its task's next one; what an op follows, so does the next one."""
         nodes_of, task_of = self.window.nodes_of, self.window.task_of
-        for (a, b), literal in self._literals.items():
+        for (a, b), literal in self.literals.items():
             if b + 1 in nodes_of[task_of[b]]:
                 self._imply(literal, a, b + 1)
             if a - 1 in nodes_of[task_of[a]]:
                 self._imply(literal, a - 1, b)
 
     def _imply(self, literal: cp_model.IntVar, a: int, b: int) -> None:
-        if (a, b) in self._literals:
-            self.model.add_implication(literal, self._literals[a, b])
-        elif (b, a) in self._literals:
-            self.model.add_implication(literal, ~self._literals[b, a])
+        if (a, b) in self.literals:
+            self.model.add_implication(literal, self.literals[a, b])
+        elif (b, a) in self.literals:
+            self.model.add_implication(literal, ~self.literals[b, a])
 
     def hint(self) -> None:
         """The rows as they are."""
@@ -152,7 +157,7 @@ class Ordering:
                 times[other] = max(times[other], times[node] + window.lengths[node] + lag)
         for node, start in self.starts.items():
             self.model.add_hint(start, times[node])
-        for (a, b), literal in self._literals.items():
+        for (a, b), literal in self.literals.items():
             row_place = next(row for row in place if a in row and b in row)
             self.model.add_hint(literal, row_place[a] < row_place[b])
         ends = [times[node] + window.lengths[node] + window.tails[node] for node in times]

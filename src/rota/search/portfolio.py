@@ -10,6 +10,7 @@ Each hands over orders; `Incumbent` keeps the best. The search ends when it meet
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from fractions import Fraction
 from itertools import islice, product
 from typing import Literal
@@ -34,6 +35,7 @@ from rota.search.result import NamedPlan, Objective, Progress, SearchResult
 from rota.search.steady import SteadyResult, find_steady
 from rota.search.telling import nothing_found, refuse_too_little_memory
 from rota.search.timing import fits, peaks, score, start_times
+from rota.stopping import Stopped, look, watched
 
 _PATIENCES = (0.0, 1.0)  # of list scheduling: never wait for a better op, or do
 _CAPS = (1.0, 0.75, 0.5)  # parts of the memory limit: fewer micro-batches in flight are at times faster
@@ -75,6 +77,7 @@ class Portfolio:
         self.bound_us, self.why = bound.us, bound.why
         self.named: list[NamedPlan] = []
         self.steady: SteadyResult | None = None
+        self.has_tried_all = False  #: whether no orders are better, of those with each task's micro-batches in order
         self.num_ops = int(self.problem.first_node[-1])
         self.incumbent = Incumbent(self.problem, objective == "span", self.tell)
 
@@ -99,6 +102,14 @@ class Portfolio:
 
     def run(self) -> None:
         """Until the best is proven, or the budget over. Raises SearchError if nothing fits."""
+        with watched(lambda: self.budget.must_stop), suppress(Stopped):
+            self._run()
+        if self.incumbent.orders is None or (self.objective == "period" and self.steady is None):
+            if self.budget.progress_error is not None:
+                raise self.budget.progress_error
+            raise self._nothing_found()
+
+    def _run(self) -> None:
         refuse_too_little_memory(self.problem)
         if self.objective == "period":
             self._find_period()
@@ -109,10 +120,17 @@ class Portfolio:
         for method in (self._take_auto, self._take_turns):
             if not self.is_over:
                 method()
-        if self.incumbent.orders is None:
-            held = self.incumbent.peaks_bytes(serial(self.problem)).tolist()
-            raise nothing_found(self.problem.placement, held)
-        self._hold_less()
+        if self.incumbent.orders is not None:
+            self._hold_less()
+
+    def _nothing_found(self) -> SearchError:
+        if self.objective == "period":
+            return SearchError(
+                "found no steady state that fits; ask for the makespan, which also knows plans without one, or raise "
+                "the memory limit"
+            )
+        held = self.incumbent.peaks_bytes(serial(self.problem)).tolist()
+        return nothing_found(self.problem.placement, held, self.budget.elapsed_s, self.has_tried_all)
 
     # --- methods --------------------------------------------------------------------------------------------------
 
@@ -147,10 +165,12 @@ class Portfolio:
         self.turn_to(how)
         all_priorities, share = list(all_priorities), self.share(_DISPATCH_SHARE)
         for _ in range(_MOST_ROOMS):
+            look()
             dispatcher = Dispatcher(self.roomy)
             least, limits = peaks(self.roomy, serial(self.roomy)), self.roomy.limits_bytes
             for cap, priorities, patience in product(_CAPS, all_priorities, _PATIENCES):
                 capped = np.minimum(limits, np.maximum(least, (limits * cap).astype(np.int64)))
+                look()
                 self.incumbent.offer(dispatcher(priorities, patience, capped), how)
                 share.spend_ops(OPS_A_DISPATCH * self.num_ops)
                 if self.is_proven or share.is_over:
@@ -170,11 +190,6 @@ class Portfolio:
     def _find_period(self) -> None:
         """The whole budget for the steady state; its plan is the best that comes of it."""
         self._unroll(1.0, 0)
-        if self.steady is None or self.incumbent.orders is None:
-            raise SearchError(
-                "found no steady state that fits; ask for the makespan, which also knows plans without one, or raise "
-                "the memory limit"
-            )
 
     def _unroll(self, part: float, turn: int) -> None:
         """The best steady state, from its first micro-batch to its last; and as priorities."""
@@ -190,26 +205,18 @@ class Portfolio:
         self._dispatch([np.concatenate(flat).astype(np.float64)], "list scheduling by the steady state")
 
     def _find_steady(self, share: Budget, turn: int) -> SteadyResult | None:
-        """With ever more room for what transfers hold, until its unrolled plan fits."""
-        problem, seed = self.roomy, self.seed + turn
-        several = None if turn == 0 else 2 + (turn - 1) % 3
-        for _ in range(_MOST_ROOMS):
-            found = find_steady(
-                self.problem.placement,
-                share,
-                microbatches_per_period=several,
-                seed=seed,
-                room_bytes=problem.room_bytes,
-            )
-            if found is None:
-                return None
+        """Its unrolled plan is a candidate."""
+        found = find_steady(
+            self.problem.placement,
+            share,
+            microbatches_per_period=None if turn == 0 else 2 + (turn - 1) % 3,
+            seed=self.seed + turn,
+            num_microbatches=self.problem.num_microbatches,
+        )
+        if found is not None:
             orders = self.problem.to_orders(found.steady.unroll(self.problem.num_microbatches))
-            over = self.incumbent.over_bytes(orders)
-            if not over.any():
-                self.incumbent.offer(orders, "steady state")
-                return found
-            problem = with_more_room(problem, over)
-        return None
+            self.incumbent.offer(orders, "steady state")
+        return found
 
     def _improve(self, part: float, turn: int) -> None:
         self._better("local search", improving.improve, part, turn)
@@ -237,11 +244,16 @@ class Portfolio:
         self.incumbent.offer(found.orders, "exact search")
         if self.roomy is self.problem and found.bound_us > self.bound_us:
             self.bound_us, self.why = found.bound_us, "CP-SAT has tried all orders"
+        if self.incumbent.transfers_hold and self.num_ops <= exact.MOST_TIMED_OPS and not self.is_over:
+            share = self.share(_EXACT_TIMES * part)
+            orders, ended = exact.find_fitting(self.problem, self.measure, self.incumbent.orders, share, seed)
+            is_kept = self.incumbent.offer(orders, "exact search")
+            self.has_tried_all |= ended and (is_kept or orders is None)
 
     def _take_turns(self) -> None:
         """Each method with ever larger shares, so that none is waited for long."""
         turn, part = 0, _FIRST_SHARE
-        while not self.is_over:
+        while not self.is_over and not (self.has_tried_all and self.incumbent.orders is None):
             for method in (self._unroll, self._improve, self._prove, self._windows):
                 if not self.is_over:
                     method(part, turn)
@@ -265,7 +277,10 @@ class Portfolio:
                 return
             part -= step
             limits = np.maximum(low, (high * part).astype(np.int64))
-            found = [dispatcher(policy, p, limits) for policy, p in product(all_priorities, _PATIENCES)]
+            found = []
+            for policy, p in product(all_priorities, _PATIENCES):
+                look()
+                found.append(dispatcher(policy, p, limits))
             self.budget.spend_ops(OPS_A_DISPATCH * self.num_ops * len(found))
             better = [self.incumbent.offer(orders, how) for orders in found]
             if not any(better):
@@ -294,5 +309,5 @@ class Portfolio:
             self.steady.steady.us_per_microbatch if self.steady else None,
             tuple(sorted(self.named, key=lambda named: (named.makespan_us, named.name))),
             self.budget.elapsed_s,
-            self.budget.stopped,
+            self.budget.stopped_by,
         )

@@ -24,8 +24,10 @@ from rota.search.composing import compose
 from rota.search.finding import compile_once
 from rota.search.problem import Problem
 from rota.search.retiming import Wait, retime
-from rota.search.steady import Steady, SteadyResult, find_steady
-from rota.stopping import ended_by_ctrl_c
+from rota.search.steady import SteadyResult, find_steady
+from rota.search.steady_state import Steady
+from rota.simulation import simulate
+from rota.stopping import Stopped, ended_by_ctrl_c, watched
 from rota.tasks import Op
 
 _CUT_S = 1.0  # nominal, for CP-SAT to cut a rhythm whose period is known
@@ -37,8 +39,9 @@ class Repeating:
     """`starts_us[i][k]`: when task i does the k-th micro-batch of its stream; `middle[i]`: the k that is repeated.
 
     With more micro-batches the tasks of the middle are done again `period_us` later, and what follows is put off by as
-    much. `is_least`: it is proven that no step of as many micro-batches has a middle of a shorter period; `is_optimal`:
-    that with this period none is shorter as a whole.
+    much. A plan runs its ops as soon as it can, which may be sooner than at `starts_us`: those leave room for more
+    periods. `is_least`: it is proven that no step of as many micro-batches has a middle of a shorter period;
+    `is_optimal`: that no step whose middle repeats with this period is shorter as a whole.
     """
 
     placement: Placement
@@ -54,9 +57,8 @@ class Repeating:
 
     @cached_property
     def makespan_us(self) -> int:
-        """From the first start to the last end."""
-        pairs = zip(self.placement.tasks, self.starts_us, strict=True)
-        return max(starts[-1] + task.duration_us for task, starts in pairs)
+        """Of `plan`, as simulated without reductions and optimizer steps."""
+        return simulate(replace(self.plan, placement=replace(self.placement, step_ends=()))).makespan_us
 
     def unroll(self, num_microbatches: int) -> Repeating:
         """With the middle repeated. Raises SearchError for fewer micro-batches than there are, or part of a round."""
@@ -120,7 +122,7 @@ def find_repeating(
     seconds = seconds_of(time_limit_s)
     compile_once()
     budget = Budget(seconds, deterministic=True)
-    with ended_by_ctrl_c(budget):
+    with ended_by_ctrl_c(budget), watched(lambda: budget.must_stop):
         rounds = _fewest_rounds(placement, budget, seed) if num_microbatches is None else num_microbatches // streams
         if rounds is None:
             return None
@@ -188,12 +190,16 @@ def _at_flat_starts(steady: Steady, rounds: int, is_least: bool) -> Repeating | 
 
 def _shortest(flat: Repeating, budget: Budget, seed: int) -> Repeating:
     """Of the same period; not longer than `flat`."""
-    early = replace(flat, starts_us=_as_early(flat))
-    found = compose(early.plan, early.period_us, early.starts_us, early.middle, budget, seed)
-    if found is None:
-        return early
-    late = replace(flat, starts_us=found.starts_us, middle=found.middle, is_optimal=found.is_optimal)
-    return replace(late, starts_us=_as_early(late))
+    best = flat
+    try:
+        best = early = replace(flat, starts_us=_as_early(flat))
+        found = compose(early.plan, early.period_us, early.starts_us, early.middle, budget, seed)
+        if found is not None:
+            best = replace(flat, starts_us=found.starts_us, middle=found.middle, is_optimal=found.is_optimal)
+            best = replace(best, starts_us=_as_early(best))
+    except Stopped:
+        pass  # what there was by then holds
+    return best
 
 
 def _as_early(step: Repeating) -> tuple[tuple[int, ...], ...]:

@@ -56,7 +56,7 @@ class SearchResult:
     `value_us` is the objective's: makespan, span, or time per micro-batch in steady state; no plan for this placement
     has less than `bound_us`, because of `why`. `how` names the method that found the plan. `period_us`: the least time
     per micro-batch that a steady state was found for, None where none was looked for. `named`: the named schedules on
-    this placement, fastest first. `was_stopped`: by Ctrl-C.
+    this placement, fastest first. `stopped_by`: Ctrl-C, or an error of `progress`, where that ended the search.
     """
 
     plan: Plan
@@ -68,7 +68,7 @@ class SearchResult:
     period_us: Fraction | None
     named: tuple[NamedPlan, ...]
     elapsed_s: float
-    was_stopped: bool = False
+    stopped_by: str = ""
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -89,6 +89,10 @@ class SearchResult:
         return self.timeline.peak_memory_bytes
 
     @property
+    def was_stopped(self) -> bool:
+        return bool(self.stopped_by)
+
+    @property
     def gap(self) -> float:
         """(value - bound) / value; 0 where the plan is proven to be optimal."""
         return gap(self.value_us, self.bound_us)
@@ -100,7 +104,7 @@ class SearchResult:
     def to_text(self) -> str:
         """What was found, how good it is and why, and the named schedules beside it."""
         proof = "proven optimal" if self.is_optimal else f"at most {self.gap:.2%} from the best possible"
-        stopped = ", stopped by Ctrl-C" if self.was_stopped else ""
+        stopped = f", stopped by {self.stopped_by}" if self.stopped_by else ""
         what = "time per micro-batch" if self.objective == "period" else self.objective
         lines = [
             f"{what} {_us(self.value_us)}, {proof} (found by {self.how}, {self.elapsed_s:.1f} s{stopped})",

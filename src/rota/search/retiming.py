@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from graphlib import TopologicalSorter
 from typing import NamedTuple
 
+from rota.stopping import look
+
 
 class Wait(NamedTuple):
     """`target` starts at least `least_us` after `source` did `rounds` periods earlier."""
@@ -49,6 +51,7 @@ def _longest_paths(num_nodes: int, waits: Sequence[Wait], period_us: int) -> tup
     arcs = [(wait.source, wait.target, wait.least_us - period_us * wait.rounds, wait) for wait in waits]
     rising = True
     while rising:
+        look()
         rising = False
         for source, target, least, wait in arcs:
             if starts[source] + least > starts[target]:

@@ -49,13 +49,21 @@ def _is_left_behind(placement: Placement, need: Need) -> bool:
     return need.task < 0 and need.num_bytes > placement.static_bytes[need.rank]
 
 
-def nothing_found(placement: Placement, held_bytes: list[int]) -> SearchError:
-    """`held_bytes`: what each rank holds with one micro-batch at a time."""
+def nothing_found(placement: Placement, held_bytes: list[int], elapsed_s: float, has_tried_all: bool) -> SearchError:
+    """Where less memory than `held_bytes`, what each rank holds with one micro-batch at a time, might still do.
+
+    `has_tried_all`: whether no order fits in which each task does its micro-batches in order.
+    """
     limits = placement.cluster.limit_bytes
-    over = [0 if limit is None else peak - limit for peak, limit in zip(held_bytes, limits, strict=True)]
-    rank = over.index(max(over))
+    over = {
+        rank: held
+        for rank, (held, limit) in enumerate(zip(held_bytes, limits, strict=True))
+        if limit is not None and held > limit
+    }
+    told = ", ".join(f"of rank {rank} to {held} bytes ({size_text(held)})" for rank, held in over.items())
+    found = "found no order that fits" if not has_tried_all else "no order with each task's micro-batches in turn fits"
+    longer = "" if has_tried_all else "give the search more time, "
     return SearchError(
-        f"found no order that fits: with one micro-batch at a time rank {rank} still holds {held_bytes[rank]} bytes "
-        f"({size_text(held_bytes[rank])}), over its limit of {limits[rank]}; raise the limit to that, or make "
-        f"micro-batches smaller"
+        f"{found}, in {elapsed_s:.1f} s: {longer}raise the limit {told}, in which one micro-batch at a time fits, or "
+        f"make micro-batches smaller"
     )

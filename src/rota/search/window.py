@@ -14,6 +14,7 @@ from itertools import pairwise
 
 from rota.search.paths import Clock
 from rota.search.problem import NO_LIMIT
+from rota.stopping import look
 
 _MOST_ROUNDS = 8  # of deduction; all that it finds holds whenever it stops
 
@@ -105,8 +106,10 @@ class Certain:
         pairs = dict.fromkeys((c, x) for tasks in window.tasks_on for c in tasks for x in tasks if c != x)
         self.sure = {(c, x): self._by_data(c, x) for c, x in pairs}
         for _ in range(_MOST_ROUNDS):
+            look()
             changed = self._raise() | self._by_time()
             for rank in range(len(window.rows)):
+                look()
                 changed |= self._by_memory(rank)
             if self.is_impossible or not changed:
                 break

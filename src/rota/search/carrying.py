@@ -1,0 +1,169 @@
+"""What transfers hold: points of time in a CP-SAT model of a period or of a whole step, and a rank's level at each.
+
+A rank sends from an op's end for as long as the transfer takes, and holds what it receives from the transfer's start
+to the end of the op that reads it. Levels rise when ops start and when transfers start, so those points are looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ortools.sat.python import cp_model
+
+from rota.stopping import look
+
+_S_A_LITERAL = 1e-4  # nominal seconds
+
+
+class Point(NamedTuple):
+    """A time, as an offset in the period and a round; both vary. Of a whole step, which has one round, in µs."""
+
+    offset: Any
+    round: Any
+
+
+class Carry(NamedTuple):
+    """A transfer: `source` and `target` are nodes, `lag_us` is how long it takes."""
+
+    source: int
+    target: int
+    num_bytes: int
+    lag_us: int
+    is_sent: bool  #: by the rank that is looked at, else received
+
+
+@dataclass(frozen=True)
+class Times:
+    """A model's variables. `ends(node, lag_us)`: so long after the node's end; `before(a, b)`: on one rank."""
+
+    model: cp_model.CpModel
+    starts: Mapping[int, Point]
+    ends: Callable[[int, int], Point]
+    before: Callable[[int, int], Any]
+    takes_time: Callable[[int], bool]
+
+
+class Level:
+    """What a rank holds at a point: terms of CP-SAT, for nodes that do not overlap."""
+
+    def __init__(self, times: Times, nodes: Sequence[int], carries: Sequence[Carry]) -> None:
+        self.nodes, self.carries = nodes, carries
+        self.times, self.starts, self.before = times, times.starts, times.before
+        self._points: dict[tuple[int, int], Point] = {}
+        self._until: dict[tuple[int, int], Any] = {}
+
+    @property
+    def nominal_s(self) -> float:
+        """What making it has taken."""
+        return _S_A_LITERAL * len(self._until)
+
+    def all(self, held_bytes: Mapping[int, int], peak_bytes: Mapping[int, int]) -> Iterator[Any]:
+        """The level at each point where it may be highest."""
+        for node in self.nodes:
+            if held_bytes[node] > 0 or peak_bytes[node] > 0:
+                yield self._at(_AtStart(self, node), held_bytes, peak_bytes)
+        for source, is_sent in sorted({(carry.source, carry.is_sent) for carry in self.carries}):
+            follows = is_sent and self.times.takes_time(source)
+            yield self._at(_AtEnd(self, source) if follows else _Elsewhere(self, source), held_bytes, peak_bytes)
+
+    def _at(self, place: _AtStart | _AtEnd | _Elsewhere, held: Mapping[int, int], peak: Mapping[int, int]) -> Any:
+        """How often each thing has begun less how often it has ended, by its size."""
+        look()
+        level: Any = 0
+        for node in self.nodes:
+            if held[node] > 0:
+                level += held[node] * place.started(node)
+            elif held[node] < 0:
+                level += held[node] * place.ended(node)
+            if peak[node]:
+                level += peak[node] * (place.started(node) - place.ended(node))
+        for carry in self.carries:
+            follows = carry.is_sent and self.times.takes_time(carry.source)
+            begun = place.ended(carry.source) if follows else place.passed(self.later(carry.source, 0))
+            sent = place.passed(self.later(carry.source, carry.lag_us)) if carry.is_sent else place.ended(carry.target)
+            level += carry.num_bytes * (begun - sent)
+        return level
+
+    def later(self, node: int, lag_us: int) -> Point:
+        """So long after the node's end."""
+        if (node, lag_us) not in self._points:
+            self._points[node, lag_us] = self.times.ends(node, lag_us)
+        return self._points[node, lag_us]
+
+    def is_until(self, early: Point, late: Point) -> Any:
+        """Whether `early` comes before `late` in the period, or with it."""
+        key = id(early), id(late)
+        if key not in self._until:
+            model = self.times.model
+            literal = model.new_bool_var("until")
+            model.add(early.offset <= late.offset).only_enforce_if(literal)
+            model.add(early.offset > late.offset).only_enforce_if(~literal)
+            self._until[key] = literal
+        return self._until[key]
+
+
+@dataclass(frozen=True)
+class _AtStart:
+    """When `node` starts: what ended until then has ended, and other ops of the rank do not run."""
+
+    level: Level
+    node: int
+
+    def started(self, node: int) -> Any:
+        return self.ended(node) + (node == self.node)
+
+    def ended(self, node: int) -> Any:
+        return (0 if node == self.node else self.level.before(node, self.node)) - self.level.starts[node].round
+
+    def passed(self, point: Point) -> Any:
+        return self.level.is_until(point, self.level.starts[self.node]) - point.round
+
+
+@dataclass(frozen=True)
+class _AtEnd:
+    """When `node` has ended and what it made is sent. Where that is in the next period, all has come once less."""
+
+    level: Level
+    node: int
+
+    def started(self, node: int) -> Any:
+        here, starts = self.level.later(self.node, 0), self.level.starts
+        done = 1 if node == self.node else self.level.before(node, self.node)
+        return done - starts[node].round - (here.round - starts[self.node].round)
+
+    def ended(self, node: int) -> Any:
+        return self.started(node)
+
+    def passed(self, point: Point) -> Any:
+        here = self.level.later(self.node, 0)
+        return (1 if point is here else self.level.is_until(point, here)) - point.round
+
+
+@dataclass(frozen=True)
+class _Elsewhere:
+    """When `node`, of another rank or of no time, has ended and its transfer starts; the rank may do anything then.
+
+    At one instant, transfers start before ops do.
+    """
+
+    level: Level
+    node: int
+
+    @property
+    def here(self) -> Point:
+        return self.level.later(self.node, 0)
+
+    def started(self, node: int) -> Any:
+        start = self.level.starts[node]
+        return 1 - self.level.is_until(self.here, start) - start.round
+
+    def ended(self, node: int) -> Any:
+        end = self.level.later(node, 0)
+        if self.level.times.takes_time(node):
+            return self.passed(end)
+        return 1 - self.level.is_until(self.here, end) - end.round  # at one instant, transfers start first
+
+    def passed(self, point: Point) -> Any:
+        return (1 if point is self.here else self.level.is_until(point, self.here)) - point.round
