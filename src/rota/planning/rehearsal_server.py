@@ -25,6 +25,7 @@ from rota.errors import LostRankError
 from rota.plan import Plan
 from rota.planning.rehearsal_processes import report_file, stderr_file
 from rota.planning.rehearsal_rank import run_rank
+from rota.runtime.joining import loopback
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_TIMERSLACK = 1, 15, 29  # linux/prctl.h
 _LOOK_EVERY_S = 0.05
@@ -37,6 +38,7 @@ def main() -> None:
     caller = os.dup(1)
     os.dup2(2, 1)  # what anyone prints is not for the caller
     plan = Plan.from_json(Path(folder, "plan.json").read_text())
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback()  # no rank listens to other machines
     running: dict[int, int] = {}
     failed, code = None, 0
     try:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
 from rota.costs import Cluster, Link
 from rota.errors import PipelineError
+from rota.runtime.json_messages import all_gather_json, broadcast_json
 
 _BIG_BYTES = 4_000_000
 
@@ -24,12 +25,11 @@ def measure_link(sender: int, receiver: int, repeats: int = 7) -> Link:
     size, mine = dist.get_world_size(), dist.get_rank()
     if sender == receiver or not {sender, receiver} <= {*range(size)}:
         raise PipelineError(f"no link from process {sender} to {receiver}; give two different ones of 0 to {size - 1}")
-    told: list[Any] = [None]
+    told = None
     if mine in (sender, receiver):
-        told = [_measured(receiver if mine == sender else sender, mine == sender, repeats)]
-    dist.broadcast_object_list(told, src=sender)
-    link: Link = told[0]
-    return link
+        told = _measured(receiver if mine == sender else sender, mine == sender, repeats)
+    with _telling_group() as group:
+        return Link(*broadcast_json(_fields(told) if told else None, sender, group))
 
 
 def measure_links(repeats: int = 7) -> Cluster:
@@ -45,10 +45,25 @@ def measure_links(repeats: int = 7) -> Cluster:
         for a, b in pairs:
             if mine in (a, b):
                 found[a + b - mine] = _measured(a + b - mine, mine == a, repeats)
-    told: list[dict[int, Link]] = [{}] * size
-    dist.all_gather_object(told, found)
-    links = {(a, b): told[a][b] for pairs in rounds(size) for a, b in pairs}
+    with _telling_group() as group:
+        told = all_gather_json({str(peer): _fields(link) for peer, link in found.items()}, group)
+    links = {(a, b): Link(*told[a][str(b)]) for pairs in rounds(size) for a, b in pairs}
     return cluster_of(size, links)
+
+
+def _fields(link: Link) -> tuple[int, int | None]:
+    return link.latency_us, link.bytes_per_us
+
+
+@contextmanager
+def _telling_group() -> Iterator[dist.ProcessGroup | None]:
+    """A group for values on the CPU: the default one, unless it is NCCL's."""
+    group = dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else None
+    try:
+        yield group
+    finally:
+        if group is not None:
+            dist.destroy_process_group(group)
 
 
 def rounds(size: int) -> Iterator[list[tuple[int, int]]]:

@@ -23,13 +23,21 @@ _DIMS = ("dp", "pp", "tp")  # from the outermost: what talks most is closest tog
 _GIVEN = "ROTA_MESH"  # an environment variable, set by the launcher
 
 
-def mesh(*, pp: int | None = None, dp: int = 1, tp: int = 1) -> DeviceMesh:
+def mesh(*, pp: int | None = None, dp: int = 1, tp: int = 1, timeout_s: float | None = None) -> DeviceMesh:
     """A mesh of `dp` replicas of a pipeline on `pp` ranks, each of `tp` processes; dims "dp", "pp" and "tp".
 
-    Without arguments: as `rota run --mesh` was told, else one pipeline over all processes. Joins the processes that
-    `rota run` or torchrun started, if nothing has done so yet. Raises PipelineError where there are not as many.
+    Joins the processes that `rota run` or torchrun started, if nothing has done so yet.
+
+    Args:
+        pp: ranks of the pipeline. None: as `rota run --mesh` was told, else as many as there are processes for.
+        dp: replicas.
+        tp: parts of each replica.
+        timeout_s: as `Pipeline` takes it; the other processes have ten times as long to come here.
+
+    Raises:
+        PipelineError: there are not as many processes, or one has not come in time.
     """
-    join()
+    join(timeout_s)
     size = dist.get_world_size()
     if pp is None and dp == tp == 1 and _GIVEN in os.environ:
         dp, pp, tp = map(int, os.environ[_GIVEN].split())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -88,7 +89,8 @@ class Pipeline:
             warm_up()
         self._allow_nonfinite_loss = allow_nonfinite_loss
         self._closed = False
-        self._owns_process_group = join()
+        self._process = os.getpid()
+        self._owns_process_group = join(limit)
         self._watchdog = Watchdog(limit)
         with self._watchdog.guarding("the other ranks to make their pipelines"):
             refuse_differences(plan, stages, shared, mesh)
@@ -270,7 +272,7 @@ class Pipeline:
 
     def _close(self, error: BaseException | None) -> None:
         """`error`: what ends this rank; the others are told at once, before a checkpoint is written to its end."""
-        if self._closed:
+        if self._closed or os.getpid() != self._process:  # a forked process has neither its threads nor its peers
             return
         self._closed = True
         atexit.unregister(self._close_at_exit)

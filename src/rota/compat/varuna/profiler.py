@@ -128,7 +128,7 @@ class Profiler:
             if self._per_node is not None and self._per_node < num_processes:
                 long_link = measure_link(0, self._per_node)
         costs = {size: Costs.from_json(text) for size, text, _ in measured}
-        profile = Profile(costs, measured[-1][2] if measured else (), link, long_link)
+        profile = Profile(costs, tuple(measured[-1][2]) if measured else (), link, long_link)
         on_first(f"writing to {self._folder}", lambda: self._keep(profile))
         return profile.costs
 
