@@ -98,7 +98,7 @@ def test_restarts_come_to_an_end(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
     assert done.stderr.splitlines()[0] == "rota run: rank 1 ended with exit code 9: restart 1 of 1"
-    assert "rank 1 ended with exit code 9 first after 1 restart" in done.stderr.splitlines()[1]
+    assert "rank 1 ended with exit code 9 after 1 restart, and the others were ended" in done.stderr.splitlines()[1]
 
 
 def test_the_page_does_what_it_says(tmp_path: Path) -> None:

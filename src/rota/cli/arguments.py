@@ -139,7 +139,7 @@ def run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mesh", type=_mesh, default={}, metavar="pp=N,dp=N,tp=N", help=told)
     told = "when a rank fails, start all again, up to N times in a row without a newer checkpoint (default: 0)"
     parser.add_argument("--max-restarts", type=_number(0), default=0, metavar="N", help=told)
-    told = "timeout_s of rota.Pipeline and rota.mesh where the script gives none (default: 20 simulated steps, at least 60)"
+    told = "limit on no progress, where the script gives no timeout_s (default: 20 simulated steps, at least 60 s)"
     parser.add_argument("--timeout", type=_seconds, metavar="S", help=told)
     parser.add_argument("--engine", choices=["rota", "torch"], default="rota", help="torch: PyTorch's own, for chains")
 

@@ -30,9 +30,12 @@ class Standing(NamedTuple):
             fields = json.loads(text)
         except (ValueError, RecursionError):
             return None
-        if not isinstance(fields, list) or [*map(type, fields)] != [str, str, float, str] or fields[0] not in _KINDS:
+        if not isinstance(fields, list) or len(fields) != 4 or fields[0] not in _KINDS:
             return None
-        return cls(*fields)
+        kind, words, still_s, last = fields
+        if not (isinstance(words, str) and isinstance(last, str) and type(still_s) in (int, float)):
+            return None
+        return cls(kind, words, still_s, last)
 
 
 def compose(names: Sequence[str], standings: Mapping[int, Standing], limit_s: float, answer_s: float) -> str:

@@ -26,7 +26,7 @@ from rota.runtime.launching.control import Message
 from rota.runtime.launching.folder import Folder
 from rota.runtime.launching.requests import Requests
 
-_FIRST_FAILURE_S = 2.0  # for the rank with the first error to end, after one that has lost it
+_FIRST_FAILURE_S = 2.0  # for the rank with the first error to write it and end, after one that has lost it
 _TERM_S = 5.0  # for handlers of SIGTERM that the script has set
 
 
@@ -41,7 +41,7 @@ class RankFailed(Exception):
         """The whole line; `after`: how many restarts."""
         if self._is_hang:
             return f"{self}{after}, and all ranks were ended; see above for where each of them was"
-        return f"{self} first{after}, and the others were ended; see above for what it wrote"
+        return f"{self}{after}, and the others were ended; see above for what it wrote"
 
 
 @final
@@ -64,7 +64,6 @@ class Ranks:
         self._suspects: list[_Rank] = []  # with a failure of their own, the first one first
         self._lost: list[_Rank] = []  # ended for the failure of another one
         self._hang: str | None = None
-        self._listens = False
         self._deadline_s: float | None = None
         #: The newest step whose checkpoint is whole, of this start; and whether any rank made a pipeline.
         self.saved_step = -1
@@ -112,7 +111,12 @@ class Ranks:
             self._look()
             for number in self._requests.taken():
                 self._heed(number)
-            self._judge()
+            try:
+                self._judge()
+            except RankFailed:
+                for rank in self._ranks:
+                    self._hear(rank)  # a checkpoint may be whole of which it has not heard yet
+                raise
             if not self._running:
                 return
 
@@ -150,7 +154,7 @@ class Ranks:
             case "hangs":
                 self._hang = message.words
             case "listens":
-                self._listens = True
+                self._requests.listens = True
             case "saves":
                 self.saved_step = max(self.saved_step, message.step)
 
@@ -181,19 +185,20 @@ class Ranks:
                     raise RankFailed(f"rank {rank.number} ended with exit code 0 before it {what}")
         if not any(rank.code for rank in self._ranks):
             return
-        if self._suspects:
-            raise RankFailed(self._suspects[0].words())
-        if self._deadline_s is None:
-            self._deadline_s = time.monotonic() + _FIRST_FAILURE_S
-        if not self._running or time.monotonic() >= self._deadline_s:
-            raise RankFailed(self._lost[0].words())
+        first = (self._suspects + self._lost)[0]
+        if first in self._lost or first.code is None:  # another one may be to blame, or has not written its error yet
+            if self._deadline_s is None:
+                self._deadline_s = time.monotonic() + _FIRST_FAILURE_S
+            if self._running and time.monotonic() < self._deadline_s:
+                return
+        raise RankFailed(first.words())
 
     def _heed(self, number: signal.Signals) -> None:
         """A signal to this process: pass it on where the script ends by itself when asked to, else end all."""
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         asked, may_ask = self._requests.asked, number in (signal.SIGTERM, signal.SIGUSR1)
-        if may_ask and asked is None and self._listens:
+        if may_ask and asked is None and self._requests.listens:
             self._requests.asked = number
             with suppress(OSError):  # it has ended
                 self._ranks[0].line.send(control.STOP, socket.MSG_DONTWAIT)
@@ -265,7 +270,7 @@ class _Rank:
         if self.code is None:
             return f"rank {self.number} failed ({self.failure})"
         if self.code == 0:
-            return f"rank {self.number} ended with exit code 0 before it closed its pipeline"
+            return f"rank {self.number} ended with exit code 0 in the middle of its pipeline"
         return f"rank {self.number} ended with {_code_text(self.code)}"
 
     def kill(self) -> None:

@@ -19,6 +19,8 @@ class Requests:
     def __init__(self) -> None:
         #: By what the ranks were asked to end after their step.
         self.asked: signal.Signals | None = None
+        #: Whether the script ends by itself when asked to; once it has looked, it will again after a restart.
+        self.listens = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Requests:
