@@ -203,3 +203,15 @@ def test_refusals(pool: Pool) -> None:
         assert "the mesh has the dims 'pp', 'cp'; name them among 'dp', 'pp' and 'tp'" in told[2]
         assert "the mesh has the dims without names" in told[3]
         assert told[4] == "some ranks gave step sync=True, others sync=False; give all the same"
+
+
+def patience_s(rank: int, timeout_s: float | None) -> float:
+    plan = gpipe(place(Costs.uniform(2), Cluster.uniform(2)), 2)
+    with Pipeline(chain(2), plan, loss_fn, timeout_s=timeout_s) as pipeline:
+        backend = pipeline._processes.pipeline._get_backend(torch.device("cpu"))
+        return float(backend.options._timeout.total_seconds())
+
+
+@pytest.mark.parametrize(("timeout_s", "least_s"), [(None, 1800), (7200, 72000), (float("inf"), 10**8)])
+def test_pytorchs_own_limit_is_never_the_shorter_one(pool: Pool, timeout_s: float | None, least_s: float) -> None:
+    assert min(pool.run(2, patience_s, timeout_s)) >= least_s

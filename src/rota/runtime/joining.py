@@ -54,7 +54,7 @@ def join(timeout_s: float | None = None) -> bool:
             "no process group: start the script by `rota run plan.json script.py` or torchrun, or call "
             "torch.distributed.init_process_group first"
         )
-    limit = min(PATIENT * limit_s(timeout_s), _LONGEST_S)
+    limit = _patience_s(limit_s(timeout_s))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     control.tell("joins")
     if _STORE in os.environ:
@@ -68,8 +68,20 @@ def join(timeout_s: float | None = None) -> bool:
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=limit))
     # All have joined; the script's own collectives may take as long as PyTorch lets them, or longer.
-    dist.distributed_c10d._set_pg_timeout(max(timedelta(seconds=limit), default_pg_timeout))
+    dist.distributed_c10d._set_pg_timeout(group_timeout(limit_s(timeout_s)))
     return True
+
+
+def group_timeout(limit: float) -> timedelta:
+    """PyTorch's own limit on what a process group does: it must not end what may make no progress for `limit` seconds.
+
+    PyTorch's default is half an hour, after which it would tell of a lost rank.
+    """
+    return max(timedelta(seconds=_patience_s(limit)), default_pg_timeout)
+
+
+def _patience_s(limit: float) -> float:
+    return min(PATIENT * limit, _LONGEST_S)
 
 
 def leave(groups: Iterable[dist.ProcessGroup | None]) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rota.errors import PipelineError
-from rota.runtime.joining import join
+from rota.runtime.joining import group_timeout, join
 from rota.runtime.transport import together
 
 _DIMS = ("dp", "pp", "tp")  # from the outermost: what talks most is closest together
@@ -84,9 +84,13 @@ def pipelines_of(mesh: DeviceMesh | None) -> list[list[int]]:
 
 @final
 class Processes:
-    """This process among those of a mesh. Collective to make. Raises PipelineError where the mesh does not fit."""
+    """This process among those of a mesh. Collective to make. Raises PipelineError where the mesh does not fit.
 
-    def __init__(self, mesh: DeviceMesh | None) -> None:
+    What its groups do may take `limit_s` without progress, and several times as long where ranks are patient.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, limit_s: float = 0.0) -> None:
+        self._timeout = group_timeout(limit_s)
         self._all: Final = pipelines_of(mesh)
         self.num_parts: Final = mesh["tp"].size() if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else 1
         self.num_ranks: Final = len(self._all[0])
@@ -136,7 +140,7 @@ class Processes:
     def _made(self, enumeration: list[list[int]]) -> Any:
         """Every process makes all of them, in one order; returns its own, None outside of all."""
         with together("making process groups"):
-            made = [dist.new_group(processes, backend="gloo") for processes in enumeration]
+            made = [dist.new_group(processes, self._timeout, backend="gloo") for processes in enumeration]
         mine = dist.get_rank()
         own = next((group for group, of in zip(made, enumeration, strict=True) if mine in of), None)
         if own is not None:

@@ -94,7 +94,7 @@ class Pipeline:
         self._watchdog = Watchdog(limit)
         with self._watchdog.guarding("the other ranks to make their pipelines"):
             refuse_differences(plan, stages, shared, mesh)
-            self.mesh, self._processes = mesh, Processes(mesh)
+            self.mesh, self._processes = mesh, Processes(mesh, limit)
             self._watchdog.names = self._processes.names
             #: This process's rank in the plan, and which replica of the pipeline it belongs to.
             self.rank, self.replica = self._processes.rank, self._processes.replica
