@@ -78,7 +78,7 @@ def launch(
     if not Path(script).is_file():
         raise PipelineError(f"no script {script!r}; give the path of a Python file")
     command = ("-u", "-P", "-m", worker, script, *arguments)  # -P: the folder must not shadow what torch imports
-    with run_folder("rota-run-") as folder, Requests() as requests:
+    with run_folder("rota-run-") as folder:
         environment = {
             **leave_plan(plan, folder.path),
             **leave_mesh(plan.num_ranks, dp, tp),
@@ -86,22 +86,23 @@ def launch(
             "OMP_NUM_THREADS": str(threads_per_rank),
         }
         restarts = _Restarts(max_restarts, report)
-        while True:
-            with Ranks(folder, requests) as ranks:
-                num_processes = plan.num_ranks * dp * tp
-                try:
-                    start(ranks, num_processes, command, folder, environment | leave_restart(restarts.num_all))
-                    ranks.wait()
-                    break
-                except RankFailed as error:
-                    restarts.count(error, ranks.saved_step, may_restart=requests.asked is None)
+        with Requests() as requests:
+            while True:
+                with Ranks(folder, requests) as ranks:
+                    of_start = environment | leave_restart(restarts.num_all)
+                    try:
+                        start(ranks, plan.num_ranks * dp * tp, command, folder, of_start)
+                        ranks.wait()
+                        break
+                    except RankFailed as error:
+                        restarts.count(error, ranks.saved_step, may_restart=requests.asked is None)
         if not ranks.has_pipeline:
             raise PipelineError(
                 f"{script} ended without making a rota.Pipeline on any rank, so the plan was not run; let it make one "
                 f"and call its step, or start it by `python {script}`"
             )
         records = collect(plan, folder.path, restarts.num_all)
-        return Run(merge(plan, records) if records else None, stragglers(plan, records), requests.asked)
+    return Run(merge(plan, records) if records else None, stragglers(plan, records), requests.asked)
 
 
 def start(
