@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-from rota.runtime import handover
+from rota.runtime.launching import control
 from rota.runtime.losses import mean_of_all
 from rota.runtime.stopping import SAME_REQUEST_S, SIGNALS, StopRequests
 
@@ -24,6 +24,21 @@ def heard() -> Iterator[list[int]]:
     yield reached
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def supervisor(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """The other end of this process's line."""
+    ours, theirs, environment = control.made_pair()
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(control, "_line", None)
+    assert control.connect() == os.getpid()
+    yield ours
+    ours.close()
+    theirs.detach()
+    assert control._line is not None
+    control._line._socket.close()  # by the same number
 
 
 class Clock:
@@ -122,15 +137,16 @@ def test_a_process_forked_from_a_rank_ends_as_ever() -> None:
         stops.close()
 
 
-def test_the_launcher_asks_the_first_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROTA_FOLDER", str(tmp_path))
+def test_the_launcher_asks_the_first_rank(supervisor: socket.socket) -> None:
     first, other = StopRequests(is_first=True), StopRequests(is_first=False)
-    assert not handover.ask_to_stop(str(tmp_path))  # the script has not looked
+    assert control.heard(supervisor) == ([], True)
     for stops in (first, other):
         stops.listen()
+    assert control.heard(supervisor) == ([control.Message("listens")], True)
     assert not first.asked()
-    assert handover.ask_to_stop(str(tmp_path))
+    supervisor.send(control.STOP)
     assert (first.asked(), other.asked()) == (True, False)
+    assert first.asked()
     for stops in (other, first):
         stops.close()
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import rota
-from rota.runtime import handover
+from rota.runtime.launching import control
 
 NUM_STAGES, NUM_MICROBATCHES, WIDTH = 4, 4, 6
 LAUNCHER = os.getppid()
@@ -70,7 +70,7 @@ def suffer(folder: Path, step: int, pipeline: rota.Pipeline) -> None:
                 os.kill(os.getpid(), signal.Signals[what])
             elif what.startswith("launcher "):
                 os.kill(LAUNCHER, signal.Signals[what.split()[1]])
-                while not handover.stop_is_asked():
+                while not control.stop_is_asked():
                     time.sleep(0.01)
             else:
                 in_the_middle_of_a_step(pipeline, what)

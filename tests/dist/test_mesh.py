@@ -204,3 +204,15 @@ def test_refusals(pool: Pool) -> None:
         assert "the mesh has the dims without names" in told[3]
         assert "rank 0 of replica 0, rank 1 of replica 0, rank 1 of replica 1 call step(); " in told[4]
         assert "rank 0 of replica 1 calls step(sync=False); make the same calls in the same order" in told[4]
+
+
+def patience_s(rank: int, timeout_s: float | None) -> float:
+    plan = gpipe(place(Costs.uniform(2), Cluster.uniform(2)), 2)
+    with Pipeline(chain(2), plan, loss_fn, timeout_s=timeout_s) as pipeline:
+        backend = pipeline._processes.pipeline._get_backend(torch.device("cpu"))
+        return float(backend.options._timeout.total_seconds())
+
+
+@pytest.mark.parametrize(("timeout_s", "least_s"), [(None, 1800), (7200, 72000), (float("inf"), 10**8)])
+def test_pytorchs_own_limit_is_never_the_shorter_one(pool: Pool, timeout_s: float | None, least_s: float) -> None:
+    assert min(pool.run(2, patience_s, timeout_s)) >= least_s

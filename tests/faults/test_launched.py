@@ -58,7 +58,7 @@ def test_an_error_between_two_steps(tmp_path: Path, launcher: tuple[str, ...]) -
     for lost in re.findall(r"lost a rank while .*", told):
         assert "the first error was that of rank 1: ValueError: broken on purpose" in lost
     if launcher == ROTA_RUN:
-        assert "rank 1 ended with exit code 1 first" in told
+        assert "rank 1 ended with exit code 1, and the others were ended" in told
     else:
         assert re.search(r"Root Cause .*\n(.*\n){3} +rank +: 1 ", told), told
     assert took_s < PATIENCE_S
@@ -79,6 +79,7 @@ def test_a_rank_that_is_gone(tmp_path: Path, how: str) -> None:
     told, took_s = launched(tmp_path, ROTA_RUN, f"os.kill(os.getpid(), signal.{how})", timeout_s=4)
     if how == "SIGSTOP":
         assert told.count("all ranks end: rank 1 never answered; it is stopped, dead, or without a pipeline") == 1
+        assert "the run hung (rank 1 never answered; it is stopped, dead, or without a pipeline), and all ranks" in told
     else:
-        assert "rank 1 ended with SIGKILL first" in told
-    assert took_s < PATIENCE_S + (30 if how == "SIGSTOP" else 0)  # torchrun's machinery waits so long for a stopped one
+        assert "rank 1 ended with SIGKILL, and the others were ended" in told
+    assert took_s < PATIENCE_S

@@ -137,8 +137,10 @@ def run(parser: argparse.ArgumentParser) -> None:
     _force(parser)
     told = "processes: pp ranks of the plan, times dp replicas (default: the plan's), times tp parts of each weight"
     parser.add_argument("--mesh", type=_mesh, default={}, metavar="pp=N,dp=N,tp=N", help=told)
-    told = "start all ranks again, up to N times, when one fails; the script goes on from its last checkpoint"
+    told = "when a rank fails, start all again, up to N times in a row without a newer checkpoint (default: 0)"
     parser.add_argument("--max-restarts", type=_number(0), default=0, metavar="N", help=told)
+    told = "limit on no progress, where the script gives no timeout_s (default: 20 simulated steps, at least 60 s)"
+    parser.add_argument("--timeout", type=_seconds, metavar="S", help=told)
     parser.add_argument("--engine", choices=["rota", "torch"], default="rota", help="torch: PyTorch's own, for chains")
 
 

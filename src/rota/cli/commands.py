@@ -117,7 +117,7 @@ def run(arguments: Namespace) -> int:
         raise files.InputError(f"--mesh dp={dp},tp={tp}: PyTorch's engine runs one pipeline; use --engine rota")
     if arguments.timeline is not None and arguments.engine == "torch":
         raise files.InputError(f"--timeline {arguments.timeline}: PyTorch's engine records none; use --engine rota")
-    for option in ("--timeline", "--force", "--mesh", "--max-restarts", "--engine"):
+    for option in ("--timeline", "--force", "--mesh", "--max-restarts", "--timeout", "--engine"):
         if option in arguments.arguments:
             print(f"rota run: {option} behind the script goes to the script; for rota put it first", file=sys.stderr)
     try:
@@ -129,6 +129,7 @@ def run(arguments: Namespace) -> int:
             dp=dp,
             tp=tp,
             max_restarts=arguments.max_restarts,
+            timeout_s=arguments.timeout,
             report=_tell,
         )
     except EndedBySignal as error:

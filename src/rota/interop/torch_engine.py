@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from types import FrameType
@@ -65,7 +66,8 @@ class TorchEngine:
             raise PipelineError("the plan has backwards, so a loss_fn(output, target) is needed")
         self._ranks = [plan.placement.ranks_of(stage)[0] for stage in plan.placement.stages]
         self._allow_nonfinite_loss, self._num_steps = allow_nonfinite_loss, 0
-        self._owns_process_group = join()
+        self._process = os.getpid()
+        self._owns_process_group = join(limit)
         self._watchdog = Watchdog(limit)
         try:
             with self._watchdog.guarding("the other ranks to make their engines"):
@@ -266,7 +268,7 @@ class TorchEngine:
         self._close(getattr(sys, "last_value", None))
 
     def _close(self, error: BaseException | None) -> None:
-        if self._closed:
+        if self._closed or os.getpid() != self._process:  # a forked process has neither its threads nor its peers
             return
         self._closed = True
         atexit.unregister(self._close_at_exit)

@@ -25,8 +25,10 @@ from rota.errors import LostRankError
 from rota.plan import Plan
 from rota.planning.rehearsal_processes import report_file, stderr_file
 from rota.planning.rehearsal_rank import run_rank
+from rota.runtime.joining import loopback
+from rota.runtime.launching.orphans import end_with_parent
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_TIMERSLACK = 1, 15, 29  # linux/prctl.h
+_PR_SET_NAME, _PR_SET_TIMERSLACK = 15, 29  # linux/prctl.h
 _LOOK_EVERY_S = 0.05
 _LET_FIRST_ERROR_BE_SEEN_S = 2.0
 
@@ -37,6 +39,7 @@ def main() -> None:
     caller = os.dup(1)
     os.dup2(2, 1)  # what anyone prints is not for the caller
     plan = Plan.from_json(Path(folder, "plan.json").read_text())
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback()  # no rank listens to other machines
     running: dict[int, int] = {}
     failed, code = None, 0
     try:
@@ -78,10 +81,9 @@ def _forked(plan: Plan, folder: str, rank: int, caller: int) -> int:
     server = os.getpid()
     process = os.fork()
     if not process:
+        end_with_parent(server)
         if sys.platform == "linux":
             _set_up(rank)
-        if os.getppid() != server:  # it ended before the rank could ask to end with it
-            os._exit(1)
         _be(plan, folder, rank, caller)
     return process
 
@@ -111,9 +113,8 @@ def _be(plan: Plan, folder: str, rank: int, caller: int) -> NoReturn:
 
 
 def _set_up(rank: int) -> None:
-    """End with the server, be known by name, and wake up in time."""
+    """Be known by name, and wake up in time."""
     prctl = ctypes.CDLL(None).prctl
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     prctl(_PR_SET_NAME, f"rota rank {rank}".encode())
     prctl(_PR_SET_TIMERSLACK, 1)  # else a sleep lasts 50 µs longer
 

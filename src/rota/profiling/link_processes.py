@@ -1,19 +1,29 @@
-"""Links between processes that are started for it, on this machine; or between those that a launcher has started."""
+"""Links between processes that are started for it, on this machine; or between those that a launcher has started.
+
+python -m rota.profiling.link_processes FOLDER
+"""
 
 from __future__ import annotations
 
 import os
-import tempfile
+import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessException, spawn
 
 from rota.costs import Cluster
 from rota.errors import PipelineError
 from rota.profiling.links import measure_links
 from rota.runtime.joining import join
+from rota.runtime.launch import start
+from rota.runtime.launching import control
+from rota.runtime.launching.folder import run_folder
+from rota.runtime.launching.orphans import end_with_parent
+from rota.runtime.launching.ranks import RankFailed, Ranks
+from rota.runtime.launching.requests import Requests
+
+_CLUSTER = "cluster.json"
 
 
 def is_launched() -> bool:
@@ -36,18 +46,24 @@ def links_of_started(num_processes: int) -> Cluster:
     """Of `num_processes` on this machine, by Gloo. Raises PipelineError."""
     if num_processes < 2:
         raise PipelineError(f"num_processes is {num_processes}: a link needs 2")
-    with tempfile.TemporaryDirectory(prefix="rota-links-") as folder:
+    with run_folder("rota-links-") as folder, Requests() as requests, Ranks(folder, requests) as ranks:
+        command = ("-P", "-m", "rota.profiling.link_processes", folder.path)
+        start(ranks, num_processes, command, folder, {"OMP_NUM_THREADS": "1"})
         try:
-            spawn(_work, (num_processes, folder), nprocs=num_processes, daemon=True)  # type: ignore[no-untyped-call]
-        except ProcessException as error:
-            raise PipelineError(f"a process that measured links failed: {error}") from None
-        return Cluster.from_json(Path(folder, "cluster.json").read_text())
+            ranks.wait()
+        except RankFailed as error:
+            raise PipelineError(f"a process that measured links failed: {error}; see above for what it wrote") from None
+        return Cluster.from_json(Path(folder.path, _CLUSTER).read_text())
 
 
-def _work(rank: int, num_processes: int, folder: str) -> None:
+def main() -> None:
+    """One of the processes that were started."""
+    end_with_parent(control.connect())
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_processes)
-    cluster = measure_links()
-    if rank == 0:
-        Path(folder, "cluster.json").write_text(cluster.to_json())
-    dist.destroy_process_group()
+    (folder,) = sys.argv[1:]
+    if (cluster := links_of_launched()) is not None:
+        Path(folder, _CLUSTER).write_text(cluster.to_json())
+
+
+if __name__ == "__main__":
+    main()

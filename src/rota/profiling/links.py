@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -24,10 +25,11 @@ def measure_link(sender: int, receiver: int, repeats: int = 7) -> Link:
     size, mine = dist.get_world_size(), dist.get_rank()
     if sender == receiver or not {sender, receiver} <= {*range(size)}:
         raise PipelineError(f"no link from process {sender} to {receiver}; give two different ones of 0 to {size - 1}")
-    link = Link()
+    told = None
     if mine in (sender, receiver):
-        link = _measured(receiver if mine == sender else sender, mine == sender, repeats)
-    return Link(*broadcast_json([link.latency_us, link.bytes_per_us], sender))
+        told = _measured(receiver if mine == sender else sender, mine == sender, repeats)
+    with _telling_group() as group:
+        return Link(*broadcast_json(_fields(told) if told else None, sender, group))
 
 
 def measure_links(repeats: int = 7) -> Cluster:
@@ -43,9 +45,25 @@ def measure_links(repeats: int = 7) -> Cluster:
         for a, b in pairs:
             if mine in (a, b):
                 found[a + b - mine] = _measured(a + b - mine, mine == a, repeats)
-    told = all_gather_json([(peer, link.latency_us, link.bytes_per_us) for peer, link in found.items()])
-    links = {(a, b): Link(*link) for a, of_one in enumerate(told) for b, *link in of_one if a < b}
+    with _telling_group() as group:
+        told = all_gather_json({str(peer): _fields(link) for peer, link in found.items()}, group)
+    links = {(a, b): Link(*told[a][str(b)]) for pairs in rounds(size) for a, b in pairs}
     return cluster_of(size, links)
+
+
+def _fields(link: Link) -> tuple[int, int | None]:
+    return link.latency_us, link.bytes_per_us
+
+
+@contextmanager
+def _telling_group() -> Iterator[dist.ProcessGroup | None]:
+    """A group for values on the CPU: the default one, unless it is NCCL's."""
+    group = dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else None
+    try:
+        yield group
+    finally:
+        if group is not None:
+            dist.destroy_process_group(group)
 
 
 def rounds(size: int) -> Iterator[list[tuple[int, int]]]:

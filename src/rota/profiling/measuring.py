@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from threading import BrokenBarrierError
 from typing import Any, NamedTuple
@@ -203,12 +204,12 @@ def _measure_at_once(held: list[list[int]], job: _Job) -> dict[int, StageCosts]:
     try:
         for process, pipe in workers:
             try:
-                answer = pipe.recv()
+                answer = json.loads(pipe.recv_bytes())
             except EOFError:
                 process.join()
                 answer = f"a profiling process ended with exit code {process.exitcode}"
             if isinstance(answer, dict):
-                results |= answer
+                results |= {int(stage): StageCosts(**fields) for stage, fields in answer.items()}
             elif answer:  # empty: this one only gave up because another had failed
                 failures.append(answer)
     finally:
@@ -236,17 +237,21 @@ def _work(pipe: Connection, stage_numbers: list[int], job: _Job, barrier: Any, s
         while still_measuring.value > 0:  # the others measure: keep the machine as busy as it will be
             for one in rounds:
                 one.run(lambda: None)
-        pipe.send(costs)
+        _answer(pipe, {stage: asdict(row) for stage, row in costs.items()})
     except BrokenBarrierError:
-        pipe.send("")
+        _answer(pipe, "")
     except Exception as error:
         barrier.abort()
         with still_measuring.get_lock():
             still_measuring.value -= 1
         last = traceback.extract_tb(error.__traceback__)[-1]
-        pipe.send(
-            f"stage {stage} failed while profiling: {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
-        )
+        where = f"({last.filename}:{last.lineno})"
+        _answer(pipe, f"stage {stage} failed while profiling: {type(error).__name__}: {error} {where}")
+
+
+def _answer(pipe: Connection, answer: dict[int, Any] | str) -> None:
+    """By JSON: what a connection sends by itself is a pickle."""
+    pipe.send_bytes(json.dumps(answer).encode())
 
 
 def _round_of(job: _Job, stage: int) -> StageRound:

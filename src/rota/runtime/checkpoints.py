@@ -31,6 +31,7 @@ from rota.runtime.checkpoint_metadata import read_metadata
 from rota.runtime.checkpoint_names import Weights
 from rota.runtime.checkpoint_ranks import Ranks, told_on_all
 from rota.runtime.checkpoint_state import Merged, Restoring, Tensors, Trained, merge
+from rota.runtime.launching import control
 from rota.runtime.pipeline import Pipeline
 from rota.runtime.watchdog import PATIENT
 
@@ -170,6 +171,7 @@ class Checkpoints:
             files=written,
         )
         files.publish(folder, manifest, self._keep)
+        control.tell("saves", step=merged.step)
 
     # --- loading --------------------------------------------------------------------------------------------------
 

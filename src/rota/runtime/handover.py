@@ -1,4 +1,4 @@
-"""What `rota run` and its ranks hand to each other, through a folder: the plan, requests to end, records of steps."""
+"""What `rota run` and its ranks hand to each other, by files in a folder and by variables of the environment."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 from rota import reading
 from rota.errors import PipelineError
 from rota.plan import Plan
+from rota.reading import Field
 from rota.replanning import replan
 from rota.runtime.recorder import Record
 from rota.simulation import simulate
 from rota.units import count_text, time_text
 
 # Environment variables, set by the launcher.
-_FOLDER, _RESTART = "ROTA_FOLDER", "ROTA_RESTART"
-_STOPS, _STOP = "stops", "stop"  # files: the script looks at `should_stop`; it shall
+_FOLDER, _RESTART, _LIMIT = "ROTA_FOLDER", "ROTA_RESTART", "ROTA_TIMEOUT_S"
 
 
 def digest(plan: Plan) -> str:
@@ -30,11 +30,6 @@ def leave_plan(plan: Plan, folder: str) -> dict[str, str]:
     """Leave the plan for the ranks; returns the environment by which they find it."""
     Path(folder, "plan.json").write_text(plan.to_json())
     return {_FOLDER: folder}
-
-
-def is_launched() -> bool:
-    """Whether `rota run` started this process, and shows what all ranks of this machine write."""
-    return _FOLDER in os.environ
 
 
 def given_plan(path: str | Path | None = None, *, dp: int = 1, tp: int = 1) -> Plan:
@@ -71,7 +66,7 @@ def given_plan(path: str | Path | None = None, *, dp: int = 1, tp: int = 1) -> P
     return moved
 
 
-# --- restarts and requests to end -------------------------------------------------------------------------------------
+# --- restarts and limits of time --------------------------------------------------------------------------------------
 
 
 def leave_restart(number: int) -> dict[str, str]:
@@ -84,23 +79,14 @@ def is_restart() -> bool:
     return any(os.environ.get(name, "0") != "0" for name in (_RESTART, "TORCHELASTIC_RESTART_COUNT"))
 
 
-def leave_stops() -> None:
-    """Tell the launcher, if there is one, that the script ends by itself when asked to."""
-    if _FOLDER in os.environ:
-        Path(os.environ[_FOLDER], _STOPS).touch()
+def leave_limit(timeout_s: float | None) -> dict[str, str]:
+    """The environment by which ranks know how long one of them may make no progress."""
+    return {} if timeout_s is None else {_LIMIT: repr(timeout_s)}
 
 
-def ask_to_stop(folder: str) -> bool:
-    """Ask the ranks to end after the step that is running; whether the script looks at it."""
-    if not Path(folder, _STOPS).exists():
-        return False
-    Path(folder, _STOP).touch()
-    return True
-
-
-def stop_is_asked() -> bool:
-    """Whether the launcher has asked."""
-    return _FOLDER in os.environ and os.path.exists(os.path.join(os.environ[_FOLDER], _STOP))
+def given_limit_s() -> float | None:
+    """What `rota run --timeout` was given."""
+    return float(os.environ[_LIMIT]) if _LIMIT in os.environ else None
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
@@ -109,17 +95,38 @@ def stop_is_asked() -> bool:
 def leave_record(plan: Plan, record: Record) -> None:
     """Leave a rank's record for the launcher, if there is one."""
     if _FOLDER in os.environ:
-        _path(os.environ[_FOLDER], plan, record.rank).write_text(json.dumps(record.to_fields()))
+        path = _path(os.environ[_FOLDER], plan, record.rank, int(os.environ.get(_RESTART, "0")))
+        path.write_text(json.dumps(record.to_fields()))
 
 
-def collect(plan: Plan, folder: str) -> list[Record]:
-    """The ranks' records of the last steps; none if not every rank has left its own."""
-    files = [_path(folder, plan, rank) for rank in range(plan.num_ranks)]
+def collect(plan: Plan, folder: str, restart: int = 0) -> list[Record]:
+    """The ranks' records of the last steps since that restart; none if not every rank has left its own.
+
+    Raises FormatError where one is no record.
+    """
+    files = [_path(folder, plan, rank, restart) for rank in range(plan.num_ranks)]
     if not all(file.exists() for file in files):
         return []
-    return [Record.from_fields(json.loads(file.read_text())) for file in files]
+    return [_read_record(Field(file.name, reading.load(file.read_text())), rank) for rank, file in enumerate(files)]
 
 
-def _path(folder: str, plan: Plan, rank: int) -> Path:
-    # By plan, since a script may run pipelines of several.
-    return Path(folder, f"{digest(plan)[:16]}.rank{rank}.json")
+def _read_record(found: Field, rank: int) -> Record:
+    for name in ("starts_ns", "ends_ns", "busy_ns"):
+        found[name].integers(0, _LATEST_NS)
+    if found["rank"].integer() != rank:
+        raise found["rank"].wrong(str(rank))
+    if type(found["offset_ns"].value) is not int:
+        raise found["offset_ns"].wrong("a whole number")
+    for name, length in (("messages", 4), ("reductions", 3)):
+        for row in found[name]:
+            if len(row.integers(0, _LATEST_NS)) != length:
+                raise row.wrong(f"{length} numbers")
+    return Record.from_fields(found.value)
+
+
+_LATEST_NS = 2**63 - 1
+
+
+def _path(folder: str, plan: Plan, rank: int, restart: int) -> Path:
+    # By plan, since a script may run pipelines of several; and by restart, so that no record is an earlier one's.
+    return Path(folder, f"{digest(plan)[:16]}.restart{restart}.rank{rank}.json")

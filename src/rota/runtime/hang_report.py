@@ -24,13 +24,23 @@ class Standing(NamedTuple):
         return json.dumps(self)
 
     @classmethod
-    def from_text(cls, text: str | bytes) -> Standing:
-        return cls(*json.loads(text))
+    def from_text(cls, text: str) -> Standing | None:
+        """None where the text is none of ours: with torchrun whoever reaches its store can write there."""
+        try:
+            fields = json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(fields, list) or len(fields) != 4 or fields[0] not in _KINDS:
+            return None
+        kind, words, still_s, last = fields
+        if not (isinstance(words, str) and isinstance(last, str) and type(still_s) in (int, float)):
+            return None
+        return cls(kind, words, still_s, last)
 
 
 def compose(names: Sequence[str], standings: Mapping[int, Standing], limit_s: float, answer_s: float) -> str:
     """The message for all, from what the processes with these `names` told; those not in `standings` gave no answer."""
-    lines = [f"rota: no progress for {limit_s:g} s, so all ranks end: {_reason(names, standings)}"]
+    lines = [f"rota: no progress for {limit_s:g} s{_SO}{_reason(names, standings)}"]
     for process, name in enumerate(names):
         standing = standings.get(process)
         if standing is None:
@@ -40,6 +50,16 @@ def compose(names: Sequence[str], standings: Mapping[int, Standing], limit_s: fl
         lines.append(f"    {name} {told}")
     lines.append("    if it only needs longer, give Pipeline a larger timeout_s")
     return "\n".join(lines)
+
+
+def reason_of(report: str) -> str:
+    """Whom the others wait for, out of what `compose` returned."""
+    return printable(report.partition("\n")[0].partition(_SO)[2])
+
+
+def printable(text: str) -> str:
+    """The text without what would move the cursor of a terminal; its lines stay lines."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
 
 
 def alone(name: str, standing: Standing, limit_s: float, why: str) -> str:
@@ -65,6 +85,7 @@ def _reason(names: Sequence[str], standings: Mapping[int, Standing]) -> str:
     return "all wait for each other; look whether all make the same calls in the same order"
 
 
+_SO = ", so all ranks end: "
 _KINDS = ("waits", "busy", "outside")
 _MOST_NAMES = 8
 

@@ -1,36 +1,31 @@
-"""Starts a script on every rank of a plan, on this machine, with torchrun's machinery.
+"""Starts a script on every rank of a plan, on this machine.
 
 When a rank fails all are ended, and started again as often as is allowed; requests to end are passed on to them.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
-import sys
-import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple, final
-
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from rota.checking import check
 from rota.errors import PipelineError
 from rota.plan import Plan
-from rota.runtime.handover import ask_to_stop, collect, leave_plan, leave_restart
+from rota.runtime.handover import collect, leave_limit, leave_plan, leave_restart
+from rota.runtime.joining import leave_meeting
+from rota.runtime.launching.folder import Folder, run_folder
+from rota.runtime.launching.ranks import EndedBySignal, RankFailed, Ranks
+from rota.runtime.launching.requests import Requests
 from rota.runtime.meshes import leave_mesh
 from rota.runtime.recorder import merge
-from rota.runtime.stopping import SIGNALS
 from rota.runtime.stragglers import Straggler, stragglers
 from rota.timeline import Timeline
 from rota.units import count_text
+
+__all__ = ["EndedBySignal", "Run", "launch", "start"]
 
 
 class Run(NamedTuple):
@@ -44,15 +39,6 @@ class Run(NamedTuple):
     ended_by: signal.Signals | None
 
 
-@final
-class EndedBySignal(PipelineError):
-    """All ranks were ended by a signal to the launcher, without a checkpoint."""
-
-    def __init__(self, number: signal.Signals, why: str) -> None:
-        super().__init__(f"ended by {number.name}, and all ranks with it{why}")
-        self.number = number
-
-
 def launch(
     plan: Plan,
     script: str,
@@ -62,133 +48,95 @@ def launch(
     dp: int = 1,
     tp: int = 1,
     max_restarts: int = 0,
+    timeout_s: float | None = None,
     report: Callable[[str], None] = print,
 ) -> Run:
-    """Run `script` with `arguments` in one process a rank; it gets the plan by `rota.given_plan()`.
+    """Run `script` with `arguments` in one process per rank; it gets the plan by `rota.given_plan()`.
 
-    With `dp` replicas of `tp` parts each, there are dp · tp processes a rank, and `rota.mesh()` is that mesh.
-    `worker` names the module that is started on each rank, and runs the script. When a process fails all others are
-    ended and, up to `max_restarts` times, all started again, which `report` tells. SIGTERM and SIGUSR1 end the ranks
-    after the step that is running, if the script looks at `pipeline.should_stop`; else, or when one comes again, at
-    once.
+    When a process fails, all others are killed, and all are started again. SIGTERM and SIGUSR1 end the ranks after the
+    step that is running, if the script looks at `pipeline.should_stop`. If it does not, or when one of them comes
+    again, they end the ranks at once.
 
-    Raises PlanError before anything starts, PipelineError when a process fails, EndedBySignal.
+    Args:
+        plan: what the ranks run.
+        script: the path of a Python file.
+        arguments: its `sys.argv[1:]`.
+        threads_per_rank: that PyTorch may use for one op.
+        worker: the module that is started on each rank, and runs the script.
+        dp: replicas of the pipeline. There are dp · tp processes per rank, and `rota.mesh()` is that mesh.
+        tp: parts of each replica.
+        max_restarts: how often the ranks are started again without a newer checkpoint in between.
+        timeout_s: how long a rank may make no progress, where the script gives no `timeout_s` of its own.
+        report: is told of each restart, in one line.
+
+    Raises:
+        PlanError: `check` refuses the plan. Nothing has been started.
+        PipelineError: a process failed, or the script ended without a Pipeline.
+        EndedBySignal: a signal to this process has ended the ranks.
     """
     check(plan)
     if not Path(script).is_file():
         raise PipelineError(f"no script {script!r}; give the path of a Python file")
-    with tempfile.TemporaryDirectory(prefix="rota-run-") as folder:
-        environment = leave_plan(plan, folder) | leave_mesh(plan.num_ranks, dp, tp)
-        environment["OMP_NUM_THREADS"] = str(threads_per_rank)
-        command = ("-u", "-P", "-m", worker, script, *arguments)  # -P: the folder must not shadow what torch imports
-        before = dict(os.environ)
-        os.environ.update(environment)  # inherited by the ranks
-        try:
-            with _passing_on(folder) as signals:
-                _start_again(plan.num_ranks * dp * tp, command, folder, max_restarts, signals, report)
-        except SignalException as error:
-            if error.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            raise EndedBySignal(signals.ended_by or error.sigval, signals.why) from None
-        except Exception:
-            if signals.ended_by is not None:  # the agent was at something that took it for an error
-                raise EndedBySignal(signals.ended_by, signals.why) from None
-            raise
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
-        records = collect(plan, folder)
-        return Run(merge(plan, records) if records else None, stragglers(plan, records), signals.asked)
+    command = ("-u", "-P", "-m", worker, script, *arguments)  # -P: the folder must not shadow what torch imports
+    with run_folder("rota-run-") as folder:
+        environment = {
+            **leave_plan(plan, folder.path),
+            **leave_mesh(plan.num_ranks, dp, tp),
+            **leave_limit(timeout_s),
+            "OMP_NUM_THREADS": str(threads_per_rank),
+        }
+        restarts = _Restarts(max_restarts, report)
+        with Requests() as requests:
+            while True:
+                with Ranks(folder, requests) as ranks:
+                    of_start = environment | leave_restart(restarts.num_all)
+                    try:
+                        start(ranks, plan.num_ranks * dp * tp, command, folder, of_start)
+                        ranks.wait()
+                        break
+                    except RankFailed as error:
+                        restarts.count(error, ranks.saved_step, may_restart=requests.asked is None)
+        if not ranks.has_pipeline:
+            raise PipelineError(
+                f"{script} ended without making a rota.Pipeline on any rank, so the plan was not run; let it make one "
+                f"and call its step, or start it by `python {script}`"
+            )
+        records = collect(plan, folder.path, restarts.num_all)
+    return Run(merge(plan, records) if records else None, stragglers(plan, records), requests.asked)
 
 
-def _start_again(
-    num_processes: int,
-    command: Sequence[str],
-    folder: str,
-    max_restarts: int,
-    signals: _Signals,
-    report: Callable[[str], None],
+def start(
+    ranks: Ranks, num_processes: int, command: Sequence[str], folder: Folder, environment: dict[str, str]
 ) -> None:
-    """Start all processes until they end well, or have failed once more than they may."""
-    for restart in range(max_restarts + 1):
-        os.environ.update(leave_restart(restart))
-        try:
-            _start(num_processes, command, folder)
-            return
-        except RankFailed as error:
-            if signals.asked is not None or restart == max_restarts:
-                after = f" after {count_text(restart, 'restart')}" if restart else ""
-                raise PipelineError(
-                    f"{error} first{after}, and the others were ended; see above for what it wrote"
-                ) from None
-            report(f"{error}: restart {restart + 1} of {max_restarts}")
-
-
-class RankFailed(Exception):
-    """A rank ended as it should not have; in words."""
-
-
-def _start(num_processes: int, command: Sequence[str], folder: str) -> None:
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_processes,
-        run_id=f"rota-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        monitor_interval=0.1,
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=folder),  # else torchrun leaves a folder of its own behind
-        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # those of `SIGNALS` are ours
-    )
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # our one line says it
-    try:
-        elastic_launch(config, sys.executable)(*command)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode == -signal.SIGINT:
-            raise KeyboardInterrupt from None
-        raise RankFailed(f"rank {rank} ended with {_told(failure.exitcode)}") from None
-
-
-def _told(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"exit code {exit_code}"
-    number = -exit_code
-    return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
+    """Start `num_processes` that meet in the folder, and there alone, with `environment` besides this process's own."""
+    # If this process runs under torchrun, its ranks do not.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    meeting = leave_meeting(folder.path, num_processes)
+    ranks.start(command, [inherited | environment | of_rank for of_rank in meeting])
 
 
 @final
-class _Signals:
-    """SIGTERM and SIGUSR1 to this process."""
+class _Restarts:
+    """How often all ranks were started again: `num_all`, and of these how many without a newer checkpoint between."""
 
-    def __init__(self, folder: str) -> None:
-        #: What the ranks were asked by to end after their step; what they are ended by at once, and why at once.
-        self.asked: signal.Signals | None = None
-        self.ended_by: signal.Signals | None = None
-        self.why = ""
-        self._folder = folder
+    def __init__(self, most: int, report: Callable[[str], None]) -> None:
+        self.num_all = 0
+        self._most, self._report = most, report
+        self._in_a_row, self._newest_step = 0, -1
 
-    def handle(self, number: int, _: FrameType | None) -> None:
-        if self.asked is None and ask_to_stop(self._folder):
-            self.asked = signal.Signals(number)
-            return
-        self.ended_by = signal.Signals(number)
-        self.why = ": a second one" if self.asked else ": the script has not looked at pipeline.should_stop"
-        # Ranks that look at `should_stop` would wait for the end of a step: nothing but SIGKILL ends them at once.
-        raise SignalException("ended", signal.SIGTERM if self.asked is None else signal.SIGKILL)
+    def count(self, error: RankFailed, saved_step: int, may_restart: bool) -> None:
+        """One more. Raises PipelineError where there may be none."""
+        if saved_step > self._newest_step:
+            # Only what is newer than all before: a run that repeats the same steps comes to an end.
+            self._newest_step, self._in_a_row = saved_step, 0
+        if not may_restart or self._in_a_row >= self._most:
+            raise PipelineError(error.to_text(self._so_far())) from None
+        self.num_all += 1
+        self._in_a_row += 1
+        self._report(f"{error}: restart {self._in_a_row} of {self._most}")
 
-
-@contextmanager
-def _passing_on(folder: str) -> Iterator[_Signals]:
-    """Handles these signals meanwhile; on the main thread, where Python lets handlers be set."""
-    signals = _Signals(folder)
-    is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, signals.handle) for number in SIGNALS} if is_main else {}
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    def _so_far(self) -> str:
+        if not self.num_all:
+            return ""
+        without = f" without a newer checkpoint, {self.num_all} in all" if self.num_all > self._in_a_row else ""
+        return f" after {count_text(self._in_a_row, 'restart')}{without}"

@@ -16,20 +16,28 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rota.errors import PipelineError
-from rota.runtime.joining import join, leave
+from rota.runtime.joining import group_timeout, join, leave
 from rota.runtime.transport import together
 
 _DIMS = ("dp", "pp", "tp")  # from the outermost: what talks most is closest together
 _GIVEN = "ROTA_MESH"  # an environment variable, set by the launcher
 
 
-def mesh(*, pp: int | None = None, dp: int = 1, tp: int = 1) -> DeviceMesh:
+def mesh(*, pp: int | None = None, dp: int = 1, tp: int = 1, timeout_s: float | None = None) -> DeviceMesh:
     """A mesh of `dp` replicas of a pipeline on `pp` ranks, each of `tp` processes; dims "dp", "pp" and "tp".
 
-    Without arguments: as `rota run --mesh` was told, else one pipeline over all processes. Joins the processes that
-    `rota run` or torchrun started, if nothing has done so yet. Raises PipelineError where there are not as many.
+    Joins the processes that `rota run` or torchrun started, if nothing has done so yet.
+
+    Args:
+        pp: ranks of the pipeline. None: as `rota run --mesh` was told, else as many as there are processes for.
+        dp: replicas.
+        tp: parts of each replica.
+        timeout_s: as `Pipeline` takes it; the other processes have ten times as long to come here.
+
+    Raises:
+        PipelineError: there are not as many processes, or one has not come in time.
     """
-    join()
+    join(timeout_s)
     size = dist.get_world_size()
     if pp is None and dp == tp == 1 and _GIVEN in os.environ:
         dp, pp, tp = map(int, os.environ[_GIVEN].split())
@@ -76,9 +84,13 @@ def pipelines_of(mesh: DeviceMesh | None) -> list[list[int]]:
 
 @final
 class Processes:
-    """This process among those of a mesh. Collective to make. Raises PipelineError where the mesh does not fit."""
+    """This process among those of a mesh. Collective to make. Raises PipelineError where the mesh does not fit.
 
-    def __init__(self, mesh: DeviceMesh | None) -> None:
+    What its groups do may take `limit_s` without progress, and several times as long where ranks are patient.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, limit_s: float = 0.0) -> None:
+        self._timeout = group_timeout(limit_s)
         #: The processes of each pipeline by rank.
         self.pipelines: Final = pipelines_of(mesh)
         self.num_parts: Final = mesh["tp"].size() if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else 1
@@ -142,7 +154,7 @@ class Processes:
     def _made(self, enumeration: list[list[int]]) -> Any:
         """Every process makes all of them, in one order; returns its own, None outside of all."""
         with together("making process groups"):
-            made = [dist.new_group(processes, backend="gloo") for processes in enumeration]
+            made = [dist.new_group(processes, self._timeout, backend="gloo") for processes in enumeration]
         mine = dist.get_rank()
         own = next((group for group, of in zip(made, enumeration, strict=True) if mine in of), None)
         if own is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -91,6 +92,7 @@ class Pipeline:
             warm_up()
         self._allow_nonfinite_loss = allow_nonfinite_loss
         self._closed = False
+        self._process = os.getpid()
         self._evaluation: Execution[Compute] | None = None  # made when it is asked for
         #: What is to end before the pipeline does: a checkpoint that is being written.
         self.before_close = ExitStack()
@@ -98,7 +100,7 @@ class Pipeline:
         self._teardown = ExitStack()
         self._tell_failure: Callable[[BaseException], None] = _tell_nobody
         try:
-            if join():
+            if join(limit):
                 self._teardown.callback(leave, [dist.group.WORLD])
             self._watchdog = Watchdog(limit)
             self._teardown.callback(self._watchdog.close)
@@ -106,7 +108,7 @@ class Pipeline:
             self._teardown.callback(self._end_checkpoints)
             with self._watchdog.watching("the other ranks to make their pipelines", PATIENT):
                 refuse_differences(plan, stages, shared, mesh)
-                self.mesh, self._processes = mesh, Processes(mesh)
+                self.mesh, self._processes = mesh, Processes(mesh, limit)
                 # The last references: closes connections, which tells the peers.
                 self._teardown.callback(lambda: leave(self._processes.close()))
                 self._watchdog.names = self._processes.names
@@ -296,7 +298,7 @@ class Pipeline:
         self._close(getattr(sys, "last_value", None))
 
     def _close(self, error: BaseException | None) -> None:
-        if self._closed:
+        if self._closed or os.getpid() != self._process:  # a forked process has neither its threads nor its peers
             return
         try:
             self._end(error)

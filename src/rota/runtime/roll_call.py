@@ -125,11 +125,13 @@ class RollCall:
         """The answers so far."""
         for process in range(self._size):
             if process not in self._answers and (text := self._got(_answer(process))) is not None:
-                self._answers[process] = Standing.from_text(text)
+                standing = Standing.from_text(text)
+                if standing is not None:
+                    self._answers[process] = standing
         return self._answers
 
     def _got(self, key: str) -> str | None:
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        return self._store.get(key).decode(errors="replace") if self._store.check([key]) else None
 
 
 _CALLED, _REPORT, _TOLD = "rota/hang", "rota/hang report", "rota/hang told"

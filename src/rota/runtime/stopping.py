@@ -1,7 +1,7 @@
 """SIGTERM and SIGUSR1 ask a training to end: noted at once, agreed on at the end of a step, acted on by the script.
 
 one rank:  signal ──▶ noted ─┐
-launcher:  signal ──▶ file ──┴─▶ in the all-reduce of the losses ──▶ `pipeline.should_stop` on all ranks
+launcher:  signal ──▶ told ──┴─▶ in the all-reduce of the losses ──▶ `pipeline.should_stop` on all ranks
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, TypeAlias, final
 
-from rota.runtime import handover
+from rota.runtime.launching import control
 
 Handler: TypeAlias = Callable[[int, FrameType | None], Any] | int | None
 
@@ -44,14 +44,14 @@ class StopRequests:
             return
         self._listens = True
         if self._is_first:
-            handover.leave_stops()
+            control.tell("listens")
         if threading.current_thread() is threading.main_thread():
             self._process = os.getpid()
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
 
     def asked(self) -> bool:
         """Whether anybody has asked this rank, or the launcher, which asks the first rank alone."""
-        return self._asked is not None or (self._listens and self._is_first and handover.stop_is_asked())
+        return self._asked is not None or (self._listens and self._is_first and control.stop_is_asked())
 
     def close(self, failed: bool = False) -> None:
         """Let signals do what they did before; after a failure at once, if one came that no step's end has seen."""

@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from rota.errors import LostRankError, PipelineError
 from rota.plan import Plan
-from rota.runtime.handover import is_launched
-from rota.runtime.hang_report import Standing, alone
+from rota.runtime.handover import given_limit_s
+from rota.runtime.hang_report import Standing, alone, printable, reason_of
+from rota.runtime.launching import control
 from rota.runtime.roll_call import RollCall
 from rota.runtime.whereabouts import Doing, frames_of, is_in_a_collective, place
 from rota.simulation import simulate
@@ -33,13 +34,22 @@ _LEAST_S, _NUM_STEPS = 60.0, 20
 Describe = Callable[[list[FrameType]], Doing]
 
 
-def limit_s(timeout_s: float | None, plan: Plan) -> float:
-    """How long a rank may stand still: as given, else 20 simulated steps and a minute at least.
+def limit_s(timeout_s: float | None, plan: Plan | None = None) -> float:
+    """How long a rank may make no progress, in seconds.
 
-    Raises PipelineError unless it is above 0; inf is no limit.
+    Args:
+        timeout_s: what the script gives; inf is no limit. None: what `rota run --timeout` was given, else 20 simulated
+            steps, and a minute at least.
+        plan: whose steps; None where there is none yet.
+
+    Raises:
+        PipelineError: `timeout_s` is not above 0.
     """
     if timeout_s is None:
-        return max(_LEAST_S, _NUM_STEPS * simulate(plan).makespan_us / 1e6)
+        timeout_s = given_limit_s()
+    if timeout_s is None:
+        step_us = simulate(plan).makespan_us if plan is not None else 0
+        return max(_LEAST_S, _NUM_STEPS * step_us / 1e6)
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
         raise PipelineError(
             f"timeout_s={timeout_s!r}; give seconds above 0, math.inf for no limit, or None for {_NUM_STEPS} times the "
@@ -68,6 +78,7 @@ class Watchdog:
         self._silent = ""  # why the store was given up: who holds it is stopped, or gone for good
         self._ends = threading.Event()  # the process is about to be ended
         self._stop = threading.Event()
+        control.tell("opens")
         self._roll_call = RollCall()
         self._thread = threading.Thread(target=self._watch, name="rota-watchdog", daemon=True)
         _open.append(self)
@@ -117,11 +128,15 @@ class Watchdog:
         """Tell the others what ends this rank; they end too, within seconds, wherever they wait for it."""
         told = str(error)
         words = f"{type(error).__name__}: {told}" if told else type(error).__name__
-        if not isinstance(error, LostRankError):
-            with suppress(RuntimeError):
-                self._roll_call.tell_failure(f"{self.name}: {words}")
+        if isinstance(error, LostRankError):
+            control.tell("lost")
+            return
+        control.tell("fails", words)
+        with suppress(RuntimeError):
+            self._roll_call.tell_failure(f"{self.name}: {words}")
 
     def close(self) -> None:
+        control.tell("closes")
         self._stop.set()
         self._thread.join(timeout=5)
         self._roll_call.close()
@@ -194,8 +209,10 @@ class Watchdog:
             why = f"their store does not answer: {str(error).splitlines()[0]}"
             _show(alone(self.name, standing, self._limit_s, why))
             return
-        if is_mine or not is_launched():
+        if is_mine or not control.is_connected():
             _show(text)
+        if is_mine:
+            control.tell("hangs", reason_of(text))  # the supervisor may kill this process from now on
         with suppress(RuntimeError):
             self._roll_call.leave_together()
 
@@ -204,6 +221,7 @@ class Watchdog:
             standing, failure = self._standing(), ""
             with suppress(RuntimeError):
                 failure = self._roll_call.failure() or ""
+            control.tell("lost")
             _show(f"rota: {self.name} {standing.words}, and was ended, because another one failed: {failure}")
         finally:
             os._exit(EXIT_CODE)
@@ -219,5 +237,5 @@ def _in_a_collective(doing: str, frames: list[FrameType]) -> Doing:
 
 
 def _show(text: str) -> None:
-    """In one piece, and whoever holds the lock of sys.stderr."""
-    os.write(2, f"{text}\n".encode())
+    """In one piece, and whoever holds the lock of sys.stderr; some of it may come from another process's store."""
+    os.write(2, f"{printable(text)}\n".encode())

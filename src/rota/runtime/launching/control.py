@@ -1,0 +1,136 @@
+"""What a rank and its supervisor tell each other: JSON over a pair of sockets that only these two processes hold.
+
+rank ──▶ supervisor     "joins"    it begins to wait for all ranks to join
+                        "opens"    it begins to make a pipeline
+                        "closes"   it has closed a pipeline
+                        "fails"    its own error ends it; the words say which
+                        "lost"     it ends because another rank is gone
+                        "hangs"    all ranks end because nothing goes on; the words say why
+                        "listens"  the script looks at `should_stop`
+                        "saves"    the checkpoint of a step is whole
+supervisor ──▶ rank     b"stop"    end after the step that is running
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from contextlib import suppress
+from typing import NamedTuple, final
+
+_CONTROL = "ROTA_CONTROL"  # an environment variable: the socket's number and the supervisor's process id
+_MOST_BYTES, _MOST_CHARACTERS = 65536, 4000
+EVENTS = ("joins", "opens", "closes", "fails", "lost", "hangs", "listens", "saves")
+STOP = b"stop"
+
+
+class Message(NamedTuple):
+    """What a rank tells: one of `EVENTS`; `words` of "fails" and "hangs", `step` of "saves"."""
+
+    event: str
+    words: str = ""
+    step: int = 0
+
+    def to_bytes(self) -> bytes:
+        return json.dumps({"event": self.event, "words": self.words[:_MOST_CHARACTERS], "step": self.step}).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Message | None:
+        """None where `data` is no message of ours."""
+        try:
+            fields = json.loads(data)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(fields, dict) or fields.keys() != {"event", "words", "step"}:
+            return None
+        event, words, step = fields["event"], fields["words"], fields["step"]
+        if event not in EVENTS or not isinstance(words, str) or type(step) is not int:
+            return None
+        return cls(event, words, step)
+
+
+# --- the supervisor's side --------------------------------------------------------------------------------------------
+
+
+def made_pair() -> tuple[socket.socket, socket.socket, dict[str, str]]:
+    """The supervisor's socket, the rank's, and the environment by which the rank finds its own."""
+    # Each packet is one message: a rank that is killed while it tells leaves no half of one.
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return ours, theirs, {_CONTROL: f"{theirs.fileno()} {os.getpid()}"}
+
+
+def heard(ours: socket.socket) -> tuple[list[Message], bool]:
+    """The messages that have come, and whether more can come."""
+    messages: list[Message] = []
+    while True:
+        try:
+            data = ours.recv(_MOST_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return messages, True
+        except OSError:
+            data = b""
+        if not data:
+            return messages, False
+        if (message := Message.from_bytes(data)) is not None:
+            messages.append(message)
+
+
+# --- the rank's side --------------------------------------------------------------------------------------------------
+
+
+@final
+class _Line:
+    """This process's line to its supervisor."""
+
+    def __init__(self, theirs: socket.socket) -> None:
+        self._socket, self._process = theirs, os.getpid()
+        self._stop = False
+
+    @property
+    def is_ours(self) -> bool:
+        """A forked process has the socket, too, but is no rank."""
+        return os.getpid() == self._process
+
+    def tell(self, message: Message) -> None:
+        with suppress(OSError):  # a supervisor that is gone ends this rank, one that is stopped must not stop it
+            self._socket.send(message.to_bytes(), socket.MSG_DONTWAIT)
+
+    def stop_is_asked(self) -> bool:
+        if not self._stop:
+            with suppress(OSError):
+                self._stop = self._socket.recv(_MOST_BYTES, socket.MSG_DONTWAIT) == STOP
+        return self._stop
+
+
+_line: _Line | None = None
+
+
+def connect() -> int | None:
+    """Take the line that the supervisor has left, so that no child process does; returns the supervisor's process id.
+
+    None where no supervisor has started this process.
+    """
+    global _line
+    if (given := os.environ.pop(_CONTROL, None)) is None:
+        return None
+    number, supervisor = map(int, given.split())
+    os.set_inheritable(number, False)
+    _line = _Line(socket.socket(fileno=number))
+    return supervisor
+
+
+def is_connected() -> bool:
+    """Whether a supervisor has started this process, and shows what all ranks of this machine write."""
+    return _line is not None and _line.is_ours
+
+
+def tell(event: str, words: str = "", step: int = 0) -> None:
+    """Tell the supervisor, if there is one."""
+    if _line is not None and _line.is_ours:
+        _line.tell(Message(event, words, step))
+
+
+def stop_is_asked() -> bool:
+    """Whether the supervisor has asked this rank to end after the step that is running."""
+    return _line is not None and _line.is_ours and _line.stop_is_asked()

@@ -1,0 +1,289 @@
+"""Starts the processes of a run, watches them, tells which one was the first to fail, and ends them all.
+
+supervisor ──▶ rank 0, rank 1, …   each leads a session of its own, so that what it forks can be ended with it
+    a process ends: its pidfd can be read; it is reaped only after its process group was killed, so that no
+    other group can have its number by then
+    a process tells something: see `control`
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import final
+
+from rota.errors import PipelineError
+from rota.runtime.launching import control
+from rota.runtime.launching.control import Message
+from rota.runtime.launching.folder import Folder
+from rota.runtime.launching.requests import Requests
+
+_FIRST_FAILURE_S = 2.0  # for the rank with the first error to write it and end, after one that has lost it
+_TERM_S = 5.0  # for handlers of SIGTERM that the script has set
+
+
+class RankFailed(Exception):
+    """What the first rank that failed did, or why all hang, in words."""
+
+    def __init__(self, words: str, is_hang: bool = False) -> None:
+        super().__init__(words)
+        self._is_hang = is_hang
+
+    def to_text(self, after: str) -> str:
+        """The whole line; `after`: how many restarts."""
+        if self._is_hang:
+            return f"{self}{after}, and all ranks were ended; see above for where each of them was"
+        return f"{self}{after}, and the others were ended; see above for what it wrote"
+
+
+@final
+class EndedBySignal(PipelineError):
+    """All ranks were ended by a signal to the launcher, without a checkpoint."""
+
+    def __init__(self, number: signal.Signals, why: str) -> None:
+        super().__init__(f"ended by {number.name}, and all ranks with it{why}")
+        self.number = number
+
+
+@final
+class Ranks:
+    """One start of all ranks. To be entered; whatever of them is left is killed at its end."""
+
+    def __init__(self, folder: Folder, requests: Requests) -> None:
+        self._folder, self._requests = folder, requests
+        self._ranks: list[_Rank] = []
+        self._running = 0
+        self._suspects: list[_Rank] = []  # with a failure of their own, the first one first
+        self._lost: list[_Rank] = []  # ended for the failure of another one
+        self._hang: str | None = None
+        self._deadline_s: float | None = None
+        #: The newest step whose checkpoint is whole, of this start; and whether any rank made a pipeline.
+        self.saved_step = -1
+        self.has_pipeline = False
+
+    def __enter__(self) -> Ranks:
+        with ExitStack() as stack:
+            self._selector = stack.enter_context(selectors.DefaultSelector())
+            self._selector.register(self._requests, selectors.EVENT_READ)
+            stack.callback(self._end)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def start(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
+        """Start Python with the arguments `command` in one process per environment.
+
+        Raises:
+            PipelineError: the machine refuses to start one more process.
+        """
+        for number, environment in enumerate(environments):
+            try:
+                rank = _Rank(number, command, environment)
+            except OSError as error:
+                raise PipelineError(
+                    f"process {number} of {len(environments)} cannot be started: {error.strerror}; start fewer, or "
+                    f"raise the limit (ulimit -n, -u)"
+                ) from None
+            self._ranks.append(rank)
+            self._running += 1
+            for source in (rank.end, rank.line):
+                self._selector.register(source, selectors.EVENT_READ, rank)
+        self._folder.guard([rank.process.pid for rank in self._ranks])
+
+    def wait(self) -> None:
+        """Until all ranks have ended well.
+
+        Raises:
+            RankFailed: one of them failed; the others are to be ended.
+            EndedBySignal, KeyboardInterrupt: a signal to this process ends them; they have been told.
+        """
+        while True:
+            self._look()
+            for number in self._requests.taken():
+                self._heed(number)
+            try:
+                self._judge()
+            except RankFailed:
+                for rank in self._ranks:
+                    self._hear(rank)  # a checkpoint may be whole of which it has not heard yet
+                raise
+            if not self._running:
+                return
+
+    # --- what comes in --------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Wait for what comes next, and note it."""
+        timeout_s = None if self._deadline_s is None else max(self._deadline_s - time.monotonic(), 0)
+        ready = [(key.data, key.fileobj) for key, _ in self._selector.select(timeout_s) if key.data is not None]
+        for rank, source in ready:
+            if source is rank.line:
+                self._hear(rank)
+        ended = [rank for rank, source in ready if source == rank.end]
+        # Of those that ended at the same moment, one that was killed did not do it for the others.
+        for rank in sorted(ended, key=lambda rank: rank.exit_code() > 0):
+            self._note_end(rank)
+
+    def _hear(self, rank: _Rank) -> None:
+        messages, is_open = control.heard(rank.line)
+        if not is_open and rank.line in self._selector.get_map():
+            self._selector.unregister(rank.line)
+        for message in messages:
+            self._note(rank, message)
+
+    def _note(self, rank: _Rank, message: Message) -> None:
+        rank.told[message.event] += 1
+        match message.event:
+            case "opens":
+                self.has_pipeline = True
+                if rank in self._suspects:  # its script goes on after the error
+                    self._suspects.remove(rank)
+            case "fails":
+                rank.failure = rank.failure or message.words
+                self._suspect(rank)
+            case "hangs":
+                self._hang = message.words
+            case "listens":
+                self._requests.listens = True
+            case "saves":
+                self.saved_step = max(self.saved_step, message.step)
+
+    def _note_end(self, rank: _Rank) -> None:
+        self._hear(rank)  # what it told before
+        self._selector.unregister(rank.end)
+        self._running -= 1
+        rank.code = rank.exit_code()
+        if rank.code and rank.told["lost"]:
+            self._lost.append(rank)
+        elif rank.code or rank.has_open_pipeline:
+            self._suspect(rank)
+
+    def _suspect(self, rank: _Rank) -> None:
+        if rank not in self._suspects:
+            self._suspects.append(rank)
+
+    # --- what it means --------------------------------------------------------------------------------------------
+
+    def _judge(self) -> None:
+        """Raise RankFailed if a rank has failed, and it is clear which one was the first."""
+        if self._hang is not None:
+            raise RankFailed(f"the run hung ({self._hang})", is_hang=True)
+        for event, what in (("joins", "joined the others"), ("opens", "made the pipeline that the others make")):
+            most = max(rank.told[event] for rank in self._ranks)
+            for rank in self._ranks:
+                if rank.code == 0 and rank.told[event] < most:
+                    raise RankFailed(f"rank {rank.number} ended with exit code 0 before it {what}")
+        if not any(rank.code for rank in self._ranks):
+            return
+        first = (self._suspects + self._lost)[0]
+        if first in self._lost or first.code is None:  # another one may be to blame, or has not written its error yet
+            if self._deadline_s is None:
+                self._deadline_s = time.monotonic() + _FIRST_FAILURE_S
+            if self._running and time.monotonic() < self._deadline_s:
+                return
+        raise RankFailed(first.words())
+
+    def _heed(self, number: signal.Signals) -> None:
+        """A signal to this process: pass it on where the script ends by itself when asked to, else end all."""
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked, may_ask = self._requests.asked, number in (signal.SIGTERM, signal.SIGUSR1)
+        if may_ask and asked is None and self._requests.listens:
+            self._requests.asked = number
+            with suppress(OSError):  # it has ended
+                self._ranks[0].line.send(control.STOP, socket.MSG_DONTWAIT)
+            return
+        why = ""
+        if may_ask:
+            why = ": a second one" if asked else ": the script has not looked at pipeline.should_stop"
+        if asked is None:  # else they would wait for the end of a step
+            self._terminate()
+        raise EndedBySignal(number, why)
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def _terminate(self) -> None:
+        """SIGTERM to all, and time for their handlers, until another request comes."""
+        for rank in self._ranks:
+            if rank.code is None:
+                signal.pidfd_send_signal(rank.end, signal.SIGTERM)
+        self._deadline_s = time.monotonic() + _TERM_S
+        while self._running and time.monotonic() < self._deadline_s and not self._requests.taken():
+            self._look()
+
+    def _end(self) -> None:
+        """Kill what is left of all ranks, and of what they have forked."""
+        for rank in self._ranks:
+            rank.kill()
+        for rank in self._ranks:
+            rank.process.wait()
+        self._folder.guard([])
+        for rank in self._ranks:
+            rank.close()
+
+
+@final
+class _Rank:
+    """One process, what it has told, and how it ended."""
+
+    def __init__(self, number: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.number = number
+        with ExitStack() as stack:
+            self.line, theirs, line_environment = control.made_pair()
+            stack.callback(self.line.close)
+            with theirs:
+                self.process = subprocess.Popen(
+                    [sys.executable, *command],
+                    env={**environment, **line_environment},
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+            stack.callback(self.process.wait)
+            stack.callback(self.process.kill)
+            self.end = os.pidfd_open(self.process.pid)
+            stack.pop_all()
+        self.told: Counter[str] = Counter()
+        self.failure = ""
+        self.code: int | None = None
+
+    @property
+    def has_open_pipeline(self) -> bool:
+        return self.told["opens"] > self.told["closes"]
+
+    def exit_code(self) -> int:
+        """As `subprocess` has it, of a process that has ended; leaves it there."""
+        status = os.waitid(os.P_PIDFD, self.end, os.WEXITED | os.WNOWAIT)
+        assert status is not None
+        return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+    def words(self) -> str:
+        if self.code is None:
+            return f"rank {self.number} failed ({self.failure})"
+        if self.code == 0:
+            return f"rank {self.number} ended with exit code 0 in the middle of its pipeline"
+        return f"rank {self.number} ended with {_code_text(self.code)}"
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        os.close(self.end)
+        self.line.close()
+
+
+def _code_text(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    number = -exit_code
+    return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"

@@ -1,0 +1,54 @@
+"""Signals to the launcher, which its loop reads like any other input."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from contextlib import suppress
+from types import FrameType
+from typing import Any, final
+
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+
+
+@final
+class Requests:
+    """While it is entered on the main thread, where Python lets handlers be set. Elsewhere no signal comes here."""
+
+    def __init__(self) -> None:
+        #: By what the ranks were asked to end after their step.
+        self.asked: signal.Signals | None = None
+        #: Whether the script ends by itself when asked to; once it has looked, it will again after a restart.
+        self.listens = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Requests:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+        if threading.current_thread() is threading.main_thread():
+            heeded = [number for number in _HANDLED if signal.getsignal(number) is not signal.SIG_IGN]  # not with nohup
+            self._before = {number: signal.signal(number, self._note) for number in heeded}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self._read)
+        os.close(self._write)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        with suppress(BlockingIOError):  # thousands are waiting already
+            os.write(self._write, bytes([number]))
+
+    def fileno(self) -> int:
+        """Can be read when there is a request."""
+        return self._read
+
+    def taken(self) -> list[signal.Signals]:
+        """The requests that have come since the last call."""
+        try:
+            return [*map(signal.Signals, os.read(self._read, 1024))]
+        except BlockingIOError:
+            return []

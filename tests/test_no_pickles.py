@@ -1,0 +1,47 @@
+"""What starts, joins and measures processes reads no pickle: not from a file, a socket, or another process."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import rota
+
+PACKAGE = Path(rota.__file__).parent
+ROOMS = ("runtime/launching", "profiling", "planning")
+FILES = [
+    *(path for room in ROOMS for path in sorted((PACKAGE / room).rglob("*.py"))),
+    *(
+        PACKAGE / "runtime" / f"{name}.py"
+        for name in ("launch", "worker", "handover", "joining", "roll_call", "watchdog")
+    ),
+]
+#: Of modules, and of functions that unpickle what another process sends. `spawn` reads a pickle from a temporary file.
+READ_PICKLES = {"pickle", "marshal", "shelve", "spawn", "torch.multiprocessing.spawn", "multiprocessing.managers"}
+READ_PICKLES |= {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}
+READ_PICKLES |= {"send_object_list", "recv_object_list"}
+
+
+def names_in(tree: ast.AST) -> set[str]:
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.name for alias in node.names}
+            if isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Name):
+            found.add(node.id)
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_pickle_is_read(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert not names_in(tree) & READ_PICKLES
+    # A pipe's or queue's own `recv` and `send` are pickles; those of `torch.distributed` and of sockets take arguments.
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    assert not [call.lineno for call in calls if call.func.attr == "recv" and not call.args]  # type: ignore[attr-defined]
