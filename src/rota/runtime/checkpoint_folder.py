@@ -34,9 +34,16 @@ def readable_ones(folder: Path) -> tuple[list[Saved], list[tuple[Path, FormatErr
 
 
 def whole_paths(folder: Path) -> list[Path]:
-    """Where whole checkpoints are, by step, and unread; a folder that is not there has none. Raises FormatError."""
+    """Where whole checkpoints are, by step, and unread; a folder that is not there has none. Raises FormatError.
+
+    One that Rota made and that has lost its manifest is among them, to be told.
+    """
     found = [(int(match[1]), folder / name) for name in _names_in(folder) if (match := _WHOLE.fullmatch(name))]
-    return [path for _, path in sorted(found) if is_checkpoint(path)]
+    return [path for _, path in sorted(found) if _was_whole(path)]
+
+
+def _was_whole(path: Path) -> bool:
+    return is_checkpoint(path) or os.path.lexists(path / MARKER)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -47,7 +54,7 @@ def is_checkpoint(path: Path) -> bool:
 def unfinished_ones(folder: Path) -> list[Path]:
     """What is not whole: a save that was cut off or is still going on, a copy that was cut off. Raises FormatError."""
     paths = [folder / name for name in sorted(_names_in(folder)) if name.startswith("step-")]
-    return [path for path in paths if not (_WHOLE.fullmatch(path.name) and is_checkpoint(path))]
+    return [path for path in paths if not (_WHOLE.fullmatch(path.name) and _was_whole(path))]
 
 
 def _names_in(folder: Path) -> list[str]:

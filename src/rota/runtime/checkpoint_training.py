@@ -8,7 +8,7 @@ import json
 import random
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,12 +168,18 @@ _LENGTH = 624  # words of a Mersenne Twister, which all three are
 
 
 def _random_to_json(state: Mapping[str, Any]) -> dict[str, Any]:
-    version, words, gauss = state["python"]
-    return {
+    version, (*words, position), gauss = state["python"]
+    written: dict[str, Any] = {
         "torch": base64.b64encode(state["torch"].numpy().tobytes()).decode(),
-        "python": [version, [*words], to_json(gauss, "Python's random state")],
-        "numpy": None if state["numpy"] is None else to_json([*state["numpy"]], "NumPy's random state"),
+        "python": [version, _words_to_json(words), position, to_json(gauss, "Python's random state")],
+        "numpy": None,
     }
+    if state["numpy"] is not None:
+        kind, words, *rest = state["numpy"]
+        if kind != "MT19937":
+            raise PipelineError(f"NumPy draws by {kind}, and checkpoints keep the state of MT19937 alone")
+        written["numpy"] = [kind, _words_to_json(words), *(to_json(value, "NumPy's random state") for value in rest)]
+    return written
 
 
 def _random_from_json(field: Field) -> dict[str, Any]:
@@ -187,23 +193,25 @@ def _random_from_json(field: Field) -> dict[str, Any]:
 
 
 def _torch_state(field: Field) -> torch.Tensor:
+    generator = torch.Generator()
     try:
         data = bytearray(base64.b64decode(field.text(), validate=True))
         state = torch.frombuffer(data, dtype=torch.uint8)
-        _accepted(field, lambda: torch.Generator().set_state(state))
+        _accepted(field, lambda: generator.set_state(state))
         # PyTorch does not compare how many words are left with which is the next, and would read beyond the last.
         left, _, following = struct.unpack_from("iiQ", data, 8)
     except (binascii.Error, ValueError, struct.error):
         raise field.wrong("a random state of PyTorch's, in base64") from None
-    if left + following > _LENGTH + 1:
-        raise field.wrong("a random state of PyTorch's with as many words left as there are")
+    if left + following > _LENGTH + 1 or not torch.equal(generator.get_state(), state):
+        raise field.wrong("a random state as PyTorch gives it")
     return state
 
 
 def _python_state(field: Field) -> tuple[Any, ...]:
-    if len(parts := [*field]) != 3:
-        raise field.wrong("a version, words and None or a float")
-    state = (parts[0].integer(0), parts[1].integers(0, 2**32 - 1), _float_or_none(parts[2]))
+    if len(parts := [*field]) != 4:
+        raise field.wrong("a version, words, a position and None or a float")
+    words, position = _words(parts[1]), parts[2].integer(0, _LENGTH)
+    state = (parts[0].integer(0), (*words, position), _float_or_none(parts[3]))
     _accepted(field, lambda: random.Random().setstate(state))
     return state
 
@@ -211,11 +219,21 @@ def _python_state(field: Field) -> tuple[Any, ...]:
 def _numpy_state(field: Field) -> tuple[Any, ...]:
     if len(parts := [*field]) != 5 or parts[0].value != "MT19937":
         raise field.wrong("a state of MT19937")
-    words, position = parts[1].integers(0, 2**32 - 1), parts[2].integer(0, _LENGTH)  # NumPy does not check it
-    cached = _float_or_none(parts[4])
-    if len(words) != _LENGTH or cached is None:
-        raise field.wrong(f"{_LENGTH} words and a float")
+    words, position = _words(parts[1]), parts[2].integer(0, _LENGTH)  # NumPy would take any position
+    if (cached := _float_or_none(parts[4])) is None:
+        raise parts[4].wrong("a float")
     return "MT19937", [*words], position, parts[3].integer(0, 1), cached
+
+
+def _words_to_json(words: Sequence[int]) -> str:
+    return base64.b64encode(struct.pack(f"<{len(words)}I", *words)).decode()
+
+
+def _words(field: Field) -> tuple[int, ...]:
+    try:
+        return struct.unpack(f"<{_LENGTH}I", base64.b64decode(field.text(), validate=True))
+    except (binascii.Error, ValueError, struct.error):
+        raise field.wrong(f"{_LENGTH} words of 4 bytes, in base64") from None
 
 
 def _float_or_none(field: Field) -> float | None:
