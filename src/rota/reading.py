@@ -69,6 +69,11 @@ def read_bytes(read: Callable[[int], bytes], most: int) -> bytearray:
     return data
 
 
+def printable(text: str) -> str:
+    """The text in one line; characters that could move a terminal's cursor or hide others are written as \\x1b."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 def short(value: object) -> str:
     """A value in one line of at most 60 printable characters, for errors."""
     try:

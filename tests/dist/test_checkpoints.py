@@ -14,20 +14,21 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint import FileSystemWriter
 
 from dist.checkpoint_runs import TWO, Training, refusal, serial_losses, stored
 from dist.fresh import run_fresh
 from dist.networks import batch_of, loss_fn
 from dist.pool import Pool
 from rota import Checkpoints, Cluster, Costs, Pipeline, Stages, interleaved
-from rota.runtime import checkpoint_files
-from rota.runtime.checkpoint_files import whole_ones
+from rota.runtime import checkpoint_folder, checkpoints
+from rota.runtime.checkpoint_folder import whole_paths
+from rota.runtime.checkpoint_lock import LOCK
 from rota.schedules import interleaved_one_f_one_b
 
 
 def names_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    """The lock apart."""
+    return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
 
 
 # --- in the background ------------------------------------------------------------------------------------------------
@@ -35,23 +36,23 @@ def names_in(folder: Path) -> list[str]:
 
 def save_in_the_background(rank: int, folder: Path) -> tuple[list[str], list[str], list[float]]:
     training, wait = Training(TWO), threading.Event()
-    begin = checkpoint_files.begin
+    begin = checkpoint_folder.begin
     with training.pipeline, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_files, "begin", lambda *args: wait.wait(50) and begin(*args))
-        checkpoints = training.checkpoints(folder, asynchronous=True)
+        patch.setattr(checkpoint_folder, "begin", lambda *args: wait.wait(50) and begin(*args))
+        background = training.checkpoints(folder, asynchronous=True)
         training.steps(range(2))
         data = {"rows": [0, 1]}
-        checkpoints.save(2, data=data)
+        background.save(2, data=data)
         data["rows"].append(2)
         expected = training.steps(range(2, 5))  # while the thread waits, and after what it is to write
         before = names_in(folder)
         torch.distributed.barrier()
         wait.set()
-        checkpoints.wait()
+        background.wait()
         after = names_in(folder)
-        assert checkpoints.load().extra == {"data": {"rows": [0, 1]}}
+        assert background.load().extra == {"data": {"rows": [0, 1]}}
         assert training.steps(range(2, 5)) == expected
-        checkpoints.save(5)
+        background.save(5)
     return before, after, expected
 
 
@@ -81,38 +82,38 @@ class DiskFull:
 
 def fail_to_save(rank: int, folder: Path) -> list[tuple[str, list[str], int]]:
     places = [
-        (1, FileSystemWriter, "write_data", 0),
-        (0, FileSystemWriter, "finish", 0),
-        (1, checkpoint_files.File, "of", 0),
-        (0, checkpoint_files, "write_synced", 0),
-        (0, checkpoint_files, "write_synced", 2),
-        (0, checkpoint_files, "publish", 0),
+        (0, checkpoint_folder, "begin", 0),
+        (1, checkpoints, "Layout", 0),
+        (1, checkpoints, "write_chunks", 0),
+        (0, checkpoint_folder, "write_synced", 0),
+        (0, checkpoint_folder, "write_synced", 3),
+        (0, checkpoint_folder, "publish", 0),
     ]
     told = []
     for asynchronous in (False, True):
         training = Training(TWO)
         with training.pipeline:
-            checkpoints = training.checkpoints(folder / str(asynchronous), asynchronous=asynchronous)
-            checkpoints.save(1)
+            saver = training.checkpoints(folder / str(asynchronous), asynchronous=asynchronous)
+            saver.save(1)
             for on, owner, name, num_good in places:
-                checkpoints.wait()
+                saver.wait()
                 with pytest.MonkeyPatch.context() as patch:
                     if rank == on:
                         full = DiskFull(getattr(owner, name), num_good)
                         # A plain function, so that it becomes a method where it has to.
                         patch.setattr(owner, name, lambda *args, _full=full, **options: _full(*args, **options))
-                    words = refusal(lambda c=checkpoints: (c.save(2), c.wait()))
-                told.append((words, [saved.path.name for saved in whole_ones(folder / str(asynchronous))]))
-                assert checkpoints.load().step == 1
-            checkpoints.save(2)
-            checkpoints.wait()
-            assert checkpoints.load().step == 2
+                    words = refusal(lambda c=saver: (c.save(2), c.wait()))
+                told.append((words, [path.name for path in whole_paths(folder / str(asynchronous))]))
+                assert saver.load().step == 1
+            saver.save(2)
+            saver.wait()
+            assert saver.load().step == 2
     return told
 
 
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_what_was_there(pool: Pool, tmp_path: Path) -> None:
     for told in pool.run(2, fail_to_save, tmp_path):
-        for on, (words, whole) in zip((1, 0, 1, 0, 0, 0) * 2, told, strict=True):
+        for on, (words, whole) in zip((0, 1, 1, 0, 0, 0) * 2, told, strict=True):
             assert words.startswith("checkpoint: ")
             assert f"process {on}: OSError: [Errno 28] No space left on device" in words
             assert whole == ["step-1"]
@@ -122,11 +123,11 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_what_was_there(po
 
 def end_in_the_middle(rank: int, folder: Path) -> None:
     training = Training(TWO)
-    checkpoints = training.checkpoints(folder)
-    checkpoints.save(1)
+    saver = training.checkpoints(folder)
+    saver.save(1)
     if rank == 1:
-        FileSystemWriter.write_data = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
-    checkpoints.save(2)
+        checkpoints.write_chunks = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+    saver.save(2)
 
 
 def load_newest(rank: int, folder: Path) -> tuple[int, list[float]]:
@@ -151,18 +152,18 @@ def test_a_save_that_was_killed_is_not_picked_up_and_is_cleared_away(pool: Pool,
 def keep_two(rank: int, folder: Path) -> list[Any]:
     training = Training(TWO)
     with training.pipeline:
-        checkpoints = training.checkpoints(folder, keep=2)
-        assert checkpoints.load() is None
-        told: list[Any] = [refusal(lambda: checkpoints.load(7))]
+        saver = training.checkpoints(folder, keep=2)
+        assert saver.load() is None
+        told: list[Any] = [refusal(lambda: saver.load(7))]
         for step in (1, 2, 3):
             training.steps(range(step, step + 1))
-            checkpoints.save(step)
+            saver.save(step)
         told.append(names_in(folder) if rank == 0 else None)
-        told.append(refusal(lambda: checkpoints.load(1)))
-        checkpoints.load(2)
-        checkpoints.save(2, again=True)  # what came after belongs to another future now
-        told.append((checkpoints.load().step, checkpoints.load().extra))
-        checkpoints.save(1)
+        told.append(refusal(lambda: saver.load(1)))
+        saver.load(2)
+        saver.save(2, again=True)  # what came after belongs to another future now
+        told.append((saver.load().step, saver.load().extra))
+        saver.save(1)
         return told
 
 

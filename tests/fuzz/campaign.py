@@ -1,4 +1,4 @@
-"""`make fuzz`: a hundred thousand wrong plans, and thirty thousand other files, over all processors.
+"""`make fuzz`: a hundred thousand wrong plans, 28,000 other files and 130,000 wrong checkpoints, over all processors.
 
 python -m fuzz [--targets plans csv …] [--cases N] [--seed S] [--case K]
 
@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from fuzz.cases import TARGETS, failure, mutant
+from fuzz.cases import CHECKPOINTS, NAMES, NUM_FOLDERS, TARGETS, failure, keep
 
 _CHUNK = 250
 _MORE_BYTES = 1024**3  # that a worker may take beyond what it begins with
@@ -66,16 +66,19 @@ def _fuzz(target: str, seed: int, num_cases: int, pool: ProcessPoolExecutor) -> 
 
 def _keep(target: str, seed: int, number: int, told: str) -> None:
     _FAILURES.mkdir(exist_ok=True)
-    path = _FAILURES / f"{seed}-{number}-{TARGETS[target].name}"
-    path.write_bytes(mutant(target, seed, number))
+    path = keep(target, seed, number, _FAILURES)
     again = f"python -m fuzz --targets {target} --seed {seed} --case {number}"
-    print(f"\n{told}\nThe file is {path}; again by: {again}\n", flush=True)
+    print(f"\n{told}\nIt is {path}; again by: {again}\n", flush=True)
+
+
+def _num_cases(target: str) -> int:
+    return NUM_FOLDERS if target == CHECKPOINTS else TARGETS[target].num_cases
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
-    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=[*TARGETS])
-    parser.add_argument("--cases", type=int, help="of each target (default: 130,000 in all)")
+    parser.add_argument("--targets", nargs="+", choices=NAMES, default=[*NAMES])
+    parser.add_argument("--cases", type=int, help="of each target (default: 258,000 in all)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--case", type=int, help="this one alone, of each target")
     given = parser.parse_args()
@@ -86,5 +89,5 @@ def main() -> int:
         return int(any(told for _, told in ends))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=context, initializer=_limit_memory) as pool:
-        bad = [_fuzz(name, given.seed, given.cases or TARGETS[name].num_cases, pool) for name in given.targets]
+        bad = [_fuzz(name, given.seed, given.cases or _num_cases(name), pool) for name in given.targets]
     return int(any(bad))

@@ -1,4 +1,7 @@
-"""Cases: the k-th mutant of a target is the same on every machine, and can be made again from its seed and number."""
+"""Cases: the k-th mutant of a target is the same on every machine, and can be made again from its seed and number.
+
+A target is a type of file, or the folder of a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from random import Random
 from types import FrameType
 from typing import Any
 
-from fuzz import seeds, verdicts
+from fuzz import checkpoints, seeds, verdicts
 from fuzz.mutating import byte_mutants, csv_mutants, json_mutants, piece_mutants, text_mutants
 from rota import Cluster, Plan, RotaError, Timeline, reading
 from rota.cli import files
@@ -22,7 +25,6 @@ from rota.compat.tessel.schedule.schedplan import SchedPlan
 from rota.interop import ImportedTrace, cuts, deepspeed, import_traces, megatron, torchtitan
 from rota.layers import LayerCosts
 from rota.profiles import Profile
-from rota.runtime.checkpoint_files import read_saved
 
 _HANG_S = 20.0  # of a processor's time; the slowest good case takes well below a second
 _MOST_LAYOUT_BYTES = 2**20  # as `rota import` has it
@@ -84,9 +86,6 @@ TARGETS = {
         seeds.costs_texts, "costs.json", lambda path, _: files.read_costs(str(path)), verdicts.of_costs, 5_000
     ),
     "traces": Target(_first_traces, "trace0.json", _read_traces, verdicts.of_traces, 4_000),
-    "checkpoints": Target(
-        seeds.manifest_texts, "rota.json", lambda path, _: read_saved(path.parent), verdicts.of_checkpoint, 2_000
-    ),
     "schedules": Target(
         seeds.schedule_texts, "schedule.json", lambda path, _: SchedPlan.load(path), verdicts.of_schedule, 2_000
     ),
@@ -111,6 +110,12 @@ TARGETS = {
         500,
     ),
 }
+
+
+#: How many folders of a checkpoint `make fuzz` makes.
+NUM_FOLDERS = 130_000
+CHECKPOINTS = "checkpoints"
+NAMES = (*TARGETS, CHECKPOINTS)
 
 
 class Hang(BaseException):
@@ -140,7 +145,12 @@ def mutant(target: str, seed: int, number: int) -> bytes:
 
 
 def run(target: str, seed: int, number: int, folder: Path) -> str:
-    """How a case ends: "accepted…", or the name of the error that refuses it. Anything else is raised."""
+    """How a case ends: "accepted…", or how it is refused. Anything else is raised."""
+    if target == CHECKPOINTS:
+        chooser = Random(f"{target} {seed} {number}")
+        files = checkpoints.mutant(chooser)
+        with _limited():
+            return checkpoints.use(files, chooser)
     chooser, path = Random(f"{target} {seed} {number}"), folder / TARGETS[target].name  # chooses the text again first
     path.write_bytes(mutant(target, seed, number))
     with _limited():
@@ -165,6 +175,16 @@ def _limited() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+
+
+def keep(target: str, seed: int, number: int, folder: Path) -> Path:
+    """Write the mutant of a case into a folder; returns where it is."""
+    if target == CHECKPOINTS:
+        checkpoints.write(checkpoints.mutant(Random(f"{target} {seed} {number}")), path := folder / f"{seed}-{number}")
+        return path
+    path = folder / f"{seed}-{number}-{TARGETS[target].name}"
+    path.write_bytes(mutant(target, seed, number))
+    return path
 
 
 def failure(target: str, seed: int, number: int, folder: Path) -> tuple[str, str | None]:

@@ -108,16 +108,6 @@ def _lasting(plan: Plan, chooser: Random) -> Timeline:
 
 
 @cache
-def manifest_texts() -> tuple[str, ...]:
-    from rota.runtime.checkpoint_files import File, Manifest
-
-    files = {name: File(30, "ab" * 32) for name in ("__0_0.distcp", ".metadata", "plan.json", "training.pt")}
-    extra = {"position": [3, None, {"a": 0.5}], "epoch": 2, "note": "good"}
-    whole = Manifest(3, 20, extra, 2, 1, {"a.weight": 1, "b": 4}, {"c": "b"}, files)
-    return whole.to_json(), replace(whole, number=1, step=0, extra={}, aliases={}).to_json()
-
-
-@cache
 def schedule_texts() -> tuple[str, ...]:
     """Tessel's own files have fewer fields than ours."""
     row = {"span": 1, "memory": 1.0, "btype": "forward", "device": [0]}

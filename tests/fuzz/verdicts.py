@@ -21,7 +21,6 @@ from rota.interop import ImportedTrace, deepspeed, megatron, torchtitan
 from rota.layers import LayerCosts
 from rota.placing import place
 from rota.profiles import Profile
-from rota.runtime.checkpoint_files import Saved
 from rota.tasks import Op
 
 Made = TypeVar("Made")
@@ -143,14 +142,6 @@ def of_costs(costs: Costs, chooser: Random) -> str:
 def of_traces(imported: ImportedTrace, chooser: Random) -> str:
     assert imported.to_text().replace("\n", " ").isprintable()
     return of_timeline(imported.timeline, chooser)
-
-
-def of_checkpoint(saved: Saved, chooser: Random) -> str:
-    assert type(saved.manifest).from_json(saved.manifest.to_json()) == saved.manifest
-    for name in saved.manifest.files:
-        assert (saved.path / name).parent == saved.path
-    tried(saved.require_files)
-    return "accepted"
 
 
 def of_schedule(schedule: SchedPlan, chooser: Random) -> str:

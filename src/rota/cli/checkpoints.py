@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rota.cli import files
-from rota.errors import FormatError, PipelineError
-from rota.reading import short
+from rota.errors import PipelineError
+from rota.reading import printable, short
 
 if TYPE_CHECKING:
     from rota.runtime.checkpoint_files import Saved
@@ -17,7 +18,7 @@ HELP = """ls      what is in FOLDER, in the order in which it was saved
 verify  compare every file with its hash, and look whether every tensor is covered
 export  the model of one checkpoint, the newest of FOLDER, as one safetensors file
 
-None of them runs what a checkpoint names: use them on checkpoints that you do not trust."""
+None of them runs anything that is in a checkpoint: use them on checkpoints that you do not trust."""
 
 
 def checkpoint(arguments: Namespace) -> int:
@@ -31,11 +32,12 @@ def checkpoint(arguments: Namespace) -> int:
 def _ls(arguments: Namespace) -> int:
     for saved in _readable(arguments.folder)[0]:
         manifest = saved.manifest
-        extra = ", ".join(f"{name}={short(value)}" for name, value in manifest.extra.items())
-        print(
-            f"{saved.path.name:<12}  {manifest.num_ranks} ranks × {manifest.num_replicas}  "
-            f"{len(manifest.weights):,} weights and buffers  {saved.num_bytes:,} bytes  {extra}".rstrip()
+        extra = ", ".join(f"{printable(name)}={short(value)}" for name, value in manifest.extra.items())
+        line = (
+            f"{_name(saved.path)}  {manifest.num_ranks} ranks × {manifest.num_replicas}  "
+            f"{len(manifest.weights):,} weights and buffers  {saved.num_bytes:,} bytes  {extra}"
         )
+        print(line.rstrip())
     return 0
 
 
@@ -46,7 +48,7 @@ def _verify(arguments: Namespace) -> int:
     for saved in whole:
         found = damages(saved)
         told = "; ".join(found) if found else f"whole: {len(saved.manifest.files)} files, {saved.num_bytes:,} bytes"
-        print(f"{saved.path.name:<12}  {told}")
+        print(f"{_name(saved.path)}  {printable(told)}")
         damaged += [saved.path.name] * bool(found)
     if damaged:
         raise PipelineError(f"damaged: {', '.join(damaged)}; remove them to go on from those before them")
@@ -55,29 +57,32 @@ def _verify(arguments: Namespace) -> int:
 
 def _readable(folder: str) -> tuple[list[Saved], list[str]]:
     """All checkpoints that can be read, and the names of those that cannot, which are told in a line each."""
-    from rota.runtime.checkpoint_files import read_saved, unfinished_ones
-    from rota.runtime.checkpoint_reading import paths_in
+    from rota.runtime.checkpoint_folder import unfinished_ones
+    from rota.runtime.checkpoint_reading import find
 
+    found, damaged = find(Path(folder))
     for path in unfinished_ones(Path(folder)):
-        print(f"{path.name:<12}  not whole, left out by load")
-    found: list[Saved] = []
-    unreadable = []
-    for path in paths_in(Path(folder)):
-        try:
-            found.append(read_saved(path))
-        except FormatError as error:
-            print(f"{path.name:<12}  unreadable: {error}")
-            unreadable.append(path.name)
-    return sorted(found, key=lambda saved: saved.manifest.number), unreadable
+        print(f"{_name(path)}  not whole, left out by load")
+    for path, error in damaged:
+        print(f"{_name(path)}  unreadable: {printable(str(error))}")
+    return found, [path.name for path, _ in damaged]
+
+
+def _name(path: Path) -> str:
+    return f"{printable(path.name):<12}"
 
 
 def _export(arguments: Namespace) -> int:
     files.require("safetensors", "checkpoint")
-    from rota.runtime.checkpoint_reading import export, newest
+    from rota.runtime.checkpoint_reading import export, find
 
-    saved = newest(Path(arguments.folder))
-    num_tensors = export(saved, Path(arguments.output))
-    print(f"Wrote {num_tensors:,} weights and buffers of {saved.path} to {arguments.output}.")
+    found, damaged = find(Path(arguments.folder))
+    if not found:
+        raise damaged[0][1]
+    for _, error in damaged:
+        print(f"rota checkpoint: left out: {printable(str(error))}", file=sys.stderr)
+    num_tensors = export(found[-1], Path(arguments.output))
+    print(printable(f"Wrote {num_tensors:,} weights and buffers of {found[-1].path} to {arguments.output}."))
     return 0
 
 

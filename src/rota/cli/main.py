@@ -25,6 +25,7 @@ from rota.cli import (
 from rota.cli.interrupts import told_at_once
 from rota.cli.parser import Parser
 from rota.errors import PipelineError, PlanError, RotaError
+from rota.reading import printable
 
 _DESCRIPTION = """Pipeline-parallel training of PyTorch models that runs as planned.
 
@@ -178,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         files.refuse_output(given)
         return int(given.function(given))
     except RotaError as error:
-        print(f"rota {given.command}: {_what(error)}: {error}", file=sys.stderr)
+        print(f"rota {given.command}: {_what(error)}: {_shown(error)}", file=sys.stderr)
         return 1 if isinstance(error, (PlanError, PipelineError)) else 2
     except KeyboardInterrupt:
         print(f"rota {given.command}: interrupted", file=sys.stderr)
@@ -186,6 +187,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _shown(error: RotaError) -> str:
+    """Its words, in which names of files may be anything."""
+    return "\n".join(map(printable, str(error).split("\n")))
 
 
 def _what(error: RotaError) -> str:

@@ -15,13 +15,14 @@ import torch
 from torch.optim import Optimizer
 
 from rota.errors import PipelineError
+from rota.reading import short
 
 #: Of one weight: "optimizer", "options", "tensors" (names of state tensors), "values" (other state), "scheduled".
 Record: TypeAlias = dict[str, Any]
 #: Where a value by group is in a scheduler's state: ("base_lrs",), or inside of others' as ("_schedulers", 0, …).
 Place: TypeAlias = tuple[str | int, ...]
 
-_OF_THE_RANK = ("params", "param_names")  # in a group; all else are options
+OF_THE_RANK = ("params", "param_names")  # in a group; all else are options
 _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 
 
@@ -33,7 +34,7 @@ def records_of(
     records: dict[str, Record] = {}
     tensors: dict[str, torch.Tensor] = {}
     for index, group in enumerate(optimizer.param_groups):
-        options = {name: value for name, value in group.items() if name not in _OF_THE_RANK}
+        options = {name: value for name, value in group.items() if name not in OF_THE_RANK}
         scheduled = {place: values[index] for place, values in by_group.items()}
         for parameter in group["params"]:
             key = _key_of(parameter, index, keys)
@@ -82,6 +83,9 @@ def require_records(
                 raise PipelineError(f"saved with {record['optimizer']}, but this is {type(optimizer).__name__}")
             if first is not None:
                 _require_one_group(index, (first_key, first), (key, record))
+            else:
+                for name, value in record["options"].items():
+                    _require_like(group.get(name), value, f"{key}'s {name}")
             first, first_key = first or record, first_key or key
         found.append(first)
     if left := [key for key in keys.values() if key in records and key not in wanted]:
@@ -109,14 +113,59 @@ def restore_optimizer(
     optimizer.state.clear()
     for group, record in zip(optimizer.param_groups, require_records(optimizer, keys, records), strict=True):
         if record is not None:
-            for name in [name for name in group if name not in _OF_THE_RANK]:
-                del group[name]
-            group.update(copy.deepcopy(record["options"]))
+            before = {name: group.pop(name) for name in [*group] if name not in OF_THE_RANK}
+            group.update({name: _beside(before.get(name), value) for name, value in record["options"].items()})
         for parameter in group["params"]:
             mine = records[keys[parameter]]
             state = {name: tensors[tensor_key(keys[parameter], name)] for name in mine["tensors"]}
             if state or mine["values"]:
-                optimizer.state[parameter] = {**copy.deepcopy(mine["values"]), **state}
+                optimizer.state[parameter] = {**_beside_all(parameter, mine["values"]), **state}
+
+
+def _beside(before: Any, value: Any) -> Any:
+    """A copy of an option or a state, on the device of what it replaces."""
+    if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor):
+        return value.to(before.device, copy=True)
+    return copy.deepcopy(value)
+
+
+def _beside_all(parameter: torch.Tensor, value: Any) -> Any:
+    """A copy of what an optimizer keeps for a weight, all tensors inside on its device."""
+    if type(value) is dict:
+        return {key: _beside_all(parameter, item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_beside_all(parameter, item) for item in value)
+    return _beside(parameter, value)
+
+
+_KINDS: tuple[tuple[type, ...], ...] = (
+    (bool,),
+    (int, float, complex, torch.Tensor),
+    (str,),
+    (list, tuple),
+    (dict,),
+)
+
+
+def _require_like(own: Any, saved: Any, path: str) -> None:
+    """Raises PipelineError where a saved value is of another kind than the one in use, at any depth; None fits all."""
+    if own is None or saved is None:
+        return
+    kind: tuple[type, ...] = next((kind for kind in _KINDS if isinstance(own, kind)), (type(own),))
+    is_alike = isinstance(saved, kind) and (bool in kind or not isinstance(saved, bool))
+    if not is_alike:
+        raise PipelineError(
+            f"{path} was saved as a {type(saved).__name__}, {short(str(saved))}, but is a {type(own).__name__} here; "
+            f"make it as it was"
+        )
+    if isinstance(own, dict):
+        for name, value in saved.items():
+            _require_like(own.get(name), value, f"{path}, {short(name)}")
+    elif isinstance(own, (list, tuple)) and any(isinstance(item, dict) for item in own):
+        if len(saved) != len(own):
+            raise PipelineError(f"{path} was saved with {len(saved)} entries, and has {len(own)} here; make it alike")
+        for at, (mine, value) in enumerate(zip(own, saved, strict=True)):
+            _require_like(mine, value, f"{path}, {at}")
 
 
 # --- schedulers -------------------------------------------------------------------------------------------------------
@@ -143,23 +192,71 @@ def restore_scheduler(scheduler: Any, saved: dict[str, Any], of_groups: list[Rec
     """Set a scheduler's state; a group without weights keeps what it has."""
     state = copy.deepcopy(saved["state"])
     _, mine = split_scheduler(scheduler, len(of_groups))
-    for place in {place for record in of_groups if record for place in record["scheduled"]}:
+    for place in {*mine, *(place for record in of_groups if record for place in record["scheduled"])}:
         own = mine.get(place, [None] * len(of_groups))
         values = [own[i] if record is None else record["scheduled"][place] for i, record in enumerate(of_groups)]
         *path, last = place
         inner = state
         for step in path:
             inner = inner[step]
-        inner[last] = copy.deepcopy(values)
+        inner[last] = [_beside(mine, value) for mine, value in zip(own, values, strict=True)]
     scheduler.load_state_dict(state)
 
 
-def require_scheduler(scheduler: Any, saved: dict[str, Any] | None) -> None:
-    """Raises PipelineError unless the same kind of scheduler was saved, or none where there is none."""
+def require_scheduler(scheduler: Any, saved: dict[str, Any] | None, of_groups: list[Record | None]) -> None:
+    """Raises PipelineError unless the same kind of scheduler was saved, or none where there is none.
+
+    PyTorch's schedulers make an attribute of every entry of their state. So nothing is let through that hides a method,
+    and no value of another kind than the one in use.
+    """
     was = "no scheduler" if saved is None else saved["scheduler"]
     now = "no scheduler" if scheduler is None else type(scheduler).__name__
     if was != now:
         raise PipelineError(f"saved with {was}, but this rank's optimizer has {now}; give Checkpoints the same kind")
+    if saved is None:
+        return
+    own, mine = split_scheduler(scheduler, len(of_groups))
+    _refuse_hidden(scheduler, own["state"], saved["state"])
+    _require_like(own["state"], saved["state"], f"{was}'s state")
+    for place in {*mine, *(place for record in of_groups if record for place in record["scheduled"])}:
+        told = f"{was}'s {'.'.join(map(str, place))}"
+        if not _is_there(saved["state"], place):
+            raise PipelineError(f"{told} is not in the checkpoint; load it with the version of PyTorch that saved it")
+        for index, record in enumerate(of_groups):
+            if record is not None and place in mine:
+                if place not in record["scheduled"]:
+                    raise PipelineError(f"{told} was saved for no group; make as many groups as there were")
+                value, current = record["scheduled"][place], mine[place][index]
+                if place[-1] == "lr_lambdas" and (value is None) is not (current is None):
+                    raise PipelineError(f"{told} was saved {'without' if value is None else 'with'} a state of its own")
+                _refuse_hidden(scheduler, current, value)
+                _require_like(current, value, told)
+
+
+def _refuse_hidden(scheduler: Any, own: Any, saved: Any) -> None:
+    """At any depth: a schedule of schedules keeps the others' states inside of its own."""
+    if isinstance(saved, dict):
+        mine = own if isinstance(own, dict) else {}
+        for name, value in saved.items():
+            if name not in mine and isinstance(name, str) and (name.startswith("__") or hasattr(type(scheduler), name)):
+                raise PipelineError(
+                    f"the checkpoint would replace {type(scheduler).__name__}'s {short(name)}; do not use it"
+                )
+            _refuse_hidden(scheduler, mine.get(name), value)
+    elif isinstance(saved, (list, tuple)):
+        mine_at = dict(enumerate(own)) if isinstance(own, (list, tuple)) else {}
+        for at, value in enumerate(saved):
+            _refuse_hidden(scheduler, mine_at.get(at), value)
+
+
+def _is_there(state: Any, place: Place) -> bool:
+    """Whether a value by group has its place, and nothing in it, in the state that all have alike."""
+    for step in place:
+        inner: Any = dict(enumerate(state)) if isinstance(state, list) else state
+        if not isinstance(inner, dict) or step not in inner:
+            return False
+        state = inner[step]
+    return state is None
 
 
 def different(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> Any:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar, final
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
-from rota.errors import LostRankError, PipelineError, RotaError
+from rota.errors import FormatError, PipelineError, RotaError
+from rota.runtime.json_messages import all_gather_json, broadcast_json
 from rota.runtime.transport import together
 
 Result = TypeVar("Result")
+
+
+class DamagedError(PipelineError):
+    """A checkpoint cannot be read, on one rank at least; nothing else is wrong on any."""
 
 
 @final
@@ -23,40 +27,45 @@ class Ranks:
         with together("making the group of checkpoints"):
             self.group = dist.new_group(backend="gloo")
         self.mine = dist.get_rank(self.group)
-        self._size = dist.get_world_size(self.group)
 
     def agreed(self, doing: str, act: Callable[[], Result]) -> Result:
-        """What `act` returns here, if it succeeds on all ranks; else PipelineError on all."""
+        """What `act` returns here, if it succeeds on all ranks; else PipelineError on all.
+
+        That is a DamagedError if all errors are FormatErrors.
+        """
         failure: Exception | None = None
         try:
             result = act()
         except Exception as error:
             failure = error
-        told: list[Any] = [None] * self._size
         with together(f"{doing} for a checkpoint"):
-            dist.all_gather_object(told, failure and _words(failure), group=self.group)
-        for rank, words in enumerate(told):
-            if words is not None:
-                raise PipelineError(f"checkpoint: {doing}, process {rank}: {words}") from failure
+            told = all_gather_json(_told(failure), self.group)
+        failed = {rank: words for rank, words in enumerate(told) if words is not None}
+        if failed:
+            other = {rank: words for rank, words in failed.items() if not words["damage"]}
+            raise _error(doing, *next(iter((other or failed).items()))) from failure
         return result
 
-    def first(self, doing: str, act: Callable[[], Result]) -> Result | None:
-        """What `act` returns on the first rank, None on the others."""
-        return self.agreed(doing, act if self.mine == 0 else lambda: None)
+    def first(self, doing: str, act: Callable[[], Result]) -> Result:
+        """What `act` returns on the first rank, a JSON value, on all ranks; else PipelineError on all."""
+        failure: Exception | None = None
+        value: dict[str, Any] = {}
+        if self.mine == 0:
+            try:
+                value = {"result": act()}
+            except Exception as error:
+                failure = error
+                value = {"failure": _told(error)}
+        with together(f"{doing} for a checkpoint"):
+            value = broadcast_json(value, group=self.group)
+        if "failure" in value:
+            raise _error(doing, 0, value["failure"]) from failure
+        return value["result"]  # type: ignore[no-any-return]
 
-    def gather(self, value: Result) -> list[Result]:
-        """All ranks' values on the first rank."""
-        values: list[Any] = [None] * self._size
+    def gather(self, value: Any) -> list[Any]:
+        """All ranks' values, which are JSON values, on all ranks."""
         with together("gathering a checkpoint's parts"):
-            dist.gather_object(value, values if self.mine == 0 else None, group=self.group, group_dst=0)
-        return values
-
-    def broadcast(self, value: Result) -> Result:
-        """The first rank's value, on all."""
-        values = [value]
-        with together("telling which checkpoint to load"):
-            dist.broadcast_object_list(values, group=self.group, group_src=0)
-        return values[0]
+            return all_gather_json(value, self.group)
 
     def close(self) -> None:
         group, self.group = self.group, None
@@ -65,17 +74,13 @@ class Ranks:
                 dist.destroy_process_group(group)
 
 
-def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, RotaError) else f"{type(error).__name__}: {error}"
+def _told(error: Exception | None) -> dict[str, Any] | None:
+    if error is None:
+        return None
+    words = str(error) if isinstance(error, RotaError) else f"{type(error).__name__}: {error}"
+    return {"words": words, "damage": isinstance(error, FormatError)}
 
 
-@contextmanager
-def told_on_all(doing: str) -> Iterator[None]:
-    """Around PyTorch's collective reading and writing, which fails on all ranks where one does."""
-    try:
-        yield
-    except CheckpointException as error:
-        rank, (first, _) = next(iter(error.failures.items()))
-        raise PipelineError(f"checkpoint: {doing}, process {rank}: {type(first).__name__}: {first}") from error
-    except RuntimeError as error:
-        raise LostRankError(f"lost a rank while {doing}") from error
+def _error(doing: str, rank: int, told: dict[str, Any]) -> PipelineError:
+    kind = DamagedError if told["damage"] else PipelineError
+    return kind(f"checkpoint: {doing}, process {rank}: {told['words']}")

@@ -1,85 +1,115 @@
-"""Checkpoints read by one process: whether all of one is there, and its model as one file."""
+"""What every reader of a checkpoint goes through: loading, verifying and exporting. The last two need one process."""
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
-from rota.errors import FormatError
-from rota.runtime.checkpoint_files import MANIFEST, File, Saved, read_saved, whole_paths
-from rota.runtime.checkpoint_metadata import read_metadata
+from rota.errors import FormatError, RotaError
+from rota.plan import Plan
+from rota.reading import printable, short
+from rota.runtime.checkpoint_files import PLAN, Saved, read_saved
+from rota.runtime.checkpoint_folder import is_checkpoint, readable_ones
+from rota.runtime.checkpoint_manifest import Manifest
 from rota.runtime.checkpoint_names import model_key
+from rota.runtime.checkpoint_optimizer import tensor_key
+from rota.runtime.checkpoint_tensors import Index, Reader, check_all, read_index
+from rota.runtime.checkpoint_training import TrainingState, read_training
 from rota.writing import whole_file
 
 
-def paths_in(path: Path) -> list[Path]:
-    """`path` itself if it is a checkpoint, or all in the folder `path`. Raises FormatError if there is none."""
-    if not (found := [path] if (path / MANIFEST).exists() else whole_paths(path)):
-        raise FormatError(f"no whole checkpoint in {path}; give a folder with step-N inside, or such a step-N")
-    return sorted(found)
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What the small files of a checkpoint say."""
+
+    plan: Plan
+    training: TrainingState
+    index: Index
 
 
-def newest(path: Path) -> Saved:
-    """Of those in `paths_in`."""
-    return max(map(read_saved, paths_in(path)), key=lambda saved: saved.manifest.number)
+def read_contents(saved: Saved) -> Contents:
+    """Raises FormatError where a file is not what it was when it was saved, or the files do not belong together.
+
+    Of the files of tensors only the sizes are compared.
+    """
+    saved.require_files()
+    contents = Contents(_read_plan(saved), read_training(saved), read_index(saved))
+    for wrong in _wrong_keys(saved.manifest, contents.training, contents.index):
+        raise FormatError(f"{saved.path}: {wrong}")
+    return contents
+
+
+def _read_plan(saved: Saved) -> Plan:
+    text = saved.read_text(PLAN)
+    try:
+        return Plan.from_json(text)
+    except RotaError as error:
+        raise FormatError(f"{saved.path / PLAN}: {error}") from None
+
+
+def _wrong_keys(manifest: Manifest, training: TrainingState, index: Index) -> Iterator[str]:
+    """Which tensors are missing, or are there for nothing."""
+    found = {key for key in index if key.startswith(model_key(""))}
+    if sum(manifest.weights.values()) > len(found):  # there may be a billion parts
+        yield f"{next(key for key in _keys_of(manifest) if model_key(key) not in found)} has no tensor"
+        return
+    expected = {model_key(key) for key in _keys_of(manifest)}
+    expected |= {tensor_key(key, name) for key, record in training.records.items() for name in record["tensors"]}
+    for key in sorted(expected - index.keys()):
+        yield f"{printable(key.removeprefix(model_key('')))} has no tensor"
+    for key in sorted(index.keys() - expected):
+        yield f"{short(key)} is a tensor that nothing needs"
+    for key in training.records:
+        if model_key(key) not in index:
+            yield f"the optimizer has a state of {short(key)}, which is none of the weights"
+
+
+def _keys_of(manifest: Manifest) -> Iterator[str]:
+    """What weights and buffers are saved by, part by part."""
+    for name, num_parts in manifest.weights.items():
+        yield from [name] if num_parts == 1 else (f"{name}#{part}" for part in range(num_parts))
+
+
+def find(path: Path) -> tuple[list[Saved], list[tuple[Path, FormatError]]]:
+    """The checkpoint `path`, or all in the folder `path` as they were saved; and those that cannot be read.
+
+    Raises FormatError if there is none at all.
+    """
+    if not is_checkpoint(path):
+        found, damaged = readable_ones(path)
+        if not found and not damaged:
+            raise FormatError(f"no whole checkpoint in {path}; give a folder with step-N inside, or such a step-N")
+        return found, damaged
+    try:
+        return [read_saved(path)], []
+    except FormatError as error:
+        return [], [(path, error)]
 
 
 def damages(saved: Saved) -> list[str]:
     """What is wrong with a checkpoint, compared with the hashes of when it was saved; empty if nothing is.
 
-    Only if all files are what they were, the metadata are read: then every tensor must be covered by them.
+    Only if all files are what they were, their contents are read: then every tensor must be covered by them.
     """
-    return [*_changed_files(saved)] or [*_gaps(saved)]
-
-
-def _changed_files(saved: Saved) -> Iterator[str]:
-    for name, file in saved.manifest.files.items():
-        path = saved.path / name
-        if not path.is_file():
-            yield f"{name} is missing"
-        elif (found := File.of(path)).num_bytes != file.num_bytes:
-            yield f"{name} has {found.num_bytes:,} bytes instead of {file.num_bytes:,}"
-        elif found != file:
-            yield f"{name} has other contents than when it was saved"
-
-
-def _gaps(saved: Saved) -> Iterator[str]:
-    metadata = read_metadata(saved.path)
-    for name, num_parts in saved.manifest.weights.items():
-        for key in [name] if num_parts == 1 else [f"{name}#{part}" for part in range(num_parts)]:
-            if model_key(key) not in metadata.state_dict_metadata:
-                yield f"{key} has no tensor"
-    for key, tensor in metadata.state_dict_metadata.items():
-        if isinstance(tensor, TensorStorageMetadata):
-            covered = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
-            if covered != math.prod(tensor.size):
-                yield f"{key} has {covered:,} of {math.prod(tensor.size):,} numbers"
-            for chunk in tensor.chunks:
-                yield from _misplaced(metadata, saved, MetadataIndex(key, chunk.offsets))
-
-
-def _misplaced(metadata: Metadata, saved: Saved, index: MetadataIndex) -> Iterator[str]:
-    place: Any = metadata.storage_data.get(index)
-    file = saved.manifest.files.get(place.relative_path) if place is not None else None
-    if file is None or place.offset + place.length > file.num_bytes:
-        yield f"{index.fqn} is in none of its files"
+    if found := [*saved.changed_files()]:
+        return found
+    try:
+        check_all(saved, read_contents(saved).index)
+    except FormatError as error:
+        return [str(error)]
+    return []
 
 
 def export(saved: Saved, path: Path) -> int:
     """Write the whole model, weights and buffers by their names, into one safetensors file; returns their number.
 
     Of a tied weight the aliases stand in the file's metadata, as `safetensors.torch.save_model` puts them there.
-    Raises FormatError where weights are in parts, and where the checkpoint is damaged.
+    Raises FormatError where weights are in parts, where the checkpoint is damaged, and where `path` cannot be written.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     if found := damages(saved):
@@ -90,16 +120,15 @@ def export(saved: Saved, path: Path) -> int:
             f"{saved.path} has {parts[0]} in {saved.manifest.weights[parts[0]]} parts, and does not know how they are "
             f"joined; load it on as many tensor-parallel ranks, and join them there"
         )
-    stored: dict[str, Any] = read_metadata(saved.path).state_dict_metadata
-    wanted = {
-        name: torch.empty(stored[model_key(name)].size, dtype=stored[model_key(name)].properties.dtype)
-        for name in saved.manifest.weights
-    }
-    read = {model_key(name): tensor for name, tensor in wanted.items()}
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is")  # as it is meant to be
-        load(read, storage_reader=FileSystemReader(saved.path), planner=planner, no_dist=True)
-    with whole_file(path) as partial:
-        save_file(wanted, partial, metadata={"format": "pt", **saved.manifest.aliases})
+    index = read_index(saved)
+    stored = {name: index[model_key(name)] for name in saved.manifest.weights}
+    wanted = {name: torch.empty(of.size, dtype=of.dtype) for name, of in stored.items()}
+    Reader(saved, index, {model_key(name): tensor for name, tensor in wanted.items()}).fill()
+    try:
+        with whole_file(path) as partial:
+            save_file(wanted, partial, metadata={**saved.manifest.aliases, "format": "pt"})
+    except OSError as error:
+        raise FormatError(f"cannot write {path}: {error.strerror}; give another by -o") from None
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise FormatError(f"{saved.path} cannot be written as safetensors: {error}") from None
     return len(wanted)

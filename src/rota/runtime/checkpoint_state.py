@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
 from rota.errors import PipelineError
-from rota.runtime.checkpoint_files import Manifest
+from rota.reading import Field
+from rota.runtime.checkpoint_manifest import Manifest
 from rota.runtime.checkpoint_names import Weight, Weights, model_key
 from rota.runtime.checkpoint_optimizer import (
     Record,
@@ -27,8 +25,16 @@ from rota.runtime.checkpoint_optimizer import (
     split_scheduler,
     tensor_key,
 )
-
-Tensors: TypeAlias = dict[str, torch.Tensor]
+from rota.runtime.checkpoint_tensors import Index, Stored, Tensors
+from rota.runtime.checkpoint_training import (
+    TrainingState,
+    random_state,
+    record_from_json,
+    record_to_json,
+    scheduler_from_json,
+    scheduler_to_json,
+    set_random_state,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,7 @@ class Trained:
     scheduler: Any
 
     def collect(self, with_buffers: bool) -> tuple[Tensors, dict[str, Any]]:
-        """This rank's tensors, as they are in use, and the small things; buffers are those of the first replica."""
+        """This rank's tensors, as they are in use, and the rest as JSON; buffers are those of the first replica."""
         tensors: Tensors = {}
         keys: dict[torch.Tensor, str] = {}
         num_parts: dict[str, int] = {}
@@ -51,12 +57,14 @@ class Trained:
                 tensors[model_key(key)] = weight.tensor.detach()
         small: dict[str, Any] = {"records": {}, "scheduler": None, "num_parts": num_parts}
         if self.optimizer is not None:
-            small["records"], states = records_of(self.optimizer, self.scheduler, keys)
-            small["scheduler"], _ = split_scheduler(self.scheduler, len(self.optimizer.param_groups))
+            records, states = records_of(self.optimizer, self.scheduler, keys)
+            small["records"] = {key: record_to_json(key, record) for key, record in records.items()}
+            scheduler, _ = split_scheduler(self.scheduler, len(self.optimizer.param_groups))
+            small["scheduler"] = scheduler_to_json(scheduler)
             tensors |= states
         return tensors, small
 
-    def prepare(self, manifest: Manifest, small: dict[str, Any], metadata: Metadata) -> Restoring:
+    def prepare(self, manifest: Manifest, training: TrainingState, index: Index) -> Restoring:
         """Check that a checkpoint fits, before anything changes. Raises PipelineError."""
         names = _stored_names(self.weights.all, manifest)
         tensors: Tensors = {}
@@ -65,14 +73,14 @@ class Trained:
             _require_parts(weight, manifest.weights[names[weight.names[0]]])
             keys[weight.tensor] = key = weight.key(names[weight.names[0]], part)
             tensors[model_key(key)] = weight.tensor.detach()
-            _require_alike(key, weight.tensor, metadata.state_dict_metadata.get(model_key(key)))
+            _require_alike(key, weight.tensor, index[model_key(key)])
         if self.optimizer is not None:
-            require_records(self.optimizer, keys, small["records"])
-            require_scheduler(self.scheduler, small["scheduler"])
+            of_groups = require_records(self.optimizer, keys, training.records)
+            require_scheduler(self.scheduler, training.scheduler, of_groups)
             for parameter, key in keys.items():
-                if key in small["records"]:
-                    tensors |= _state_tensors(parameter, key, small["records"][key], metadata)
-        return Restoring(self, tensors, keys, small)
+                if key in training.records:
+                    tensors |= _state_tensors(parameter, key, training.records[key], index)
+        return Restoring(self, tensors, keys, training)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,29 +90,30 @@ class Restoring:
     trained: Trained
     tensors: Tensors
     keys: dict[torch.Tensor, str]
-    small: dict[str, Any]
+    training: TrainingState
 
     def finish(self) -> None:
         optimizer, scheduler = self.trained.optimizer, self.trained.scheduler
         if optimizer is not None:
-            records = self.small["records"]
+            records = self.training.records
             restore_optimizer(optimizer, self.keys, records, self.tensors)
             if scheduler is not None:
-                restore_scheduler(scheduler, self.small["scheduler"], require_records(optimizer, self.keys, records))
-        set_random_state(self.small["random"])
+                assert self.training.scheduler is not None
+                restore_scheduler(scheduler, self.training.scheduler, require_records(optimizer, self.keys, records))
+        set_random_state(self.training.random)
 
 
 class Merged(NamedTuple):
-    """The small things of all ranks: those for training, what `save` was given, in how many parts each weight is."""
+    """What ranks have besides tensors: for training, what `save` was given, in how many parts each weight is."""
 
-    training: dict[str, Any]
+    training: TrainingState
     step: int
     extra: dict[str, Any]
     num_parts: dict[str, int]
 
 
 def merge(of_ranks: Iterable[dict[str, Any]]) -> Merged:
-    """Copied from all ranks. Raises PipelineError where ranks that must be alike are not."""
+    """Of what all ranks have collected. Raises PipelineError where ranks that must be alike are not."""
     records: dict[str, Record] = {}
     scheduler: Any = None
     given: dict[str, Any] = {}
@@ -114,7 +123,8 @@ def merge(of_ranks: Iterable[dict[str, Any]]) -> Merged:
         if not same(small["given"], given):
             raise PipelineError(f"process {rank} saves {small['given']}, and process 0 {given}; save the same on all")
         num_parts |= small["num_parts"]
-        for key, record in small["records"].items():
+        for key, written in small["records"].items():
+            record = record_from_json(Field(f"process {rank}", written))
             mine = records.setdefault(key, record)
             for of in ("options", "scheduled", "values"):
                 if name := different(mine[of], record[of]):
@@ -122,14 +132,14 @@ def merge(of_ranks: Iterable[dict[str, Any]]) -> Merged:
                         f"process {rank} has {name} = {record[of].get(name)} for {key}, and another has "
                         f"{mine[of].get(name)}; all that hold it must train it alike"
                     )
-        scheduler = small["scheduler"] if scheduler is None else scheduler
-        if small["scheduler"] is not None and not same(small["scheduler"], scheduler):
+        of_rank = scheduler_from_json(Field(f"process {rank}", small["scheduler"]))
+        scheduler = of_rank if scheduler is None else scheduler
+        if of_rank is not None and not same(of_rank, scheduler):
             raise PipelineError(
-                f"process {rank}'s scheduler is in another state ({small['scheduler']}) than those before it "
+                f"process {rank}'s scheduler is in another state ({of_rank}) than those before it "
                 f"({scheduler}); step it on all alike"
             )
-    training = {"records": records, "scheduler": scheduler, "random": random_state()}
-    return Merged(training, given["step"], given["extra"], num_parts)
+    return Merged(TrainingState(records, scheduler, random_state()), given["step"], given["extra"], num_parts)
 
 
 def _stored_names(weights: list[Weight], manifest: Manifest) -> dict[str, str]:
@@ -162,47 +172,21 @@ def _require_parts(weight: Weight, num_parts: int) -> None:
         )
 
 
-def _require_alike(key: str, tensor: torch.Tensor, stored: Any) -> None:
-    if not isinstance(stored, TensorStorageMetadata):
-        raise PipelineError(f"the checkpoint's list of weights names {key}, but it has no such tensor; it is damaged")
-    was, now = (list(stored.size), stored.properties.dtype), (list(tensor.shape), tensor.dtype)
+def _require_alike(key: str, tensor: torch.Tensor, stored: Stored) -> None:
+    was, now = (list(stored.size), stored.dtype), (list(tensor.shape), tensor.dtype)
     if was != now:
         raise PipelineError(f"{key} was saved as {was[0]} of {was[1]}, but is {now[0]} of {now[1]}; make it as it was")
 
 
-def _state_tensors(parameter: torch.Tensor, key: str, record: Record, metadata: Metadata) -> Tensors:
+def _state_tensors(parameter: torch.Tensor, key: str, record: Record, index: Index) -> Tensors:
     """Tensors to read an optimizer's state of one weight into."""
     found: Tensors = {}
     for name in record["tensors"]:
-        stored = metadata.state_dict_metadata[full := tensor_key(key, name)]
-        assert isinstance(stored, TensorStorageMetadata)
-        dtype = stored.properties.dtype
-        if stored.size == parameter.shape:
-            found[full] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        stored = index[full := tensor_key(key, name)]
+        if stored.size == tuple(parameter.shape):
+            found[full] = torch.empty_like(parameter, dtype=stored.dtype, requires_grad=False)
         else:
             # Counts of steps stay on the CPU, unless the optimizer wants them beside its weights, as PyTorch's do.
             beside = name != "step" or record["options"].get("capturable") or record["options"].get("fused")
-            found[full] = torch.empty(stored.size, dtype=dtype, device=parameter.device if beside else "cpu")
+            found[full] = torch.empty(stored.size, dtype=stored.dtype, device=parameter.device if beside else "cpu")
     return found
-
-
-# --- random state -----------------------------------------------------------------------------------------------------
-
-
-def random_state() -> dict[str, Any]:
-    """Of torch, Python and, where it is in use, NumPy; nothing in it needs NumPy to be read."""
-    numpy = sys.modules.get("numpy")
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": None}
-    if numpy is not None:
-        name, key, *rest = numpy.random.get_state()
-        state["numpy"] = (name, key.tolist(), *rest)
-    return state
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """As `random_state` found it."""
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and state["numpy"] is not None:
-        numpy.random.set_state(state["numpy"])

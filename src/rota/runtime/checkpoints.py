@@ -1,36 +1,47 @@
 """Checkpoints: all of a training's state by the whole model's names, to go on from with any other plan.
 
-every rank   tensors ───────────────── torch.distributed.checkpoint ──▶ step-20.partial/__0_0.distcp …
-             small things, gathered on the first rank ────────────────▶ step-20.partial/training.pt, plan.json
+every rank   its share of the tensors ───────────────────────────▶ step-20.partial/tensors-0.bin …
+first rank   where they are, what else there is ─────────────────▶ step-20.partial/tensors.json, training.json …
 first rank   list of all files with their hashes ──▶ rota.json ── rename ──▶ step-20/
 """
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
-from io import BytesIO
+from contextlib import ExitStack
+from itertools import zip_longest
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, NamedTuple, final
 
-import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from rota.errors import FormatError, PipelineError
 from rota.plan import Plan
-from rota.reading import read_text
 from rota.runtime import checkpoint_files as files
+from rota.runtime import checkpoint_folder as folders
 from rota.runtime import handover
-from rota.runtime.checkpoint_files import File, Manifest, Saved
-from rota.runtime.checkpoint_metadata import read_metadata
+from rota.runtime.checkpoint_files import Saved
+from rota.runtime.checkpoint_lock import locked
+from rota.runtime.checkpoint_manifest import File, Manifest, require_json
 from rota.runtime.checkpoint_names import Weights
-from rota.runtime.checkpoint_ranks import Ranks, told_on_all
-from rota.runtime.checkpoint_state import Merged, Restoring, Tensors, Trained, merge
+from rota.runtime.checkpoint_ranks import DamagedError, Ranks
+from rota.runtime.checkpoint_reading import read_contents
+from rota.runtime.checkpoint_state import Merged, Restoring, Trained, merge
+from rota.runtime.checkpoint_tensors import (
+    Layout,
+    Reader,
+    Tensors,
+    file_of,
+    index_of,
+    index_to_json,
+    share_out,
+    write_chunks,
+)
+from rota.runtime.checkpoint_training import training_to_json
 from rota.runtime.launching import control
 from rota.runtime.pipeline import Pipeline
 from rota.runtime.watchdog import PATIENT
@@ -52,10 +63,11 @@ class Checkpoints:
     Every rank makes one, with the same arguments but its own `optimizer` and `scheduler`: None on a rank without
     weights; None on all ranks saves and loads the model alone. All ranks need to see the same `folder`. `keep`: how
     many of the newest are kept, None for all. `asynchronous`: `save` returns when the state is copied, and a thread
-    writes it. Collective, as `save` and `load` are. Raises PipelineError, on all ranks, where one of them fails.
+    writes it. Collective, as `save` and `load` are. Raises PipelineError, on all ranks, where one of them fails, and
+    where another job uses the folder: the first process holds a lock until `close`.
 
-    Loading runs nothing that a checkpoint names, and takes from it what a scheduler or an optimizer of numbers, texts
-    and tensors keeps; `save` refuses one that keeps more.
+    Checkpoints hold no code: what optimizer and scheduler keep besides tensors is written as JSON. So it must be
+    numbers, texts and tensors, in lists, tuples and dicts; `save` refuses anything else.
     """
 
     def __init__(
@@ -79,11 +91,13 @@ class Checkpoints:
         self._trained = Trained(Weights(pipeline), optimizer, scheduler)
         self._thread = ThreadPoolExecutor(1, "rota-checkpoints") if asynchronous else None
         self._writing: Future[None] | None = None
+        self._lock = ExitStack()
         with pipeline.watching("the other ranks to make their Checkpoints", PATIENT):
             self._ranks = Ranks()
             pipeline.before_close.callback(self.close)
+            atexit.register(self._close_at_exit)  # later than the pipeline's, so it runs before that
             self._ranks.agreed("checking what it is given", self._check)
-            self._ranks.first("opening the folder", lambda: files.mend(self._folder))
+            self._ranks.first("opening the folder", self._open)
 
     def _check(self) -> None:
         optimizer, scheduler = self._trained.optimizer, self._trained.scheduler
@@ -93,6 +107,12 @@ class Checkpoints:
             )
         if optimizer is None and scheduler is not None:
             raise PipelineError(f"a {type(scheduler).__name__}, but no optimizer; give both, or None for both")
+
+    def _open(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if os.access(self._folder, os.W_OK):  # else nobody here can change it: it can be loaded from
+            self._lock.enter_context(locked(self._folder))
+            folders.recover_folder(self._folder)
 
     # --- saving ---------------------------------------------------------------------------------------------------
 
@@ -105,7 +125,8 @@ class Checkpoints:
             self.wait()
             tensors, small = self._ranks.agreed("collecting the state", lambda: self._collect(step, extra))
             gathered = self._ranks.gather(small)
-            merged = self._ranks.first("comparing the ranks' states", lambda: merge(gathered))
+            merged: list[Merged] = []  # on the first rank
+            self._ranks.first("comparing the ranks' states", lambda: merged.append(merge(gathered)))
             if self._thread is None:
                 self._write(step, tensors, merged)
             else:
@@ -121,56 +142,75 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait, then end the thread. The pipeline's `close` does it too."""
+        atexit.unregister(self._close_at_exit)
         try:
             self.wait()
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
             self._ranks.close()
+            self._lock.close()
+
+    def _close_at_exit(self) -> None:
+        """At the end of a script that closes nothing. Python ignores errors here, so `_end_failed` ends the process."""
+        if getattr(sys, "last_value", None) is not None:
+            return  # the script has failed already; its pipeline tells the other ranks first, then closes this
+        try:
+            self.close()
+        except PipelineError as error:
+            _failed_at_exit.append(error)
+            print(f"rota: the last checkpoint was not saved: {error}", file=sys.stderr, flush=True)
+            self._pipeline.close()
 
     def _collect(self, step: int, extra: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
         if type(step) is not int or step < 0:
             raise PipelineError(f"step={step!r}; give a whole number of 0 or more")
-        files.require_json(extra)
-        tensors, small = self._trained.collect(with_buffers=self._pipeline.replica == 0)
+        try:
+            require_json(extra)
+            tensors, small = self._trained.collect(with_buffers=self._pipeline.replica == 0)
+        except FormatError as error:
+            raise PipelineError(str(error)) from None
         return tensors, {**small, "given": {"step": step, "extra": extra}}
 
-    def _write(self, step: int, tensors: Tensors, merged: Merged | None) -> None:
+    def _write(self, step: int, tensors: Tensors, merged: list[Merged]) -> None:
         """On the thread if it is asynchronous; a group of our own keeps its messages apart from those of the steps."""
-        folder = self._folder / f"step-{step}.partial"
-        self._ranks.first("making the folder", lambda: files.begin(self._folder, step))
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with told_on_all(f"writing {folder}"):
-            save(tensors, storage_writer=FileSystemWriter(folder), planner=planner, process_group=self._ranks.group)
-        files_of = f"__{self._ranks.mine}_*"
-        mine = self._ranks.agreed("hashing", lambda: {path.name: File.of(path) for path in folder.glob(files_of)})
-        gathered = self._ranks.gather(mine)
-        self._ranks.first("finishing", lambda: self._publish(folder, merged, gathered))
+        ranks = self._ranks
+        partial = self._folder / ranks.first("making the folder", lambda: folders.begin(self._folder, step).name)
+        layout = ranks.agreed("listing the tensors", lambda: Layout(tensors))
+        layouts = ranks.gather(layout.told())
+        share = share_out(layouts)[ranks.mine]
+        path = partial / file_of(ranks.mine)
+        checksums, file = ranks.agreed(f"writing {partial}", lambda: write_chunks(path, layout, share))
+        written = ranks.gather([checksums, file])
+        ranks.first("finishing", lambda: self._publish(partial, merged[0], layouts, written))
 
-    def _publish(self, folder: Path, merged: Merged | None, of_ranks: list[dict[str, File]]) -> None:
-        assert merged is not None  # on the first rank
-        written = {name: file for of_rank in of_ranks for name, file in of_rank.items()}
-        for name in written:
-            if not (folder / name).exists():
+    def _publish(self, partial: Path, merged: Merged, layouts: list[Any], written: list[Any]) -> None:
+        found = {file_of(rank): File(*file) for rank, (_, file) in enumerate(written)}
+        for name, file in found.items():
+            if not (partial / name).exists() or (partial / name).stat().st_size != file.num_bytes:
                 raise PipelineError(
-                    f"{folder} lacks {name}, which another rank wrote; use a folder that all ranks share"
+                    f"{partial} lacks {name}, which another rank wrote; use a folder that all ranks share"
                 )
-        files.write_synced(folder / files.TRAINING, _training_file(merged.training))
-        files.write_synced(folder / files.PLAN, self._pipeline.plan.to_json().encode())
-        for name in (files.TRAINING, files.PLAN, files.METADATA):
-            written[name] = File.of(folder / name)
+        index = index_of(layouts, [checksums for checksums, _ in written])
+        for name, text in (
+            (files.TENSORS, index_to_json(index)),
+            (files.TRAINING, training_to_json(merged.training)),
+            (files.PLAN, self._pipeline.plan.to_json()),
+        ):
+            folders.write_synced(partial / name, text.encode())
+            found[name] = File.of(text.encode())
         weights = self._trained.weights.all
         manifest = Manifest(
-            number=files.next_number(self._folder),
+            number=folders.next_number(self._folder),
             step=merged.step,
             extra=merged.extra,
             num_ranks=self._pipeline.plan.num_ranks,
             num_replicas=self._pipeline.num_replicas,
             weights={weight.names[0]: merged.num_parts[weight.names[0]] for weight in weights},
             aliases={alias: weight.names[0] for weight in weights for alias in weight.names[1:]},
-            files=written,
+            files=found,
         )
-        files.publish(folder, manifest, self._keep)
+        folders.publish(partial, manifest, self._keep)
         control.tell("saves", step=merged.step)
 
     # --- loading --------------------------------------------------------------------------------------------------
@@ -178,73 +218,89 @@ class Checkpoints:
     def load(self, step: int | None = None) -> Checkpoint | None:
         """Set everything as it was in the newest whole checkpoint, or in that of `step`; None if there is none.
 
-        Nothing is changed if the checkpoint does not fit the model, the optimizer or the scheduler.
+        Each rank compares what it reads with checksums. Where the newest is damaged, the one before is loaded, and the
+        first process says so. Nothing changes if the checkpoint does not fit the model, the optimizer or the scheduler.
+
+        Raises:
+            PipelineError: it does not fit; that of `step` is damaged, or not there; all are damaged.
         """
         with self._pipeline.watching("the other ranks to load a checkpoint", PATIENT):
             self.wait()
-            found = self._ranks.first("looking for checkpoints", lambda: self._find(step))
-            path = self._ranks.broadcast(found)
-            if handover.is_restart() and self._ranks.mine == 0:
-                from_where = (
-                    f"goes on from {path}"
-                    if path
-                    else f"begins anew, as there is no whole checkpoint in {self._folder}"
-                )
-                print(f"rota: the training {from_where}", file=sys.stderr, flush=True)
-            if path is None:
-                return None
-            saved, restoring = self._ranks.agreed(f"comparing with {path}", lambda: self._prepare(path))
-            planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            with told_on_all(f"reading {path}"):
-                reader = FileSystemReader(path)
-                load(restoring.tensors, storage_reader=reader, planner=planner, process_group=self._ranks.group)
-            self._ranks.agreed(f"setting the state of {path}", restoring.finish)
-            plan = Plan.from_json(read_text(path / files.PLAN))
-            return Checkpoint(saved.manifest.step, saved.manifest.extra, plan, path)
+            names = self._ranks.first("looking for checkpoints", lambda: self._find(step))
+            for name, before in zip_longest(names, names[1:]):
+                try:
+                    found = self._load(self._folder / name)
+                except DamagedError as error:
+                    if before is None:
+                        told = "no other one is whole" if step is None else "give another step, or none for the newest"
+                        raise PipelineError(f"{error}; {told}") from None
+                    self._tell(f"{error}; going back to {self._folder / before}")
+                else:
+                    if handover.is_restart():
+                        self._tell(f"the training goes on from {found.path}")
+                    return found
+            if handover.is_restart():
+                self._tell(f"the training starts from the beginning, as there is no whole checkpoint in {self._folder}")
+            return None
 
-    def _find(self, step: int | None) -> Path | None:
-        files.mend(self._folder)
-        whole = files.whole_ones(self._folder)
-        if step is None:
-            return whole[-1].path if whole else None
-        steps = [saved.manifest.step for saved in whole]
+    def _tell(self, words: str) -> None:
+        if self._ranks.mine == 0:
+            print(f"rota: {words}", file=sys.stderr, flush=True)
+
+    def _find(self, step: int | None) -> list[str]:
+        """The names of those to try, one after another."""
+        if os.access(self._folder, os.W_OK):
+            folders.recover_folder(self._folder)
+        found, damaged = folders.readable_ones(self._folder)
+        if step is not None:
+            return [self._of_step(step, found, damaged)]
+        for _, error in damaged:
+            if not found:
+                raise FormatError(f"{error}; no other one is whole")
+            self._tell(f"{error}; left out")
+        return [saved.path.name for saved in reversed(found)]
+
+    def _of_step(self, step: int, found: list[Saved], damaged: list[tuple[Path, FormatError]]) -> str:
+        for path, error in damaged:
+            if path.name == f"step-{step}":
+                raise FormatError(f"{error}; give another step, or none for the newest")
+        steps = [saved.manifest.step for saved in found]
         if step not in steps:
             there = f"there are those of {', '.join(map(str, sorted(steps)))}" if steps else "there is none at all"
             raise PipelineError(f"no whole checkpoint of step {step} in {self._folder}; {there}")
-        return whole[steps.index(step)].path
+        return found[steps.index(step)].path.name
 
-    def _prepare(self, path: Path) -> tuple[Saved, Restoring]:
+    def _load(self, path: Path) -> Checkpoint:
+        """Raises DamagedError, on all ranks, where one of them finds damage."""
+        saved, plan, restoring, reader = self._ranks.agreed(f"comparing with {path}", lambda: self._prepare(path))
+        self._ranks.agreed(f"reading {path}", reader.fill)
+        self._ranks.agreed(f"setting the state of {path}", restoring.finish)
+        return Checkpoint(saved.manifest.step, saved.manifest.extra, plan, path)
+
+    def _prepare(self, path: Path) -> tuple[Saved, Plan, Restoring, Reader]:
         saved = files.read_saved(path)
-        saved.require_files()
-        return saved, self._trained.prepare(saved.manifest, _read_training(path), read_metadata(path))
+        contents = read_contents(saved)
+        restoring = self._trained.prepare(saved.manifest, contents.training, contents.index)
+        reader = Reader(saved, contents.index, restoring.tensors)
+        reader.check()
+        return saved, contents.plan, restoring, reader
 
 
-def _training_file(training: dict[str, Any]) -> bytes:
-    """Of the small things. Raises PipelineError where they would not come back."""
-    torch.save(training, buffer := BytesIO())
-    buffer.seek(0)
-    try:
-        torch.load(buffer, weights_only=True)
-    except UnpicklingError as error:
-        raise PipelineError(
-            f"the optimizer's options or the scheduler's state hold what is neither a number, a text nor a tensor, and "
-            f"would not be read again: {_first_line(error)}; take it out of state_dict()"
-        ) from None
-    return buffer.getvalue()
+# --- at the end of a process ------------------------------------------------------------------------------------------
+
+_failed_at_exit: list[PipelineError] = []
 
 
-def _read_training(path: Path) -> dict[str, Any]:
-    try:
-        read: dict[str, Any] = torch.load(path / files.TRAINING, weights_only=True)
-        if not {"records", "scheduler", "random"} <= read.keys():
-            raise FormatError("it holds something else")
-    except Exception as error:  # a damaged file may raise anything
-        raise FormatError(
-            f"{path / files.TRAINING} cannot be read ({_first_line(error)}); it is damaged, or was not written by "
-            f"rota.Checkpoints"
-        ) from None
-    return read
+def _end_failed() -> None:
+    """Python ignores errors of functions that run at exit, and this is the only way to an exit code from there.
+
+    It is registered early, so that most of the others run before it.
+    """
+    if _failed_at_exit:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+atexit.register(_end_failed)

@@ -1,0 +1,455 @@
+"""Folders of a checkpoint with something wrong in them, and what must hold of each: refused, or right, and nothing ran.
+
+A stranger can give changed files the hashes that belong to them, so most mutants are signed anew: then the contents are
+what is read. What is loaded is compared with what a few lines of `json` and `struct` read from the same files.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import math
+import os
+import pathlib
+import pickle
+import random
+import shutil
+import struct
+import sys
+import zlib
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from random import Random
+from tempfile import mkdtemp
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fuzz import verdicts
+from fuzz.mutating import byte_mutants, json_mutants, text_mutants
+from rota import Checkpoints, Cluster, Costs, Pipeline, PipelineError, RotaError, Stages, place
+from rota.cli.checkpoints import ACTIONS
+from rota.runtime.checkpoint_files import read_saved
+from rota.runtime.checkpoint_manifest import digest
+from rota.runtime.checkpoint_reading import damages, find
+from rota.schedules import gpipe
+
+Files = dict[str, bytes | Callable[[Path], object]]  # by name: contents, or what makes something else of the name
+_STEP = "step-2"
+
+
+# --- a training to save and to load -----------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """With a buffer of bools, whose bytes must be 0 or 1."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("mask", torch.tensor([True, False]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+class Training:
+    """On this process alone: two layers in groups of their own, a schedule of schedules."""
+
+    def __init__(self) -> None:
+        self.scratch = Path(mkdtemp())
+        self._exits = ExitStack()
+        self._exits.callback(shutil.rmtree, self.scratch)
+        dist.init_process_group("gloo", init_method=f"file://{self.scratch}/store", rank=0, world_size=1)
+        self._exits.callback(dist.destroy_process_group)
+        torch.manual_seed(0)
+        random.seed(0)
+        self.model = nn.Sequential(Layer(2), Layer(2))
+        plan = gpipe(place(Costs.uniform(1), Cluster.uniform(1)), 2)
+        self.pipeline = self._exits.enter_context(Pipeline(Stages([self.model]), plan, nn.functional.mse_loss))
+        groups = [{"params": [*layer.parameters()], "lr": lr} for layer, lr in zip(self.model, (0.1, 0.2), strict=True)]
+        self.optimizer = torch.optim.Adam(groups, betas=(0.8, 0.9))
+        schedules = torch.optim.lr_scheduler
+        first = schedules.LambdaLR(self.optimizer, [Halving(), lambda n: 0.9**n])
+        self.scheduler = schedules.SequentialLR(
+            self.optimizer, [first, schedules.MultiStepLR(self.optimizer, [2, 3])], [2]
+        )
+        for _ in range(3):
+            self.pipeline.step(torch.ones(2, 2), torch.zeros(2, 2))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+
+        self.folder = self.scratch / "run"
+        self.checkpoints = Checkpoints(self.folder, self.pipeline, self.optimizer, self.scheduler)
+        self.checkpoints.save(2, position=[3, None], note="good")
+        #: The files of a real checkpoint.
+        self.files = {path.name: path.read_bytes() for path in sorted((self.folder / _STEP).iterdir())}
+
+    def spoil(self) -> None:
+        """Set everything to what no checkpoint has."""
+        with torch.no_grad():
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                tensor.fill_(7)
+        self.optimizer.state.clear()
+        self.scheduler.last_epoch = 99
+        torch.manual_seed(77)
+        random.seed(77)
+
+    def state(self) -> list[Any]:
+        """All that loading may change, to be compared by repr."""
+        tensors = {name: tensor.tolist() for name, tensor in self.model.state_dict().items()}
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        states = [dict(self.optimizer.state.get(parameter, {})) for parameter in self.model.parameters()]
+        drawn = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(), hash(random.getstate())
+        return [tensors, groups, states, self.scheduler.state_dict(), drawn]
+
+    def close(self) -> None:
+        self._exits.close()
+
+
+class Halving:
+    """A schedule with a state of its own."""
+
+    def __init__(self) -> None:
+        self.factor = 0.5
+
+    def __call__(self, step: int) -> float:
+        return self.factor**step
+
+
+@cache
+def training() -> Training:
+    sys.addaudithook(_watch)
+    return Training()
+
+
+def whole() -> dict[str, bytes]:
+    return training().files
+
+
+# --- nothing runs -----------------------------------------------------------------------------------------------------
+
+_CANARY = "ROTA_CANARY"
+_PICKLING = ("torch.load", "pickle.find_class", "os.system", "subprocess.Popen", "os.exec", "os.posix_spawn")
+_seen: list[str] | None = None
+
+
+def _watch(event: str, arguments: tuple[Any, ...]) -> None:
+    if _seen is not None and event in _PICKLING:
+        _seen.append(f"{event}{arguments!r:.200}")
+
+
+class Trap:
+    """Runs when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return exec, (f"import os; os.environ[{_CANARY!r}] = 'ran'",)
+
+
+#: Changes a class when it is unpickled: the state of slots is set on whatever it is said to belong to.
+_PATCH = b"\x80\x02cpathlib\nPurePath\nN}X\n\x00\x00\x00__fspath__cbuiltins\nrepr\ns\x86b."
+
+
+@cache
+def payloads() -> tuple[bytes, ...]:
+    found = []
+    for trap in (Trap(), {"records": Trap(), "scheduler": None, "random": None}, [Trap()]):
+        found += [pickle.dumps(trap, protocol) for protocol in (0, 2, 5)]
+        torch.save(trap, zipped := io.BytesIO())
+        torch.save(trap, legacy := io.BytesIO(), _use_new_zipfile_serialization=False)
+        found += [zipped.getvalue(), legacy.getvalue()]
+    return (*found, _PATCH, b"cos\nsystem\n(S'touch canary'\ntR.", b"\x80\x04\x95")
+
+
+_STRANGE_NAMES = (
+    *(".metadata", "__0.metadata", "training.pt", "__0_0.distcp", "tensors-1.bin", "tensors-00.bin", "code.py"),
+    *("rota.pkl", "sitecustomize.py", "\x1b[2J", "é", "a b", "tensors.json.bak", ".rota.partial"),
+)
+
+
+# --- mutants ----------------------------------------------------------------------------------------------------------
+
+
+def mutant(chooser: Random) -> Files:
+    """A folder with something wrong in it."""
+    files: Files = dict(whole())
+    change = chooser.choices([change for change, _ in _CHANGES], [weight for _, weight in _CHANGES])[0]
+    change(files, chooser)
+    if chooser.random() < 0.1:
+        chooser.choice([change for change, _ in _CHANGES])(files, chooser)
+    if chooser.random() < 0.85:
+        if chooser.random() < 0.5:
+            _fit_checksums(files)
+        _sign(files, add=chooser.random() < 0.5)
+    return files
+
+
+def _change_json(name: str) -> Callable[[Files, Random], None]:
+    def change(files: Files, chooser: Random) -> None:
+        text = whole()[name].decode()
+        others = [text, *(whole()[other].decode() for other in _JSON)] if chooser.random() < 0.1 else [text]
+        made = text_mutants if chooser.random() < 0.1 else json_mutants
+        (changed,) = made(text, 1, chooser, others)
+        files[name] = changed.encode(errors="surrogatepass")
+
+    return change
+
+
+_JSON = ("rota.json", "training.json", "tensors.json", "plan.json")
+
+
+def _change_bytes(files: Files, chooser: Random) -> None:
+    name = chooser.choice(sorted(whole())) if chooser.random() < 0.3 else "tensors-0.bin"
+    data = whole()[name]
+    if chooser.random() < 0.5 and data:
+        at = chooser.randrange(len(data))
+        files[name] = data[:at] + bytes([data[at] ^ 1 << chooser.randrange(8)]) + data[at + 1 :]
+    else:
+        (files[name],) = byte_mutants(data, 1, chooser)
+
+
+def _change_random_state(files: Files, chooser: Random) -> None:
+    """Of PyTorch, which is bytes in base64."""
+    document = json.loads(whole()["training.json"])
+    data = bytearray(base64.b64decode(document["random"]["torch"]))
+    for _ in range(chooser.choice((1, 1, 2, 8))):
+        data[chooser.choice((chooser.randrange(len(data)), chooser.randrange(28)))] = chooser.randrange(256)
+    document["random"]["torch"] = base64.b64encode(data).decode()
+    files["training.json"] = json.dumps(document).encode()
+
+
+def _swap(files: Files, chooser: Random) -> None:
+    one, other = chooser.sample(sorted(whole()), 2)
+    files[one], files[other] = files[other], files[one]
+    if chooser.random() < 0.3:
+        files[other] = files[one]
+
+
+def _remove(files: Files, chooser: Random) -> None:
+    del files[chooser.choice(sorted(files))]
+
+
+def _add(files: Files, chooser: Random) -> None:
+    files[chooser.choice(_STRANGE_NAMES)] = chooser.choice([*payloads(), *whole().values(), b""])
+
+
+def _put_pickle(files: Files, chooser: Random) -> None:
+    name, payload = chooser.choice(sorted(whole())), chooser.choice(payloads())
+    form = chooser.random()
+    if form < 0.6:
+        files[name] = payload
+    elif form < 0.8:
+        files[name] = whole()[name] + payload
+    else:  # of a size that fits
+        files[name] = (payload + whole()[name])[: len(whole()[name])]
+
+
+def _replace(files: Files, chooser: Random) -> None:
+    """By what is no file."""
+    made = (
+        os.mkfifo,
+        Path.mkdir,
+        *(_link_to(target) for target in ("/dev/zero", "rota.json", "/etc/passwd", "nowhere")),
+    )
+    files[chooser.choice(sorted(whole()))] = chooser.choice(made)
+
+
+def _link_to(target: str) -> Callable[[Path], object]:
+    return lambda path: path.symlink_to(target)
+
+
+_CHANGES: tuple[tuple[Callable[[Files, Random], None], float], ...] = (
+    (_change_json("rota.json"), 0.18),
+    (_change_json("training.json"), 0.24),
+    (_change_json("tensors.json"), 0.18),
+    (_change_json("plan.json"), 0.06),
+    (_change_bytes, 0.1),
+    (_change_random_state, 0.03),
+    (_swap, 0.04),
+    (_remove, 0.02),
+    (_add, 0.05),
+    (_put_pickle, 0.08),
+    (_replace, 0.02),
+)
+
+
+def _fit_checksums(files: Files) -> None:
+    """Those of the chunks, as the index places them."""
+    document, data = _parsed(files, "tensors.json"), files.get("tensors-0.bin")
+    try:
+        for _, dtype, _, chunks in document["tensors"]:
+            for chunk in chunks:
+                num_bytes = math.prod(chunk[1]) * getattr(torch, dtype).itemsize
+                chunk[4] = zlib.crc32(data[chunk[3] : chunk[3] + num_bytes])
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        return
+    if data != whole()["tensors-0.bin"]:
+        files["tensors.json"] = json.dumps(document).encode()
+
+
+def _sign(files: Files, add: bool) -> None:
+    """Give the manifest the sizes and hashes of the files, of added ones too, and the hash that belongs to it."""
+    document = _parsed(files, "rota.json")
+    if not isinstance(document, dict):
+        return
+    listed = document.get("files")
+    if isinstance(listed, list):
+        names = [entry[0] for entry in listed if isinstance(entry, list) and len(entry) == 2]
+        if add:
+            listed += [[name, []] for name in files if name not in (*whole(), *names)]
+        for entry in listed:
+            data = files.get(entry[0]) if isinstance(entry, list) and entry and isinstance(entry[0], str) else None
+            if isinstance(data, bytes) and len(entry) == 2:
+                entry[1] = [len(data), hashlib.sha256(data).hexdigest()]
+    document.pop("sha256", None)
+    try:
+        document["sha256"] = digest(document)
+    except (RotaError, ValueError):  # ValueError: of half a character
+        return
+    files["rota.json"] = json.dumps(document).encode()
+
+
+def _parsed(files: Files, name: str) -> Any:
+    try:
+        return json.loads(files[name])  # type: ignore[arg-type]
+    except (KeyError, ValueError, TypeError, RecursionError):
+        return None
+
+
+def write(files: Files, folder: Path) -> None:
+    """As the only checkpoint of a folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    (path := folder / _STEP).mkdir(parents=True)
+    for name, made in files.items():
+        if isinstance(made, bytes):
+            (path / name).write_bytes(made)
+        else:
+            made(path / name)
+
+
+# --- what must hold ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Stranger:
+    """What an independent reader finds in a folder's files."""
+
+    tensors: dict[str, torch.Tensor]
+    training: dict[str, Any]
+
+    @classmethod
+    def of(cls, path: Path) -> Stranger:
+        tensors = {}
+        for key, dtype, size, chunks in json.loads((path / "tensors.json").read_text())["tensors"]:
+            tensors[key] = torch.empty(size, dtype=getattr(torch, dtype))
+            for offsets, sizes, name, position, _ in chunks:
+                part = tensors[key]
+                for dimension, (offset, length) in enumerate(zip(offsets, sizes, strict=True)):
+                    part = part.narrow(dimension, offset, length)
+                data = bytearray((path / name).read_bytes()[position : position + part.numel() * part.itemsize])
+                part.copy_(torch.frombuffer(data, dtype=part.dtype).reshape(sizes))
+        return cls(tensors, json.loads((path / "training.json").read_text()))
+
+
+def use(files: Files, chooser: Random) -> str:
+    """Look at a folder with these files by every command, and load it. Returns how that ended."""
+    global _seen
+    write(files, folder := training().folder)
+    training().spoil()
+    before, fspath = repr(training().state()), pathlib.PurePath.__fspath__
+    _seen = []
+    try:
+        with mock.patch("torch.load", side_effect=lambda *args, **options: _watch("torch.load", args)):
+            outcome = _read(folder, before, chooser)
+    finally:
+        seen, _seen = _seen, None
+        assert not seen, f"a checkpoint was unpickled, or ran something: {seen}"
+        assert _CANARY not in os.environ, "the canary ran"
+        assert pathlib.PurePath.__fspath__ is fspath, "a class was changed"
+    assert {path.name for path in folder.iterdir()} <= {_STEP, "model.safetensors"}
+    return outcome
+
+
+def _read(folder: Path, before: str, chooser: Random) -> str:
+    if chooser.random() < 0.2:
+        _act("ls", folder)
+    is_whole = _act(chooser.choice(("verify", "export")), folder) == 0 or _has_parts(folder)
+    try:
+        found = training().checkpoints.load()
+    except PipelineError as refusal:
+        error = refusal
+    else:
+        error = None
+    if error is not None:
+        assert repr(training().state()) == before, f"refused, but changed something: {error}"
+        assert not (is_whole and "no other one is whole" in str(error)), f"verified, but damaged: {error}"
+        verdicts.refused(error)
+        return "of another model or optimizer" if is_whole else "damaged"
+    if found is None:
+        assert not is_whole
+        return "no checkpoint"
+    path = folder / _STEP
+    assert is_whole or _hashes_of_tensors_differ(path), "loaded what verify finds damaged"
+    assert found.step == json.loads((path / "rota.json").read_text())["step"]
+    _compare(Stranger.of(path))
+    return "accepted"
+
+
+def _hashes_of_tensors_differ(path: Path) -> bool:
+    """Loading compares checksums of each tensor in place of a hash of the file."""
+    return damages(read_saved(path)) == ["tensors-0.bin has other contents than when it was saved"]
+
+
+def _act(action: str, folder: Path) -> int | None:
+    """The command's exit code, None where it refuses."""
+    output = str(folder / "model.safetensors") if action == "export" else None
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        ended = verdicts.tried(lambda: ACTIONS[action](Namespace(folder=str(folder), output=output)))
+    for line in (out.getvalue() + err.getvalue()).splitlines():
+        assert line.isprintable(), f"not printable: {line!r}"
+    return ended
+
+
+def _has_parts(folder: Path) -> bool:
+    """Weights in parts are not exported, though they are whole."""
+    told = verdicts.tried(lambda: [*find(folder)[0][-1:]])
+    return bool(told) and any(parts > 1 for parts in told[0].manifest.weights.values()) and not damages(told[0])
+
+
+def _compare(found: Stranger) -> None:
+    """What was loaded is what the files say."""
+    model, optimizer, scheduler = training().model, training().optimizer, training().scheduler
+    for name, tensor in model.state_dict().items():
+        assert _same(tensor, found.tensors[f"model/{name}"]), f"{name} was not loaded right"
+    records = dict(found.training["records"])
+    for name, parameter in model.named_parameters():
+        state, record = optimizer.state[parameter], records[name]
+        assert set(state) == {*record["tensors"], *(key for key, _ in record["values"])}
+        for key in record["tensors"]:
+            assert _same(state[key], found.tensors[f"optimizer/{name}/{key}"]), f"{key} of {name} was not loaded right"
+        group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
+        for key, value in record["options"]:
+            if isinstance(value, (int, float, str)):
+                assert repr(group[key]) == repr(value), f"{key} of {name} is {group[key]}, saved as {value}"
+    for key, value in found.training["scheduler"]["state"]["dict"]:
+        if isinstance(value, (int, float, str)):
+            assert repr(scheduler.state_dict()[key]) == repr(value)
+    assert base64.b64decode(found.training["random"]["torch"]) == torch.get_rng_state().numpy().tobytes()
+    version, (*words, position), _ = random.getstate()
+    encoded = base64.b64encode(struct.pack("<624I", *words)).decode()
+    assert found.training["random"]["python"][:3] == [version, encoded, position]
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """To the bit: nan too."""
+    return one.dtype == other.dtype and one.shape == other.shape and one.numpy().tobytes() == other.numpy().tobytes()
