@@ -122,5 +122,5 @@ def test_costs_of_merged_layers() -> None:
         note="told",
     )
     assert merge(costs, [0, 4]).recompute_us == (None,)
-    with pytest.raises(PlacementError, match="only a chain fits here"):
+    with pytest.raises(PlacementError, match="this needs a chain"):
         merge(Costs.uniform(3, edges=((0, 1), (0, 2))), [0, 3])

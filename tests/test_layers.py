@@ -50,7 +50,6 @@ CORE = tuple(
             "profiles",
             "schedule_csv",
             "usage",
-            "plangraph",
             "plan",
             "memory",
             "timeline",

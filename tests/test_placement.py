@@ -79,14 +79,14 @@ def test_stages_share_ranks_and_tasks_span_them() -> None:
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: place(Costs.uniform(3), ONE, ranks=(0, 0)), "ranks has 2 entries for 3 stages; give one a stage"),
+        (lambda: place(Costs.uniform(3), ONE, ranks=(0, 0)), "ranks has 2 entries for 3 stages; give one per stage"),
         (lambda: place(Costs.uniform(2), ONE), "task 1F is on rank 1, but the cluster has 1 ranks (0 to 0)"),
         (lambda: place(Costs.uniform(2), ONE, (0, 0), [(0, 2)]), "edge (0, 2) must join two of the stages 0 to 1"),
         (lambda: place(Costs.uniform(2), ONE, (0, 0), [(0, 1), (1, 0)]), "the edges form a cycle: "),
         (lambda: place(Costs.uniform(2), ONE, (0, ())), "ranks () must be one or more different ranks"),
         (
             lambda: place(Costs.uniform(3, boundary_bytes=(1, 2)), ONE, (0, 0, 0), [(0, 1)]),
-            "boundary_bytes has 2 entries, but there are 1 edges; give one an edge, or one number for all",
+            "boundary_bytes has 2 entries, but there are 1 edges; give one per edge, or one number for all",
         ),
     ],
 )
@@ -107,7 +107,7 @@ def test_shapes_take_a_chain_with_or_without_its_edges(shape: Callable[[Costs, C
         (((0, 1), (1, 2)), r"edges\[2\] of the costs is missing"),
         (((0, 1), (1, 2), (2, 3), (0, 3)), r"edges\[3\] of the costs is \(0, 3\)"),
     ):
-        with pytest.raises(PlacementError, match=f"{place_and_value}.*; plan other graphs by gpipe or 1f1b"):
+        with pytest.raises(PlacementError, match=f"{place_and_value}.*; for other graphs use rota.place, then gpipe or 1f1b"):
             shape(replace(without, boundary_bytes=1, edges=edges), cluster)
 
 
@@ -118,7 +118,7 @@ def test_shapes_take_a_chain_with_or_without_its_edges(shape: Callable[[Costs, C
     ("changed", "told"),
     [
         ({"tasks": ()}, "a placement needs at least one task"),
-        ({"tasks": (Task(0, F, (0,), 1),) * 2}, "task 0F is there twice; a stage has at most one task of each kind"),
+        ({"tasks": (Task(0, F, (0,), 1),) * 2}, "task 0F appears twice; a stage has at most one task of each kind"),
         ({"edges": (Edge(0, 2),)}, "points outside the 2 tasks"),
         ({"edges": (Edge(-1, 1),)}, "points outside the 2 tasks"),
         ({"edges": (Edge(0, 1, -3),)}, "num_bytes of the edge 0F -> 1F is -3"),

@@ -1,4 +1,4 @@
-"""Ctrl-C ends a search with the best so far, and is no error."""
+"""Ctrl-C ends a search with the best result so far instead of an error."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Protocol
 
 
 class Stoppable(Protocol):
-    """A search looks at `stopped` every now and then."""
+    """A search that checks `stopped` regularly, and ends with its best result once it is set."""
 
     stopped: bool
 
 
 @contextmanager
 def ended_by_ctrl_c(search: Stoppable) -> Iterator[None]:
-    """The first Ctrl-C stops the search, the next one is Python's own."""
+    """The first Ctrl-C in the block sets `search.stopped`; the next one raises KeyboardInterrupt as usual."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
