@@ -77,7 +77,7 @@ def task_changes(placement: Placement, rank: int) -> dict[tuple[int, Kind], tupl
 
 
 def is_op_event(key: int) -> bool:
-    """Whether an event is the start or the end of an op; if not, of a transfer."""
+    """Whether an event is the start or end of an op, rather than of a transfer."""
     return key % 4 in (_OP_ENDS, _OP)
 
 

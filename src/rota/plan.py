@@ -108,9 +108,8 @@ class Plan:
                 "unknown",
             )
         nodes = tuple(self._nodes_on(rank) for rank in range(self.num_ranks))
-        for rank in range(
-            self.num_ranks
-        ):  # after all ranks, as an op on the wrong rank is also missing on the right one
+        # Only now, because an op on the wrong rank is also missing on the right one.
+        for rank in range(self.num_ranks):
             self._require_complete(rank, nodes[rank])
         return nodes
 
@@ -310,9 +309,7 @@ class Plan:
 
     def _limit_transfers(self, document: reading.Field) -> None:
         """Raise FormatError if few bytes in a file make too many transfers: one per micro-batch and reader's rank."""
-        rounds = min(
-            self.num_microbatches, max(map(len, self.orders), default=0)
-        )  # further micro-batches lack their ops
+        rounds = min(self.num_microbatches, max(map(len, self.orders), default=0))  # further ones lack their ops
         tasks = self.placement.tasks
         num_transfers = sum(len(tasks[edge.target].ranks) for edge in self.placement.edges) * max(rounds, 1)
         if num_transfers > _MAX_TRANSFERS:

@@ -12,10 +12,9 @@ _MAX_MEMORY_CHECKS = 1_000
 
 
 def rebalance(problem: CutProblem, boundaries: Sequence[int]) -> list[int]:
-    """Move consecutive boundaries by one layer while that lowers the excess bytes, the slowest rank's time, or then
-    the sum of squares.
+    """Move consecutive boundaries by one layer while that improves the cut.
 
-    Such a move takes a layer from any stage to any other; the stages between them shift by one layer. The search ends
+    A cut is better if its excess bytes are fewer, then if its slowest rank is faster, then by the sum of squares. A move takes a layer from any stage to any other; the stages between them shift by one layer. The search ends
     after `_MAX_MEMORY_CHECKS` moves whose memory it had to compute.
     """
     num_checks = 0

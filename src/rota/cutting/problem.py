@@ -48,9 +48,7 @@ class CutProblem:
         return times
 
     def budgets_us(self, bound: int) -> list[int]:
-        """Time that each rank's layers may use if its time must not exceed `bound` units; negative if `bound` is
-        less than its `extra_us`.
-        """
+        """Time for each rank's layers if its time must not exceed `bound` units; negative if `extra_us` is longer."""
         left = [bound // weight for weight in self.weights]
         for rank, extra in zip(self.rank_of, self.extra_us, strict=True):
             left[rank] -= extra

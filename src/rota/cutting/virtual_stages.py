@@ -105,9 +105,7 @@ class _Counts:
         return True
 
     def spare_quanta(self, bound: int) -> Iterator[tuple[int, int]]:
-        """(spare quanta of all ranks, quantum in µs), for the quanta just above those where the fastest rank fits one
-        more.
-        """
+        """(spare quanta of all ranks, quantum in µs), for quanta that the fastest rank can just not fit once more."""
         budgets_us = self._problem.budgets_us(bound)
         for num_quanta in range(_MAX_QUANTA):
             quantum = max(budgets_us) // (num_quanta + 1) + 1
