@@ -14,8 +14,9 @@ _MAX_MEMORY_CHECKS = 1_000
 def rebalance(problem: CutProblem, boundaries: Sequence[int]) -> list[int]:
     """Move consecutive boundaries by one layer while that improves the cut.
 
-    A cut is better if its excess bytes are fewer, then if its slowest rank is faster, then by the sum of squares. A move takes a layer from any stage to any other; the stages between them shift by one layer. The search ends
-    after `_MAX_MEMORY_CHECKS` moves whose memory it had to compute.
+    A cut is better if it has fewer excess bytes, then if its slowest rank is faster, then by the sum of squares. A move
+    takes a layer from any stage to any other; the stages between them shift by one layer. The search ends after
+    `_MAX_MEMORY_CHECKS` moves whose memory it had to compute.
     """
     num_checks = 0
     best, times, excess = list(boundaries), problem.rank_times(boundaries), problem.excess_bytes(boundaries)
