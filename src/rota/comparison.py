@@ -255,12 +255,12 @@ class _Replay:
     @cached_property
     def _inputs(self) -> list[list[tuple[int, int, int]]]:
         """For each op's node its inputs: (node, route or -1, position among the route's transfers)."""
-        streams = self._plan.placement.num_streams
+        num_components = self._plan.placement.num_components
         result = []
         for place in self._places:
             op = self._readiness.op(place)
             arrivals = self._readiness.arrivals(place.rank, op)
-            result.append([(self._node(one.maker), one.route, op.microbatch // streams) for one in arrivals])
+            result.append([(self._node(one.maker), one.route, op.microbatch // num_components) for one in arrivals])
         return result
 
     def _together(self, place: Place) -> Iterator[tuple[int, int, int]]:

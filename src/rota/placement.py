@@ -163,7 +163,7 @@ class Placement:
         return tuple((a.stage, b.stage) for a, b in pairs if a.kind == b.kind == Kind.F)
 
     @cached_property
-    def stream_of(self) -> tuple[int, ...]:
+    def component_of(self) -> tuple[int, ...]:
         """For each task the index of its connected component, a data stream."""
         parent = list(range(len(self.tasks)))
 
@@ -191,14 +191,14 @@ class Placement:
         return tasks
 
     @cached_property
-    def num_streams(self) -> int:
+    def num_components(self) -> int:
         """Number of connected components (data streams)."""
-        return max(self.stream_of) + 1
+        return max(self.component_of) + 1
 
     def microbatches(self, stage: int, num_microbatches: int) -> range:
         """The micro-batches, of a step with `num_microbatches`, that `stage` runs."""
-        stream = self.stream_of[self._tasks_of[stage][0]]
-        return range(stream, num_microbatches, self.num_streams)
+        component = self.component_of[self._tasks_of[stage][0]]
+        return range(component, num_microbatches, self.num_components)
 
     @cached_property
     def routes(self) -> tuple[Route, ...]:

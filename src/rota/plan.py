@@ -61,7 +61,7 @@ class Plan:
     @property
     def num_stages(self) -> int:
         """Number of stages of the model; a placement with several data streams has a copy per stream."""
-        return self.placement.num_stages // self.placement.num_streams
+        return self.placement.num_stages // self.placement.num_components
 
     @property
     def cuts(self) -> tuple[str, ...] | None:
@@ -88,7 +88,7 @@ class Plan:
     def node(self, op: Op) -> int:
         """The op's node in `graph`."""
         task = self.placement.index[op.stage, op.kind]
-        return self.first_node[task] + op.microbatch // self.placement.num_streams
+        return self.first_node[task] + op.microbatch // self.placement.num_components
 
     def op(self, node: int) -> Op:
         """The op of a node."""
@@ -114,9 +114,9 @@ class Plan:
         return nodes
 
     def _nodes_on(self, rank: int) -> tuple[int, ...]:
-        streams = self.placement.num_streams
+        num_components = self.placement.num_components
         here = {
-            (task.stage, task.kind): (self.first_node[i], self.placement.stream_of[i])
+            (task.stage, task.kind): (self.first_node[i], self.placement.component_of[i])
             for i, task in enumerate(self.placement.tasks)
             if rank in task.ranks
         }
@@ -124,9 +124,9 @@ class Plan:
         for op in self.orders[rank]:
             stage, kind, microbatch = op
             known = here.get((stage, kind))
-            if known is None or microbatch % streams != known[1] or not 0 <= microbatch < self.num_microbatches:
+            if known is None or microbatch % num_components != known[1] or not 0 <= microbatch < self.num_microbatches:
                 raise self._misplaced(op, rank)
-            nodes.append(known[0] + microbatch // streams)
+            nodes.append(known[0] + microbatch // num_components)
         return tuple(nodes)
 
     def _require_complete(self, rank: int, nodes: Sequence[int]) -> None:
@@ -226,14 +226,14 @@ class Plan:
         earliest = self.earliest
         actions: list[tuple[int, int, int, Op | Transfer]] = []
         position = {node: i for i, node in enumerate(earliest.sequence)}
-        streams = self.placement.num_streams
+        num_components = self.placement.num_components
         outgoing: list[list[int]] = [[] for _ in self.placement.tasks]
         for i, route in enumerate(self.placement.routes):
             outgoing[route.source].append(i)
         for t, task in enumerate(self.placement.tasks):
-            stream, first = self.placement.stream_of[t], self.first_node[t]
+            component, first = self.placement.component_of[t], self.first_node[t]
             for k in range(self.first_node[t + 1] - first):
-                op, node = Op(task.stage, task.kind, k * streams + stream), first + k
+                op, node = Op(task.stage, task.kind, k * num_components + component), first + k
                 actions.append((earliest.starts_us[node], position[node], -1, op))
                 for i in outgoing[t]:
                     route = self.placement.routes[i]

@@ -42,10 +42,10 @@ def replan(plan: Plan, num_ranks: int) -> Plan:
     """
     if num_ranks == plan.num_ranks:
         return plan
-    streams = _streams(plan.placement)
-    _require_movable(plan, streams, num_ranks)
+    components = _components(plan.placement)
+    _require_movable(plan, components, num_ranks)
     refused: PlanError | None = None
-    for ranks in _rank_choices(plan.placement, streams, num_ranks):
+    for ranks in _rank_choices(plan.placement, components, num_ranks):
         placement = _moved(plan.placement, ranks, num_ranks)
         best: tuple[int, Plan] | None = None
         for candidate in _candidates(placement, plan.num_microbatches):
@@ -66,15 +66,15 @@ def replan(plan: Plan, num_ranks: int) -> Plan:
     )
 
 
-def _streams(placement: Placement) -> list[list[int]]:
+def _components(placement: Placement) -> list[list[int]]:
     """The stages of each data stream."""
-    streams: list[list[int]] = [[] for _ in range(placement.num_streams)]
+    components: list[list[int]] = [[] for _ in range(placement.num_components)]
     for stage in placement.stages:
-        streams[placement.microbatches(stage, placement.num_streams)[0]].append(stage)
-    return streams
+        components[placement.microbatches(stage, placement.num_components)[0]].append(stage)
+    return components
 
 
-def _require_movable(plan: Plan, streams: Sequence[Sequence[int]], num_ranks: int) -> None:
+def _require_movable(plan: Plan, components: Sequence[Sequence[int]], num_ranks: int) -> None:
     if num_ranks < 1:
         raise PlacementError(f"num_ranks is {num_ranks}: a plan needs at least 1 rank")
     for task in plan.placement.tasks:
@@ -83,7 +83,7 @@ def _require_movable(plan: Plan, streams: Sequence[Sequence[int]], num_ranks: in
                 f"stage {task.stage} is on the ranks {', '.join(map(str, task.ranks))} together, and its module is "
                 f"made for these: it cannot be moved to {num_ranks} ranks; start {plan.num_ranks}, or plan again"
             )
-    least = min(map(len, streams))
+    least = min(map(len, components))
     if num_ranks > least:
         raise PlacementError(
             f"{least} stages cannot be placed on {num_ranks} ranks; start at most {least} ranks (or replicas of "
@@ -91,7 +91,9 @@ def _require_movable(plan: Plan, streams: Sequence[Sequence[int]], num_ranks: in
         )
 
 
-def _rank_choices(placement: Placement, streams: Sequence[Sequence[int]], num_ranks: int) -> Iterator[dict[int, int]]:
+def _rank_choices(
+    placement: Placement, components: Sequence[Sequence[int]], num_ranks: int
+) -> Iterator[dict[int, int]]:
     """Ways to put stages on ranks, the preferred one first; data streams go down and up the ranks alternately."""
     times_us, kept = dict.fromkeys(placement.stages, 0), dict.fromkeys(placement.stages, 0)
     for task in placement.tasks:
@@ -100,7 +102,7 @@ def _rank_choices(placement: Placement, streams: Sequence[Sequence[int]], num_ra
     seen: list[dict[int, int]] = []
     for weights in (times_us, _static_bytes(placement), kept):
         ranks: dict[int, int] = {}
-        for i, stages in enumerate(streams):
+        for i, stages in enumerate(components):
             # At least 1 each, so that every rank has a stage: without one its optimizer would have no parameters.
             boundaries = balanced([max(weights[stage], 1) for stage in stages], num_ranks)
             for rank, (start, end) in enumerate(pairwise(boundaries)):

@@ -180,7 +180,7 @@ class Timeline:
             before, work = path[i - 1].work, span.work
             if i and isinstance(before, Op) and isinstance(work, Op) and before.microbatch == work.microbatch:
                 edge = placement.index[before.stage, before.kind], placement.index[work.stage, work.kind]
-                k = work.microbatch // placement.num_streams
+                k = work.microbatch // placement.num_components
                 arrived = [(self.arrived_us[r][k], r) for r in routes.get(edge, ())]
                 end, last = max(arrived, key=itemgetter(0), default=(0, -1))
                 # No transfer if the reader is on the sender's rank too, or if a rank's order bound as late as data.

@@ -38,7 +38,7 @@ class Readiness:
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
         plan = self.plan = timeline.plan
-        self._streams = plan.placement.num_streams
+        self._num_components = plan.placement.num_components
         self._positions = [{node: i for i, node in enumerate(nodes)} for nodes in plan.nodes]
         # (rank, task) -> for each of its inputs (source task, route or _LOCAL, rank of the maker).
         self._inputs: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
@@ -76,7 +76,7 @@ class Readiness:
 
     def arrivals(self, rank: int, op: Op) -> Iterator[Arrival]:
         """Arrivals of all inputs of `op` on `rank`, without those of the task's other ranks."""
-        first, k = self.plan.first_node, op.microbatch // self._streams
+        first, k = self.plan.first_node, op.microbatch // self._num_components
         for source, route, sender in self._inputs[rank, self.plan.placement.index[op.stage, op.kind]]:
             position = self._positions[sender][first[source] + k]
             made = self.timeline.ends_us[sender][position]
@@ -98,11 +98,11 @@ class Readiness:
 
     def ready_us(self, rank: int) -> list[int]:
         """For each op of a rank's order, when all of its inputs had arrived."""
-        first, streams = self.plan.first_node, self._streams
+        first, num_components = self.plan.first_node, self._num_components
         arrived, ends, positions = self.timeline.arrived_us, self.timeline.ends_us[rank], self._positions[rank]
         index, ready = self.plan.placement.index, []
         for stage, kind, microbatch in self.plan.orders[rank]:
-            k, latest = microbatch // streams, 0
+            k, latest = microbatch // num_components, 0
             for source, route, _ in self._inputs[rank, index[stage, kind]]:
                 time = arrived[route][k] if route >= 0 else ends[positions[first[source] + k]]
                 if time > latest:

@@ -63,7 +63,7 @@ class Compute:
         self._recomputed = {task.stage for task in placement.tasks if task.kind is Kind.R}.union(recompute)
         self._in_place = {s for s in placement.stages if writes_in_place(stages[s])}
         self._sinks = {*stages.sinks}
-        self._num_stages = len(stages) // stages.num_streams  # of one copy of the model
+        self._num_stages = len(stages) // stages.num_components  # of one copy of the model
         self._kept: dict[tuple[int, int], Kept | Again | WeightWork] = {}
         self._batch = Batch([], [], [])
         self._seed = 0
