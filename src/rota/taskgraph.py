@@ -1,4 +1,4 @@
-"""A graph of nodes with durations and edges with lags: earliest starts, latest ends, slack and the critical path.
+"""A graph of nodes with durations and edges with lags: earliest starts, latest ends and the critical path.
 
 These are longest paths in a DAG (Kelley and Walker, "Critical-Path Planning and Scheduling", 1959). An execution order
 is a chain of edges with lag 0, so one graph represents data, orders and transfers.
@@ -88,10 +88,6 @@ class TaskGraph:
             for before, lag in self.inputs[node]:
                 latest[before] = min(latest[before], start - lag)
         return latest
-
-    def slack_us(self, earliest: Earliest) -> list[int]:
-        """How much each node alone may be delayed without delaying the makespan; 0 on every critical path."""
-        return [late - end for late, end in zip(self.latest_ends(earliest), earliest.ends_us, strict=True)]
 
     def critical_path(self, starts_us: Sequence[int], ends_us: Sequence[int]) -> list[int]:
         """The chain of nodes that determined the last end, for given starts and ends.

@@ -1,6 +1,7 @@
 """The causes of idle time. `docs/idle.md` defines each of them to the microsecond.
 
-To add one: add it to `Cause` at its rank, describe it in `DESCRIPTIONS`, and find it in `idle_time`.
+To add one: add it to `Cause` where its priority is, and to `DESCRIPTIONS`; find it in `idle_time`; give it a phrase in
+`explanation._describe` and a color in `rota.drawing.looks`.
 """
 
 from __future__ import annotations

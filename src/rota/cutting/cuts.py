@@ -104,7 +104,7 @@ def cut(
     Raises:
         SplitError: An argument is invalid, no cut fits in memory, or the search found none.
     """
-    _refuse_wrong(layers, num_ranks, stages_a_rank, placement, extra_us)
+    _validate(layers, num_ranks, stages_a_rank, placement, extra_us)
     rank_of = _rank_of(num_ranks, stages_a_rank, placement)
     num_stages = len(rank_of)
     if outside := [stage for stage in recompute if not 0 <= stage < num_stages]:
@@ -155,7 +155,7 @@ def _infeasibility(problem: CutProblem, searched: str = "") -> str:
     )
 
 
-def _refuse_wrong(
+def _validate(
     layers: LayerCosts, num_ranks: int, stages_a_rank: int, placement: str, extra_us: tuple[int, int]
 ) -> None:
     for name, number in (("num_ranks", num_ranks), ("stages_a_rank", stages_a_rank)):
