@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import mean
 from typing import NamedTuple
 
-from rota.calibration import median_us
+from rota.calibration.measured_times import median_us, step_ends_us, with_durations
 from rota.costs import Link
 from rota.errors import RotaError
 from rota.placement import Placement, StepEnd
@@ -32,17 +32,9 @@ class Suggestion(NamedTuple):
 
 def with_measured_times(timeline: Timeline) -> Plan:
     """The timeline's plan with each task's median time, and the longest time over its ranks of each step end."""
-    plan = timeline.plan
-    medians = median_us([timeline])
-    tasks = tuple(
-        replace(task, duration_us=medians.get((task.stage, task.kind), task.duration_us))
-        for task in plan.placement.tasks
-    )
-    longest: dict[int, tuple[int, int]] = {}
-    for (i, _), (a, b, c, d) in zip(plan.step_end_ranks, timeline.step_ends_us, strict=True):
-        reduce_us, optimizer_us = longest.get(i, (0, 0))
-        longest[i] = max(reduce_us, b - a), max(optimizer_us, d - c)
-    ends = tuple(StepEnd(end.stage, *longest.get(i, (0, 0))) for i, end in enumerate(plan.placement.step_ends))
+    plan, longest = timeline.plan, step_ends_us(timeline)
+    tasks = with_durations(plan.placement.tasks, median_us([timeline]))
+    ends = tuple(StepEnd(end.stage, *longest.get(end.stage, (0, 0))) for end in plan.placement.step_ends)
     return replace(plan, placement=replace(plan.placement, tasks=tasks, step_ends=ends))
 
 

@@ -9,7 +9,7 @@ from statistics import median_low
 from rota.costs import Cluster, Link
 from rota.errors import PlanError
 from rota.placement import Placement, StepEnd
-from rota.tasks import Kind, Op
+from rota.tasks import Kind, Op, Task
 from rota.timeline import Timeline
 
 
@@ -31,10 +31,7 @@ def calibrated(*timelines: Timeline) -> Placement:
     """
     _require_one_placement(timelines)
     placement = timelines[0].plan.placement
-    medians = median_us(timelines)
-    tasks = tuple(
-        replace(task, duration_us=medians.get((task.stage, task.kind), task.duration_us)) for task in placement.tasks
-    )
+    tasks = with_durations(placement.tasks, median_us(timelines))
     return replace(placement, tasks=tasks, cluster=_cluster(timelines), step_ends=_step_ends(timelines))
 
 
@@ -49,6 +46,23 @@ def median_us(timelines: Iterable[Timeline]) -> dict[tuple[int, Kind], int]:
         for op, us in slowest.items():
             seen.setdefault((op.stage, op.kind), []).append(us)
     return {task: median_low(times) for task, times in seen.items()}
+
+
+def with_durations(tasks: Iterable[Task], durations_us: Mapping[tuple[int, Kind], int]) -> tuple[Task, ...]:
+    """The tasks with the given durations by (stage, kind); others stay as they are."""
+    return tuple(
+        replace(task, duration_us=durations_us.get((task.stage, task.kind), task.duration_us)) for task in tasks
+    )
+
+
+def step_ends_us(timeline: Timeline) -> dict[int, tuple[int, int]]:
+    """Stage -> durations of its longest reduction and its longest optimizer step on any rank."""
+    longest: dict[int, tuple[int, int]] = {}
+    for (i, _), (a, b, c, d) in zip(timeline.plan.step_end_ranks, timeline.step_ends_us, strict=True):
+        stage = timeline.plan.placement.step_ends[i].stage
+        reduce_us, optimizer_us = longest.get(stage, (0, 0))
+        longest[stage] = max(reduce_us, b - a), max(optimizer_us, d - c)
+    return longest
 
 
 def _cluster(timelines: Sequence[Timeline]) -> Cluster:
@@ -74,15 +88,10 @@ def _step_ends(timelines: Sequence[Timeline]) -> tuple[StepEnd, ...]:
     planned: dict[int, StepEnd] = {}
     seen: dict[int, list[tuple[int, int]]] = {}
     for timeline in timelines:
-        placement = timeline.plan.placement
-        slowest: dict[int, tuple[int, int]] = {}
-        for (i, _), (a, b, c, d) in zip(timeline.plan.step_end_ranks, timeline.step_ends_us, strict=True):
-            stage = placement.step_ends[i].stage
-            reduce_us, optimizer_us = slowest.get(stage, (0, 0))
-            slowest[stage] = max(reduce_us, b - a), max(optimizer_us, d - c)
-        for end in placement.step_ends:
+        longest = step_ends_us(timeline)
+        for end in timeline.plan.placement.step_ends:
             planned.setdefault(end.stage, end)
-            seen.setdefault(end.stage, []).append(slowest.get(end.stage, (0, 0)))
+            seen.setdefault(end.stage, []).append(longest.get(end.stage, (0, 0)))
     return tuple(_step_end(planned[stage], seen) for stage in sorted(planned))
 
 
