@@ -99,7 +99,7 @@ class Calibration:
             best = self.candidates[0]
             text = f"Take {best.name}: {self.gain:.1%} faster than the same orders, with the new costs."
         elif self.candidates:
-            text = f"Keep the plan: none of {count_text(len(self.candidates), 'other')} is {MIN_GAIN:.0%} faster."
+            text = f"Keep the plan: none of {count_text(len(self.candidates), 'other plan')} is {MIN_GAIN:.0%} faster."
         else:
             text = "Keep the plan: no other schedule fits this placement."
         rank, share = self.unevenness
