@@ -23,7 +23,13 @@ _SEARCHED, _MAX_SEARCHED_OPS = ("zb_auto",), 2_000  # families that search are t
 
 
 class Suggestion(NamedTuple):
-    """A change, the makespan with it, and the gain: by how much the makespan is shorter."""
+    """A change that would make the step shorter.
+
+    Attributes:
+        words: What to change.
+        gain_us: By how much the makespan is shorter.
+        makespan_us: The simulated makespan with the change.
+    """
 
     words: str
     gain_us: int
