@@ -171,7 +171,7 @@ def linear_extension(placement: Placement, num_microbatches: int, chooser: Choos
     waiting = {op: set(read_by(placement, op)) for op in every_op(placement, num_microbatches)}
     if in_order:
         for op, before in waiting.items():
-            earlier = op._replace(microbatch=op.microbatch - placement.num_streams)
+            earlier = op._replace(microbatch=op.microbatch - placement.num_components)
             if earlier in waiting:
                 before.add(earlier)
     done: list[Op] = []

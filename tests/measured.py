@@ -20,7 +20,7 @@ def measured_like(plan: Plan, chooser: random.Random, longest_us: int = 30) -> T
         if node >= plan.num_ops:
             continue
         op = plan.op(node)
-        t, k = plan.placement.index[op.stage, op.kind], op.microbatch // plan.placement.num_streams
+        t, k = plan.placement.index[op.stage, op.kind], op.microbatch // plan.placement.num_components
         for rank in plan.placement.tasks[t].ranks:
             ready = free[rank]
             for edge in (edge for edge in plan.placement.edges if edge.target == t):

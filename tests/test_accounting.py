@@ -319,7 +319,7 @@ def test_a_single_layer_is_not_cut(num_layers: tuple[int, ...], advice: list[str
     [
         (None, "the order of gpipe"),
         (7000, "the order of eager_1f1b"),
-        (6000, "room for one micro-batch more (1 kB over the limit), in the order of eager_1f1b"),
+        (6000, "memory for one more micro-batch (1 kB over the limit), in the order of eager_1f1b"),
         (5999, None),
     ],
 )

@@ -14,7 +14,7 @@ from core_strategies import Chooser, placed, plans
 from measured import measured_like
 from rota import schedules
 from rota.calibration import Calibration, calibrate, calibrated, costs_of, median_us
-from rota.calibration.links import fitted
+from rota.calibration.measured_times import fit_link
 from rota.costs import Cluster, Costs, Link
 from rota.errors import PlacementError, PlanError, RotaError
 from rota.placement import Placement, StepEnd
@@ -99,17 +99,17 @@ def test_step_ends_that_were_not_measured_stay_as_planned() -> None:
     st.lists(st.integers(1, 10**7), min_size=2, max_size=4, unique=True),
 )
 def test_a_link_is_found_by_sizes_that_differ(truth: Link, planned: Link, sizes: list[int]) -> None:
-    found = fitted({size: [truth.transfer_us(size)] * 3 for size in sizes}, planned)
+    found = fit_link({size: [truth.transfer_us(size)] * 3 for size in sizes}, planned)
     for size in sizes:  # rates are whole bytes per µs, times whole µs
         assert found.transfer_us(size) == pytest.approx(truth.transfer_us(size), rel=0.35, abs=2)
-    assert fitted({size: [truth.transfer_us(size)] for size in sizes}, truth) == truth
+    assert fit_link({size: [truth.transfer_us(size)] for size in sizes}, truth) == truth
 
 
 @given(
     st.integers(0, 10**6), st.integers(0, 10**4), st.builds(Link, st.integers(0, 99), st.none() | st.integers(1, 99))
 )
 def test_one_size_is_met_exactly(size: int, us: int, planned: Link) -> None:
-    found = fitted({size: [us, us, us + 70]}, planned)
+    found = fit_link({size: [us, us, us + 70]}, planned)
     assert found.transfer_us(size) == us
     if Link(0, planned.bytes_per_us).transfer_us(size) <= us:
         assert found.bytes_per_us == planned.bytes_per_us  # only the latency was off
@@ -117,7 +117,7 @@ def test_one_size_is_met_exactly(size: int, us: int, planned: Link) -> None:
 
 def test_an_outlier_does_not_count() -> None:
     times = {1_000: [15, 15, 15, 900], 50_000: [505, 505, 505], 100_000: [1005, 1005, 5000, 1005]}
-    assert fitted(times, Link()) == Link(5, 100)
+    assert fit_link(times, Link()) == Link(5, 100)
 
 
 # --- costs again ----------------------------------------------------------------------------------------------------
@@ -151,12 +151,15 @@ def test_costs_with_recomputation_and_several_stages_a_rank() -> None:
 @pytest.mark.parametrize(
     ("placement", "told"),
     [
-        (OLD.forward_only(), "stage 0 has no I; only what rota.place makes of costs for training"),
+        (OLD.forward_only(), "stage 0 has no I; only placements that rota.place made for training"),
         (replace(OLD, edges=OLD.edges[1:]), "the backward's edges do not mirror the forward's"),
-        (replace(OLD, edges=OLD.edges[:-1]), r"edges are not those of costs, such as 3I -> 3W, 0 bytes"),
+        (
+            replace(OLD, edges=OLD.edges[:-1]),
+            r"edges differ from what rota.place makes, such as 3I -> 3W, 0 bytes",
+        ),
         (
             place(Costs.uniform(1, static_bytes=3), Cluster.uniform(2), [(0, 1)]),
-            "rank 0 has 3 static bytes and no stage of its own",
+            "rank 0 has 3 static bytes, but no stage of its own",
         ),
     ],
 )
@@ -165,7 +168,7 @@ def test_what_costs_cannot_say_is_refused(placement: Placement, told: str) -> No
         costs_of(placement)
 
 
-# --- planned anew ---------------------------------------------------------------------------------------------------
+# --- planned again --------------------------------------------------------------------------------------------------
 
 
 def measured_by(orders: Plan, forward_us: tuple[int, ...]) -> Timeline:
@@ -196,7 +199,7 @@ def test_the_loop_closes() -> None:
     again = calibrate([second])
     assert again.gain < 0.01
     assert again.chosen.orders == found.chosen.orders
-    assert again.verdict().startswith("Keep the plan: of ")
+    assert again.verdict().startswith("Keep the plan: none of ")
     text = found.to_text().splitlines()
     assert text[1].split()[-2] == f"{simulate(old).makespan_us:,}"
     assert text[2] == f"measured (one step){'':<17}{first.makespan_us:>12,}        +0.0%"
@@ -216,25 +219,25 @@ def test_one_schedule_may_be_asked_for_and_the_search_may_join() -> None:
 
 def test_a_rank_with_too_much_to_do_is_told() -> None:
     timeline = measured_by(schedules.gpipe(OLD, 8), (100, 100, 240, 100))
-    assert "Rank 2 has 26% more to do than the mean" in calibrate([timeline]).verdict()
+    assert "Rank 2 has 26% more work than the mean" in calibrate([timeline]).verdict()
     assert "rota autoplan --profile" in calibrate([timeline]).to_text()
     command = (
-        "cut anew, if it has more than one layer, by\n`rota autoplan --profile profile.json --ranks 4 --batch … -o"
+        "cut again, if it has more than one layer, with\n`rota autoplan --profile profile.json --ranks 4 --batch … -o"
     )
     assert command in calibrate([timeline]).verdict()
     even = calibrate([measured_by(schedules.gpipe(OLD, 8), (100, 100, 110, 100))])
-    assert "more to do" not in even.to_text()
+    assert "more work" not in even.to_text()
 
 
 @pytest.mark.parametrize(
     ("num_layers", "told"),
     [
-        ((), "cut anew, if it has more than one layer, by"),
+        ((), "cut again, if it has more than one layer, with"),
         (
             (1, 1, 2, 1),
-            "mend: cut anew, by\n`rota autoplan --profile profile.json --ranks 8 --memory 9000B --batch 64 -o be",
+            "fix: cut again, with\n`rota autoplan --profile profile.json --ranks 8 --memory 9000B --batch 64 -o be",
         ),
-        ((2, 2, 1, 2), "no order can mend, nor another cut: it has a single layer. Divide that in the model"),
+        ((2, 2, 1, 2), "no order can fix, nor another cut: it has a single layer. Put a CutPoint"),
     ],
 )
 def test_the_command_that_cuts_anew_is_whole(num_layers: tuple[int, ...], told: str) -> None:
@@ -259,7 +262,7 @@ def test_timelines_of_different_placements_are_refused() -> None:
     other = simulate(schedules.gpipe(place(Costs.uniform(3), Cluster.uniform(3)), 2))
     with pytest.raises(PlanError, match="timeline 2 is of another placement than the first"):
         calibrate([simulate(schedules.zb_h1(OLD, 4)), other])
-    with pytest.raises(PlanError, match="there is no timeline to calibrate by"):
+    with pytest.raises(PlanError, match="no timelines to calibrate with"):
         calibrated()
 
 

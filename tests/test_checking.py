@@ -232,7 +232,7 @@ def test_the_message_names_rank_op_and_bytes() -> None:
 @pytest.mark.parametrize(
     ("orders", "num_microbatches", "reason", "told"),
     [
-        ((), 1, "unknown", "the plan has 0 rank orders, but its placement has 2 ranks; give one order a rank"),
+        ((), 1, "unknown", "the plan has 0 rank orders, but its placement has 2 ranks; give one order per rank"),
         (((), ()), 0, "missing", "num_microbatches is 0; a step needs at least 1"),
         (((), ()), 2, "missing", "rank 0 never does 0F0 and 3 more; add it there, or lower num_microbatches"),
         (

@@ -124,7 +124,7 @@ def test_schedules_compares_chains_alone(costs_file: Path, capsys: pytest.Captur
     code, out, error = run(capsys, "schedules", "--costs", costs_file, "--microbatches", 8)
     assert (code, out, error.count("\n")) == (2, "", 1)
     assert "edges[1] of the costs is (0, 2)" in error
-    assert "by gpipe or 1f1b" in error
+    assert "then gpipe or 1f1b" in error
     assert run(capsys, "plan", "1f1b", "--costs", costs_file, "--microbatches", 8)[0] == 0
 
 
@@ -269,7 +269,7 @@ def test_of_replicas_one_is_checked_and_rehearsed(
 
 def test_binary_files_and_folders_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "picture.json").write_bytes(b"\x89PNG\xff\xfe")
-    assert "no text file" in run(capsys, "show", tmp_path / "picture.json")[2]
+    assert "not a text file" in run(capsys, "show", tmp_path / "picture.json")[2]
     assert "directory" in run(capsys, "show", tmp_path)[2]
 
 

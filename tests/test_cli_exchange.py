@@ -226,7 +226,7 @@ EXPORT = "export torchtitan plan.json --model"
         ("export deepspeed three.json --type a --layers B*x", "'B*x' is no layer; write such as Block, or Block*8"),
         (
             "export deepspeed three.json --type a --layers Block*4",
-            "pattern 'a' finds none of the layers, which are Block",
+            "pattern 'a' matches none of the layers, which are Block",
         ),
         ("export deepspeed plan.json --boundaries 0,1,2,3,4", "needs a chain of stages; place it by rota.place"),
         ("export nemo plan.json", "'nemo' is not one of torchtitan, megatron, deepspeed"),

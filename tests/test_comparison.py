@@ -227,7 +227,7 @@ def test_text() -> None:
     assert lines["makespan"][1:] == ["µs", "1,520", "1,720", "+13.2%"]
     assert lines["slower"][:4] == ["slower", "ops", "+200", "µs"]
     assert lines["1F"][1:4] == ["100", "150", "150%"]
-    assert "Longest beyond plan: 1F0 (+50 µs), 1F1 (+50 µs), 1F2 (+50 µs)" in text
+    assert "Longest overruns: 1F0 (+50 µs), 1F1 (+50 µs), 1F2 (+50 µs)" in text
 
 
 @pytest.mark.parametrize(

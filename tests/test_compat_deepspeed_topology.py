@@ -157,7 +157,7 @@ def test_methods_of_partition(method: str, boundaries: list[int]) -> None:
 @pytest.mark.parametrize(
     ("method", "told"),
     [
-        ("type:Conv", "finds none of the layers, which are Embedding, Linear, relu, LayerNorm"),
+        ("type:Conv", "matches none of the layers, which are Embedding, Linear, relu, LayerNorm"),
         ("best", "partition_method is 'best': give 'parameters', 'uniform'"),
         ("profile", "give profile_input, a micro-batch's inputs"),
     ],

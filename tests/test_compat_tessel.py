@@ -297,7 +297,7 @@ def test_a_composed_schedule_is_a_plan_that_is_drawn() -> None:
 def test_streams_take_turns() -> None:
     """Each of X's directions is a stream: a micro-batch of Tessel's is one of each."""
     plan = composed("xshape", 4, 3).to_plan(4)
-    assert (plan.placement.num_streams, plan.num_microbatches) == (2, 6)
+    assert (plan.placement.num_components, plan.num_microbatches) == (2, 6)
     assert {op.microbatch % 2 for op in plan.orders[0] if op.stage == 0} == {0}
 
 

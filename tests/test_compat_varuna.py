@@ -366,7 +366,7 @@ def test_a_process_alone_profiles(tmp_path: Path) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     two = {"x": torch.ones(2, WIDTH)}
-    with pytest.raises(PipelineError, match=r"profiling failed on the first process .*only a chain fits here"):
+    with pytest.raises(PipelineError, match=r"profiling failed on the first process .*this needs a chain"):
         Profiler(Skips(), lambda size: two, out_folder=folder).profile_all([2])
     whole = nn.Sequential(nn.Flatten(0), nn.Linear(2 * WIDTH, 1))
     Profiler(whole, lambda size: {"input": two["x"]}, out_folder=folder).profile_all([2])

@@ -54,8 +54,8 @@ def test_the_input_gradient_frees_half_unless_told() -> None:
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"forward_us": ()}, "forward_us is (): give one time a stage, or use Costs.uniform(num_stages)"),
-        ({"forward_us": 3}, "forward_us is 3: give one time a stage"),
+        ({"forward_us": ()}, "forward_us is (): give one time per stage, or use Costs.uniform(num_stages)"),
+        ({"forward_us": 3}, "forward_us is 3: give one time per stage"),
         ({"backward_us": (1, 2)}, "backward_us has 2 entries for 3; give 3, or a single number for all"),
         ({"backward_us": (1, 2, -3)}, "backward_us[2] is -3: give a whole number of 0 or more"),
         ({"backward_us": None}, "backward_us is None"),

@@ -87,9 +87,9 @@ def test_layers_are_shared_out_by_parameters_and_by_name() -> None:
     names = ["Embedding", "Block", "Norm", "block", "Block", "BLOCK", "Linear"]
     assert by_regex(names, "block", 2) == [0, 4, 7]
     assert by_regex(names, "^(Embedding|Linear)$", 2) == [0, 6, 7]
-    with pytest.raises(SplitError, match="pattern 'Conv' finds none of the layers, which are A, B; give one that does"):
+    with pytest.raises(SplitError, match="'Conv' matches none of the layers, which are A, B; give one that does"):
         by_regex(["A", "B", "A"], "Conv", 2)
-    with pytest.raises(SplitError, match=r"pattern '\(' is no regular expression: missing \)"):
+    with pytest.raises(SplitError, match=r"pattern '\(' is not a regular expression: missing \)"):
         by_regex(["A"], "(", 1)
 
 
@@ -122,5 +122,5 @@ def test_costs_of_merged_layers() -> None:
         note="told",
     )
     assert merge(costs, [0, 4]).recompute_us == (None,)
-    with pytest.raises(PlacementError, match="only a chain fits here"):
+    with pytest.raises(PlacementError, match="this needs a chain"):
         merge(Costs.uniform(3, edges=((0, 1), (0, 2))), [0, 3])

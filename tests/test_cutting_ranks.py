@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rota.costs import Cluster, Costs
 from rota.cutting import Cut, cut
-from rota.cutting.room import Room
+from rota.cutting.problem import StageMemory
 from rota.errors import SplitError
 from rota.layers import LayerCosts
 from rota.placing import interleaved, place, wave
@@ -171,12 +171,12 @@ def test_a_stage_holds_what_its_costs_say(given_layers: LayerCosts, split: bool,
     stages = range(len(boundaries) - 1)
     recompute = data.draw(st.sets(st.sampled_from(stages)))
     costs = given_layers.stages(boundaries, split_backward=split, recompute=recompute)
-    room = Room(given_layers, [None], [1] * len(stages), split, recompute)
+    memory = StageMemory(given_layers, [None], [1] * len(stages), split, recompute)
     for stage, run in enumerate(pairwise(boundaries)):
         held, kept = costs.activation_bytes[stage], costs.checkpoint_bytes[stage]
         again = held - kept if stage in recompute else 0
         peaks = [costs.forward_peak_bytes[stage], costs.backward_peak_bytes[stage], costs.weight_peak_bytes[stage]]
-        found = room.held(stage, *run)
+        found = memory.needed(stage, *run)
         assert found == (costs.static_bytes[stage] + held - again, again + max(peaks))
 
 
@@ -194,7 +194,7 @@ def test_however_short_the_search_its_bound_holds(
     try:
         found = cut(given_layers, num_ranks, num_nodes=num_nodes, **options)
     except SplitError as error:
-        assert f"was found by trying {num_nodes} nodes; raise num_nodes" in str(error)  # noqa: PT017
+        assert f"was found within {num_nodes} nodes; raise num_nodes" in str(error)  # noqa: PT017
         return
     assert found.bound_us <= best.slowest_us <= found.slowest_us
     assert weighed(given_layers, num_ranks, list(found), options) == (list(found.rank_us), True)
@@ -270,9 +270,9 @@ def test_a_cut_is_its_boundaries() -> None:
         ({"num_ranks": 0}, "num_ranks is 0: give at least 1"),
         ({"stages_a_rank": 0}, "stages_a_rank is 0: give at least 1"),
         ({"placement": "vave"}, r"placement is 'vave': give one of chain, interleaved, wave; perhaps wave\?"),
-        ({"stages_a_rank": 2}, "stages_a_rank is 2, but a chain has one; give 'interleaved' or 'wave'"),
+        ({"stages_a_rank": 2}, "stages_a_rank is 2, but a chain has 1; give 'interleaved' or 'wave'"),
         ({"stages_a_rank": 1, "placement": "wave"}, "stages_a_rank is 1, but a wave goes down and up"),
-        ({"num_ranks": 5}, r"4 layers for 5 stages \(5 ranks, 1 a rank\): give fewer ranks"),
+        ({"num_ranks": 5}, r"4 layers for 5 stages \(5 ranks, 1 per rank\): give fewer ranks"),
         ({"limit_bytes": [1]}, "limit_bytes has 1 entries for 2 ranks"),
         ({"limit_bytes": [None] * 3}, "limit_bytes has 3 entries for 2 ranks"),
         ({"in_flight": [1]}, r"in_flight is \[1\]: give 2 numbers of micro-batches"),

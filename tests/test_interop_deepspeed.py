@@ -71,10 +71,10 @@ def test_layers_of_a_type_are_shared_out_as_the_door_does() -> None:
             counts = [len(re.findall("Linear", " ".join(names[a:b]))) for a, b in pairwise(boundaries)]
             assert pattern != "linear" or max(counts) - min(counts) <= 1
     with pytest.raises(
-        SplitError, match="pattern 'conv' finds none of the layers, which are Embedding, ReLU, Linear, LayerN"
+        SplitError, match="pattern 'conv' matches none of the layers, which are Embedding, ReLU, Linear, LayerN"
     ):
         by_regex(names, "conv", 2)
-    with pytest.raises(SplitError, match=re.escape("pattern '(' is no regular expression")):
+    with pytest.raises(SplitError, match=re.escape("pattern '(' is not a regular expression")):
         by_regex(names, "(", 2)
 
 

@@ -41,12 +41,12 @@ SKIP = [(0, 1), (1, 2), (0, 2)]
 @pytest.mark.parametrize(
     ("stages", "plan", "told"),
     [
-        (layers(3, JOIN), plan_on([0, 1, 2], JOIN), "is of a chain, but"),
-        (layers(3, SKIP), plan_on([0, 1, 2], SKIP), "is of a chain, but this one also has 0F -> 2F"),
+        (layers(3, JOIN), plan_on([0, 1, 2], JOIN), "is for a chain, but"),
+        (layers(3, SKIP), plan_on([0, 1, 2], SKIP), "is for a chain, but this one also has 0F -> 2F"),
         (layers(3, JOIN), plan_on([0, 1, 2]), "the model lacks the edge 0 -> 1: split it into a chain"),
         (layers(3, SKIP), plan_on([0, 1, 2]), "the model has the edge 0 -> 2: split it into a chain"),
-        (layers(2), plan_on([0, (0, 1)]), "has one rank a stage, but stage 1 is on ranks 0, 1"),
-        (layers(2), plan_on([0, 1], recompute_us=1), "cannot say 0R: plan without recompute"),
+        (layers(2), plan_on([0, (0, 1)]), "has one rank per stage, but stage 1 is on ranks 0, 1"),
+        (layers(2), plan_on([0, 1], recompute_us=1), "cannot express 0R: plan without recompute"),
         (layers(3), plan_on([0, 1]), "the plan has 2 stages, the model was split into 3"),
     ],
 )

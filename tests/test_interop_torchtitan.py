@@ -221,7 +221,7 @@ def test_the_files_say_what_torchtitan_reads(tmp_path: Path) -> None:
         (
             NAMED["gpipe"](place(Costs.uniform(4, edges=[(0, 1), (0, 2), (1, 3), (2, 3)]), Cluster.uniform(4)), 2),
             FOUR,
-            "is of a chain",
+            "is for a chain",
         ),
         (Plan(a_plan().placement, 4, a_plan().orders[::-1]), FOUR, "rank 0 does 1F0, but stage 1 is on rank 1"),
     ],

@@ -51,7 +51,6 @@ CORE = tuple(
             "profiles",
             "schedule_csv",
             "usage",
-            "plangraph",
             "plan",
             "memory",
             "timeline",

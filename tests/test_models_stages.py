@@ -138,7 +138,7 @@ def test_repeated() -> None:
     )
     twice = stages.repeated(2)
     assert [edge[:2] for edge in twice.edges] == [(0, 1), (0, 2), (1, 2), (3, 4), (3, 5), (4, 5)]
-    assert (twice.sinks, twice.sink, twice.num_streams) == ((2, 5), 2, 2)
+    assert (twice.sinks, twice.sink, twice.num_components) == ((2, 5), 2, 2)
     assert twice.inputs == stages.inputs * 2
     assert {places[0][0] + 3 == places[1][0] for places in twice.ties} == {True}
     assert dict(twice.named_parameters()).keys() == dict(stages.named_parameters()).keys()

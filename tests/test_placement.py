@@ -64,7 +64,7 @@ def test_every_forward_edge_has_a_backward_one_and_all_that_is_held_is_freed(giv
 def test_edges_may_be_given_with_the_costs_or_with_the_placement() -> None:
     assert place(Costs.uniform(3, edges=((0, 2),)), Cluster.uniform(3)).stage_edges == ((0, 2),)
     assert place(Costs.uniform(3), Cluster.uniform(3), edges=[(0, 2), (1, 2)]).stage_edges == ((0, 2), (1, 2))
-    assert place(Costs.uniform(2, edges=()), Cluster.uniform(2)).num_streams == 2  # none is not the same as a chain
+    assert place(Costs.uniform(2, edges=()), Cluster.uniform(2)).num_components == 2  # none is not the same as a chain
 
 
 def test_stages_share_ranks_and_tasks_span_them() -> None:
@@ -79,14 +79,14 @@ def test_stages_share_ranks_and_tasks_span_them() -> None:
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: place(Costs.uniform(3), ONE, ranks=(0, 0)), "ranks has 2 entries for 3 stages; give one a stage"),
+        (lambda: place(Costs.uniform(3), ONE, ranks=(0, 0)), "ranks has 2 entries for 3 stages; give one per stage"),
         (lambda: place(Costs.uniform(2), ONE), "task 1F is on rank 1, but the cluster has 1 ranks (0 to 0)"),
         (lambda: place(Costs.uniform(2), ONE, (0, 0), [(0, 2)]), "edge (0, 2) must join two of the stages 0 to 1"),
         (lambda: place(Costs.uniform(2), ONE, (0, 0), [(0, 1), (1, 0)]), "the edges form a cycle: "),
         (lambda: place(Costs.uniform(2), ONE, (0, ())), "ranks () must be one or more different ranks"),
         (
             lambda: place(Costs.uniform(3, boundary_bytes=(1, 2)), ONE, (0, 0, 0), [(0, 1)]),
-            "boundary_bytes has 2 entries, but there are 1 edges; give one an edge, or one number for all",
+            "boundary_bytes has 2 entries, but there are 1 edges; give one per edge, or one number for all",
         ),
     ],
 )
@@ -107,7 +107,9 @@ def test_shapes_take_a_chain_with_or_without_its_edges(shape: Callable[[Costs, C
         (((0, 1), (1, 2)), r"edges\[2\] of the costs is missing"),
         (((0, 1), (1, 2), (2, 3), (0, 3)), r"edges\[3\] of the costs is \(0, 3\)"),
     ):
-        with pytest.raises(PlacementError, match=f"{place_and_value}.*; plan other graphs by gpipe or 1f1b"):
+        with pytest.raises(
+            PlacementError, match=f"{place_and_value}.*; for other graphs use rota.place, then gpipe or 1f1b"
+        ):
             shape(replace(without, boundary_bytes=1, edges=edges), cluster)
 
 
@@ -118,7 +120,7 @@ def test_shapes_take_a_chain_with_or_without_its_edges(shape: Callable[[Costs, C
     ("changed", "told"),
     [
         ({"tasks": ()}, "a placement needs at least one task"),
-        ({"tasks": (Task(0, F, (0,), 1),) * 2}, "task 0F is there twice; a stage has at most one task of each kind"),
+        ({"tasks": (Task(0, F, (0,), 1),) * 2}, "task 0F appears twice; a stage has at most one task of each kind"),
         ({"edges": (Edge(0, 2),)}, "points outside the 2 tasks"),
         ({"edges": (Edge(-1, 1),)}, "points outside the 2 tasks"),
         ({"edges": (Edge(0, 1, -3),)}, "num_bytes of the edge 0F -> 1F is -3"),
@@ -150,10 +152,10 @@ def test_every_component_is_a_stream_of_its_own(placement: Placement) -> None:
         for a, b in pairs:
             component[a] = component[b] = component[a] | component[b]
     groups = sorted({min(task.stage for task in group) for group in component.values()})
-    assert placement.num_streams == len(groups)
+    assert placement.num_components == len(groups)
     for i, task in enumerate(placement.tasks):
         stream = groups.index(min(other.stage for other in component[task]))
-        assert placement.stream_of[i] == stream
+        assert placement.component_of[i] == stream
         batches = placement.microbatches(task.stage, 7)
         assert list(batches) == [m for m in range(7) if m % len(groups) == stream]
 
@@ -188,4 +190,8 @@ def test_text_round_trip(placement: Placement) -> None:
     text = reading.dump("plan", placement.to_fields())
     again = Placement.from_fields(reading.parse(text, "plan"))
     assert again == placement
-    assert (again.routes, again.stream_of, again.index) == (placement.routes, placement.stream_of, placement.index)
+    assert (again.routes, again.component_of, again.index) == (
+        placement.routes,
+        placement.component_of,
+        placement.index,
+    )

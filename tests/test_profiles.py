@@ -78,7 +78,7 @@ def test_layers_that_do_not_fit_together_are_refused() -> None:
         layers(kept_bytes=(1, 2))
     with pytest.raises(PlacementError, match=r"\(2, 1\) must join a layer to a later one of the 3"):
         layers(waiting_shared=((2, 1, 5),))
-    with pytest.raises(PlacementError, match=r"boundaries are \[0, 2, 2, 3\]; they rise from 0 to 3"):
+    with pytest.raises(PlacementError, match=r"boundaries are \[0, 2, 2, 3\]; they must rise from 0 to 3"):
         layers().stages([0, 2, 2, 3])
 
 
@@ -131,5 +131,5 @@ def test_what_a_cached_profile_says_is_told_in_one_line(tmp_path: Path) -> None:
     assert str(error.value).isprintable()
     assert len(str(error.value)) < 1000
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(FormatError, match="no text file in UTF-8"):
+    with pytest.raises(FormatError, match="not a text file in UTF-8"):
         Cache.of(path, "model", {}, refresh=False)

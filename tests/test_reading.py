@@ -76,7 +76,7 @@ def test_what_is_wrong_is_told_with_path_and_value(read: Callable[[], object], t
             'it says "rota": "cluster" (a cluster is for Cluster.from_json and rota.place); give what',
         ),
         ('{"rota": ["plan"]}', 'not a plan file: it says "rota": ["plan"]'),
-        ("[" * 100_000, "not a file of ours: nested too deep"),
+        ("[" * 100_000, "not a file of Rota: nested too deep"),
         ("9" * 5000, "not JSON that can be read: Exceeds the limit (4300 digits)"),
     ],
 )

@@ -108,7 +108,7 @@ def test_the_least_limit_holds_for_all() -> None:
 
 
 def test_what_cannot_be_moved_is_told() -> None:
-    with pytest.raises(PlacementError, match=r"4 stages cannot be shared out to 6 ranks; start 4 ranks at most"):
+    with pytest.raises(PlacementError, match=r"4 stages cannot be placed on 6 ranks; start at most 4 ranks"):
         replan(chain(4), 6)
     with pytest.raises(PlacementError, match=r"num_ranks is 0"):
         replan(chain(4), 0)

@@ -60,7 +60,7 @@ def test_what_cannot_be_had_is_told(file: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(FormatError, match=r"cannot read nowhere.json"):
         given_plan("nowhere.json")
     monkeypatch.setenv("WORLD_SIZE", "6")
-    with pytest.raises(PlacementError, match=r"4 stages cannot be shared out to 6 ranks; start 4 ranks at most"):
+    with pytest.raises(PlacementError, match=r"4 stages cannot be placed on 6 ranks; start at most 4 ranks"):
         given_plan(file)
     with pytest.raises(PipelineError, match=r"6 processes cannot be shared out to dp=4 replicas of tp=1 parts"):
         given_plan(file, dp=4)

@@ -145,20 +145,20 @@ def test_no_message_may_be_missing_or_there_twice_or_elsewhere(plan: Plan, choos
     [
         ("0F0,0SEND_F0\n1F0", "line 1, cell 2: 0SEND_F0 has no 1RECV_F0; put it into line 2"),
         ("0F0\n1RECV_F0,1F0", "line 2, cell 1: 1RECV_F0 has no 0SEND_F0; put it into line 1"),
-        ("0SEND_F0,0F0\n1RECV_F0,1F0", "line 1, cell 1: 0SEND_F0 sends what is not made yet; put it behind 0F0"),
+        ("0SEND_F0,0F0\n1RECV_F0,1F0", "line 1, cell 1: 0SEND_F0 sends what is not made yet; put it after 0F0"),
         (
             "0F0,0SEND_F0,0RECV_B0\n1RECV_F0,1F0,1SEND_B0,1I0",
-            "line 2, cell 3: 1SEND_B0 sends what is not made yet; put it behind 1B0 or 1I0",
+            "line 2, cell 3: 1SEND_B0 sends what is not made yet; put it after 1B0 or 1I0",
         ),
         (
             "0F0,0SEND_F0\n1F0,1RECV_F0",
-            "line 2, cell 1: 1F0 runs before its input has arrived; put 1RECV_F0 in front of it",
+            "line 2, cell 1: 1F0 runs before its input has arrived; put 1RECV_F0 before it",
         ),
         (
             "0F0,0SEND_F0,,0B0\n1RECV_F0,1F0,1B0",
-            "line 1, cell 4: 0B0 runs before its input has arrived; put 0RECV_B0 in front of it",
+            "line 1, cell 4: 0B0 runs before its input has arrived; put 0RECV_B0 before it",
         ),
-        ("0F0,0SEND_F0,0SEND_F0\n1RECV_F0,1F0", "line 1, cell 3: 0SEND_F0 is there twice; remove one of them"),
+        ("0F0,0SEND_F0,0SEND_F0\n1RECV_F0,1F0", "line 1, cell 3: 0SEND_F0 appears twice; remove one of them"),
         (
             "0F0,1RECV_F0\n0SEND_F0,1F0",
             "line 1, cell 2: 1RECV_F0 is on rank 0, but stage 1 runs on rank 1; move it to line 2",
@@ -245,21 +245,21 @@ def gapped() -> Placement:
 @pytest.mark.parametrize(
     ("placement", "told"),
     [
-        (place(Costs.uniform(2, recompute_us=1), Cluster.uniform(2)), "cannot say 0R: plan without recompute"),
+        (place(Costs.uniform(2, recompute_us=1), Cluster.uniform(2)), "cannot express 0R: plan without recompute"),
         (place(Costs.uniform(2), Cluster.uniform(3), [0, (1, 2)]), "stage 1 is on ranks 1, 2: place it on one"),
         (
             place(Costs.uniform(3, edges=((0, 1), (1, 2), (0, 2))), Cluster.uniform(3)),
-            "is of a chain, but this one also has 0F -> 2F",
+            "is for a chain, but this one also has 0F -> 2F",
         ),
         (
             place(Costs.uniform(3, edges=((0, 1),)), Cluster.uniform(3)),
-            "is of a chain, but this one lacks 1F -> 2F",
+            "is for a chain, but this one lacks 1F -> 2F",
         ),
         (bidirectional(Costs.uniform(2), Cluster.uniform(2)), "but this one lacks 1F -> 2F"),
         (gapped(), "but stage 1 has no task"),
         (
             Placement((Task(0, Kind.F, (0,), 1), Task(0, Kind.W, (0,), 1)), (), Cluster.uniform(1)),
-            "but stage 0 has F W: number and split them so, or keep the plan by to_json",
+            "but stage 0 has F W: number and split them like that, or keep the plan by to_json",
         ),
     ],
 )

@@ -31,7 +31,7 @@ def tightest(plan: Plan) -> Problem:
 def leaves_bytes_behind(problem: Problem) -> bool:
     """Whether a micro-batch, once done, still holds memory on some rank."""
     left: Counter[tuple[int, int]] = Counter()
-    for stream, task in zip(problem.placement.stream_of, problem.placement.tasks, strict=True):
+    for stream, task in zip(problem.placement.component_of, problem.placement.tasks, strict=True):
         for rank in task.ranks:
             left[rank, stream] += task.held_bytes
     return any(num_bytes > 0 for num_bytes in left.values())
@@ -66,7 +66,7 @@ def test_serial_needs_least_memory(plan: Plan) -> None:
         if all(order.index(a) < order.index(b) for a, b in before):
             rows = [[t for t in order if r in tasks[t].ranks] for r in range(plan.num_ranks)]
             least.append(peaks(problem, np.array([t for row in rows for t in row], np.int32)).max())
-    stream = [t for t in range(len(tasks)) if plan.placement.stream_of[t] == 0]
+    stream = [t for t in range(len(tasks)) if plan.placement.component_of[t] == 0]
     if len(stream) == len(tasks):
         assert peaks(problem, serial(problem)).max() == min(least)
 

@@ -50,14 +50,14 @@ def require_true(step: Repeating) -> None:
 )
 def test_proven_least_period_and_shortest_whole(shape, limit, rounds, period_us, makespan_us) -> None:
     placement = tessel(shape, 4, limit)
-    step = found(placement, rounds * placement.num_streams)
+    step = found(placement, rounds * placement.num_components)
     assert (step.period_us, step.makespan_us) == (period_us, makespan_us)
     assert step.is_least
     assert step.is_optimal
-    assert step.num_microbatches == rounds * placement.num_streams
+    assert step.num_microbatches == rounds * placement.num_components
     require_true(step)
     for more in (1, 2, 7):
-        longer = step.unroll(step.num_microbatches + more * placement.num_streams)
+        longer = step.unroll(step.num_microbatches + more * placement.num_components)
         assert longer.makespan_us == step.makespan_us + more * step.period_us
         require_true(longer)
 
@@ -65,9 +65,9 @@ def test_proven_least_period_and_shortest_whole(shape, limit, rounds, period_us,
 @pytest.mark.parametrize(("shape", "limit", "rounds"), [("v", 4, 6), ("x", 4, 3), ("m", 6, 6), ("k", 6, 4)])
 def test_no_plan_at_all_is_shorter_where_there_are_enough_micro_batches(shape, limit, rounds) -> None:
     placement = tessel(shape, 4, limit)
-    best = find_plan(placement, rounds * placement.num_streams, time_limit_s=5, deterministic=True)
+    best = find_plan(placement, rounds * placement.num_components, time_limit_s=5, deterministic=True)
     assert best.is_optimal
-    assert found(placement, rounds * placement.num_streams).makespan_us == best.makespan_us
+    assert found(placement, rounds * placement.num_components).makespan_us == best.makespan_us
 
 
 @pytest.mark.parametrize(("shape", "limit", "rounds", "period_us"), [("v", 4, 4, 4), ("v", 3, 2, 8), ("k", 6, 3, 6)])
@@ -167,10 +167,10 @@ def test_any_placement(placement) -> None:
         edges=tuple(edge._replace(num_bytes=0) for edge in placement.edges),
         step_ends=(),
     )
-    step = find_repeating(placement, 3 * placement.num_streams, time_limit_s=0.5)
+    step = find_repeating(placement, 3 * placement.num_components, time_limit_s=0.5)
     assume(step is not None)
     require_true(step)
-    require_true(step.unroll(5 * placement.num_streams))
+    require_true(step.unroll(5 * placement.num_components))
 
 
 def test_the_makespan_is_the_plans_and_no_repeating_step_of_the_period_is_shorter() -> None:
@@ -180,7 +180,7 @@ def test_the_makespan_is_the_plans_and_no_repeating_step_of_the_period_is_shorte
         placement = tiny_placement(chooser)
         lasting = tuple(replace(task, duration_us=max(task.duration_us, 1)) for task in placement.tasks)
         placement = replace(placement, tasks=lasting, step_ends=())
-        step = find_repeating(placement, chooser.randint(1, 4) * placement.num_streams, time_limit_s=0.3)
+        step = find_repeating(placement, chooser.randint(1, 4) * placement.num_components, time_limit_s=0.3)
         if step is not None:
             require_true(step)
             num_proven += step.is_optimal

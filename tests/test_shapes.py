@@ -46,8 +46,8 @@ def test_branches_meet() -> None:
 
 
 def test_streams() -> None:
-    assert tessel("x", 4).num_streams == 2
-    assert all(tessel(shape, 4).num_streams == 1 for shape in SHAPES if shape not in ("x", "interleaved", "wave"))
+    assert tessel("x", 4).num_components == 2
+    assert all(tessel(shape, 4).num_components == 1 for shape in SHAPES if shape not in ("x", "interleaved", "wave"))
 
 
 def test_errors() -> None:

@@ -40,7 +40,7 @@ def flood() -> str:
 SMALL_FILES = {
     "microbatches.json": (changed(num_microbatches=10**9), "rank 0 never does 0F2 and"),
     "most microbatches.json": (changed(num_microbatches=10**15), "rank 0 never does 0F2 and"),
-    "flood.json": (flood(), "10,000,000 transfers at most, not 12,000,000"),
+    "flood.json": (flood(), "at most 10,000,000 transfers, not 12,000,000"),
     "ends.json": (changed(step_ends=[[0, 1, 1]] * 10**5), "step_ends names stage 0 twice"),
     "rank.json": (changed(tasks=[["0F", [10**15], 1, 0, 0]], edges=[]), "the cluster has 2 ranks"),
     "stage.json": (changed(orders=["999999999F0", ""]), "which the placement does not know"),
@@ -104,7 +104,7 @@ def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
     (path := tmp_path / "plan.json").write_text(PLAN.to_json(), encoding="utf-8-sig")
     assert main(["check", str(path)]) == 0
     path.write_bytes(PLAN.to_json().encode("utf-16"))
-    with pytest.raises(FormatError, match=r"plan.json: it is no text file in UTF-8 \(byte 0\)"):
+    with pytest.raises(FormatError, match=r"plan.json: it is not a text file in UTF-8 \(byte 0\)"):
         reading.read_text(path)
 
 

@@ -1,4 +1,4 @@
-"""Refuses a plan that is incomplete, out of order, could hang or would not fit, before a process is started."""
+"""Refuse a plan that is incomplete, out of order, could hang or would not fit in memory, before it runs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,24 @@ from rota.units import size_text
 
 
 def check(plan: Plan) -> None:
-    """Raises PlanError; `error.reason` says which of its laws the plan breaks.
+    """Check that a plan can run. A plan that passes cannot hang; see `Plan.wire_order` for the reason.
 
-    "unknown", "wrong rank", "duplicate", "missing": each rank does exactly the ops placed on it. "cycle": the orders
-    contradict the dependencies. "memory": a rank would hold more than its limit. A plan that passes cannot hang:
-    `Plan.wire_order` is then a global order of all ops and transfers, and says why that is enough.
+    Args:
+        plan: The plan.
+
+    Raises:
+        PlanError: The plan must not run. `error.reason` is "unknown", "wrong rank", "duplicate" or "missing" if a rank
+            does not run exactly the ops that are placed on it; "cycle" if the orders contradict the dependencies;
+            "memory" if a rank would hold more than its limit.
     """
     timeline = simulate(plan)
     for rank, limit in enumerate(plan.placement.cluster.limit_bytes):
         if limit is not None and timeline.peak_memory_bytes[rank] > limit:
-            raise PlanError(_tell_overflow(timeline, rank, limit), "memory")
+            raise PlanError(_overflow(timeline, rank, limit), "memory")
 
 
-def _tell_overflow(timeline: Timeline, rank: int, limit: int) -> str:
+def _overflow(timeline: Timeline, rank: int, limit: int) -> str:
+    """Where `rank` first exceeds its limit, and what to do."""
     level = static = timeline.plan.placement.static_bytes[rank]
     if static > limit:
         return (
@@ -36,7 +41,7 @@ def _tell_overflow(timeline: Timeline, rank: int, limit: int) -> str:
         op_events += is_op_event(key)
         if level > limit:
             break
-    running = max(op_events - 1, 0) // 2  # every op makes two events, in the rank's order
+    running = max(op_events - 1, 0) // 2  # every op has two events, in the rank's order
     return (
         f"rank {rank} would hold {_size(level)} at {timeline.plan.orders[rank][running]}, over its limit of "
         f"{_size(limit)} (its peak is {_size(timeline.peak_memory_bytes[rank])}); start fewer forwards before the "
@@ -45,5 +50,5 @@ def _tell_overflow(timeline: Timeline, rank: int, limit: int) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    """Rounded for reading, exact for setting a limit."""
+    """A size rounded for reading, and exact for setting a limit."""
     return f"{size_text(num_bytes)} ({num_bytes} bytes)"

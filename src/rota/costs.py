@@ -1,6 +1,6 @@
 """What a pipeline costs and what it runs on: `Costs` of each stage, `Cluster` of ranks and links.
 
-Times are whole microseconds and sizes whole bytes, rounded where they are measured, so that simulator,
+Times are whole microseconds and sizes are whole bytes, rounded once, where they are measured, so that simulator,
 checker and solver agree exactly.
 """
 
@@ -17,7 +17,11 @@ from rota.errors import PlacementError
 
 
 def whole(name: str, value: object, signed: bool = False) -> int:
-    """`value` if it is a whole number of 0 or more (any one if `signed`), else a PlacementError that names it."""
+    """`value` as an int if it is a whole number of 0 or more (any whole number if `signed`).
+
+    Raises:
+        PlacementError: It is not; the message calls it `name`.
+    """
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or (value < 0 and not signed):
@@ -35,7 +39,12 @@ def whole_rows(value: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction between two ranks. `bytes_per_us` None: as fast as you like (1 GB/s is 1000 bytes per µs)."""
+    """One direction between two ranks.
+
+    Attributes:
+        latency_us: Time before the first byte arrives.
+        bytes_per_us: Rate; 1 GB/s is 1000 bytes per µs. None: unlimited.
+    """
 
     latency_us: int = 0
     bytes_per_us: int | None = None
@@ -48,15 +57,21 @@ class Link:
                 raise PlacementError("bytes_per_us is 0: nothing would arrive; use None for no limit, else 1 or more")
 
     def transfer_us(self, num_bytes: int) -> int:
-        """How long `num_bytes` travel: latency plus size over rate, rounded up."""
+        """Duration of a transfer: latency plus size divided by rate, rounded up."""
         return self.latency_us + (-(-num_bytes // self.bytes_per_us) if self.bytes_per_us else 0)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The ranks: the memory limit of each in bytes (None: no limit), and the links between them.
+    """The ranks, their memory, and the links between them.
 
-    `link` joins every pair; `links` lists the pairs that differ, as (sender, receiver, Link).
+    Attributes:
+        limit_bytes: Memory limit per rank; None: no limit.
+        link: The link of every pair of ranks that `links` does not list.
+        links: (sender, receiver, Link) of the pairs that differ. The first entry of a pair counts.
+
+    Raises:
+        PlacementError: There is no rank, a number is not whole or negative, or a link leaves the cluster.
     """
 
     limit_bytes: tuple[int | None, ...]
@@ -65,7 +80,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if not self.limit_bytes:
-            raise PlacementError("limit_bytes is empty: a cluster needs one entry a rank, None for no limit")
+            raise PlacementError("limit_bytes is empty: a cluster needs one entry per rank, None for no limit")
         limits = enumerate(self.limit_bytes)
         whole_limits = tuple(None if limit is None else whole(f"limit_bytes[{rank}]", limit) for rank, limit in limits)
         object.__setattr__(self, "limit_bytes", whole_limits)
@@ -75,25 +90,38 @@ class Cluster:
 
     @property
     def num_ranks(self) -> int:
+        """Number of ranks."""
         return len(self.limit_bytes)
 
     @classmethod
     def uniform(
         cls, num_ranks: int, limit_bytes: int | None = None, latency_us: int = 0, bytes_per_us: int | None = None
     ) -> Cluster:
-        """`num_ranks` equal ranks, every pair joined by the same link."""
+        """Equal ranks, and the same link between every pair.
+
+        Args:
+            num_ranks: Number of ranks.
+            limit_bytes: Memory limit of each rank; None: no limit.
+            latency_us: Latency of every link.
+            bytes_per_us: Rate of every link; None: unlimited.
+
+        Raises:
+            PlacementError: `num_ranks` is below 1, or a number is negative.
+        """
         if num_ranks < 1:
             raise PlacementError(f"num_ranks is {num_ranks}: a cluster needs at least 1 rank")
         return cls((limit_bytes,) * num_ranks, Link(latency_us, bytes_per_us))
 
     def link_between(self, sender: int, receiver: int) -> Link:
+        """The link from `sender` to `receiver`."""
         return self._differing.get((sender, receiver), self.link)
 
     @cached_property
     def _differing(self) -> Mapping[tuple[int, int], Link]:
-        return {(sender, receiver): link for sender, receiver, link in reversed(self.links)}  # the first one counts
+        return {(sender, receiver): link for sender, receiver, link in reversed(self.links)}  # the first entry counts
 
     def to_fields(self) -> dict[str, Any]:
+        """The fields of a "cluster" in JSON."""
         return {
             "limit_bytes": list(self.limit_bytes),
             "link": [self.link.latency_us, self.link.bytes_per_us],
@@ -102,6 +130,8 @@ class Cluster:
 
     @classmethod
     def from_fields(cls, field: reading.Field) -> Cluster:
+        """Read what `to_fields` wrote. Raises FormatError or PlacementError."""
+
         def link(entries: list[reading.Field], where: reading.Field) -> Link:
             if len(entries) != 2:
                 raise where.wrong("[latency_us, bytes_per_us]")
@@ -117,39 +147,56 @@ class Cluster:
         return cls(limits, link(list(field["link"]), field["link"]), tuple(links))
 
     def to_json(self) -> str:
-        """A "cluster" file; `from_json` reads it back."""
+        """The text of a "cluster" file, which `from_json` reads."""
         return reading.dump("cluster", self.to_fields())
 
     @classmethod
     def from_json(cls, text: str) -> Cluster:
-        """Raises FormatError or PlacementError, naming the field."""
+        """Read what `to_json` wrote. Raises FormatError or PlacementError, which name the field."""
         return cls.from_fields(reading.parse(text, "cluster"))
 
 
 _SIGNED = ("input_frees_bytes",)
-_OPTIONAL = (
+_OPTIONAL = (  # None has a meaning of its own
     "weight_us",
     "input_frees_bytes",
     "gradient_bytes",
     "recompute_us",
     "microbatch_rows",
-)  # None says something of its own
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What each stage takes, one entry a stage (a single number stands for every stage).
+    """Time and memory of each stage.
 
-    With `weight_us` the backward is split: `backward_us` is then the time of I, F holds `activation_bytes`, I frees
-    `input_frees_bytes` of them (default: half; negative where it keeps gradients for W that need more) and W the rest.
-    Unsplit, B frees all. `*_peak_bytes` are needed on
-    top while F, B (or I) and W run. `static_bytes` are there always: parameters, gradients, optimizer state.
-    `edges` are (source, target) stages, None for a chain; `boundary_bytes` and `gradient_bytes` (default: the same)
-    travel forward and backward, one entry an edge or a single number. A step ends with `reduce_us` and `optimizer_us`.
-    With `recompute_us` (None for a stage that keeps its activations) F holds only `checkpoint_bytes`, and R makes the
-    activations again before the backward.
-    `note` says where the numbers come from, and `microbatch_rows` how many examples the micro-batch had that was
-    measured, where somebody knows.
+    Each field has one entry per stage; a single number is used for all of them.
+
+    Attributes:
+        forward_us: Time of F.
+        backward_us: Time of B, or of I if the backward is split.
+        weight_us: Time of W. None: the backward is not split.
+        activation_bytes: Bytes that F holds for the backward.
+        input_frees_bytes: Bytes of these that I frees; W frees the rest. Negative if I keeps gradients for W that need
+            more. None: half. Without a split, B frees all.
+        boundary_bytes: Bytes sent forward, one entry per edge.
+        gradient_bytes: Bytes sent backward, one entry per edge. None: as `boundary_bytes`.
+        forward_peak_bytes: Additional bytes while F runs.
+        backward_peak_bytes: Additional bytes while B or I runs.
+        weight_peak_bytes: Additional bytes while W runs.
+        static_bytes: Bytes that are always held: parameters, gradients, optimizer state.
+        reduce_us: Time to reduce the gradients over replicas at the end of a step.
+        optimizer_us: Time of the optimizer step.
+        recompute_us: Time of R, which makes the activations again before the backward; None for a stage that keeps its
+            activations. None for all: no stage recomputes.
+        checkpoint_bytes: Bytes that F holds if the stage recomputes.
+        edges: (source, target) stages. None: a chain.
+        note: Where the numbers come from.
+        microbatch_rows: Examples in the micro-batch whose costs these are. None: unknown.
+
+    Raises:
+        PlacementError: A number is not whole or negative, a field has the wrong number of entries, or more bytes are
+            freed or kept than a stage has.
     """
 
     forward_us: tuple[int, ...]
@@ -174,7 +221,9 @@ class Costs:
     def __post_init__(self) -> None:
         forward: object = self.forward_us
         if not isinstance(forward, Sequence) or not forward:
-            raise PlacementError(f"forward_us is {forward!r}: give one time a stage, or use Costs.uniform(num_stages)")
+            raise PlacementError(
+                f"forward_us is {forward!r}: give one time per stage, or use Costs.uniform(num_stages)"
+            )
         edges = self.edges
         if edges is not None:
             if any(len(edge) != 2 for edge in edges):
@@ -190,7 +239,7 @@ class Costs:
                 object.__setattr__(self, field.name, whole_rows(value))
                 continue
             if field.name in ("boundary_bytes", "gradient_bytes"):
-                # A single number stays one: the edges may only be named when the stages are placed.
+                # A single number stays a number: the edges may be unknown until the stages are placed.
                 value = whole(field.name, value) if isinstance(value, int) else _spread(field.name, value, num_edges)
             else:
                 gaps, signed = field.name == "recompute_us", field.name in _SIGNED
@@ -201,7 +250,6 @@ class Costs:
                 raise PlacementError(
                     f"input_frees_bytes[{stage}] is {freed}, more than activation_bytes[{stage}] = {held}"
                 )
-
         for stage, (kept, held) in enumerate(zip(self.checkpoint_bytes, self.activation_bytes, strict=True)):
             if self.recompute_us is not None and kept > held:
                 raise PlacementError(
@@ -210,23 +258,24 @@ class Costs:
 
     @property
     def num_stages(self) -> int:
+        """Number of stages."""
         return len(self.forward_us)
 
     @property
     def freed_by_input(self) -> tuple[int, ...]:
-        """Bytes that I frees of each stage's activations."""
+        """Bytes of each stage's activations that I frees; by default half of them."""
         return self.input_frees_bytes or tuple(held // 2 for held in self.activation_bytes)
 
     def as_chain(self) -> Costs:
-        """The same costs without edges. Raises PlacementError where these make anything but a chain."""
+        """The same costs without edges. Raises PlacementError unless the edges are those of a chain."""
         if self.edges is None:
             return self
         chain = [(stage, stage + 1) for stage in range(self.num_stages - 1)]
         for i, (edge, expected) in enumerate(zip_longest(self.edges, chain)):
             if edge != expected:
                 raise PlacementError(
-                    f"edges[{i}] of the costs is {edge or 'missing'}, but only a chain fits here, with "
-                    f"{expected or 'nothing'} there; plan other graphs by gpipe or 1f1b, placed by rota.place"
+                    f"edges[{i}] of the costs is {edge or 'missing'}, but this needs a chain, with "
+                    f"{expected or 'nothing'} there; for other graphs use rota.place, then gpipe or 1f1b"
                 )
         return replace(self, edges=None)
 
@@ -241,7 +290,20 @@ class Costs:
         boundary_bytes: int = 0,
         **others: Any,
     ) -> Costs:
-        """The same costs for each of `num_stages` stages; `others` are the remaining fields of Costs."""
+        """The same costs for each stage.
+
+        Args:
+            num_stages: Number of stages.
+            forward_us: Time of F.
+            backward_us: Time of B, or of I if `weight_us` is given.
+            weight_us: Time of W; None: the backward is not split.
+            activation_bytes: Bytes that F holds until the backward.
+            boundary_bytes: Bytes that one stage sends to the next, and gradients back.
+            **others: The other fields of Costs.
+
+        Raises:
+            PlacementError: `num_stages` is below 1, or a number is not whole or negative.
+        """
         if num_stages < 1:
             raise PlacementError(f"num_stages is {num_stages}: a pipeline needs at least 1 stage")
         return cls(
@@ -254,7 +316,7 @@ class Costs:
         )
 
     def with_split_backward(self) -> Costs:
-        """A whole backward halved into I and W; as it is where it is split."""
+        """The same costs with a whole backward halved into I and W; unchanged if it is split already."""
         if self.weight_us is not None:
             return self
         weight = tuple(us // 2 for us in self.backward_us)
@@ -262,7 +324,7 @@ class Costs:
         return replace(self, backward_us=inputs, weight_us=weight)
 
     def repeated(self, times: int, edges: Sequence[tuple[int, int]]) -> Costs:
-        """The same stages `times` over, joined by `edges`; for a chain's boundaries the chain's sizes again."""
+        """Copies of the same stages, connected by `edges`; a chain's boundary sizes are repeated for each copy."""
         values: dict[str, Any] = {"edges": tuple(edges)}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -271,12 +333,12 @@ class Costs:
         return replace(self, **values)
 
     def to_json(self) -> str:
-        """One line a field; `from_json` reads it back."""
+        """The text of a "costs" file, one line per field, which `from_json` reads."""
         return reading.dump("costs", {field.name: getattr(self, field.name) for field in fields(self)})
 
     @classmethod
     def from_json(cls, text: str) -> Costs:
-        """Raises FormatError or PlacementError, naming the field."""
+        """Read what `to_json` wrote. Raises FormatError or PlacementError, which name the field."""
         document = reading.parse(text, "costs")
         document.refuse_others(("rota", *(field.name for field in fields(cls))))
         values: dict[str, Any] = {}
@@ -301,7 +363,7 @@ class Costs:
 
 
 def _spread(name: str, value: object, count: int, gaps: bool = False, signed: bool = False) -> tuple[int | None, ...]:
-    """One entry each; `gaps` allows None for some, `signed` numbers below 0."""
+    """A tuple with `count` entries from one number or a sequence; `gaps` allows None, `signed` numbers below 0."""
     if not isinstance(value, Sequence):
         return (whole(name, value, signed),) * count
     if len(value) != count:

@@ -1,6 +1,6 @@
-"""What Rota raises: one base class, so that a caller (and the command line) can tell our word from a bug.
+"""The errors that Rota raises. One base class lets callers and the command line distinguish them from bugs.
 
-Every message gives the value, the place and the remedy, in one line where it can.
+Every message gives the value, the place and the remedy, in one line if possible.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ class RotaError(Exception):
 
 
 class FormatError(RotaError):
-    """A file or text is not what it should be; the message names the file, the field and the value."""
+    """A file or text is malformed; the message names the file, the field and the value."""
 
 
 class PlacementError(RotaError):
@@ -23,13 +23,14 @@ class ScheduleError(RotaError):
 
 
 class SearchError(RotaError):
-    """Nothing fits, or what is asked for cannot be searched."""
+    """Nothing fits, or the request cannot be searched."""
 
 
 class PlanError(RotaError):
     """A plan that must not run.
 
-    `reason` is one of "unknown", "duplicate", "wrong rank", "missing", "cycle", "memory".
+    Attributes:
+        reason: One of "unknown", "duplicate", "wrong rank", "missing", "cycle", "memory"; see `rota.check`.
     """
 
     def __init__(self, message: str, reason: str) -> None:
@@ -38,7 +39,7 @@ class PlanError(RotaError):
 
 
 class SplitError(RotaError):
-    """A model cannot be cut as asked."""
+    """A model cannot be cut as requested."""
 
 
 class PipelineError(RotaError):
@@ -46,7 +47,12 @@ class PipelineError(RotaError):
 
 
 class LostRankError(PipelineError):
-    """Another rank is gone, and the first error is there, not here; `first_error` is what that rank still told."""
+    """Another rank is gone, and the first error is there, not here.
+
+    Attributes:
+        lost: Which rank was lost, and when.
+        first_error: What that rank still reported; empty if nothing.
+    """
 
     def __init__(self, lost: str) -> None:
         super().__init__(lost)

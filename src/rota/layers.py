@@ -1,7 +1,7 @@
-"""What a model's layers take, measured or estimated once, and the costs of any stages made of them.
+"""Costs of a model's layers, measured or estimated once, and from them the costs of any stages.
 
-A layer is what lies between two neighbouring places where the model may be cut. Stages are runs of layers, so one
-profile of the layers tells the costs of every cut.
+A layer is what is between two adjacent places where the model may be cut. Stages are runs of layers, so one profile of
+the layers gives the costs of every cut.
 """
 
 from __future__ import annotations
@@ -22,23 +22,44 @@ Shared: TypeAlias = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """One micro-batch of `rows` rows through each of n layers; entries are by layer, or by edge where they say so.
+    """Time and memory of one micro-batch in each of n layers.
 
-    `cuts`: the names of the n - 1 places between them, as `rota.split` takes them. `backward_us` is B, whole;
-    `input_us` and `weight_us` are I and W; `recompute_us` is the forward under recomputation.
+    Each field has one entry per layer, or per edge where it says so. Of these, `*_us` are times in µs, `*_bytes` sizes.
 
-    `kept_bytes`: storages that F keeps for the backward, parameters and the batch left out; `waiting_bytes`: what I
-    leaves for W; `changed_bytes`: buffers that F changes, of which a recomputed F keeps what they were. `*_peak_bytes`
-    are needed on top while F, B, I and W run.
+    Attributes:
+        rows: Examples in the micro-batch.
+        cuts: Names of the n - 1 places between the layers, as `rota.split` takes them.
+        forward_us: Time of F.
+        backward_us: Time of B, the whole backward.
+        input_us: Time of I.
+        weight_us: Time of W.
+        recompute_us: Time of the forward under recomputation.
+        optimizer_us: Time of the optimizer step.
+        kept_bytes: Storages that F keeps for the backward, without parameters and the batch.
+        waiting_bytes: What I leaves for W.
+        forward_peak_bytes: Additional bytes while F runs.
+        backward_peak_bytes: Additional bytes while B runs.
+        input_peak_bytes: Additional bytes while I runs.
+        weight_peak_bytes: Additional bytes while W runs.
+        parameter_bytes: Parameters; always held.
+        gradient_bytes: Gradients of the trainable parameters; always held.
+        buffer_bytes: Buffers; always held.
+        optimizer_bytes: Optimizer state; always held.
+        edges: (source, target) layers.
+        boundary_bytes: Bytes sent forward, per edge.
+        boundary_gradient_bytes: Bytes sent backward, per edge.
+        received_bytes: Per edge, the received bytes that a whole backward holds, although neither the layer that reads
+            them nor the layers that get them through it keep them.
+        changed_bytes: Buffers that F changes; a recomputed F keeps their old values.
+        shared: (a, b, bytes) of what layer b keeps and an earlier layer a keeps too: in one stage it counts once.
+        waiting_shared: The same for what is left for W.
+        tied: The same for what is always held.
+        spread: Relative interquartile range of the measured F + B.
+        note: Where the numbers come from.
 
-    `edges` are (source, target) layers; `boundary_bytes` and `boundary_gradient_bytes` travel along them, and
-    `received_bytes` are those of what arrives that a whole backward holds, though neither the layer that reads it nor
-    those that get it through this one keep it.
-
-    `parameter_bytes`, `gradient_bytes` (of trainable ones), `buffer_bytes` and `optimizer_bytes` are there always.
-    `shared`, `waiting_shared` and `tied`: (a, b, bytes) of what layer b keeps, leaves for W or has always, and a, the
-    layer before it to do so, too: in one stage it counts once.
-    `spread`: how far apart the measured F + B were, as a part of their median (quarter to three quarters).
+    Raises:
+        PlacementError: A field has the wrong number of entries, a number is not whole or negative, or an edge or a
+            pair does not go from a layer to a later one.
     """
 
     rows: int
@@ -74,7 +95,9 @@ class LayerCosts:
         if not self.forward_us:
             raise PlacementError("forward_us is empty: a model has at least one layer")
         if len(self.cuts) != self.num_layers - 1:
-            raise PlacementError(f"cuts has {len(self.cuts)} names for {self.num_layers} layers; one lies between two")
+            raise PlacementError(
+                f"cuts has {len(self.cuts)} names for {self.num_layers} layers; give one per pair of neighbours"
+            )
         if not self.changed_bytes:
             object.__setattr__(self, "changed_bytes", (0,) * self.num_layers)
         for name in _BY_LAYER + _BY_EDGE:
@@ -89,29 +112,37 @@ class LayerCosts:
 
     @property
     def num_layers(self) -> int:
+        """Number of layers."""
         return len(self.forward_us)
 
     @property
     def static_bytes(self) -> tuple[int, ...]:
-        """Of each layer: parameters, their gradients, buffers and the optimizer's state."""
+        """Bytes that each layer always holds: parameters, their gradients, buffers and optimizer state."""
         columns = self.parameter_bytes, self.gradient_bytes, self.buffer_bytes, self.optimizer_bytes
         return tuple(map(sum, zip(*columns, strict=True)))
 
     def cuts_at(self, boundaries: Sequence[int]) -> tuple[str, ...]:
-        """The names of the cuts that make the stages of `boundaries`."""
+        """Names of the cuts between the stages of `boundaries`."""
         return tuple(self.cuts[boundary - 1] for boundary in boundaries[1:-1])
 
     def stages(
         self, boundaries: Sequence[int], *, split_backward: bool = False, recompute: Collection[int] = ()
     ) -> Costs:
-        """Costs of the stages that have the layers boundaries[i] to boundaries[i + 1] - 1.
+        """Costs of stages that are runs of layers.
 
-        The stages in `recompute` keep nothing but what they receive, and buffers as they were. Times add up, and bytes
-        but for what is shared; peaks are those of the highest layer. Where the backward is split, a stage that gets
-        nothing that wants a gradient has no I: W does all. Raises PlacementError for a stage without layers.
+        Times add up. Bytes add up, except that what layers share counts once. Of peaks the highest layer's counts. If
+        the backward is split, a stage none of whose inputs needs a gradient has no I: its W is the whole backward.
+
+        Args:
+            boundaries: Stage i has the layers boundaries[i] to boundaries[i + 1] - 1.
+            split_backward: Whether the stages have I and W in place of B.
+            recompute: The stages that recompute: they keep only what they receive, and old values of changed buffers.
+
+        Raises:
+            PlacementError: The boundaries do not rise from 0 to the number of layers.
         """
         if boundaries[0] != 0 or boundaries[-1] != self.num_layers or any(b <= a for a, b in pairwise(boundaries)):
-            raise PlacementError(f"boundaries are {list(boundaries)}; they rise from 0 to {self.num_layers}")
+            raise PlacementError(f"boundaries are {list(boundaries)}; they must rise from 0 to {self.num_layers}")
         parts = [*pairwise(boundaries)]
 
         def total(name: str) -> tuple[int, ...]:
@@ -124,7 +155,7 @@ class LayerCosts:
             held = [kept + alone for kept, alone in zip(held, unkept, strict=True)]
         old = [changed if s in recompute else 0 for s, changed in enumerate(total("changed_bytes"))]
         checkpoints = [a + b for a, b in zip(received, old, strict=True)]
-        for stage in recompute:  # R computes with the buffers as they were
+        for stage in recompute:  # R computes with the old values of the buffers
             held[stage] = max(held[stage] + old[stage], checkpoints[stage])
         again = total("recompute_us")
         edges = sorted(crossing)
@@ -148,16 +179,16 @@ class LayerCosts:
     def _split(
         self, boundaries: Sequence[int], crossing: dict[_Pair, list[int]], held: Sequence[int], old: Sequence[int]
     ) -> dict[str, tuple[int, ...]]:
-        """What I and W take, and free, in place of B."""
+        """Times, peaks and freed bytes of I and W, in place of B's."""
         waiting, rows = self._once("waiting_bytes", "waiting_shared", boundaries), []
         peaks_of_b = self._backward_peaks(boundaries)
         for stage, (a, b) in enumerate(pairwise(boundaries)):
             if any(pair[1] == stage and sizes[1] for pair, sizes in crossing.items()):
                 left = waiting[stage] + old[stage]
                 # I lets nothing go before its end: all that it notes for W comes on top of what F kept.
-                noted = sum(map(self._noted_by_input, range(a, b))) - max(left - held[stage], 0)
+                needed_by_input = sum(map(self._input_peak, range(a, b))) - max(left - held[stage], 0)
                 times = sum(self.input_us[a:b]), sum(self.weight_us[a:b])
-                peaks = max(noted, 0), max(self.weight_peak_bytes[a:b])
+                peaks = max(needed_by_input, 0), max(self.weight_peak_bytes[a:b])
             else:
                 left = held[stage] + sum(sizes[1] for pair, sizes in crossing.items() if pair[0] == stage)
                 times, peaks = (0, sum(self.backward_us[a:b])), (0, peaks_of_b[stage])
@@ -165,25 +196,25 @@ class LayerCosts:
         names = "backward_us", "weight_us", "backward_peak_bytes", "weight_peak_bytes", "input_frees_bytes"
         return dict(zip(names, zip(*rows, strict=True), strict=True))
 
-    def _noted_by_input(self, layer: int) -> int:
-        """The most that I of this layer needs beside what F kept."""
+    def _input_peak(self, layer: int) -> int:
+        """Peak of this layer's I in addition to what F kept."""
         return self.input_peak_bytes[layer] + max(self.waiting_bytes[layer] - self.kept_bytes[layer], 0)
 
     def _forward_peaks(self, boundaries: Sequence[int], recompute: Collection[int]) -> tuple[int, ...]:
-        """Of the highest layer, with what it gets and does not keep; where nothing is kept, with what it would keep."""
+        """Each stage's highest layer, with received bytes that it does not keep; if recomputed, with those it keeps."""
         alone = self._within(boundaries, self.received_bytes, 1)
         columns = zip(alone, self.forward_peak_bytes, self.kept_bytes, strict=True)
         needed = [(got + peak, got + peak + kept) for got, peak, kept in columns]
         return tuple(max(e[s in recompute] for e in needed[a:b]) for s, (a, b) in enumerate(pairwise(boundaries)))
 
     def _backward_peaks(self, boundaries: Sequence[int]) -> tuple[int, ...]:
-        """Of the highest layer, with the gradients that it gets."""
+        """Each stage's highest layer, with the gradients that it receives."""
         gradients = self._within(boundaries, self.boundary_gradient_bytes, 0)
         needed = [got + peak for got, peak in zip(gradients, self.backward_peak_bytes, strict=True)]
         return tuple(max(needed[a:b]) for a, b in pairwise(boundaries))
 
     def _within(self, boundaries: Sequence[int], column: Sequence[int], end: int) -> list[int]:
-        """By layer the bytes along edges that do not leave a stage, at their source (`end` 0) or target (1)."""
+        """Per layer the bytes along edges within a stage, counted at their source (`end` 0) or target (1)."""
         sums = [0] * self.num_layers
         for edge, size in zip(self.edges, column, strict=True):
             if bisect_right(boundaries, edge[0]) == bisect_right(boundaries, edge[1]):
@@ -191,10 +222,10 @@ class LayerCosts:
         return sums
 
     def _crossing(self, boundaries: Sequence[int]) -> tuple[dict[_Pair, list[int]], list[int], list[int]]:
-        """Bytes forward and back by edge of stages; by stage the bytes received, and those that no layer keeps."""
+        """Edge of stages -> bytes [forward, backward]; per stage the bytes received, and those that no layer keeps."""
         stage = [bisect_right(boundaries, layer) - 1 for layer in range(self.num_layers)]
-        # What several layers of a stage read of one layer arrives once, and is kept if one of them keeps it.
-        arriving: dict[_Pair, tuple[int, int, int]] = {}  # by source layer and target stage
+        # What several layers of a stage read from one layer arrives once, and is kept if one of them keeps it.
+        arriving: dict[_Pair, tuple[int, int, int]] = {}  # (source layer, target stage) -> bytes
         columns = self.boundary_bytes, self.boundary_gradient_bytes, self.received_bytes
         for (source, target), forward, back, alone in zip(self.edges, *columns, strict=True):
             if stage[source] != stage[target]:
@@ -212,7 +243,7 @@ class LayerCosts:
         return crossing, received, unkept
 
     def _once(self, name: str, pairs: str, boundaries: Sequence[int]) -> list[int]:
-        """Sums by stage, with what two layers of a stage share counted once."""
+        """Sums per stage, in which what two layers of a stage share counts once."""
         column, shared = getattr(self, name), getattr(self, pairs)
         sums = [sum(column[a:b]) for a, b in pairwise(boundaries)]
         for a, b, size in shared:
@@ -222,19 +253,21 @@ class LayerCosts:
         return sums
 
     def to_fields(self) -> dict[str, Any]:
+        """The fields in JSON."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def to_json(self) -> str:
-        """One line a field; `from_json` reads it back."""
+        """The text of a "layers" file, one line per field, which `from_json` reads."""
         return reading.dump("layers", self.to_fields())
 
     @classmethod
     def from_json(cls, text: str) -> LayerCosts:
-        """Raises FormatError or PlacementError, naming the field."""
+        """Read what `to_json` wrote. Raises FormatError or PlacementError, which name the field."""
         return cls.from_fields(reading.parse(text, "layers"))
 
     @classmethod
     def from_fields(cls, document: reading.Field) -> LayerCosts:
+        """Read what `to_fields` wrote. Raises FormatError or PlacementError."""
         values: dict[str, Any] = {name: document[name].integers(0) for name in _BY_LAYER + _BY_EDGE}
         values["edges"] = tuple(_tuple(entry, 2) for entry in document["edges"])
         values |= {name: tuple(_tuple(entry, 3) for entry in document[name]) for name in _PAIRS}

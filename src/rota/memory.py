@@ -1,8 +1,8 @@
-"""How many bytes a rank holds over time, from when its ops and transfers happen.
+"""Memory of a rank over time, from the times of its ops and transfers.
 
-A rank holds its static bytes, what its ops keep, received bytes from the transfer's start to the end of the op that
-reads them, sent bytes until the transfer ends, and `peak_bytes` while an op runs. At one instant what ends frees
-before what starts takes; ops that take no time are seen one after the other in the rank's order.
+A rank holds its static bytes, the bytes that its ops hold, received bytes from the transfer's start to the end of the
+op that reads them, sent bytes until the transfer ends, and `peak_bytes` while an op runs. At one instant, ends free
+memory before starts allocate it; ops of duration 0 count one after the other, in the rank's order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rota.placement import Placement
 from rota.plan import Plan
 from rota.tasks import Kind
 
-# Events at one instant, in this order; a sort key is 4 * time + one of these, so that plain integers sort fast.
+# Events at one instant sort in this order. A key is 4 * time + one of these: plain integers sort fast.
 _TRANSFER_ENDS, _OP_ENDS, _TRANSFER_STARTS, _OP = range(4)
 
 Columns = Sequence[Sequence[int]]
@@ -24,7 +24,19 @@ Columns = Sequence[Sequence[int]]
 def events(
     plan: Plan, rank: int, starts_us: Sequence[int], ends_us: Sequence[int], sent_us: Columns, arrived_us: Columns
 ) -> list[tuple[int, int]]:
-    """(key, change in bytes) of one rank in order of time; key // 4 is the time in µs."""
+    """Changes of a rank's memory, sorted by time.
+
+    Args:
+        plan: The plan.
+        rank: The rank.
+        starts_us: Start of each op of the rank.
+        ends_us: End of each op of the rank.
+        sent_us: Start of each transfer, by route and position.
+        arrived_us: End of each transfer, by route and position.
+
+    Returns:
+        (key, change in bytes); key // 4 is the time in µs.
+    """
     result = _op_events(plan, rank, starts_us, ends_us)
     in_order = len(result)
     for route, starts, ends in zip(plan.placement.routes, sent_us, arrived_us, strict=True):
@@ -32,10 +44,10 @@ def events(
             continue
         size = route.num_bytes
         result += [(4 * start + _TRANSFER_STARTS, size) for start in starts]
-        if rank == route.sender:  # from here the receiver's bytes are freed by the op that reads them
+        if rank == route.sender:  # the receiver's bytes are freed by the op that reads them
             result += [(4 * end + _TRANSFER_ENDS, -size) for end in ends]
     if len(result) > in_order:
-        result.sort(key=itemgetter(0))  # stable: ops at one instant keep the rank's order
+        result.sort(key=itemgetter(0))  # stable: ops at one instant stay in the rank's order
     return result
 
 
@@ -50,7 +62,7 @@ def _op_events(plan: Plan, rank: int, starts_us: Sequence[int], ends_us: Sequenc
 
 
 def task_changes(placement: Placement, rank: int) -> dict[tuple[int, Kind], tuple[int, int]]:
-    """For each (stage, kind) the bytes that an op takes on `rank` at its start, and at its end (frees: negative)."""
+    """(stage, kind) -> change of the bytes held on `rank` at the start and at the end of an op."""
     received = dict.fromkeys(range(len(placement.tasks)), 0)
     for route in placement.routes:
         if route.receiver == rank:
@@ -65,17 +77,17 @@ def task_changes(placement: Placement, rank: int) -> dict[tuple[int, Kind], tupl
 
 
 def is_op_event(key: int) -> bool:
-    """Whether an event is the start or the end of an op, not of a transfer."""
+    """Whether an event is the start or end of an op, rather than of a transfer."""
     return key % 4 in (_OP_ENDS, _OP)
 
 
 def peak_bytes(static_bytes: int, events: Sequence[tuple[int, int]]) -> int:
-    """The most that is ever held."""
+    """The largest number of bytes held at any time."""
     return static_bytes + max(accumulate((change for _, change in events), initial=0))
 
 
 def levels(static_bytes: int, events: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(time in µs, bytes held from then on), a step function; the last level at one instant counts."""
+    """(time in µs, bytes held from then on): a step function; at one instant the last level counts."""
     curve = {0: static_bytes}
     level = static_bytes
     for key, change in events:

@@ -1,7 +1,7 @@
 """Small static pictures for notebooks: HTML that needs no script, no file and no library.
 
-Plans and timelines are drawn as one row a rank, one bar an op; where that would be too many bars, as one bar a rank
-that shows how much of the time each kind of op takes.
+A plan or timeline has one row per rank and one bar per op. With too many ops, each row shows the share of time of each
+kind of op instead.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ COLORS = {
 }
 
 _MOST_BARS = 3_000
-_PALEST = 0.5  # how pale the last of a rank's stages gets
+_PALEST = 0.5  # opacity of the last of a rank's stages
 _WIDTH, _ROW, _GAP, _LABEL = 900.0, 18, 4, 60
-_TEXT_WIDTH = 6.5  # of a character, in the picture's units
+_TEXT_WIDTH = 6.5  # of one character, in the picture's units
 _STYLE = "font:13px system-ui,sans-serif;line-height:1.5"
 
 Columns = Sequence[Sequence[int]]
 
 
 class Bar(NamedTuple):
-    """What a rank does from `start_us` to `end_us`; `kind` is a key of COLORS, `opacity` from 0 to 1."""
+    """Work of a rank from `start_us` to `end_us`; `kind` is a key of COLORS, `opacity` is from 0 to 1."""
 
     start_us: int
     end_us: int
@@ -44,7 +44,7 @@ class Bar(NamedTuple):
 
 
 def op_bars(orders: Sequence[Sequence[tuple[int, str, int]]], starts_us: Columns, ends_us: Columns) -> list[list[Bar]]:
-    """The ops (stage, kind, micro-batch) of each rank, paler the later their stage is among those of the rank."""
+    """Bars for the ops (stage, kind, micro-batch) of each rank; later stages of a rank are paler."""
     rows = []
     for order, starts, ends in zip(orders, starts_us, ends_us, strict=True):
         stages = sorted({op[0] for op in order})
@@ -57,21 +57,22 @@ def op_bars(orders: Sequence[Sequence[tuple[int, str, int]]], starts_us: Columns
 
 
 def document(*parts: str) -> str:
-    """Parts one below the other."""
+    """Parts of HTML, one below the other."""
     return f'<div style="{_STYLE}">{"".join(parts)}</div>'
 
 
 def heading(name: str, facts: Iterable[str]) -> str:
-    """A name, and what there is to say in a line."""
+    """A name and facts, in one line."""
     return f"<div><b>{escape(name)}</b> · {escape(' · '.join(facts))}</div>"
 
 
 def preformatted(text: str) -> str:
+    """Text in a fixed-width font."""
     return f'<pre style="margin:4px 0;line-height:1.3">{escape(text)}</pre>'
 
 
 def chart(rows: Sequence[Sequence[Bar]], until_us: int) -> str:
-    """One row a rank, from 0 to `until_us`, and what the colours mean."""
+    """One row per rank, from 0 to `until_us`, with a legend."""
     height = len(rows) * (_ROW + _GAP)
     few = sum(map(len, rows)) <= _MOST_BARS
     drawn = [(_bars if few else _shares)(row, rank, until_us or 1) for rank, row in enumerate(rows)]
@@ -95,8 +96,8 @@ def _bars(row: Sequence[Bar], rank: int, until_us: int) -> str:
     parts = [_frame(rank, top)]
     for start, end, kind, label, note, opacity in row:
         left, width = _LABEL + start / until_us * _WIDTH, (end - start) / until_us * _WIDTH
-        told = f"<title>{escape(note)}: {start:,} to {end:,} µs</title>"
-        parts.append(_box(left, top, width, kind, told, opacity))
+        title = f"<title>{escape(note)}: {start:,} to {end:,} µs</title>"
+        parts.append(_box(left, top, width, kind, title, opacity))
         if width > _TEXT_WIDTH * (len(label) + 1):
             at = f'x="{left + width / 2:.2f}" y="{top + 13}" text-anchor="middle" pointer-events="none"'
             parts.append(
@@ -116,7 +117,7 @@ def _shares(row: Sequence[Bar], rank: int, until_us: int) -> str:
 
 
 def _frame(rank: int, top: int) -> str:
-    """The rank's name, and a pale band in which it is idle."""
+    """The rank's name, and a pale band behind its bars."""
     band = f'<rect x="{_LABEL}" y="{top}" width="{_WIDTH:g}" height="{_ROW}" opacity="0.08"/>'
     return f'<text x="0" y="{top + 13}">rank {rank}</text>{band}'
 

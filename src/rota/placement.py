@@ -1,4 +1,4 @@
-"""All that one micro-batch is: tasks, the edges between them, and the ranks that do them."""
+"""A placement: the tasks of one micro-batch, the edges between them, and the ranks that run them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rota.tasks import Kind, Task
 
 
 class Edge(NamedTuple):
-    """The task with index `target` reads `num_bytes` of what the task with index `source` made."""
+    """The task with index `target` reads `num_bytes` of the output of the task with index `source`."""
 
     source: int
     target: int
@@ -24,7 +24,7 @@ class Edge(NamedTuple):
 
 
 class Route(NamedTuple):
-    """How an edge reaches one of its target's ranks: `num_bytes` from rank `sender` to rank `receiver`."""
+    """The transfer of an edge to one of its target's ranks: from rank `sender` to rank `receiver`."""
 
     source: int
     target: int
@@ -36,7 +36,13 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepEnd:
-    """What follows a stage's last gradient, on each of its ranks: reduction over replicas, then the optimizer."""
+    """What follows a stage's last gradient, on each of its ranks.
+
+    Attributes:
+        stage: The stage.
+        reduce_us: Duration of the reduction of gradients over replicas.
+        optimizer_us: Duration of the optimizer step, which comes after it.
+    """
 
     stage: int
     reduce_us: int
@@ -49,11 +55,21 @@ class StepEnd:
 
 @dataclass(frozen=True)
 class Placement:
-    """Tasks on ranks, and edges between tasks (indexes into `tasks`), forming a DAG.
+    """Tasks on ranks, and edges between tasks, which form a DAG.
 
-    Each disconnected component is a data stream of its own: with C of them, ordered by their lowest stage,
-    component c takes the micro-batches c, c + C, c + 2C, … `static_bytes`: one entry a rank, default none.
-    `microbatch_rows`: the examples of the micro-batch whose costs these are, where somebody knows.
+    Each disconnected component is a data stream: of C components, sorted by their lowest stage, component c runs the
+    micro-batches c, c + C, c + 2C, …
+
+    Attributes:
+        tasks: The tasks; at most one per (stage, kind).
+        edges: Edges between tasks, as indexes into `tasks`.
+        cluster: The ranks and links.
+        static_bytes: Bytes that each rank always holds; default 0.
+        step_ends: Reductions and optimizer steps; at most one entry per stage.
+        microbatch_rows: Examples in the micro-batch whose costs these are. None: unknown.
+
+    Raises:
+        PlacementError: A task or an edge is invalid, or the edges form a cycle.
     """
 
     tasks: tuple[Task, ...]
@@ -80,7 +96,7 @@ class Placement:
                 )
         if len(self.index) != len(self.tasks):
             twice, _ = Counter(map(str, self.tasks)).most_common(1)[0]
-            raise PlacementError(f"task {twice} is there twice; a stage has at most one task of each kind")
+            raise PlacementError(f"task {twice} appears twice; a stage has at most one task of each kind")
         edges = []
         for edge in self.edges:
             if not (0 <= edge.source < len(self.tasks) and 0 <= edge.target < len(self.tasks)):
@@ -108,6 +124,7 @@ class Placement:
 
     @property
     def num_ranks(self) -> int:
+        """Number of ranks."""
         return self.cluster.num_ranks
 
     @cached_property
@@ -117,38 +134,41 @@ class Placement:
 
     @cached_property
     def stages(self) -> tuple[int, ...]:
+        """The stages that have a task, in ascending order."""
         return tuple(sorted({task.stage for task in self.tasks}))
 
     @property
     def num_stages(self) -> int:
+        """Number of stages, copies included."""
         return len(self.stages)
 
     def task(self, stage: int, kind: Kind) -> Task | None:
-        """The task of a stage, or None if the stage has none of this kind."""
+        """The task of a stage, or None if the stage has no task of this kind."""
         i = self.index.get((stage, kind))
         return None if i is None else self.tasks[i]
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
-        """The stages that rank `rank` works on, in rising order."""
+        """The stages on `rank`, in ascending order."""
         return tuple(sorted({task.stage for task in self.tasks if rank in task.ranks}))
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
+        """The ranks of a stage's first task."""
         return next(task.ranks for task in self.tasks if task.stage == stage)
 
     def gradient_ranks(self, stage: int) -> tuple[int, ...]:
-        """The ranks on which the stage's weight gradients are complete; where it has none, its ranks."""
+        """The ranks that make a stage's weight gradients; if it has none, its ranks."""
         tasks = (task for task in self.tasks if task.stage == stage and task.kind.makes_weight_gradients)
         return next((task.ranks for task in tasks), self.ranks_of(stage))
 
     @cached_property
     def stage_edges(self) -> tuple[tuple[int, int], ...]:
-        """Which stages feed which, forward: (source, target)."""
+        """(source, target) stages of the forward edges."""
         pairs = ((self.tasks[edge.source], self.tasks[edge.target]) for edge in self.edges)
         return tuple((a.stage, b.stage) for a, b in pairs if a.kind == b.kind == Kind.F)
 
     @cached_property
-    def stream_of(self) -> tuple[int, ...]:
-        """For each task, which data stream (connected component) it belongs to."""
+    def component_of(self) -> tuple[int, ...]:
+        """For each task the index of its connected component, a data stream."""
         parent = list(range(len(self.tasks)))
 
         def root(i: int) -> int:
@@ -159,7 +179,7 @@ class Placement:
 
         for edge in self.edges:
             parent[root(edge.source)] = root(edge.target)
-        for task in range(len(self.tasks)):  # a stage's tasks belong together even where no edge says so
+        for task in range(len(self.tasks)):  # a stage's tasks belong together even without an edge
             parent[root(task)] = root(min(self._tasks_of[self.tasks[task].stage]))
         lowest: dict[int, int] = {}
         for i, task_ in enumerate(self.tasks):
@@ -175,20 +195,21 @@ class Placement:
         return tasks
 
     @cached_property
-    def num_streams(self) -> int:
-        return max(self.stream_of) + 1
+    def num_components(self) -> int:
+        """Number of connected components (data streams)."""
+        return max(self.component_of) + 1
 
     def microbatches(self, stage: int, num_microbatches: int) -> range:
-        """The micro-batches, out of `num_microbatches`, that pass through `stage`."""
-        stream = self.stream_of[self._tasks_of[stage][0]]
-        return range(stream, num_microbatches, self.num_streams)
+        """The micro-batches, of a step with `num_microbatches`, that `stage` runs."""
+        component = self.component_of[self._tasks_of[stage][0]]
+        return range(component, num_microbatches, self.num_components)
 
     @cached_property
     def routes(self) -> tuple[Route, ...]:
-        """Every transfer that one micro-batch makes; what stays on its rank makes none.
+        """The transfers of one micro-batch; an edge that stays on one rank has no transfer.
 
-        Where both tasks are on equally many ranks each rank feeds its counterpart, else the source's first rank
-        feeds all.
+        If both tasks are on equally many ranks, each rank sends to its counterpart, else the source's first rank sends
+        to all.
         """
         routes = []
         for edge in self.edges:
@@ -202,7 +223,7 @@ class Placement:
         return tuple(routes)
 
     def forward_only(self) -> Placement:
-        """The same stages for inference: F tasks alone, which hold nothing after they ran."""
+        """The same stages for inference: F tasks alone, which hold no bytes after they end."""
         kept = [i for i, task in enumerate(self.tasks) if task.kind is Kind.F]
         new = {old: i for i, old in enumerate(kept)}
         edges = tuple(Edge(new[a], new[b], size) for a, b, size in self.edges if a in new and b in new)
@@ -210,6 +231,8 @@ class Placement:
         return Placement(tasks, edges, self.cluster, self.static_bytes, microbatch_rows=self.microbatch_rows)
 
     def to_fields(self) -> dict[str, Any]:
+        """The fields of a placement in JSON."""
+
         def name(task: int) -> str:
             return str(self.tasks[task])
 
@@ -224,6 +247,7 @@ class Placement:
 
     @classmethod
     def from_fields(cls, document: reading.Field) -> Placement:
+        """Read what `to_fields` wrote. Raises FormatError or PlacementError."""
         tasks = []
         for entry in document["tasks"]:
             name, ranks, *numbers = _exactly(5, entry)

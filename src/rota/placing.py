@@ -1,4 +1,4 @@
-"""From costs and a cluster to a placement: stages on ranks, in the shapes that schedules are made for."""
+"""From costs and a cluster to a placement: a chain, interleaved, wave, bidirectional, or any DAG of stages."""
 
 from __future__ import annotations
 
@@ -17,20 +17,29 @@ def place(
     ranks: Sequence[int | Iterable[int]] | None = None,
     edges: Sequence[tuple[int, ...]] | None = None,
 ) -> Placement:
-    """Put stages on ranks: `ranks[i]` is stage i's rank or tuple of ranks (default: rank i).
+    """Put stages on ranks. Every forward edge is mirrored by a backward edge.
 
-    `edges` are (source, target) stages, or `stages.edges`; default: the costs' own, else a chain. Every forward edge
-    is mirrored by a backward one. Raises PlacementError.
+    Args:
+        costs: Time and memory of each stage.
+        cluster: The ranks and links.
+        ranks: For each stage its rank, or the ranks that run it together. Default: stage i on rank i.
+        edges: (source, target) stages, or `stages.edges`. Default: the edges of `costs`, else a chain.
+
+    Returns:
+        The placement, whose tasks are listed kind by kind: F, B (or I), W, R.
+
+    Raises:
+        PlacementError: A stage is not on the cluster, or edges do not fit the stages or the costs.
     """
     num_stages = costs.num_stages
     if ranks is None:
         ranks = range(num_stages)
     if len(ranks) != num_stages:
-        raise PlacementError(f"ranks has {len(ranks)} entries for {num_stages} stages; give one a stage")
+        raise PlacementError(f"ranks has {len(ranks)} entries for {num_stages} stages; give one per stage")
     on = [(entry,) if isinstance(entry, int) else tuple(entry) for entry in ranks]
     if edges is None:
         edges = [(i, i + 1) for i in range(num_stages - 1)] if costs.edges is None else costs.edges
-    pairs = [(edge[0], edge[1]) for edge in edges]  # the edges of Stages carry a key as well
+    pairs = [(edge[0], edge[1]) for edge in edges]  # the edges of Stages also have a key
     for pair in pairs:
         if not all(0 <= stage < num_stages for stage in pair):
             raise PlacementError(f"edge {pair} must join two of the stages 0 to {num_stages - 1}")
@@ -38,7 +47,7 @@ def place(
     static = [0] * cluster.num_ranks
     for stage, stage_ranks in enumerate(on):
         for rank in stage_ranks:
-            if rank < len(static):  # a rank outside the cluster is told by Placement
+            if rank < len(static):  # Placement refuses a rank outside the cluster
                 static[rank] += costs.static_bytes[stage]
     ends = zip(range(num_stages), costs.reduce_us, costs.optimizer_us, strict=True)
     step_ends = tuple(StepEnd(*end) for end in ends if any(end[1:]))
@@ -47,7 +56,7 @@ def place(
 
 
 def _tasks(costs: Costs, on: Sequence[tuple[int, ...]]) -> list[Task]:
-    """Each kind for all stages in turn: F, B (or I), W, R."""
+    """All stages' tasks, kind by kind: F, B (or I), W, R."""
     stages = range(costs.num_stages)
     held, freed = costs.activation_bytes, costs.freed_by_input
     recompute = costs.recompute_us or (None,) * costs.num_stages
@@ -66,14 +75,14 @@ def _tasks(costs: Costs, on: Sequence[tuple[int, ...]]) -> list[Task]:
 
 
 def _edges(costs: Costs, tasks: Sequence[Task], edges: Sequence[tuple[int, int]]) -> list[Edge]:
-    """Activations along `edges`, gradients back, and F (R) B, or F (R) I W, within each stage."""
+    """Edges for activations, for gradients in the other direction, and F (R) B, or F (R) I W, within each stage."""
 
     def sizes(name: str, value: tuple[int, ...] | int) -> tuple[int, ...]:
         if isinstance(value, int):
             return (value,) * len(edges)
         if len(value) != len(edges):
             raise PlacementError(
-                f"{name} has {len(value)} entries, but there are {len(edges)} edges; give one an edge, "
+                f"{name} has {len(value)} entries, but there are {len(edges)} edges; give one per edge, "
                 f"or one number for all"
             )
         return value
@@ -91,24 +100,47 @@ def _edges(costs: Costs, tasks: Sequence[Task], edges: Sequence[tuple[int, int]]
 
 
 def interleaved(costs: Costs, cluster: Cluster) -> Placement:
-    """A chain dealt to the ranks in turn: stage i on rank i mod ranks (Megatron's virtual stages)."""
-    _whole_rounds("interleaved", costs, cluster, 1)
+    """A chain placed round robin: stage i on rank i mod num_ranks (Megatron's virtual stages).
+
+    Args:
+        costs: Costs of a chain whose number of stages is a multiple of the number of ranks.
+        cluster: The ranks and links.
+
+    Raises:
+        PlacementError: The costs are not of such a chain.
+    """
+    _require_whole_rounds("interleaved", costs, cluster, 1)
     return place(costs, cluster, [stage % cluster.num_ranks for stage in range(costs.num_stages)])
 
 
 def wave(costs: Costs, cluster: Cluster) -> Placement:
-    """A chain that runs down the ranks and back up, again and again: 0 1 2 2 1 0 0 1 2 … (V with two stages a rank)."""
-    _whole_rounds("wave", costs, cluster, 2)
+    """A chain that goes down the ranks and back up, repeatedly: 0 1 2 2 1 0 0 1 2 … (V with two stages per rank).
+
+    Args:
+        costs: Costs of a chain whose number of stages is a multiple of twice the number of ranks.
+        cluster: The ranks and links.
+
+    Raises:
+        PlacementError: The costs are not of such a chain.
+    """
+    _require_whole_rounds("wave", costs, cluster, 2)
     n = cluster.num_ranks
     down_and_up = [*range(n), *reversed(range(n))]
     return place(costs, cluster, [down_and_up[stage % (2 * n)] for stage in range(costs.num_stages)])
 
 
 def bidirectional(costs: Costs, cluster: Cluster) -> Placement:
-    """Two chains with the same weights in opposite directions (X): `costs` are of one chain, a stage a rank.
+    """Two chains with the same weights in opposite directions (X).
 
-    Stage s of the first chain is on rank s, stage n + s, its copy in the second, on rank n - 1 - s. Each rank so holds
-    two stages, and the chains take turns in taking micro-batches.
+    On n ranks, stage s of the first chain is on rank s; its copy in the second chain, stage n + s, is on rank
+    n - 1 - s. So each rank has two stages. The chains run the micro-batches alternately.
+
+    Args:
+        costs: Costs of one chain with one stage per rank.
+        cluster: The ranks and links.
+
+    Raises:
+        PlacementError: The costs are not of such a chain.
     """
     n = cluster.num_ranks
     if costs.num_stages != n:
@@ -118,8 +150,8 @@ def bidirectional(costs: Costs, cluster: Cluster) -> Placement:
     return place(both, cluster, [*range(n), *reversed(range(n))])
 
 
-def _whole_rounds(name: str, costs: Costs, cluster: Cluster, directions: int) -> None:
-    costs.as_chain()  # or it tells why not
+def _require_whole_rounds(name: str, costs: Costs, cluster: Cluster, directions: int) -> None:
+    costs.as_chain()  # raises if it is not a chain
     step = directions * cluster.num_ranks
     if costs.num_stages % step:
         near = max(costs.num_stages // step, 1) * step

@@ -1,4 +1,4 @@
-"""Who does what, and when: for each rank its ops in execution order, and the transfers that follow from them."""
+"""A plan: for each rank its ops in execution order, and the order of the transfers that follows from it."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Any, NamedTuple
 
 from rota import notebook, reading, schedule_csv
 from rota.errors import PlanError
 from rota.placement import Placement
-from rota.plangraph import graph_of
 from rota.taskgraph import CycleError, Earliest, TaskGraph
 from rota.tasks import Op
 from rota.units import count_text
 from rota.usage import Usage
 
-_LONGEST_CYCLE = 12  # waits that are told in full
-_MOST_TRANSFERS = 10_000_000  # of a plan in a file
+_MAX_CYCLE_WAITS = 12  # waits of a cycle in an error message
+_MAX_TRANSFERS = 10_000_000  # in a plan from a file
 
 
 class Transfer(NamedTuple):
-    """What `source` made, on its way from rank `sender` to rank `receiver`, where `target` reads it."""
+    """The transfer of the output of op `source` from rank `sender` to rank `receiver`, where op `target` reads it."""
 
     source: Op
     target: Op
@@ -37,9 +36,13 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """`orders[rank]` lists what the rank executes, first to last. Making one checks nothing: see `rota.check`.
+    """What each rank runs, in order. The constructor checks nothing; see `rota.check`.
 
-    `usage`: how it is meant to be used, where that was decided with it.
+    Attributes:
+        placement: Tasks, edges, ranks and links.
+        num_microbatches: Number of micro-batches of a step, over all data streams.
+        orders: For each rank its ops, first to last.
+        usage: Cuts, micro-batch size and replicas, if they were decided together with the plan.
     """
 
     placement: Placement
@@ -52,16 +55,17 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
+        """Number of ranks."""
         return len(self.orders)
 
     @property
     def num_stages(self) -> int:
-        """Of the model: a placement with several streams has each of them once a stream."""
-        return self.placement.num_stages // self.placement.num_streams
+        """Number of stages of the model; a placement with several data streams has a copy per stream."""
+        return self.placement.num_stages // self.placement.num_components
 
     @property
     def cuts(self) -> tuple[str, ...] | None:
-        """Where to cut the model: `rota.split(model, plan.num_stages, plan.cuts)`. None: nothing was decided."""
+        """Where to cut the model: `rota.split(model, plan.num_stages, plan.cuts)`. None: not decided."""
         return None if self.usage is None else self.usage.cuts
 
     @property
@@ -71,12 +75,12 @@ class Plan:
         return self.usage.microbatch_rows if known is None and self.usage is not None else known
 
     # --- the plan as a graph -------------------------------------------------------------------------------------
-    # Node numbers: the ops of task t are first_node[t], first_node[t] + 1, …, one for each micro-batch of its
-    # stream; behind all ops come the step's ends, a reduction and an optimizer step for each of `step_end_ranks`.
+    # Nodes: the ops of task t are first_node[t], first_node[t] + 1, …, one per micro-batch of its data stream. After
+    # all ops come two nodes, a reduction and an optimizer step, for each of `step_end_ranks`.
 
     @cached_property
     def first_node(self) -> tuple[int, ...]:
-        """For each task its first node; one entry more, the number of ops in all."""
+        """The first node of each task, and as the last entry the number of ops."""
         first = [0]
         for task in self.placement.tasks:
             first.append(first[-1] + len(self.placement.microbatches(task.stage, self.num_microbatches)))
@@ -84,12 +88,13 @@ class Plan:
 
     @property
     def num_ops(self) -> int:
+        """Number of ops; an op on several ranks counts once."""
         return self.first_node[-1]
 
     def node(self, op: Op) -> int:
         """The op's node in `graph`."""
         task = self.placement.index[op.stage, op.kind]
-        return self.first_node[task] + op.microbatch // self.placement.num_streams
+        return self.first_node[task] + op.microbatch // self.placement.num_components
 
     def op(self, node: int) -> Op:
         """The op of a node."""
@@ -99,24 +104,25 @@ class Plan:
 
     @cached_property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
-        """`orders` as nodes. Raises PlanError where they are not exactly the ops of the placement."""
+        """`orders` as nodes. Raises PlanError unless each rank has exactly the ops that are placed on it."""
         if self.num_microbatches < 1:
             raise PlanError(f"num_microbatches is {self.num_microbatches}; a step needs at least 1", "missing")
         if self.num_ranks != self.placement.num_ranks:
             raise PlanError(
                 f"the plan has {self.num_ranks} rank orders, but its placement has {self.placement.num_ranks} ranks; "
-                f"give one order a rank, empty where a rank has nothing to do",
+                f"give one order per rank, an empty one for a rank without ops",
                 "unknown",
             )
         nodes = tuple(self._nodes_on(rank) for rank in range(self.num_ranks))
-        for rank in range(self.num_ranks):  # after all ranks: an op on the wrong one is also missing on the right one
-            self._refuse_incomplete(rank, nodes[rank])
+        # Only now, because an op on the wrong rank is also missing on the right one.
+        for rank in range(self.num_ranks):
+            self._require_complete(rank, nodes[rank])
         return nodes
 
     def _nodes_on(self, rank: int) -> tuple[int, ...]:
-        streams = self.placement.num_streams
+        num_components = self.placement.num_components
         here = {
-            (task.stage, task.kind): (self.first_node[i], self.placement.stream_of[i])
+            (task.stage, task.kind): (self.first_node[i], self.placement.component_of[i])
             for i, task in enumerate(self.placement.tasks)
             if rank in task.ranks
         }
@@ -124,12 +130,12 @@ class Plan:
         for op in self.orders[rank]:
             stage, kind, microbatch = op
             known = here.get((stage, kind))
-            if known is None or microbatch % streams != known[1] or not 0 <= microbatch < self.num_microbatches:
+            if known is None or microbatch % num_components != known[1] or not 0 <= microbatch < self.num_microbatches:
                 raise self._misplaced(op, rank)
-            nodes.append(known[0] + microbatch // streams)
+            nodes.append(known[0] + microbatch // num_components)
         return tuple(nodes)
 
-    def _refuse_incomplete(self, rank: int, nodes: Sequence[int]) -> None:
+    def _require_complete(self, rank: int, nodes: Sequence[int]) -> None:
         if len(set(nodes)) != len(nodes):
             twice = next(op for op, count in Counter(self.orders[rank]).items() if count > 1)
             raise PlanError(f"rank {rank} does {twice} twice; remove one of them", "duplicate")
@@ -160,7 +166,7 @@ class Plan:
         return PlanError(f"{does}, but stage {op.stage} is on rank {ranks}; move it there", "wrong rank")
 
     def _last_gradient(self, stage: int, rank: int) -> int:
-        """Where in the rank's order the stage's gradients are complete; -1 if it makes none."""
+        """Position in the rank's order of the op that completes the stage's gradients; -1 if it makes none."""
         order = self.orders[rank]
         kinds = [task.kind for task in self.placement.tasks if task.stage == stage and task.kind.makes_weight_gradients]
         last = ((i, order[i]) for i in range(len(order) - 1, -1, -1))
@@ -170,7 +176,7 @@ class Plan:
     def step_end_ranks(self) -> tuple[tuple[int, int], ...]:
         """(index into `placement.step_ends`, rank) of every reduction and optimizer step, in graph order.
 
-        On one rank they follow each other as the stages' last gradients do.
+        On each rank they are in the order of the stages' last gradients.
         """
         ends = self.placement.step_ends
         pairs = [(i, rank) for i, end in enumerate(ends) for rank in self.placement.gradient_ranks(end.stage)]
@@ -178,25 +184,27 @@ class Plan:
 
     @cached_property
     def graph(self) -> TaskGraph:
-        """Ops and step ends with all that they wait for. Raises PlanError as `nodes` does."""
-        orders = self.nodes  # first, as it refuses a num_microbatches, and so num_ops, beyond what memory holds
+        """Ops and step ends, and what each of them waits for. Raises PlanError as `nodes` does."""
+        orders = (
+            self.nodes
+        )  # first, because it refuses a num_microbatches that would make the graph too large for memory
         ends = [(self.placement.step_ends[i].stage, rank) for i, rank in self.step_end_ranks]
         last = [self._last_gradient(*end) for end in ends]
         gradients = [orders[rank][k] if k >= 0 else None for k, (_, rank) in zip(last, ends, strict=True)]
-        return graph_of(self.placement, self.first_node, orders, self.step_end_ranks, gradients)
+        return _graph_of(self.placement, self.first_node, orders, self.step_end_ranks, gradients)
 
     @cached_property
     def earliest(self) -> Earliest:
-        """When each node starts if nothing is late. Raises PlanError, a cycle told as who waits for whom."""
+        """Earliest start and end of each node. Raises PlanError; for a cycle it names the waits."""
         try:
             return self.graph.earliest()
         except CycleError as error:
-            raise PlanError(self._tell_cycle(error.nodes), "cycle") from None
+            raise PlanError(self._describe_cycle(error.nodes), "cycle") from None
 
-    def _tell_cycle(self, nodes: list[int]) -> str:
+    def _describe_cycle(self, nodes: list[int]) -> str:
         data = {(edge.source, edge.target) for edge in self.placement.edges}
         waits = list(zip(nodes, nodes[1:] + nodes[:1], strict=True))
-        half, more = _LONGEST_CYCLE // 2, len(waits) - _LONGEST_CYCLE
+        half, more = _MAX_CYCLE_WAITS // 2, len(waits) - _MAX_CYCLE_WAITS
         lines: list[str] = []
         for node, before in waits if more <= 0 else waits[:half] + waits[-half:]:
             op, other = self.op(node), self.op(before)
@@ -214,24 +222,24 @@ class Plan:
 
     @cached_property
     def wire_order(self) -> tuple[Op | Transfer, ...]:
-        """All ops and transfers in the one global order in which every rank starts them.
+        """All ops and transfers in one global order, in which every rank starts them.
 
-        They are sorted by simulated start, ties by what waits for what, so each comes after all that it needs. A
-        set of sequential processes whose actions are all taken in one global order cannot wait in a cycle: the
-        first action in it that is not done yet has nothing left to wait for. That holds even where a send waits
-        for its receive, and where each pair of ranks is one ordered stream.
+        The order is by simulated start; ties are broken by dependencies, so each action comes after all that it needs.
+        Sequential processes that all follow one global order cannot deadlock: the first action that is not done has
+        nothing left to wait for. This holds even if a send waits for its receive, and if each pair of ranks is one
+        ordered channel. Raises PlanError as `earliest` does.
         """
         earliest = self.earliest
         actions: list[tuple[int, int, int, Op | Transfer]] = []
         position = {node: i for i, node in enumerate(earliest.sequence)}
-        streams = self.placement.num_streams
+        num_components = self.placement.num_components
         outgoing: list[list[int]] = [[] for _ in self.placement.tasks]
         for i, route in enumerate(self.placement.routes):
             outgoing[route.source].append(i)
         for t, task in enumerate(self.placement.tasks):
-            stream, first = self.placement.stream_of[t], self.first_node[t]
+            component, first = self.placement.component_of[t], self.first_node[t]
             for k in range(self.first_node[t + 1] - first):
-                op, node = Op(task.stage, task.kind, k * streams + stream), first + k
+                op, node = Op(task.stage, task.kind, k * num_components + component), first + k
                 actions.append((earliest.starts_us[node], position[node], -1, op))
                 for i in outgoing[t]:
                     route = self.placement.routes[i]
@@ -243,34 +251,43 @@ class Plan:
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
-        """All transfers in the order in which they enter the wire."""
+        """All transfers in the order in which they are sent."""
         return tuple(action for action in self.wire_order if isinstance(action, Transfer))
 
     # --- text and notebooks -------------------------------------------------------------------------------------------
 
     def to_csv(self, *, communication: bool = False, overlap: bool = False) -> str:
-        """PyTorch's schedule CSV, "0F0,0B0" (see `rota.schedule_csv`); ScheduleError where it cannot say the plan."""
+        """The plan as PyTorch's schedule CSV, such as "0F0,0B0"; see `rota.schedule_csv`.
+
+        Args:
+            communication: Include sends, receives and reductions.
+            overlap: Combine a forward and the next backward into OVERLAP_F_B where possible.
+
+        Raises:
+            ScheduleError: The CSV cannot express the plan.
+        """
         schedule_csv.require_chain(self.placement)
         wire = self.wire_order if communication or overlap else ()
         return schedule_csv.write(self.orders, wire, communication, overlap)
 
     @classmethod
     def from_csv(cls, text: str, placement: Placement) -> Plan:
-        """Read PyTorch's schedule CSV, with or without communication. Raises FormatError with line and cell."""
+        """Read PyTorch's schedule CSV, with or without communication. Raises FormatError, which names line and cell."""
         orders = schedule_csv.read(text, placement)
         return cls(placement, max((op.microbatch for order in orders for op in order), default=-1) + 1, orders)
 
     def to_json(self) -> str:
-        """Placement and orders, one line a rank; `from_json` reads it back."""
+        """The text of a "plan" file, one line per rank, which `from_json` reads."""
         return reading.dump("plan", self.to_fields())
 
     def to_fields(self) -> dict[str, Any]:
+        """The fields of a plan in JSON."""
         orders = [" ".join(map(str, order)) for order in self.orders]
         usage = {} if self.usage is None else {"usage": self.usage.to_fields()}
         return {"num_microbatches": self.num_microbatches, "orders": orders, **self.placement.to_fields(), **usage}
 
     def _repr_html_(self) -> str:
-        """The ranks' ops over time, or why there are none."""
+        """A picture of the simulated plan, or why it cannot run."""
         try:
             starts, ends = self.earliest.starts_us, self.earliest.ends_us
         except PlanError as error:
@@ -284,21 +301,102 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Raises FormatError or PlacementError, naming the field."""
+        """Read what `to_json` wrote. Raises FormatError or PlacementError, which name the field."""
         return cls.from_fields(reading.parse(text, "plan"))
 
     @classmethod
     def from_fields(cls, document: reading.Field) -> Plan:
+        """Read what `to_fields` wrote. Raises FormatError or PlacementError."""
         orders = [schedule_csv.parse_ops(order.text().split(), f"{order.path}, op") for order in document["orders"]]
         usage = Usage.from_fields(document["usage"]) if "usage" in document else None
         plan = cls(Placement.from_fields(document), document["num_microbatches"].integer(1), tuple(orders), usage)
-        plan._refuse_floods(document)
+        plan._limit_transfers(document)
         return plan
 
-    def _refuse_floods(self, document: reading.Field) -> None:
-        """An edge of a few bytes in a file makes a transfer for each rank of its reader and each micro-batch."""
-        rounds = min(self.num_microbatches, max(map(len, self.orders), default=0))  # more of them lack their ops
+    def _limit_transfers(self, document: reading.Field) -> None:
+        """Raise FormatError if few bytes in a file make too many transfers: one per micro-batch and reader's rank."""
+        rounds = min(self.num_microbatches, max(map(len, self.orders), default=0))  # further ones lack their ops
         tasks = self.placement.tasks
         num_transfers = sum(len(tasks[edge.target].ranks) for edge in self.placement.edges) * max(rounds, 1)
-        if num_transfers > _MOST_TRANSFERS:
-            raise document["edges"].wrong(f"{_MOST_TRANSFERS:,} transfers at most, not {num_transfers:,}")
+        if num_transfers > _MAX_TRANSFERS:
+            raise document["edges"].wrong(f"at most {_MAX_TRANSFERS:,} transfers, not {num_transfers:,}")
+
+
+# --- building the graph -----------------------------------------------------------------------------------------------
+
+_Inputs = list[tuple[tuple[int, int], ...]]
+
+
+def _graph_of(
+    placement: Placement,
+    first_node: Sequence[int],
+    orders: Sequence[Sequence[int]],
+    step_end_ranks: Sequence[tuple[int, int]],
+    gradients: Sequence[int | None],
+) -> TaskGraph:
+    """`Plan.graph`. `gradients[j]` is the node, if any, that completes the gradients of `step_end_ranks[j]`."""
+    durations: list[int] = []
+    inputs: _Inputs = []
+    previous, further = _order_edges(orders, first_node[-1])
+    for task, edges, (first, after) in zip(
+        placement.tasks, _task_inputs(placement, first_node), pairwise(first_node), strict=True
+    ):
+        durations += [task.duration_us] * (after - first)
+        columns = [zip(range(source, source + after - first), repeat(lag)) for source, lag in edges]
+        inputs += zip(*columns, zip(previous[first:after], repeat(0)), strict=True)
+    for node, before in enumerate(previous):
+        if before < 0:
+            inputs[node] = inputs[node][:-1]
+    for before, node in further:
+        inputs[node] += ((before, 0),)
+    _add_step_ends(placement, orders, step_end_ranks, gradients, durations, inputs)
+    return TaskGraph(durations, inputs)
+
+
+def _task_inputs(placement: Placement, first_node: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """For each task the first nodes of its inputs, with the lags of the transfers."""
+    lags: dict[tuple[int, int], int] = {(edge.source, edge.target): 0 for edge in placement.edges}
+    for route in placement.routes:
+        lags[route.source, route.target] = max(lags[route.source, route.target], route.duration_us)
+    sources: list[list[tuple[int, int]]] = [[] for _ in placement.tasks]
+    for (source, target), lag in lags.items():
+        sources[target].append((first_node[source], lag))
+    return sources
+
+
+def _order_edges(orders: Sequence[Sequence[int]], num_ops: int) -> tuple[list[int], list[tuple[int, int]]]:
+    """For each op its predecessor on one of its ranks (-1: none), and (predecessor, node) for its other ranks."""
+    previous = [-1] * num_ops
+    further = []
+    for nodes in orders:
+        for before, node in pairwise(nodes):
+            if previous[node] < 0:
+                previous[node] = before
+            else:
+                further.append((before, node))
+    return previous, further
+
+
+def _add_step_ends(
+    placement: Placement,
+    orders: Sequence[Sequence[int]],
+    step_end_ranks: Sequence[tuple[int, int]],
+    gradients: Sequence[int | None],
+    durations: list[int],
+    inputs: _Inputs,
+) -> None:
+    """Append step ends: a rank's reductions in sequence, each after its stage's gradients, then its optimizer steps."""
+    first: dict[int, int] = {}  # rank -> node of its first, and of its last reduction
+    last: dict[int, int] = {}
+    for j, (_, rank) in enumerate(step_end_ranks):
+        first.setdefault(rank, len(durations) + 2 * j)
+        last[rank] = len(durations) + 2 * j
+    for (i, rank), made in zip(step_end_ranks, gradients, strict=True):
+        end, reduction = placement.step_ends[i], len(durations)
+        durations += [end.reduce_us, end.optimizer_us]
+        to_reduce = [] if made is None else [made]
+        if reduction == first[rank]:
+            to_optimize = [*orders[rank][-1:], last[rank]]
+        else:
+            to_reduce, to_optimize = [*to_reduce, reduction - 2], [reduction - 1]
+        inputs += (tuple((node, 0) for node in before) for before in (to_reduce, to_optimize))

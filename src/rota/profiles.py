@@ -1,4 +1,4 @@
-"""Profile: a model's layers at one or several micro-batch sizes, and what the figures hold for."""
+"""Profile: costs of a model's layers at one or more micro-batch sizes, and the conditions they were measured under."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ from rota.layers import LayerCosts
 @final
 @dataclass(frozen=True, slots=True)
 class Profile(Mapping[int, LayerCosts]):
-    """By number of rows the costs of the model's layers; `layers` has one entry for each number, ascending.
+    """A mapping from the number of rows to the costs of the model's layers.
 
-    `key` says by name what the figures hold for: model, inputs, device, versions. Where one of these is another now,
-    the figures are stale. All entries are of one model: they have the same cuts. Raises PlacementError.
+    Attributes:
+        layers: One entry per number of rows, in ascending order. All entries have the same cuts.
+        key: (name, value) of the conditions: model, inputs, device, versions. If one of them has changed, the profile
+            is stale.
+
+    Raises:
+        PlacementError: There is no entry, a number of rows appears twice, or the cuts differ.
     """
 
     layers: tuple[LayerCosts, ...]
@@ -25,7 +30,7 @@ class Profile(Mapping[int, LayerCosts]):
 
     def __post_init__(self) -> None:
         if not self.layers:
-            raise PlacementError("layers is empty: a profile has the layers at one micro-batch size at least")
+            raise PlacementError("layers is empty: a profile needs the layers at one micro-batch size or more")
         ordered = tuple(sorted(self.layers, key=lambda layers: layers.rows))
         object.__setattr__(self, "layers", ordered)
         if len({layers.rows for layers in ordered}) < len(ordered):
@@ -33,7 +38,7 @@ class Profile(Mapping[int, LayerCosts]):
         for layers in ordered[1:]:
             if layers.cuts != ordered[0].cuts:
                 raise PlacementError(
-                    f"layers of {layers.rows} rows have other cuts than those of {ordered[0].rows}: a profile is of "
+                    f"layers of {layers.rows} rows have other cuts than those of {ordered[0].rows}: a profile is for "
                     "one model"
                 )
 
@@ -50,22 +55,22 @@ class Profile(Mapping[int, LayerCosts]):
         return len(self.layers)
 
     def with_layers(self, layers: LayerCosts, key: Mapping[str, str]) -> Profile:
-        """This one with the entry for `layers.rows` added or replaced, and what `key` says of it."""
+        """This profile with the entry for `layers.rows` added or replaced, and its key updated by `key`."""
         others = tuple(entry for entry in self.layers if entry.rows != layers.rows)
         return Profile((*others, layers), tuple({**dict(self.key), **key}.items()))
 
     def to_json(self) -> str:
-        """One line a number of rows; `from_json` reads it back."""
+        """The text of a "profile" file, one line per number of rows, which `from_json` reads."""
         fields: dict[str, Any] = {"key": dict(self.key), "layers": [layers.to_fields() for layers in self.layers]}
         return reading.dump("profile", fields)
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """Raises FormatError or PlacementError, naming the field."""
+        """Read what `to_json` wrote. Raises FormatError or PlacementError, which name the field."""
         document = reading.parse(text, "profile")
         entries = [*document["layers"]]
         if not entries:
-            raise FormatError("profile.layers is empty; profile the model anew")
+            raise FormatError("profile.layers is empty; profile the model again")
         return cls(
             tuple(LayerCosts.from_fields(entry) for entry in entries),
             tuple((name.text(), value.text()) for name, value in document["key"].items()),

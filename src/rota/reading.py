@@ -1,6 +1,6 @@
-"""Reading files that somebody else wrote: every complaint names the field, its value and what belongs there.
+"""Read untrusted JSON: every error names the field, its value and what is expected.
 
-See docs/untrusted-files.md for all that is checked.
+`docs/untrusted-files.md` lists what is checked.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 from rota.errors import FormatError
 
-LARGEST_BYTES = 256 * 1024**2  # of a file
+LARGEST_BYTES = 256 * 1024**2  # per file
 LONGEST_NAME = 1000  # characters
-_PIECE_BYTES = 1024**2  # Python allocates in advance what is asked for
-LARGEST = 10**15  # a petabyte, 31 years in µs: sums of many still fit into 64 bits
-LATEST_US = 2**63 - 1  # such sums: the times of a timeline
+_PIECE_BYTES = 1024**2  # Python allocates the requested size in advance
+LARGEST = 10**15  # a petabyte, or 31 years in µs: sums of many still fit into 64 bits
+LATEST_US = 2**63 - 1  # for the times of a timeline, which are such sums
 
-#: By what a file says that it is.
+#: Remedies and uses, by the type of file.
 _REMEDIES = {
     "plan": "give what `rota plan -o plan.json` or Plan.to_json() wrote",
     "timeline": "give what `rota simulate -o timeline.json` or Timeline.to_json() wrote",
@@ -31,7 +31,7 @@ _REMEDIES = {
     "layers": "give what LayerCosts.to_json() wrote",
     "cluster": "give what `rota profile links -o cluster.json` or Cluster.to_json() wrote",
     "checkpoint": "give the rota.json of a checkpoint",
-    "communication": "make the profile anew",
+    "communication": "make the profile again",
 }
 _USES = {
     "plan": "a plan is for `rota check`, `rota show` and `rota run`",
@@ -45,24 +45,28 @@ _USES = {
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """A file's text, in UTF-8 with or without a byte order mark. Raises FormatError, which names the file."""
+    """The text of a file in UTF-8, with or without a byte order mark.
+
+    Raises:
+        FormatError: The file cannot be read, is larger than `LARGEST_BYTES`, or is not UTF-8; the message names it.
+    """
     try:
         with Path(path).open("rb") as file:
             data = read_bytes(file.read, LARGEST_BYTES)
     except OSError as error:
         raise FormatError(f"cannot read {path}: {error.strerror}; check the path") from None
     except ValueError:  # a null character
-        raise FormatError(f"cannot read {str(path)!r}: that is no path; check it") from None
+        raise FormatError(f"cannot read {str(path)!r}: this is not a path; check it") from None
     if len(data) > LARGEST_BYTES:
         raise FormatError(f"cannot read {path}: it has more than {LARGEST_BYTES:,} bytes; give a smaller one")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise FormatError(f"cannot read {path}: it is no text file in UTF-8 (byte {error.start})") from None
+        raise FormatError(f"cannot read {path}: it is not a text file in UTF-8 (byte {error.start})") from None
 
 
 def read_bytes(read: Callable[[int], bytes], most: int) -> bytearray:
-    """All that a stream's `read` gives, or `most` bytes and one, which tells that there is more."""
+    """All bytes from a stream's `read`, but `most + 1` at most: more than `most` means that there is more to read."""
     data = bytearray()
     while len(data) <= most and (piece := read(min(most + 1 - len(data), _PIECE_BYTES))):
         data += piece
@@ -75,7 +79,7 @@ def printable(text: str) -> str:
 
 
 def short(value: object) -> str:
-    """A value in one line of at most 60 printable characters, for errors."""
+    """A value in one line of at most 60 printable characters, for error messages."""
     try:
         text = json.dumps(value) if isinstance(value, (str, int, float, bool, list, dict, type(None))) else repr(value)
     except RecursionError:
@@ -84,19 +88,27 @@ def short(value: object) -> str:
 
 
 def _names(names: Iterable[str]) -> str:
-    """Of an object's fields, however many and whatever they are."""
-    told = ", ".join(name if name.isidentifier() and name.isascii() else short(name) for name in names)
-    return told if len(told) <= 400 else told[:397] + "..."
+    """Names of an object's fields in a bounded text, whatever they contain."""
+    text = ", ".join(name if name.isidentifier() and name.isascii() else short(name) for name in names)
+    return text if len(text) <= 400 else text[:397] + "..."
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A value inside a JSON document and the path that leads to it, such as `plan.orders[2]`."""
+    """A value in a JSON document, with its path.
+
+    Its methods return the value as a type, and raise FormatError if it is not of that type.
+
+    Attributes:
+        path: Where the value is, such as `plan.orders[2]`.
+        value: The value as `json` reads it.
+    """
 
     path: str
     value: Any
 
     def wrong(self, expected: str) -> FormatError:
+        """The error that this value is not `expected`."""
         return FormatError(f"{self.path} is {short(self.value)}; expected {expected}")
 
     def __getitem__(self, name: str) -> Field:
@@ -115,7 +127,8 @@ class Field:
         return (Field(f"{self.path}[{i}]", value) for i, value in enumerate(self.value))
 
     def integer(self, minimum: int | None = None, maximum: int = LARGEST) -> int:
-        # bool is an int to Python, never to a reader of the file.
+        """The value as a whole number from `minimum` (default: -LARGEST) to `maximum`."""
+        # A bool is an int in Python, but not in a file.
         if not isinstance(self.value, int) or isinstance(self.value, bool):
             raise self.wrong("a whole number")
         if minimum is not None and self.value < minimum:
@@ -127,9 +140,11 @@ class Field:
         return self.value
 
     def integer_or_none(self, minimum: int | None = None) -> int | None:
+        """The value as a whole number or None."""
         return None if self.value is None else self.integer(minimum)
 
     def text(self) -> str:
+        """The value as a string that UTF-8 can encode."""
         if not isinstance(self.value, str):
             raise self.wrong("a text")
         try:
@@ -139,51 +154,52 @@ class Field:
         return self.value
 
     def name(self) -> str:
-        """A text that can stand in a line."""
+        """The value as a non-empty string of printable characters, for use in one line."""
         name = self.text()
         if not (1 <= len(name) <= LONGEST_NAME and name.isprintable()):
             raise self.wrong(f"a name of 1 to {LONGEST_NAME:,} printable characters")
         return name
 
     def items(self) -> Iterator[tuple[Field, Field]]:
-        """Of an object: each name and its value."""
+        """The names and values of an object."""
         if not isinstance(self.value, dict):
             raise self.wrong("an object")
         return ((Field(f"{self.path}, a name", name), self[name]) for name in self.value)
 
     def refuse_others(self, known: Iterable[str]) -> None:
-        """Raises FormatError where an object has fields that nobody reads, such as misspelled ones."""
+        """Raise FormatError if an object has other fields than `known`, such as misspelled ones."""
         for name, value in self.items():
             if name.value not in known:
                 raise FormatError(
-                    f"{self.path} has the field {short(name.value)} = {short(value.value)}, which is none of "
+                    f"{self.path} has the field {short(name.value)} = {short(value.value)}, which is not one of "
                     f"{', '.join(known)}; remove or rename it"
                 )
 
     def integers(self, minimum: int | None = None, maximum: int = LARGEST) -> tuple[int, ...]:
+        """The value as a list of whole numbers from `minimum` to `maximum`."""
         return tuple(item.integer(minimum, maximum) for item in self)
 
 
 def parse(text: str, *types: str) -> Field:
-    """The document of one of `types` ("plan", "timeline", …); raises FormatError if it is another or no JSON."""
+    """The document in a JSON text whose type is one of `types` ("plan", "timeline", …). Raises FormatError if not."""
     value = load(text)
     found = value.get("rota") if isinstance(value, dict) else None
     if found not in types:
-        told = f'it has no "rota": "{types[0]}"' if found is None else f'it says "rota": {short(found)}'
+        reason = f'it has no "rota": "{types[0]}"' if found is None else f'it says "rota": {short(found)}'
         use = f" ({_USES[found]})" if isinstance(found, str) and found in _USES else ""
-        raise FormatError(f"not a {' or '.join(types)} file: {told}{use}; {_REMEDIES[types[0]]}")
+        raise FormatError(f"not a {' or '.join(types)} file: {reason}{use}; {_REMEDIES[types[0]]}")
     return Field(found, value)
 
 
 def load(text: str) -> Any:
-    """The value of a JSON text. Raises FormatError, also on NaN, infinite numbers and fields that are there twice."""
+    """The value of a JSON text. Raises FormatError, also for NaN, infinite numbers and duplicate fields."""
     try:
         return json.loads(text, object_pairs_hook=_object, parse_constant=_number, parse_float=_number)
     except json.JSONDecodeError as error:
         raise FormatError(f"not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
     except RecursionError:
-        raise FormatError("not a file of ours: nested too deep") from None
-    except ValueError as error:  # numbers of more digits than Python converts
+        raise FormatError("not a file of Rota: nested too deep") from None
+    except ValueError as error:  # numbers with more digits than Python converts
         raise FormatError(f"not JSON that can be read: {error}") from None
 
 
@@ -203,7 +219,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def dump(what: str, fields: dict[str, Any]) -> str:
-    """One line a field; lists of anything but numbers get one line an entry: easy to read and to diff."""
+    """JSON text of type `what`: one line per field, and one per entry of a list unless it is a list of numbers."""
     lines = [f'  "rota": "{what}"']
     for name, value in fields.items():
         if isinstance(value, list) and value and isinstance(value[0], (list, dict, str)):

@@ -1,7 +1,7 @@
-"""The same stages on another number of ranks: what a training goes on with where ranks got lost, or more came.
+"""Plan the same stages for another number of ranks, to resume training after ranks were lost or added.
 
-4 ranks, a stage each        0 | 1 | 2 | 3
-2 ranks are left             0   1 | 2   3        the cut and the weights' names stay; so checkpoints fit
+4 ranks, one stage each      0 | 1 | 2 | 3
+2 ranks                      0   1 | 2   3        cuts and names of weights stay, so checkpoints still fit
 """
 
 from __future__ import annotations
@@ -22,22 +22,30 @@ from rota.simulation import simulate
 
 
 def replan(plan: Plan, num_ranks: int) -> Plan:
-    """The fastest plan found for the plan's stages on `num_ranks` ranks; the plan itself where it is for as many.
+    """Plan the same stages for another number of ranks.
 
-    Neighbouring stages share a rank, so that the ranks' times are as even as can be; where that does not fit in
-    memory, their static bytes, then what their ops keep. All ranks count as equal: the least of the memory limits holds
-    for each, and a rank's static bytes are dealt evenly to its stages. Depends on nothing but its arguments: processes
-    that call it alike get the same plan.
+    Neighbouring stages share a rank so that the ranks' times are balanced; if that does not fit in memory, so that
+    their static bytes are, then what their ops hold. All ranks are assumed equal: the smallest memory limit applies to
+    each, and a rank's static bytes are divided evenly among its stages. The result depends on the arguments alone, so
+    processes that call it with the same arguments get the same plan.
 
-    Raises PlacementError where there are fewer stages than ranks or a stage is on several ranks, PlanError where
-    nothing fits in memory.
+    Args:
+        plan: The old plan.
+        num_ranks: The new number of ranks.
+
+    Returns:
+        The fastest plan found; `plan` itself if it is for `num_ranks` ranks.
+
+    Raises:
+        PlacementError: There are fewer stages than ranks, or a stage is on several ranks.
+        PlanError: No plan fits in memory.
     """
     if num_ranks == plan.num_ranks:
         return plan
-    streams = _streams(plan.placement)
-    _refuse(plan, streams, num_ranks)
+    components = _components(plan.placement)
+    _require_movable(plan, components, num_ranks)
     refused: PlanError | None = None
-    for ranks in _rankings(plan.placement, streams, num_ranks):
+    for ranks in _rank_choices(plan.placement, components, num_ranks):
         placement = _moved(plan.placement, ranks, num_ranks)
         best: tuple[int, Plan] | None = None
         for candidate in _candidates(placement, plan.num_microbatches):
@@ -51,40 +59,42 @@ def replan(plan: Plan, num_ranks: int) -> Plan:
                 best = makespan_us, candidate
         if best is not None:
             return replace(plan, placement=placement, orders=best[1].orders)
-    assert refused is not None  # ready_first makes a plan for any placement
+    assert refused is not None  # ready_first plans any placement
     raise PlanError(
         f"the plan's {plan.num_stages} stages do not fit on {num_ranks} ranks: {refused}; or start more ranks",
         refused.reason,
     )
 
 
-def _streams(placement: Placement) -> list[list[int]]:
+def _components(placement: Placement) -> list[list[int]]:
     """The stages of each data stream."""
-    streams: list[list[int]] = [[] for _ in range(placement.num_streams)]
+    components: list[list[int]] = [[] for _ in range(placement.num_components)]
     for stage in placement.stages:
-        streams[placement.microbatches(stage, placement.num_streams)[0]].append(stage)
-    return streams
+        components[placement.microbatches(stage, placement.num_components)[0]].append(stage)
+    return components
 
 
-def _refuse(plan: Plan, streams: Sequence[Sequence[int]], num_ranks: int) -> None:
+def _require_movable(plan: Plan, components: Sequence[Sequence[int]], num_ranks: int) -> None:
     if num_ranks < 1:
         raise PlacementError(f"num_ranks is {num_ranks}: a plan needs at least 1 rank")
     for task in plan.placement.tasks:
         if len(task.ranks) > 1:
             raise PlacementError(
                 f"stage {task.stage} is on the ranks {', '.join(map(str, task.ranks))} together, and its module is "
-                f"made for these: it cannot be moved to {num_ranks} ranks; start {plan.num_ranks}, or plan anew"
+                f"made for these: it cannot be moved to {num_ranks} ranks; start {plan.num_ranks}, or plan again"
             )
-    least = min(map(len, streams))
+    least = min(map(len, components))
     if num_ranks > least:
         raise PlacementError(
-            f"{least} stages cannot be shared out to {num_ranks} ranks; start {least} ranks at most (or replicas of "
-            f"them, by dp), or cut the model into {num_ranks} stages and plan anew"
+            f"{least} stages cannot be placed on {num_ranks} ranks; start at most {least} ranks (or replicas of "
+            f"them, with dp), or cut the model into {num_ranks} stages and plan again"
         )
 
 
-def _rankings(placement: Placement, streams: Sequence[Sequence[int]], num_ranks: int) -> Iterator[dict[int, int]]:
-    """Ways to put stages on ranks, the one to be preferred first; streams go in turn down the ranks and up."""
+def _rank_choices(
+    placement: Placement, components: Sequence[Sequence[int]], num_ranks: int
+) -> Iterator[dict[int, int]]:
+    """Ways to put stages on ranks, the preferred one first; data streams go down and up the ranks alternately."""
     times_us, kept = dict.fromkeys(placement.stages, 0), dict.fromkeys(placement.stages, 0)
     for task in placement.tasks:
         times_us[task.stage] += task.duration_us
@@ -92,8 +102,8 @@ def _rankings(placement: Placement, streams: Sequence[Sequence[int]], num_ranks:
     seen: list[dict[int, int]] = []
     for weights in (times_us, _static_bytes(placement), kept):
         ranks: dict[int, int] = {}
-        for i, stages in enumerate(streams):
-            # At least 1 each, so that no rank goes without a stage: its optimizer would have nothing to do.
+        for i, stages in enumerate(components):
+            # At least 1 each, so that every rank has a stage: without one its optimizer would have no parameters.
             boundaries = balanced([max(weights[stage], 1) for stage in stages], num_ranks)
             for rank, (start, end) in enumerate(pairwise(boundaries)):
                 ranks |= dict.fromkeys(stages[start:end], rank if i % 2 == 0 else num_ranks - 1 - rank)
@@ -103,7 +113,7 @@ def _rankings(placement: Placement, streams: Sequence[Sequence[int]], num_ranks:
 
 
 def _static_bytes(placement: Placement) -> dict[int, int]:
-    """Of each stage, which a placement knows of each rank only: an even share, rounded up."""
+    """Static bytes of each stage: an even share of its rank's, rounded up; a placement has them per rank only."""
     return {
         stage: -(-placement.static_bytes[rank] // len(stages))
         for rank in range(placement.num_ranks)
@@ -113,6 +123,7 @@ def _static_bytes(placement: Placement) -> dict[int, int]:
 
 
 def _moved(placement: Placement, ranks: dict[int, int], num_ranks: int) -> Placement:
+    """The placement with stage s on `ranks[s]`."""
     limits = [limit for limit in placement.cluster.limit_bytes if limit is not None]
     links = tuple(link for link in placement.cluster.links if max(link[:2]) < num_ranks)
     cluster = Cluster((min(limits, default=None),) * num_ranks, placement.cluster.link, links)
@@ -124,9 +135,9 @@ def _moved(placement: Placement, ranks: dict[int, int], num_ranks: int) -> Place
 
 
 def _candidates(placement: Placement, num_microbatches: int) -> Iterable[Plan]:
-    """1F1B-like ones from most forwards ahead to fewest, then every named schedule that is defined here."""
-    for forwards_a_hop in (2, 1, 0):
-        yield ready_first(placement, num_microbatches, forwards_a_hop)
+    """1F1B-like plans, from most forwards ahead to fewest, then every named schedule that is defined here."""
+    for forwards_per_hop in (2, 1, 0):
+        yield ready_first(placement, num_microbatches, forwards_per_hop)
     for family in FAMILIES:
         try:
             yield family(placement, num_microbatches)

@@ -1,11 +1,11 @@
-"""PyTorch's schedule CSV: one line a rank, one cell an action, in the order in which the rank does them.
+"""PyTorch's schedule CSV: one line per rank, one cell per action, in the order in which the rank runs them.
 
-    0F0,0F1,,0B0,0F2                     compute only; blanks are idle time and say nothing
+    0F0,0F1,,0B0,0F2                     compute only; blanks are idle time and have no meaning
     0F0,0SEND_F0,0F1,…,0RECV_B0,0B0      with communication: 1RECV_F0 is what 0SEND_F0 sends
     (3F1;0B2)OVERLAP_F_B                 a forward and a backward that PyTorch may run as one
 
-A chain of stages, each on one rank, is all that it can say. Communication is verified when it is read and then
-dropped: a plan makes its own. So is what PyTorch does for its own sake: UNSHARD, RESHARD and REDUCE_GRAD.
+It can express only chains of stages, each on one rank. When it is read, communication is verified and then dropped,
+because a plan derives its own. PyTorch's own UNSHARD, RESHARD and REDUCE_GRAD are dropped too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Wire = Iterable[Op | tuple[Op, Op, int, int, int]]
 
 
 class Message(NamedTuple):
-    """One side of a transfer, seen from `stage`: the sender's of what it made, or the receiver's of what it reads."""
+    """One side of a transfer, as `stage` sees it: the send of its output, or the receive of its input."""
 
     stage: int
     sends: bool
@@ -43,7 +43,7 @@ class Message(NamedTuple):
 
     @property
     def other(self) -> Message:
-        """The transfer's other side."""
+        """The other side of the transfer."""
         further = 1 if self.forward == self.sends else -1
         return Message(self.stage + further, not self.sends, self.forward, self.microbatch)
 
@@ -57,10 +57,18 @@ class _Cell(NamedTuple):
 
 
 def read(text: str, placement: Placement | None = None) -> tuple[tuple[Op, ...], ...]:
-    """Each rank's ops. Raises FormatError with line and cell, also where communication does not fit the ops.
+    """Read a schedule CSV.
 
-    Blank lines at the end are no ranks, unless the placement has them. Where it splits a stage's backward, B is read
-    as I and W.
+    Args:
+        text: The CSV. Blank lines at the end are not ranks, unless the placement has these ranks.
+        placement: The placement to read it for. If it splits a stage's backward, B is read as I and W.
+
+    Returns:
+        Each rank's ops.
+
+    Raises:
+        FormatError: A cell is not an action, or communication does not fit the ops; the message names line and cell.
+        ScheduleError: The CSV has communication, but the placement is not a chain.
     """
     lines = [_read_line(line, number) for number, line in enumerate(text.splitlines(), 1)]
     while len(lines) > (0 if placement is None else placement.num_ranks) and not lines[-1]:
@@ -76,7 +84,7 @@ def read(text: str, placement: Placement | None = None) -> tuple[tuple[Op, ...],
 
 
 def stage_ranks(orders: Orders) -> list[int]:
-    """For each stage the first rank that runs it; FormatError if one is left out."""
+    """The first rank that runs each stage. Raises FormatError if no rank runs one of them."""
     ranks: dict[int, int] = {}
     for rank, order in enumerate(orders):
         for op in order:
@@ -88,7 +96,7 @@ def stage_ranks(orders: Orders) -> list[int]:
 
 
 def parse_ops(words: Iterable[str], where: str) -> tuple[Op, ...]:
-    """One op a word; `where` tells, with the word's number, which one is none."""
+    """Read one op per word. Raises FormatError, which names `where` and the number of the word."""
     return tuple(_parse_at(f"{where} {number}", Op.parse, word) for number, word in enumerate(words, 1))
 
 
@@ -126,7 +134,7 @@ def _as_placed(op: Op, placement: Placement) -> tuple[Op, ...]:
 
 
 def _verify(lines: Sequence[Sequence[_Cell]], ranks: Sequence[int]) -> None:
-    """Every value that crosses ranks is sent once after it is made, and received once before it is read."""
+    """Raise FormatError unless each value between ranks is sent once, after it is made, and received before use."""
     messages = {cell.action for line in lines for cell in line if isinstance(cell.action, Message)}
     for rank, line in enumerate(lines):
         done: set[Op | Message] = set()
@@ -150,7 +158,7 @@ def _op_problem(op: Op, ranks: Sequence[int], done: set[Op | Message]) -> str:
         return ""
     needed = Message(op.stage, False, op.kind is Kind.F, op.microbatch)
     crosses = 0 <= needed.other.stage < len(ranks) and ranks[needed.other.stage] != ranks[op.stage]
-    return f"runs before its input has arrived; put {needed} in front of it" if crosses and needed not in done else ""
+    return f"runs before its input has arrived; put {needed} before it" if crosses and needed not in done else ""
 
 
 def _message_problem(message: Message, ranks: Sequence[int], done: set[Op | Message], messages: set[Message]) -> str:
@@ -158,7 +166,7 @@ def _message_problem(message: Message, ranks: Sequence[int], done: set[Op | Mess
     kinds = (Kind.F,) if message.forward else (Kind.B, Kind.I)
     made = [Op(message.stage, kind, message.microbatch) for kind in kinds]
     if message in done:
-        return "is there twice; remove one of them"
+        return "appears twice; remove one of them"
     if not 0 <= other.stage < len(ranks):
         return f"has no stage {other.stage} at its other end; remove it"
     if ranks[other.stage] == ranks[message.stage]:
@@ -166,7 +174,7 @@ def _message_problem(message: Message, ranks: Sequence[int], done: set[Op | Mess
     if other not in messages:
         return f"has no {other}; put it into line {ranks[other.stage] + 1}"
     if message.sends and done.isdisjoint(made):
-        return f"sends what is not made yet; put it behind {' or '.join(map(str, made))}"
+        return f"sends what is not made yet; put it after {' or '.join(map(str, made))}"
     return ""
 
 
@@ -174,7 +182,7 @@ def _message_problem(message: Message, ranks: Sequence[int], done: set[Op | Mess
 
 
 class _Step(NamedTuple):
-    """An op, or the two of a pair, and what follows before the next one; at a program's start no op."""
+    """One op, or an overlapped pair, and the messages before the next op; the first step of a program has no op."""
 
     ops: tuple[Op, ...]
     messages: list[Message | str]
@@ -186,10 +194,15 @@ class _Step(NamedTuple):
 
 
 def write(orders: Orders, wire: Wire = (), communication: bool = False, overlap: bool = False) -> str:
-    """The CSV of `orders`; with `communication` or `overlap`, of all ops and transfers in their global order `wire`.
+    """Write a schedule CSV.
 
-    The former is PyTorch's "compute_comms", with a REDUCE_GRAD for each stage: nothing else scales and reduces its
-    gradients there. It has no UNSHARD: for sharded stages (FSDP) give PyTorch the CSV without communication.
+    Args:
+        orders: Each rank's ops.
+        wire: All ops and transfers in one global order; needed for `communication` and `overlap`.
+        communication: Write PyTorch's "compute_comms", with sends, receives, and REDUCE_GRAD for each stage, without
+            which PyTorch would neither scale nor reduce its gradients. It has no UNSHARD: for sharded stages (FSDP)
+            give PyTorch the CSV without communication.
+        overlap: Combine a forward and the next backward into OVERLAP_F_B where possible.
     """
     if not communication and not overlap:
         return "".join(",".join(map(str, order)) + "\n" for order in orders)
@@ -203,7 +216,7 @@ def write(orders: Orders, wire: Wire = (), communication: bool = False, overlap:
 
 
 def _programs(wire: Wire, ranks: Sequence[int], num_ranks: int) -> list[list[_Step]]:
-    """`wire` as each rank sees it."""
+    """The actions of `wire` on each rank."""
     programs = [[_Step((), [])] for _ in range(num_ranks)]
     for action in wire:
         if isinstance(action, Op):
@@ -217,9 +230,9 @@ def _programs(wire: Wire, ranks: Sequence[int], num_ranks: int) -> list[list[_St
 
 
 def _paired(program: Sequence[_Step]) -> list[_Step]:
-    """F with the B, or the I and W, right behind it becomes a pair, if what the backward reads is there before F.
+    """Combine F with the B, or the I and W, right after it into a pair, if the backward's input arrived before F.
 
-    Messages keep their order, now behind the pair: an order that all ranks agree on stays one.
+    Messages keep their order, after the pair, so an order that all ranks agree on stays one.
     """
     result: list[_Step] = []
     at = 0
@@ -243,7 +256,7 @@ def _may_overlap(steps: Sequence[_Step]) -> bool:
 
 
 def _add_reductions(program: Sequence[_Step]) -> None:
-    """REDUCE_GRAD behind each stage's last gradient, and behind the messages there, which others wait for."""
+    """Add REDUCE_GRAD after each stage's last gradient, and after its messages, which other ranks wait for."""
     reduced: set[int] = set()
     for step in reversed(program):
         for op in step.ops:
@@ -252,45 +265,50 @@ def _add_reductions(program: Sequence[_Step]) -> None:
                 step.messages.append(f"{op.stage}REDUCE_GRAD")
 
 
-# --- what it cannot say -----------------------------------------------------------------------------------------------
+# --- what it cannot express -------------------------------------------------------------------------------------------
 
 
 def require_chain(placement: Placement, otherwise: str = "or keep the plan by to_json") -> None:
-    """Raises ScheduleError unless the stages are a chain 0, 1, …, each on one rank, without recompute.
+    """Check that a schedule CSV can express plans of a placement.
 
-    `otherwise` is what it proposes besides another plan.
+    Args:
+        placement: The placement.
+        otherwise: A remedy for the error message, besides another plan.
+
+    Raises:
+        ScheduleError: The stages are not a chain 0, 1, …, each on one rank, without recompute.
     """
-    if wrong := next(_unlike_a_chain(placement), None):
+    if wrong := next(_differences_from_chain(placement), None):
         raise ScheduleError(f"PyTorch's schedule CSV {wrong}, {otherwise}")
 
 
-def _unlike_a_chain(placement: Placement) -> Iterator[str]:
-    """What of it the CSV cannot say, and what to do."""
+def _differences_from_chain(placement: Placement) -> Iterator[str]:
+    """What the CSV cannot express, and what to do."""
     flows: list[list[Kind]] = []
     for stage in range(placement.num_stages):
         tasks = [task for task in placement.tasks if task.stage == stage]
         ranks = sorted({rank for task in tasks for rank in task.ranks})
         flows.append(sorted((task.kind for task in tasks), key="FBIW".find))
         if Kind.R in flows[-1]:
-            yield f"cannot say {stage}R: plan without recompute (`rota autoplan --exportable`)"
+            yield f"cannot express {stage}R: plan without recompute (`rota autoplan --exportable`)"
         if len(ranks) > 1:
             on = ", ".join(map(str, ranks))
-            yield f"has one rank a stage, but stage {stage} is on ranks {on}: place it on one"
+            yield f"has one rank per stage, but stage {stage} is on ranks {on}: place it on one"
         if (has := " ".join(flows[-1])) not in ("F", "F B", "F I W"):
             yield (
                 f"has stages 0, 1, … of F, of F and B, or of F, I and W, but stage {stage} has {has or 'no task'}: "
-                "number and split them so"
+                "number and split them like that"
             )
     names = [str(task) for task in placement.tasks]
     have = Counter((names[edge.source], names[edge.target]) for edge in placement.edges)
     wanted = Counter(_chain_edges(flows))
     for odd, problem in ((have - wanted, "this one also has"), (wanted - have, "this one lacks")):
         for source, target in odd:
-            yield f"is of a chain, but {problem} {source} -> {target}: place one (`rota autoplan --exportable`)"
+            yield f"is for a chain, but {problem} {source} -> {target}: place one (`rota autoplan --exportable`)"
 
 
 def _chain_edges(flows: Sequence[Sequence[Kind]]) -> Iterator[tuple[str, str]]:
-    """What reads what in a chain, by the tasks' names."""
+    """The edges of a chain, as names of tasks."""
     backs = [f"{stage}{(*flow, Kind.B)[1]}" for stage, flow in enumerate(flows)]
     for stage, flow in enumerate(flows):
         yield from pairwise(f"{stage}{kind}" for kind in flow)

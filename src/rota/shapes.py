@@ -1,7 +1,8 @@
-"""Placements by the picture that one micro-batch draws on the ranks: V, X, M, NN and K.
+"""Placements named after the picture of one micro-batch on the ranks: V, X, M, NN and K.
 
 Lin et al., "Tessel: Boosting Distributed Execution of Large DNN Models via Flexible Schedule Search", HPCA 2024.
-Time runs to the right, ranks downwards; `S` is a stage that all ranks do together, such as a sharded embedding.
+Time runs to the right, ranks downwards; `S` is a stage on all ranks together, such as a sharded embedding. Every shape
+is a function (costs, cluster) -> Placement; it raises PlacementError if the number of stages or ranks does not fit.
 
     V  F . . B    X  F .|. F .|B .|. B    M  S F . . B S    NN  S F S . . S B S    K  F . S . B
        . F B .       . F|F .|. B|B .         S . F B . S        S . S F B S . S       . F S B .
@@ -25,7 +26,7 @@ def v_shape(costs: Costs, cluster: Cluster) -> Placement:
 
 
 def x_shape(costs: Costs, cluster: Cluster) -> Placement:
-    """Two chains with the same weights in opposite directions; `costs` are of one chain (`rota.bidirectional`)."""
+    """Two chains with the same weights in opposite directions; `costs` are for one chain (`rota.bidirectional`)."""
     return bidirectional(costs, cluster)
 
 
@@ -45,7 +46,7 @@ def nn_eager_shape(costs: Costs, cluster: Cluster) -> Placement:
 
 
 def k_shape(costs: Costs, cluster: Cluster) -> Placement:
-    """Two branches, each a chain on half of the ranks, that meet in the last stage, on all ranks together."""
+    """Two branches, each a chain on half of the ranks; both end in the last stage, on all ranks together."""
     n = cluster.num_ranks
     _require_stages("k_shape", costs, n, n + 1)
     if n % 2:
@@ -55,7 +56,7 @@ def k_shape(costs: Costs, cluster: Cluster) -> Placement:
 
 
 def _with_shared(name: str, costs: Costs, cluster: Cluster, shared: Sequence[int]) -> Placement:
-    """A chain whose stages `shared` are on all ranks, the others on one rank each."""
+    """A chain whose stages `shared` are on all ranks; the others are on one rank each."""
     n = cluster.num_ranks
     _require_stages(name, costs, n, n + len(shared))
     own = iter(range(n))
@@ -68,7 +69,14 @@ def _require_stages(name: str, costs: Costs, num_ranks: int, num_stages: int) ->
 
 
 class Shape(NamedTuple):
-    """`place(costs, cluster)` makes the placement; on n ranks it takes `a_rank * n + shared` stages, or some more."""
+    """A named shape.
+
+    Attributes:
+        place: Makes the placement.
+        a_rank: Stages per rank, or the least number of them.
+        shared: Stages on all ranks; on n ranks a shape needs `a_rank * n + shared` stages, or more.
+        summary: A few words.
+    """
 
     place: Callable[[Costs, Cluster], Placement]
     a_rank: int
@@ -76,14 +84,14 @@ class Shape(NamedTuple):
     summary: str
 
 
-#: By the names that the command line uses.
+#: Shapes by their names on the command line.
 SHAPES: Mapping[str, Shape] = {
-    "v": Shape(v_shape, 1, 0, "a chain, one stage a rank"),
+    "v": Shape(v_shape, 1, 0, "a chain, one stage per rank"),
     "x": Shape(x_shape, 1, 0, "two chains in opposite directions, with the same weights"),
     "m": Shape(m_shape, 1, 1, "the first stage on all ranks together, then a chain"),
     "nn": Shape(nn_shape, 1, 2, "the first stage and one in the middle on all ranks together"),
     "nn-eager": Shape(nn_eager_shape, 1, 2, "the first stage and the third on all ranks together"),
     "k": Shape(k_shape, 1, 1, "two branches that meet in a stage on all ranks together"),
-    "interleaved": Shape(interleaved, 2, 0, "a chain dealt to the ranks in turn, several stages a rank"),
-    "wave": Shape(wave, 2, 0, "a chain down the ranks and back up, two stages a rank or more"),
+    "interleaved": Shape(interleaved, 2, 0, "a chain placed round robin, several stages per rank"),
+    "wave": Shape(wave, 2, 0, "a chain down the ranks and back up, two or more stages per rank"),
 }

@@ -1,4 +1,4 @@
-"""Plan -> Timeline: what happens if every op and transfer takes exactly what the placement says."""
+"""Simulate a plan: its timeline if every op and transfer takes exactly its planned time."""
 
 from __future__ import annotations
 
@@ -9,10 +9,19 @@ from rota.timeline import Timeline
 
 
 def simulate(plan: Plan) -> Timeline:
-    """Everything starts as soon as its inputs and its ranks are free; linear in the number of ops.
+    """Simulate a plan. Each op starts as soon as its inputs have arrived and its ranks are free.
 
-    Raises PlanError if ops are missing or misplaced, or if the orders wait in a cycle. Memory limits are for
-    `check`; the timeline tells how much would be held.
+    The time is linear in the number of ops. Memory limits are ignored (`rota.check` enforces them); the timeline
+    reports how much memory would be held.
+
+    Args:
+        plan: The plan.
+
+    Returns:
+        The start and end of every op, transfer, reduction and optimizer step.
+
+    Raises:
+        PlanError: Ops are missing or misplaced, or the orders wait in a cycle.
     """
     earliest = plan.earliest
     starts, ends = earliest.starts_us, earliest.ends_us
@@ -36,12 +45,12 @@ def simulate(plan: Plan) -> Timeline:
 
 
 def timeline_of(given: Plan | Timeline) -> Timeline:
-    """A timeline as it is; a plan simulated. For functions that take either."""
+    """A timeline unchanged, or a plan's simulated timeline, for functions that accept either."""
     return simulate(given) if isinstance(given, Plan) else given
 
 
 def _pick(values: list[int], nodes: tuple[int, ...]) -> tuple[int, ...]:
-    if len(nodes) < 2:  # itemgetter of one index gives no tuple
+    if len(nodes) < 2:  # itemgetter with one index returns no tuple
         return tuple(values[node] for node in nodes)
     picked: tuple[int, ...] = itemgetter(*nodes)(values)
     return picked

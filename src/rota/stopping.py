@@ -50,7 +50,7 @@ def look() -> None:
 
 @contextmanager
 def ended_by_ctrl_c(search: Stoppable) -> Iterator[None]:
-    """The first Ctrl-C stops the search, the next one is Python's own."""
+    """The first Ctrl-C in the block sets `search.stopped`; the next one raises KeyboardInterrupt as usual."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

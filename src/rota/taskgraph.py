@@ -1,7 +1,7 @@
-"""Nodes with durations, edges with lags: when each may start, how late it may, and what makes it wait.
+"""A graph of nodes with durations and edges with lags: earliest starts, latest ends and the critical path.
 
-Longest paths in a DAG (the critical path method; Kelley and Walker, 1959). An execution order is a chain of edges
-with lag 0, so one graph holds data, orders and transfers alike.
+These are longest paths in a DAG (Kelley and Walker, "Critical-Path Planning and Scheduling", 1959). An execution order
+is a chain of edges with lag 0, so one graph represents data, orders and transfers.
 """
 
 from __future__ import annotations
@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_UNKNOWN, _WAITS = -1, -2  # in place of an end: not reached yet; on the stack, waiting for another node
+_UNKNOWN, _WAITS = -1, -2  # instead of an end: not reached yet; on the stack, waiting for another node
 
 
 class CycleError(Exception):
-    """`nodes` wait for each other: each one for the next, the last for the first."""
+    """Nodes wait for each other.
+
+    Attributes:
+        nodes: The cycle: each node waits for the next, the last one for the first.
+    """
 
     def __init__(self, nodes: list[int]) -> None:
         super().__init__(f"{len(nodes)} nodes wait for each other: {nodes}")
@@ -22,13 +26,18 @@ class CycleError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TaskGraph:
-    """Node i lasts `durations_us[i]`; it starts `lag` after the end of p for each (p, lag) in `inputs[i]`."""
+    """A graph of n nodes.
+
+    Attributes:
+        durations_us: Duration of each node.
+        inputs: For each node its (predecessor, lag) pairs: it starts `lag` µs after the predecessor's end, or later.
+    """
 
     durations_us: Sequence[int]
     inputs: Sequence[Sequence[tuple[int, int]]]
 
     def earliest(self) -> Earliest:
-        """Earliest starts, linear in nodes and edges. Raises CycleError."""
+        """Earliest starts and ends, in time linear in nodes and edges. Raises CycleError."""
         durations, inputs = self.durations_us, self.inputs
         starts = [0] * len(durations)
         ends = [_UNKNOWN] * len(durations)
@@ -38,7 +47,7 @@ class TaskGraph:
             if ends[root] >= 0:
                 continue
             node = root
-            while True:  # depth first: go to what `node` still waits for, come back when it is known
+            while True:  # depth first: visit what `node` still waits for, then return to it
                 start = 0
                 for before, lag in inputs[node]:
                     end = ends[before]
@@ -63,7 +72,7 @@ class TaskGraph:
         return Earliest(starts, ends, sequence)
 
     def _raise_cycle(self, ends: list[int], node: int) -> None:
-        """Walk from a node on a cycle to the first unknown input, again and again, until it closes."""
+        """Follow first unknown inputs from a node on a cycle until the path closes, and raise CycleError."""
         path: list[int] = []
         while node not in path:
             path.append(node)
@@ -71,7 +80,7 @@ class TaskGraph:
         raise CycleError(path[path.index(node) :])
 
     def latest_ends(self, earliest: Earliest) -> list[int]:
-        """How late each node may end without moving the last end of all."""
+        """Latest end of each node that does not delay the makespan."""
         makespan = max(earliest.ends_us, default=0)
         latest = [makespan] * len(self.durations_us)
         for node in reversed(earliest.sequence):
@@ -80,15 +89,18 @@ class TaskGraph:
                 latest[before] = min(latest[before], start - lag)
         return latest
 
-    def slack_us(self, earliest: Earliest) -> list[int]:
-        """How much each node may be delayed alone; 0 on every critical path."""
-        return [late - end for late, end in zip(self.latest_ends(earliest), earliest.ends_us, strict=True)]
-
     def critical_path(self, starts_us: Sequence[int], ends_us: Sequence[int]) -> list[int]:
-        """The chain of nodes that made the last end as late as it was, for these starts and ends.
+        """The chain of nodes that determined the last end, for given starts and ends.
 
         From the node that ends last, each step goes back to the input that arrived last. With earliest starts the
-        chain begins at 0 and has no gaps, so durations and lags on it add up to the makespan.
+        chain begins at 0 and has no gaps, so its durations and lags add up to the makespan.
+
+        Args:
+            starts_us: Start of each node.
+            ends_us: End of each node.
+
+        Returns:
+            The nodes of the chain, first to last; empty for an empty graph.
         """
         if not ends_us:
             return []
@@ -102,7 +114,13 @@ class TaskGraph:
 
 @dataclass(frozen=True, slots=True)
 class Earliest:
-    """`sequence` lists the nodes so that each comes after all that it waits for."""
+    """Earliest times of a graph's nodes.
+
+    Attributes:
+        starts_us: Earliest start of each node.
+        ends_us: Earliest end of each node.
+        sequence: The nodes in a topological order: each comes after all that it waits for.
+    """
 
     starts_us: list[int]
     ends_us: list[int]

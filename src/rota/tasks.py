@@ -1,6 +1,6 @@
-"""The smallest nouns: what kind of work there is, what a micro-batch asks of a stage, and one such piece of work.
+"""Kinds of work, tasks (the work of every micro-batch on one stage), and ops (a task of one micro-batch).
 
-`Op` is a named tuple, not a dataclass: plans hold hundreds of thousands of them, as dictionary keys too.
+`Op` is a named tuple, not a dataclass, because plans hold hundreds of thousands of them, also as dictionary keys.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Kind(StrEnum):
     B = "B"  #: backward: gradients of inputs and weights together
     I = "I"  # noqa: E741  #: gradients of the inputs only
     W = "W"  #: gradients of the weights only
-    R = "R"  #: forward once more, for activations that were not kept
+    R = "R"  #: recompute: forward once more, for activations that were not kept
 
     @property
     def makes_weight_gradients(self) -> bool:
-        """Whether a stage's gradients are complete only after these ops."""
+        """Whether ops of this kind make weight gradients: B and W."""
         return self in (Kind.B, Kind.W)
 
 
@@ -33,7 +33,13 @@ _OP = re.compile(r"(\d{1,9})([FBIWR])(\d{1,9})", re.ASCII)
 
 
 class Op(NamedTuple):
-    """A task of one micro-batch. `str(Op(2, Kind.F, 0)) == "2F0"`, as PyTorch's schedule CSV writes it."""
+    """A task of one micro-batch. `str(Op(2, Kind.F, 0)) == "2F0"`, as in PyTorch's schedule CSV.
+
+    Attributes:
+        stage: The stage, counted from 0.
+        kind: What the op computes.
+        microbatch: The micro-batch, counted from 0.
+    """
 
     stage: int
     kind: Kind
@@ -44,7 +50,7 @@ class Op(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Op:
-        """Read "2F0"; raises FormatError on anything else."""
+        """Read "2F0". Raises FormatError for anything else."""
         match = _OP.fullmatch(text.strip())
         if match is None:
             raise FormatError(
@@ -56,10 +62,18 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What every micro-batch asks of one (stage, kind).
+    """The work of every micro-batch for one (stage, kind).
 
-    `ranks` do it together (usually one; several for a tensor-parallel task). `held_bytes` stay on each of them
-    after it; a negative number frees. `peak_bytes` are needed on top while it runs.
+    Attributes:
+        stage: The stage, counted from 0.
+        kind: What the task computes.
+        ranks: The ranks that run it together: usually one; several for a tensor-parallel task.
+        duration_us: How long it runs; 0 is allowed.
+        held_bytes: Bytes that stay on each rank after it; a negative number frees bytes.
+        peak_bytes: Additional bytes on each rank while it runs.
+
+    Raises:
+        PlacementError: A number is negative or not whole, or `ranks` is empty or names a rank twice.
     """
 
     stage: int

@@ -1,4 +1,4 @@
-"""When everything of a plan happened: what the simulator predicts and the runtime measures, in one type."""
+"""A timeline: when everything in a plan happened, as the simulator predicts or the runtime measures it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StepEndWork(NamedTuple):
 
 
 class Span(NamedTuple):
-    """`work` on `rank` (a transfer: its sender) from `start_us` to `end_us`."""
+    """`work` on `rank` (for a transfer: its sender) from `start_us` to `end_us`."""
 
     rank: int
     start_us: int
@@ -36,16 +36,23 @@ class Span(NamedTuple):
 
     @property
     def duration_us(self) -> int:
+        """Length in µs."""
         return self.end_us - self.start_us
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Times in whole µs from the step's start, as columns beside the plan.
+    """The times of a plan, in whole µs from the step's start. The constructor checks nothing; see `refuse_disorder`.
 
-    `starts_us[rank][i]` and `ends_us[rank][i]` belong to `plan.orders[rank][i]`; `sent_us[r][k]` and
-    `arrived_us[r][k]` to `placement.routes[r]` and the k-th micro-batch of its stream; `step_ends_us[j]` is the
-    (start, end) of the reduction and the (start, end) of the optimizer step of `plan.step_end_ranks[j]`.
+    Attributes:
+        plan: The plan.
+        starts_us: `starts_us[rank][i]` is the start of `plan.orders[rank][i]`.
+        ends_us: `ends_us[rank][i]` is its end.
+        sent_us: `sent_us[r][k]` is the start of the transfer on `placement.routes[r]` of the k-th micro-batch of its
+            data stream.
+        arrived_us: `arrived_us[r][k]` is its end.
+        step_ends_us: `step_ends_us[j]` is the start and end of the reduction, and the start and end of the optimizer
+            step, of `plan.step_end_ranks[j]`.
     """
 
     plan: Plan
@@ -57,11 +64,12 @@ class Timeline:
 
     @property
     def num_ranks(self) -> int:
+        """Number of ranks."""
         return self.plan.num_ranks
 
     @cached_property
     def makespan_us(self) -> int:
-        """When the last op, reduction and optimizer step has ended."""
+        """When the last op, reduction or optimizer step ends."""
         return max(0, *(ends[-1] for ends in self.ends_us if ends), *(max(end) for end in self.step_ends_us), 0)
 
     @cached_property
@@ -71,45 +79,45 @@ class Timeline:
 
     @cached_property
     def busy_us(self) -> tuple[int, ...]:
-        """Time in ops, for each rank."""
+        """Time in ops, per rank."""
         return tuple(sum(e) - sum(s) for s, e in zip(self.starts_us, self.ends_us, strict=True))
 
     @property
     def idle_us(self) -> tuple[int, ...]:
-        """Makespan less time in ops, for each rank."""
+        """Makespan less time in ops, per rank."""
         return tuple(self.makespan_us - busy for busy in self.busy_us)
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle share of makespan x ranks, 0 to 1."""
+        """Idle time as a fraction of makespan × number of ranks, 0 to 1."""
         return sum(self.idle_us) / (self.makespan_us * self.num_ranks) if self.makespan_us else 0.0
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
     def memory_events(self, rank: int) -> list[tuple[int, int]]:
-        """See `rota.memory.events`."""
+        """Changes of a rank's memory; see `rota.memory.events`."""
         return memory.events(self.plan, rank, self.starts_us[rank], self.ends_us[rank], self.sent_us, self.arrived_us)
 
     def memory(self, rank: int) -> list[tuple[int, int]]:
-        """(time in µs, bytes held from then on) of one rank."""
+        """(time in µs, bytes held from then on) of one rank, a step function."""
         return memory.levels(self.plan.placement.static_bytes[rank], self.memory_events(rank))
 
     @cached_property
     def peak_memory_bytes(self) -> tuple[int, ...]:
-        """The most that each rank holds at any time, static bytes included."""
+        """The most bytes that each rank holds at any time, static bytes included."""
         static = self.plan.placement.static_bytes
         return tuple(memory.peak_bytes(static[rank], self.memory_events(rank)) for rank in range(self.num_ranks))
 
     # --- spans ----------------------------------------------------------------------------------------------------
 
     def op_spans(self) -> Iterator[Span]:
-        """The ops, rank by rank in execution order."""
+        """Spans of the ops, rank by rank in execution order."""
         for rank, order in enumerate(self.plan.orders):
             for op, start, end in zip(order, self.starts_us[rank], self.ends_us[rank], strict=True):
                 yield Span(rank, start, end, op)
 
     def transfer_spans(self) -> Iterator[Span]:
-        """The transfers, route by route."""
+        """Spans of the transfers, route by route."""
         plan, tasks = self.plan, self.plan.placement.tasks
         for route, starts, ends in zip(plan.placement.routes, self.sent_us, self.arrived_us, strict=True):
             a, b = tasks[route.source], tasks[route.target]
@@ -119,7 +127,7 @@ class Timeline:
                 yield Span(route.sender, start, end, work)
 
     def step_end_spans(self) -> Iterator[Span]:
-        """The reductions and optimizer steps, those that take time."""
+        """Spans of the reductions and optimizer steps that take time."""
         for (i, rank), times in zip(self.plan.step_end_ranks, self.step_ends_us, strict=True):
             stage = self.plan.placement.step_ends[i].stage
             spans = (
@@ -129,16 +137,16 @@ class Timeline:
             yield from (span for span in spans if span.duration_us)
 
     def spans(self) -> Iterator[Span]:
-        """All of them."""
+        """All spans: ops, transfers, then step ends."""
         yield from self.op_spans()
         yield from self.transfer_spans()
         yield from self.step_end_spans()
 
     def critical_path(self) -> tuple[Span, ...]:
-        """The chain of ops, transfers and step ends that made the makespan as long as it is, first to last.
+        """The chain of ops, transfers and step ends that determines the makespan, first to last.
 
-        Each span waited for the one before it. Simulated spans touch, so that their durations add up to the
-        makespan; measured ones may have gaps between them.
+        Each span waited for the one before it. Simulated spans are adjacent, so their durations add up to the makespan;
+        measured ones may have gaps between them.
         """
         plan = self.plan
         num_nodes = plan.num_ops + 2 * len(plan.step_end_ranks)
@@ -172,10 +180,10 @@ class Timeline:
             before, work = path[i - 1].work, span.work
             if i and isinstance(before, Op) and isinstance(work, Op) and before.microbatch == work.microbatch:
                 edge = placement.index[before.stage, before.kind], placement.index[work.stage, work.kind]
-                k = work.microbatch // placement.num_streams
+                k = work.microbatch // placement.num_components
                 arrived = [(self.arrived_us[r][k], r) for r in routes.get(edge, ())]
                 end, last = max(arrived, key=itemgetter(0), default=(0, -1))
-                # Where the reader is on the sender's rank too, or an order binds as late as data, nothing travelled.
+                # No transfer if the reader is on the sender's rank too, or if a rank's order bound as late as data.
                 if last >= 0 and self.sent_us[last][k] < end <= span.start_us:
                     _, _, sender, receiver, size, _ = placement.routes[last]
                     yield Span(sender, self.sent_us[last][k], end, Transfer(before, work, sender, receiver, size))
@@ -184,17 +192,17 @@ class Timeline:
     # --- text and notebooks -------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """The plan and the times; `from_json` reads it back."""
+        """The text of a "timeline" file, with the plan, which `from_json` reads."""
         columns = ("starts_us", "ends_us", "sent_us", "arrived_us", "step_ends_us")
         fields: dict[str, object] = {name: [list(c) for c in getattr(self, name)] for name in columns}
         return reading.dump("timeline", {"makespan_us": self.makespan_us, **fields, **self.plan.to_fields()})
 
     def to_snippet(self, name: str = "Timeline", until_us: int | None = None) -> str:
-        """A small static picture as HTML, for notebooks, as wide as `until_us` (default: the makespan)."""
+        """A small static picture as HTML, for notebooks, from 0 to `until_us` (default: the makespan)."""
         facts = [count_text(self.num_ranks, "rank"), count_text(self.plan.num_microbatches, "micro-batch", "es")]
         facts += [f"makespan {self.makespan_us:,} µs", f"bubble {self.bubble_fraction:.1%}"]
         if any(self.peak_memory_bytes):
-            facts.append(f"at most {size_text(max(self.peak_memory_bytes))} on a rank")
+            facts.append(f"at most {size_text(max(self.peak_memory_bytes))} per rank")
         rows = notebook.op_bars(self.plan.orders, self.starts_us, self.ends_us)
         for span in self.step_end_spans():
             assert isinstance(span.work, StepEndWork)
@@ -207,11 +215,12 @@ class Timeline:
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:
-        """Raises FormatError, PlacementError or PlanError, naming the field."""
+        """Read what `to_json` wrote. Raises FormatError, PlacementError or PlanError, which name the field."""
         return cls.from_fields(reading.parse(text, "timeline"))
 
     @classmethod
     def from_fields(cls, document: reading.Field) -> Timeline:
+        """Read the fields of a "timeline" file. Raises FormatError, PlacementError or PlanError."""
         plan = Plan.from_fields(document)
         per_rank = [len(order) for order in plan.nodes]
         per_route = [plan.first_node[r.source + 1] - plan.first_node[r.source] for r in plan.placement.routes]
@@ -235,10 +244,12 @@ class Timeline:
         return timeline
 
     def refuse_disorder(self) -> None:
-        """Raises FormatError unless a rank's ops follow each other, nothing ends before it starts or starts below 0.
+        """Check the times, as it is done for a timeline from a file or from traces.
 
-        Making a timeline checks nothing; reading one from text or traces does. Raises PlanError where the plan's orders
-        wait in a cycle: no run has such times.
+        Raises:
+            FormatError: Ops of a rank overlap or are out of order, or something ends before it starts or starts before
+                0.
+            PlanError: The plan's orders wait in a cycle, so no run can have these times.
         """
         _ = self.plan.earliest
         for rank, (starts, ends) in enumerate(zip(self.starts_us, self.ends_us, strict=True)):

@@ -1,4 +1,4 @@
-"""Times and sizes as people read them: three significant digits and a unit."""
+"""Times and sizes for people: three significant digits and a unit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def count_text(number: int, noun: str, plural: str = "s") -> str:
 
 
 def time_unit(time_us: int) -> tuple[int, str]:
-    """The unit that fits an axis up to `time_us`: its length in µs, its name."""
+    """The unit for an axis up to `time_us`: (its length in µs, its name)."""
     return _unit(time_us, TIME_UNITS)
 
 
@@ -31,6 +31,6 @@ def _unit(value: float, units: tuple[tuple[int, str], ...]) -> tuple[int, str]:
 
 
 def _text(value: int, units: tuple[tuple[int, str], ...]) -> str:
-    rounded = float(f"{value:.3g}")  # before the unit is chosen: 999999 is 1 MB, not 1000 kB
+    rounded = float(f"{value:.3g}")  # before choosing the unit: 999999 is 1 MB, not 1000 kB
     length, name = _unit(rounded, units)
     return f"{rounded / length:g} {name}"

@@ -1,4 +1,4 @@
-"""How a plan is meant to be used: what `rota autoplan` decides besides the order of the ops."""
+"""How to use a plan: what `rota autoplan` decides besides the order of ops."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from rota import reading
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """`cuts`: where `rota.split` is to cut the model; `microbatch_rows`: examples in one micro-batch of one replica.
+    """Cuts, micro-batch size and replicas of a plan.
 
-    A step is `num_replicas` pipelines, each with the plan's micro-batches. `num_layers`: of each stage, what lies
-    between two neighbouring places where the model may be cut; empty where nobody has counted.
+    Attributes:
+        cuts: Where `rota.split` cuts the model.
+        microbatch_rows: Examples in one micro-batch of one replica.
+        num_replicas: Number of pipelines in a step, each with the plan's micro-batches.
+        num_layers: Number of layers of each stage; a layer is what is between two adjacent places where the model may
+            be cut. Empty: unknown.
     """
 
     cuts: tuple[str, ...]
@@ -24,10 +28,11 @@ class Usage:
 
     @property
     def boundaries(self) -> tuple[int, ...] | None:
-        """Of the stages, as `rota.cutting` gives them: 0, where each further stage begins, the number of layers."""
+        """The stages' boundaries as in `rota.cutting`: 0, the first layer of each later stage, the number of layers."""
         return tuple(accumulate(self.num_layers, initial=0)) if self.num_layers else None
 
     def to_fields(self) -> dict[str, Any]:
+        """The fields in JSON."""
         return {
             "cuts": list(self.cuts),
             "microbatch_rows": self.microbatch_rows,
@@ -37,7 +42,7 @@ class Usage:
 
     @classmethod
     def from_fields(cls, field: reading.Field) -> Usage:
-        """Raises FormatError."""
+        """Read what `to_fields` wrote. Raises FormatError."""
         cuts = tuple(cut.name() for cut in field["cuts"])
         num_layers = field["num_layers"].integers(1)
         if num_layers and len(num_layers) != len(cuts) + 1:

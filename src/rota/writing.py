@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all: written beside their place, then renamed."""
+"""Atomic file writes: to a temporary file in the same folder, which is then renamed."""
 
 from __future__ import annotations
 
@@ -11,18 +11,27 @@ from pathlib import Path
 
 @contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A new file beside `path`, with the same suffix, to write into; it becomes `path` when the block ends well.
+    """Give a temporary file to write; it replaces `path` when the block ends without an error.
 
-    What is cut off leaves `path` as it was. A link is followed; what is no plain file (/dev/stdout) is written to as it
-    is. Raises OSError.
+    Any interruption leaves `path` unchanged. A symbolic link is followed. A path that is not a regular file
+    (/dev/stdout) is given as it is.
+
+    Args:
+        path: The file to create or replace.
+
+    Yields:
+        A new, empty file in the same folder, with the same suffix.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     target = Path(os.path.realpath(path))
-    if os.path.exists(path) and not os.path.isfile(path):  # not `target`: of a pipe, that is no path
+    if os.path.exists(path) and not os.path.isfile(path):  # not `target`: for a pipe that is not a path
         yield Path(path)
         return
     partial = target.with_name(f".{target.stem[:100]}-{secrets.token_hex(4)}.partial{target.suffix}")
     try:
-        os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # the umask has its say
+        os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # the umask applies
     except OSError as error:
         raise type(error)(error.errno, error.strerror, os.fspath(path)) from None
     try:
@@ -34,6 +43,6 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """A whole file in UTF-8. Raises OSError."""
+    """Write a file atomically, in UTF-8. Raises OSError."""
     with whole_file(path) as partial:
         partial.write_text(text, encoding="utf-8")

@@ -31,7 +31,7 @@ def plan_of(shape: str, nmicros: int, train: bool = True) -> Plan:
 def stages_for(shape: str, plan: Plan, parallel: bool) -> Stages:
     """A module for each forward block; of X one chain alone."""
     placement = plan.placement
-    on = [placement.ranks_of(stage) for stage in placement.stages[: placement.num_stages // placement.num_streams]]
+    on = [placement.ranks_of(stage) for stage in placement.stages[: placement.num_stages // placement.num_components]]
     groups = {ranks: spmd.group(ranks) if parallel else None for ranks in dict.fromkeys(on)}
     modules = [ParallelLayer(stage, groups[ranks]) for stage, ranks in enumerate(on)]
     for stage in FROZEN.get(shape, ()):

@@ -116,7 +116,7 @@ def test_every_plan_runs_to_its_end_as_planned(pool: Pool) -> None:
     all_plans = plans()
     kinds = {task.kind for plan in all_plans for task in plan.placement.tasks}
     assert kinds == {*"FBIWR"}
-    assert any(plan.placement.num_streams > 1 for plan in all_plans)
+    assert any(plan.placement.num_components > 1 for plan in all_plans)
     assert any(len(task.ranks) > 1 for plan in all_plans for task in plan.placement.tasks)
     assert {0} < {route.num_bytes for plan in all_plans for route in plan.placement.routes}
     cases = [(plan, allocate) for i, plan in enumerate(all_plans) for allocate in ([True, False] if i % 4 else [False])]

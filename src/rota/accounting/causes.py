@@ -1,4 +1,8 @@
-"""What a rank can be idle for. `docs/idle.md` defines each cause to the microsecond."""
+"""The causes of idle time. `docs/idle.md` defines each of them to the microsecond.
+
+To add one: add it to `Cause` where its priority is, and to `DESCRIPTIONS`; find it in `idle_time`; give it a phrase in
+`explanation._describe` and a color in `rota.drawing.looks`.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +15,46 @@ from rota.timeline import StepEndWork
 
 
 class Cause(StrEnum):
-    """Why a rank is idle. Where several hold at once the first in this list counts."""
+    """Why a rank is idle. If several causes hold at the same time, the first in this list counts."""
 
     STEP_END = "step end"  #: gradients are reduced, or the optimizer steps
     SLOWER = "slower"  #: an op upstream takes longer than planned
     CORES = "cores"  #: more ranks of the machine are busy than it has cores
-    ORDER = "order"  #: an op is ready that the plan put later
-    MEMORY = "memory"  #: an op is ready that would not fit in memory
+    ORDER = "order"  #: another op is ready, but the plan has it later
+    MEMORY = "memory"  #: another op is ready, but it would not fit in memory
     WARM_UP = "warm-up"  #: the rank's first op waits for an op of another rank
     WAITING = "waiting"  #: the next op waits for an op of another rank
-    TRANSFER = "transfer"  #: what the next op reads is on its way
-    LAUNCH = "launch"  #: the next op is ready and has not started yet
-    DRAIN = "drain"  #: nothing is left to do
+    TRANSFER = "transfer"  #: what the next op reads is in transfer
+    LAUNCH = "launch"  #: the next op is ready but has not started yet
+    DRAIN = "drain"  #: the rank has no op left
+
+
+#: Each cause in words, for text reports.
+DESCRIPTIONS = {
+    Cause.STEP_END: "gradients are reduced, or the optimizer steps",
+    Cause.SLOWER: "ops upstream take longer than planned",
+    Cause.CORES: "more ranks are busy than the machine has cores",
+    Cause.ORDER: "another op was ready, but the plan has it later",
+    Cause.MEMORY: "another op was ready, but would not fit in memory",
+    Cause.WARM_UP: "the first micro-batches have not come this far",
+    Cause.WAITING: "the next op waits for an op of another rank",
+    Cause.TRANSFER: "what the next op reads is on its way",
+    Cause.LAUNCH: "the next op is ready and has not started yet",
+    Cause.DRAIN: "this rank is done, others are not",
+}
 
 
 class Idle(NamedTuple):
-    """A stretch of one rank's idle time, with one cause.
+    """An interval of one rank's idle time with one cause.
 
-    `waits_for`: the op, transfer or step end work that the rank waits for; for LAUNCH the op that is late to start, for
-    DRAIN what ends the step. `ready`: the op that could have run meanwhile, for ORDER and MEMORY.
+    Attributes:
+        rank: The idle rank.
+        start_us: Start in µs from the step's start.
+        end_us: End in µs from the step's start.
+        cause: Why the rank is idle.
+        waits_for: The op, transfer or step end work that the rank waits for; for LAUNCH the op that starts late, for
+            DRAIN what ends the step.
+        ready: For ORDER and MEMORY, the op that could have run in the meantime.
     """
 
     rank: int
@@ -41,4 +66,5 @@ class Idle(NamedTuple):
 
     @property
     def duration_us(self) -> int:
+        """Length in µs."""
         return self.end_us - self.start_us

@@ -1,7 +1,7 @@
-"""Measured timelines -> what everything takes in truth, and the plan that is best then."""
+"""Feed measured timelines back: the real costs of a placement, and the best plan for them."""
 
-from rota.calibration.costing import costs_of
-from rota.calibration.measured import calibrated, median_us
-from rota.calibration.replanning import Calibration, Candidate, calibrate
+from rota.calibration.best_plan import Calibration, Candidate, calibrate
+from rota.calibration.measured_times import calibrated, median_us
+from rota.calibration.placement_costs import costs_of
 
 __all__ = ["Calibration", "Candidate", "calibrate", "calibrated", "costs_of", "median_us"]

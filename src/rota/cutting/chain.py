@@ -1,53 +1,59 @@
-"""One stage a rank: the exact cut, by a search for the least bound."""
+"""One stage per rank: the exact cut, by bisection on the slowest rank's time and dynamic programming.
+
+For each stage the possible ends are between two bands: the layers that are left must fit into the later stages, and
+full earlier stages reach only so far. Near the optimum the bands are narrow, and the dynamic program is short.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 
-from rota.cutting.deal import Deal
-from rota.cutting.runs import Fits, bands, most_even
+from rota.cutting.problem import CutProblem
 
-_FIRST_STEP = 1024  # the search upwards from a bound begins with so small a part of it
+Fits = Callable[[int, int, int], bool]  # (stage, start, end): whether these layers fit in memory as that stage
+
+_FIRST_STEP = 1024  # the first step upwards from a lower bound is this small a part of it
 
 
-def cut_chain(deal: Deal) -> list[int] | None:
-    """Boundaries whose slowest rank is as fast as it can be; of those, the most even by squares. None: nothing fits."""
-    fits = _within_limits(deal)
+def cut_chain(problem: CutProblem) -> list[int] | None:
+    """Boundaries that minimize the slowest rank's time, then the sum of squares; None if nothing fits in memory."""
+    fits = _within_limits(problem)
 
     def budgets(bound: int) -> list[int]:
-        left = deal.capacities(bound)
-        return [left[rank] for rank in deal.rank_of]
+        left = problem.budgets_us(bound)
+        return [left[rank] for rank in problem.rank_of]
 
     def found(bound: int) -> list[int] | None:
-        ends = most_even(deal, 0, 0, budgets(bound), deal.extra_us, fits)
+        ends = balanced_ends(problem, 0, 0, budgets(bound), problem.extra_us, fits)
         return None if ends is None else [0, *ends]
 
-    if deal.is_hopeless:
+    if problem.exceeds_total_memory:
         return None
-    low = least(0, deal.slowest, lambda bound: bands(deal, 0, 0, budgets(bound)) is not None)
+    low = least(0, problem.upper_bound, lambda bound: _bands(problem, 0, 0, budgets(bound)) is not None)
     best = found(low)
     if best is not None:
         return best
-    # Memory, or a layer that only some ranks can take, asks for more time: up in growing steps, then halves.
+    # Memory, or a layer that fits only some ranks, needs a larger bound: double the step until a cut fits, then bisect.
     step, high = max(low // _FIRST_STEP, 1), low
     while best is None:
-        if high == deal.slowest:
+        if high == problem.upper_bound:
             return None
-        low, high, step = high + 1, min(high + step, deal.slowest), 2 * step
+        low, high, step = high + 1, min(high + step, problem.upper_bound), 2 * step
         best = found(high)
-    high = max(deal.times(best))
+    high = max(problem.rank_times(best))
     while low < high:
         middle = (low + high) // 2
         other = found(middle)
         if other is None:
             low = middle + 1
         else:
-            best, high = other, max(deal.times(other))
+            best, high = other, max(problem.rank_times(other))
     return found(high)
 
 
 def least(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The least number from `low` to `high` for which `holds`, as it does for `high` and for all above the least."""
+    """The least number from `low` to `high` for which `holds` is true; it must be monotone, and true for `high`."""
     while low < high:
         middle = (low + high) // 2
         if holds(middle):
@@ -57,13 +63,76 @@ def least(low: int, high: int, holds: Callable[[int], bool]) -> int:
     return low
 
 
-def _within_limits(deal: Deal) -> Fits | None:
-    room = deal.room
-    if room is None:
+def _within_limits(problem: CutProblem) -> Fits | None:
+    memory = problem.memory
+    if memory is None:
         return None
 
     def fits(stage: int, start: int, end: int) -> bool:
-        limit = room.limits[deal.rank_of[stage]]
-        return limit is None or room.fits(stage, start, end, limit)
+        limit = memory.limits[problem.rank_of[stage]]
+        return limit is None or memory.fits(stage, start, end, limit)
 
     return fits
+
+
+def _bands(problem: CutProblem, first: int, start: int, budgets_us: Sequence[int]) -> list[range] | None:
+    """The possible ends of each stage from `first`, which begins at `start`; None if a stage has no possible end."""
+    stages = range(first, problem.num_stages)
+    if min(budgets_us) < 0:
+        return None
+    highs, high = [], start
+    for stage, budget in zip(stages, budgets_us, strict=True):
+        prefix = problem.prefixes[stage]
+        high = min(bisect_right(prefix, prefix[high] + budget) - 1, problem.num_layers - (stages[-1] - stage))
+        highs.append(high)
+    if high < problem.num_layers:
+        return None
+    lows, low = [problem.num_layers], problem.num_layers
+    for i in range(len(stages) - 1, 0, -1):
+        prefix = problem.prefixes[stages[i]]
+        low = max(bisect_left(prefix, prefix[low] - budgets_us[i]), start + i)
+        lows.append(low)
+    found = [range(low, high + 1) for low, high in zip(reversed(lows), highs, strict=True)]
+    return found if all(found) else None
+
+
+def balanced_ends(
+    problem: CutProblem,
+    first: int,
+    start: int,
+    budgets_us: Sequence[int],
+    spent_us: Sequence[int],
+    fits: Fits | None,
+) -> list[int] | None:
+    """Ends of the stages from `first`, which begins at `start`, within the budgets, with the least sum of squares.
+
+    `spent_us`: other time of each stage's rank. No stage is empty. None if nothing fits.
+    """
+    possible = _bands(problem, first, start, budgets_us)
+    if possible is None:
+        return None
+    best = {start: 0}  # end -> least sum of squares
+    steps: list[dict[int, int]] = []
+    for i, ends in enumerate(possible):
+        stage = first + i
+        prefix, weight = problem.prefixes[stage], problem.weights[problem.rank_of[stage]]
+        found: dict[int, int] = {}
+        came_from: dict[int, int] = {}
+        for begin, squares in best.items():
+            before, latest = spent_us[i] - prefix[begin], prefix[begin] + budgets_us[i]
+            for end in range(max(begin + 1, ends.start), ends.stop):
+                if prefix[end] > latest:
+                    break
+                if fits is not None and not fits(stage, begin, end):
+                    continue
+                total = squares + ((before + prefix[end]) * weight) ** 2
+                if end not in found or total < found[end]:
+                    found[end], came_from[end] = total, begin
+        best = found
+        steps.append(came_from)
+    if problem.num_layers not in best:
+        return None
+    result = [problem.num_layers]
+    for came_from in reversed(steps):
+        result.append(came_from[result[-1]])
+    return result[-2::-1]

@@ -69,10 +69,10 @@ def pack_timeline(timeline: Timeline, idle: Sequence[Idle], columns: Columns) ->
     return {
         "makespan": timeline.makespan_us,
         "numMicrobatches": plan.num_microbatches,
-        "numStreams": placement.num_streams,
+        "numStreams": placement.num_components,
         "tasks": tasks,
         "slots": [(i, rank, *changes[rank][placement.tasks[i].stage, placement.tasks[i].kind]) for i, rank in slots],
-        "routes": [(*route[:5], placement.stream_of[route.source]) for route in placement.routes],
+        "routes": [(*route[:5], placement.component_of[route.source]) for route in placement.routes],
         "limits": list(placement.cluster.limit_bytes),
         "static": list(placement.static_bytes),
         "stepEnds": [(rank, work.stage, work.what, start, end) for rank, work, start, end in step_ends],

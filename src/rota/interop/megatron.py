@@ -15,7 +15,7 @@ from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple, final
 
 from rota.costs import Cluster, Costs
-from rota.cutting.sharing import matching
+from rota.cutting.partition import matching
 from rota.errors import FormatError, ScheduleError, SplitError
 from rota.interop.cuts import MOST_LAYERS, require_boundaries, stage_costs
 from rota.placing import interleaved

@@ -52,7 +52,7 @@ class Stages:
         roots = {stage: 0 for stage in range(len(self.modules)) if not self.incoming(stage)}
         self.inputs: Final = _parse_inputs(roots if inputs is None else inputs, len(self.modules), self.input_names)
         #: How many copies these stages are of one model, see `repeated`.
-        self.num_streams = 1
+        self.num_components = 1
         #: The names of the cuts by which `split` made them; None for stages made by hand.
         self.cuts: tuple[str, ...] | None = None
 
@@ -78,7 +78,7 @@ class Stages:
     def sinks(self) -> tuple[int, ...]:
         """For each copy of the model the one stage whose output goes to no other: the loss is taken there."""
         sinks = tuple(stage for stage in range(len(self)) if not self.outgoing(stage))
-        if len(sinks) > self.num_streams:
+        if len(sinks) > self.num_components:
             raise SplitError(
                 f"stages {', '.join(map(str, sinks))} send their output nowhere, but the loss needs exactly one "
                 "final stage: add edges that lead all of them into one"
@@ -112,7 +112,7 @@ class Stages:
             self.input_names,
             self.input_defaults,
         )
-        copies.num_streams, copies.cuts = times * self.num_streams, self.cuts
+        copies.num_components, copies.cuts = times * self.num_components, self.cuts
         return copies
 
     def pick_inputs(self, stage: int, batch: Any) -> tuple[Any, ...]:
@@ -145,7 +145,7 @@ class Stages:
 
     def shares_inputs(self, stage: int) -> bool:
         """Whether another stage reads an input that `stage` reads, of the same copy of the model."""
-        num_stages = len(self) // self.num_streams
+        num_stages = len(self) // self.num_components
         first = stage - stage % num_stages
         others = (s for s in range(first, first + num_stages) if s != stage)
         mine, theirs = ({self._name_and_position(i) for s in of for i in self.inputs[s]} for of in ([stage], others))

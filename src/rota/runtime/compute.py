@@ -76,7 +76,7 @@ class Compute:
         self._recomputed = {task.stage for task in placement.tasks if task.kind is Kind.R}.union(recompute)
         self._sharing = {stage for stage in placement.stages if stages.shares_inputs(stage)}
         self._sinks = {*stages.sinks}
-        self._num_stages = len(stages) // stages.num_streams  # of one copy of the model
+        self._num_stages = len(stages) // stages.num_components  # of one copy of the model
         self._kept: dict[tuple[int, int], Kept | Again | WeightWork] = {}
         self._batch = Batch([], [], [])
         self._seed = 0

@@ -114,16 +114,16 @@ def _columns(plan: Plan) -> dict[Transfer, tuple[int, int]]:
 
 def for_all_streams(stages: Stages, plan: Plan) -> Stages:
     """The stages once for each of the plan's data streams. Raises PipelineError where they are not as many."""
-    num_streams = plan.placement.num_streams
-    num_stages, left = divmod(plan.placement.num_stages, num_streams)
-    if num_streams == 1 or left:  # what is left over belongs to no stream: an edge is missing
+    num_components = plan.placement.num_components
+    num_stages, left = divmod(plan.placement.num_stages, num_components)
+    if num_components == 1 or left:  # what is left over belongs to no stream: an edge is missing
         return stages
     if num_stages != len(stages):
         raise PipelineError(
-            f"the plan has {num_streams} data streams of {num_stages} stages each, which share weights, but the model "
-            f"was split into {len(stages)}; split(model, {num_stages}), or join the plan's stages by edges"
+            f"the plan has {num_components} data streams of {num_stages} stages each, which share weights, but the "
+            f"model was split into {len(stages)}; split(model, {num_stages}), or join the plan's stages by edges"
         )
-    return stages.repeated(num_streams)
+    return stages.repeated(num_components)
 
 
 def refuse_other_cuts(stages: Stages, plan: Plan) -> None:

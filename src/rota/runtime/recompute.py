@@ -28,7 +28,7 @@ def recomputed_by_backward(asked: str | Iterable[int], placement: Placement) -> 
 
     None where nothing is trained. A stage with R in the plan is refused: it would be recomputed twice.
     """
-    num_stages = placement.num_stages // placement.num_streams
+    num_stages = placement.num_stages // placement.num_components
     if isinstance(asked, str) and asked not in ("none", "full"):
         raise PipelineError(f"recompute={asked!r}; say 'none', 'full' or give a list of stages")
     of_model = {"none": (), "full": range(num_stages)}[asked] if isinstance(asked, str) else [*asked]

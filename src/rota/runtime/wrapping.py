@@ -35,7 +35,7 @@ def unwrapped(stages: Stages) -> tuple[Stages, dict[nn.Module, dist.ProcessGroup
     if not groups:
         return stages, {}
     bare = Stages(modules, stages.edges, stages.inputs, stages.input_names, stages.input_defaults)
-    bare.num_streams = stages.num_streams
+    bare.num_components = stages.num_components
     return bare, groups
 
 

@@ -37,7 +37,7 @@ def refuse_wrong_curve(placement: Placement, microbatches_per_period: int | None
     if microbatches_per_period is not None:
         told = f"give a whole number from 1 to {_MOST_A_PERIOD}, or None for one and more"
         _refuse_no_whole("microbatches_per_period", microbatches_per_period, 1, _MOST_A_PERIOD, told)
-    refuse_too_large(placement, _MOST_A_PERIOD * placement.num_streams)
+    refuse_too_large(placement, _MOST_A_PERIOD * placement.num_components)
 
 
 def refuse_wrong_options(seed: object, progress: object) -> None:
@@ -57,7 +57,7 @@ def seconds_of(time_limit_s: float) -> float:
 
 def refuse_too_large(placement: Placement, num_microbatches: int) -> None:
     """Raises SearchError where times or sizes, all added up, or the ops, could become more than a search can take."""
-    ops = len(placement.tasks) * -(-num_microbatches // placement.num_streams)
+    ops = len(placement.tasks) * -(-num_microbatches // placement.num_components)
     if ops > _MOST_OPS:
         raise SearchError(
             f"num_microbatches is {num_microbatches}: a step of {ops:,} ops is too large to search; use fewer "

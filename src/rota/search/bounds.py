@@ -200,10 +200,10 @@ def _step_ends(problem: Problem) -> Iterator[Bound]:
 
 def _holdings(problem: Problem, objective: str, known_us: int) -> Iterator[Bound]:
     """Bytes times µs that the fullest rank has to hold, over what it may hold. `known_us` is another bound."""
-    rounds = problem.num_microbatches // problem.placement.num_streams
+    rounds = problem.num_microbatches // problem.placement.num_components
     if not rounds:
         return
-    what = "micro-batches" if problem.placement.num_streams == 1 else "rounds of micro-batches"
+    what = "micro-batches" if problem.placement.num_components == 1 else "rounds of micro-batches"
     found: list[Bound | None] = []
     for rank in steady(problem, whole_step=objective == "makespan"):
         if not rank.held_byte_us or rank.room_bytes <= 0:

@@ -32,22 +32,22 @@ _State = tuple[int, int, int, int, tuple[int, ...], tuple[int, ...], tuple[int, 
 
 
 class Memory(NamedTuple):
-    """What the banker knows. Row r * num_streams + s: rank r's tasks of stream s, as `one_at_a_time` has them."""
+    """What the banker knows. Row r * num_components + s: rank r's tasks of stream s, as `one_at_a_time` has them."""
 
     limits_bytes: Integers
     held_bytes: Integers
     peak_bytes: Integers
     first_row: Integers
     rows: Integers
-    stream_of: Integers
+    component_of: Integers
 
     @classmethod
     def of(cls, problem: Problem) -> Memory:
         placement, order = problem.placement, one_at_a_time(problem)
-        tasks, stream_of = placement.tasks, placement.stream_of
-        pairs = ((rank, stream) for rank in range(placement.num_ranks) for stream in range(placement.num_streams))
-        rows = Rows.of([[t for t in order if r in tasks[t].ranks and stream_of[t] == s] for r, s in pairs])
-        streams = np.array(stream_of, np.int64)
+        tasks, component_of = placement.tasks, placement.component_of
+        pairs = ((rank, stream) for rank in range(placement.num_ranks) for stream in range(placement.num_components))
+        rows = Rows.of([[t for t in order if r in tasks[t].ranks and component_of[t] == s] for r, s in pairs])
+        streams = np.array(component_of, np.int64)
         return cls(problem.limits_bytes, problem.held_bytes, problem.peak_bytes, rows.first, rows.values, streams)
 
 
@@ -115,7 +115,7 @@ def serial(problem: Problem) -> Orders:
     rows: list[list[int]] = [[] for _ in range(placement.num_ranks)]
     for microbatch in range(problem.num_microbatches):
         for task in order:
-            if placement.stream_of[task] == microbatch % placement.num_streams:
+            if placement.component_of[task] == microbatch % placement.num_components:
                 for rank in placement.tasks[task].ranks:
                     rows[rank].append(task)
     return np.array([task for row in rows for task in row], np.int32)
@@ -167,7 +167,7 @@ def run(tables, memory, priorities, patience, state, most_ops):  # type: ignore[
     _, first_node, durations, first_rank, ranks, _, _, first_output, outputs, first_on, on = tables
     orders, next_op, free_us, wake_us, started, ends_us, levels, oldest, newest, due_us = state
     num_ranks = len(free_us)
-    num_streams = (len(memory.first_row) - 1) // num_ranks
+    num_components = (len(memory.first_row) - 1) // num_ranks
     num_ops = 0
     while True:
         rank = np.argmin(wake_us)
@@ -186,7 +186,7 @@ def run(tables, memory, priorities, patience, state, most_ops):  # type: ignore[
             due_us[task] = due(tables, task, started, ends_us, free_us)
             if due_us[task] < _NEVER:
                 for j in range(first_rank[task], first_rank[task + 1]):
-                    if not admits(memory, ranks[j], task, started, levels, oldest, newest, num_streams):
+                    if not admits(memory, ranks[j], task, started, levels, oldest, newest, num_components):
                         due_us[task] = _NEVER
                         break
         for i in range(first_on[rank], first_on[rank + 1]):
@@ -217,7 +217,7 @@ def run(tables, memory, priorities, patience, state, most_ops):  # type: ignore[
             next_op[q] += 1
             free_us[q] = wake_us[q] = end
             levels[q] += memory.held_bytes[chosen]
-            newest[q] = max(newest[q], k * num_streams + memory.stream_of[chosen])
+            newest[q] = max(newest[q], k * num_components + memory.component_of[chosen])
         for i in range(first_output[chosen], first_output[chosen + 1], 2):
             fed = outputs[i]
             for j in range(first_rank[fed], first_rank[fed + 1]):
@@ -243,7 +243,7 @@ def due(tables, task, started, ends_us, free_us):  # type: ignore[no-untyped-def
 
 
 @njit(cache=True, nogil=True)
-def admits(memory, rank, task, started, levels, oldest, newest, num_streams):  # type: ignore[no-untyped-def]
+def admits(memory, rank, task, started, levels, oldest, newest, num_components):  # type: ignore[no-untyped-def]
     """Whether the rank has room for the task's next op, and after it for the rest of its micro-batches one by one."""
     limit, held_bytes, peak_bytes = memory.limits_bytes[rank], memory.held_bytes, memory.peak_bytes
     held = held_bytes[task]
@@ -254,10 +254,10 @@ def admits(memory, rank, task, started, levels, oldest, newest, num_streams):  #
     level = levels[rank] + held
     started[task] += 1
     is_safe, is_oldest = True, True
-    last = max(newest[rank], (started[task] - 1) * num_streams + memory.stream_of[task])
+    last = max(newest[rank], (started[task] - 1) * num_components + memory.component_of[task])
     for microbatch in range(oldest[rank], last + 1):
-        stream, k = microbatch % num_streams, microbatch // num_streams
-        row = rank * num_streams + stream
+        stream, k = microbatch % num_components, microbatch // num_components
+        row = rank * num_components + stream
         for i in range(memory.first_row[row], memory.first_row[row + 1]):
             other = memory.rows[i]
             if started[other] <= k:

@@ -143,7 +143,7 @@ class _Curve:
     def _limits(self) -> list[int]:
         """From the least in which one micro-batch fits to what the fastest found without a limit holds."""
         unlimited = self._with_limit(None)
-        least = max(need.num_bytes for need in least_memory(Problem(unlimited, unlimited.num_streams)))
+        least = max(need.num_bytes for need in least_memory(Problem(unlimited, unlimited.num_components)))
         free = find_steady(unlimited, self._share(), microbatches_per_period=1, seed=self.seed)
         most = max(max(free.steady.most_bytes()) if free is not None else least, least)
         sizes = [size for task in self.placement.tasks for size in (task.held_bytes, task.peak_bytes)]

@@ -78,17 +78,17 @@ def period_bound(placement: Placement) -> Fraction:
 
     A rank's work; what it has to hold, over its limit; and both once more beside what all ranks do together.
     """
-    problem = Problem(placement, placement.num_streams)
+    problem = Problem(placement, placement.num_components)
     apart, together_us = without_common_tasks(problem)
-    return max(_round_us(problem), together_us + _round_us(apart)) / placement.num_streams
+    return max(_round_us(problem), together_us + _round_us(apart)) / placement.num_components
 
 
 def period_reason(placement: Placement) -> str:
     """What `period_bound` comes from, in a line."""
-    ranks = steady(Problem(placement, placement.num_streams))
+    ranks = steady(Problem(placement, placement.num_components))
     busiest = max(ranks, key=lambda rank: rank.work_us)
-    each = " of each stream" if placement.num_streams > 1 else ""
-    if busiest.work_us >= period_bound(placement) * placement.num_streams:
+    each = " of each stream" if placement.num_components > 1 else ""
+    if busiest.work_us >= period_bound(placement) * placement.num_components:
         return f"rank {busiest.rank} works {busiest.work_us:,} µs for a micro-batch{each}"
     fullest = max(ranks, key=lambda rank: Fraction(rank.held_byte_us, max(rank.room_bytes, 1)))
     return (
@@ -158,7 +158,7 @@ def least_memory(problem: Problem) -> list[Need]:
 
 def _need(problem: Problem, rank: int) -> Need:
     static, on = problem.placement.static_bytes[rank], problem.tasks_on
-    stream = problem.placement.stream_of
+    stream = problem.placement.component_of
     tasks = [t for t in on.values[on.first[rank] : on.first[rank + 1]].tolist() if problem.counts[t]]
     peaks = {}
     for s in sorted({stream[t] for t in tasks}):

@@ -19,7 +19,7 @@ class Loop:
 
     @cached_property
     def problem(self) -> Problem:
-        return Problem(self.placement, self.placement.num_streams, self.room_bytes)
+        return Problem(self.placement, self.placement.num_components, self.room_bytes)
 
     @property
     def num_tasks(self) -> int:

@@ -172,10 +172,10 @@ class Problem:
 
     def to_plan(self, orders: Orders) -> Plan:
         """The plan of these orders."""
-        streams = self.placement.num_streams
+        streams = self.placement.num_components
         ops = [
             [Op(task.stage, task.kind, m) for m in range(stream, self.num_microbatches, streams)]
-            for task, stream in zip(self.placement.tasks, self.placement.stream_of, strict=True)
+            for task, stream in zip(self.placement.tasks, self.placement.component_of, strict=True)
         ]
         rows = []
         for rank in range(self.placement.num_ranks):

@@ -53,7 +53,7 @@ class Repeating:
 
     @property
     def num_microbatches(self) -> int:
-        return len(self.starts_us[0]) * self.placement.num_streams
+        return len(self.starts_us[0]) * self.placement.num_components
 
     @cached_property
     def makespan_us(self) -> int:
@@ -62,7 +62,7 @@ class Repeating:
 
     def unroll(self, num_microbatches: int) -> Repeating:
         """With the middle repeated. Raises SearchError for fewer micro-batches than there are, or part of a round."""
-        streams = self.placement.num_streams
+        streams = self.placement.num_components
         more, rest = divmod(num_microbatches - self.num_microbatches, streams)
         if more < 0 or rest:
             raise SearchError(
@@ -81,11 +81,11 @@ class Repeating:
     @cached_property
     def plan(self) -> Plan:
         """Each rank does its ops in the order of their starts."""
-        tasks, streams = self.placement.tasks, self.placement.num_streams
+        tasks, streams = self.placement.tasks, self.placement.num_components
 
         def op(task: int, k: int) -> Op:
             stage, kind = tasks[task].stage, tasks[task].kind
-            return Op(stage, kind, k * streams + self.placement.stream_of[task])
+            return Op(stage, kind, k * streams + self.placement.component_of[task])
 
         orders = orders_of(self.placement, self.starts_us)
         return Plan(self.placement, self.num_microbatches, tuple(tuple(op(*pair) for pair in row) for row in orders))
@@ -114,7 +114,7 @@ def find_repeating(
     Raises SearchError for a `num_microbatches` that is no multiple of the streams, for tasks that take no time, and
     where transfers hold bytes on a rank with a limit, which orders do not tell.
     """
-    streams = placement.num_streams
+    streams = placement.num_components
     refuse_wrong(placement, streams if num_microbatches is None else num_microbatches, "period", ("period",))
     if num_microbatches is not None and num_microbatches % streams:
         raise SearchError(f"num_microbatches is {num_microbatches}; give {streams} or a multiple of it")

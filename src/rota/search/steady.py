@@ -99,7 +99,7 @@ def _with_room(
     one_by_one = _one_by_one(loop)
     if one_by_one is None:
         return best, over
-    bound_us, streams = period_bound(loop.placement), loop.placement.num_streams
+    bound_us, streams = period_bound(loop.placement), loop.placement.num_components
     for num_copies in copies:
         below = None if best is None else ceil(best.steady.us_per_microbatch * num_copies * streams)
         search = _Search(loop, num_copies, bound_us * streams, budget, seed, in_flight, num_microbatches)

@@ -40,7 +40,7 @@ class Steady:
 
     @property
     def us_per_microbatch(self) -> Fraction:
-        return Fraction(self.period_us, self.microbatches_per_period * self.placement.num_streams)
+        return Fraction(self.period_us, self.microbatches_per_period * self.placement.num_components)
 
     @property
     def latency_us(self) -> int:
@@ -50,10 +50,10 @@ class Steady:
 
     def flat_starts(self, num_microbatches: int) -> list[list[int]]:
         """For each task the starts of its micro-batches, with no fill or drain closed up."""
-        u, streams = self.microbatches_per_period, self.placement.num_streams
+        u, streams = self.microbatches_per_period, self.placement.num_components
         return [
             [starts[i % u] + i // u * self.period_us for i in range(len(range(stream, num_microbatches, streams)))]
-            for stream, starts in zip(self.placement.stream_of, self.starts_us, strict=True)
+            for stream, starts in zip(self.placement.component_of, self.starts_us, strict=True)
         ]
 
     def unroll(self, num_microbatches: int) -> Plan:
@@ -64,8 +64,8 @@ class Steady:
     def _rows(self, num_microbatches: int) -> tuple[list[list[Op]], list[list[int]]]:
         """For each rank its ops in order, and their flat starts."""
         rows: list[list[tuple[int, bool, int, Op]]] = [[] for _ in range(self.placement.num_ranks)]
-        u, streams = self.microbatches_per_period, self.placement.num_streams
-        flat = zip(self.placement.tasks, self.placement.stream_of, self.flat_starts(num_microbatches), strict=True)
+        u, streams = self.microbatches_per_period, self.placement.num_components
+        flat = zip(self.placement.tasks, self.placement.component_of, self.flat_starts(num_microbatches), strict=True)
         for (task, stream, starts), ties in zip(flat, self.ties, strict=True):
             for i, start in enumerate(starts):
                 op = Op(task.stage, task.kind, i * streams + stream)
@@ -79,7 +79,7 @@ class Steady:
     def _timeline(self) -> Timeline:
         """Everything at its flat start, for as long as anything may still change."""
         periods = self.latency_us // self.period_us + 3
-        num_microbatches = periods * self.microbatches_per_period * self.placement.num_streams
+        num_microbatches = periods * self.microbatches_per_period * self.placement.num_components
         orders, starts = self._rows(num_microbatches)
         placement = self.placement
         duration = {(task.stage, task.kind): task.duration_us for task in placement.tasks}
@@ -106,7 +106,10 @@ class Steady:
         """
         if not any(route.num_bytes for route in self.placement.routes):
             return self.peak_bytes
-        a_period, filling = self.microbatches_per_period * self.placement.num_streams, self.latency_us // self.period_us
+        a_period, filling = (
+            self.microbatches_per_period * self.placement.num_components,
+            self.latency_us // self.period_us,
+        )
         lengths = [a_period * periods for periods in (1, filling + 1, filling + 2, 4 * filling + 8)]
         peaks = [self.peak_bytes]
         for length in lengths if num_microbatches is None else [num_microbatches]:

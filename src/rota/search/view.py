@@ -78,7 +78,7 @@ def views(problem: Problem, step_ends: bool = True, limits: bool = True) -> tupl
     room, grain, total = _rooms(problem)
     if not limits:
         room[:] = NO_LIMIT
-    stream = np.array(problem.placement.stream_of, np.int64)
+    stream = np.array(problem.placement.component_of, np.int64)
     shared = (problem.counts, problem.durations_us)
     forward = View(
         *shared,

@@ -128,7 +128,7 @@ def _plan(placement: Placement, ends: dict[tuple[int, int], int]) -> Plan:
     end of all, where its ranks need not wait for each other.
     """
     frozen = _frozen(placement)
-    tasks, edges, streams = list(placement.tasks), list(placement.edges), placement.num_streams
+    tasks, edges, streams = list(placement.tasks), list(placement.edges), placement.num_components
     nmicros, nsteps = 1 + max(mid for _, mid in ends), max(ends.values())
     backward = {task.stage: i for i, task in enumerate(tasks) if task.kind is Kind.B}
     for stage in frozen:
@@ -142,7 +142,7 @@ def _plan(placement: Placement, ends: dict[tuple[int, int], int]) -> Plan:
     whole = Placement(tuple(tasks), tuple(edges), placement.cluster)
     for (i, mid), end in ends.items():
         task = tasks[i]
-        op = Op(task.stage, task.kind, mid * streams + whole.stream_of[i])
+        op = Op(task.stage, task.kind, mid * streams + whole.component_of[i])
         for rank in task.ranks:
             rows[rank].append((end - task.duration_us, task.duration_us > 0, i, op))
     return Plan(whole, nmicros * streams, tuple(tuple(op for *_, op in sorted(row)) for row in rows))

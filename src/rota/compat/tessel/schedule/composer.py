@@ -41,6 +41,6 @@ class Composer:
 
 def _compose(micro: SchedPlan, memory: int | None, nmicros: int | None, time_limit_s: float) -> SchedPlan | None:
     given = micro_of(micro, memory)
-    count = None if nmicros is None else nmicros * given.placement.num_streams
+    count = None if nmicros is None else nmicros * given.placement.num_components
     found = find_repeating(given.placement, count, time_limit_s=time_limit_s)
     return None if found is None else to_schedule(given, found)

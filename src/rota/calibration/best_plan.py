@@ -1,4 +1,4 @@
-"""The same model planned anew by what it takes in truth."""
+"""The best plan for the measured costs: keep the old orders, or take another schedule."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 from statistics import mean, median_low
 from typing import NamedTuple
 
-from rota.calibration.measured import calibrated
+from rota.calibration.measured_times import calibrated
 from rota.checking import check
 from rota.errors import PlanError
 from rota.plan import Plan
@@ -18,13 +18,13 @@ from rota.simulation import simulate
 from rota.timeline import Timeline
 from rota.units import count_text
 
-WORTH_IT = 0.01  # a gain below this part of the makespan is not worth another plan
-UNEVEN = 1.10  # from here on, in parts of the mean, a rank has too much to do
-_MOST_ROWS = 6
+MIN_GAIN = 0.01  # a smaller gain, relative to the makespan, does not justify another plan
+OVERLOADED = 1.10  # a rank has too much work above this multiple of the mean
+_MAX_ROWS = 6
 
 
 class Candidate(NamedTuple):
-    """Another plan for the same placement, and what it would take."""
+    """Another plan for the same placement, and its simulated makespan."""
 
     name: str
     plan: Plan
@@ -33,9 +33,13 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the old plan was to take, what it took, and what it and others are predicted to take by measured costs.
+    """The old plan as planned, as measured and as predicted with the measured costs, and other plans with these costs.
 
-    `plan`: the old orders with the new costs. `candidates`: others that fit, fastest first.
+    Attributes:
+        planned_us: Makespan of the old plan, simulated with the old costs.
+        measured_us: Makespan of each timeline.
+        plan: The old orders with the measured costs.
+        candidates: Other plans that fit, with the measured costs, fastest first.
     """
 
     planned_us: int
@@ -45,23 +49,23 @@ class Calibration:
 
     @cached_property
     def predicted_us(self) -> int:
-        """Of the old orders with the new costs."""
+        """Makespan of the old orders with the measured costs."""
         return simulate(self.plan).makespan_us
 
     @property
     def gain(self) -> float:
-        """Of the best candidate, as a part of what the old orders are predicted to take; 0 where none is faster."""
+        """How much faster the best candidate is, relative to `predicted_us`; 0 if none is faster."""
         best = min((one.makespan_us for one in self.candidates), default=self.predicted_us)
         return max(1 - best / self.predicted_us, 0.0) if self.predicted_us else 0.0
 
     @property
     def chosen(self) -> Plan:
-        """The best candidate where it is worth it, else the old orders; with the new costs."""
-        return self.candidates[0].plan if self.gain >= WORTH_IT else self.plan
+        """The best candidate if its gain is at least `MIN_GAIN`, else the old orders; with the measured costs."""
+        return self.candidates[0].plan if self.gain >= MIN_GAIN else self.plan
 
     @property
     def unevenness(self) -> tuple[int, float]:
-        """The rank with most to do for a micro-batch, and how much that is in parts of the mean."""
+        """The rank with the most work per micro-batch, and its work as a multiple of the mean."""
         loads = [
             sum(task.duration_us for task in self.plan.placement.tasks if rank in task.ranks)
             for rank in range(self.plan.num_ranks)
@@ -70,56 +74,66 @@ class Calibration:
         return most, loads[most] / mean(loads) if any(loads) else 1.0
 
     def with_plan(self, name: str, plan: Plan) -> Calibration:
-        """With one candidate more, for the new costs. Raises PlanError where it must not run."""
+        """This calibration with one more candidate, a plan for the new costs. Raises PlanError if it must not run."""
         check(plan)
         plan = replace(plan, usage=self.plan.usage)
         found = [*self.candidates, Candidate(name, plan, simulate(plan).makespan_us)]
         return replace(self, candidates=tuple(sorted(found, key=lambda one: one.makespan_us)))
 
     def to_text(self) -> str:
-        """What `rota calibrate` prints."""
+        """The report that `rota calibrate` prints."""
         measured = median_low(self.measured_us)
         rows = [
-            ("planned, by the old costs", self.planned_us),
+            ("planned, with the old costs", self.planned_us),
             (f"measured ({_of_steps(len(self.measured_us))})", measured),
-            ("the same orders, by the new costs", self.predicted_us),
+            ("the same orders, with the new costs", self.predicted_us),
         ]
-        rows += [(f"  {one.name}", one.makespan_us) for one in self.candidates[:_MOST_ROWS]]
+        rows += [(f"  {one.name}", one.makespan_us) for one in self.candidates[:_MAX_ROWS]]
         lines = [f"{'makespan':<36}{'µs':>12}   of measured"]
         lines += [f"{what:<36}{us:>12,}{us / measured - 1:>+13.1%}" if measured else what for what, us in rows]
         return "\n".join([*lines, "", self.verdict()])
 
     def verdict(self) -> str:
-        """Whether to keep the plan, and whether to cut anew."""
-        if self.gain >= WORTH_IT:
+        """Whether to keep the plan, and whether to cut the model again."""
+        if self.gain >= MIN_GAIN:
             best = self.candidates[0]
-            told = f"Take {best.name}: {self.gain:.1%} faster than the same orders, by the new costs."
+            text = f"Take {best.name}: {self.gain:.1%} faster than the same orders, with the new costs."
         elif self.candidates:
-            told = f"Keep the plan: of {count_text(len(self.candidates), 'other')} none is {WORTH_IT:.0%} faster."
+            text = f"Keep the plan: none of {count_text(len(self.candidates), 'other plan')} is {MIN_GAIN:.0%} faster."
         else:
-            told = "Keep the plan: no other schedule fits this placement."
+            text = "Keep the plan: no other schedule fits this placement."
         rank, share = self.unevenness
-        if share > UNEVEN:
-            told += f"\nRank {rank} has {share - 1:.0%} more to do than the mean, which no order can mend"
-            told += self._cut_anew(rank)
-        return told
+        if share > OVERLOADED:
+            text += f"\nRank {rank} has {share - 1:.0%} more work than the mean, which no order can fix"
+            text += self._how_to_cut(rank)
+        return text
 
-    def _cut_anew(self, rank: int) -> str:
-        """How, if there is anything to cut on the rank: its stages have a layer at least."""
+    def _how_to_cut(self, rank: int) -> str:
+        """How to cut the model again, if the rank has more than one layer."""
         stages, usage = self.plan.placement.stages_on(rank), self.plan.usage
         num_layers = () if usage is None else usage.num_layers
         if num_layers and sum(num_layers[stage % len(num_layers)] for stage in stages) == 1:
-            return ", nor another cut: it has a single layer. Divide that in the model, by a CutPoint in it."
+            return ", nor another cut: it has a single layer. Put a CutPoint inside that layer."
         several = "" if num_layers or len(stages) > 1 else ", if it has more than one layer"
-        return f": cut anew{several}, by\n`{_command(self.plan)}`,\nof what `rota profile` measures."
+        return f": cut again{several}, with\n`{_command(self.plan)}`,\nfrom what `rota profile` measures."
 
 
 def calibrate(
     timelines: Sequence[Timeline], schedule: str | None = None, looking_at: Callable[[str], None] = lambda _: None
 ) -> Calibration:
-    """The first timeline's plan, and each named schedule that fits (or `schedule` alone), by the measured costs.
+    """Compare the timelines' plan with named schedules, all with measured costs.
 
-    Raises PlanError where the timelines are not of one placement, ScheduleError where `schedule` is not for it.
+    Args:
+        timelines: Timelines of one placement; the plan is the first one's.
+        schedule: The only named schedule to try. Default: every one that is defined here and fits in memory.
+        looking_at: Called with the name of each schedule before it is tried.
+
+    Returns:
+        The makespans as planned, measured and predicted, and the other plans, fastest first.
+
+    Raises:
+        PlanError: The timelines are not of one placement, or `schedule` does not fit in memory.
+        ScheduleError: `schedule` is not defined for this placement.
     """
     placement = calibrated(*timelines)
     old = timelines[0].plan
@@ -138,7 +152,7 @@ def calibrate(
 
 
 def _command(plan: Plan) -> str:
-    """By which the model is planned for the same ranks, memory and rows; … for what the plan does not say."""
+    """The command that plans the model for the same ranks, memory and rows; "…" for what the plan does not know."""
     usage, limits = plan.usage, {*plan.placement.cluster.limit_bytes}
     limit = limits.pop() if len(limits) == 1 else None
     memory = "" if limit is None else f" --memory {limit}B"

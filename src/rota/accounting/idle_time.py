@@ -8,14 +8,13 @@ maker     ░░░░░░░░░░░░░░░░░░░░░░░�
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 from rota.accounting.causes import Cause, Idle
-from rota.accounting.lateness import Crowd, Lateness
-from rota.accounting.readiness import Place, Readiness
-from rota.accounting.room import Room
+from rota.accounting.delays import Contention, Overruns, Place, Readiness
 from rota.plan import Plan
 from rota.simulation import timeline_of
 from rota.tasks import Kind, Op
@@ -25,22 +24,34 @@ from rota.timeline import Span, StepEndWork, Timeline
 def idle(
     timeline: Timeline | Plan, planned: Timeline | Plan | None = None, num_cores: int | None = None
 ) -> tuple[Idle, ...]:
-    """All idle time, sorted by rank and start; on each rank the durations add up to `timeline.idle_us[rank]`.
+    """Find every idle microsecond of every rank, and its cause.
 
-    A plan is simulated. With `planned`, what ops upstream take longer than there is SLOWER; with `num_cores`, of the
-    one machine that all ranks share, part of that is CORES. Raises PlanError where `planned` has other ops.
+    Args:
+        timeline: What happened. A plan is simulated.
+        planned: What should have happened. If given, time that upstream ops ran longer than planned is SLOWER. A plan
+            is simulated.
+        num_cores: Number of cores, if all ranks share one machine. If given, part of the SLOWER and LAUNCH time is
+            CORES.
+
+    Returns:
+        The idle intervals sorted by rank and start. On each rank their durations add up to `timeline.idle_us[rank]`.
+
+    Raises:
+        PlanError: `planned` lacks an op of `timeline`.
     """
     timeline = timeline_of(timeline)
     return _Accounts(timeline, None if planned is None else timeline_of(planned), num_cores).idle()
 
 
 class _Accounts:
+    """The idle time of one timeline."""
+
     def __init__(self, timeline: Timeline, planned: Timeline | None, num_cores: int | None) -> None:
         self._timeline = timeline
         self._readiness = Readiness(timeline)
         times = ((span.start_us, span.end_us) for span in timeline.op_spans())
-        self._crowd = Crowd(times, num_cores) if num_cores else None
-        self._lateness = Lateness(self._readiness, planned, self._crowd) if planned else None
+        self._cores = Contention(times, num_cores) if num_cores else None
+        self._overruns = Overruns(self._readiness, planned, self._cores) if planned else None
         self._step_ends: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
         for span in timeline.step_end_spans():
             self._step_ends[span.rank].append(span)
@@ -48,24 +59,23 @@ class _Accounts:
     def idle(self) -> tuple[Idle, ...]:
         result: list[Idle] = []
         for rank in range(self._timeline.num_ranks):
-            result += _joined(self._of_rank(rank))
+            result += _joined(self._on_rank(rank))
         return tuple(result)
 
-    def _of_rank(self, rank: int) -> Iterator[Idle]:
+    def _on_rank(self, rank: int) -> Iterator[Idle]:
         starts, ends = self._timeline.starts_us[rank], self._timeline.ends_us[rank]
         gaps = [i for i, start in enumerate(starts) if start > (ends[i - 1] if i else 0)]
         if gaps:
-            later, room = (
-                _later_ops(self._timeline, rank, self._readiness.ready_us(rank), gaps),
-                Room(self._timeline, rank),
-            )
+            later = _later_ops(self._timeline, rank, self._readiness.ready_us(rank), gaps)
+            headroom = _MemoryHeadroom(self._timeline, rank)
             for i in gaps:
-                yield from self._gap(Place(rank, i), ends[i - 1] if i else 0, later[i], room)
+                yield from self._gap(Place(rank, i), ends[i - 1] if i else 0, later[i], headroom)
         yield from self._tail(rank, ends[-1] if ends else 0)
 
     # --- before an op ---------------------------------------------------------------------------------------------
 
-    def _gap(self, place: Place, start_us: int, later: Sequence[_Later], room: Room) -> Iterator[Idle]:
+    def _gap(self, place: Place, start_us: int, later: Sequence[_LaterOp], headroom: _MemoryHeadroom) -> Iterator[Idle]:
+        """Idle time before the op at `place`, from `start_us` on."""
         rank, op, end_us = place.rank, self._readiness.op(place), self._readiness.start_us(place)
         arrival, ready_us = self._readiness.last_arrival(place), start_us
         if arrival is not None and arrival.arrived_us > start_us:
@@ -74,27 +84,27 @@ class _Accounts:
             pieces = [Idle(rank, start_us, made_us, Cause.WAITING if place.position else Cause.WARM_UP, maker)]
             if made_us < ready_us:
                 pieces.append(Idle(rank, made_us, ready_us, Cause.TRANSFER, self._readiness.transfer(arrival, op)))
-            pieces = _overlaid(pieces, _passed_over(rank, later, room, (start_us, ready_us), maker))
-            yield from _overlaid(pieces, self._late(rank, arrival.maker, start_us, made_us))
+            pieces = _overlaid(pieces, _passed_over(rank, later, headroom, (start_us, ready_us), maker))
+            yield from _overlaid(pieces, self._upstream_overruns(rank, arrival.maker, start_us, made_us))
         launch = [Idle(rank, ready_us, end_us, Cause.LAUNCH, op)]
-        full = self._crowd.full(ready_us, end_us) if self._crowd else ()
+        full = self._cores.full_intervals(ready_us, end_us) if self._cores else ()
         yield from _overlaid(launch, [Idle(rank, a, b, Cause.CORES, op) for a, b in full])
 
-    def _late(self, rank: int, last: Place, start_us: int, end_us: int) -> list[Idle]:
-        """Where, along what waited for what, an op ran longer than planned."""
-        if self._lateness is None:
+    def _upstream_overruns(self, rank: int, last: Place, start_us: int, end_us: int) -> list[Idle]:
+        """Time in which an op upstream of `last`, or `last` itself, ran longer than planned."""
+        if self._overruns is None:
             return []
-        late = [piece for piece in self._lateness.upstream(last, start_us) if piece.start_us < end_us]
+        late = [overrun for overrun in self._overruns.upstream(last, start_us) if overrun.start_us < end_us]
         return [Idle(rank, a, min(b, end_us), cause, op) for a, b, cause, op in reversed(late)]
 
     # --- after the last op ----------------------------------------------------------------------------------------
 
     def _tail(self, rank: int, start_us: int) -> list[Idle]:
-        """Its own reductions and optimizer steps; else it waits for what ends the step."""
+        """Idle time after the rank's last op: its reductions and optimizer steps, else waiting for the step's end."""
         place, work = self._last
         pieces = [Idle(rank, start_us, self._timeline.makespan_us, Cause.DRAIN, work)]
         if place is not None:
-            pieces = _overlaid(pieces, self._late(rank, place, start_us, self._timeline.makespan_us))
+            pieces = _overlaid(pieces, self._upstream_overruns(rank, place, start_us, self._timeline.makespan_us))
         own, free_us = [], start_us
         for span in sorted(self._step_ends[rank], key=lambda span: span.start_us):
             if span.end_us > free_us:
@@ -104,7 +114,7 @@ class _Accounts:
 
     @cached_property
     def _last(self) -> tuple[Place | None, Op | StepEndWork | None]:
-        """What ends the step, and the last op of its rank."""
+        """The last op of the rank that ends the step, and what ends the step."""
         timeline = self._timeline
         last = {rank: Place(rank, len(ends) - 1) for rank, ends in enumerate(timeline.ends_us) if ends}
         works: list[tuple[int, int, Op | StepEndWork]] = [
@@ -119,46 +129,48 @@ class _Accounts:
         return last.get(rank), work
 
 
-# --- what could have run meanwhile ------------------------------------------------------------------------------------
+# --- ops that could have run earlier ----------------------------------------------------------------------------------
 
 
-class _Later(NamedTuple):
-    """An op that the plan put later: when it was ready, how long it takes, when its turn was."""
+class _LaterOp(NamedTuple):
+    """An op that the plan has later: when it was ready, its duration, and when it started."""
 
     ready_us: int
     op: Op
     duration_us: int
-    turn_us: int
+    start_us: int
 
 
 def _later_ops(
     timeline: Timeline, rank: int, ready_us: Sequence[int], gaps: Sequence[int]
-) -> dict[int, tuple[_Later, ...]]:
-    """For each gap, given by the position of the op after it: of each task the later op that is ready first."""
+) -> dict[int, tuple[_LaterOp, ...]]:
+    """For each gap, given as the position of the op after it: for each task, its later op that is ready first."""
     order, starts, ends = timeline.plan.orders[rank], timeline.starts_us[rank], timeline.ends_us[rank]
-    first: dict[tuple[int, Kind], _Later] = {}
-    found, wanted = {}, set(gaps)
+    first: dict[tuple[int, Kind], _LaterOp] = {}
+    found, positions = {}, set(gaps)
     for i in range(len(order) - 1, -1, -1):
-        if i in wanted:
+        if i in positions:
             found[i] = tuple(first.values())
         key = order[i][:2]
         if key not in first or ready_us[i] <= first[key].ready_us:
-            first[key] = _Later(ready_us[i], order[i], ends[i] - starts[i], starts[i])
+            first[key] = _LaterOp(ready_us[i], order[i], ends[i] - starts[i], starts[i])
     return found
 
 
-def _passed_over(rank: int, later: Iterable[_Later], room: Room, gap_us: tuple[int, int], maker: Op) -> list[Idle]:
-    """ORDER from when an op that the plan put later could have run to its end; MEMORY if it would not fit.
+def _passed_over(
+    rank: int, later: Iterable[_LaterOp], headroom: _MemoryHeadroom, gap_us: tuple[int, int], maker: Op
+) -> list[Idle]:
+    """ORDER from the time when a later op could have run to its end within the gap; MEMORY if it would not fit.
 
-    `gap_us`: from the end of the op before to when the next one is ready. Once an op fits, others that do not matter
-    no more.
+    `gap_us`: from the end of the previous op until the next one is ready. From when one op fits, ops that do not fit
+    no longer matter.
     """
     start_us, ready_us = gap_us
     since: dict[Cause, tuple[int, Op]] = {}
     for other in later:
         from_us = max(start_us, other.ready_us)
         if 0 < other.duration_us <= ready_us - from_us:
-            cause = Cause.ORDER if room.fits(other.op, from_us, other.turn_us) else Cause.MEMORY
+            cause = Cause.ORDER if headroom.fits(other.op, from_us, other.start_us) else Cause.MEMORY
             since[cause] = min(since.get(cause, (from_us, other.op)), (from_us, other.op))
     result, end_us = [], ready_us
     for cause in (Cause.ORDER, Cause.MEMORY):
@@ -169,11 +181,45 @@ def _passed_over(rank: int, later: Iterable[_Later], room: Room, gap_us: tuple[i
     return result[::-1]
 
 
-# --- stretches of time ------------------------------------------------------------------------------------------------
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+class _MemoryHeadroom:
+    """Memory that one rank has left below its limit, over time."""
+
+    def __init__(self, timeline: Timeline, rank: int) -> None:
+        self._placement = timeline.plan.placement
+        self._limit = self._placement.cluster.limit_bytes[rank]
+        if self._limit is None:
+            return
+        self._times, levels = [0], [self._placement.static_bytes[rank]]
+        for key, change in timeline.memory_events(rank):
+            self._times.append(key // 4)
+            levels.append(levels[-1] + change)
+        self._max: list[list[int]] = [levels]  # sparse table: _max[p][i] == max(levels[i : i + 2**p])
+        while (width := 1 << len(self._max)) <= len(levels):
+            last = self._max[-1]
+            self._max.append(list(map(max, last, last[width // 2 :])))
+
+    def fits(self, op: Op, from_us: int, start_us: int) -> bool:
+        """Whether `op`, which started at `start_us`, could have run at `from_us` and held its bytes since."""
+        if self._limit is None:
+            return True
+        task = self._placement.tasks[self._placement.index[op.stage, op.kind]]
+        kept, left = max(task.held_bytes, 0), bisect_right(self._times, from_us) - 1
+        running = self._max[0][left] + kept + task.peak_bytes
+        return max(running, self._max_within(left, bisect_left(self._times, start_us)) + kept) <= self._limit
+
+    def _max_within(self, left: int, right: int) -> int:
+        power = max(right - left, 1).bit_length() - 1
+        return max(self._max[power][left], self._max[power][max(left, right - (1 << power))])
+
+
+# --- intervals ----------------------------------------------------------------------------------------------------
 
 
 def _overlaid(pieces: Iterable[Idle], over: Sequence[Idle]) -> list[Idle]:
-    """`pieces` with those of `over` in their place where there are any; both are in order and free of overlaps."""
+    """`pieces`, replaced by those of `over` where they overlap; both are sorted and without overlaps of their own."""
     if not over:
         return [*pieces]
     result, j = [], 0
@@ -192,12 +238,12 @@ def _overlaid(pieces: Iterable[Idle], over: Sequence[Idle]) -> list[Idle]:
 
 
 def _joined(pieces: Iterable[Idle]) -> Iterator[Idle]:
-    """Of one rank; without empty ones, and with neighbours that say the same as one."""
+    """One rank's pieces without empty ones; adjacent pieces that differ in time alone are joined."""
     last: Idle | None = None
     for piece in pieces:
         if piece.start_us >= piece.end_us:
             continue
-        if last is not None and piece.start_us == last.end_us and piece[3:] == last[3:]:  # cause and all beside it
+        if last is not None and piece.start_us == last.end_us and piece[3:] == last[3:]:  # from the cause on
             last = last._replace(end_us=piece.end_us)
             continue
         if last is not None:

@@ -1,4 +1,4 @@
-"""What would make a step shorter: each change is simulated, and its gain is what the simulation says."""
+"""What would make a step shorter. Each change is simulated; its gain is the simulated one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import mean
 from typing import NamedTuple
 
-from rota.calibration import median_us
+from rota.calibration.measured_times import median_us, step_ends_us, with_durations
 from rota.costs import Link
 from rota.errors import RotaError
 from rota.placement import Placement, StepEnd
@@ -18,47 +18,45 @@ from rota.tasks import Kind
 from rota.timeline import Timeline
 from rota.units import size_text, time_text
 
-_UNEVEN = 1.02  # a stage is slow from here on, in parts of the mean
-_SEARCHES, _FEW_OPS = ("zb_auto",), 2_000  # families that search for their order, and up to which size they are asked
+_SLOW_STAGE = 1.02  # a stage is slow if it takes more than this times the mean
+_SEARCHED, _MAX_SEARCHED_OPS = ("zb_auto",), 2_000  # families that search are tried up to this size
 
 
 class Suggestion(NamedTuple):
-    """What to change, and what the makespan becomes: `gain_us` shorter than without the change."""
+    """A change that would make the step shorter.
+
+    Attributes:
+        words: What to change.
+        gain_us: By how much the makespan is shorter.
+        makespan_us: The simulated makespan with the change.
+    """
 
     words: str
     gain_us: int
     makespan_us: int
 
 
-def as_seen(timeline: Timeline) -> Plan:
-    """The timeline's plan, in which every op takes its task's median time, every step end what it took."""
-    plan = timeline.plan
-    medians = median_us([timeline])
-    tasks = tuple(
-        replace(task, duration_us=medians.get((task.stage, task.kind), task.duration_us))
-        for task in plan.placement.tasks
-    )
-    longest: dict[int, tuple[int, int]] = {}
-    for (i, _), (a, b, c, d) in zip(plan.step_end_ranks, timeline.step_ends_us, strict=True):
-        reduce_us, optimizer_us = longest.get(i, (0, 0))
-        longest[i] = max(reduce_us, b - a), max(optimizer_us, d - c)
-    ends = tuple(StepEnd(end.stage, *longest.get(i, (0, 0))) for i, end in enumerate(plan.placement.step_ends))
+def with_measured_times(timeline: Timeline) -> Plan:
+    """The timeline's plan with each task's median time, and the longest time over its ranks of each step end."""
+    plan, longest = timeline.plan, step_ends_us(timeline)
+    tasks = with_durations(plan.placement.tasks, median_us([timeline]))
+    ends = tuple(StepEnd(end.stage, *longest.get(end.stage, (0, 0))) for end in plan.placement.step_ends)
     return replace(plan, placement=replace(plan.placement, tasks=tasks, step_ends=ends))
 
 
 def suggestions(plan: Plan) -> tuple[Suggestion, ...]:
-    """What would help, most first. Each is tried alone."""
+    """Changes that shorten the step, the largest gain first. Each is tried alone."""
     before_us = simulate(plan).makespan_us
     tried = [(words, simulate(changed).makespan_us) for words, changed in _changes(plan)]
-    found = [Suggestion(words, before_us - after, after) for words, after in [*tried, *_orders(plan, before_us)]]
+    found = [Suggestion(words, before_us - after, after) for words, after in [*tried, *_other_orders(plan, before_us)]]
     return tuple(sorted((one for one in found if one.gain_us > 0), key=lambda one: -one.gain_us))
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """The same orders on other costs."""
+    """(description, plan) of changes to the costs; the orders stay."""
     placement = plan.placement
     num_layers = () if plan.usage is None else plan.usage.num_layers
-    yield from ((words, replace(plan, placement=even)) for words, even in _evened(placement, num_layers))
+    yield from ((words, replace(plan, placement=balanced)) for words, balanced in _rebalanced(placement, num_layers))
     if any(route.duration_us for route in placement.routes):
         cluster = replace(placement.cluster, link=Link(), links=())
         yield "transfers that take no time", replace(plan, placement=replace(placement, cluster=cluster))
@@ -71,41 +69,40 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
 # --- work moved between stages ----------------------------------------------------------------------------------------
 
 
-def _evened(placement: Placement, num_layers: Sequence[int]) -> Iterator[tuple[str, Placement]]:
-    """Some of the slowest stage's work moved to its faster neighbour; all stages with the mean's.
+def _rebalanced(placement: Placement, num_layers: Sequence[int]) -> Iterator[tuple[str, Placement]]:
+    """(description, placement): some of the slowest stage's work moved to its faster neighbour; all stages equal.
 
-    `num_layers`: of each stage, empty where it is not known. A single layer cannot be cut.
+    `num_layers`: of each stage; empty if unknown. A stage with a single layer cannot be cut.
     """
     loads = {
         stage: sum(task.duration_us for task in placement.tasks if task.stage == stage) for stage in placement.stages
     }
     slow, average = max(loads, key=loads.__getitem__), mean(loads.values())
-    # In a placement with copies of the stages, these come in the same order again.
-    if loads[slow] <= _UNEVEN * average or (num_layers and num_layers[slow % len(num_layers)] == 1):
+    # A placement with copies of the stages (X) lists the copies in the same order.
+    if loads[slow] <= _SLOW_STAGE * average or (num_layers and num_layers[slow % len(num_layers)] == 1):
         return
     several = "" if num_layers else ", if it has more than one layer"
-    told = f"stage {slow} takes {loads[slow] / average - 1:.0%} longer than the mean: "
+    slow_text = f"stage {slow} takes {loads[slow] / average - 1:.0%} longer than the mean: "
     neighbours = {b if a == slow else a for a, b in placement.stage_edges if slow in (a, b)}
     if neighbours:
         fast = min(neighbours, key=loads.__getitem__)
         moved_us = (loads[slow] - loads[fast]) // 2
         if moved_us > 0:
-            words = (
-                f"{told}move {time_text(moved_us)} of its work ({moved_us / loads[slow]:.0%}) to stage {fast}{several}"
-            )
-            yield words, _moved(placement, slow, fast, moved_us / loads[slow])
-    yield f"{told}cut the model so that all stages take the mean{several}", _all_alike(placement)
+            fraction = moved_us / loads[slow]
+            words = f"{slow_text}move {time_text(moved_us)} of its work ({fraction:.0%}) to stage {fast}{several}"
+            yield words, _moved(placement, slow, fast, fraction)
+    yield f"{slow_text}cut the model so that all stages take the mean{several}", _all_equal(placement)
 
 
-def _moved(placement: Placement, slow: int, fast: int, part: float) -> Placement:
-    """`part` of each of a stage's tasks moved to another stage's task of the same kind."""
-    moved = {task.kind: round(task.duration_us * part) for task in placement.tasks if task.stage == slow}
+def _moved(placement: Placement, slow: int, fast: int, fraction: float) -> Placement:
+    """Move a fraction of each task of stage `slow` to the task of the same kind of stage `fast`."""
+    moved = {task.kind: round(task.duration_us * fraction) for task in placement.tasks if task.stage == slow}
     signs = {slow: -1, fast: 1}
     times = [task.duration_us + signs.get(task.stage, 0) * moved.get(task.kind, 0) for task in placement.tasks]
     return _with_times(placement, times)
 
 
-def _all_alike(placement: Placement) -> Placement:
+def _all_equal(placement: Placement) -> Placement:
     means = {
         kind: round(mean(task.duration_us for task in placement.tasks if task.kind is kind))
         for kind in {task.kind for task in placement.tasks}
@@ -121,15 +118,15 @@ def _with_times(placement: Placement, times_us: list[int]) -> Placement:
 # --- other orders -----------------------------------------------------------------------------------------------------
 
 
-def _orders(plan: Plan, before_us: int) -> Iterator[tuple[str, int]]:
-    """The fastest named schedule of those that fit, and of those that would fit with one micro-batch more."""
-    best: dict[bool, tuple[str, int]] = {}  # by whether it fits
+def _other_orders(plan: Plan, before_us: int) -> Iterator[tuple[str, int]]:
+    """The fastest named schedule that fits, and the fastest that would fit with memory for one more micro-batch."""
+    best: dict[bool, tuple[str, int]] = {}  # fits -> (description, makespan)
     for name, family in NAMED.items():
-        if name in _SEARCHES and plan.num_ops > _FEW_OPS:
+        if name in _SEARCHED and plan.num_ops > _MAX_SEARCHED_OPS:
             continue
         try:
             timeline = simulate(family(plan.placement, plan.num_microbatches))
-        except RotaError:  # it is not defined for this placement
+        except RotaError:  # not defined for this placement
             continue
         if timeline.makespan_us >= best.get(True, ("", before_us))[1]:
             continue
@@ -137,14 +134,14 @@ def _orders(plan: Plan, before_us: int) -> Iterator[tuple[str, int]]:
             continue
         words = f"the order of {name}"
         if excess:
-            words = f"room for one micro-batch more ({size_text(excess)} over the limit), in {words}"
+            words = f"memory for one more micro-batch ({size_text(excess)} over the limit), in {words}"
         if timeline.makespan_us < best.get(not excess, ("", before_us))[1]:
             best[not excess] = words, timeline.makespan_us
     yield from best.values()
 
 
 def _excess_bytes(timeline: Timeline) -> int | None:
-    """By how much the fullest rank is over its limit; None where that is more than one micro-batch keeps there."""
+    """The largest excess over a rank's limit; None if it is more than one micro-batch holds there."""
     worst, placement = 0, timeline.plan.placement
     for rank, limit in enumerate(placement.cluster.limit_bytes):
         if limit is not None:
@@ -156,6 +153,6 @@ def _excess_bytes(timeline: Timeline) -> int | None:
 
 
 def _microbatch_bytes(placement: Placement, rank: int) -> int:
-    """What the forwards of one micro-batch keep on a rank."""
+    """Bytes that the forwards of one micro-batch hold on a rank."""
     forwards = (task for task in placement.tasks if task.kind is Kind.F and rank in task.ranks)
     return sum(max(task.held_bytes, 0) for task in forwards)

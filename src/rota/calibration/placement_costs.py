@@ -1,4 +1,4 @@
-"""A placement -> the costs that it was made of, for other plans of the same stages."""
+"""The inverse of `rota.place`: from a placement to its costs, for other plans of the same stages."""
 
 from __future__ import annotations
 
@@ -11,13 +11,22 @@ from rota.placement import Placement
 from rota.placing import place
 from rota.tasks import Kind, Task
 
-_REMEDY = "only what rota.place makes of costs for training can be turned back into costs"
+_REMEDY = "only placements that rota.place made for training can be turned back into costs"
 
 
 def costs_of(placement: Placement, note: str = "") -> Costs:
-    """What `rota.place` has made this placement of. Raises PlacementError where it has not.
+    """The costs from which `rota.place` made a placement.
 
-    Of several stages on one rank the placement knows the static bytes in all: they are dealt to them evenly.
+    Args:
+        placement: A placement of stages 0, 1, … that `rota.place` made.
+        note: The note of the returned costs: where the numbers come from.
+
+    Returns:
+        Costs that `rota.place` turns into the same tasks and edges. Static bytes are known per rank only: they are
+        divided evenly among the stages that are on that rank alone.
+
+    Raises:
+        PlacementError: The placement is not one that `rota.place` makes for training.
     """
     stages = placement.stages
     if stages != tuple(range(len(stages))):
@@ -41,7 +50,7 @@ def costs_of(placement: Placement, note: str = "") -> Costs:
         forward_peak_bytes=tuple(task.peak_bytes for task in forward),
         backward_peak_bytes=tuple(task.peak_bytes for task in backward),
         weight_peak_bytes=tuple(task.peak_bytes for task in weight) or (0,) * len(stages),
-        static_bytes=_static(placement),
+        static_bytes=_static_bytes(placement),
         reduce_us=tuple(ends[stage].reduce_us if stage in ends else 0 for stage in stages),
         optimizer_us=tuple(ends[stage].optimizer_us if stage in ends else 0 for stage in stages),
         recompute_us=tuple(None if task is None else task.duration_us for task in again) if any(again) else None,
@@ -50,7 +59,7 @@ def costs_of(placement: Placement, note: str = "") -> Costs:
         note=note,
         microbatch_rows=placement.microbatch_rows,
     )
-    _refuse_unlike(placement, costs)
+    _require_same(placement, costs)
     return costs
 
 
@@ -62,7 +71,7 @@ def _task(placement: Placement, stage: int, kind: Kind) -> Task:
 
 
 def _edges(placement: Placement) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...], tuple[int, ...]]:
-    """Pairs of stages, and the bytes forward and back along each."""
+    """Pairs of stages, and the bytes forward and backward along each."""
     forward, back = [], []
     for source, target, size in placement.edges:
         a, b = placement.tasks[source], placement.tasks[target]
@@ -76,27 +85,31 @@ def _edges(placement: Placement) -> tuple[tuple[tuple[int, int], ...], tuple[int
     return pairs, tuple(size for _, size in forward), tuple(size for _, size in back)
 
 
-def _static(placement: Placement) -> tuple[int, ...]:
-    """Each rank's to the stages that are on it alone, the first ones a byte more where it does not divide."""
+def _static_bytes(placement: Placement) -> tuple[int, ...]:
+    """Static bytes per stage: a rank's bytes divided among the stages on it alone; the first get the remainder."""
     of_stage = dict.fromkeys(placement.stages, 0)
     for rank, size in enumerate(placement.static_bytes):
         alone = [stage for stage in placement.stages_on(rank) if placement.ranks_of(stage) == (rank,)]
         if size and not alone:
-            raise PlacementError(f"rank {rank} has {size} static bytes and no stage of its own to have them; {_REMEDY}")
+            raise PlacementError(f"rank {rank} has {size} static bytes, but no stage of its own; {_REMEDY}")
         for i, stage in enumerate(alone):
             of_stage[stage] = size // len(alone) + (i < size % len(alone))
     return tuple(of_stage.values())
 
 
-def _refuse_unlike(placement: Placement, costs: Costs) -> None:
+def _require_same(placement: Placement, costs: Costs) -> None:
+    """Raise PlacementError unless `rota.place` turns the costs back into the placement."""
     again = place(costs, placement.cluster, [placement.ranks_of(stage) for stage in placement.stages])
-    for name, mine, theirs in (("tasks", again.tasks, placement.tasks), ("edges", _named(again), _named(placement))):
+    for name, mine, theirs in (
+        ("tasks", again.tasks, placement.tasks),
+        ("edges", _edge_names(again), _edge_names(placement)),
+    ):
         mine_counted: Counter[object] = Counter(mine)
         differing: Sequence[object] = [*(mine_counted - Counter(theirs)), *(Counter(theirs) - mine_counted)]
         if differing:
-            raise PlacementError(f"{name} are not those of costs, such as {differing[0]}; {_REMEDY}")
+            raise PlacementError(f"{name} differ from what rota.place makes, such as {differing[0]}; {_REMEDY}")
 
 
-def _named(placement: Placement) -> list[str]:
+def _edge_names(placement: Placement) -> list[str]:
     tasks = placement.tasks
     return [f"{tasks[edge.source]} -> {tasks[edge.target]}, {edge.num_bytes} bytes" for edge in placement.edges]

@@ -1,0 +1,197 @@
+"""Why ops of a timeline started when they did: inputs, ops that ran longer than planned, and shared resources."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+from rota.accounting.causes import Cause
+from rota.errors import PlanError
+from rota.plan import Transfer
+from rota.tasks import Op
+from rota.timeline import Timeline
+
+_LOCAL = -1  # instead of a route: the input stayed on the rank
+
+
+class Place(NamedTuple):
+    """The op at `position` of a rank's order."""
+
+    rank: int
+    position: int
+
+
+class Arrival(NamedTuple):
+    """The output of `maker`, complete at `made_us`, arrived at `arrived_us`; `route` is -1 if it stayed on its rank."""
+
+    arrived_us: int
+    made_us: int
+    maker: Place
+    route: int
+
+
+class Readiness:
+    """Where each input of each op of a timeline came from, and when. Linear in the number of ops."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        plan = self.plan = timeline.plan
+        self._num_components = plan.placement.num_components
+        self._positions = [{node: i for i, node in enumerate(nodes)} for nodes in plan.nodes]
+        # (rank, task) -> for each of its inputs (source task, route or _LOCAL, rank of the maker).
+        self._inputs: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        routes: dict[tuple[int, int, int], list[int]] = {}
+        for i, route in enumerate(plan.placement.routes):
+            routes.setdefault((route.source, route.target, route.receiver), []).append(i)
+        for t, task in enumerate(plan.placement.tasks):
+            sources = sorted({edge.source for edge in plan.placement.edges if edge.target == t})
+            for rank in task.ranks:
+                found = self._inputs[rank, t] = []
+                for source in sources:  # possibly along several edges
+                    travelled = routes.get((source, t, rank), [])
+                    found += [(source, i, plan.placement.routes[i].sender) for i in travelled]
+                    if not travelled:
+                        found.append((source, _LOCAL, rank))
+
+    def op(self, place: Place) -> Op:
+        """The op at `place`."""
+        return self.plan.orders[place.rank][place.position]
+
+    def start_us(self, place: Place) -> int:
+        """When the op at `place` started."""
+        return self.timeline.starts_us[place.rank][place.position]
+
+    def end_us(self, place: Place) -> int:
+        """When the op at `place` ended."""
+        return self.timeline.ends_us[place.rank][place.position]
+
+    def transfer(self, arrival: Arrival, reader: Op) -> Transfer:
+        """The transfer that brought an input from another rank to `reader`."""
+        route = self.plan.placement.routes[arrival.route]
+        target = self.plan.placement.tasks[route.target]
+        read_by = Op(target.stage, target.kind, reader.microbatch)
+        return Transfer(self.op(arrival.maker), read_by, route.sender, route.receiver, route.num_bytes)
+
+    def arrivals(self, rank: int, op: Op) -> Iterator[Arrival]:
+        """Arrivals of all inputs of `op` on `rank`, without those of the task's other ranks."""
+        first, k = self.plan.first_node, op.microbatch // self._num_components
+        for source, route, sender in self._inputs[rank, self.plan.placement.index[op.stage, op.kind]]:
+            position = self._positions[sender][first[source] + k]
+            made = self.timeline.ends_us[sender][position]
+            arrived = made if route < 0 else max(made, self.timeline.arrived_us[route][k])
+            yield Arrival(arrived, made, Place(sender, position), route)
+
+    def last_arrival(self, place: Place) -> Arrival | None:
+        """The last arrival that the op needs: of its inputs, and of the other ranks that run the same task."""
+        op, rank = self.op(place), place.rank
+        needs = list(self.arrivals(rank, op))
+        for other in self.plan.placement.tasks[self.plan.placement.index[op.stage, op.kind]].ranks:
+            if other != rank:
+                needs += self.arrivals(other, op)
+                before = self._positions[other][self.plan.node(op)] - 1
+                if before >= 0:
+                    ended = self.timeline.ends_us[other][before]
+                    needs.append(Arrival(ended, ended, Place(other, before), _LOCAL))
+        return max(needs, default=None)
+
+    def ready_us(self, rank: int) -> list[int]:
+        """For each op of a rank's order, when all of its inputs had arrived."""
+        first, num_components = self.plan.first_node, self._num_components
+        arrived, ends, positions = self.timeline.arrived_us, self.timeline.ends_us[rank], self._positions[rank]
+        index, ready = self.plan.placement.index, []
+        for stage, kind, microbatch in self.plan.orders[rank]:
+            k, latest = microbatch // num_components, 0
+            for source, route, _ in self._inputs[rank, index[stage, kind]]:
+                time = arrived[route][k] if route >= 0 else ends[positions[first[source] + k]]
+                if time > latest:
+                    latest = time
+            ready.append(latest)
+        return ready
+
+    def predecessor(self, place: Place) -> Place | None:
+        """The op whose end let this one start: the rank's previous op, or the maker of the last arrival."""
+        arrival = self.last_arrival(place)
+        previous = Place(place.rank, place.position - 1) if place.position else None
+        if arrival is None or (previous is not None and self.end_us(previous) >= arrival.arrived_us):
+            return previous
+        return arrival.maker
+
+
+class Overrun(NamedTuple):
+    """Time that `op` ran longer than planned, with the cause SLOWER or CORES."""
+
+    start_us: int
+    end_us: int
+    cause: Cause
+    op: Op
+
+
+class Contention:
+    """How many of `num_places` are in use over time: cores by busy ranks, a link by transfers.
+
+    `times_us`: (start, end) of each use.
+    """
+
+    def __init__(self, times_us: Iterable[tuple[int, int]], num_places: int) -> None:
+        self.num_places = num_places
+        changes = [change for start, end in times_us for change in ((start, 1), (max(start, end), -1))]
+        self._times, self._busy, self._lost = [0], [0], [0.0]  # _lost: cumulative, of an op that runs from 0
+        for time, change in sorted(changes):
+            share = max(0.0, 1 - num_places / self._busy[-1]) if self._busy[-1] else 0.0
+            self._lost.append(self._lost[-1] + share * (time - self._times[-1]))
+            self._times.append(time)
+            self._busy.append(self._busy[-1] + change)
+
+    def lost_us(self, start_us: int, end_us: int) -> int:
+        """Time that a use of this interval lost, if all uses share the places fairly."""
+        return int(self._lost_until(end_us) - self._lost_until(start_us))
+
+    def _lost_until(self, time_us: int) -> float:
+        i = bisect_right(self._times, time_us) - 1
+        share = max(0.0, 1 - self.num_places / self._busy[i]) if self._busy[i] else 0.0
+        return self._lost[i] + share * (time_us - self._times[i])
+
+    def full_intervals(self, start_us: int, end_us: int) -> Iterator[tuple[int, int]]:
+        """The parts of an idle interval in which others use all places."""
+        first, last = bisect_right(self._times, start_us) - 1, bisect_right(self._times, end_us)
+        inner = [time for time in self._times[first + 1 : last] if start_us < time < end_us]
+        for a, b in pairwise([start_us, *inner, end_us]):
+            if a < b and self._busy[bisect_right(self._times, a) - 1] >= self.num_places:
+                yield a, b
+
+
+class Overruns:
+    """Where a timeline's ops run longer than in `planned`. Raises PlanError if `planned` lacks an op."""
+
+    def __init__(self, readiness: Readiness, planned: Timeline, cores: Contention | None) -> None:
+        self._readiness, self._cores = readiness, cores
+        self._planned_us: list[dict[Op, int]] = [{} for _ in range(planned.num_ranks)]
+        for rank, order in enumerate(planned.plan.orders):
+            times = zip(order, planned.starts_us[rank], planned.ends_us[rank], strict=True)
+            self._planned_us[rank] = {op: end - start for op, start, end in times}
+        for rank, order in enumerate(readiness.plan.orders):
+            known = self._planned_us[rank] if rank < planned.num_ranks else {}
+            if (other := next((op for op in order if op not in known), None)) is not None:
+                raise PlanError(
+                    f"the plan has no {other} on rank {rank}; explain a timeline by its own plan", "unknown"
+                )
+
+    def upstream(self, last: Place, since_us: int) -> Iterator[Overrun]:
+        """Overruns after `since_us` along the chain of predecessors from `last`, latest first."""
+        place: Place | None = last
+        while place is not None and self._readiness.end_us(place) > since_us:
+            yield from self._overruns(place, since_us)
+            place = self._readiness.predecessor(place) if self._readiness.start_us(place) > since_us else None
+
+    def _overruns(self, place: Place, since_us: int) -> Iterator[Overrun]:
+        op, start, end = self._readiness.op(place), self._readiness.start_us(place), self._readiness.end_us(place)
+        due = start + self._planned_us[place.rank][op]
+        if due >= end:
+            return
+        lost = self._cores.lost_us(start, end) if self._cores else 0
+        middle = min(due + lost, end)
+        for a, b, cause in ((middle, end, Cause.SLOWER), (due, middle, Cause.CORES)):
+            if max(a, since_us) < b:
+                yield Overrun(max(a, since_us), b, cause, op)

@@ -1,0 +1,165 @@
+"""A placement with the measured times of ops, transfers and step ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from statistics import median_low
+
+from rota.costs import Cluster, Link
+from rota.errors import PlanError
+from rota.placement import Placement, StepEnd
+from rota.tasks import Kind, Op, Task
+from rota.timeline import Timeline
+
+
+def calibrated(*timelines: Timeline) -> Placement:
+    """The timelines' placement with measured times in place of planned ones.
+
+    A task gets the median duration of its ops (of several ranks the slowest counts), a link the latency and rate that
+    fit its transfers best, and a step end the median of its time on its slowest rank. What no timeline measured stays
+    as planned: links without transfers, reductions and optimizer steps of length 0. Memory stays as planned.
+
+    Args:
+        timelines: One or more timelines of plans of one placement.
+
+    Returns:
+        The first timeline's placement with measured times.
+
+    Raises:
+        PlanError: There is no timeline, or they are not of one placement.
+    """
+    _require_one_placement(timelines)
+    placement = timelines[0].plan.placement
+    tasks = with_durations(placement.tasks, median_us(timelines))
+    return replace(placement, tasks=tasks, cluster=_cluster(timelines), step_ends=_step_ends(timelines))
+
+
+def median_us(timelines: Iterable[Timeline]) -> dict[tuple[int, Kind], int]:
+    """(stage, kind) -> the low median of its ops' durations in µs; of several ranks the slowest counts."""
+    seen: dict[tuple[int, Kind], list[int]] = {}
+    for timeline in timelines:
+        slowest: dict[Op, int] = {}
+        for span in timeline.op_spans():
+            assert isinstance(span.work, Op)
+            slowest[span.work] = max(slowest.get(span.work, 0), span.duration_us)
+        for op, us in slowest.items():
+            seen.setdefault((op.stage, op.kind), []).append(us)
+    return {task: median_low(times) for task, times in seen.items()}
+
+
+def with_durations(tasks: Iterable[Task], durations_us: Mapping[tuple[int, Kind], int]) -> tuple[Task, ...]:
+    """The tasks with the given durations by (stage, kind); others stay as they are."""
+    return tuple(
+        replace(task, duration_us=durations_us.get((task.stage, task.kind), task.duration_us)) for task in tasks
+    )
+
+
+def step_ends_us(timeline: Timeline) -> dict[int, tuple[int, int]]:
+    """Stage -> durations of its longest reduction and its longest optimizer step on any rank."""
+    longest: dict[int, tuple[int, int]] = {}
+    for (i, _), (a, b, c, d) in zip(timeline.plan.step_end_ranks, timeline.step_ends_us, strict=True):
+        stage = timeline.plan.placement.step_ends[i].stage
+        reduce_us, optimizer_us = longest.get(stage, (0, 0))
+        longest[stage] = max(reduce_us, b - a), max(optimizer_us, d - c)
+    return longest
+
+
+def _cluster(timelines: Sequence[Timeline]) -> Cluster:
+    cluster = timelines[0].plan.placement.cluster
+    seen: dict[tuple[int, int], dict[int, list[int]]] = {}  # (sender, receiver) -> bytes -> µs
+    for timeline in timelines:
+        for route, sent, arrived in zip(
+            timeline.plan.placement.routes, timeline.sent_us, timeline.arrived_us, strict=True
+        ):
+            times = seen.setdefault((route.sender, route.receiver), {}).setdefault(route.num_bytes, [])
+            times += [max(end - start, 0) for start, end in zip(sent, arrived, strict=True)]
+    links: dict[tuple[int, int], Link] = {}
+    for sender, receiver, link in cluster.links:
+        links.setdefault((sender, receiver), link)  # the first entry of a pair counts
+    for pair, by_size in seen.items():
+        if any(by_size.values()):
+            links[pair] = fit_link(by_size, cluster.link_between(*pair))
+    special = tuple((*pair, link) for pair, link in links.items() if link != cluster.link)
+    return replace(cluster, links=special)
+
+
+def _step_ends(timelines: Sequence[Timeline]) -> tuple[StepEnd, ...]:
+    planned: dict[int, StepEnd] = {}
+    seen: dict[int, list[tuple[int, int]]] = {}
+    for timeline in timelines:
+        longest = step_ends_us(timeline)
+        for end in timeline.plan.placement.step_ends:
+            planned.setdefault(end.stage, end)
+            seen.setdefault(end.stage, []).append(longest.get(end.stage, (0, 0)))
+    return tuple(_step_end(planned[stage], seen) for stage in sorted(planned))
+
+
+def _step_end(planned: StepEnd, seen: Mapping[int, Sequence[tuple[int, int]]]) -> StepEnd:
+    """The median of each measured time; as planned if a run does not record what its code does after the step."""
+    reduce_us, optimizer_us = (list(column) for column in zip(*seen[planned.stage], strict=True))
+    return StepEnd(
+        planned.stage,
+        median_low(reduce_us) if any(reduce_us) else planned.reduce_us,
+        median_low(optimizer_us) if any(optimizer_us) else planned.optimizer_us,
+    )
+
+
+def _require_one_placement(timelines: Sequence[Timeline]) -> None:
+    if not timelines:
+        raise PlanError("no timelines to calibrate with; give one or more", "missing")
+    shapes = [
+        (
+            [(task.stage, task.kind, task.ranks) for task in timeline.plan.placement.tasks],
+            timeline.plan.placement.edges,
+            timeline.num_ranks,
+        )
+        for timeline in timelines
+    ]
+    for i, shape in enumerate(shapes):
+        if shape != shapes[0]:
+            raise PlanError(
+                f"timeline {i + 1} is of another placement than the first: its stages, ranks or messages differ; "
+                f"calibrate with timelines of one model with the same cuts and placement",
+                "unknown",
+            )
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
+
+
+def fit_link(by_size: Mapping[int, Sequence[int]], planned: Link) -> Link:
+    """The link that fits measured transfers best, by the sum of absolute deviations from the median per size.
+
+    With one size alone, latency and rate cannot be separated: then the rate stays as planned, unless it is too slow.
+
+    Args:
+        by_size: Bytes -> durations in µs of the transfers of that size; at least one.
+        planned: The planned link.
+    """
+    points = [(size, median_low(times), len(times)) for size, times in sorted(by_size.items()) if times]
+    rates = [planned.bytes_per_us, *_rates(points), None]
+    links = [_with_rate(rate, points) for rate in rates]
+    return min(links, key=lambda link: sum(count * abs(us - link.transfer_us(size)) for size, us, count in points))
+
+
+def _rates(points: Sequence[tuple[int, int, int]]) -> list[int]:
+    """Candidate rates in bytes per µs: least squares over the sizes, or the rate that the only size needs."""
+    total = sum(count for *_, count in points)
+    mean_size = sum(size * count for size, _, count in points) / total
+    mean_us = sum(us * count for _, us, count in points) / total
+    spread = sum(count * (size - mean_size) ** 2 for size, _, count in points)
+    if not spread:
+        size, us, _ = points[0]
+        return [-(-size // us)] if size and us else []
+    per_byte = sum(count * (size - mean_size) * (us - mean_us) for size, us, count in points) / spread
+    if per_byte <= 0 or per_byte < 1e-15:
+        return []
+    rate = 1 / per_byte
+    return sorted({max(int(rate), 1), int(rate) + 1, max(round(rate), 1)})
+
+
+def _with_rate(rate: int | None, points: Sequence[tuple[int, int, int]]) -> Link:
+    """The link of this rate with the median latency."""
+    latencies = [us - Link(0, rate).transfer_us(size) for size, us, count in points for _ in range(count)]
+    return Link(max(median_low(latencies), 0), rate)

@@ -1,0 +1,408 @@
+"""Compare a plan with what was measured: op by op, and every µs of the difference in makespan by its cause.
+
+The causes come from a replay: the plan is simulated repeatedly, each time with one more measured quantity (see `Part`),
+until all are measured. The makespan grows from the planned to the measured one, and the growth of each step is one
+cause's part. Only clocks can leave a remainder, where by the clocks something was read before it arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+from statistics import median
+from typing import final
+
+from rota import notebook
+from rota.accounting.delays import Contention, Place, Readiness
+from rota.errors import PlanError
+from rota.placement import StepEnd
+from rota.plan import Plan
+from rota.simulation import timeline_of
+from rota.taskgraph import TaskGraph
+from rota.tasks import Kind, Op
+from rota.timeline import Timeline
+from rota.units import count_text
+
+
+class Part(StrEnum):
+    """Where a difference in makespan comes from, in the order in which measured quantities replace planned ones."""
+
+    SLOWER = "slower ops"  #: measured durations of ops, without what CORES counts
+    CORES = "shared cores"  #: time that ops and launches lost because more ranks were busy than there are cores
+    ARRIVALS = "later arrivals"  #: measured durations of transfers, without what CONTENTION counts
+    CONTENTION = "contention"  #: time that transfers lost to others on the same link at the same time
+    SENDS = "late sends"  #: a transfer starts later than what it sends was made
+    LAUNCH = "launch gaps"  #: an op starts later than all that it needs arrived, or the ranks of a task start apart
+    STEP_END = "step end"  #: measured starts and durations of reductions and optimizer steps
+    CLOCK = "clocks"  #: by the clocks, something was read before it arrived
+
+
+@dataclass(frozen=True, slots=True)
+class OpDifference:
+    """How much later one op on one rank started, and how much longer it ran, than planned, in µs."""
+
+    rank: int
+    op: Op
+    later_us: int
+    longer_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class KindRow:
+    """All ops of one kind of one stage: the planned duration, and the median, least and most of the measured ones."""
+
+    stage: int
+    kind: Kind
+    num_ops: int
+    planned_us: int
+    median_us: int
+    least_us: int
+    most_us: int
+
+
+#: Each part in words, for text reports.
+_DESCRIPTIONS = {
+    Part.SLOWER: "the plan simulated with the measured op times",
+    Part.CORES: "of these, and of launch gaps: more ranks are busy than cores",
+    Part.ARRIVALS: "and with the measured transfer times",
+    Part.CONTENTION: "of these, because transfers share a link",
+    Part.SENDS: "made, but not yet on its way",
+    Part.LAUNCH: "ready, but not started yet",
+    Part.STEP_END: "reductions and optimizer steps",
+    Part.CLOCK: "read before it arrived, by the clocks",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A planned and a measured timeline, compared.
+
+    Attributes:
+        planned: The simulated plan.
+        measured: What happened.
+        rows: One row per stage and kind, sorted.
+        ops: One entry per op and rank, in the order of `Timeline.op_spans`.
+        parts_us: Measured less planned makespan by cause, in µs. The parts add up exactly. Each is the growth of the
+            makespan when, in the order of `Part`, one more measured quantity is simulated.
+    """
+
+    planned: Timeline
+    measured: Timeline
+    rows: tuple[KindRow, ...]
+    ops: tuple[OpDifference, ...]
+    parts_us: dict[Part, int]
+
+    @property
+    def difference_us(self) -> int:
+        """Measured less planned makespan."""
+        return self.measured.makespan_us - self.planned.makespan_us
+
+    @property
+    def slower_ops_us(self) -> int:
+        """Growth of the makespan because ops run longer or wait for a core."""
+        return self.parts_us[Part.SLOWER] + self.parts_us[Part.CORES]
+
+    @property
+    def later_arrivals_us(self) -> int:
+        """Further growth of the makespan with the measured durations of transfers."""
+        return self.parts_us[Part.ARRIVALS] + self.parts_us[Part.CONTENTION]
+
+    @property
+    def rest_us(self) -> int:
+        """The sum of the other parts."""
+        return self.difference_us - self.slower_ops_us - self.later_arrivals_us
+
+    def to_text(self) -> str:
+        """The report that `rota compare` prints."""
+        planned, measured = self.planned, self.measured
+        lines = [
+            *_other_rows(planned.plan, measured.plan),
+            "                 planned    measured  difference",
+            _row("makespan µs", planned.makespan_us, measured.makespan_us),
+            f"{'bubble':<12}{planned.bubble_fraction:>11.1%}{measured.bubble_fraction:>12.1%}"
+            f"{100 * (measured.bubble_fraction - planned.bubble_fraction):>+8.1f} pts",
+            "",
+            "Where the difference in makespan comes from:",
+            *(f"  {part:<16}{us:>+12,} µs   ({_DESCRIPTIONS[part]})" for part, us in self.parts_us.items()),
+            "",
+            "  op      planned µs   median µs    of planned    least … most µs",
+        ]
+        for row in self.rows:
+            ratio = f"{row.median_us / row.planned_us:.0%}" if row.planned_us else "-"
+            lines.append(
+                f"  {row.stage}{row.kind:<4}{row.planned_us:>13,}{row.median_us:>12,}{ratio:>14}"
+                f"    {row.least_us:,} … {row.most_us:,}  ({row.num_ops})"
+            )
+        worst = sorted(self.ops, key=lambda d: -d.longer_us)[:3]
+        if worst and worst[0].longer_us > 0:
+            longest = ", ".join(f"{d.op} (+{d.longer_us:,} µs)" for d in worst if d.longer_us > 0)
+            lines += ["", f"Longest overruns: {longest}"]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """Both timelines on one scale, and the report."""
+        until = max(self.planned.makespan_us, self.measured.makespan_us)
+        pictures = self.planned.to_snippet("Planned", until), self.measured.to_snippet("Measured", until)
+        return notebook.document(*pictures, notebook.preformatted(self.to_text()))
+
+
+def _other_rows(planned: Plan, measured: Plan) -> list[str]:
+    """Says so if the micro-batches that ran have another size than those that the plan is for."""
+    expected, seen = planned.microbatch_rows, measured.microbatch_rows
+    if expected is None or seen is None or expected == seen:
+        return []
+    return [
+        f"The plan is for micro-batches of {count_text(expected, 'row')}, but those measured have {seen}: profile with "
+        f"{count_text(seen, 'row')} and plan again, or give each micro-batch {expected}.",
+        "",
+    ]
+
+
+def _row(name: str, planned: int, measured: int) -> str:
+    change = f"{(measured - planned) / planned:+.1%}" if planned else "-"
+    return f"{name:<12}{planned:>11,}{measured:>12,}{change:>12}"
+
+
+def compare(planned: Timeline | Plan, measured: Timeline | Plan, num_cores: int | None = None) -> Comparison:
+    """Compare what was measured with what was planned.
+
+    Args:
+        planned: The plan, which is simulated, or its timeline.
+        measured: The timeline of a run of the same plan; a plan is simulated.
+        num_cores: Number of cores, if all ranks share one machine. If given, part of the time that ops ran longer is
+            `Part.CORES`.
+
+    Returns:
+        Both timelines, the differences op by op, and the difference in makespan by cause.
+
+    Raises:
+        PlanError: The two are not of the same plan, but for its costs.
+    """
+    planned, measured = timeline_of(planned), timeline_of(measured)
+    plan = planned.plan
+    if _shape(plan) != _shape(measured.plan):
+        raise PlanError(_mismatch(plan, measured.plan), "unknown")
+    groups: dict[tuple[int, Kind], list[tuple[int, int]]] = {}
+    ops = []
+    for before, after in zip(planned.op_spans(), measured.op_spans(), strict=True):
+        op = before.work
+        assert isinstance(op, Op)
+        groups.setdefault((op.stage, op.kind), []).append((before.duration_us, after.duration_us))
+        ops.append(
+            OpDifference(before.rank, op, after.start_us - before.start_us, after.duration_us - before.duration_us)
+        )
+    rows = []
+    for (stage, kind), pairs in sorted(groups.items()):
+        expected, seen = [a for a, _ in pairs], [b for _, b in pairs]
+        numbers = round(median(expected)), round(median(seen)), min(seen), max(seen)
+        rows.append(KindRow(stage, kind, len(pairs), *numbers))
+    expected_us, seen_us = _parts_us(plan, planned, num_cores), _parts_us(plan, measured, num_cores)
+    parts = {part: seen_us[part] - expected_us[part] for part in Part}
+    return Comparison(planned, measured, tuple(rows), tuple(ops), parts)
+
+
+def _shape(plan: Plan) -> tuple[object, ...]:
+    """A plan without its costs, which may have been measured again."""
+    tasks = tuple((task.stage, task.kind, task.ranks) for task in plan.placement.tasks)
+    edges = tuple(edge[:2] for edge in plan.placement.edges)
+    return plan.orders, plan.num_microbatches, tasks, edges
+
+
+def _mismatch(a: Plan, b: Plan) -> str:
+    if (a.num_ranks, a.num_microbatches) != (b.num_ranks, b.num_microbatches):
+        return (
+            f"the timelines are of different plans: {a.num_ranks} ranks and {a.num_microbatches} micro-batches "
+            f"against {b.num_ranks} and {b.num_microbatches}; compare two timelines of one plan"
+        )
+    differing = [r for r, (x, y) in enumerate(zip(a.orders, b.orders, strict=True)) if x != y]
+    what = f"rank {differing[0]} does another order" if differing else "tasks or edges differ"
+    return f"the timelines are of different plans: {what}; compare two timelines of one plan"
+
+
+# --- the replay -------------------------------------------------------------------------------------------------------
+
+
+def _parts_us(plan: Plan, timeline: Timeline, num_cores: int | None) -> dict[Part, int]:
+    """How much later `timeline` ends than the simulated `plan`, by cause; the parts add up exactly."""
+    replay = _Replay(plan, timeline, num_cores)
+    ends = [replay.makespan_us(steps) for steps in range(len(Part))]
+    ends.append(timeline.makespan_us)
+    return {part: after - before for part, before, after in zip(Part, ends, ends[1:], strict=False)}
+
+
+@final
+class _Replay:
+    """A graph with one node per op and rank, then two per step end and rank: a reduction and an optimizer step.
+
+    A node waits for its inputs and for the previous op of its rank. As planned, the ranks of one task start together:
+    each also waits for what the others need.
+    """
+
+    def __init__(self, plan: Plan, timeline: Timeline, num_cores: int | None) -> None:
+        self._timeline, self._num_cores = timeline, num_cores
+        self._plan = _with_step_ends(plan, timeline.plan)
+        self._readiness = Readiness(timeline)
+        self._first = [0]
+        for order in plan.orders:
+            self._first.append(self._first[-1] + len(order))
+        self._places = [Place(rank, i) for rank, order in enumerate(plan.orders) for i in range(len(order))]
+
+    def makespan_us(self, num_steps: int) -> int:
+        """The makespan with the first `num_steps` parts as measured."""
+        measured = [*Part][:num_steps]
+        durations, lags = self._durations(measured), self._lags(measured)
+        inputs: list[Sequence[tuple[int, int]]] = []
+        for place, own in zip(self._places, self._inputs, strict=True):
+            before = [(self._node(place) - 1, 0)] if place.position else []
+            reads = own if Part.LAUNCH in measured else self._together(place)
+            inputs.append([*before, *((node, 0 if route < 0 else lags(route, k)) for node, route, k in reads)])
+        inputs += [[(node, 0) for node in nodes] for nodes in self._step_end_inputs(Part.STEP_END not in measured)]
+        return max(TaskGraph(durations, inputs).earliest().ends_us, default=0)
+
+    def _node(self, place: Place) -> int:
+        return self._first[place.rank] + place.position
+
+    # --- what waits for what ----------------------------------------------------------------------------------------
+
+    @cached_property
+    def _inputs(self) -> list[list[tuple[int, int, int]]]:
+        """For each op's node its inputs: (node, route or -1, position among the route's transfers)."""
+        num_components = self._plan.placement.num_components
+        result = []
+        for place in self._places:
+            op = self._readiness.op(place)
+            arrivals = self._readiness.arrivals(place.rank, op)
+            result.append([(self._node(one.maker), one.route, op.microbatch // num_components) for one in arrivals])
+        return result
+
+    def _together(self, place: Place) -> Iterator[tuple[int, int, int]]:
+        """Inputs of the op on all of its ranks, and their previous ops."""
+        op = self._readiness.op(place)
+        ranks = self._plan.placement.tasks[self._plan.placement.index[op.stage, op.kind]].ranks
+        if len(ranks) == 1:
+            yield from self._inputs[self._node(place)]
+            return
+        for rank in ranks:
+            node = self._first[rank] + self._positions[rank][self._plan.node(op)]
+            yield from self._inputs[node]
+            if node > self._first[rank]:
+                yield node - 1, -1, 0
+
+    @cached_property
+    def _positions(self) -> list[dict[int, int]]:
+        return [{node: i for i, node in enumerate(nodes)} for nodes in self._plan.nodes]
+
+    def _step_end_inputs(self, in_turn: bool) -> list[list[int]]:
+        """Inputs of each reduction and optimizer step; `in_turn`: one after the other per rank, as planned."""
+        plan, num_nodes, result = self._plan, len(self._places), []
+        for j, (_, rank) in enumerate(plan.step_end_ranks):
+            reduction = plan.num_ops + 2 * j
+            for node in (reduction, reduction + 1):
+                before = [source for source, _ in plan.graph.inputs[node]]
+                ops = [self._first[rank] + self._positions[rank][source] for source in before if source < plan.num_ops]
+                ends = [source for source in before if source >= plan.num_ops]
+                if not in_turn:
+                    ends = [reduction] if node > reduction else []
+                    ops = ops if node == reduction else [*range(self._first[rank], self._first[rank + 1])[-1:]]
+                result.append(ops + [num_nodes + source - plan.num_ops for source in ends])
+        return result
+
+    # --- durations and lags -----------------------------------------------------------------------------------------
+
+    def _durations(self, measured: Sequence[Part]) -> list[int]:
+        """Duration of each node, including the time by which it starts late."""
+        plan, result = self._plan, []
+        for place in self._places:
+            op = self._readiness.op(place)
+            us = planned = plan.placement.tasks[plan.placement.index[op.stage, op.kind]].duration_us
+            start, end = self._readiness.start_us(place), self._readiness.end_us(place)
+            if Part.SLOWER in measured:
+                us = end - start
+            if Part.CORES not in measured:
+                us -= min(max(us - planned, 0), self._cores.lost_us(start, end) if self._cores else 0)
+            late = self._late_us(place)
+            result.append(us + (late[0] if Part.CORES in measured else 0) + (late[1] if Part.LAUNCH in measured else 0))
+        for i, rank in plan.step_end_ranks:
+            step_end = plan.placement.step_ends[i]
+            if Part.STEP_END in measured:
+                result += self._step_end_us.get((step_end.stage, rank), (0, 0))
+            else:
+                result += [step_end.reduce_us, step_end.optimizer_us]
+        return result
+
+    def _late_us(self, place: Place) -> tuple[int, int]:
+        """How long the op was ready while other ranks used all cores, and while a core was free."""
+        arrivals = self._readiness.arrivals(place.rank, self._readiness.op(place))
+        before = self._readiness.end_us(place._replace(position=place.position - 1)) if place.position else 0
+        ready_us = max((one.arrived_us for one in arrivals), default=0)
+        ready_us, start_us = max(ready_us, before), self._readiness.start_us(place)
+        full = self._cores.full_intervals(ready_us, start_us) if self._cores and ready_us < start_us else ()
+        full_us = sum(b - a for a, b in full)
+        return full_us, max(start_us - ready_us, 0) - full_us
+
+    @cached_property
+    def _step_end_us(self) -> Mapping[tuple[int, int], tuple[int, int]]:
+        """(stage, rank) -> measured duration of the reduction and the optimizer step, with how late each started."""
+        found, timeline, inputs = {}, self._timeline, self._step_end_inputs(in_turn=False)
+        ends = [end for column in timeline.ends_us for end in column]
+        pairs = [(timeline.plan.placement.step_ends[i].stage, rank) for i, rank in timeline.plan.step_end_ranks]
+        measured = dict(zip(pairs, timeline.step_ends_us, strict=True))
+        for j, (i, rank) in enumerate(self._plan.step_end_ranks):
+            stage = self._plan.placement.step_ends[i].stage
+            a, b, c, d = measured.get((stage, rank), (0, 0, 0, 0))
+            late = []
+            for node, (start, end) in zip(inputs[2 * j : 2 * j + 2], ((a, b), (c, d)), strict=True):
+                late.append(max(start - max((ends[before] for before in node), default=0), 0))
+                ends.append(end)
+            found[stage, rank] = b - a + late[0], d - c + late[1]
+        return found
+
+    def _lags(self, measured: Sequence[Part]) -> Callable[[int, int], int]:
+        """A function of (route, k): the lag of the route's k-th transfer."""
+        routes, timeline = self._plan.placement.routes, self._timeline
+
+        def lag(route: int, k: int) -> int:
+            us = routes[route].duration_us
+            sent, arrived = timeline.sent_us[route][k], timeline.arrived_us[route][k]
+            if Part.ARRIVALS in measured:
+                lost = 0 if Part.CONTENTION in measured else self._links[routes[route][2:4]].lost_us(sent, arrived)
+                excess = max(arrived - sent - us, 0)
+                us = max(arrived - sent, 0) - min(excess, lost)
+            if Part.SENDS in measured:
+                us += max(sent - self._made_us(route, k), 0)
+            return us
+
+        return lag
+
+    def _made_us(self, route: int, k: int) -> int:
+        source, rank = self._plan.placement.routes[route].source, self._plan.placement.routes[route].sender
+        return self._timeline.ends_us[rank][self._positions[rank][self._plan.first_node[source] + k]]
+
+    # --- shared resources -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _cores(self) -> Contention | None:
+        times = ((span.start_us, span.end_us) for span in self._timeline.op_spans())
+        return Contention(times, self._num_cores) if self._num_cores else None
+
+    @cached_property
+    def _links(self) -> dict[tuple[int, ...], Contention]:
+        """(sender, receiver) -> the use of that link by transfers over time."""
+        times: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        timeline = self._timeline
+        for route, sent, arrived in zip(
+            self._plan.placement.routes, timeline.sent_us, timeline.arrived_us, strict=True
+        ):
+            times.setdefault(route[2:4], []).extend(zip(sent, arrived, strict=True))
+        return {pair: Contention(on_it, 1) for pair, on_it in times.items()}
+
+
+def _with_step_ends(plan: Plan, other: Plan) -> Plan:
+    """`plan` with the step ends that only `other` has; they take no time."""
+    known = {end.stage for end in plan.placement.step_ends}
+    more = tuple(StepEnd(end.stage, 0, 0) for end in other.placement.step_ends if end.stage not in known)
+    if not more:
+        return plan
+    return replace(plan, placement=replace(plan.placement, step_ends=plan.placement.step_ends + more))

@@ -1,0 +1,262 @@
+"""Several stages per rank: bisection on the slowest rank's time, where a tree search decides each bound.
+
+    rounds of stages    0 1 2 3 | 4 5 6 7 | 8 9 10 11      the tree: one stage at a time, in order
+                                            ╰ last round: one budget per stage, solved exactly by `chain.balanced_ends`
+
+A branch ends if the remaining layers cannot fit, or if a state with at least as much left on every rank has failed
+before. The decision is NP-hard (partition is a special case), so the tree has a limited number of nodes. The answer
+comes with the lower bound that is proven by then.
+
+`_Counts` gives lower bounds by counting. Each layer has a number of quanta of q µs, rounded down. A rank with h quanta
+of layers in v runs takes at least as long as the v cheapest runs with h quanta, wherever these are; and all ranks
+together have all quanta. So the bound sees that equal layers do not divide evenly among the ranks; the mean does not.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from operator import le
+from typing import final
+
+from rota.cutting.balancing import balanced_memory, rebalance
+from rota.cutting.chain import balanced_ends, least
+from rota.cutting.problem import CutProblem, StageBytes
+
+_MAX_FAILURES = 48  # failed states remembered per (stage, first layer)
+_NUM_NODE_QUANTA = 3  # quanta by which each node of the tree is bounded
+_NUM_DECISIONS = 4  # one decision may use this fraction of the nodes
+_MAX_QUANTA = 24  # of a rank's time
+_SMALLEST = (0, 1, 2)  # ranks, among the distinct layer times, of those that become the quantum of a table
+
+
+class _OutOfNodes(Exception):
+    pass
+
+
+def cut_virtual_stages(problem: CutProblem, first: list[int], num_nodes: int) -> tuple[list[int] | None, int]:
+    """Boundaries, and a lower bound in units on the slowest rank of any cut; the search begins with the cut `first`.
+
+    The boundaries are None if no cut was found. Then a bound above `problem.upper_bound` proves that none exists.
+    """
+    if problem.exceeds_total_memory:
+        return None, problem.upper_bound + 1
+    # A layer's least time over the stages: these differ by whether they recompute, and how their backward is split.
+    steps = ([after - before for before, after in pairwise(prefix)] for prefix in problem.prefixes)
+    times_us = list(map(min, *steps))
+    counts = _Counts(problem, times_us)
+    tree = _Tree(problem, counts, times_us, num_nodes)
+    low = least(0, problem.upper_bound, counts.is_possible)
+    best = _first_fit(problem, first, tree)
+    if best is None:
+        return None, low if tree.was_cut_short else problem.upper_bound + 1
+    proven, high = low, max(problem.rank_times(best))
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            found = tree.decide(middle)
+        except _OutOfNodes:  # unknown: a larger bound may still be decided
+            low = middle + 1
+            continue
+        if found is None:
+            proven = low = middle + 1
+        else:
+            best = rebalance(problem, found)
+            high = max(problem.rank_times(best))
+    return best, min(proven, high)
+
+
+def _first_fit(problem: CutProblem, first: list[int], tree: _Tree) -> list[int] | None:
+    """A cut that fits: made from stages of equal time, from stages of equal memory, or whatever the tree finds."""
+    best = rebalance(problem, first)
+    if problem.excess_bytes(best):
+        best = rebalance(problem, balanced_memory(problem))
+    if not problem.excess_bytes(best):
+        return best
+    try:
+        found = tree.decide(problem.upper_bound)
+    except _OutOfNodes:
+        return None
+    return None if found is None else rebalance(problem, found)
+
+
+@final
+class _Counts:
+    """Bounds by counting quanta; `times_us[layer]` is a lower bound on the layer's time."""
+
+    def __init__(self, problem: CutProblem, times_us: Sequence[int]) -> None:
+        self._problem, self._times_us = problem, times_us
+        largest, small = max(times_us), sorted({time for time in times_us if time})
+        chosen = [small[i] for i in (*_SMALLEST, len(small) // 8) if i < len(small)]
+        quanta = {quantum for quantum in chosen if largest < _MAX_QUANTA * quantum}
+        self._tables = [(quantum, self._cheapest_us(quantum)) for quantum in sorted(quanta)]
+
+    def is_possible(self, bound: int) -> bool:
+        """False if provably no cut keeps all ranks within `bound`."""
+        budgets_us = self._problem.budgets_us(bound)
+        if min(budgets_us) < 0 or any(spare < 0 for spare, _ in self.spare_quanta(bound)):
+            return False
+        for quantum, cheapest_us in self._tables:
+            most = (self._max_quanta(us, quantum, cheapest_us) for us in budgets_us)
+            if sum(most) < sum(time // quantum for time in self._times_us):
+                return False
+        return True
+
+    def spare_quanta(self, bound: int) -> Iterator[tuple[int, int]]:
+        """(spare quanta of all ranks, quantum in µs), for quanta that the fastest rank can just not fit once more."""
+        budgets_us = self._problem.budgets_us(bound)
+        for num_quanta in range(_MAX_QUANTA):
+            quantum = max(budgets_us) // (num_quanta + 1) + 1
+            needed = sum(time // quantum for time in self._times_us)
+            yield sum(us // quantum for us in budgets_us) - needed, quantum
+        yield sum(budgets_us) - sum(self._times_us), 1
+
+    def _max_quanta(self, budget_us: int, quantum: int, cheapest_us: Sequence[int]) -> int:
+        """Upper bound on the quanta that a rank fits into its budget."""
+        count = bisect_right(cheapest_us, budget_us) - 1
+        return count if count + 1 < len(cheapest_us) else budget_us // quantum
+
+    def _cheapest_us(self, quantum: int) -> list[int]:
+        """Entry h: the least time of as many runs as a rank has stages that have at least h quanta."""
+        counts = [time // quantum for time in self._times_us]
+        num_runs = self._problem.num_stages // self._problem.num_ranks
+        most = 2 * -(-sum(counts) // self._problem.num_ranks) + 1
+        outside = [[math.inf] * (most + 1) for _ in range(num_runs + 1)]  # [runs begun][quanta], layer by layer
+        inside = [list(row) for row in outside]
+        outside[0][0] = 0
+        for time, count in zip(self._times_us, counts, strict=True):
+            for run in range(num_runs, 0, -1):  # last runs first: a run begins after the one before it has ended
+                row = [math.inf] * (most + 1)
+                for have, (going_on, begun) in enumerate(zip(inside[run], outside[run - 1], strict=True)):
+                    us = min(going_on, begun) + time
+                    if us < row[min(have + count, most)]:
+                        row[min(have + count, most)] = us
+                inside[run] = row
+                outside[run] = list(map(min, outside[run], row))
+        cheapest = list(map(min, *outside))
+        cheapest = [*accumulate(reversed(cheapest), min)][::-1]  # more quanta also count
+        return [int(us) for us in cheapest if us < math.inf]
+
+
+@final
+class _Tree:
+    """Finds boundaries within a bound, or proves that there are none."""
+
+    def __init__(self, problem: CutProblem, counts: _Counts, times_us: Sequence[int], num_nodes: int) -> None:
+        self._problem, self._counts, self._times_us = problem, counts, times_us
+        self._num_nodes = self._left_nodes = num_nodes
+        self._stop_at = 0  # a decision is given up when this many nodes are left
+        self.was_cut_short = False
+        self._last_round = problem.num_stages - problem.num_ranks
+        self._prefix = prefix = [0, *accumulate(times_us)]
+        self._run_times_us = sorted({b - a for i, a in enumerate(prefix) for b in prefix[i + 1 :]})
+        self._shortest_us = [0, *accumulate(reversed(times_us), min)][::-1]  # shortest layer from each on
+        self._quanta: list[tuple[int, list[int]]] = []  # quantum, and the quanta of all layers from each on
+        self._budgets_us: list[int] = []  # by rank: the whole budget, and what is left of it
+        self._left_us: list[int] = []
+        self._left_bytes: list[int] = []
+        self._peak_bytes: list[int] = []
+        self._failed: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+
+    def decide(self, bound: int) -> list[int] | None:
+        """Boundaries within the bound, or None if there are none. Raises _OutOfNodes."""
+        if not self._counts.is_possible(bound):
+            return None
+        problem = self._problem
+        self._budgets_us = [bound // weight for weight in problem.weights]
+        self._left_us = problem.budgets_us(bound)
+        if problem.memory is not None:
+            self._left_bytes = [2**62 if limit is None else limit for limit in problem.memory.limits]
+        self._peak_bytes = [0] * problem.num_ranks
+        self._failed = {}
+        self._quanta = []
+        for _, quantum in sorted(self._counts.spare_quanta(bound))[:_NUM_NODE_QUANTA]:
+            counts = accumulate(us // quantum for us in reversed(self._times_us))
+            self._quanta.append((quantum, [0, *counts][::-1]))
+        self._stop_at = max(self._left_nodes - self._num_nodes // _NUM_DECISIONS, 0)
+        ends = self._ends_from(0, 0)
+        return None if ends is None else [0, *ends]
+
+    def _ends_from(self, stage: int, start: int) -> list[int] | None:
+        """Ends of the stages from `stage` on, within what the ranks have left."""
+        if self._left_nodes <= self._stop_at:
+            self.was_cut_short = True
+            raise _OutOfNodes
+        self._left_nodes -= 1
+        if stage == self._last_round:
+            return self._last_ends(start)
+        if self._exceeds_budgets(stage, start):
+            return None
+        left = (*self._left_us, *self._left_bytes, *(-peak for peak in self._peak_bytes))
+        failed = self._failed.setdefault((stage, start), [])
+        if any(all(map(le, left, other)) for other in failed):
+            return None
+        rank, prefix, memory = self._problem.rank_of[stage], self._problem.prefixes[stage], self._problem.memory
+        for end in self._candidate_ends(stage, start):
+            time_us, before = prefix[end] - prefix[start], self._peak_bytes[rank]
+            if memory is not None and not memory.fits(stage, start, end, self._left_bytes[rank], before):
+                continue
+            needed = StageBytes(0, 0) if memory is None else memory.needed(stage, start, end)
+            self._spend(rank, time_us, needed.held_bytes, max(before, needed.peak_bytes))
+            ends = self._ends_from(stage + 1, end)
+            self._spend(rank, -time_us, -needed.held_bytes, before)
+            if ends is not None:
+                return [end, *ends]
+        if len(failed) < _MAX_FAILURES:
+            failed.append(left)
+        return None
+
+    def _spend(self, rank: int, time_us: int, held_bytes: int, peak_bytes: int) -> None:
+        self._left_us[rank] -= time_us
+        if self._problem.memory is not None:
+            self._left_bytes[rank] -= held_bytes
+            self._peak_bytes[rank] = peak_bytes
+
+    def _exceeds_budgets(self, stage: int, start: int) -> bool:
+        """Whether the layers from `start` on provably do not fit into what the ranks have left.
+
+        Time is counted in quanta, rounded down. A rank with one stage left fits at most the longest run of layers,
+        wherever it is, that is no longer than what the rank has left.
+        """
+        left_us = list(self._left_us)
+        for done in range(self._last_round - self._problem.num_ranks, stage):
+            rank = self._problem.rank_of[done]
+            i = bisect_right(self._run_times_us, left_us[rank])
+            if not i:
+                return True
+            left_us[rank] = self._run_times_us[i - 1]
+        if any(sum(us // quantum for us in left_us) < counts[start] for quantum, counts in self._quanta):
+            return True
+        memory = self._problem.memory
+        return memory is not None and sum(self._left_bytes) < memory.least_static_bytes(start)
+
+    def _candidate_ends(self, stage: int, start: int) -> list[int]:
+        """Ends within the rank's time, those first whose stage takes close to the average share of it."""
+        problem, rank, prefix = self._problem, self._problem.rank_of[stage], self._problem.prefixes[stage]
+        num_later = problem.num_stages - stage - 1
+        rounds_later = num_later // problem.num_ranks
+        left_us, begin = self._left_us[rank], prefix[start]
+        share = left_us * (self._prefix[-1] - self._prefix[start]) / max(sum(self._left_us), 1) / (rounds_later + 1)
+        ends = []
+        for end in range(start + 1, problem.num_layers - num_later + 1):
+            time_us = prefix[end] - begin
+            if time_us + max(rounds_later, 1) * self._shortest_us[end] > left_us:
+                break
+            ends.append((abs(time_us - share), end))
+        return [end for _, end in sorted(ends)]
+
+    def _last_ends(self, start: int) -> list[int] | None:
+        """Ends of the last round, one stage per rank, by the exact program."""
+        problem, memory = self._problem, self._problem.memory
+        ranks = problem.rank_of[self._last_round :]
+        budgets_us = [self._left_us[rank] for rank in ranks]
+        spent_us = [self._budgets_us[rank] - self._left_us[rank] for rank in ranks]
+
+        def fits(stage: int, begin: int, end: int) -> bool:
+            assert memory is not None
+            rank = problem.rank_of[stage]
+            return memory.fits(stage, begin, end, self._left_bytes[rank], self._peak_bytes[rank])
+
+        return balanced_ends(problem, self._last_round, start, budgets_us, spent_us, None if memory is None else fits)
