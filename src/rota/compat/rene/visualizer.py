@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 from rota.compat.rene.constants import DEFAULT_ANNOTATION_ARGS, DEFAULT_LINE_ARGS, DEFAULT_RECTANGLE_ARGS
 from rota.compat.rene.dag import ReneDAG
 from rota.compat.rene.instruction import Instruction, ReneError, of_type
-from rota.drawing.saving import require_matplotlib
+from rota.drawing.figure import require_matplotlib
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
