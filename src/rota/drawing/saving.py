@@ -77,7 +77,9 @@ def save_figure(draw_on: Callable[[Figure], object], inches: tuple[float, float]
 def _suffix(path: str | PathLike[str], known: tuple[str, ...]) -> str:
     """Return the suffix of a path, or raise RotaError if it is not one of `known`."""
     if not isinstance(path, (str, PathLike)):
-        raise RotaError(f"path is of type {type(path).__name__}; give the name of a file that ends in {', '.join(known)}")
+        raise RotaError(
+            f"path is of type {type(path).__name__}; give the name of a file that ends in {', '.join(known)}"
+        )
     suffix = Path(path).suffix.lower()
     if suffix not in known:
         raise RotaError(f"the name {str(path)!r} names no known format; use one that ends in {', '.join(known)}")
