@@ -149,7 +149,7 @@ class SchedPlan:
         return peak
 
     def validate(self, complete: bool = True) -> bool:
-        """Return whether each block starts after its dependencies and, with `complete`, whether all of them are present."""
+        """Return whether each block starts after its dependencies and, with `complete`, whether none is missing."""
         for block, step in self._steps.items():
             known = [prev for prev in block.before if prev in self._steps]
             if complete and len(known) < len(block.before):
