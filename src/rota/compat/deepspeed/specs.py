@@ -76,7 +76,7 @@ class TiedLayerSpec(LayerSpec):
                 attrgetter(name)(module)
             except AttributeError:
                 raise SplitError(
-                    f"tied_weight_attr is {name!r}, but {self!r} of key {self.key!r} has no such weight; name its weight"
+                    f"tied_weight_attr is {name!r}, but {self!r} of key {self.key!r} has no such weight; name one"
                 ) from None
         return module
 
