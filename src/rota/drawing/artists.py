@@ -196,6 +196,7 @@ class Lanes(Artist):
 
     @allow_rasterization  # type: ignore[untyped-decorator]
     def draw(self, renderer: RendererBase) -> None:
+        """Draw one image per visible rank."""
         if not self.get_visible():
             return
         assert self.axes is not None
@@ -290,6 +291,7 @@ class OpNumbers(Artist):
         return best, indices if len(indices) <= _MAX_NUMBERS else indices[:0]
 
     def draw(self, renderer: RendererBase) -> None:
+        """Draw the numbers that fit."""
         if not self.get_visible():
             return
         assert self.axes is not None

@@ -96,7 +96,7 @@ def _names(rank: int, tracks: Iterable[int]) -> Iterator[Event]:
 
 
 def _in_lanes(spans: Iterable[Span], first: int) -> Iterator[tuple[Span, int]]:
-    """Yield each span with its track: on its rank, the first free one of `first`, `first` + 1, …"""
+    """Yield each span with its track: on its rank, the first free one from `first` on."""
     free_us: dict[int, list[int]] = {}  # rank -> when each of its lanes becomes free
     for span in sorted(spans, key=lambda span: span.start_us):
         lanes = free_us.setdefault(span.rank, [])

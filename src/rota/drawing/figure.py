@@ -128,7 +128,7 @@ def _set_time_axis(ax: Axes, makespan_us: int) -> None:
 
 
 def _set_rank_axis(ax: Axes, timeline: Timeline) -> None:
-    """Put rank 0 on top; label every row if the labels fit, otherwise every second, fourth, …"""
+    """Put rank 0 on top; label every row if the labels fit, otherwise every second, fourth or later one."""
     row_points = ax.get_window_extent().height / timeline.num_ranks * 72 / ax.figure.dpi
     every = 1
     while every * row_points < 12 and every < timeline.num_ranks:

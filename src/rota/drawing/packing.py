@@ -29,7 +29,7 @@ class Columns:
         self._planes: list[bytes] = []
 
     def add(self, values: Iterable[int]) -> None:
-        """Add a column in the smallest type that holds all values: all lowest bytes first, then all second ones, …"""
+        """Add a column in the smallest type that holds all values: all lowest bytes first, then all second ones."""
         column = _smallest(list(values))
         if sys.byteorder == "big":
             column.byteswap()

@@ -231,10 +231,12 @@ class PipelineModule(nn.Module):
 
     @property
     def is_first_stage(self) -> bool:
+        """Whether this process has the first stage."""
         return self._grid.is_first_stage
 
     @property
     def is_last_stage(self) -> bool:
+        """Whether this process has the last stage."""
         return self._grid.is_last_stage
 
 

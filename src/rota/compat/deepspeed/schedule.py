@@ -115,22 +115,27 @@ class PipeSchedule(ABC):
 
     @property
     def stage(self) -> int:
+        """The stage, from 0."""
         return self.stage_id
 
     @property
     def num_stages(self) -> int:
+        """The number of stages."""
         return self.stages
 
     @property
     def num_micro_batches(self) -> int:
+        """The number of micro-batches per step."""
         return self.micro_batches
 
     @property
     def is_first_stage(self) -> bool:
+        """Whether this is the first stage."""
         return self.stage_id == 0
 
     @property
     def is_last_stage(self) -> bool:
+        """Whether this is the last stage."""
         return self.stage_id == self.stages - 1
 
     def _valid_micro_batch(self, micro_batch_id: int) -> bool:
@@ -151,6 +156,7 @@ class InferenceSchedule(PipeSchedule):
     """Forwards only; each stage is one micro-batch behind the previous one."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
+        """Yield the instructions of each step."""
         for step_id in range(self.micro_batches + self.stages - 1):
             now, previous = step_id - self.stage_id, step_id - self.stage_id - 1
             arrives, leaves = self._valid_micro_batch(now), self._valid_micro_batch(previous)
@@ -168,6 +174,7 @@ class InferenceSchedule(PipeSchedule):
             yield [*loads, *exchange, ForwardPass(self._buffer_idx(now))]
 
     def num_pipe_buffers(self) -> int:
+        """Return 2: one micro-batch is computed while the next one arrives."""
         return 2
 
 
@@ -175,6 +182,7 @@ class TrainSchedule(PipeSchedule):
     """1F1B, with the fewest micro-batches in flight that keep the last stage busy. It ends with the optimizer step."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
+        """Yield the instructions of each step."""
         num_steps = 2 * (self.micro_batches + self.stages - 1)
         for step_id in range(num_steps):
             micro_batch_id, is_forward = self._step_to_micro_batch(step_id)
@@ -212,6 +220,7 @@ class DataParallelSchedule(PipeSchedule):
     """The whole model on each rank; gradients are accumulated over the micro-batches."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
+        """Yield the instructions of each step."""
         for micro_batch_id in range(self.micro_batches):
             commands: list[PipeInstruction] = [LoadMicroBatch(0), ForwardPass(0), BackwardPass(0)]
             if micro_batch_id == self.micro_batches - 1:
@@ -219,4 +228,5 @@ class DataParallelSchedule(PipeSchedule):
             yield commands
 
     def num_pipe_buffers(self) -> int:
+        """Return 1: micro-batches do not overlap."""
         return 1

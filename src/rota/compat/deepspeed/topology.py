@@ -182,6 +182,7 @@ class PipelineParallelGrid:
         return self._topo.world_size() == self.world_size
 
     def topology(self) -> ProcessTopology:
+        """Return the topology."""
         return self._topo
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
@@ -190,30 +191,39 @@ class PipelineParallelGrid:
         return self._topo.get_rank(**own._replace(pipe=stage_id, **kwargs)._asdict())
 
     def get_stage_id(self) -> int:
+        """Return this process's pipeline stage."""
         return int(self._topo.get_coord(self.global_rank).pipe)
 
     def get_data_parallel_id(self) -> int:
+        """Return this process's replica."""
         return int(getattr(self._topo.get_coord(self.global_rank), "data", 0))
 
     def get_global_rank(self) -> int:
+        """Return this process's rank among all processes."""
         return self.global_rank
 
     def get_pipe_parallel_rank(self) -> int:
+        """Return this process's pipeline stage."""
         return self.get_stage_id()
 
     def get_pipe_parallel_world_size(self) -> int:
+        """Return the number of pipeline stages."""
         return self.pipe_parallel_size
 
     def get_pipe_parallel_group(self) -> Any:
+        """Return the process group of this process's pipeline."""
         return self.pp_proc_group
 
     def get_data_parallel_rank(self) -> int:
+        """Return this process's replica."""
         return self.data_parallel_id
 
     def get_data_parallel_world_size(self) -> int:
+        """Return the number of replicas."""
         return self.data_parallel_size
 
     def get_data_parallel_group(self) -> Any:
+        """Return the process group of this stage's replicas."""
         return self.dp_proc_group
 
     def get_model_parallel_rank(self) -> int:
@@ -221,9 +231,11 @@ class PipelineParallelGrid:
         return self.ds_model_group.index(self.global_rank)
 
     def get_model_parallel_world_size(self) -> int:
+        """Return the number of processes of one copy of the model."""
         return len(self.ds_model_group)
 
     def get_model_parallel_group(self) -> Any:
+        """Return the process group of one copy of the model."""
         return self.ds_model_proc_group
 
     def get_slice_parallel_rank(self) -> int:
@@ -231,9 +243,11 @@ class PipelineParallelGrid:
         return self.slice_group.index(self.global_rank)
 
     def get_slice_parallel_world_size(self) -> int:
+        """Return the number of tensor-parallel processes per stage."""
         return self.model_parallel_size
 
     def get_slice_parallel_group(self) -> Any:
+        """Return the process group of this stage's tensor-parallel processes."""
         return self.slice_proc_group
 
 

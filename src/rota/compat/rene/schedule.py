@@ -36,6 +36,7 @@ class Synchronous1F1B(PipelineSchedule):
     """1F1B, as `rota.schedules.one_f_one_b` has it."""
 
     def __iter__(self) -> Iterator[Instruction]:
+        """Yield the stage's instructions in execution order."""
         placement = place(Costs.uniform(self.num_stages), Cluster.uniform(self.num_stages))
         for op in one_f_one_b(placement, self.num_micro_batches).orders[self.stage_id]:
             yield from self.instructions_of(op.kind, op.microbatch)
@@ -52,6 +53,7 @@ class EarlyRecomputation1F1B(Synchronous1F1B):
     """
 
     def instructions_of(self, kind: Kind, micro_batch_id: int) -> Iterator[Instruction]:
+        """Yield the instructions for one forward or one backward."""
         if kind is Kind.F:
             yield Forward(self.stage_id, micro_batch_id)
         elif micro_batch_id <= self.num_micro_batches - self.num_stages + self.stage_id:

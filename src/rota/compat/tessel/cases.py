@@ -24,7 +24,8 @@ class Placement:
 
     @staticmethod
     def vshape(ndevs: int, train: bool = True) -> SchedPlan:
-        """
+        """A chain of stages, one per device.
+
         f             b
           f         b
             f     b
@@ -34,7 +35,8 @@ class Placement:
 
     @staticmethod
     def xshape(ndevs: int, train: bool = True) -> SchedPlan:
-        """
+        """Two chains in opposite directions.
+
         f     f b     b
           f f     b b
           f f     b b
@@ -44,7 +46,8 @@ class Placement:
 
     @staticmethod
     def mshape(ndevs: int, train: bool = True) -> SchedPlan:
-        """
+        """A chain behind an embedding on all devices.
+
         f f             b b
         f   f         b   b
         f     f     b     b
@@ -54,7 +57,8 @@ class Placement:
 
     @staticmethod
     def nnshape(ndevs: int, train: bool = True) -> SchedPlan:
-        """
+        """Two half chains, each behind a layer on all devices.
+
         f f   f         b   b b
         f   f f         b b   b
         f     f f     b b     b
@@ -65,7 +69,8 @@ class Placement:
 
     @staticmethod
     def nnshape_eager(ndevs: int, train: bool = True) -> SchedPlan:
-        """
+        """As `nnshape`, with the second shared layer directly after the first stage.
+
         f f f             b b b
         f   f f         b b   b
         f   f   f     b   b   b
@@ -76,7 +81,8 @@ class Placement:
 
     @staticmethod
     def mllm(ndevs: int, train: bool = True) -> SchedPlan:
-        """
+        """A chain between two layers on all devices.
+
         f f       f b       b b
         f   f     f b     b   b
         f     f   f b   b     b
@@ -86,7 +92,8 @@ class Placement:
 
     @staticmethod
     def kshape(ndevs: int, train: bool = True) -> SchedPlan:
-        """
+        """Two branches, each on half of the devices, that meet in a stage on all devices.
+
         f   f b   b
           f f b b
         f   f b   b
@@ -99,7 +106,8 @@ class Placement:
 
     @staticmethod
     def finetune(ndevs: int, train: bool = True) -> SchedPlan:
-        """
+        """A chain behind a frozen layer on all devices.
+
         f f             b
         f   f         b
         f     f     b
@@ -110,7 +118,8 @@ class Placement:
 
     @staticmethod
     def alphafold(ndevs: int, train: bool = True) -> SchedPlan:
-        """
+        """Three forward passes, of which only the last one has a backward.
+
         f       f       f             b
           f       f       f         b
             f       f       f     b

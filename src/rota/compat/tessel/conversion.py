@@ -20,7 +20,7 @@ from rota.plan import Plan
 from rota.tasks import Kind, Op, Task
 
 
-class Schedule(Protocol):
+class _Schedule(Protocol):
     """What is read of a `SchedPlan`."""
 
     ndevs: int
@@ -39,7 +39,7 @@ class Micro:
     placement: Placement
 
 
-def micro_of(schedule: Schedule, memory: int | None, blocks: Sequence[Block] | None = None) -> Micro:
+def micro_of(schedule: _Schedule, memory: int | None, blocks: Sequence[Block] | None = None) -> Micro:
     """Return the blocks of one micro-batch (None: all of the schedule); `memory` is the limit per device, or None."""
     blocks = tuple(schedule.added_blocks() if blocks is None else blocks)
     if not blocks:
@@ -62,7 +62,7 @@ def micro_of(schedule: Schedule, memory: int | None, blocks: Sequence[Block] | N
 
 
 def _stages(
-    schedule: Schedule, blocks: Sequence[Block], devices: Sequence[tuple[int, ...]]
+    schedule: _Schedule, blocks: Sequence[Block], devices: Sequence[tuple[int, ...]]
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """Return the stage of each block, and (forward, backward) of each stage that has both."""
     forwards = [i for i, block in enumerate(blocks) if block.btype == "forward"]
@@ -95,7 +95,7 @@ def _ancestors(block: Block) -> set[Block]:
     return found
 
 
-def to_plan(schedule: Schedule, memory: int | None) -> Plan:
+def to_plan(schedule: _Schedule, memory: int | None) -> Plan:
     """Return the plan of a schedule; see `SchedPlan.to_plan`."""
     blocks = by_subgraph(schedule.added_blocks())
     for (gid, _), block in blocks.items():

@@ -25,6 +25,7 @@ class Called(nn.Module):
         self.function = function
 
     def forward(self, *values: Any) -> Any:
+        """Call the function."""
         return self.function(*values)
 
 
