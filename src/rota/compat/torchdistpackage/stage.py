@@ -84,7 +84,7 @@ class FunctionStage(nn.Module):
         return tree_unflatten(sent, layout)
 
     def _sliced(self, value: Any) -> Any:
-        """Return a value with this rank's slices for its tensors; integers and tensors that do not divide stay whole."""
+        """Return a value with this rank's slices for its tensors; integers and what does not divide stay whole."""
         group = self.group
         if group is None:
             return value
