@@ -199,11 +199,11 @@ def test_a_pipe_is_written_into(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"path": 3}, "a int is no path; give the name of a file that ends in .png, .svg, .pdf, .html, .json"),
+        ({"path": 3}, "path is of type int; give the name of a file that ends in .png, .svg, .pdf, .html, .json"),
         ({"timeline": "plan.json"}, 'timeline is "plan.json"; give a Plan or a Timeline'),
         ({"above": 5}, "above is 5; give a Plan or a Timeline"),
-        ({"names": ("one",)}, "names is ('one',); give two texts"),
-        ({"names": ("a", 3)}, "give two texts, of the upper and of the lower one"),
+        ({"names": ("one",)}, "names is ('one',); give two strings"),
+        ({"names": ("a", 3)}, "give two strings, for the upper and the lower timeline"),
     ],
 )
 @pytest.mark.usefixtures("files")

@@ -116,7 +116,7 @@ def test_what_a_schedule_knows() -> None:
     assert [schedule._valid_micro_batch(m) for m in (-1, 0, 3, 4)] == [False, True, True, False]
     assert [schedule._valid_stage(s) for s in (-1, 0, 2, 3)] == [False, True, True, False]
     assert [schedule._buffer_idx(m) for m in range(4)] == [0, 1, 0, 1]
-    with pytest.raises(ValueError, match="micro-batch 4 has no buffer: there are 0 to 3"):
+    with pytest.raises(ValueError, match="micro-batch 4 has no buffer: micro-batches are 0 to 3"):
         schedule._buffer_idx(4)
     assert [*map(str, next(iter(schedule)))] == [*map(str, next(iter(schedule)))]  # iterating starts afresh
 
@@ -177,11 +177,11 @@ def without(stream: str, *instructions: str) -> str:
 
 ONE: dict[str, tuple[str, str]] = {
     "stage 0, step 1: SendActivation(buffer_id=0) finds no output in": (without(SEND, "ForwardPass:0"), RECEIVE),
-    "ForwardPass(buffer_id=0) finds no input in its buffer; do RecvActivation": (
+    "ForwardPass(buffer_id=0) finds no input in its buffer; yield RecvActivation": (
         SEND,
         without(RECEIVE, "RecvActivation:0"),
     ),
-    "finds no label in its buffer; do LoadMicroBatch there": (SEND, without(RECEIVE, "LoadMicroBatch:0")),
+    "finds no label in its buffer; yield LoadMicroBatch for this buffer": (SEND, without(RECEIVE, "LoadMicroBatch:0")),
     "stage 0, step 3: BackwardPass(buffer_id=0) finds no gradient in": (without(SEND, "RecvGrad:0"), RECEIVE),
     "SendGrad(buffer_id=0) finds no gradient of the input": (SEND, without(RECEIVE, "BackwardPass:0")),
     "is receive 1, but stage 0 sends 0 activations": (without(SEND, "SendActivation:0"), RECEIVE),
@@ -190,8 +190,8 @@ ONE: dict[str, tuple[str, str]] = {
     "SendActivation(buffer_id=0) has no stage to send to": (SEND, RECEIVE + " SendActivation:0"),
     "RecvGrad(buffer_id=0) has no forward to receive a gradient": (SEND, RECEIVE + " RecvGrad:0"),
     "BackwardPass(buffer_id=0) comes after the gradients were": ("OptimizerStep " + SEND, RECEIVE),
-    "LoadMicroBatch(buffer_id=7) names a buffer that is not": (SEND.replace(":0", ":7"), RECEIVE),
-    "PipeInstruction() is none of LoadMicroBatch, RecvActivation": ("PipeInstruction " + SEND, RECEIVE),
+    "LoadMicroBatch(buffer_id=7) names a buffer that does not exist": (SEND.replace(":0", ":7"), RECEIVE),
+    "PipeInstruction() is not one of LoadMicroBatch, RecvActivation": ("PipeInstruction " + SEND, RECEIVE),
 }
 TWO: dict[str, tuple[str, str]] = {
     "stage 0 sends 2 activations, stage 1 receives 1; add RecvActivation": (
@@ -207,7 +207,7 @@ TWO: dict[str, tuple[str, str]] = {
         FORWARDS,
     ),
     "overwrites the activations of micro-batch 0": (TWICE.replace(":1", ":0") + " RecvGrad:0 BackwardPass:0", FORWARDS),
-    "gradient 0 that stage 1 sends is of micro-batch 1, but stage 0 takes it for micro-batch 0": (
+    "gradient 0 that stage 1 sends is of micro-batch 1, but stage 0 expects micro-batch 0": (
         TWICE + " RecvGrad:0 BackwardPass:0 RecvGrad:1 BackwardPass:1",
         FORWARDS + " BackwardPass:1 SendGrad:1 BackwardPass:0 SendGrad:0",
     ),

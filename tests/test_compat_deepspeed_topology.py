@@ -197,11 +197,11 @@ def test_specs() -> None:
         (lambda: refuse_unfit([nn.ReLU(), 3]), r"layers\[1\] is 3: give a module, a LayerSpec or a function"),  # type: ignore[list-item]
         (
             lambda: refuse_unfit([TiedLayerSpec("e", nn.Embedding, 5, 2), TiedLayerSpec("e", nn.Linear, 2, 5)]),
-            r"layers\[1\] is Linear\(2, 5\), but shares the key 'e' with Embedding\(5, 2\); make them alike",
+            r"layers\[1\] is Linear\(2, 5\), but shares the key 'e' with Embedding\(5, 2\); make them equal",
         ),
         (
             lambda: TiedLayerSpec("e", nn.Linear, 2, 5, tied_weight_attr="w").build(),
-            "tied_weight_attr is 'w', which Linear",
+            "tied_weight_attr is 'w', but Linear",
         ),
     ],
 )
@@ -242,7 +242,10 @@ def test_configuration_that_is_refused(tmp_path: Path) -> None:
         ),
         (lambda: _read(str(tmp_path / "none.json")), "cannot read"),
         (lambda: _read(str(tmp_path / "list.json")), "holds a list; give a JSON object"),
-        (lambda: _optimizer({"type": "Magic"}, [nn.Parameter(torch.zeros(1))]), "optimizer type 'Magic' is none of"),
+        (
+            lambda: _optimizer({"type": "Magic"}, [nn.Parameter(torch.zeros(1))]),
+            "optimizer type 'Magic' is not in torch.optim",
+        ),
     ):
         with pytest.raises(FormatError, match=told):
             use()

@@ -195,8 +195,8 @@ class Counted(list):
 def test_analysis_is_linear() -> None:
     """16 x 32: each wait is looked at a few times, whatever the number of critical paths."""
     dag = uniform(Synchronous1F1B, 16, 32)
-    dag._waits = [Counted(row) for row in dag._waits]
-    num_waits = sum(map(len, dag._waits))
+    dag._inputs = [Counted(row) for row in dag._inputs]
+    num_waits = sum(map(len, dag._inputs))
     assert num_waits == 16 * 63 + 2 * 15 * 32
     Counted.read = 0
     dag.annotate_nodes()
@@ -270,7 +270,7 @@ def one(inst1: Forward, inst2: Forward) -> int:
         (three, "dependency rule three has 3 arguments; it takes two instructions"),
         (of_numbers, "argument inst1 of dependency rule of_numbers is annotated <class 'int'>; use Instruction"),
         (unknown, "annotations of dependency rule unknown cannot be read: name 'Nowhere' is not defined"),
-        (functools.partial(forward_dep), "is no function; write it as def rule"),
+        (functools.partial(forward_dep), "is not a function; write it as def rule"),
         (one, r"dependency rule one returned 1 for Forward\(S0B0\) and Forward\(S0B0\); return True or False"),
     ],
 )
@@ -505,7 +505,7 @@ def test_frontiers_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     there = lambda name: name == "lowtime" or find_spec(name)  # noqa: E731
     monkeypatch.setattr("rota.compat.rene.energy.find_spec", there)
     for unit_time in (0, -1.0, float("inf"), "1"):
-        with pytest.raises(ReneError, match=f"unit_time is {unit_time!r}; give the time"):
+        with pytest.raises(ReneError, match=f"unit_time is {unit_time!r}; give the time unit"):
             dag.frontier(unit_time)
     with pytest.raises(ReneError, match=r"Forward\(S0B0\) has nothing to choose from; give ReneDAG time_costs"):
         uniform(GPipe, 1, 1).frontier(1)

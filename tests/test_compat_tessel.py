@@ -394,7 +394,7 @@ def test_a_file_of_tessel_s_own_is_read_and_unrolled(tmp_path: Path) -> None:
         ('{"ndevs": 2, "repetend": null}', "has no field 'blocks'"),
         ('{"ndevs": 1, "blocks": [{"mid": 0, "span": 0}], "repetend": null}', "has no field 'memory'"),
         ('{"ndevs": 1, "blocks": [], "repetend": [1]}', "expected \\[first step, step after the last\\]"),
-        ('{"ndevs": 1, "blocks": [], "repetend": null, "repeated": [3]}', "the place of one of the 0 blocks"),
+        ('{"ndevs": 1, "blocks": [], "repetend": null, "repeated": [3]}', "the index of one of the 0 blocks"),
     ],
 )
 def test_files_that_are_refused(tmp_path: Path, text: str, told: str) -> None:
@@ -416,7 +416,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     told = capsys.readouterr().out
     assert "best schedule, 6 micro-batches in 48 steps:" in told
     assert "unrolled schedule, 8 micro-batches in 60 steps:" in told
-    assert "peak memory of each device: " in told
+    assert "peak memory per device: " in told
     assert "(again every 6)" in told
     loaded = SchedPlan.load(path)
     assert str(loaded) in told
@@ -426,7 +426,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_the_command_for_inference(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--placement", "xshape", "--ndevs", "4", "--infer", "--fast-search"]) == 0
     told = capsys.readouterr().out
-    assert "peak memory of each device: 0, 0, 0, 0\n" in told
+    assert "peak memory per device: 0, 0, 0, 0\n" in told
     assert "(again every 2)" in told
 
 

@@ -16,7 +16,7 @@ matplotlib.use("Agg")
 
 from matplotlib.figure import Figure  # noqa: E402
 
-from rota.drawing.artists.rows import PLAIN, WITH_MEMORY  # noqa: E402
+from rota.drawing.artists import ROWS, ROWS_WITH_MEMORY  # noqa: E402
 from rota.drawing.looks import LOOKS  # noqa: E402
 
 
@@ -35,7 +35,7 @@ def parts(ax):
 
 
 def rows_of(shape):
-    return WITH_MEMORY if any(shape.peak_memory_bytes) else PLAIN
+    return ROWS_WITH_MEMORY if any(shape.peak_memory_bytes) else ROWS
 
 
 def boxes(collection):
@@ -75,7 +75,7 @@ def test_marks_lie_on_the_bars_of_their_kinds(shape):
 
 def test_memory_is_a_curve_under_each_bar_up_to_its_limit():
     shape = timeline(activation_bytes=GB, limit=8 * GB)
-    ax, rows = draw(shape, axes()), WITH_MEMORY
+    ax, rows = draw(shape, axes()), ROWS_WITH_MEMORY
     for rank, path in enumerate(part(ax, "memory").get_paths()):
         bottom, high = rank + rows.strip_bottom, rows.strip_bottom - rows.strip_top
         found = {(x, round((bottom - y) / high * 8 * GB)) for x, y in path.vertices}
@@ -92,7 +92,7 @@ def test_long_memory_curves_keep_their_peaks():
     shape = timeline(num_stages=2, num_microbatches=1200, activation_bytes=GB)
     path = part(draw(shape, axes()), "memory").get_paths()[0]
     assert len(path.vertices) < 2 * len(shape.memory(0))
-    assert path.vertices[:, 1].min() == WITH_MEMORY.strip_top
+    assert path.vertices[:, 1].min() == ROWS_WITH_MEMORY.strip_top
 
 
 def with_transfers():

@@ -11,7 +11,7 @@ import numpy as np  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
 from rota.drawing import draw, save  # noqa: E402
-from rota.drawing.artists.lanes import Lanes  # noqa: E402
+from rota.drawing.artists import Lanes  # noqa: E402
 from test_drawing import axes, part, parts  # noqa: E402
 from test_drawing_text import timeline, with_gaps  # noqa: E402
 

@@ -75,7 +75,7 @@ def test_help_opens_and_closes(open_page):
 def test_many_ranks_scroll(open_page):
     timeline = one_f_one_b(128, 4)
     it = open_page(timeline)
-    assert it.ask("() => window.rota.layout.mostScroll") > 100
+    assert it.ask("() => window.rota.layout.maxScroll") > 100
     it.page.keyboard.press("ArrowDown")
     it.settle()
     assert it.ask("() => window.rota.view.scroll") == 60

@@ -287,8 +287,8 @@ def topology(rank: int) -> None:
         assert tpc.get_ranks_in_group("model") == [0, 1, 2, 3]
     for config, told in (
         ([("pipe", 3)], "{'pipe': 3} is for 3 processes, but 4 were started; start 3"),
-        ([("pipe", 2), ("expert", 2)], "there are no modes 'pipe', 'expert'; give 'data', 'pipe' and 'tensor'"),
-        ([("pipe", 2), ("pipe", 2)], "each once at most"),
+        ([("pipe", 2), ("expert", 2)], "config has the modes 'pipe', 'expert'; give 'data', 'pipe' and 'tensor'"),
+        ([("pipe", 2), ("pipe", 2)], "each at most once"),
     ):
         with pytest.raises(PipelineError) as error:
             tpc.setup_process_groups(config)

@@ -1,1 +1,1 @@
-"""Doors for code written to other systems: change its import lines, and it runs on Rota."""
+"""Code written for other systems runs on Rota: only its import lines change."""

@@ -1,1 +1,1 @@
-"""`rota demo`: a small GPT on this machine's own Python sources, from the uncut model to plan against measurement."""
+"""`rota demo`: a small GPT on the sources of Python's standard library, from the whole model to plan against run."""

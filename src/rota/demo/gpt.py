@@ -1,4 +1,4 @@
-"""A small byte-level GPT with a CutPoint behind every block."""
+"""A small byte-level GPT with a CutPoint between blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NUM_BYTES = 256
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and added to its input."""
+    """A transformer block with pre-norm: attention and MLP, each added to its input."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, length, width) -> the same."""
+        """Map (batch, length, width) to the same shape."""
         batch, length, width = x.shape
         heads = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.num_heads, width // self.num_heads)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes (batch, length) -> logits of the next byte (batch, length, 256)."""
+    """Maps bytes (batch, length) to logits of the next byte (batch, length, 256)."""
 
     def __init__(self, num_blocks: int = 8, width: int = 128, num_heads: int = 4, length: int = 64) -> None:
         super().__init__()
@@ -47,6 +47,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, NUM_BYTES)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits; `tokens` are int64 from 0 to 255."""
         x = self.embed(tokens) + self.position
         for i, block in enumerate(self.blocks):
             x = block(x)
@@ -57,5 +58,5 @@ class GPT(nn.Module):
 
 
 def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy a byte, in nats; `targets` (batch, length)."""
+    """Return the mean cross-entropy per byte in nats; `logits` (batch, length, 256), `targets` (batch, length)."""
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

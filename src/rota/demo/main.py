@@ -1,4 +1,4 @@
-"""The demo: cut, profile, plan, check, see, run, compare."""
+"""`rota demo`: split a model, profile it, plan, check, draw, run, and compare plan and run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from rota.checking import check
 from rota.comparison import compare
 from rota.costs import Cluster
 from rota.demo import train
-from rota.demo.corpus import Corpus
 from rota.demo.gpt import loss_fn
 from rota.drawing import save, to_text
 from rota.placing import place
@@ -25,7 +24,12 @@ NUM_STAGES, NUM_MICROBATCHES = 4, 8
 
 
 def run_demo(folder: str, steps: int) -> None:
-    """Writes costs.json, plan.csv, plan.json, timeline.json, timeline.html and plan.png into `folder`."""
+    """Run the demo, and write costs.json, plan.csv, plan.json, timeline.json, timeline.html and plan.png.
+
+    Args:
+        folder: Where to write the files. plan.png needs Matplotlib, and is left out without it.
+        steps: The number of training steps.
+    """
     output = Path(folder)
     width = shutil.get_terminal_size((100, 24)).columns
 
@@ -34,7 +38,7 @@ def run_demo(folder: str, steps: int) -> None:
     print(stages.table())
 
     _heading(2, "Profile")
-    inputs, targets = Corpus(train.LENGTH).batch(train.ROWS // NUM_MICROBATCHES)
+    inputs, targets = train.Corpus(train.LENGTH).batch(train.ROWS // NUM_MICROBATCHES)
     costs = profile(stages, inputs, targets, loss_fn, report=print)
     print("stage   forward  backward   kept until the backward")
     for stage in range(NUM_STAGES):
@@ -49,15 +53,15 @@ def run_demo(folder: str, steps: int) -> None:
 
     _heading(4, f"Run: {steps} steps on {NUM_STAGES} processes, on the sources of Python's standard library")
     measured = launch(plan, train.__file__, ["--steps", str(steps)]).timeline
-    assert measured is not None, "the script ends only after its steps"
+    assert measured is not None, "the script has ended, so it has run its steps"
 
     _heading(5, "Compare: the plan against the last step")
     print(to_text(measured, width))
     print(compare(planned, measured).to_text())
     if "share" in costs.note:
         print(
-            f"\n{costs.note}. Costs are measured with all ranks busy; in a run some of them wait,\n"
-            f"the others get more of the cores, and ops come out faster than planned."
+            f"\n{costs.note}. Costs are measured with all ranks busy; in a run some ranks wait,\n"
+            f"the others get more of the cores, and their ops are faster than planned."
         )
 
     written = {"costs.json": costs.to_json(), "plan.csv": plan.to_csv(), "plan.json": plan.to_json()}

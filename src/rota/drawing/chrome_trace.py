@@ -5,7 +5,7 @@
                          track transfers   0F0→1F0 …
     flow arrows          0F0 ─▶ 0F0→1F0 ─▶ 1F0
 
-Times are in µs, as the format wants them.
+Times are in µs, as the format requires.
 """
 
 from __future__ import annotations
@@ -23,31 +23,41 @@ from rota.timeline import Span, Timeline
 Event = dict[str, Any]
 
 _COMPUTE, _IDLE, _STEP_END, _TRANSFERS = 0, 1, 1_000, 2_000  # tracks of a rank; the last two may have several lanes
-_TRACKS = 10_000  # more than any rank has
-_INSIDE_US = 0.001  # an arrow begins so much before its op's end: at the end itself the op is over
+_MAX_TRACKS = 10_000  # more than any rank has
+_INSIDE_US = 0.001  # an arrow starts this long before its op ends: at the end itself, the op's slice is closed
 
 
 def to_chrome_trace(timeline: Timeline | Plan) -> str:
-    """JSON, one event a line. A plan is simulated. What runs side by side on a track gets a lane each."""
+    """Return the trace as JSON, with one event per line.
+
+    Spans that overlap on a track are put into separate lanes.
+
+    Args:
+        timeline: What to export. A plan is simulated first.
+
+    Returns:
+        The text of a `.json` trace. It starts with ``{"displayTimeUnit": "ms", "traceEvents": [``.
+    """
     events = ",\n".join(json.dumps(event, ensure_ascii=False) for event in _events(timeline_of(timeline)))
     return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{events}\n]}}\n'
 
 
 def _events(timeline: Timeline) -> Iterator[Event]:
+    """Yield all events: names of ranks and tracks, slices, arrows and counters."""
     transfers = list(_in_lanes(timeline.transfer_spans(), _TRANSFERS))
     step_ends = list(_in_lanes(timeline.step_end_spans(), _STEP_END))
     tracks: list[set[int]] = [{_COMPUTE, _IDLE} for _ in range(timeline.num_ranks)]
     for span, track in [*transfers, *step_ends]:
         tracks[span.rank].add(track)
-    for rank, of_rank in enumerate(tracks):
-        yield from _names(rank, sorted(of_rank))
+    for rank, rank_tracks in enumerate(tracks):
+        yield from _names(rank, sorted(rank_tracks))
     for span in timeline.op_spans():
         assert isinstance(span.work, Op)
         stage, kind, microbatch = span.work
         yield _slice(span, str(span.work), _COMPUTE, stage=stage, kind=str(kind), microbatch=microbatch)
-    for one in idle(timeline):
-        meanwhile = {"ready": str(one.ready)} if one.ready else {}
-        yield _slice(one, str(one.cause), _IDLE, waits_for=str(one.waits_for), **meanwhile)
+    for interval in idle(timeline):
+        ready = {"ready": str(interval.ready)} if interval.ready else {}
+        yield _slice(interval, str(interval.cause), _IDLE, waits_for=str(interval.waits_for), **ready)
     for span, track in step_ends:
         yield _slice(span, str(span.work), track)
     for span, track in transfers:
@@ -59,31 +69,35 @@ def _events(timeline: Timeline) -> Iterator[Event]:
 
 
 def _slice(span: Any, name: str, track: int, **arguments: object) -> Event:
-    """For anything with rank, start_us and duration_us."""
+    """Return a complete event for anything that has `rank`, `start_us` and `duration_us`."""
     times = {"ts": span.start_us, "dur": span.duration_us}
-    return {"ph": "X", "name": name, "cat": "rota", **_on(span.rank, track), **times, "args": arguments}
+    return {"ph": "X", "name": name, "cat": "rota", **_location(span.rank, track), **times, "args": arguments}
 
 
-def _on(rank: int, track: int | None = None) -> Event:
-    """Where an event belongs. Perfetto knows a thread by its number alone, and takes process 0 for the system's."""
+def _location(rank: int, track: int | None = None) -> Event:
+    """Return the `pid` and `tid` of a rank's track.
+
+    Perfetto identifies a thread by its number alone, and treats process 0 as the system.
+    """
     process = rank + 1
-    return {"pid": process} if track is None else {"pid": process, "tid": process * _TRACKS + track}
+    return {"pid": process} if track is None else {"pid": process, "tid": process * _MAX_TRACKS + track}
 
 
 def _names(rank: int, tracks: Iterable[int]) -> Iterator[Event]:
-    yield {"ph": "M", "name": "process_name", **_on(rank), "args": {"name": f"rank {rank}"}}
-    yield {"ph": "M", "name": "process_sort_index", **_on(rank), "args": {"sort_index": rank}}
+    """Yield the metadata that names and sorts a rank and its tracks."""
+    yield {"ph": "M", "name": "process_name", **_location(rank), "args": {"name": f"rank {rank}"}}
+    yield {"ph": "M", "name": "process_sort_index", **_location(rank), "args": {"sort_index": rank}}
     for track in tracks:
         first = max(base for base in (_COMPUTE, _IDLE, _STEP_END, _TRANSFERS) if base <= track)
         name = {_COMPUTE: "compute", _IDLE: "idle", _STEP_END: "step end", _TRANSFERS: "transfers"}[first]
         name += f" {track - first + 1}" * (track > first)
-        yield {"ph": "M", "name": "thread_name", **_on(rank, track), "args": {"name": name}}
-        yield {"ph": "M", "name": "thread_sort_index", **_on(rank, track), "args": {"sort_index": track}}
+        yield {"ph": "M", "name": "thread_name", **_location(rank, track), "args": {"name": name}}
+        yield {"ph": "M", "name": "thread_sort_index", **_location(rank, track), "args": {"sort_index": track}}
 
 
 def _in_lanes(spans: Iterable[Span], first: int) -> Iterator[tuple[Span, int]]:
-    """Each span and its track: on each rank the first of `first`, `first` + 1, … that is free."""
-    free_us: dict[int, list[int]] = {}
+    """Yield each span with its track: on its rank, the first free one from `first` on."""
+    free_us: dict[int, list[int]] = {}  # rank -> when each of its lanes becomes free
     for span in sorted(spans, key=lambda span: span.start_us):
         lanes = free_us.setdefault(span.rank, [])
         lane = next((i for i, free in enumerate(lanes) if free <= span.start_us), len(lanes))
@@ -92,30 +106,32 @@ def _in_lanes(spans: Iterable[Span], first: int) -> Iterator[tuple[Span, int]]:
 
 
 def _arrows(timeline: Timeline, transfers: Iterable[tuple[Span, int]]) -> Iterator[Event]:
-    """From maker to reader, through the transfer where it took time. An op of no time has no arrows.
+    """Yield arrows from producer to consumer, through the transfer if it has a duration.
 
-    They come after all slices: each binds to the slice that is open at its time.
+    An op without a duration gets no arrows. Arrows come after all slices, because each one binds to the slice that
+    is open at its time.
     """
     ops = {(span.rank, span.work): span for span in timeline.op_spans() if span.duration_us}
     for number, (span, track) in enumerate(transfers):
         assert isinstance(span.work, Transfer)
         source, target, sender, receiver, _ = span.work
-        maker, reader = ops.get((sender, source)), ops.get((receiver, target))
-        if maker is None or reader is None:
+        producer, consumer = ops.get((sender, source)), ops.get((receiver, target))
+        if producer is None or consumer is None:
             continue
         flow = {"name": "data", "cat": "rota", "id": number}
-        yield {"ph": "s", **flow, **_on(sender, _COMPUTE), "ts": maker.end_us - _INSIDE_US}
+        yield {"ph": "s", **flow, **_location(sender, _COMPUTE), "ts": producer.end_us - _INSIDE_US}
         if span.duration_us:
-            yield {"ph": "t", **flow, **_on(sender, track), "ts": span.start_us}
-        yield {"ph": "f", "bp": "e", **flow, **_on(receiver, _COMPUTE), "ts": reader.start_us}
+            yield {"ph": "t", **flow, **_location(sender, track), "ts": span.start_us}
+        yield {"ph": "f", "bp": "e", **flow, **_location(receiver, _COMPUTE), "ts": consumer.start_us}
 
 
 def _counters(timeline: Timeline) -> Iterator[Event]:
-    """Memory of each rank over time, and its limit."""
-    for rank, limit in enumerate(timeline.plan.placement.cluster.limit_bytes):
+    """Yield the memory of each rank over time, and its limit."""
+    for rank, limit_bytes in enumerate(timeline.plan.placement.cluster.limit_bytes):
         if timeline.peak_memory_bytes[rank]:
-            for time_us, level in timeline.memory(rank):
-                yield {"ph": "C", "name": "memory", **_on(rank), "ts": time_us, "args": {"bytes": level}}
-        if limit is not None:
+            for time_us, num_bytes in timeline.memory(rank):
+                yield {"ph": "C", "name": "memory", **_location(rank), "ts": time_us, "args": {"bytes": num_bytes}}
+        if limit_bytes is not None:
             for time_us in (0, timeline.makespan_us):
-                yield {"ph": "C", "name": "memory limit", **_on(rank), "ts": time_us, "args": {"bytes": limit}}
+                args = {"bytes": limit_bytes}
+                yield {"ph": "C", "name": "memory limit", **_location(rank), "ts": time_us, "args": args}

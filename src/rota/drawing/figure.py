@@ -1,12 +1,13 @@
-"""A timeline as a figure: one row a rank, one bar an op. Matplotlib is imported when something is drawn."""
+"""A timeline as a figure: one row per rank, one bar per op. Matplotlib is imported only when something is drawn."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from rota.drawing.legend import LINE, set_legend
-from rota.drawing.saving import require_matplotlib
-from rota.drawing.summary import summary
+from rota.drawing.looks import LOOKS, MEMORY_COLOR, PATH_COLOR, look_keys
+from rota.drawing.text import summary
+from rota.errors import RotaError
 from rota.plan import Plan
 from rota.simulation import timeline_of
 from rota.timeline import Timeline
@@ -16,8 +17,10 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
-_OURS = "_rota"  # the label of our artists; the underscore keeps them out of legends
+_LABEL = "_rota"  # of our artists; the underscore keeps them out of legends
 _TIME_LABEL = "time ({})"
+_LEGEND_POINTS = 9.0
+_LEGEND_LINE_POINTS = 1.6 * _LEGEND_POINTS  # from one line of the legend to the next
 
 
 def draw(
@@ -30,53 +33,79 @@ def draw(
     transfers: bool = True,
     critical_path: bool = True,
 ) -> Axes:
-    """Draw on `ax`, in place of what an earlier call drew there; without `ax`, on a new pyplot figure.
+    """Draw a timeline, and replace what an earlier call drew on the same axes.
 
-    A plan is simulated first. `bound_us`: no makespan is shorter, such as a search proves; the title tells the gap.
-    The x axis counts µs, whatever unit its ticks are written in. Every artist has a gid, such as "ops". Raises
-    RotaError where Matplotlib is missing.
+    The x axis counts µs, whatever unit its ticks are written in. Every artist has a gid, such as "ops".
+
+    Args:
+        timeline: What to draw. A plan is simulated first.
+        ax: The axes to draw on. None: new ones, on a new pyplot figure.
+        title: A line above the summary.
+        bound_us: A proven lower bound of the makespan, such as a search returns; the title shows the gap to it.
+        memory: Whether to draw the memory of each rank, and its limit.
+        transfers: Whether to draw lines for transfers. They are left out if there are more than 1,000.
+        critical_path: Whether to draw the critical path.
+
+    Returns:
+        The axes that were drawn on.
+
+    Raises:
+        RotaError: If Matplotlib is missing.
     """
     require_matplotlib()
     timeline = timeline_of(timeline)
-    from rota.drawing.artists import bars, overlays
-    from rota.drawing.artists.rows import PLAIN, WITH_MEMORY
+    from rota.drawing import artists
 
     if ax is None:
         from matplotlib import pyplot
 
         _, ax = pyplot.subplots(figsize=figure_inches(timeline), layout="constrained")
     for old in [*ax.collections, *ax.artists]:
-        if old.get_label() == _OURS:
+        if old.get_label() == _LABEL:
             old.remove()
     memory = memory and any(timeline.peak_memory_bytes)
-    rows = WITH_MEMORY if memory else PLAIN
-    ops = bars.op_columns(timeline)
-    artists: dict[str, Artist | None] = {
-        "idle": bars.row_artist(timeline, rows),
-        "ops": bars.op_artist(ops, rows),
-        "marks": bars.mark_artist(timeline, ops, rows),
-        "step ends": bars.step_end_artist(timeline, rows),
-        "numbers": bars.number_artist(timeline, ops, rows),
-        "memory": overlays.memory_artist(timeline, rows) if memory else None,
-        "limits": overlays.limit_artist(timeline, rows) if memory else None,
-        "transfers": overlays.transfer_artist(timeline, rows) if transfers else None,
-        "critical path": overlays.path_artist(timeline, rows) if critical_path else None,
+    rows = artists.ROWS_WITH_MEMORY if memory else artists.ROWS
+    ops = artists.op_columns(timeline)
+    drawn: dict[str, Artist | None] = {
+        "idle": artists.row_artist(timeline, rows),
+        "ops": artists.op_artist(ops, rows),
+        "marks": artists.mark_artist(timeline, ops, rows),
+        "step ends": artists.step_end_artist(timeline, rows),
+        "numbers": artists.number_artist(timeline, ops, rows),
+        "memory": artists.memory_artist(timeline, rows) if memory else None,
+        "limits": artists.limit_artist(timeline, rows) if memory else None,
+        "transfers": artists.transfer_artist(timeline, rows) if transfers else None,
+        "critical path": artists.path_artist(timeline, rows) if critical_path else None,
     }
-    for name, artist in artists.items():
+    for name, artist in drawn.items():
         if artist is not None:
             _add(ax, artist, name)
     _set_time_axis(ax, timeline.makespan_us)
     _set_rank_axis(ax, timeline)
-    legend_lines = set_legend(ax, timeline, memory, critical_path)
-    told = summary(timeline, bound_us)
-    ax.set_title(f"{title}\n{told}" if title else told, loc="left", pad=6 + legend_lines * LINE)
+    num_legend_lines = _set_legend(ax, timeline, memory, critical_path)
+    text = summary(timeline, bound_us)
+    ax.set_title(f"{title}\n{text}" if title else text, loc="left", pad=6 + num_legend_lines * _LEGEND_LINE_POINTS)
     return ax
 
 
+def require_matplotlib() -> None:
+    """Raise RotaError, with the remedy, if Matplotlib is missing."""
+    if find_spec("matplotlib") is None:
+        raise RotaError("drawing needs Matplotlib, which is not installed: pip install 'rota[draw]'")
+
+
+def figure_inches(timeline: Timeline) -> tuple[float, float]:
+    """Return the width and height that suit a timeline; with many ranks, rows get thinner."""
+    num_ranks = timeline.num_ranks
+    row = 0.75 if any(timeline.peak_memory_bytes) else 0.45
+    return 12.0, 1.3 + min(row * num_ranks, 2.4 + 0.16 * num_ranks, 20.0)
+
+
 def _add(ax: Axes, artist: Artist, name: str) -> None:
+    """Add an artist under a name, without a change to the limits of the axes."""
     from matplotlib.collections import Collection
 
-    artist.set_label(_OURS)
+    artist.set_label(_LABEL)
     artist.set_gid(name)  # the group's id in SVG
     if isinstance(artist, Collection):
         ax.add_collection(artist, autolim=False)
@@ -84,15 +113,8 @@ def _add(ax: Axes, artist: Artist, name: str) -> None:
         ax.add_artist(artist)
 
 
-def figure_inches(timeline: Timeline) -> tuple[float, float]:
-    """Rows get thinner where there are many."""
-    count = timeline.num_ranks
-    row = 0.75 if any(timeline.peak_memory_bytes) else 0.45
-    return 12.0, 1.3 + min(row * count, 2.4 + 0.16 * count, 20.0)
-
-
 def _set_time_axis(ax: Axes, makespan_us: int) -> None:
-    """Axes that share their x axis show the longest of their timelines, all in one unit."""
+    """Set limits and ticks; axes that share their x axis show the longest of their timelines, all in one unit."""
     ax.relim()
     ax.update_datalim([(0, 0), (makespan_us or 1, 0)])
     ax.set_xmargin(0)
@@ -106,7 +128,7 @@ def _set_time_axis(ax: Axes, makespan_us: int) -> None:
 
 
 def _set_rank_axis(ax: Axes, timeline: Timeline) -> None:
-    """Rank 0 on top; every row labelled if there is room, else every second, fourth, …"""
+    """Put rank 0 on top; label every row if the labels fit, otherwise every second, fourth or later one."""
     row_points = ax.get_window_extent().height / timeline.num_ranks * 72 / ax.figure.dpi
     every = 1
     while every * row_points < 12 and every < timeline.num_ranks:
@@ -119,3 +141,37 @@ def _set_rank_axis(ax: Axes, timeline: Timeline) -> None:
     ax.tick_params(axis="y", length=0)
     for side in ("left", "top", "right"):
         ax.spines[side].set_visible(False)
+
+
+def _set_legend(ax: Axes, timeline: Timeline, memory: bool, critical_path: bool) -> int:
+    """Set the legend above the axes, and return its number of lines."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    colors = {f"{key} " * (len(key) == 1) + LOOKS[key].word: LOOKS[key].color for key in look_keys(timeline)}
+    placement = timeline.plan.placement
+    if any(len(placement.stages_on(rank)) > 1 for rank in range(timeline.num_ranks)):
+        colors["paler: a later stage"] = "none"
+    if memory:
+        limited = any(limit is not None for limit in placement.cluster.limit_bytes)
+        colors["memory, limit dotted" if limited else "memory"] = MEMORY_COLOR
+    entries: list[Patch | Line2D] = [Patch(color=color, label=text) for text, color in colors.items()]
+    if critical_path:
+        entries.append(Line2D([], [], color=PATH_COLOR, linewidth=1.4, label="critical path"))
+    widths = [0.6 * len(str(entry.get_label())) + 3 for entry in entries]  # in font sizes, like `width`
+    width = ax.get_window_extent().width * 72 / ax.figure.dpi / _LEGEND_POINTS
+    num_columns = len(entries) if sum(widths) <= width else max(1, int(width / max(widths)))
+    ax.legend(
+        handles=entries,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=num_columns,
+        fontsize=_LEGEND_POINTS,
+        frameon=False,
+        borderpad=0,
+        borderaxespad=0.4,
+        handlelength=1,
+        handleheight=1,
+        columnspacing=1.6,
+    )
+    return -(-len(entries) // num_columns)

@@ -1,7 +1,7 @@
-"""Timelines as a page: one file that asks for nothing else, to be opened from disk.
+"""Timelines as a page: one file that requests nothing else and is opened from disk.
 
-Its script and style lie in `page/`, and are put into the file. The page's policy names them by their hashes, so that
-nothing else can run, whatever a title says.
+Its script and style are in `page/`, and are embedded into the file. The page's content security policy names them by
+their hashes, so that nothing else can run, whatever a title says.
 """
 
 from __future__ import annotations
@@ -15,31 +15,21 @@ from importlib.resources import files
 from typing import Any
 
 from rota.accounting import idle
-from rota.drawing.looks import CAUSE_LOOKS, LOOKS
+from rota.drawing.looks import CAUSE_COLORS, LOOKS
 from rota.drawing.packing import CAUSES, Columns, pack_timeline
-from rota.drawing.summary import summary
+from rota.drawing.text import summary
 from rota.plan import Plan
 from rota.simulation import timeline_of
 from rota.timeline import Timeline
 from rota.units import size_text
 
-# In the order in which they read best; functions may call those of later files.
+# In reading order; functions may call those of later files.
 _SCRIPTS = (
-    *("unpack", "model", "memory", "colors", "pixels", "view", "layout", "words"),
-    *("paint", "marks", "overlays", "pointing", "gestures", "controls", "idle_bars", "main"),
+    *("timeline", "memory", "colors", "lanes", "view", "layout", "words"),
+    *("overlays", "pointer", "controls", "main"),
 )
 
-
 Names = tuple[str, str]
-
-
-def default_names(above: Timeline, below: Timeline) -> Names:
-    """Of two timelines of one plan the upper is what was planned."""
-    return ("planned", "measured") if _is_planned(above, below) else ("above", "below")
-
-
-def _is_planned(above: Timeline, below: Timeline) -> bool:
-    return above.plan.orders == below.plan.orders
 
 
 def to_html(
@@ -50,65 +40,81 @@ def to_html(
     names: Names | None = None,
     bound_us: float | None = None,
 ) -> str:
-    """The page of a timeline; with `above`, of two, one over the other and aligned in time.
+    """Return the page of a timeline, or of two timelines with one time axis.
 
-    Plans are simulated. Where `above` has the same ops in the same orders it is what was planned, and the causes of
-    idle time are told against it. `names`: of the upper and the lower one. `bound_us`: no makespan for the placement of
-    `timeline` is shorter.
+    Args:
+        timeline: What to show. A plan is simulated first.
+        above: A second timeline, shown above the first. If it has the same ops in the same orders, it counts as what
+            was planned, and the causes of idle time of `timeline` are found by comparison with it.
+        title: The page's title.
+        names: Headings of the upper and the lower timeline. None: "planned" and "measured" if `above` is what was
+            planned, "above" and "below" otherwise.
+        bound_us: A proven lower bound of the makespan of `timeline`, to show the gap.
+
+    Returns:
+        The text of an .html file.
     """
     timeline = timeline_of(timeline)
     columns = Columns()
     if above is None:
         fields = [_fields(timeline, None, "", bound_us, columns)]
-        told, title = fields[0]["summary"], title or "Rota"
+        page_summary, title = fields[0]["summary"], title or "Rota"
     else:
         above = timeline_of(above)
         names = names or default_names(above, timeline)
         planned = above if _is_planned(above, timeline) else None
         fields = [_fields(above, None, names[0], None, columns)]
         fields.append(_fields(timeline, planned, names[1], bound_us, columns))
-        told, title = "", title or " over ".join(names)  # each has a heading
+        page_summary, title = "", title or " over ".join(names)  # each timeline has its summary in its heading
     head = {
         "looks": {key: {"word": look.word, "color": look.color, "mark": look.marks} for key, look in LOOKS.items()},
-        "causes": [{"word": str(cause), "color": CAUSE_LOOKS[cause]} for cause in CAUSES],
+        "causes": [{"word": str(cause), "color": CAUSE_COLORS[cause]} for cause in CAUSES],
         "columns": columns.types,
         "timelines": fields,
     }
-    return _page(title, head, columns.text(), told)
+    return _page(title, head, columns.text(), page_summary)
+
+
+def default_names(above: Timeline, below: Timeline) -> Names:
+    """Return headings for two timelines: of two that ran the same plan, the upper one is what was planned."""
+    return ("planned", "measured") if _is_planned(above, below) else ("above", "below")
+
+
+def _is_planned(above: Timeline, below: Timeline) -> bool:
+    """Whether both timelines have the same ops in the same orders."""
+    return above.plan.orders == below.plan.orders
 
 
 def _fields(
     timeline: Timeline, planned: Timeline | None, name: str, bound_us: float | None, columns: Columns
 ) -> dict[str, Any]:
+    """Add a timeline's columns, and return its entry in the page's head."""
+    peak_bytes = max(timeline.peak_memory_bytes)
     return {
         "title": name,
-        "summary": _told(timeline, bound_us),
+        "summary": summary(timeline, bound_us) + (f" · peak {size_text(peak_bytes)}" if peak_bytes else ""),
         **pack_timeline(timeline, idle(timeline, planned), columns),
     }
 
 
-def _told(timeline: Timeline, bound_us: float | None) -> str:
-    peak = max(timeline.peak_memory_bytes)
-    return summary(timeline, bound_us) + (f" · peak {size_text(peak)}" if peak else "")
-
-
-def _page(title: str, head: dict[str, Any], data: str, told: str) -> str:
+def _page(title: str, head: dict[str, Any], data: str, page_summary: str) -> str:
+    """Fill in page.html."""
     style, script = _style(), _script()
     allowed = f"script-src '{_hash(script)}'; style-src '{_hash(style)}'"
     parts = {
         "policy": f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'",
         "title": html.escape(title),
-        "summary": html.escape(told),
+        "summary": html.escape(page_summary),
         "style": style,
         "script": script,
-        "head": json.dumps(head, separators=(",", ":")).replace("<", "\\u003c"),  # no tag ends within it
+        "head": json.dumps(head, separators=(",", ":")).replace("<", "\\u003c"),  # no tag can end within it
         "data": data,
     }
-    page = _read("page.html")
+    template = _read("page.html")
     pieces = []
-    while page:  # once from front to back: what is put in is not searched for names
-        before, _, rest = page.partition("{")
-        name, _, page = rest.partition("}")
+    while template:  # in one pass: what is filled in is not searched for names
+        before, _, rest = template.partition("{")
+        name, _, template = rest.partition("}")
         pieces += [before, parts[name] if rest else ""]
     return "".join(pieces)
 
@@ -128,5 +134,5 @@ def _read(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """As a content security policy names what it allows."""
+    """Return the hash of a script or style, as a content security policy writes it."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -14,16 +14,13 @@ Work = Op | Transfer | StepEndWork
 
 
 class Look(NamedTuple):
-    """A word for legends and a colour; for terminals a colour of the 256, and what fills the cells after a label.
+    """How one kind of work is drawn."""
 
-    `marks`: dark lines along a bar, a second cue beside its colour.
-    """
-
-    word: str
-    color: str
-    terminal_color: int
-    fill: str
-    marks: tuple[Literal["top", "bottom"], ...] = ()
+    word: str  # for legends
+    color: str  # "#RRGGBB"
+    terminal_color: int  # of the 256 ANSI colours
+    fill: str  # the character after a label, in a terminal
+    marks: tuple[Literal["top", "bottom"], ...] = ()  # dark lines along a bar: a second cue beside its colour
 
 
 LOOKS: dict[str, Look] = {
@@ -37,8 +34,8 @@ LOOKS: dict[str, Look] = {
 }
 
 PATH_COLOR, TRANSFER_COLOR, MEMORY_COLOR, LIMIT_COLOR = "#1C2024", "#6B6F76", "#B9BDC3", "#6B6F76"
-# Tol's muted palette: colour-blind people can tell it apart, and none of it looks like a kind of work.
-CAUSE_LOOKS: dict[Cause, str] = {
+# Tol's muted palette: colour-blind people can tell the causes apart, and no cause looks like a kind of work.
+CAUSE_COLORS: dict[Cause, str] = {
     Cause.SLOWER: "#AA4499",
     Cause.CORES: "#7A7A7A",
     Cause.ORDER: "#DDCC77",
@@ -52,14 +49,14 @@ CAUSE_LOOKS: dict[Cause, str] = {
 }
 
 
-def key_of(work: Work) -> str:
-    """The key in LOOKS of an op, a reduction or an optimizer step."""
-    assert not isinstance(work, Transfer), "transfers are not drawn"
+def look_key(work: Work) -> str:
+    """Return the key in LOOKS of an op, a reduction or an optimizer step."""
+    assert not isinstance(work, Transfer), "transfers have no look"
     return str(work.kind) if isinstance(work, Op) else work.what
 
 
-def shown(timeline: Timeline) -> list[str]:
-    """The keys of LOOKS that occur in a timeline, in the table's order."""
+def look_keys(timeline: Timeline) -> list[str]:
+    """Return the keys of LOOKS that occur in a timeline, in the order of LOOKS."""
     kinds = {str(op.kind) for order in timeline.plan.orders for op in order}
-    ends = {key_of(span.work) for span in timeline.step_end_spans()}
-    return [key for key in LOOKS if key in kinds or key in ends]
+    step_ends = {look_key(span.work) for span in timeline.step_end_spans()}
+    return [key for key in LOOKS if key in kinds or key in step_ends]

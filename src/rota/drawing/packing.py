@@ -1,4 +1,4 @@
-"""A timeline as columns of small numbers, which deflate well; `page/model.js` and `page/memory.js` read them back."""
+"""A timeline as columns of small numbers, which deflate well; `page/timeline.js` and `page/memory.js` read them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from rota.plan import Transfer
 from rota.tasks import Op
 from rota.timeline import StepEndWork, Timeline
 
-CAUSES = tuple(Cause)
-_NOTHING = -1
+CAUSES = tuple(Cause)  # the page refers to a cause by its index here
+_NO_WORK = -1
 
 
 @final
 class Columns:
-    """Columns of numbers as one text, with their types and lengths."""
+    """Columns of numbers that become one text."""
 
     def __init__(self) -> None:
-        self.types: list[tuple[str, int]] = []
+        self.types: list[tuple[str, int]] = []  # of each column: its type, as `array` writes it, and its length
         self._planes: list[bytes] = []
 
     def add(self, values: Iterable[int]) -> None:
-        """In the smallest type that holds them all: all lowest bytes first, then all second ones, …"""
+        """Add a column in the smallest type that holds all values: all lowest bytes first, then all second ones."""
         column = _smallest(list(values))
         if sys.byteorder == "big":
             column.byteswap()
@@ -38,10 +38,12 @@ class Columns:
         self._planes += [raw[plane :: column.itemsize] for plane in range(column.itemsize)]
 
     def text(self) -> str:
+        """Return all columns, deflated, as base64."""
         return base64.b64encode(zlib.compress(b"".join(self._planes), 9)).decode()
 
 
 def _smallest(values: list[int]) -> array[Any]:
+    """Return an array of the smallest type that holds all values."""
     for code in "bhi":  # whole numbers of 1, 2 and 4 bytes
         try:
             return array(code, values)
@@ -51,7 +53,7 @@ def _smallest(values: list[int]) -> array[Any]:
 
 
 def pack_timeline(timeline: Timeline, idle: Sequence[Idle], columns: Columns) -> dict[str, Any]:
-    """Adds the timeline's columns in the order in which the page reads them; returns what is few."""
+    """Add the timeline's columns in the order in which the page reads them, and return the fields of its head."""
     plan, placement = timeline.plan, timeline.plan.placement
     changes = [task_changes(placement, rank) for rank in range(timeline.num_ranks)]
     slots = [(i, rank) for i, task in enumerate(placement.tasks) for rank in task.ranks]
@@ -69,7 +71,7 @@ def pack_timeline(timeline: Timeline, idle: Sequence[Idle], columns: Columns) ->
     return {
         "makespan": timeline.makespan_us,
         "numMicrobatches": plan.num_microbatches,
-        "numStreams": placement.num_components,
+        "numComponents": placement.num_components,
         "tasks": tasks,
         "slots": [(i, rank, *changes[rank][placement.tasks[i].stage, placement.tasks[i].kind]) for i, rank in slots],
         "routes": [(*route[:5], placement.component_of[route.source]) for route in placement.routes],
@@ -80,32 +82,35 @@ def pack_timeline(timeline: Timeline, idle: Sequence[Idle], columns: Columns) ->
 
 
 def _add_ops(timeline: Timeline, slot_of: dict[tuple[int, str, int], int], columns: Columns) -> None:
-    """Ops for each rank; slot, micro-batch, time since the op before, duration of each op."""
+    """Add the number of ops per rank; per op its slot, micro-batch, time since the previous op, and duration."""
     orders = timeline.plan.orders
     times = list(zip(timeline.starts_us, timeline.ends_us, strict=True))
     columns.add(len(order) for order in orders)
     columns.add(slot_of[op.stage, op.kind, rank] for rank, order in enumerate(orders) for op in order)
     columns.add(_deltas(op.microbatch for order in orders for op in order))
-    columns.add(start - before for starts, ends in times for start, before in zip(starts, (0, *ends), strict=False))
+    columns.add(start - previous for starts, ends in times for start, previous in zip(starts, (0, *ends), strict=False))
     columns.add(end - start for starts, ends in times for start, end in zip(starts, ends, strict=True))
 
 
 def _add_transfers(timeline: Timeline, columns: Columns) -> None:
-    """For each transfer the time from its producer's end to its start, and from there to its end."""
+    """Add per transfer the time from its producer's end to its start, and its duration."""
     plan = timeline.plan
     ends = [dict(zip(*pair, strict=True)) for pair in zip(plan.nodes, timeline.ends_us, strict=True)]
-    made = (
+    producer_ends = (
         ends[route.sender][node]
         for route in plan.placement.routes
         for node in range(plan.first_node[route.source], plan.first_node[route.source + 1])
     )
     sent, arrived = list(chain(*timeline.sent_us)), chain(*timeline.arrived_us)
-    columns.add(start - end for start, end in zip(sent, made, strict=True))
+    columns.add(start - end for start, end in zip(sent, producer_ends, strict=True))
     columns.add(end - start for start, end in zip(sent, arrived, strict=True))
 
 
 def _critical_path(timeline: Timeline, step_ends: dict[tuple[int, object], int]) -> list[int]:
-    """Numbers of ops; those of step ends follow. Transfers lie between ops on different ranks."""
+    """Return the numbers of the critical path's ops and step ends; step ends are numbered after all ops.
+
+    Transfers are left out: they are between ops on different ranks.
+    """
     first = [0]
     for order in timeline.plan.orders:
         first.append(first[-1] + len(order))
@@ -114,7 +119,7 @@ def _critical_path(timeline: Timeline, step_ends: dict[tuple[int, object], int])
     for span in timeline.critical_path():
         if isinstance(span.work, Op):
             numbers.append(first[span.rank] + position[span.rank][span.work])
-        elif (span.rank, span.work) in step_ends:  # else it takes no time
+        elif (span.rank, span.work) in step_ends:  # one without a duration is not in the list
             numbers.append(first[-1] + step_ends[span.rank, span.work])
     return numbers
 
@@ -126,11 +131,15 @@ def _add_idle(
     step_ends: dict[StepEndWork, int],
     columns: Columns,
 ) -> None:
-    """Pieces for each rank; cause, length (0: up to where the rank is busy again), what it waits for of each piece."""
+    """Add the number of idle intervals per rank; per interval its cause, duration, and what it waits for.
+
+    A duration of 0 means that the interval ends where the rank is busy again.
+    """
     routes = {route[:4]: len(tasks) + r for r, route in enumerate(timeline.plan.placement.routes)}
     first_step_end = len(tasks) + len(routes)
 
     def code(work: Op | Transfer | StepEndWork | None) -> tuple[int, int]:
+        """Return the number of a task, route or step end, in this order, and the micro-batch."""
         match work:
             case Op():
                 return tasks[work.stage, work.kind], work.microbatch
@@ -138,22 +147,22 @@ def _add_idle(
                 source, target = (tasks[op.stage, op.kind] for op in (work.source, work.target))
                 return routes[source, target, work.sender, work.receiver], work.source.microbatch
             case StepEndWork():
-                return (first_step_end + step_ends[work] if work in step_ends else _NOTHING), 0
-        return _NOTHING, 0
+                return (first_step_end + step_ends[work] if work in step_ends else _NO_WORK), 0
+        return _NO_WORK, 0
 
     counts = [0] * timeline.num_ranks
-    for piece in idle:
-        counts[piece.rank] += 1
+    for interval in idle:
+        counts[interval.rank] += 1
     columns.add(counts)
-    columns.add(CAUSES.index(piece.cause) for piece in idle)
-    follows = [(b.rank, b.start_us) == (a.rank, a.end_us) for a, b in pairwise(idle)] + [False]
-    columns.add(piece.duration_us if more else 0 for piece, more in zip(idle, follows, strict=False))
-    for work in ([piece.waits_for for piece in idle], [piece.ready for piece in idle]):
-        codes = [code(each) for each in work]
+    columns.add(CAUSES.index(interval.cause) for interval in idle)
+    continues = [(b.rank, b.start_us) == (a.rank, a.end_us) for a, b in pairwise(idle)] + [False]
+    columns.add(interval.duration_us if more else 0 for interval, more in zip(idle, continues, strict=False))
+    for works in ([interval.waits_for for interval in idle], [interval.ready for interval in idle]):
+        codes = [code(work) for work in works]
         columns.add(task for task, _ in codes)
         columns.add(_deltas(microbatch for _, microbatch in codes))
 
 
 def _deltas(values: Iterable[int]) -> list[int]:
-    """The first, and each one's difference from the one before; `summed` in the page undoes it."""
+    """Return the first value, and the difference of each one from the previous; `summed` in the page reverses it."""
     return [after - before for before, after in pairwise([0, *values])]

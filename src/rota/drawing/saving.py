@@ -1,45 +1,118 @@
-"""Figures into files; pyplot is not used."""
+"""Timelines as files: figures, pages for the browser, and Chrome traces. pyplot is not used."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rota.drawing.chrome_trace import to_chrome_trace
+from rota.drawing.figure import draw, figure_inches, require_matplotlib
+from rota.drawing.html import Names, default_names, to_html
 from rota.errors import RotaError
-from rota.writing import whole_file
+from rota.plan import Plan
+from rota.reading import short
+from rota.simulation import timeline_of
+from rota.timeline import Timeline
+from rota.writing import whole_file, write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SUFFIXES = (".png", ".svg", ".pdf")
+_FIGURES = (".png", ".svg", ".pdf")
 
 
-def save_drawing(draw: Callable[[Figure], object], inches: tuple[float, float], path: str | PathLike[str]) -> None:
-    """What `draw` draws on its figure, as a PNG, SVG or PDF file, as the suffix says. Raises RotaError."""
-    suffix = suffix_of(path, SUFFIXES)
+def save(
+    timeline: Timeline | Plan,
+    path: str | PathLike[str],
+    *,
+    above: Timeline | Plan | None = None,
+    title: str | None = None,
+    names: Names | None = None,
+    bound_us: float | None = None,
+) -> None:
+    """Save a timeline, in the format that the suffix of `path` names.
+
+    Args:
+        timeline: What to save. A plan is simulated first.
+        path: A file that ends in .png, .svg or .pdf (`draw`), .html (`to_html`) or .json (`to_chrome_trace`).
+        above: A second timeline, drawn above the first with the same time axis. A Chrome trace has no second timeline.
+        title: The title. A Chrome trace has none.
+        names: Headings of the upper and the lower timeline. None: see `to_html`.
+        bound_us: A proven lower bound of the makespan of `timeline`, to show the gap.
+
+    Raises:
+        RotaError: If the suffix is another one, an argument has a wrong type, or Matplotlib is missing.
+    """
+    suffix = _suffix(path, (*_FIGURES, ".html", ".json"))
+    _refuse_types(timeline, above, names)
+    timeline = timeline_of(timeline)
+    above = None if above is None else timeline_of(above)
+    if suffix == ".json":
+        if above is not None:
+            raise RotaError(f"{str(path)!r} is a Chrome trace, which shows one timeline: write two files, or an .html")
+        write_text(path, to_chrome_trace(timeline))
+    elif suffix == ".html":
+        write_text(path, to_html(timeline, above=above, title=title, names=names, bound_us=bound_us))
+    elif above is None:
+        inches = figure_inches(timeline)
+        save_figure(lambda figure: draw(timeline, figure.add_subplot(), title=title, bound_us=bound_us), inches, path)
+    else:
+        _save_both((above, timeline), path, title, names or default_names(above, timeline), bound_us)
+
+
+def save_figure(draw_on: Callable[[Figure], object], inches: tuple[float, float], path: str | PathLike[str]) -> None:
+    """Save what `draw_on` draws on a new figure as PNG, SVG or PDF, or raise RotaError."""
+    suffix = _suffix(path, _FIGURES)
     require_matplotlib()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=inches, layout="constrained")
-    draw(figure)
+    draw_on(figure)
     with whole_file(path) as partial:
         figure.savefig(partial, format=suffix[1:], dpi=150)
 
 
-def suffix_of(path: str | PathLike[str], known: tuple[str, ...]) -> str:
-    """Raises RotaError where it is not one of those known."""
+def _suffix(path: str | PathLike[str], known: tuple[str, ...]) -> str:
+    """Return the suffix of a path, or raise RotaError if it is not one of `known`."""
     if not isinstance(path, (str, PathLike)):
-        raise RotaError(f"a {type(path).__name__} is no path; give the name of a file that ends in {', '.join(known)}")
+        raise RotaError(
+            f"path is of type {type(path).__name__}; give the name of a file that ends in {', '.join(known)}"
+        )
     suffix = Path(path).suffix.lower()
     if suffix not in known:
-        raise RotaError(f"cannot tell the format of {str(path)!r}: let its name end in {', '.join(known)}")
+        raise RotaError(f"the name {str(path)!r} names no known format; use one that ends in {', '.join(known)}")
     return suffix
 
 
-def require_matplotlib() -> None:
-    """Raises RotaError, with the remedy, where it is missing."""
-    if find_spec("matplotlib") is None:
-        raise RotaError("drawing needs Matplotlib, which is not installed: pip install 'rota[draw]'")
+def _refuse_types(timeline: object, above: object, names: object) -> None:
+    """Raise RotaError if an argument of `save` has a wrong type."""
+    for name, value in (("timeline", timeline), *([("above", above)] if above is not None else [])):
+        if not isinstance(value, (Plan, Timeline)):
+            raise RotaError(f"{name} is {short(value)}; give a Plan or a Timeline, such as Timeline.from_json(…)")
+    if names is not None and not (
+        isinstance(names, (tuple, list)) and len(names) == 2 and all(isinstance(name, str) for name in names)
+    ):
+        raise RotaError(f"names is {short(names)}; give two strings, for the upper and the lower timeline")
+
+
+def _save_both(
+    timelines: tuple[Timeline, Timeline],
+    path: str | PathLike[str],
+    title: str | None,
+    names: Names,
+    bound_us: float | None,
+) -> None:
+    """Save two timelines as one figure, with one time axis."""
+    (width, upper), (_, lower) = map(figure_inches, timelines)
+
+    def draw_both(figure: Figure) -> None:
+        axes = figure.subplots(2, 1, sharex=True, height_ratios=[upper, lower])
+        for timeline, ax, name, bound in zip(timelines, axes, names, (None, bound_us), strict=True):
+            draw(timeline, ax, title=name, bound_us=bound)
+        axes[0].set_xlabel("")  # the lower axes have it
+        if title:
+            figure.suptitle(title)
+
+    save_figure(draw_both, (width, upper + lower), path)

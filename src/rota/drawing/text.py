@@ -1,4 +1,4 @@
-"""A timeline as a chart for the terminal: one line a rank, time from left to right.
+"""A timeline as text: a one-line summary, and a chart for the terminal with one line per rank.
 
        |0 µs   |200    |400    |600    |800   bubble  peak
 rank 0 F0──F1──········B0═══════····B1══════   33.3%  2 GB
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter, itemgetter
 
-from rota.drawing.looks import LOOKS, Work, key_of, shown
+from rota.drawing.looks import LOOKS, Work, look_key, look_keys
 from rota.errors import RotaError
 from rota.plan import Plan
 from rota.simulation import timeline_of
@@ -20,16 +20,27 @@ from rota.timeline import Span, Timeline
 from rota.units import count_text, size_text, time_text, time_unit
 
 _MIN_WIDTH = 20
-_MIN_CHART = 32  # columns below which the table goes under the chart
-_TICK = 8  # columns at least from one tick to the next
+_MIN_CHART = 32  # columns; a narrower chart has the table below it instead of beside it
+_MIN_TICK = 8  # columns from one tick to the next
 _IDLE = "·"
 
 
 def to_text(timeline: Timeline | Plan, width: int = 80, color: bool = False) -> str:
-    """No line is wider than `width` columns (20 or more). Every column shows what fills most of its time.
+    """Return a chart with time from left to right; every column shows what fills most of its time.
 
-    A plan is simulated first. An op too narrow for its name shows its kind; those too narrow for a column are
-    counted in the legend. `color` adds ANSI colours of 256. Raises RotaError if the width is too small.
+    An op that is too narrow for its name shows its kind; ops that are too narrow for a column are counted in the
+    legend.
+
+    Args:
+        timeline: What to draw. A plan is simulated first.
+        width: The number of columns that no line exceeds, 20 or more.
+        color: Whether to add ANSI colours (256 colours).
+
+    Returns:
+        Lines of text, without a newline at the end.
+
+    Raises:
+        RotaError: If the width is too small.
     """
     if width < _MIN_WIDTH:
         raise RotaError(f"a width of {width} columns is too small for a chart: give {_MIN_WIDTH} or more")
@@ -44,7 +55,7 @@ def to_text(timeline: Timeline | Plan, width: int = 80, color: bool = False) -> 
     rows = [_row(columns, stages, color) for columns, stages in zip(charts, several, strict=True)]
     rows = [_axis(timeline.makespan_us, num_columns), *rows]
 
-    lines = [*_flow(_summary(timeline), " · ", width), ""]
+    lines = [*_flow(_header(timeline), " · ", width), ""]
     if beside:
         lines += [f"{name}{row}  {entry}" for name, row, entry in zip(names, rows, table, strict=True)]
     else:
@@ -53,7 +64,21 @@ def to_text(timeline: Timeline | Plan, width: int = 80, color: bool = False) -> 
     return "\n".join([*lines, "", *_legend(timeline, charts, width, color)])
 
 
-def _summary(timeline: Timeline) -> list[str]:
+def summary(timeline: Timeline, bound_us: float | None = None) -> str:
+    """Return one line for titles: "makespan 3.3 ms · bubble 27.3% · at most 2.1% from the best possible".
+
+    `bound_us` is a proven lower bound of the makespan; without it the last part is missing.
+    """
+    parts = [f"makespan {time_text(timeline.makespan_us)}", f"bubble {timeline.bubble_fraction:.1%}"]
+    if bound_us is not None:
+        gap_us = timeline.makespan_us - bound_us
+        gap = f"at most {gap_us / timeline.makespan_us:.1%} from the best possible" if gap_us > 0 else "proven optimal"
+        parts.append(gap)
+    return " · ".join(parts)
+
+
+def _header(timeline: Timeline) -> list[str]:
+    """Return the parts of the first line."""
     return [
         count_text(timeline.num_ranks, "rank"),
         count_text(timeline.plan.num_microbatches, "micro-batch", "es"),
@@ -64,10 +89,11 @@ def _summary(timeline: Timeline) -> list[str]:
 
 
 def _legend(timeline: Timeline, charts: Iterable[Iterable[Work | None]], width: int, color: bool) -> list[str]:
-    entries = {f"{key[0]}{LOOKS[key].fill} {LOOKS[key].word}": key for key in shown(timeline)}
+    """Return the lines that explain what fills the chart."""
+    entries = {f"{key[0]}{LOOKS[key].fill} {LOOKS[key].word}": key for key in look_keys(timeline)}
     unseen = sum(map(len, timeline.plan.orders)) - sum(isinstance(w, Op) for columns in charts for w in set(columns))
-    told = [f"{count_text(unseen, 'op')} unseen"] if unseen else []
-    lines = _flow([*entries, f"{_IDLE} idle", *told], "   ", width)
+    hidden = [f"{count_text(unseen, 'op')} unseen"] if unseen else []
+    lines = _flow([*entries, f"{_IDLE} idle", *hidden], "   ", width)
     if color:
         for entry, key in entries.items():
             lines = [line.replace(entry, _paint(entry[:2], key) + entry[2:]) for line in lines]
@@ -75,7 +101,7 @@ def _legend(timeline: Timeline, charts: Iterable[Iterable[Work | None]], width: 
 
 
 def _flow(parts: Iterable[str], separator: str, width: int) -> list[str]:
-    """Parts side by side, in as many lines as they need."""
+    """Return the parts side by side, in as many lines as they need."""
     lines = [""]
     for part in parts:
         longer = lines[-1] + separator + part if lines[-1] else part
@@ -87,7 +113,7 @@ def _flow(parts: Iterable[str], separator: str, width: int) -> list[str]:
 
 
 def _table(timeline: Timeline, width: int) -> list[str]:
-    """A head and one entry a rank, of equal length: bubble, and peak memory and limit where there are any."""
+    """Return a header and one entry per rank, of equal length: bubble, peak memory and limit, if there are any."""
     makespan = timeline.makespan_us or 1
     columns = [["bubble", *(f"{idle / makespan:.1%}" for idle in timeline.idle_us)]]
     if any(timeline.peak_memory_bytes):
@@ -111,10 +137,10 @@ def _table(timeline: Timeline, width: int) -> list[str]:
 
 
 def _axis(makespan_us: int, num_columns: int) -> str:
-    """A tick and its time at the column in which it falls; the first one tells the unit."""
+    """Return ticks with their times, each at the column of its time; the first one has the unit."""
     unit_us, unit = time_unit(makespan_us)
     steps = (digit * 10**power for power in range(20) for digit in (1, 2, 5))
-    step = next(step for step in steps if step * num_columns >= _TICK * makespan_us)
+    step = next(step for step in steps if step * num_columns >= _MIN_TICK * makespan_us)
     line = f"|0 {unit}"
     for time in range(step, makespan_us, step):
         tick = f"|{time / unit_us:g}"
@@ -125,50 +151,51 @@ def _axis(makespan_us: int, num_columns: int) -> str:
 
 
 def _row(columns: Sequence[Work | None], several_stages: bool, color: bool) -> str:
-    """Columns with the same work become one stretch: its name, or its kind if that is too long, and filling."""
-    stretches = [(work, len(list(run))) for work, run in groupby(columns)]
-    # Stages are told if that is possible for most ops. Ops told with them (2F0) need filling between them.
-    room = [length > len(str(work)) for work, length in stretches if isinstance(work, Op)]
-    with_stages = several_stages and 2 * sum(room) > len(room)
+    """Return one row: consecutive columns of one op show its name (its kind if that is too long), then the filling."""
+    runs = [(work, len(list(run))) for work, run in groupby(columns)]
+    # Names have stages if most of them fit. Names with stages (2F0) need filling between them.
+    fits = [length > len(str(work)) for work, length in runs if isinstance(work, Op)]
+    with_stages = several_stages and 2 * sum(fits) > len(fits)
     row = ""
-    for work, length in stretches:
+    for work, length in runs:
         cells = _IDLE * length if work is None else _cells(work, length, with_stages)
-        row += _paint(cells, None if work is None else key_of(work)) if color else cells
+        row += _paint(cells, None if work is None else look_key(work)) if color else cells
     return row
 
 
 def _cells(work: Work, length: int, with_stage: bool) -> str:
-    key = key_of(work)
+    """Return `length` characters for an op, a reduction or an optimizer step."""
+    key = look_key(work)
     name = key if not isinstance(work, Op) else str(work) if with_stage else f"{key}{work.microbatch}"
     return (name if len(name) + with_stage <= length else key[0]).ljust(length, LOOKS[key].fill)
 
 
 def _fill(spans: Sequence[Span], makespan_us: int, num_columns: int) -> list[Work | None]:
-    """For each column the work that fills most of it, None where most is idle.
+    """Return for each column the work that fills most of it, None if most of it is idle.
 
-    Kinds compete, not ops: among many short ops the kind that takes most of the time is seen, by its longest op.
+    Kinds compete, not ops: of many short ops, the column shows the kind with the most time, by its longest op.
     """
-    # In units of 1 / num_columns µs a column is makespan_us wide, so that everything stays a whole number.
+    # In units of 1 / num_columns µs, a column is makespan_us wide, so that everything stays a whole number.
     columns: list[dict[str, list[tuple[int, Work]]]] = [{} for _ in range(num_columns)]
     for span in spans:
         start, end = span.start_us * num_columns, span.end_us * num_columns
         for i in range(start // makespan_us, -(-end // makespan_us)) if start < end else ():
-            part = min(end, (i + 1) * makespan_us) - max(start, i * makespan_us)
-            columns[i].setdefault(key_of(span.work), []).append((part, span.work))
+            length = min(end, (i + 1) * makespan_us) - max(start, i * makespan_us)
+            columns[i].setdefault(look_key(span.work), []).append((length, span.work))
     filled: list[Work | None] = []
-    for parts in columns:
-        totals = {key: sum(part for part, _ in works) for key, works in parts.items()}
+    for by_key in columns:
+        totals = {key: sum(length for length, _ in works) for key, works in by_key.items()}
         idle = makespan_us - sum(totals.values())
         most = max(totals, key=totals.__getitem__, default=None)
         if most is None or totals[most] < idle:
             filled.append(None)
         else:
-            filled.append(max(parts[most], key=itemgetter(0))[1])
+            filled.append(max(by_key[most], key=itemgetter(0))[1])
     return filled
 
 
 def _busy_spans(timeline: Timeline) -> list[list[Span]]:
-    """What each rank does, nothing beside anything else: of what ends the step, only what no op runs beside."""
+    """Return what each rank does, without overlaps: of the ends of the step, only the parts beside which no op runs."""
     spans: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
     for span in timeline.op_spans():
         spans[span.rank].append(span)
@@ -178,7 +205,7 @@ def _busy_spans(timeline: Timeline) -> list[list[Span]]:
 
 
 def _gaps(span: Span, others: Iterable[Span]) -> list[Span]:
-    """The pieces of `span` in which there is none of the others."""
+    """Return the pieces of `span` that overlap no other span."""
     pieces, start = [], span.start_us
     for other in sorted(others, key=attrgetter("start_us")):
         if start < min(other.start_us, span.end_us):
@@ -190,5 +217,5 @@ def _gaps(span: Span, others: Iterable[Span]) -> list[Span]:
 
 
 def _paint(cells: str, key: str | None) -> str:
-    """Black on the colour of a kind; idle cells are dim."""
+    """Return the cells in ANSI colours: black on the colour of a kind; idle cells are dim."""
     return f"\x1b[{f'30;48;5;{LOOKS[key].terminal_color}' if key else '2'}m{cells}\x1b[0m"

@@ -1,6 +1,6 @@
-"""DeepSpeed's pipeline parallelism: `schedule`, `topology`, `utils` and `module` as DeepSpeed has them.
+"""DeepSpeed's pipeline parallelism on Rota: `schedule`, `topology`, `utils` and `module` as DeepSpeed has them.
 
-`to_plan` makes a Plan of any PipeSchedule. What needs torch is loaded when it is first used.
+`to_plan` makes a Plan of any PipeSchedule. What needs torch is imported when it is first used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`deepspeed.initialize`: what a PipelineModule needs to train, out of DeepSpeed's configuration."""
+"""`deepspeed.initialize`: sets what a PipelineModule needs to train, from DeepSpeed's configuration."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rota import reading
 from rota.compat.deepspeed.module import PipelineModule
 from rota.errors import FormatError
 
-_PER_RANK = "train_micro_batch_size_per_gpu"
-_SIZES = ("train_batch_size", _PER_RANK, "gradient_accumulation_steps")
-_TOLD_ELSEWHERE = ("steps_per_print", "wall_clock_breakdown")  # they change no result
+_MICROBATCH_SIZE = "train_micro_batch_size_per_gpu"
+_SIZES = ("train_batch_size", _MICROBATCH_SIZE, "gradient_accumulation_steps")
+_IGNORED = ("steps_per_print", "wall_clock_breakdown")  # they do not change results
 
 
 def initialize(
@@ -25,28 +25,40 @@ def initialize(
     lr_scheduler: Any = None,
     config: Mapping[str, Any] | str | None = None,
 ) -> tuple[PipelineModule, torch.optim.Optimizer | None, None, Any]:
-    """(the model, its optimizer, None, its scheduler): ready for `train_batch` and `eval_batch`.
+    """Prepare a model for `train_batch` and `eval_batch`.
 
-    `config`, or the file of that name (also `args.deepspeed_config`): batch sizes or gradient_accumulation_steps,
-    gradient_clipping, and an optimizer by the name that torch.optim gives it, where none is passed. A key that would
-    change the training in another way is refused. Raises FormatError.
+    Args:
+        args: An object whose `deepspeed_config` is used if `config` is None.
+        model: The model.
+        optimizer: Its optimizer. None: the one that `config` describes, if it does.
+        model_parameters: What that optimizer updates. None: all parameters of the model.
+        lr_scheduler: Its learning rate scheduler.
+        config: A dict, or the name of a JSON file: batch sizes or gradient_accumulation_steps, gradient_clipping, and
+            an optimizer of torch.optim by name. Keys that would change the training in another way are refused.
+
+    Returns:
+        (the model, its optimizer, None, its scheduler).
+
+    Raises:
+        FormatError: If there is no model, or `config` has a wrong value or a key that is not supported.
     """
     if model is None:
         raise FormatError("initialize got no model; give a PipelineModule")
     config = _read(config if config is not None else getattr(args, "deepspeed_config", None))
     for key, value in config.items():
-        if key not in (*_SIZES, *_TOLD_ELSEWHERE, "gradient_clipping", "optimizer") and not _is_off(value):
+        if key not in (*_SIZES, *_IGNORED, "gradient_clipping", "optimizer") and not _is_off(value):
             raise FormatError(f"config has {key!r}, which is not supported here; leave it out, and do it in torch")
     model.micro_batches = _num_microbatches(config, model.mpu().data_parallel_size)
     model.gradient_clipping = float(config.get("gradient_clipping", 0.0))
     parameters = [*(model.parameters() if model_parameters is None else model_parameters)]
-    if optimizer is None and "optimizer" in config and parameters:  # a stage may have none
+    if optimizer is None and "optimizer" in config and parameters:  # a stage may have no parameters
         optimizer = _optimizer(config["optimizer"], parameters)
     model.optimizer, model.lr_scheduler = optimizer, lr_scheduler
     return model, optimizer, None, lr_scheduler
 
 
 def _read(config: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
+    """Return the configuration as a mapping."""
     if not isinstance(config, str):
         return config or {}
     text = reading.read_text(config)
@@ -60,28 +72,30 @@ def _read(config: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
 
 
 def _is_off(section: Any) -> bool:
-    """`"fp16": {"enabled": false}`, `"zero_optimization": {"stage": 0}`."""
+    """Return whether a section is switched off: `{"enabled": false}`, or `{"stage": 0}` of ZeRO."""
     return isinstance(section, Mapping) and (section.get("enabled") is False or section.get("stage") == 0)
 
 
 def _num_microbatches(config: Mapping[str, Any], num_replicas: int) -> int:
-    """How many a step: batch size = its own x accumulation steps x replicas, where two give the third."""
-    whole, each, steps = (config.get(key) for key in _SIZES)
+    """Return the micro-batches per step; batch size = micro-batch size x accumulation steps x replicas."""
+    batch_size, microbatch_size, steps = (config.get(key) for key in _SIZES)
     if steps is None:
-        if whole is None or each is None:
+        if batch_size is None or microbatch_size is None:
             return 1
-        steps = whole // (each * num_replicas)
-    if steps < 1 or (whole is not None and each is not None and whole != each * steps * num_replicas):
+        steps = batch_size // (microbatch_size * num_replicas)
+    both = batch_size is not None and microbatch_size is not None
+    if steps < 1 or (both and batch_size != microbatch_size * steps * num_replicas):
         raise FormatError(
-            f"train_batch_size {whole} is not {_PER_RANK} {each} x gradient_accumulation_steps {steps} "
-            f"x {num_replicas} replicas; leave one out"
+            f"train_batch_size {batch_size} is not {_MICROBATCH_SIZE} {microbatch_size} x "
+            f"gradient_accumulation_steps {steps} x {num_replicas} replicas; leave one out"
         )
     return int(steps)
 
 
 def _optimizer(described: Mapping[str, Any], parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    named = getattr(torch.optim, str(described.get("type")), None)
-    if not (isinstance(named, type) and issubclass(named, torch.optim.Optimizer)):
-        raise FormatError(f"optimizer type {described.get('type')!r} is none of torch.optim, such as 'Adam'")
-    made: torch.optim.Optimizer = named(parameters, **described.get("params", {}))
+    """Return the optimizer that the configuration describes."""
+    kind = getattr(torch.optim, str(described.get("type")), None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise FormatError(f"optimizer type {described.get('type')!r} is not in torch.optim; give one such as 'Adam'")
+    made: torch.optim.Optimizer = kind(parameters, **described.get("params", {}))
     return made

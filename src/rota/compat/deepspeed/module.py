@@ -1,4 +1,4 @@
-"""PipelineModule: a list of layers, cut into stages of which this process builds and trains its own."""
+"""PipelineModule: a list of layers, cut into stages; each process builds and trains its own stage."""
 
 from __future__ import annotations
 
@@ -25,16 +25,30 @@ __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
 
 
 class PipelineModule(nn.Module):
-    """This process's stage of a model that is a sequence of `layers`, each called with what the one before returns.
+    """This process's stage of a model that is a sequence of layers, each called with the output of the previous one.
 
-    `num_stages`: the other processes are replicas; or a `topology` with an axis 'pipe'. `loss_fn(output, labels)`
-    returns a micro-batch's mean loss. A layer's initial weights depend on the random state and its place in the list,
-    not on the cut. `seed_layers`: they depend on `base_seed` alone, and each layer's dropout too; `seed_fn(seed)` does
-    the seeding. `activation_checkpoint_interval`: so many layers at a time keep their input alone, and run again
-    backward; 0 for none. `partition_method`: see `partition`; for "profile" give a micro-batch's `profile_input`.
+    A layer's initial weights depend on the random state and on its index, not on the cut.
 
-    Before `train_batch`, set what it takes: `micro_batches`, the `schedule`, and, unless you step yourself, the
-    `optimizer`, `lr_scheduler` and `gradient_clipping`; `initialize` sets them as DeepSpeed does.
+    `train_batch` reads the attributes `micro_batches`, `schedule`, `optimizer`, `lr_scheduler` and
+    `gradient_clipping`. Set them, or call `initialize`, which sets them as DeepSpeed does. Without an optimizer, call
+    its `step` yourself.
+
+    Args:
+        layers: The layers of the whole model: modules, specs or functions.
+        num_stages: The number of stages; the number of replicas follows from the number of processes.
+        topology: A topology with an axis 'pipe', in place of `num_stages`.
+        loss_fn: Called with (output, labels), it returns the mean loss of a micro-batch.
+        seed_layers: Whether each layer's initial weights and dropout depend only on `base_seed` and its index.
+        seed_fn: Called with a seed. None: `torch.manual_seed`.
+        base_seed: The seed of `seed_layers`.
+        partition_method: How layers are cut; see `partition`.
+        activation_checkpoint_interval: How many layers at a time store only their input, and run again in the
+            backward; 0: no checkpointing.
+        profile_input: A micro-batch's input, for the partition method "profile".
+
+    Raises:
+        PipelineError: If the number of stages does not fit the processes.
+        SplitError: If layers are wrong, or cannot be cut by this method.
     """
 
     def __init__(
@@ -61,15 +75,15 @@ class PipelineModule(nn.Module):
         self.loss_fn, self.seed_layers, self.base_seed = loss_fn, seed_layers, base_seed
         self.seed_fn = seed_fn or torch.manual_seed
         self.activation_checkpoint_interval = activation_checkpoint_interval
-        given = [*layers]
-        refuse_unfit(given)
+        all_layers = [*layers]
+        refuse_unfit(all_layers)
         #: Stage s has the layers parts[s] to parts[s + 1] - 1.
-        self.parts = partition(given, partition_method, self.num_stages, profile_input)
+        self.parts = partition(all_layers, partition_method, self.num_stages, profile_input)
         self.forward_funcs: list[Callable[[Any], Any]] = []
         self.tied_modules = nn.ModuleDict()
-        self._build(given)
-        #: The model as `rota.Pipeline` takes it; of other stages there is only what is tied.
-        self.stages = Stages(self._all_stages(given))
+        self._build(all_layers)
+        #: The model for `rota.Pipeline`; other stages have only what is tied.
+        self.stages = Stages(self._all_stages(all_layers))
         self.micro_offset = 0
         self.micro_batches = 1
         self.schedule: MakeSchedule = TrainSchedule
@@ -81,7 +95,7 @@ class PipelineModule(nn.Module):
     # --- layers ---------------------------------------------------------------------------------------------------
 
     def _build(self, layers: Sequence[Layer]) -> None:
-        """The layers of this stage. Ranks draw the same numbers here, so that they stay in step."""
+        """Build this stage's layers. All ranks draw the same random numbers, so that their random states stay equal."""
         base = self.base_seed if self.seed_layers else int(torch.randint(2**31, ()))
         keys = [layer.key if isinstance(layer, TiedLayerSpec) else None for layer in layers]
         with torch.random.fork_rng(devices=[]):
@@ -94,9 +108,9 @@ class PipelineModule(nn.Module):
                     self.add_module(str(i), module)
 
     def _all_stages(self, layers: Sequence[Layer]) -> list[nn.Module]:
-        """This module as its stage; for the others what is tied to further stages, under its name there.
+        """Return this module as its own stage; for other stages, their tied layers under the names they have there.
 
-        Tied are layers of one key, and layers given as modules that share parameters.
+        Layers are tied if they have the same key, or if they are modules that share parameters.
         """
         tied = {layer.key: layer for layer in layers if isinstance(layer, TiedLayerSpec)}
         tied_modules = {key: on_meta(spec) for key, spec in tied.items() if key not in self.tied_modules}
@@ -106,7 +120,7 @@ class PipelineModule(nn.Module):
             if isinstance(layer, nn.Module):
                 for parameter in layer.parameters():
                     users.setdefault(parameter, set()).add(i)
-        sharing = {i for of_one in users.values() if len(of_one) > 1 for i in of_one}
+        sharing = {i for indices in users.values() if len(indices) > 1 for i in indices}
         stages: list[nn.Module] = []
         for stage in range(self.num_stages):
             other = nn.Module()
@@ -121,17 +135,18 @@ class PipelineModule(nn.Module):
         return stages
 
     def forward(self, forward_input: Any) -> Any:
-        """This stage's layers, one after another."""
+        """Run this stage's layers, one after the other."""
         self.micro_offset += 1
         num_layers, interval = len(self.forward_funcs), self.activation_checkpoint_interval
-        step, again = interval or max(num_layers, 1), interval and torch.is_grad_enabled()
+        step, checkpointed = interval or max(num_layers, 1), interval and torch.is_grad_enabled()
         value = forward_input
         for start in range(0, num_layers, step):
             run = partial(self._run, start, start + step, self.micro_offset)
-            value = checkpoint(run, value, use_reentrant=False) if again else run(value)
+            value = checkpoint(run, value, use_reentrant=False) if checkpointed else run(value)
         return value
 
     def _run(self, start: int, stop: int, micro_offset: int, value: Any) -> Any:
+        """Run the layers from `start` to before `stop` of this stage."""
         for i, function in enumerate(self.forward_funcs[start:stop], start + self.parts[self.stage_id]):
             if self.seed_layers:
                 self.seed_fn(self.base_seed * micro_offset + i)
@@ -141,10 +156,19 @@ class PipelineModule(nn.Module):
     # --- steps ----------------------------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """One step on `micro_batches` pairs `(inputs, labels)`; the mean loss, on every rank. Collective.
+        """Train for one step. Collective.
 
-        The first and the last stage take theirs from an iterator each, which must yield the same. With an optimizer it
-        updates the weights and clears the gradients, else these are added to `.grad`.
+        With an optimizer it updates the weights and clears the gradients; without one, gradients are added to `.grad`.
+
+        Args:
+            data_iter: Yields a pair (inputs, labels) per micro-batch. The first and the last stage each need one, and
+                both must yield the same.
+
+        Returns:
+            The mean loss, float64, on every rank.
+
+        Raises:
+            PipelineError: If `data_iter` is missing, or ends too early.
         """
         self.train()
         loss = self.pipeline.step(*self._load(data_iter))
@@ -158,11 +182,11 @@ class PipelineModule(nn.Module):
         return torch.tensor(loss, dtype=torch.float64)
 
     def eval_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """The mean loss of as many, on every rank, in eval() and without gradients. Collective."""
+        """Return the mean loss of a step's micro-batches on every rank, in eval() and without gradients. Collective."""
         return torch.tensor(self.pipeline.evaluate(*self._load(data_iter)), dtype=torch.float64)
 
     def _load(self, data_iter: Iterator[Any] | None) -> tuple[list[Any] | None, list[Any] | None]:
-        """The micro-batches' inputs on the first stage, their labels on the last."""
+        """Return the micro-batches' inputs on the first stage, and their labels on the last."""
         if not (self._grid.is_first_stage or self._grid.is_last_stage):
             return None, None
         if data_iter is None:
@@ -173,13 +197,13 @@ class PipelineModule(nn.Module):
             if pair is None:
                 raise PipelineError(f"data_iter ended after {m} of {self.micro_batches} micro-batches; make it go on")
             x, y = pair
-            inputs.append((x,))  # one value for the first layer, be it a tuple
+            inputs.append((x,))  # one value for the first layer, even if it is a tuple
             labels.append(y)
         return inputs if self._grid.is_first_stage else None, labels if self._grid.is_last_stage else None
 
     @property
     def pipeline(self) -> Pipeline:
-        """What runs the steps: its plan, timeline and gradients' norm. Made anew for another schedule. Collective."""
+        """The `rota.Pipeline` that runs the steps; replaced if `schedule` or `micro_batches` change. Collective."""
         wanted = self.schedule, self.micro_batches
         if self._made is None or self._made[0] != wanted:
             self.close()
@@ -190,30 +214,34 @@ class PipelineModule(nn.Module):
         return self._made[1]
 
     def close(self) -> None:
-        """End the threads of the pipeline, if there is one."""
+        """Close the pipeline, if there is one."""
         if self._made is not None:
             self._made[1].close()
             self._made = None
 
-    # --- where we are ---------------------------------------------------------------------------------------------
+    # --- topology -------------------------------------------------------------------------------------------------
 
     def topology(self) -> ProcessTopology:
+        """Return the topology of all processes."""
         return self._topo
 
     def mpu(self) -> PipelineParallelGrid:
+        """Return this process's place in the topology, and its groups."""
         return self._grid
 
     @property
     def is_first_stage(self) -> bool:
+        """Whether this process has the first stage."""
         return self._grid.is_first_stage
 
     @property
     def is_last_stage(self) -> bool:
+        """Whether this process has the last stage."""
         return self._grid.is_last_stage
 
 
 def _topology_of(num_stages: int | None) -> ProcessTopology:
-    """Pipelines of `num_stages`, and as many replicas as the processes make."""
+    """Return a topology with `num_stages` stages, and as many replicas as there are processes for."""
     if num_stages is None:
         raise PipelineError("PipelineModule needs num_stages or a topology; give one of them")
     world_size = dist.get_world_size()

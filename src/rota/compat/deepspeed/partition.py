@@ -1,4 +1,4 @@
-"""Where a PipelineModule's layers are cut: evenly by number, parameters, layers of a kind, or measured time."""
+"""Where a PipelineModule's layers are cut: balanced by number, parameters, layers of a type, or measured time."""
 
 from __future__ import annotations
 
@@ -19,43 +19,57 @@ _REPEATS = 5
 
 
 def partition(layers: Sequence[Layer], method: str, num_parts: int, profile_input: Any) -> list[int]:
-    """Boundaries by `method`: "uniform", "parameters", "type:REGEX" or "profile". Raises SplitError.
+    """Return where layers are cut into stages.
 
-    "profile" is collective: rank 0 builds all layers, and measures them on `profile_input`; PipelineError if it fails.
+    Args:
+        layers: The layers of the whole model.
+        method: "uniform", "parameters", "type:REGEX" (layers whose class name matches) or "profile". "profile" is
+            collective: rank 0 builds all layers, and measures them.
+        num_parts: The number of stages.
+        profile_input: A micro-batch's input, for "profile".
+
+    Returns:
+        `num_parts + 1` boundaries: stage s has the layers from boundary s to before boundary s + 1.
+
+    Raises:
+        SplitError: If the method is unknown, or does not work for these layers.
+        PipelineError: If measuring fails.
     """
-    what, _, pattern = method.partition(":")
-    what = what.lower()
-    if what == "uniform":
+    quantity, _, pattern = method.partition(":")
+    quantity = quantity.lower()
+    if quantity == "uniform":
         return uniform(len(layers), num_parts)
-    if what == "parameters":
+    if quantity == "parameters":
         return by_parameters([_num_trainable(layer) for layer in layers], num_parts)
-    if what == "type":
+    if quantity == "type":
         return by_regex([_name(layer) for layer in layers], pattern, num_parts)
-    if what == "profile":
+    if quantity == "profile":
         return balanced(_measured_us(layers, profile_input), num_parts)
     raise SplitError(f"partition_method is {method!r}: give 'parameters', 'uniform', 'type:REGEX' or 'profile'")
 
 
 def _num_trainable(layer: Layer) -> int:
+    """Return the number of a layer's parameters that require gradients."""
     module = on_meta(layer)
     return 0 if module is None else sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
 def _name(layer: Layer) -> str:
-    """Of its class, or function."""
+    """Return the name of a layer's class or function."""
     if isinstance(layer, LayerSpec):
         return layer.typename.__name__
     return getattr(layer, "__name__", type(layer).__name__)
 
 
 def _measured_us(layers: Sequence[Layer], profile_input: Any) -> list[int]:
-    """Forward and backward of each layer, the same on all ranks."""
+    """Return the forward and backward time of each layer in µs, the same on all ranks."""
     if profile_input is None:
         raise SplitError("partition_method 'profile' measures the layers: give profile_input, a micro-batch's inputs")
     return on_first("measuring the layers", lambda: _measured_here_us(layers, profile_input))
 
 
 def _measured_here_us(layers: Sequence[Layer], profile_input: Any) -> list[int]:
+    """Return the forward and backward time of each layer in µs, measured in this process."""
     with torch.random.fork_rng(devices=[]):
         tied: dict[str, nn.Module] = {}
         stages = Stages([_Called(*build(layer, tied)) for layer in layers])
@@ -65,7 +79,7 @@ def _measured_here_us(layers: Sequence[Layer], profile_input: Any) -> list[int]:
 
 @final
 class _Called(nn.Module):
-    """A layer as a module, whatever it is."""
+    """A layer as a module, even if it is a function."""
 
     def __init__(self, module: nn.Module | None, function: Callable[[Any], Any]) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
-"""A schedule of instructions as a Plan: every stage's stream is read, and sends are matched to receives.
+"""A schedule of instructions as a Plan: the instructions of every stage are read, and sends are matched to receives.
 
-Buffers tell which micro-batch an instruction means. Each one is followed through its slots:
+An instruction names a buffer, not a micro-batch. Each micro-batch is followed through the slots of its buffer:
 
     LoadMicroBatch ──▶ input, label ──ForwardPass──▶ output ──▶ SendActivation
     RecvActivation ──▶ input                         activations ┐
     SendGrad ◀── gradient of the input ◀──BackwardPass───────────┴── gradient ◀── RecvGrad
 
-The n-th send of a stage is the n-th receive of its neighbour.
+The n-th send of a stage is matched to the n-th receive of its neighbour.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rota.placing import place
 from rota.plan import Plan
 from rota.tasks import Kind, Op
 
-#: Makes the schedule of one stage: a `PipeSchedule` subclass, or what is called like one.
+#: Returns the schedule of one stage: a `PipeSchedule` subclass, or anything that is called like one.
 MakeSchedule: TypeAlias = Callable[[int, int, int], ds.PipeSchedule]
 
 _SLOTS = ("input", "label", "output", "activations", "gradient", "gradient of the input")
@@ -32,30 +32,39 @@ _STEP_ENDS = (ds.ReduceTiedGrads, ds.ReduceGrads, ds.OptimizerStep)
 
 
 def to_plan(schedule: MakeSchedule, micro_batches: int, stages: int, placement: Placement | None = None) -> Plan:
-    """The checked plan of `schedule(micro_batches, stages, stage_id)` on every stage.
+    """Return the plan of a schedule.
 
-    `placement`: a chain with F and B, a stage a rank; default: forward 1 µs, backward 2 µs. A schedule without
-    backwards becomes a plan of forwards. Raises ScheduleError where the streams do not fit together, PlanError where
-    the plan is not complete or waits in a cycle.
+    Args:
+        schedule: Called with (micro_batches, stages, stage_id), it returns the schedule of that stage.
+        micro_batches: The number of micro-batches per step.
+        stages: The number of stages.
+        placement: A chain with F and B, one stage per rank. None: forward 1 µs, backward 2 µs.
+
+    Returns:
+        The plan, which has been checked. A schedule without backwards becomes a plan without backwards.
+
+    Raises:
+        ScheduleError: If the instructions of the stages do not fit together.
+        PlanError: If the plan is not complete, or waits in a cycle.
     """
-    streams: list[_Stream] = []
+    readers: list[_StageReader] = []
     for stage_id in range(stages):
-        arriving = streams[-1].sent_activations if streams else []
-        streams.append(_Stream(schedule(micro_batches, stages, stage_id), arriving))
-    for stream, after in pairwise(streams):
-        stream.refuse_unmatched(after)
+        arriving = readers[-1].sent_activations if readers else []
+        readers.append(_StageReader(schedule(micro_batches, stages, stage_id), arriving))
+    for reader, following in pairwise(readers):
+        reader.refuse_unmatched(following)
     if placement is None:
         placement = place(Costs.uniform(stages), Cluster.uniform(stages))
-    if not any(stream.trains for stream in streams):
+    if not any(reader.trains for reader in readers):
         placement = placement.forward_only()
-    plan = Plan(placement, micro_batches, tuple(tuple(stream.ops) for stream in streams))
+    plan = Plan(placement, micro_batches, tuple(tuple(reader.ops) for reader in readers))
     check(plan)
     return plan
 
 
 @final
-class _Stream:
-    """One stage's instructions, read; `arriving` are the micro-batches that the stage before sends, in order."""
+class _StageReader:
+    """Reads one stage's instructions; `arriving` has the micro-batches that the previous stage sends, in order."""
 
     def __init__(self, schedule: ds.PipeSchedule, arriving: list[int]) -> None:
         self.schedule, self.arriving = schedule, arriving
@@ -74,10 +83,11 @@ class _Stream:
                 self._read(self._instruction)
 
     def _read(self, instruction: ds.PipeInstruction) -> None:
+        """Apply one instruction, or raise ScheduleError."""
         if isinstance(instruction, _STEP_ENDS):
             self._ended = True
             return
-        readers = {
+        handlers = {
             ds.LoadMicroBatch: self._load,
             ds.RecvActivation: self._receive,
             ds.ForwardPass: self._forward,
@@ -86,13 +96,13 @@ class _Stream:
             ds.BackwardPass: self._backward,
             ds.SendGrad: self._send_grad,
         }
-        read = next((read for kind, read in readers.items() if isinstance(instruction, kind)), None)
-        if read is None or not isinstance(instruction, ds.BufferOpInstruction):
-            raise self._wrong(f"is none of {', '.join(kind.__name__ for kind in readers)}, so no plan can say it")
+        handler = next((handler for kind, handler in handlers.items() if isinstance(instruction, kind)), None)
+        if handler is None or not isinstance(instruction, ds.BufferOpInstruction):
+            raise self._wrong(f"is not one of {', '.join(kind.__name__ for kind in handlers)}, so no plan can have it")
         buffer, num_buffers = instruction.buffer_id, self.schedule.num_pipe_buffers()
         if not 0 <= buffer < num_buffers:
-            raise self._wrong(f"names a buffer that is not there: num_pipe_buffers() is {num_buffers}")
-        read(buffer)
+            raise self._wrong(f"names a buffer that does not exist: num_pipe_buffers() is {num_buffers}")
+        handler(buffer)
 
     def _load(self, buffer: int) -> None:
         if self.schedule.is_first_stage:
@@ -122,13 +132,13 @@ class _Stream:
 
     def _send(self, buffer: int) -> None:
         if self.schedule.is_last_stage:
-            raise self._wrong("has no stage to send to; the last stage sends gradients alone")
+            raise self._wrong("has no stage to send to; the last stage sends only gradients")
         self.sent_activations.append(self._take(buffer, "output", "ForwardPass"))
 
     def _receive_grad(self, buffer: int) -> None:
         m = self._slots.get((buffer, "activations"))
         if self.schedule.is_last_stage or m is None:
-            raise self._wrong("has no forward to receive a gradient for; do ForwardPass there first")
+            raise self._wrong("has no forward to receive a gradient for; yield ForwardPass for this buffer first")
         self._put(buffer, "gradient", m)
         self.received_grads.append(m)
 
@@ -146,28 +156,29 @@ class _Stream:
         self.sent_grads.append(self._take(buffer, "gradient of the input", "BackwardPass"))
 
     def _put(self, buffer: int, slot: str, m: int) -> None:
-        """A micro-batch comes into a slot, which must be free; behind an input, all but the label must be."""
+        """Put a micro-batch into a slot, which must be free; for an input, all slots but the label must be free."""
         others = [name for name in _SLOTS if name != "label"] if slot == "input" else [slot]
-        held = next((name for name in others if (buffer, name) in self._slots), None)
-        if held is not None:
-            there = self._slots[buffer, held]
-            raise self._wrong(f"overwrites the {held} of micro-batch {there}, still needed; use another buffer")
+        occupied = next((name for name in others if (buffer, name) in self._slots), None)
+        if occupied is not None:
+            old = self._slots[buffer, occupied]
+            raise self._wrong(f"overwrites the {occupied} of micro-batch {old}, still needed; use another buffer")
         self._slots[buffer, slot] = m
 
-    def _take(self, buffer: int, slot: str, maker: str) -> int:
+    def _take(self, buffer: int, slot: str, producer: str) -> int:
+        """Take the micro-batch out of a slot, or raise ScheduleError if the slot is empty."""
         if (buffer, slot) not in self._slots:
-            raise self._wrong(f"finds no {slot} in its buffer; do {maker} there first")
+            raise self._wrong(f"finds no {slot} in its buffer; yield {producer} for this buffer first")
         return self._slots.pop((buffer, slot))
 
-    def refuse_unmatched(self, after: _Stream) -> None:
-        """Raises ScheduleError unless all that this stage and the one after it send is received, in the same order."""
-        a, b = self.schedule.stage_id, after.schedule.stage_id
-        if after._num_received < len(self.sent_activations):
+    def refuse_unmatched(self, following: _StageReader) -> None:
+        """Raise ScheduleError unless this stage and the next one receive all that they send each other, in order."""
+        a, b = self.schedule.stage_id, following.schedule.stage_id
+        if following._num_received < len(self.sent_activations):
             raise ScheduleError(
                 f"{self._name}: stage {a} sends {len(self.sent_activations)} activations, stage {b} receives "
-                f"{after._num_received}; add RecvActivation there"
+                f"{following._num_received}; add RecvActivation there"
             )
-        sent, received = after.sent_grads, self.received_grads
+        sent, received = following.sent_grads, self.received_grads
         if len(sent) != len(received):
             raise ScheduleError(
                 f"{self._name}: stage {b} sends {len(sent)} gradients, stage {a} receives {len(received)}; give "
@@ -176,15 +187,16 @@ class _Stream:
         for i, (m, expected) in enumerate(zip(sent, received, strict=True)):
             if m != expected:
                 raise ScheduleError(
-                    f"{self._name}: gradient {i} that stage {b} sends is of micro-batch {m}, but stage {a} takes it "
-                    f"for micro-batch {expected}; give both the same order"
+                    f"{self._name}: gradient {i} that stage {b} sends is of micro-batch {m}, but stage {a} expects "
+                    f"micro-batch {expected}; give both the same order"
                 )
 
     @property
     def _name(self) -> str:
         return type(self.schedule).__name__
 
-    def _wrong(self, what: str) -> ScheduleError:
+    def _wrong(self, problem: str) -> ScheduleError:
+        """Return an error about the current instruction."""
         return ScheduleError(
-            f"{self._name}, stage {self.schedule.stage_id}, step {self._step}: {self._instruction} {what}"
+            f"{self._name}, stage {self.schedule.stage_id}, step {self._step}: {self._instruction} {problem}"
         )

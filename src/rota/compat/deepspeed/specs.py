@@ -1,4 +1,4 @@
-"""Layers of a PipelineModule that are built later, and on the ranks alone that run them."""
+"""Specs of layers, which are built later, and only on the ranks that run them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from rota.errors import SplitError
 
 
 class LayerSpec:
-    """`typename(*module_args, **module_kwargs)`, not called yet."""
+    """A layer that is not built yet.
+
+    Args:
+        typename: The class of the layer.
+        module_args: Its positional arguments.
+        module_kwargs: Its keyword arguments.
+
+    Raises:
+        SplitError: If `typename` is not a subclass of torch.nn.Module.
+    """
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not isinstance(typename, type) or not issubclass(typename, nn.Module):
@@ -28,13 +37,21 @@ class LayerSpec:
         return call_to_str(self.typename.__name__, *self.module_args, **self.module_kwargs)
 
     def build(self) -> nn.Module:
+        """Return a new layer."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
 
 class TiedLayerSpec(LayerSpec):
-    """All layers with one `key` are one layer, wherever they run: `forward_fn(layer, input)`, or its own forward.
+    """A layer that is tied to the layers with the same `key`: all of them are one layer, wherever they run.
 
-    `tied_weight_attr` names its weight, or several: all its parameters are tied, as they are in the unsplit model.
+    Args:
+        key: The name of the tied layer.
+        typename: The class of the layer.
+        module_args: Its positional arguments.
+        forward_fn: Called with (layer, input) in place of the layer's forward.
+        tied_weight_attr: The name of the tied weight, or several names. All parameters of the layer are tied, as they
+            are in the whole model.
+        module_kwargs: Its keyword arguments.
     """
 
     def __init__(
@@ -52,23 +69,24 @@ class TiedLayerSpec(LayerSpec):
         self.tied_weight_attr = tied_weight_attr
 
     def build(self) -> nn.Module:
+        """Return a new layer, or raise SplitError if it has no weight of that name."""
         module = super().build()
         for name in [self.tied_weight_attr] if isinstance(self.tied_weight_attr, str) else self.tied_weight_attr:
             try:
                 attrgetter(name)(module)
             except AttributeError:
                 raise SplitError(
-                    f"tied_weight_attr is {name!r}, which {self!r} of key {self.key!r} has not; name one of its weights"
+                    f"tied_weight_attr is {name!r}, but {self!r} of key {self.key!r} has no such weight; name one"
                 ) from None
         return module
 
 
-#: What a PipelineModule is made of: modules, specs of them, or functions.
+#: One layer of a PipelineModule: a module, a spec, or a function.
 Layer: TypeAlias = nn.Module | LayerSpec | Callable[[Any], Any]
 
 
 def build(layer: Layer, tied: Any) -> tuple[nn.Module | None, Callable[[Any], Any]]:
-    """The layer's module, None for a function, and what to call; `tied` has those of each key, built once."""
+    """Return the layer's module (None for a function) and what to call; `tied` has the one module of each key."""
     if isinstance(layer, TiedLayerSpec):
         if layer.key not in tied:
             tied[layer.key] = layer.build()
@@ -81,21 +99,21 @@ def build(layer: Layer, tied: Any) -> tuple[nn.Module | None, Callable[[Any], An
 
 
 def on_meta(layer: Layer) -> nn.Module | None:
-    """The layer's module, a spec's without memory for its weights; None for a function."""
+    """Return the layer's module (None for a function), built without memory for its weights if it is a spec."""
     with torch.device("meta"):
         return build(layer, {})[0]
 
 
 def refuse_unfit(layers: Sequence[Layer]) -> None:
-    """Raises SplitError where something is no layer, or where layers of one key could not be one layer."""
+    """Raise SplitError if something is not a layer, or if layers with one key cannot be one layer."""
     first: dict[str, TiedLayerSpec] = {}
     for i, layer in enumerate(layers):
         if not isinstance(layer, LayerSpec) and not callable(layer):
             raise SplitError(f"layers[{i}] is {layer!r}: give a module, a LayerSpec or a function")
         if isinstance(layer, TiedLayerSpec):
-            one = first.setdefault(layer.key, layer)
-            if repr(one) != repr(layer):
+            other = first.setdefault(layer.key, layer)
+            if repr(other) != repr(layer):
                 raise SplitError(
-                    f"layers[{i}] is {layer!r}, but shares the key {layer.key!r} with {one!r}; make them alike, and "
-                    f"say by forward_fn what each does"
+                    f"layers[{i}] is {layer!r}, but shares the key {layer.key!r} with {other!r}; make them equal, and "
+                    f"give them different forward_fn"
                 )

@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.pipe.topology`: ranks as points of a grid with named axes, the last one innermost."""
+"""`deepspeed.runtime.pipe.topology`: ranks as points of a grid with named axes, the last axis innermost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MESH_NAMES = {"pipe": "pp", "data": "dp", "model": "tp"}
 
 
 class ProcessTopology:
-    """`dims[i]` ranks along the axis `axes[i]`; ranks count row by row."""
+    """A grid with `dims[i]` ranks along the axis `axes[i]`, in row-major order."""
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         self.axes = [*axes]
@@ -32,26 +32,30 @@ class ProcessTopology:
         return str(self.mapping)
 
     def world_size(self) -> int:
+        """Return the number of ranks."""
         return len(self._coords)
 
     def get_axis_names(self) -> list[str]:
+        """Return the names of the axes."""
         return self.axes
 
     def get_dim(self, axis: str) -> int:
-        """How many ranks lie along `axis`; 0 for an axis that is not there."""
+        """Return the number of ranks along an axis; 0 if there is no such axis."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_rank(self, **coord: int) -> int:
-        """The rank at a point, every axis given. Raises ValueError."""
+        """Return the rank at a point, which has a value for every axis. Raises ValueError."""
         if {*coord} != {*self.axes}:
-            raise ValueError(f"get_rank needs one value for each of {self.axes}, not {coord}; else use filter_match")
+            raise ValueError(
+                f"get_rank needs one value for each of {self.axes}, not {coord}; for part of a point use filter_match"
+            )
         point = self.ProcessCoord(**coord)
         if point not in self.mapping:
             raise ValueError(f"{point} is outside of the topology's dims {self.dims}")
         return self.mapping[point]
 
     def get_coord(self, rank: int) -> Any:
-        """The point of a rank: `get_coord(5).pipe`. Raises ValueError."""
+        """Return the point of a rank, such as `get_coord(5).pipe`. Raises ValueError."""
         if not 0 <= rank < self.world_size():
             raise ValueError(f"rank {rank} is not in the topology: it has 0 to {self.world_size() - 1}")
         return self._coords[rank]
@@ -59,13 +63,13 @@ class ProcessTopology:
     def get_rank_repr(
         self, rank: int, omit_axes: Iterable[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """The rank's point as text, `model_01`, for names of files."""
+        """Return the rank's point as text for file names, such as `model_01`."""
         omitted = {*omit_axes}
         named = zip(self.axes, self.get_coord(rank), strict=True)
-        return outer_sep.join(f"{axis}{inner_sep}{at:02d}" for axis, at in named if axis not in omitted)
+        return outer_sep.join(f"{axis}{inner_sep}{i:02d}" for axis, i in named if axis not in omitted)
 
     def filter_match(self, **coord: int) -> list[int]:
-        """The ranks whose points have these values. Raises ValueError."""
+        """Return the ranks whose points have these values. Raises ValueError."""
         unknown = next((axis for axis in coord if axis not in self.axes), None)
         if unknown is not None:
             raise ValueError(f"the topology has no axis {unknown!r}; it has {self.axes}")
@@ -73,11 +77,11 @@ class ProcessTopology:
         return [rank for rank, point in enumerate(self._coords) if wanted <= point._asdict().items()]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """The ranks at `idx` along `axis`."""
+        """Return the ranks at `idx` along `axis`."""
         return self.filter_match(**{axis: idx})
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The lines of ranks along `axis`; none for an axis that is not there."""
+        """Return the lines of ranks along an axis; an empty list if there is no such axis."""
         if axis not in self.axes:
             return []
         lines: dict[Any, list[int]] = {}
@@ -87,21 +91,21 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Replicas innermost, where links are fastest."""
+    """Pipeline and data parallelism, with replicas innermost, where links are fastest."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data"], [num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Tensor parallelism innermost, then replicas."""
+    """Pipeline, data and tensor parallelism, with tensor parallelism innermost, then replicas."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
 
 
 def _prime_factors(number: int) -> list[int]:
-    """In rising order. Raises ValueError below 1."""
+    """Return the prime factors of a number in rising order. Raises ValueError if it is below 1."""
     if number < 1:
         raise ValueError(f"{number} has no prime factors; give 1 or more")
     factors, divisor = [], 2
@@ -115,10 +119,16 @@ def _prime_factors(number: int) -> list[int]:
 
 
 class PipelineParallelGrid:
-    """This process's place in a topology, and its process groups. Every process must make it.
+    """This process's place in a topology, and its process groups. Every process must create it.
 
-    Without a topology the processes' prime factors go to pipeline and replicas in turn. `mesh` is the topology as
-    `rota.Pipeline` takes it. Raises PipelineError where the topology is not of as many processes as there are.
+    `mesh` is the topology as a DeviceMesh, for `rota.Pipeline`.
+
+    Args:
+        topology: The topology. None: the prime factors of the number of processes are assigned to pipeline and data
+            parallelism in turn.
+
+    Raises:
+        PipelineError: If the topology has no axis 'pipe', or is for another number of processes.
     """
 
     def __init__(self, topology: ProcessTopology | None = None) -> None:
@@ -152,80 +162,95 @@ class PipelineParallelGrid:
         self.slice_group, self.slice_proc_group = self._along("model")
         replicas = [topology.get_axis_list("data", i) for i in range(topology.get_dim("data"))]
         replicas = replicas or [[*range(self.world_size)]]
-        self.ds_model_group = self._mine(replicas)
+        self.ds_model_group = self._own_line(replicas)
         self.ds_model_proc_group = _process_group(replicas)
-        #: Each rank and the one after it in its pipeline, the first again after the last.
+        #: Each rank and the next one in its pipeline; after the last comes the first.
         self.p2p_groups = sorted([line[i - 1], rank] for line in self.pipe_groups for i, rank in enumerate(line))
 
     def _along(self, axis: str) -> tuple[list[int], Any]:
-        """The ranks on this process's line along an axis, and their process group; itself where there is no axis."""
+        """Return the ranks on this process's line along an axis (only itself without the axis) and their group."""
         if axis in self._topo.axes:
-            return self._mine(self._topo.get_axis_comm_lists(axis)), self.mesh.get_group(_MESH_NAMES[axis])
+            return self._own_line(self._topo.get_axis_comm_lists(axis)), self.mesh.get_group(_MESH_NAMES[axis])
         alone = [[rank] for rank in range(self.world_size)]
         return [self.global_rank], _process_group(alone)
 
-    def _mine(self, lines: list[list[int]]) -> list[int]:
+    def _own_line(self, lines: list[list[int]]) -> list[int]:
+        """Return the line that this process is on."""
         return next(line for line in lines if self.global_rank in line)
 
     def _is_grid_valid(self) -> bool:
         return self._topo.world_size() == self.world_size
 
     def topology(self) -> ProcessTopology:
+        """Return the topology."""
         return self._topo
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """The rank of a stage in this process's replica, or where `kwargs` say."""
-        me = self._topo.get_coord(self.global_rank)
-        return self._topo.get_rank(**me._replace(pipe=stage_id, **kwargs)._asdict())
+        """Return the rank of a stage in this process's replica, or at the values of `kwargs` along other axes."""
+        own = self._topo.get_coord(self.global_rank)
+        return self._topo.get_rank(**own._replace(pipe=stage_id, **kwargs)._asdict())
 
     def get_stage_id(self) -> int:
+        """Return this process's pipeline stage."""
         return int(self._topo.get_coord(self.global_rank).pipe)
 
     def get_data_parallel_id(self) -> int:
+        """Return this process's replica."""
         return int(getattr(self._topo.get_coord(self.global_rank), "data", 0))
 
     def get_global_rank(self) -> int:
+        """Return this process's rank among all processes."""
         return self.global_rank
 
     def get_pipe_parallel_rank(self) -> int:
+        """Return this process's pipeline stage."""
         return self.get_stage_id()
 
     def get_pipe_parallel_world_size(self) -> int:
+        """Return the number of pipeline stages."""
         return self.pipe_parallel_size
 
     def get_pipe_parallel_group(self) -> Any:
+        """Return the process group of this process's pipeline."""
         return self.pp_proc_group
 
     def get_data_parallel_rank(self) -> int:
+        """Return this process's replica."""
         return self.data_parallel_id
 
     def get_data_parallel_world_size(self) -> int:
+        """Return the number of replicas."""
         return self.data_parallel_size
 
     def get_data_parallel_group(self) -> Any:
+        """Return the process group of this stage's replicas."""
         return self.dp_proc_group
 
     def get_model_parallel_rank(self) -> int:
-        """Among all processes that hold one copy of the model, as everywhere in DeepSpeed."""
+        """Return the rank among all processes of one copy of the model, as DeepSpeed defines it."""
         return self.ds_model_group.index(self.global_rank)
 
     def get_model_parallel_world_size(self) -> int:
+        """Return the number of processes of one copy of the model."""
         return len(self.ds_model_group)
 
     def get_model_parallel_group(self) -> Any:
+        """Return the process group of one copy of the model."""
         return self.ds_model_proc_group
 
     def get_slice_parallel_rank(self) -> int:
-        """Among the processes that share each layer of this stage."""
+        """Return the rank among the tensor-parallel processes of this stage."""
         return self.slice_group.index(self.global_rank)
 
     def get_slice_parallel_world_size(self) -> int:
+        """Return the number of tensor-parallel processes per stage."""
         return self.model_parallel_size
 
     def get_slice_parallel_group(self) -> Any:
+        """Return the process group of this stage's tensor-parallel processes."""
         return self.slice_proc_group
 
 
 def _process_group(lines: list[list[int]]) -> Any:
-    """The group of the line that this process is on."""
+    """Return the process group of the line that this process is on."""
     return dist.new_subgroups_by_enumeration(lines, backend="gloo")[0]  # type: ignore[no-untyped-call]

@@ -10,22 +10,22 @@ from rota import cutting
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """`num_parts + 1` boundaries of parts as equal as can be, the larger ones first; parts may be empty."""
+    """Return `num_parts + 1` boundaries of parts as equal as possible, larger parts first; parts may be empty."""
     return cutting.uniform(num_items, num_parts)
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """`num_parts + 1` boundaries whose heaviest part is as light as it can be; parts may be empty."""
+    """Return `num_parts + 1` boundaries that minimize the weight of the heaviest part; parts may be empty."""
     return cutting.balanced(weights, num_parts)
 
 
 def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
-    """At each place the sum of all weights up to and with it."""
+    """Return the inclusive prefix sums of the weights."""
     return [*accumulate(weights)]
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """A call as one would write it: `base(1, key='value')`."""
+    """Return a call as text: `base(1, key='value')`."""
     arguments = [repr(argument) for argument in args] + [f"{name}={value!r}" for name, value in kwargs.items()]
     return f"{base}({', '.join(arguments)})"
 

@@ -1,11 +1,14 @@
-"""René's door: a schedule's instructions as a graph, when each may run, and pictures of it. On `rota.taskgraph`."""
+"""René on Rota: a schedule's instructions as a graph, when each one may run, and pictures. Uses `rota.taskgraph`."""
 
-from rota.compat.rene.constants import DEFAULT_ANNOTATION_ARGS, DEFAULT_LINE_ARGS, DEFAULT_RECTANGLE_ARGS
-from rota.compat.rene.dag import ReneDAG
+from rota.compat.rene.dag import ReneDAG, backward_dep, forward_dep
 from rota.compat.rene.instruction import Backward, Forward, ForwardBackward, Instruction, Recomputation, ReneError
-from rota.compat.rene.rules import backward_dep, forward_dep
 from rota.compat.rene.schedule import EarlyRecomputation1F1B, PipelineSchedule, Synchronous1F1B
-from rota.compat.rene.visualizer import PipelineVisualizer
+from rota.compat.rene.visualizer import (
+    DEFAULT_ANNOTATION_ARGS,
+    DEFAULT_LINE_ARGS,
+    DEFAULT_RECTANGLE_ARGS,
+    PipelineVisualizer,
+)
 
 __all__ = [
     "DEFAULT_ANNOTATION_ARGS",

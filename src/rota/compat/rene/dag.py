@@ -1,32 +1,49 @@
-"""`ReneDAG`: all instructions, what waits for what, and when each may run."""
+"""`ReneDAG`: all instructions, which one waits for which by what rule, and when each may run."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import Any, Literal, final, get_type_hints
 
-from rota.compat.rene.exact import as_written, in_whole_parts
-from rota.compat.rene.instruction import Instruction, ReneError
-from rota.compat.rene.rules import Rule, backward_dep, dependencies, forward_dep
+from rota.compat.rene import energy
+from rota.compat.rene.instruction import Backward, Forward, Instruction, ReneError, exact_duration, in_whole_units
 from rota.taskgraph import CycleError, Earliest, TaskGraph
 
-if TYPE_CHECKING:
-    from rota.compat.rene.energy import FrontierPoint
-
+Rule = Callable[..., bool]
 Schedule = Callable[[int, int, int], Iterable[Instruction]]
 Durations = Mapping[type[Instruction], Sequence[float]]
 TimeCosts = Mapping[type[Instruction], Mapping[int, Sequence[tuple[float, float, Any]]]]
 
 
+def forward_dep(inst1: Forward, inst2: Forward) -> bool:
+    """Return whether `inst2` is the same micro-batch's forward on the next stage."""
+    return inst1.micro_batch_id == inst2.micro_batch_id and inst1.stage_id + 1 == inst2.stage_id
+
+
+def backward_dep(inst1: Backward, inst2: Backward) -> bool:
+    """Return whether `inst2` is the same micro-batch's backward on the previous stage."""
+    return inst1.micro_batch_id == inst2.micro_batch_id and inst1.stage_id == inst2.stage_id + 1
+
+
 @final
 class ReneDAG:
-    """The instructions of all stages; each stage does its own one after the other.
+    """The instructions of all stages; each stage runs its instructions one after the other.
 
-    `schedule_type(num_stages, num_micro_batches, stage_id)` yields them: a `PipelineSchedule`, or any such callable.
-    `durations`: {Forward: [of stage 0, of stage 1, …], …}; None where instructions come with their own. Or, instead of
-    them, `time_costs`: {Forward: {stage: [(duration, cost, frequency), …]}, …}, of which the slowest is taken first.
-    `dependency_rules` are tried on every pair of instructions that their annotations fit. Raises ReneError.
+    Args:
+        schedule_type: Called with (num_stages, num_micro_batches, stage_id), it returns that stage's instructions: a
+            `PipelineSchedule` class, or any callable that does so.
+        num_stages: The number of pipeline stages.
+        num_micro_batches: The number of micro-batches of a step.
+        durations: {Forward: [of stage 0, of stage 1, …], …}. None: instructions have their own durations.
+        dependency_rules: Functions of two instructions that return whether the second waits for the first. Each is
+            called for every pair of instructions that fits its annotations.
+        time_costs: {Forward: {stage: [(duration, cost, frequency), …]}, …}, instead of `durations`. The slowest option
+            is the initial one.
+
+    Raises:
+        ReneError: If an argument is wrong, or instructions wait for each other.
     """
 
     def __init__(
@@ -50,36 +67,43 @@ class ReneDAG:
         _refuse_instructions(self._insts, num_stages)
         for inst in self._insts:
             if durations is not None:
-                inst.duration = _of(durations, inst, "durations")[inst.stage_id]
+                inst.duration = _value_for(durations, inst, "durations")[inst.stage_id]
             elif time_costs is not None:
-                inst.options = _options(_of(time_costs, inst, "time_costs"), inst)
+                inst.options = _options(_value_for(time_costs, inst, "time_costs"), inst)
                 inst.duration, inst.cost, inst.frequency = inst.options[0]
-        self._waits = self._waits_of(rows, dependency_rules)
+        self._inputs = self._dependencies(rows, dependency_rules)
         self.annotate_nodes()
 
-    def _waits_of(self, rows: Sequence[Sequence[Instruction]], rules: Sequence[Rule]) -> list[list[tuple[int, int]]]:
-        waits: list[dict[int, None]] = [{} for _ in self._insts]
-        place = {inst: i for i, inst in enumerate(self._insts)}
+    def _dependencies(
+        self, rows: Sequence[Sequence[Instruction]], rules: Sequence[Rule]
+    ) -> list[list[tuple[int, int]]]:
+        """Return for each instruction those that it waits for, as `TaskGraph` takes them, with a delay of 0."""
+        inputs: list[dict[int, None]] = [{} for _ in self._insts]
+        index = {inst: i for i, inst in enumerate(self._insts)}
         for row in rows:
-            for before, inst in pairwise(row):
-                waits[place[inst]][place[before]] = None
-        for i, j in dependencies(rules, self._insts):
-            waits[j][i] = None
-        return [[(before, 0) for before in others] for others in waits]
+            for previous, inst in pairwise(row):
+                inputs[index[inst]][index[previous]] = None
+        for i, j in _pairs(rules, self._insts):
+            inputs[j][i] = None
+        return [[(i, 0) for i in of_one] for of_one in inputs]
 
     @property
     def insts(self) -> Iterator[Instruction]:
-        """Stage by stage, in order."""
+        """All instructions, stage by stage in execution order."""
         yield from self._insts
 
     @property
     def total_execution_time(self) -> float:
+        """The makespan, in the unit of the durations."""
         return max(self._earliest.ends_us, default=0) / self._scale
 
     def annotate_nodes(self) -> None:
-        """When each may start and finish; again after durations were changed. Linear in instructions and waits."""
-        parts, self._scale = in_whole_parts([as_written(inst.duration, inst) for inst in self._insts])
-        graph = TaskGraph(parts, self._waits)
+        """Set the earliest and latest times of all instructions. Call it after a change of durations.
+
+        Its time is linear in instructions and dependencies.
+        """
+        units, self._scale = in_whole_units([exact_duration(inst.duration, inst) for inst in self._insts])
+        graph = TaskGraph(units, self._inputs)
         try:
             self._earliest: Earliest = graph.earliest()
         except CycleError as error:
@@ -97,7 +121,14 @@ class ReneDAG:
         self.scheduled = False
 
     def schedule(self, algo: Literal["eager", "lazy"] = "eager") -> None:
-        """Everything as early as it may be, or as late."""
+        """Set the actual times of all instructions.
+
+        Args:
+            algo: "eager" starts each instruction as early as possible, "lazy" as late as possible.
+
+        Raises:
+            ReneError: If `algo` is another one.
+        """
         if algo not in ("eager", "lazy"):
             raise ReneError(f"scheduling algorithm {algo!r} is unknown; use 'eager' or 'lazy'")
         for inst in self._insts:
@@ -108,56 +139,65 @@ class ReneDAG:
         self.scheduled = True
 
     def get_critical_path(self) -> list[Instruction]:
-        """Instructions one after the other without a gap, as long as the whole; of several, with least stage changes.
+        """Return a chain of instructions without gaps that is as long as the makespan.
 
-        Linear in instructions and waits.
+        Of several such chains it is the one with the fewest changes of stage. Its time is linear in instructions and
+        dependencies.
         """
         ends, starts = self._earliest.ends_us, self._earliest.starts_us
-        changes: dict[int, int] = {}  # of the best path to a critical instruction
-        before: dict[int, int | None] = {}
+        changes: dict[int, int] = {}  # critical instruction -> stage changes of the best path to it
+        previous: dict[int, int | None] = {}
         for node in self._earliest.sequence:
             if self._latest_ends[node] > ends[node]:
                 continue
-            changes[node], before[node] = 0, None
+            changes[node], previous[node] = 0, None
             stage = self._insts[node].stage_id
-            ways = [
+            candidates = [
                 (changes[other] + abs(stage - self._insts[other].stage_id), other)
-                for other, _ in self._waits[node]
+                for other, _ in self._inputs[node]
                 if other in changes and ends[other] == starts[node]
             ]
-            if ways:
-                changes[node], before[node] = min(ways)
+            if candidates:
+                changes[node], previous[node] = min(candidates)
         makespan = max(ends, default=0)
         last = min((node for node in changes if ends[node] == makespan), key=changes.__getitem__, default=None)
         path = []
         while last is not None:
             path.append(self._insts[last])
-            last = before[last]
+            last = previous[last]
         return path[::-1]
 
-    def frontier(self, unit_time: float) -> list[FrontierPoint]:
-        """What less time costs, and less cost takes, fastest first; durations are counted in `unit_time`.
+    def frontier(self, unit_time: float) -> list[energy.FrontierPoint]:
+        """Return the time–cost frontier: the least cost for each total time, fastest first.
 
-        Needs `time_costs` and the extra `energy` (lowtime).
+        Args:
+            unit_time: The unit in which durations are counted, rounded up, such as 0.001.
+
+        Raises:
+            ReneError: If `unit_time` is not a positive number, or the DAG has no `time_costs`.
+            RotaError: If the extra `energy` (lowtime) is not installed.
         """
-        from rota.compat.rene.energy import frontier
+        return energy.frontier(self._insts, self._inputs, unit_time)
 
-        return frontier(self._insts, self._waits, unit_time)
-
-    def assign(self, point: FrontierPoint) -> None:
-        """Every instruction as the point has it; `schedule` again after it."""
+    def assign(self, point: energy.FrontierPoint) -> None:
+        """Give every instruction the duration, cost and frequency of a point; call `schedule` again after it."""
         for inst, option in zip(self._insts, point.options, strict=True):
             inst.duration, inst.cost, inst.frequency = option
         self.annotate_nodes()
 
 
+# --- what was given ---------------------------------------------------------------------------------------------------
+
+
 def _refuse_lengths(name: str, given: Durations | TimeCosts | None, num_stages: int) -> None:
+    """Raise ReneError if a type has values for another number of stages."""
     for kind, values in (given or {}).items():
         if len(values) != num_stages:
             raise ReneError(f"{name}[{kind.__name__}] is for {len(values)} stages, not for num_stages={num_stages}")
 
 
 def _refuse_instructions(insts: Sequence[object], num_stages: int) -> None:
+    """Raise ReneError unless the schedules yielded separate instructions of existing stages."""
     for inst in insts:
         if not isinstance(inst, Instruction):
             raise ReneError(f"the schedule yielded {inst!r}; let it yield instances of Instruction")
@@ -167,15 +207,64 @@ def _refuse_instructions(insts: Sequence[object], num_stages: int) -> None:
         raise ReneError("the schedule yielded the same instance twice; make an instance for each instruction")
 
 
-def _of(values: Mapping[type[Instruction], Any], inst: Instruction, name: str) -> Any:
+def _value_for(values: Mapping[type[Instruction], Any], inst: Instruction, name: str) -> Any:
+    """Return the value for the type of an instruction, or raise ReneError."""
     if type(inst) not in values:
         raise ReneError(f"{name} has nothing for {type(inst).__name__}, which {inst} is; add it")
     return values[type(inst)]
 
 
 def _options(by_stage: Mapping[int, Sequence[tuple[float, float, Any]]], inst: Instruction) -> tuple[Any, ...]:
-    """Slowest first."""
+    """Return the options of an instruction, slowest first."""
     options = by_stage.get(inst.stage_id)
     if not options:
         raise ReneError(f"time_costs has no (duration, cost, frequency) for {inst}; give one or more for its stage")
     return tuple(sorted(map(tuple, options), key=lambda option: option[:2], reverse=True))
+
+
+# --- dependency rules -------------------------------------------------------------------------------------------------
+
+
+def _pairs(rules: Sequence[Rule], insts: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
+    """Yield (i, j) if a rule returns that `insts[j]` waits for `insts[i]`, of all pairs of its types."""
+    for rule in rules:
+        first, second = _types(rule)
+        targets = [(j, inst) for j, inst in enumerate(insts) if isinstance(inst, second)]
+        for i, source in enumerate(insts):
+            if isinstance(source, first):
+                for j, target in targets:
+                    waits = rule(source, target)
+                    if waits is True:
+                        yield i, j
+                    elif waits is not False:
+                        raise ReneError(
+                            f"dependency rule {_name(rule)} returned {waits!r} for {source} and {target}; "
+                            f"return True or False"
+                        )
+
+
+def _types(rule: Rule) -> tuple[type[Instruction], type[Instruction]]:
+    """Return the annotated types of a rule's two arguments, or raise ReneError."""
+    if not inspect.isfunction(rule):
+        raise ReneError(f"dependency rule {rule!r} is not a function; write it as def rule(inst1: …, inst2: …) -> bool")
+    names = list(inspect.signature(rule).parameters)
+    if len(names) != 2:
+        raise ReneError(f"dependency rule {_name(rule)} has {len(names)} arguments; it takes two instructions")
+    try:
+        hints = get_type_hints(rule)
+    except (NameError, TypeError) as error:
+        raise ReneError(f"the annotations of dependency rule {_name(rule)} cannot be read: {error}") from None
+    for name in names:
+        hint = hints.get(name)
+        if hint is None:
+            raise ReneError(f"argument {name} of dependency rule {_name(rule)} has no annotation; annotate its type")
+        if not isinstance(hint, type) or not issubclass(hint, Instruction):
+            raise ReneError(
+                f"argument {name} of dependency rule {_name(rule)} is annotated {hint!r}; use Instruction or a "
+                f"class derived from it, such as Forward"
+            )
+    return hints[names[0]], hints[names[1]]
+
+
+def _name(rule: Rule) -> str:
+    return getattr(rule, "__name__", repr(rule))

@@ -1,4 +1,4 @@
-"""What less time costs: the frontier that Phillips and Dessouky's algorithm finds, by the package lowtime.
+"""The time–cost frontier: the least cost for each total time, by Phillips and Dessouky's algorithm in package lowtime.
 
 Phillips and Dessouky, "Solving the Project Time/Cost Tradeoff Problem Using the Minimal Cut Concept", 1977; for
 pipelines Chung et al., "Reducing Energy Bloat in Large Model Training" (Perseus), SOSP 2024.
@@ -14,15 +14,16 @@ from itertools import pairwise
 from math import ceil
 from typing import Any, NamedTuple
 
-from rota.compat.rene.exact import as_written, in_whole_parts
-from rota.compat.rene.instruction import Instruction, ReneError
+from rota.compat.rene.instruction import Instruction, ReneError, exact_duration, in_whole_units
 from rota.errors import RotaError
 from rota.taskgraph import TaskGraph
 
-Waits = Sequence[Sequence[tuple[int, int]]]
+Inputs = Sequence[Sequence[tuple[int, int]]]
 
 
 class Option(NamedTuple):
+    """One way to run an instruction."""
+
     duration: float
     cost: float
     frequency: Any
@@ -30,28 +31,28 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """`options[i]` is what the DAG's i-th instruction then is."""
+    """One point of the frontier; `options[i]` is the choice for the DAG's i-th instruction."""
 
     total_execution_time: float
     cost: float
     options: tuple[Option, ...]
 
 
-def frontier(insts: Sequence[Instruction], waits: Waits, unit_time: float) -> list[FrontierPoint]:
-    """See `ReneDAG.frontier`."""
+def frontier(insts: Sequence[Instruction], inputs: Inputs, unit_time: float) -> list[FrontierPoint]:
+    """Return the frontier, fastest first; see `ReneDAG.frontier`."""
     if find_spec("lowtime") is None:
         raise RotaError("the time–energy frontier needs lowtime, which is not installed: pip install 'rota[energy]'")
     if not isinstance(unit_time, int | float) or not 0 < unit_time < float("inf"):
-        raise ReneError(f"unit_time is {unit_time!r}; give the time in which durations are counted, such as 0.001")
-    without = next((inst for inst in insts if not inst.options), None)
-    if without is not None or not insts:
-        raise ReneError(f"{without or 'an empty DAG'} has nothing to choose from; give ReneDAG time_costs")
+        raise ReneError(f"unit_time is {unit_time!r}; give the time unit in which durations are counted, such as 0.001")
+    optionless = next((inst for inst in insts if not inst.options), None)
+    if optionless is not None or not insts:
+        raise ReneError(f"{optionless or 'an empty DAG'} has nothing to choose from; give ReneDAG time_costs")
     unit = Fraction(repr(float(unit_time)))
     curves: dict[Any, tuple[_Choice, ...]] = {}
     for inst in insts:
         if inst.options not in curves:
-            curves[inst.options] = _convex(inst, unit)
-    points = [_point(insts, waits, chosen) for chosen in _solve([curves[inst.options] for inst in insts], waits)]
+            curves[inst.options] = _convex_hull(inst, unit)
+    points = [_point(insts, inputs, chosen) for chosen in _solve([curves[inst.options] for inst in insts], inputs)]
     points.sort(key=lambda point: (point.total_execution_time, point.cost))
     best: list[FrontierPoint] = []
     for point in points:
@@ -61,16 +62,18 @@ def frontier(insts: Sequence[Instruction], waits: Waits, unit_time: float) -> li
 
 
 class _Choice(NamedTuple):
-    """`units`: the duration, rounded up, so that nothing takes longer than it is taken to."""
+    """An option with its duration in units, rounded up, so that no instruction lasts longer than is assumed."""
 
     units: int
     option: Option
 
 
-def _convex(inst: Instruction, unit: Fraction) -> tuple[_Choice, ...]:
-    """Those on the lower convex hull of time and cost, fastest first; the algorithm asks for a convex curve."""
+def _convex_hull(inst: Instruction, unit: Fraction) -> tuple[_Choice, ...]:
+    """Return the options on the lower convex hull of time and cost, fastest first: the algorithm needs convexity."""
     options = [Option(*option) for option in inst.options]
-    choices = sorted((_Choice(ceil(as_written(o.duration, inst) / unit), o) for o in options), key=lambda c: c[1][:2])
+    choices = sorted(
+        (_Choice(ceil(exact_duration(o.duration, inst) / unit), o) for o in options), key=lambda c: c[1][:2]
+    )
     hull: list[_Choice] = []
     for choice in choices:
         if hull and choice.option.cost >= hull[-1].option.cost:
@@ -84,12 +87,13 @@ def _convex(inst: Instruction, unit: Fraction) -> tuple[_Choice, ...]:
 
 
 def _slope(a: _Choice, b: _Choice) -> float:
+    """Return the change of cost per unit of time."""
     return (b.option.cost - a.option.cost) / (b.units - a.units)
 
 
 @dataclass(frozen=True)
 class _Curve:
-    """lowtime's cost model: straight between the choices."""
+    """The cost model that lowtime calls: linear between the choices."""
 
     choices: tuple[_Choice, ...]
 
@@ -100,8 +104,8 @@ class _Curve:
         return self.choices[0 if units < self.choices[0].units else -1].option.cost
 
 
-def _solve(curves: Sequence[tuple[_Choice, ...]], waits: Waits) -> Iterator[list[Option]]:
-    """What each instruction is: all slowest, then ever a unit of time less, with least cost."""
+def _solve(curves: Sequence[tuple[_Choice, ...]], inputs: Inputs) -> Iterator[list[Option]]:
+    """Yield the options of all instructions: first the slowest, then the cheapest for less and less time."""
     from lowtime.graph_utils import add_sink_node, add_source_node
     from lowtime.operation import CandidateExecutionOptions, ExecutionOption, Operation, OperationSpec
     from lowtime.solver import PhillipsDessouky
@@ -114,7 +118,7 @@ def _solve(curves: Sequence[tuple[_Choice, ...]], waits: Waits) -> Iterator[list
     graph = DiGraph()
     for node, choices in enumerate(curves):
         graph.add_node(node, op=Operation(specs[choices]))
-    graph.add_edges_from((before, node) for node, others in enumerate(waits) for before, _ in others)
+    graph.add_edges_from((before, node) for node, others in enumerate(inputs) for before, _ in others)
     add_source_node(graph, len(curves))
     add_sink_node(graph, len(curves) + 1)
     graph.graph["source_node"], graph.graph["sink_node"] = len(curves), len(curves) + 1
@@ -123,9 +127,9 @@ def _solve(curves: Sequence[tuple[_Choice, ...]], waits: Waits) -> Iterator[list
         yield [choices[graph.nodes[node]["op"].assigned_knob].option for node, choices in enumerate(curves)]
 
 
-def _point(insts: Sequence[Instruction], waits: Waits, options: Sequence[Option]) -> FrontierPoint:
-    """As it really would be: nothing is between two options, and times are not rounded."""
-    exact = [as_written(option.duration, inst) for inst, option in zip(insts, options, strict=True)]
-    parts, scale = in_whole_parts(exact)
-    time = max(TaskGraph(parts, waits).earliest().ends_us) / scale
+def _point(insts: Sequence[Instruction], inputs: Inputs, options: Sequence[Option]) -> FrontierPoint:
+    """Return the point with exact times; every instruction has one of its options, none is between two."""
+    exact = [exact_duration(option.duration, inst) for inst, option in zip(insts, options, strict=True)]
+    units, scale = in_whole_units(exact)
+    time = max(TaskGraph(units, inputs).earliest().ends_us) / scale
     return FrontierPoint(time, sum(option.cost for option in options), tuple(options))

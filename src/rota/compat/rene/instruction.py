@@ -1,9 +1,11 @@
-"""What a stage does with a micro-batch, and when."""
+"""Instructions: what a stage does with a micro-batch, when, and for how long."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
+from math import lcm
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rota.errors import RotaError
@@ -16,15 +18,29 @@ T = TypeVar("T")
 
 
 class ReneError(RotaError, ValueError):
-    """What was given does not fit."""
+    """An argument is wrong, or does not fit the others."""
 
 
 @dataclass(repr=False, eq=False)
 class Instruction:
-    """Subclass it for kinds of your own.
+    """One instruction of a stage. Subclass it for kinds of your own.
 
-    `ReneDAG` sets when it may start and finish, `ReneDAG.schedule` when it does. `options` are the (duration, cost,
-    frequency) to choose from, of which `duration`, `cost` and `frequency` are one.
+    Times are in the unit of `ReneDAG`'s durations.
+
+    Attributes:
+        stage_id: The stage that runs it.
+        micro_batch_id: The micro-batch that it is for.
+        duration: How long it lasts.
+        cost: What it costs, such as its energy; None if that was not given.
+        frequency: The frequency that goes with `duration` and `cost`.
+        options: All (duration, cost, frequency) to choose from.
+        earliest_start: When it can start at the earliest; like the next four, set by `ReneDAG`.
+        earliest_finish: When it can finish at the earliest.
+        latest_start: When it must start at the latest, without a longer schedule.
+        latest_finish: When it must finish at the latest, without a longer schedule.
+        slack: `latest_start` minus `earliest_start`.
+        actual_start: When it starts; set by `ReneDAG.schedule`, like `actual_finish`.
+        actual_finish: When it finishes.
     """
 
     stage_id: int
@@ -47,6 +63,7 @@ class Instruction:
 
     @property
     def actual_duration(self) -> float:
+        """`actual_finish` minus `actual_start`."""
         return self.actual_finish - self.actual_start
 
     def draw(
@@ -58,13 +75,21 @@ class Instruction:
         power_color: str | None = None,
         normalizer: Normalize | None = None,
     ) -> None:
-        """Override it to draw otherwise. The last three are given only where they were set; a text of the color None
-        is black or white, as reads best.
+        """Draw this instruction. Override it to draw it in another way.
+
+        Args:
+            ax: The axes to draw on.
+            rectangle_args: What `matplotlib.patches.Rectangle` is called with, by type.
+            annotation_args: What `Axes.annotate` is called with, by type. Text of color None becomes black or white,
+                whichever is easier to read.
+            annotation_hook: Returns the text. The visualizer passes this argument only if it was given one.
+            power_color: The name of a colour map; passed only if it was set.
+            normalizer: Maps `power` to 0 to 1; passed only with `power_color`.
         """
         from matplotlib import colormaps
         from matplotlib.patches import Rectangle
 
-        look = {**of_type(rectangle_args, type(self), {})}
+        look = {**value_of_type(rectangle_args, type(self), {})}
         if power_color is not None and normalizer is not None:
             look["facecolor"] = colormaps[power_color](normalizer(self.power))
         height = look.pop("height", 1.0)
@@ -72,41 +97,61 @@ class Instruction:
         ax.add_patch(rectangle)
         text = str(self.micro_batch_id) if annotation_hook is None else annotation_hook(self)
         middle = (self.actual_start + self.actual_duration / 2, self.stage_id + height / 2)
-        words = {"text": text, "xy": middle, **of_type(annotation_args, type(self), {})}
-        if words.get("color", "") is None:
-            words["color"] = _readable_on(rectangle.get_facecolor())
-        ax.annotate(**words)
+        annotation = {"text": text, "xy": middle, **value_of_type(annotation_args, type(self), {})}
+        if annotation.get("color", "") is None:
+            annotation["color"] = _readable_on(rectangle.get_facecolor())
+        ax.annotate(**annotation)
 
     @property
     def power(self) -> float:
-        """Cost by time. Raises ReneError without a cost."""
+        """Cost divided by duration. Raises ReneError without a cost."""
         if self.cost is None:
             raise ReneError(f"{self} has no cost, so no power; give ReneDAG time_costs, or set its cost")
         return self.cost / self.duration if self.duration else 0.0
 
 
 class Forward(Instruction):
-    """A micro-batch forward through a stage."""
+    """The forward of a micro-batch through a stage."""
 
 
 class Backward(Instruction):
-    """A micro-batch backward through a stage."""
+    """The backward of a micro-batch through a stage."""
 
 
 class ForwardBackward(Backward):
-    """Forward once more, and backward at once. A rule for Backward takes it too."""
+    """The forward once more, and the backward directly after it. Rules for Backward apply to it too."""
 
 
 class Recomputation(Instruction):
-    """Forward once more, ahead of the backward."""
+    """The forward once more, before the backward."""
 
 
-def of_type(values: Mapping[type[Instruction], T], kind: type[Instruction], default: T) -> T:
-    """What is there for the type, or for the nearest type that it is derived from."""
+def value_of_type(values: Mapping[type[Instruction], T], kind: type[Instruction], default: T) -> T:
+    """Return the value for a type, or for its nearest base class that has one."""
     return next((values[base] for base in kind.__mro__ if base in values), default)
 
 
 def _readable_on(color: Any) -> str:
-    """By the lightness that Rec. 709 gives to red, green and blue."""
+    """Return black or white, by the luminance that Rec. 709 gives to red, green and blue."""
     red, green, blue, _ = color
     return "#000000" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.5 else "#ffffff"
+
+
+# --- durations without rounding ---------------------------------------------------------------------------------------
+
+
+def exact_duration(duration: float, inst: Instruction) -> Fraction:
+    """Return a duration as it is written (1.4 as 7/5), or raise ReneError if it is not a number of 0 or more."""
+    try:
+        exact = Fraction(repr(float(duration))) if isinstance(duration, float) else Fraction(duration)
+    except (TypeError, ValueError):
+        exact = Fraction(-1)
+    if exact < 0:
+        raise ReneError(f"the duration of {inst} is {duration!r}; give a number of 0 or more")
+    return exact
+
+
+def in_whole_units(durations: Sequence[Fraction]) -> tuple[list[int], int]:
+    """Return each duration as a whole number of equal units, and how many units make 1."""
+    scale = lcm(*(duration.denominator for duration in durations))
+    return [int(duration * scale) for duration in durations], scale

@@ -1,4 +1,4 @@
-"""In which order a stage does its instructions."""
+"""Schedules: in which order a stage runs its instructions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from rota.tasks import Kind
 
 
 class PipelineSchedule(ABC):
-    """Subclass it, and yield the instructions of stage `stage_id`."""
+    """The instructions of one stage. Subclass it and implement `__iter__`.
+
+    Args:
+        num_stages: The number of pipeline stages.
+        num_micro_batches: The number of micro-batches of a step.
+        stage_id: The stage whose instructions are yielded, from 0.
+    """
 
     def __init__(self, num_stages: int, num_micro_batches: int, stage_id: int) -> None:
         self.num_stages = num_stages
@@ -23,29 +29,31 @@ class PipelineSchedule(ABC):
 
     @abstractmethod
     def __iter__(self) -> Iterator[Instruction]:
-        """In the order in which the stage does them."""
+        """Yield the stage's instructions in execution order."""
 
 
 class Synchronous1F1B(PipelineSchedule):
-    """`rota.schedules.one_f_one_b`."""
+    """1F1B, as `rota.schedules.one_f_one_b` has it."""
 
     def __iter__(self) -> Iterator[Instruction]:
+        """Yield the stage's instructions in execution order."""
         placement = place(Costs.uniform(self.num_stages), Cluster.uniform(self.num_stages))
         for op in one_f_one_b(placement, self.num_micro_batches).orders[self.stage_id]:
-            yield from self.of_kind(op.kind, op.microbatch)
+            yield from self.instructions_of(op.kind, op.microbatch)
 
-    def of_kind(self, kind: Kind, micro_batch_id: int) -> Iterator[Instruction]:
-        """For a forward, or for a backward."""
+    def instructions_of(self, kind: Kind, micro_batch_id: int) -> Iterator[Instruction]:
+        """Yield the instructions for one forward or one backward."""
         yield (Forward if kind is Kind.F else Backward)(self.stage_id, micro_batch_id)
 
 
 class EarlyRecomputation1F1B(Synchronous1F1B):
-    """1F1B in which a stage with nothing else to do recomputes ahead of its backward (Lai et al., "Merak", 2023).
+    """1F1B in which an idle stage recomputes before its backward can start (Lai et al., "Merak", 2023).
 
-    That is after its last forward; until then recomputation and backward are one.
+    A stage is idle after its last forward; until then, recomputation and backward are one instruction.
     """
 
-    def of_kind(self, kind: Kind, micro_batch_id: int) -> Iterator[Instruction]:
+    def instructions_of(self, kind: Kind, micro_batch_id: int) -> Iterator[Instruction]:
+        """Yield the instructions for one forward or one backward."""
         if kind is Kind.F:
             yield Forward(self.stage_id, micro_batch_id)
         elif micro_batch_id <= self.num_micro_batches - self.num_stages + self.stage_id:

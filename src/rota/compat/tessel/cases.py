@@ -1,4 +1,4 @@
-"""Tessel's placements, as it draws them; `train=False`: their inference forms, which hold no memory."""
+"""Tessel's placements, as Tessel draws them. With `train=False` they are inference forms, which allocate no memory."""
 
 from __future__ import annotations
 
@@ -11,82 +11,89 @@ from rota.errors import ScheduleError
 
 
 class _Stage(NamedTuple):
-    """`backward` 0: it has none."""
+    """A stage on one or several devices; one with `backward` 0 has no backward."""
 
     devices: Sequence[int]
-    backward: int = 3
+    backward: int = 3  # steps
     memory: int = 1
 
 
 @final
 class Placement:
-    """Each forward takes a step. On devices of its own a stage takes 1 of memory, and 3 steps backward."""
+    """Placements by shape. Each forward lasts 1 step; a stage on one device needs memory 1, and 3 steps backward."""
 
     @staticmethod
     def vshape(ndevs: int, train: bool = True) -> SchedPlan:
-        """
+        """A chain of stages, one per device.
+
         f             b
           f         b
             f     b
               f b
         """
-        return _there_and_back(ndevs, train, _chain(ndevs))
+        return _forward_and_backward(ndevs, train, _chain(ndevs))
 
     @staticmethod
     def xshape(ndevs: int, train: bool = True) -> SchedPlan:
-        """
+        """Two chains in opposite directions.
+
         f     f b     b
           f f     b b
           f f     b b
         f     f b     b
         """
-        return _there_and_back(ndevs, train, _chain(ndevs), _chain(ndevs)[::-1])
+        return _forward_and_backward(ndevs, train, _chain(ndevs), _chain(ndevs)[::-1])
 
     @staticmethod
     def mshape(ndevs: int, train: bool = True) -> SchedPlan:
-        """
+        """A chain behind an embedding on all devices.
+
         f f             b b
         f   f         b   b
         f     f     b     b
         f       f b       b
         """
-        return _there_and_back(ndevs, train, [_shared(ndevs), *_chain(ndevs)])
+        return _forward_and_backward(ndevs, train, [_shared(ndevs), *_chain(ndevs)])
 
     @staticmethod
     def nnshape(ndevs: int, train: bool = True) -> SchedPlan:
-        """
+        """Two half chains, each behind a layer on all devices.
+
         f f   f         b   b b
         f   f f         b b   b
         f     f f     b b     b
         f     f   f b   b     b
         """
         chain, half = _chain(ndevs), ndevs // 2
-        return _there_and_back(ndevs, train, [_shared(ndevs), *chain[:half], _shared(ndevs), *chain[half:]])
+        return _forward_and_backward(ndevs, train, [_shared(ndevs), *chain[:half], _shared(ndevs), *chain[half:]])
 
     @staticmethod
     def nnshape_eager(ndevs: int, train: bool = True) -> SchedPlan:
-        """
+        """As `nnshape`, with the second shared layer directly after the first stage.
+
         f f f             b b b
         f   f f         b b   b
         f   f   f     b   b   b
         f   f     f b     b   b
         """
         first, *others = _chain(ndevs)
-        return _there_and_back(ndevs, train, [_shared(ndevs), first, _shared(ndevs), *others])
+        return _forward_and_backward(ndevs, train, [_shared(ndevs), first, _shared(ndevs), *others])
 
     @staticmethod
     def mllm(ndevs: int, train: bool = True) -> SchedPlan:
-        """
+        """A chain between two layers on all devices.
+
         f f       f b       b b
         f   f     f b     b   b
         f     f   f b   b     b
         f       f f b b       b
         """
-        return _there_and_back(ndevs, train, [_shared(ndevs), *_chain(ndevs), _shared(ndevs)])
+        return _forward_and_backward(ndevs, train, [_shared(ndevs), *_chain(ndevs), _shared(ndevs)])
 
     @staticmethod
     def kshape(ndevs: int, train: bool = True) -> SchedPlan:
-        """
+        """Two branches, each on half of the devices, that meet in a stage on all devices.
+
         f   f b   b
           f f b b
         f   f b   b
@@ -95,47 +102,55 @@ class Placement:
         if ndevs < 2 or ndevs % 2:
             raise ScheduleError(f"ndevs is {ndevs}; kshape needs an even number, a half for each branch")
         chain, half = _chain(ndevs), ndevs // 2
-        return _there_and_back(ndevs, train, chain[:half], chain[half:], meeting=_Stage(range(ndevs), 1))
+        return _forward_and_backward(ndevs, train, chain[:half], chain[half:], meeting=_Stage(range(ndevs), 1))
 
     @staticmethod
     def finetune(ndevs: int, train: bool = True) -> SchedPlan:
-        """
+        """A chain behind a frozen layer on all devices.
+
         f f             b
         f   f         b
         f     f     b
         f       f b
         """
         frozen = _Stage(range(ndevs), 0, 0)
-        return _there_and_back(ndevs, train, [frozen, *(_Stage([device], 2) for device in range(ndevs))])
+        return _forward_and_backward(ndevs, train, [frozen, *(_Stage([device], 2) for device in range(ndevs))])
 
     @staticmethod
     def alphafold(ndevs: int, train: bool = True) -> SchedPlan:
-        """
+        """Three forward passes, of which only the last one has a backward.
+
         f       f       f             b
           f       f       f         b
             f       f       f     b
               f       f       f b
         """
         frozen = [_Stage([device], 0, 0) for device in range(ndevs)]
-        return _there_and_back(ndevs, train, [*frozen, *frozen, *(_Stage([device], 1) for device in range(ndevs))])
+        return _forward_and_backward(
+            ndevs, train, [*frozen, *frozen, *(_Stage([device], 1) for device in range(ndevs))]
+        )
 
 
-#: By the names that the command takes.
-PLACEMENTS = {name: made.__func__ for name, made in vars(Placement).items() if isinstance(made, staticmethod)}
+#: The placements by the names that the command takes.
+PLACEMENTS = {name: value.__func__ for name, value in vars(Placement).items() if isinstance(value, staticmethod)}
 
 
 def _chain(ndevs: int) -> list[_Stage]:
+    """Return one stage per device."""
     if not isinstance(ndevs, int) or ndevs < 1:
         raise ScheduleError(f"ndevs is {ndevs!r}; a placement needs 1 device or more")
     return [_Stage([device]) for device in range(ndevs)]
 
 
 def _shared(ndevs: int) -> _Stage:
+    """Return a stage on all devices."""
     return _Stage(range(ndevs), 1, 0)
 
 
-def _there_and_back(ndevs: int, train: bool, *chains: Sequence[_Stage], meeting: _Stage | None = None) -> SchedPlan:
-    """Each chain forward and then backward, all of them through `meeting` in between."""
+def _forward_and_backward(
+    ndevs: int, train: bool, *chains: Sequence[_Stage], meeting: _Stage | None = None
+) -> SchedPlan:
+    """Return each chain forward and then backward, all of them through `meeting` in between."""
     schedule = SchedPlan(ndevs)
     middle = [] if meeting is None else _blocks([meeting], train)
     for chain in chains:
@@ -147,6 +162,7 @@ def _there_and_back(ndevs: int, train: bool, *chains: Sequence[_Stage], meeting:
 
 
 def _blocks(chain: Sequence[_Stage], train: bool) -> list[tuple[Block, Sequence[int]]]:
+    """Return the forward blocks of a chain, then its backward blocks, with their devices."""
     memory = int(train)
     blocks = [(Block(0, 1, stage.memory * memory, "forward"), stage.devices) for stage in chain]
     if train:

@@ -1,4 +1,4 @@
-"""TorchDistPackage's pipeline parallelism, on Rota: topology of processes, cuts, `forward_backward` and clipping."""
+"""TorchDistPackage's pipeline parallelism on Rota: process topology, cuts, `forward_backward`, gradient clipping."""
 
 from rota.compat.torchdistpackage.parallel.clip_grad_parallel import clip_grad_norm_
 from rota.compat.torchdistpackage.parallel.pipeline_helper import flatten_model, partition_balanced, partition_uniform

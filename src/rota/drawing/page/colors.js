@@ -1,23 +1,23 @@
-// What ops and idle pieces look like, and the running sums from which any pixel's share is read.
+// What ops and idle intervals look like, and the running sums from which any pixel's shares are computed.
 
-const DARK_INK = 0.55; // luminance from which black is easier to read than white
-const PALER = 0.5; // how much white the last of a rank's stages gets
-const DIMMED = 0.86; // how much paper is mixed into what a filter leaves out
-const MARK = 0.6; // how bright a mark is: 1 would not be seen
+const DARK_INK = 0.55; // luminance above which black text is easier to read than white
+const PALER = 0.5; // share of white in the colours of a rank's last stage
+const DIMMED = 0.86; // share of the background in the colours of what a filter leaves out
+const MARK = 0.6; // brightness of a mark; 1 would be invisible
 
 const rgbOf = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
-const mixed = (color, other, share) => color.map((part, i) => part + (other[i] - part) * share);
+const mixed = (color, other, share) => color.map((channel, i) => channel + (other[i] - channel) * share);
 const cssOf = (color) => `rgb(${color.map(Math.round).join(",")})`;
 const isPale = (color) => (0.299 * color[0] + 0.587 * color[1] + 0.114 * color[2]) / 255 > DARK_INK;
 
-/** What the theme's CSS says, read once for each theme. */
+/** Returns the colours of the theme's CSS; read once per theme. */
 function readTheme() {
   const css = getComputedStyle(document.documentElement);
   const names = ["paper", "band", "ink", "muted", "line", "accent"];
   return Object.fromEntries(names.map((name) => [name, rgbOf(css.getPropertyValue(`--${name}`).trim())]));
 }
 
-/** The colour of each slot: its kind's, the paler the higher the stage among those of its rank. */
+/** Returns the colour of each slot: the colour of its kind, paler for the later stages of its rank. */
 function slotColors(timeline, looks) {
   const orders = timeline.lanes.map(({ rank }) => [...stagesOf(timeline, rank)].sort((a, b) => a - b));
   return timeline.slots.map(([task, rank]) => {
@@ -27,7 +27,7 @@ function slotColors(timeline, looks) {
   });
 }
 
-/** Whether the filters leave an op out. */
+/** Returns whether the filters leave an op out. */
 function isDimmed(view, stage, kind, batch) {
   return (
     view.hidden.has(kind) ||
@@ -36,7 +36,7 @@ function isDimmed(view, stage, kind, batch) {
   );
 }
 
-/** `lane.sums`: what a pixel of the lane is made of. A filter pales ops; it never makes them idle. */
+/** Sets `lane.sums`, from which the lane's pixels are drawn. A filter makes ops pale, never idle. */
 function sumOps(timeline, lane, colors, looks, view, theme) {
   const order = Object.keys(looks);
   const all = timeline.slots.map(([task, rank], slot) => [slot, ...timeline.tasks[task], rank]);
@@ -53,7 +53,7 @@ function sumOps(timeline, lane, colors, looks, view, theme) {
   });
 }
 
-/** The same for idle pieces: coloured by cause where causes are shown, or where one is picked out. */
+/** Sets `lane.idle.sums`. Intervals have the colours of their causes if causes are shown, or if one is highlighted. */
 function sumIdle(lane, causes, view, theme) {
   const styles = causes.map((look, cause) => {
     const colored = view.cause === null ? view.show.causes : view.cause === cause;
@@ -63,14 +63,17 @@ function sumIdle(lane, causes, view, theme) {
   lane.idle.sums = runningSums(lane.idle, styles, (i) => lane.idle.cause[i]);
 }
 
-/** `before[count * i + s]`: how much time style s takes of all spans before i. Styles that do not occur are left out. */
+/**
+ * Returns running sums: `before[count * i + s]` is the time of style s in all spans before span i. Styles that do not
+ * occur are left out.
+ */
 function runningSums(spans, styles, styleOf) {
   const { n, start, end } = spans;
   const style = new Uint8Array(n);
   const used = new Map();
   for (let i = 0; i < n; i++) used.set((style[i] = styleOf(i)), 0);
   const kept = [...used.keys()].sort((a, b) => a - b);
-  kept.forEach((each, position) => used.set(each, position));
+  kept.forEach((original, position) => used.set(original, position));
   const count = kept.length;
   const before = new Float64Array(count * (n + 1));
   for (let i = 0, at = 0; i < n; i++, at += count) {
@@ -78,16 +81,16 @@ function runningSums(spans, styles, styleOf) {
     for (let s = 0; s < count; s++) before[at + count + s] = before[at + s];
     before[at + count + style[i]] += end[i] - start[i];
   }
-  return { count, before, style, styles: kept.map((each) => painted(styles[each])) };
+  return { count, before, style, styles: kept.map((original) => painted(styles[original])) };
 }
 
-/** A style with its colours as pixels: plain, and darker where a mark is. */
+/** Returns a style with its colours as pixels: plain, and darker for the marks at its top and bottom. */
 function painted({ color, marks }) {
-  const [plain, dark] = [packed(color), packed(color.map((part) => part * MARK))];
+  const [plain, dark] = [packed(color), packed(color.map((channel) => channel * MARK))];
   return { plain, top: marks.includes("top") ? dark : plain, bottom: marks.includes("bottom") ? dark : plain };
 }
 
-/** An opaque pixel. */
+/** Returns a colour as an opaque pixel. */
 function packed(color) {
   const [red, green, blue] = color.map(Math.round);
   return ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0;

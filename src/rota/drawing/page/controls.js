@@ -1,4 +1,4 @@
-// Buttons, menus and keys.
+// Buttons, menus and keys, and the bars of idle time below the lanes.
 
 const KEYS = {
   ArrowLeft: (page) => pan(page, -80),
@@ -41,14 +41,14 @@ function zoomHere(page, factor) {
   zoom(view, factor, view.pointed?.time ?? (view.t0 + view.t1) / 2);
 }
 
-/** Follows a micro-batch, and moves to it where none of it is in sight. */
+/** Follows a micro-batch, and moves to it if none of its ops is visible. */
 function follow(page, batch) {
   const { view, sections } = page;
   view.batch = batch === null ? null : Math.max(0, Math.min(page.numMicrobatches - 1, batch));
   if (view.batch === null) return;
   const ops = sections.flatMap(({ timeline }) => opsOfBatch(timeline, view.batch));
-  const inSight = ops.some(({ start, end }) => start < view.t1 && end > view.t0);
-  if (!inSight && ops.length) reveal(view, ops[0]);
+  const visible = ops.some(({ start, end }) => start < view.t1 && end > view.t0);
+  if (!visible && ops.length) reveal(view, ops[0]);
 }
 
 function flip({ view }, name) {
@@ -66,7 +66,7 @@ function setDark(page, dark) {
   page.theme = readTheme();
 }
 
-/** Fills the bar above the lanes. */
+/** Fills the bar above the lanes with buttons, menus and the legend. */
 function makeControls(page) {
   const { view, looks, sections } = page;
   const kinds = Object.keys(looks).filter((key) =>
@@ -78,8 +78,8 @@ function makeControls(page) {
     sections.some(({ timeline }) => timeline.stepEnds.some(([, , what]) => what === key)),
   );
   document.getElementById("kinds").append(...ends.map((key) => legendOf(looks[key])));
-  const isPaler = sections.some(({ manyStages }) => manyStages);
-  if (isPaler) document.getElementById("kinds").append(noteOf("paler: a later stage"));
+  const manyStages = sections.some((section) => section.manyStages);
+  if (manyStages) document.getElementById("kinds").append(noteOf("paler: a later stage"));
   const stages = [...new Set(sections.flatMap(({ timeline }) => timeline.tasks.map(([stage]) => stage)))];
   const stageMenu = document.getElementById("stage-filter");
   stageMenu.append(...stages.sort((a, b) => a - b).map((stage) => new Option(`stage ${stage}`, stage)));
@@ -105,14 +105,14 @@ function listen(page, element, event, action) {
   });
 }
 
-/** A kind's button, which also is its legend. */
+/** Returns the button of a kind, which is also its legend. */
 function chipOf(page, kind) {
   const { view, looks } = page;
   const chip = document.createElement("button");
   chip.className = "chip";
   chip.dataset.kind = kind;
   chip.append(swatchOf(looks[kind]), `${kind} ${looks[kind].word}`);
-  chip.title = `pale or show ${looks[kind].word}`;
+  chip.title = `show ${looks[kind].word}, or make it pale`;
   listen(page, chip, "click", () => (view.hidden.has(kind) ? view.hidden.delete(kind) : view.hidden.add(kind)));
   return chip;
 }
@@ -130,7 +130,7 @@ function noteOf(text) {
   return note;
 }
 
-/** A small picture of a bar, with its marks. */
+/** Returns a small picture of a bar, with its marks. */
 function swatchOf({ color, mark }) {
   const swatch = document.createElement("span");
   swatch.className = "swatch";
@@ -143,7 +143,7 @@ function swatchOf({ color, mark }) {
   return swatch;
 }
 
-/** Buttons and menus tell the view's state. */
+/** Sets buttons and menus to the view's state. */
 function updateControls(page) {
   const { view } = page;
   for (const chip of document.querySelectorAll("[data-kind]")) {
@@ -156,4 +156,47 @@ function updateControls(page) {
   for (const entry of document.querySelectorAll("[data-cause]")) {
     entry.ariaPressed = view.cause === Number(entry.dataset.cause);
   }
+}
+
+/** Fills the footer: each timeline's idle time by cause, largest first; a click highlights a cause in the lanes. */
+function makeIdleBars(page) {
+  const { sections, causes } = page;
+  const rows = sections.map(({ timeline, totals, title }) => {
+    const row = document.createElement("div");
+    row.className = "causes";
+    const idle = totals.all.reduce((sum, time) => sum + time, 0);
+    const head = document.createElement("span");
+    head.className = "head";
+    head.textContent = `${sections.length > 1 ? `${title}: ` : ""}why idle`;
+    row.append(head);
+    const order = causes.map((_, cause) => cause).filter((cause) => totals.all[cause] > 0);
+    order.sort((a, b) => totals.all[b] - totals.all[a]);
+    for (const cause of order) {
+      row.append(causeOf(page, cause, totals.all[cause] / idle, totals.all[cause] / timeline.numRanks));
+    }
+    if (!order.length) row.append("no rank is ever idle");
+    return row;
+  });
+  document.getElementById("idle").replaceChildren(...rows);
+}
+
+function causeOf(page, cause, share, meanTime) {
+  const look = page.causes[cause];
+  const entry = document.createElement("button");
+  entry.className = "cause";
+  entry.dataset.cause = cause;
+  entry.title = `${look.word}: ${shortTime(meanTime)} per rank, ${percent(share)} of all idle time`;
+  const bar = document.createElement("span");
+  bar.className = "bar";
+  const filled = document.createElement("i");
+  filled.style.width = `${100 * share}%`;
+  filled.style.background = look.color;
+  bar.append(filled);
+  const word = document.createElement("span");
+  word.textContent = look.word;
+  const number = document.createElement("b");
+  number.textContent = percent(share);
+  entry.append(word, number, bar);
+  listen(page, entry, "click", () => (page.view.cause = page.view.cause === cause ? null : cause));
+  return entry;
 }

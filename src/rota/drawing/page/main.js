@@ -1,4 +1,4 @@
-// Puts the page together: data, view, canvases, controls; draws at most once a frame.
+// Puts the page together: data, view, canvases, controls. It draws at most once per frame.
 
 async function main() {
   const [head, column] = await unpack();
@@ -46,7 +46,10 @@ function makeSection(fields, column, index, head) {
   return section;
 }
 
-/** The page's verbs: `recolor`, `resize`, `draw` all or the marks alone, and `changed` after any choice. */
+/**
+ * Adds the page's actions: `recolor` after a change of filters or theme, `resize`, `draw`, `drawOverlays` without the
+ * lanes, and `changed` after any choice.
+ */
 function connect(page) {
   const { view, sections } = page;
   const canvases = Object.fromEntries(["ground", "work", "top"].map((name) => [name, document.getElementById(name)]));
@@ -54,10 +57,10 @@ function connect(page) {
   const paint = () => {
     if (wanted === "all") paintLanes(canvases, page);
     wanted = null;
-    paintMarks(canvases.top, page);
+    paintOverlays(canvases.top, page);
     showTip(page);
   };
-  const ask = (what) => {
+  const request = (what) => {
     if (!wanted) requestAnimationFrame(paint);
     wanted = wanted === "all" ? wanted : what;
   };
@@ -69,16 +72,16 @@ function connect(page) {
       }
     }
   };
-  page.drawMarks = () => ask("marks");
+  page.drawOverlays = () => request("overlays");
   page.draw = () => {
-    ask("all");
+    request("all");
     writeHash(page);
   };
   page.resize = () => {
     page.layout = makeLayout(page.stage.clientWidth, page.stage.clientHeight, sections, view);
     fitCanvases(canvases, page.layout);
     paintLanes(canvases, page);
-    paintMarks(canvases.top, page);
+    paintOverlays(canvases.top, page);
   };
   page.changed = () => {
     page.recolor();
@@ -94,7 +97,7 @@ let knownHash = location.hash;
 function writeHash(page) {
   clearTimeout(hashTimer);
   hashTimer = setTimeout(() => {
-    if (location.hash !== knownHash) return; // another one was just entered, and is about to be read
+    if (location.hash !== knownHash) return; // the user has just entered another one, which is read next
     const hash = toHash(page.view, page.initial);
     history.replaceState(null, "", hash ? `#${hash}` : location.pathname + location.search);
     knownHash = location.hash;
@@ -109,9 +112,9 @@ function readHash(page) {
 }
 
 main().catch((error) => {
-  const told = document.getElementById("tip");
-  told.hidden = false;
-  told.textContent =
+  const tip = document.getElementById("tip");
+  tip.hidden = false;
+  tip.textContent =
     typeof DecompressionStream === "undefined"
       ? "This page needs a browser of 2023 or later (Chrome 80, Firefox 113, Safari 16.4)."
       : `The page cannot be drawn: ${error.message}`;

@@ -1,24 +1,26 @@
 // Memory levels of each rank, from the ops and transfers: the same events in the same order as in rota/memory.py.
 
-const [TRANSFER_ENDS, OP_ENDS, TRANSFER_STARTS, OP] = [0, 1, 2, 3]; // of what happens at one instant
+const [TRANSFER_ENDS, OP_ENDS, TRANSFER_STARTS, OP] = [0, 1, 2, 3]; // the order of events at the same time
 
-/** `lane.levels`: from `time[i]` on the rank holds `bytes[i]`. `timeline.peaks`: the most that each rank holds.
- *  Both are made when they are first looked at: the first picture often goes without. */
+/**
+ * Adds `lane.levels`: from `time[i]` on, the rank holds `bytes[i]`; and `timeline.peaks`: the maximum of each rank.
+ * Both are computed when they are first read, because the first picture often does not need them.
+ */
 function makeLevels(timeline) {
   const { slots, routes } = timeline;
   const changes = [...slots.map(([, , atStart]) => atStart), ...routes.map(([, , , , size]) => size), ...timeline.static];
   timeline.hasMemory = changes.some((bytes) => bytes > 0);
   timeline.lanes.forEach((lane, rank) => {
     lazily(lane, "levels", () => {
-      const streams = [opEvents(timeline, lane), ...transferEvents(timeline, rank)];
-      while (streams.length > 1) streams.push(merged(streams.shift(), streams.shift()));
-      return levelsOf(streams[0], timeline.static[rank]);
+      const lists = [opEvents(timeline, lane), ...transferEvents(timeline, rank)];
+      while (lists.length > 1) lists.push(merged(lists.shift(), lists.shift()));
+      return levelsOf(lists[0], timeline.static[rank]);
     });
   });
   lazily(timeline, "peaks", () => timeline.lanes.map(({ levels }) => levels.peak));
 }
 
-/** A property that is made when it is first read. */
+/** Defines a property that is computed when it is first read. */
 function lazily(object, name, make) {
   Object.defineProperty(object, name, {
     configurable: true,
@@ -30,6 +32,7 @@ function lazily(object, name, make) {
   });
 }
 
+/** Returns the rank's memory over time: events by rising key, added up. */
 function levelsOf(events, staticBytes) {
   const time = new Float64Array(events.n + 1);
   const bytes = new Float64Array(events.n + 1);
@@ -45,7 +48,7 @@ function levelsOf(events, staticBytes) {
   return { n, time: time.slice(0, n), bytes: bytes.slice(0, n), peak };
 }
 
-/** Keys are 4 × time + what happens. */
+/** Returns a lane's events by key; a key is 4 × time + the kind of event. */
 function opEvents(timeline, lane) {
   const events = { n: 2 * lane.n, key: new Float64Array(2 * lane.n), change: new Float64Array(2 * lane.n) };
   for (let i = 0; i < lane.n; i++) {
@@ -58,25 +61,25 @@ function opEvents(timeline, lane) {
   return events;
 }
 
-/** One list for the starts of each route that begins or ends here, one for the ends of each that begins here. */
+/** Returns a list of starts for each route that this rank sends or receives, and one of ends for each that it sends. */
 function transferEvents(timeline, rank) {
   const { transfers, routes, routeFirst } = timeline;
   const lists = [];
   routes.forEach(([, , sender, receiver, size], r) => {
     if (!size || (rank !== sender && rank !== receiver)) return;
     const span = [routeFirst[r], routeFirst[r + 1] ?? transfers.n];
-    lists.push(listOf(transfers.sent.slice(...span), TRANSFER_STARTS, size));
-    if (rank === sender) lists.push(listOf(transfers.arrived.slice(...span), TRANSFER_ENDS, -size));
+    lists.push(eventList(transfers.sent.slice(...span), TRANSFER_STARTS, size));
+    if (rank === sender) lists.push(eventList(transfers.arrived.slice(...span), TRANSFER_ENDS, -size));
   });
   return lists;
 }
 
-function listOf(times, what, change) {
+function eventList(times, what, change) {
   const key = times.sort().map((time) => 4 * time + what);
   return { n: key.length, key, change: new Float64Array(key.length).fill(change) };
 }
 
-/** Two lists of events as one; where keys are equal those of `a` come first. */
+/** Merges two lists of events; if keys are equal, those of `a` come first. */
 function merged(a, b) {
   const n = a.n + b.n;
   const events = { n, key: new Float64Array(n), change: new Float64Array(n) };
@@ -89,12 +92,12 @@ function merged(a, b) {
   return events;
 }
 
-/** The level at a time; of one instant the last. */
+/** Returns the level at a time, after all events of that time. */
 function bytesAt(levels, time) {
   return levels.bytes[Math.max(0, lastUpTo(levels.time, levels.n, time))];
 }
 
-/** The most that is held from `start` to before `end`. */
+/** Returns the maximum from `start` to before `end`. */
 function mostBytes(levels, start, end) {
   let i = Math.max(0, lastUpTo(levels.time, levels.n, start));
   let most = levels.bytes[i];

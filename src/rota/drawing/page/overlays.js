@@ -1,6 +1,149 @@
-// Ops' names and edges, paths from op to op, and what is pointed at or picked.
+// What is drawn over the lanes: axis, names, labels of ops and causes, transfers, paths, the cursor.
 
-/** Names in the ops that are wide enough, and thin edges between ops that touch. */
+const FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif";
+const MAX_LABELS = 1500;
+const MAX_TRANSFERS = 3000; // more lines than that hide the ops they join
+
+function paintOverlays(canvas, page) {
+  const { layout, view, sections } = page;
+  const context = canvas.getContext("2d");
+  context.setTransform(layout.ratio, 0, 0, layout.ratio, 0, 0);
+  context.clearRect(0, 0, layout.width, layout.height);
+  context.textBaseline = "middle";
+  paintAxis(context, page);
+  within(context, [0, AXIS, layout.width, layout.height - AXIS], () => {
+    for (const section of sections) paintNames(context, page, section);
+    for (const section of sections) paintSide(context, page, section);
+  });
+  within(context, [GUTTER, AXIS, layout.plot, layout.height - AXIS], () => {
+    for (const section of sections) {
+      if (layout.memory && section.timeline.hasMemory) paintLimits(context, page, section);
+      paintCauses(context, page, section);
+      paintLabels(context, page, section);
+      if (view.show.transfers) paintTransfers(context, page, section);
+      if (view.show.critical) paintPath(context, page, section, criticalOps(section.timeline), 2);
+      if (view.batch !== null) paintPath(context, page, section, opsOfBatch(section.timeline, view.batch), 1.2);
+      paintPicked(context, page, section);
+    }
+  });
+  paintCursor(context, page);
+}
+
+/** Calls `draw` with all drawing clipped to a box. */
+function within(context, box, draw) {
+  context.save();
+  context.beginPath();
+  context.rect(...box);
+  context.clip();
+  draw();
+  context.restore();
+}
+
+/** Returns the step between ticks: 1, 2 or 5 times a power of ten, at least 90 pixels. */
+function tickStep(microseconds, pixels) {
+  const least = (microseconds * 90) / pixels;
+  const power = 10 ** Math.floor(Math.log10(least));
+  return Math.max(1, [1, 2, 5, 10].map((digit) => digit * power).find((step) => step >= least));
+}
+
+function paintAxis(context, { layout, view, theme }) {
+  const step = tickStep(view.t1 - view.t0, layout.plot);
+  context.font = `11px ${FONT}`;
+  context.fillStyle = cssOf(theme.muted);
+  context.strokeStyle = cssOf(theme.line);
+  context.lineWidth = 1;
+  for (let time = Math.ceil(view.t0 / step) * step; time <= view.t1; time += step) {
+    const x = Math.round(xOf(layout, view, time)) + 0.5;
+    line(context, x, AXIS - 6, x, AXIS);
+    context.textAlign = x < GUTTER + 24 ? "left" : x > GUTTER + layout.plot - 24 ? "right" : "center";
+    context.fillText(timeText(time, view.t1, step), x, 10);
+  }
+  line(context, GUTTER, AXIS - 0.5, GUTTER + layout.plot, AXIS - 0.5);
+  if (view.t1 - view.t0 < view.full) {
+    context.strokeStyle = cssOf(theme.accent);
+    context.lineWidth = 3; // marks the visible part of the whole step
+    const scale = layout.plot / view.full;
+    const [from, to] = [view.t0 * scale, Math.max(view.t1 * scale, view.t0 * scale + 3)];
+    line(context, GUTTER + from, AXIS - 1.5, GUTTER + to, AXIS - 1.5);
+  }
+  context.textAlign = "left";
+  context.fillText("idle", GUTTER + layout.plot + 14, 10);
+}
+
+function line(context, x0, y0, x1, y1) {
+  context.beginPath();
+  context.moveTo(x0, y0);
+  context.lineTo(x1, y1);
+  context.stroke();
+}
+
+/** Writes the rank names (every second, fourth, … if rows are low), and the headings if there are two sections. */
+function paintNames(context, { layout, view, theme, sections }, { timeline, index, title }) {
+  if (sections.length > 1) {
+    const y = AXIS + layout.tops[index] - view.scroll - HEADING / 2 + 3;
+    context.font = `600 12px ${FONT}`;
+    context.fillStyle = cssOf(theme.ink);
+    context.textAlign = "left";
+    context.fillText(title, 14, y);
+    const width = context.measureText(title).width;
+    context.font = `12px ${FONT}`;
+    context.fillStyle = cssOf(theme.muted);
+    context.fillText(timeline.summary, 14 + width + 12, y);
+  }
+  let every = 1;
+  while (every * layout.row < 13) every *= 2;
+  context.font = `11px ${FONT}`;
+  context.textAlign = "right";
+  const [from, to] = ranksInSight(layout, view, index, timeline.numRanks);
+  for (let rank = Math.ceil(from / every) * every; rank < to; rank += every) {
+    const y = rowTop(layout, view, index, rank) + layout.lane / 2;
+    context.fillStyle = cssOf(view.pointed?.section === index && view.pointed.rank === rank ? theme.ink : theme.muted);
+    context.fillText(`rank ${rank}`, GUTTER - 10, y + 0.5);
+  }
+}
+
+/** Draws each rank's idle time: a bar divided by causes, and its share of the makespan. */
+function paintSide(context, { layout, view, theme, causes }, { timeline, index, totals }) {
+  const x = GUTTER + layout.plot + 14;
+  const maxWidth = SIDE - 66;
+  const longest = Math.max(1, ...totals.ranks.map((times) => times.reduce((sum, time) => sum + time, 0)));
+  const [from, to] = ranksInSight(layout, view, index, timeline.numRanks);
+  context.textAlign = "left";
+  context.font = `11px ${FONT}`;
+  for (let rank = from; rank < to; rank++) {
+    const y = rowTop(layout, view, index, rank);
+    const height = Math.min(14, layout.lane);
+    let left = x;
+    totals.ranks[rank].forEach((time, cause) => {
+      context.globalAlpha = view.cause === null || view.cause === cause ? 1 : 0.18;
+      context.fillStyle = causes[cause].color;
+      context.fillRect(left, y + (layout.lane - height) / 2, (time / longest) * maxWidth, height);
+      left += (time / longest) * maxWidth;
+    });
+    context.globalAlpha = 1;
+    if (layout.row < 11) continue;
+    context.fillStyle = cssOf(theme.muted);
+    const idle = totals.ranks[rank].reduce((sum, time) => sum + time, 0);
+    context.fillText(percent(idle / (timeline.makespan || 1)), x + maxWidth + 8, y + layout.lane / 2 + 0.5);
+  }
+}
+
+/** Draws the memory limits as lines in the strips. */
+function paintLimits(context, { layout, view, theme }, { timeline, index, fullBytes }) {
+  context.strokeStyle = cssOf(theme.muted);
+  context.lineWidth = 1;
+  context.setLineDash([2, 4]);
+  const [from, to] = ranksInSight(layout, view, index, timeline.numRanks);
+  for (let rank = from; rank < to; rank++) {
+    if (timeline.limits[rank] === null) continue;
+    const bottom = rowTop(layout, view, index, rank) + layout.lane + layout.memory;
+    const y = Math.round(bottom - ((layout.memory - 1) * timeline.limits[rank]) / fullBytes) + 0.5;
+    line(context, GUTTER, y, Math.min(GUTTER + layout.plot, xOf(layout, view, timeline.makespan)), y);
+  }
+  context.setLineDash([]);
+}
+
+/** Writes names into the ops that are wide enough, and draws thin edges between ops that touch. */
 function paintLabels(context, page, { timeline, index, colors, manyStages }) {
   const { layout, view, theme } = page;
   if (layout.lane < 9) return;
@@ -19,12 +162,12 @@ function paintLabels(context, page, { timeline, index, colors, manyStages }) {
       labels.push({ ...label, ...opOf(timeline, timeline.lanes[rank], label.i), y: y + layout.lane / 2 + 0.5 });
     }
   }
-  if (labels.length > MOST_LABELS) return;
+  if (labels.length > MAX_LABELS) return;
   const long = manyStages ? nameOf : ({ kind, batch }) => kind + batch;
   const fits = (label, text) => context.measureText(text).width + 3 < label.right - label.left;
-  const isRoomy = labels.filter((label) => fits(label, long(label))).length > 0.8 * labels.length;
+  const mostFit = labels.filter((label) => fits(label, long(label))).length > 0.8 * labels.length;
   for (const label of labels) {
-    const names = isRoomy ? [long(label), String(label.batch)] : [String(label.batch)];
+    const names = mostFit ? [long(label), String(label.batch)] : [String(label.batch)];
     const name = names.find((text) => fits(label, text));
     if (!name) continue;
     const color = colors[label.lane.slot[label.i]];
@@ -34,7 +177,7 @@ function paintLabels(context, page, { timeline, index, colors, manyStages }) {
   }
 }
 
-/** Each cause's word in the gaps that are wide enough: a second cue beside its colour. */
+/** Writes causes into the idle intervals that are wide enough: a second cue beside the colour. */
 function paintCauses(context, { layout, view, theme, causes }, { timeline, index }) {
   if (layout.lane < 12) return;
   context.font = `11px ${FONT}`;
@@ -55,7 +198,7 @@ function paintCauses(context, { layout, view, theme, causes }, { timeline, index
   }
 }
 
-/** The ops of a lane that are at least 5 pixels wide, as {i, left, right, touches}; none where ops are crowded. */
+/** Returns the ops of a lane that are at least 5 pixels wide, as {i, left, right, touches}; none if ops are crowded. */
 function wideOps(layout, view, lane) {
   const first = Math.max(0, lastUpTo(lane.start, lane.n, view.t0));
   const last = lastUpTo(lane.start, lane.n, view.t1);
@@ -70,17 +213,7 @@ function wideOps(layout, view, lane) {
   return ops;
 }
 
-/** The ops of the critical path, first to last. */
-function criticalOps(timeline) {
-  timeline.criticalOps ??= Array.from(timeline.critical, (number) => {
-    if (number < timeline.numOps) return opNumber(timeline, number);
-    const [rank, stage, what, start, end] = timeline.stepEnds[number - timeline.numOps];
-    return { lane: timeline.lanes[rank], i: -1, stage, kind: what, batch: 0, start, end };
-  });
-  return timeline.criticalOps;
-}
-
-/** A line along the ops' upper edges, slanted where it goes from rank to rank. */
+/** Draws a line along the ops' upper edges, slanted from rank to rank. */
 function paintPath(context, { layout, view, theme }, { index }, ops, thickness) {
   const at = (op) => rowTop(layout, view, index, op.lane.rank) + thickness / 2;
   for (const [color, width] of [[theme.paper, thickness + 2], [theme.ink, thickness]]) {
@@ -104,17 +237,17 @@ function paintPath(context, { layout, view, theme }, { index }, ops, thickness) 
 
 function paintTransfers(context, { layout, view, theme }, { timeline, index }) {
   const { n, sent, arrived, route, batch } = timeline.transfers;
-  const seen = [];
-  for (let k = 0; k < n && seen.length <= MOST_TRANSFERS; k++) {
+  const visible = [];
+  for (let k = 0; k < n && visible.length <= MAX_TRANSFERS; k++) {
     if (arrived[k] < view.t0 || sent[k] > view.t1 || (view.batch !== null && batch[k] !== view.batch)) continue;
-    seen.push(k);
+    visible.push(k);
   }
-  if (seen.length > MOST_TRANSFERS) return;
+  if (visible.length > MAX_TRANSFERS) return;
   context.strokeStyle = cssOf(theme.ink);
   context.globalAlpha = 0.45;
   context.lineWidth = 1;
   context.beginPath();
-  for (const k of seen) {
+  for (const k of visible) {
     const [, , sender, receiver] = timeline.routes[route[k]];
     const down = receiver > sender;
     const from = rowTop(layout, view, index, sender) + (down ? layout.lane : 0);
@@ -126,7 +259,7 @@ function paintTransfers(context, { layout, view, theme }, { timeline, index }) {
   context.globalAlpha = 1;
 }
 
-/** A frame around the op that is picked or pointed at, and around the same op in the other section. */
+/** Draws a frame around the op that is picked or pointed at, and around the same op in the other section. */
 function paintPicked(context, page, section) {
   const { layout, view, theme, sections } = page;
   for (const [chosen, width] of [[view.pointed, 1.5], [view.picked, 2.5]]) {
@@ -144,7 +277,7 @@ function paintPicked(context, page, section) {
   }
 }
 
-/** One line through all sections at the pointer's time. */
+/** Draws a line through all sections at the pointer's time. */
 function paintCursor(context, { layout, view, theme }) {
   if (!view.pointed) return;
   const x = Math.round(xOf(layout, view, view.pointed.time)) + 0.5;

@@ -1,6 +1,6 @@
-// What is shown of the timelines: a stretch of time, filters, choices. The URL's hash tells it, so that it can be sent.
+// What is shown of the timelines: an interval of time, filters, choices. The URL's hash has it, so it can be shared.
 
-const LEAST_US = 4; // a view is never narrower: times are whole microseconds
+const LEAST_US = 4; // the narrowest view: times are whole microseconds
 
 function makeView(makespan, hasMemory) {
   const full = Math.max(makespan, LEAST_US);
@@ -26,13 +26,13 @@ function zoom(view, factor, time) {
   moveTo(view, time - share * width, width);
 }
 
-/** Shows `width` µs from `t0` on, or as near to it as the timelines allow. */
+/** Shows `width` µs from `t0` on, or as close to that as the timelines allow. */
 function moveTo(view, t0, width) {
   view.t0 = Math.max(0, Math.min(t0, view.full - width));
   view.t1 = view.t0 + width;
 }
 
-/** Moves and, if it must, zooms out until an op is well in sight. */
+/** Moves, and zooms out if necessary, until an op is fully visible. */
 function reveal(view, op) {
   const width = Math.max(view.t1 - view.t0, 1.2 * (op.end - op.start));
   const outside = op.start < view.t0 || op.end > view.t1;
@@ -41,6 +41,7 @@ function reveal(view, op) {
 
 const SWITCHES = ["critical", "memory", "transfers", "causes"];
 
+/** Returns the hash of a view: what differs from the initial view. */
 function toHash(view, initial) {
   const parts = new URLSearchParams();
   if (view.t0 > 0 || view.t1 < view.full) parts.set("t", `${round(view.t0)}-${round(view.t1)}`);
@@ -54,7 +55,7 @@ function toHash(view, initial) {
 
 const round = (time) => Number(time.toFixed(2));
 
-/** Applies a hash; whatever in it is no sense is passed over. */
+/** Applies a hash, and ignores whatever is not valid in it. */
 function fromHash(view, initial, hash, sections, numCauses) {
   const parts = new URLSearchParams(hash.replace(/^#/, ""));
   const whole = (name, limit) => {

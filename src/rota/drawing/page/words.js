@@ -1,18 +1,18 @@
-// Times, sizes, and what a point of the picture is, in words.
+// Times and sizes as text, and the lines that describe a point of the picture.
 
 const TIME_UNITS = [[1e6, "s"], [1e3, "ms"], [1, "µs"]];
 const SIZE_UNITS = [[1e15, "PB"], [1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"], [1, "B"]];
 
 const unitOf = (value, units) => units.find(([length]) => Math.abs(value) >= length) ?? units[units.length - 1];
 
-/** In the unit of `largest`, with the digits that tell times `step` apart. */
+/** Returns a time in the unit of `largest`, with enough digits to distinguish times that are `step` apart. */
 function timeText(time, largest, step) {
   const [length, name] = unitOf(largest, TIME_UNITS);
   const digits = Math.max(0, Math.min(9, Math.ceil(-Math.log10(step / length) - 1e-9)));
   return `${(time / length).toFixed(Math.min(digits, Math.round(Math.log10(length))))} ${name}`;
 }
 
-/** With three significant digits. */
+/** Returns a value with three significant digits and its unit. */
 function short(value, units) {
   const rounded = Number(value.toPrecision(3));
   const [length, name] = unitOf(rounded, units);
@@ -25,7 +25,7 @@ const exactTime = (time) => `${String(Math.round(time)).replace(/\B(?=(\d{3})+$)
 const percent = (share) => `${(100 * share).toFixed(1)}%`;
 const signed = (time) => `${time < 0 ? "−" : "+"}${exactTime(Math.abs(time))}`;
 
-/** Lines about an op; the first is its name. */
+/** Returns the lines that describe an op; the first is its name. */
 function linesOfOp(page, { section, op }) {
   const { timeline } = page.sections[section];
   const { lane, stage, kind, batch, start, end } = op;
@@ -47,23 +47,25 @@ function memoryLine(timeline, lane, start, end) {
   return `memory: up to ${shortSize(mostBytes(lane.levels, start, Math.max(end, start + 1)))}${of}`;
 }
 
-/** Lines about an idle piece: how long, and why. */
-function linesOfIdle(page, { section, rank, idle: piece, time }) {
+/** Returns the lines that describe an idle interval: how long, and why. */
+function linesOfIdle(page, { section, rank, idle: interval, time }) {
   const { timeline } = page.sections[section];
   const lane = timeline.lanes[rank];
-  const [start, end] = [lane.idle.start[piece], lane.idle.end[piece]];
-  const cause = page.causes[lane.idle.cause[piece]];
+  const [start, end] = [lane.idle.start[interval], lane.idle.end[interval]];
+  const cause = page.causes[lane.idle.cause[interval]];
   const lines = [`idle  ${cause.word}`, `rank ${rank} · ${exactTime(end - start)}`];
   lines.push(`from ${exactTime(start)} to ${exactTime(end)}`);
-  const told = ({ code, batch }) => workNamed(timeline, code[lane.idle.first + piece], batch[lane.idle.first + piece]);
-  const [waits, ready] = [told(timeline.waits), told(timeline.ready)];
+  const number = lane.idle.first + interval;
+  const [waits, ready] = [timeline.waits, timeline.ready].map(({ code, batch }) =>
+    workNamed(timeline, code[number], batch[number]),
+  );
   if (waits) lines.push(`waits for ${waits}`);
   if (ready) lines.push(`ready meanwhile: ${ready}`);
   if (timeline.hasMemory) lines.push(`memory: ${shortSize(bytesAt(lane.levels, time))}`);
   return lines;
 }
 
-/** What an idle piece waits for: "2B0 of rank 2". Codes: tasks first, then routes, then step ends; "" for none. */
+/** Returns an op, transfer or step end in words: "2B0 of rank 2". Codes: tasks, routes, step ends; "" for -1. */
 function workNamed({ tasks, routes, slots, stepEnds }, code, batch) {
   const named = ([stage, kind]) => `${stage}${kind}${batch}`;
   if (code < 0) return "";
@@ -79,7 +81,7 @@ function workNamed({ tasks, routes, slots, stepEnds }, code, batch) {
   return `${what} of stage ${stage} on rank ${rank}`;
 }
 
-/** Where ops are narrower than pixels: how many share this one, and how busy it is. */
+/** Returns a line if ops are narrower than pixels: how many share this pixel, and how busy it is. */
 function linesOfCrowd(page, { section, rank, time }) {
   const { layout, view } = page;
   const lane = page.sections[section].timeline.lanes[rank];

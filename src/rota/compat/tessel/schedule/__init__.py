@@ -1,1 +1,1 @@
-"""Blocks, schedules and the composer, where Tessel has them."""
+"""Blocks, schedules and the composer, under the module names that Tessel gives them."""

@@ -1,46 +1,69 @@
-"""`Composer`: the schedules of a placement, by Rota's search."""
+"""`Composer`: the best schedules of a placement, found by Rota's search."""
 
 from __future__ import annotations
 
 from typing import final
 
-from rota.compat.tessel.conversion import micro_of, to_schedule
+from rota.compat.tessel.conversion import Micro, micro_of
+from rota.compat.tessel.schedule.block import Block
 from rota.compat.tessel.schedule.schedplan import SchedPlan
-from rota.search import find_repeating
+from rota.search import Repeating, find_repeating
 
 
 @final
 class Composer:
-    """`micro` is a placement, `memory` the limit of each device (None: no limit).
+    """Composes schedules of a warm-up, a repetend with each block once, and a cool-down.
 
-    A schedule has a warm-up, a repetend with each block once, and a cool-down. The repetend has the fewest bubbles of
-    all; with this repetend the whole is the shortest. None where nothing fits, or where a micro-batch leaves something
-    behind. `time_limit_s` counts nominal seconds of work, so that the answer is the same on every run.
+    The repetend has the fewest bubbles of all, and the whole schedule is the shortest with this repetend.
+
+    All three functions take `micro`, a placement; `memory`, the limit per device (None: no limit); and `time_limit_s`,
+    which counts nominal seconds of work, so that the answer is the same on every run. They return None if nothing fits,
+    or if a micro-batch leaves memory allocated on a device with a limit.
     """
 
     @staticmethod
     def compose(micro: SchedPlan, memory: int | None, *, time_limit_s: float = 10.0) -> SchedPlan | None:
-        """With the fewest micro-batches that the best repetend of all needs."""
+        """Return the schedule with the fewest micro-batches that the best repetend needs."""
         return _compose(micro, memory, None, time_limit_s)
 
     @staticmethod
     def compose_n(
         micro: SchedPlan, memory: int | None, nmicros: int, *, time_limit_s: float = 10.0
     ) -> SchedPlan | None:
-        """With `nmicros` micro-batches."""
+        """Return the schedule with `nmicros` micro-batches."""
         return _compose(micro, memory, nmicros, time_limit_s)
 
     @staticmethod
     def compose_fast(
         micro: SchedPlan, memory: int | None, wc_ratio: tuple[int, float] = (128, 0.05), *, time_limit_s: float = 10.0
     ) -> SchedPlan | None:
-        """`compose`, which is fast. `wc_ratio` said when Tessel's heuristic may stop; it is not needed here."""
+        """Return what `compose` returns, which is fast; `wc_ratio` ended Tessel's heuristic, and is not used here."""
         del wc_ratio
         return _compose(micro, memory, None, time_limit_s)
 
 
 def _compose(micro: SchedPlan, memory: int | None, nmicros: int | None, time_limit_s: float) -> SchedPlan | None:
+    """Search; a micro-batch of Tessel's is one of each component of the placement."""
     given = micro_of(micro, memory)
     count = None if nmicros is None else nmicros * given.placement.num_components
     found = find_repeating(given.placement, count, time_limit_s=time_limit_s)
-    return None if found is None else to_schedule(given, found)
+    return None if found is None else _to_schedule(given, found)
+
+
+def _to_schedule(micro: Micro, found: Repeating) -> SchedPlan:
+    """Return what was found as blocks; sub-graph `gid` is the placement's block with this number."""
+    schedule = SchedPlan(micro.placement.num_ranks)
+    blocks: dict[tuple[int, int], Block] = {}
+    for gid, (block, starts) in enumerate(zip(micro.blocks, found.starts_us, strict=True)):
+        for mid, start in enumerate(starts):
+            blocks[gid, mid] = Block(mid, block.span, block.memory, block.btype, gid)
+            schedule.add_block(blocks[gid, mid], micro.devices[gid], start)
+    index = {block: i for i, block in enumerate(micro.blocks)}
+    for (gid, mid), block in blocks.items():
+        for prev in micro.blocks[gid].before:
+            Block.make_dependency(blocks[index[prev], mid], block)
+    repeated = frozenset(blocks[gid, mid] for gid, mid in enumerate(found.middle))
+    bounds = [(schedule.step(block), schedule.step(block) + block.span) for block in repeated]
+    schedule.repetend = min(first for first, _ in bounds), max(last for _, last in bounds)
+    schedule.repeated, schedule.period = repeated, found.period_us
+    return schedule

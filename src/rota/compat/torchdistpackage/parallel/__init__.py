@@ -1,1 +1,1 @@
-"""`torchdistpackage.parallel`."""
+"""The modules of `torchdistpackage.parallel`."""

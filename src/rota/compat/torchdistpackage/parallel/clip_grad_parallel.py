@@ -1,4 +1,4 @@
-"""Clipping by the norm of all pipeline stages together."""
+"""Gradient clipping by the norm over all pipeline stages."""
 
 from __future__ import annotations
 
@@ -18,9 +18,16 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """As `torch.nn.utils.clip_grad_norm_` of the whole model; the norm before, on every stage. Collective.
+    """Clip gradients as `torch.nn.utils.clip_grad_norm_` does for the whole model. Collective.
 
-    Each stage gives its own `parameters`, none if it has none; one given twice counts once. Raises PipelineError.
+    Args:
+        parameters: This stage's parameters, possibly none. A parameter that is given twice counts once.
+        max_norm: The norm above which gradients are scaled.
+        norm_type: The p of the p-norm; `float("inf")` for the maximum norm.
+        error_if_nonfinite: Whether to raise PipelineError if the norm is not finite.
+
+    Returns:
+        The norm before clipping, float64, on every stage.
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     mine: list[Any] = [*dict.fromkeys(given)]

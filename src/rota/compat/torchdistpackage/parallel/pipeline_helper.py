@@ -1,4 +1,4 @@
-"""Models as lists of layers, and this rank's part of them."""
+"""Models as lists of layers, and this rank's part of a list."""
 
 from __future__ import annotations
 
@@ -25,28 +25,37 @@ class Called(nn.Module):
         self.function = function
 
     def forward(self, *values: Any) -> Any:
+        """Call the function."""
         return self.function(*values)
 
 
 def flatten_model(
     model: nn.Module, layer_list: Iterable[str | nn.Module | Callable[..., Any]], return_list: bool = False
 ) -> nn.Sequential | list[nn.Module]:
-    """The layers in the order of `layer_list`, as a Sequential or as a list. Raises SplitError.
+    """Return a model's layers in the order of `layer_list`.
 
-    A text names an attribute of the model, whose layers stand for it if it is a Sequential or a ModuleList.
+    Args:
+        model: The model.
+        layer_list: Names of the model's attributes (a Sequential or ModuleList stands for its layers), modules, and
+            functions.
+        return_list: Whether to return a list in place of a Sequential.
+
+    Raises:
+        SplitError: If the model has no such attribute, or an entry is not a layer.
     """
-    layers = [layer for i, given in enumerate(layer_list) for layer in _layers(model, i, given)]
+    layers = [layer for i, entry in enumerate(layer_list) for layer in _layers(model, i, entry)]
     return layers if return_list else nn.Sequential(*layers)
 
 
-def _layers(model: nn.Module, i: int, given: Any) -> list[nn.Module]:
-    layer = given
-    if isinstance(given, str):
+def _layers(model: nn.Module, i: int, entry: Any) -> list[nn.Module]:
+    """Return the layers that entry i of `layer_list` stands for."""
+    layer = entry
+    if isinstance(entry, str):
         try:
-            layer = attrgetter(given)(model)
+            layer = attrgetter(entry)(model)
         except AttributeError as error:
             raise SplitError(
-                f"layer_list[{i}] is {given!r}, but {type(model).__name__} has no such layer: {error}"
+                f"layer_list[{i}] is {entry!r}, but {type(model).__name__} has no such layer: {error}"
             ) from None
         if isinstance(layer, nn.Sequential | nn.ModuleList):
             return [*layer]
@@ -54,11 +63,14 @@ def _layers(model: nn.Module, i: int, given: Any) -> list[nn.Module]:
         return [layer]
     if callable(layer):
         return [Called(layer)]
-    raise SplitError(f"layer_list[{i}] is {given!r}: give the name of a layer, a module or a function")
+    raise SplitError(f"layer_list[{i}] is {entry!r}: give the name of a layer, a module or a function")
 
 
 def partition_uniform(flat_sequence: Layers, extra_len: int = 0) -> Layers:
-    """This rank's layers: equally many each, and the rest for the last; `extra_len` counts layers not in the list."""
+    """Return this rank's layers: the same number for each, the remainder for the last.
+
+    `extra_len` is a number of layers that are not in the list, but count for the length.
+    """
     rank, size = tpc.get_group_rank("pipe"), tpc.get_group_size("pipe")
     length = (len(flat_sequence) + extra_len) // size
     end = (rank + 1) * length if rank < size - 1 else len(flat_sequence)
@@ -66,9 +78,9 @@ def partition_uniform(flat_sequence: Layers, extra_len: int = 0) -> Layers:
 
 
 def partition_balanced(flat_sequence: Layers, sequence: Any = None, **kwargs: Any) -> Layers:  # noqa: ARG001
-    """This rank's layers, so that no cut has a smaller largest part, by number of parameters.
+    """Return this rank's layers, cut so that the largest number of parameters per rank is minimal.
 
-    A layer without any counts as one. `sequence` and what follows are taken for code that passes them, and not used.
+    A layer without parameters counts as 1. `sequence` and `kwargs` are accepted for existing code, and not used.
     """
     weights = [sum(p.numel() for p in getattr(layer, "parameters", list)()) or 1 for layer in flat_sequence]
     parts = [*pairwise(balanced(weights, tpc.get_group_size("pipe")))]

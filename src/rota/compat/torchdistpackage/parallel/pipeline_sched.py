@@ -1,4 +1,4 @@
-"""`forward_backward`: a step of the pipeline whose stages are functions."""
+"""`forward_backward`: a step of a pipeline whose stages are functions."""
 
 from __future__ import annotations
 
@@ -36,39 +36,49 @@ def forward_backward(
     dtype: torch.dtype = torch.bfloat16,  # noqa: ARG001
     scatter_gather_tensors: bool = False,
 ) -> Any:
-    """One step of 1F1B on all stages; returns this stage's last output, without its graph. Collective.
+    """Run one step of 1F1B on all stages. Collective.
 
-    `inputs`: this stage's own, each split along dim 0 into `num_microbatches`. `fwd_fn` gets what the stage before
-    returned (one tensor, or several), then these: a single one as it is, else a list. The last stage returns the loss,
-    whose gradients are those of the sum over micro-batches. `bwd_fn(output, its gradient)` takes the place of
-    autograd's backward; on the last stage the gradient is None. Those of `optimizer` are cleared first; it makes no
-    step. `forward_only`: no gradients, and any output. `scatter_gather_tensors`: tensors travel in slices over the
-    "tensor" group. `dtype` need not be right: tensors of any dtype travel as they are. Raises PipelineError.
+    Args:
+        optimizer: Its gradients are cleared first; its `step` is not called.
+        fwd_fn: This stage's forward. It gets what the previous stage returned (one tensor or several), then this
+            stage's own inputs: a single value as it is, several values as a list. On the last stage it returns the
+            loss; gradients are those of the sum over micro-batches.
+        bwd_fn: Called with (output, its gradient) in place of autograd's backward; on the last stage the gradient is
+            None. None: autograd's backward.
+        inputs: This stage's own inputs, each split along dim 0 into `num_microbatches`.
+        num_microbatches: The number of micro-batches.
+        forward_only: Whether to compute no gradients; the last stage may then return anything.
+        dtype: Not used: tensors of any dtype are sent as they are.
+        scatter_gather_tensors: Whether to send tensors in slices over the "tensor" group.
+
+    Returns:
+        This stage's output for its last micro-batch, detached.
+
+    Raises:
+        PipelineError: If `inputs` do not divide, or are missing on the first stage.
     """
     microbatches = _divided(inputs, num_microbatches)
     if optimizer is not None and not forward_only:
         optimizer.zero_grad()
     pipeline, stage = _pipeline(num_microbatches, forward_only, scatter_gather_tensors)
     stage.fwd_fn, stage.bwd_fn = fwd_fn, bwd_fn
-    targets = None if forward_only else [()] * num_microbatches  # the loss is made by fwd_fn
+    targets = None if forward_only else [()] * num_microbatches  # fwd_fn computes the loss
     with _reduced_once(active=not forward_only):
-        pipeline.step([(given,) for given in microbatches], targets)
+        pipeline.step([(own_inputs,) for own_inputs in microbatches], targets)
     output, stage.output = stage.output, None
     return output
 
 
 def forward_eval(fwd_fn: Forward, inputs: Any, dtype: torch.dtype = torch.bfloat16, **kwargs: Any) -> Any:
-    """A whole batch through all stages, without gradients; returns this stage's output. Collective."""
+    """Run a whole batch through all stages without gradients, and return this stage's output. Collective."""
     return forward_backward(None, fwd_fn, None, inputs, 1, forward_only=True, dtype=dtype, **kwargs)
 
 
 def _divided(inputs: Any, num_microbatches: int) -> list[list[Any]]:
-    """This stage's inputs of each micro-batch."""
+    """Return this stage's inputs for each micro-batch, or raise PipelineError."""
     given = [] if inputs is None else [inputs] if isinstance(inputs, torch.Tensor) else [*inputs]
     if not given and tpc.is_first_in_group("pipe"):
-        raise PipelineError(
-            "inputs is empty on the first stage, which has nothing else to run on; pass the batch there"
-        )
+        raise PipelineError("inputs is empty on the first stage, which has no other input; pass the batch there")
     for i, value in enumerate(given):
         shape = [*value.shape] if isinstance(value, torch.Tensor) else type(value).__name__
         if not isinstance(shape, list) or not shape or shape[0] % num_microbatches or not shape[0]:
@@ -81,7 +91,7 @@ def _divided(inputs: Any, num_microbatches: int) -> list[list[Any]]:
 
 
 def _pipeline(num_microbatches: int, forward_only: bool, in_slices: bool) -> _Made:
-    """Made when it is first needed, and kept until the process groups are set up anew."""
+    """Return the pipeline and this process's stage, which are kept until the process groups are set up again."""
     key = num_microbatches, forward_only, in_slices
     if key not in _made:
         size = tpc.get_group_size("pipe")
@@ -93,8 +103,8 @@ def _pipeline(num_microbatches: int, forward_only: bool, in_slices: bool) -> _Ma
             if forward_only
             else one_f_one_b(placement, num_microbatches)
         )
-        loss_fn = None if forward_only else _as_it_is
-        # A function may return anything each time.
+        loss_fn = None if forward_only else _first_argument
+        # A function may return tensors of another shape each time.
         options: dict[str, Any] = {"dynamic_shapes": True} | ({"mesh": tpc.mesh} if tpc.mesh.size() > size else {})
         pipeline = Pipeline(Stages(stages, inputs=[0] * size), plan, loss_fn, **options)
         _made[key] = pipeline, stages[pipeline.rank]
@@ -103,18 +113,19 @@ def _pipeline(num_microbatches: int, forward_only: bool, in_slices: bool) -> _Ma
 
 
 def _close(key: tuple[int, bool, bool]) -> None:
+    """Close a pipeline, and forget it."""
     _made.pop(key)[0].close()
 
 
-def _as_it_is(output: Any, target: Any) -> Any:  # noqa: ARG001
+def _first_argument(output: Any, target: Any) -> Any:  # noqa: ARG001
     return output
 
 
 @contextmanager
 def _reduced_once(active: bool) -> Iterator[None]:
-    """DDP modules that run meanwhile average their gradients once, at the end.
+    """Let the DDP modules that run inside the `with` block average their gradients once, at the end.
 
-    Alone, they would average after the first backward, of several.
+    DDP alone would average them after the first of several backwards.
     """
     seen: list[DistributedDataParallel] = []
 

@@ -1,6 +1,45 @@
-// Timelines as the page draws them: lanes of ops, idle pieces, transfers, memory levels.
+// The page's data, and timelines as the page draws them: lanes of ops, idle intervals, transfers.
+//
+// The data is a JSON head, and columns of numbers in one deflated block. A column is stored in planes (all lowest bytes,
+// then all second ones, …), because that compresses well.
 
-/** From a timeline's head and its columns, in the order in which `packing.py` wrote them. */
+const COLUMN_TYPES = { b: Int8Array, h: Int16Array, i: Int32Array, d: Float64Array };
+
+/** Returns the head, and a function that returns the next column. */
+async function unpack() {
+  const head = JSON.parse(document.getElementById("head").textContent);
+  const bytes = await inflate(document.getElementById("data").textContent);
+  let at = 0;
+  let next = 0;
+  const nextColumn = () => {
+    const [code, length] = head.columns[next++];
+    const type = COLUMN_TYPES[code];
+    const size = type.BYTES_PER_ELEMENT;
+    const joined = new Uint8Array(size * length);
+    for (let plane = 0; plane < size; plane++) {
+      for (let i = 0, to = plane; i < length; i++, to += size) joined[to] = bytes[at++];
+    }
+    return new type(joined.buffer);
+  };
+  return [head, nextColumn];
+}
+
+async function inflate(base64) {
+  const text = atob(base64);
+  const packed = new Uint8Array(text.length);
+  for (let i = 0; i < text.length; i++) packed[i] = text.charCodeAt(i);
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Uint8Array(await new Response(stream).arrayBuffer());
+}
+
+/** The running sums of `deltas`; as doubles, which hold whole numbers up to 2^53. */
+function summed(deltas) {
+  const sums = new Float64Array(deltas.length);
+  for (let i = 0, sum = 0; i < deltas.length; i++) sums[i] = sum += deltas[i];
+  return sums;
+}
+
+/** Makes a timeline from its head and its columns, in the order in which `packing.py` wrote them. */
 function makeTimeline(head, column) {
   const timeline = { ...head, numRanks: head.limits.length };
   makeLanes(timeline, column(), column(), column(), column(), column());
@@ -12,7 +51,10 @@ function makeTimeline(head, column) {
   return timeline;
 }
 
-/** `lanes[rank]` has columns `start`, `end`, `slot`, `batch`; op `i` of a lane is op `lane.first + i` of the timeline. */
+/**
+ * `lanes[rank]` has the columns `start`, `end` (µs), `slot` and `batch` (micro-batch). Op `i` of a lane is op
+ * `lane.first + i` of the timeline. A slot is a task on one of its ranks: `timeline.slots[slot]` is [task, rank, …].
+ */
 function makeLanes(timeline, counts, slots, batches, gaps, durations) {
   const { slots: table, numMicrobatches } = timeline;
   timeline.opAt = new Int32Array(table.length * numMicrobatches).fill(-1); // by slot and micro-batch
@@ -34,7 +76,7 @@ function makeLanes(timeline, counts, slots, batches, gaps, durations) {
   timeline.slotOf = new Map(table.map(([task, rank], slot) => [`${task} ${rank}`, slot]));
 }
 
-/** The op with a number, as {lane, i, stage, kind, batch, start, end}. */
+/** Returns op `number` of the timeline, as {lane, i, stage, kind, batch, start, end}. */
 function opNumber(timeline, number) {
   let rank = 0;
   while (rank + 1 < timeline.numRanks && timeline.lanes[rank + 1].first <= number) rank++;
@@ -49,12 +91,12 @@ function opOf(timeline, lane, i) {
 
 const nameOf = (op) => `${op.stage}${op.kind}${op.batch}`;
 
-/** The stages that a rank works on. */
+/** Returns the stages of a rank. */
 function stagesOf({ slots, tasks }, rank) {
   return new Set(slots.filter((slot) => slot[1] === rank).map(([task]) => tasks[task][0]));
 }
 
-/** The op of a name such as 2F0 (on the first rank that does it), or null. */
+/** Returns the op with a name such as 2F0, on the first of its ranks, or null. */
 function opNamed(timeline, name) {
   const match = /^(\d+)([A-Z])(\d+)$/.exec(name);
   if (!match || Number(match[3]) >= timeline.numMicrobatches) return null;
@@ -65,10 +107,10 @@ function opNamed(timeline, name) {
   return number < 0 ? null : opNumber(timeline, number);
 }
 
-/** All ops of a micro-batch by start. */
+/** Returns all ops of a micro-batch, by start. */
 function opsOfBatch(timeline, batch) {
   const ops = [];
-  if (batch >= timeline.numMicrobatches) return ops; // it is the other timeline's
+  if (batch >= timeline.numMicrobatches) return ops; // only the other timeline has it
   for (let slot = 0; slot < timeline.slots.length; slot++) {
     const number = timeline.opAt[slot * timeline.numMicrobatches + batch];
     if (number >= 0) ops.push(opNumber(timeline, number));
@@ -76,29 +118,39 @@ function opsOfBatch(timeline, batch) {
   return ops.sort((a, b) => a.start - b.start || a.end - b.end);
 }
 
-/** Times are told against the producer's end and the transfer's own start. */
-function makeTransfers(timeline, late, flight) {
-  const { routes, numMicrobatches, numStreams } = timeline;
-  const sent = new Float64Array(late.length);
-  const arrived = new Float64Array(late.length);
-  const route = new Int32Array(late.length);
-  const batch = new Int32Array(late.length);
+/** Returns the ops and step ends of the critical path, from first to last. */
+function criticalOps(timeline) {
+  timeline.criticalOps ??= Array.from(timeline.critical, (number) => {
+    if (number < timeline.numOps) return opNumber(timeline, number);
+    const [rank, stage, what, start, end] = timeline.stepEnds[number - timeline.numOps];
+    return { lane: timeline.lanes[rank], i: -1, stage, kind: what, batch: 0, start, end };
+  });
+  return timeline.criticalOps;
+}
+
+/** `delays` are from the producer's end to the transfer's start; all times are in µs. */
+function makeTransfers(timeline, delays, durations) {
+  const { routes, numMicrobatches, numComponents } = timeline;
+  const sent = new Float64Array(delays.length);
+  const arrived = new Float64Array(delays.length);
+  const route = new Int32Array(delays.length);
+  const batch = new Int32Array(delays.length);
   timeline.routeFirst = [];
   let at = 0;
-  routes.forEach(([source, , sender, , , stream], r) => {
+  routes.forEach(([source, , sender, , , component], r) => {
     timeline.routeFirst.push(at);
     const slot = timeline.slotOf.get(`${source} ${sender}`);
     const { first, end } = timeline.lanes[sender];
-    for (let m = stream; m < numMicrobatches; m += numStreams, at++) {
-      sent[at] = end[timeline.opAt[slot * numMicrobatches + m] - first] + late[at];
-      arrived[at] = sent[at] + flight[at];
+    for (let m = component; m < numMicrobatches; m += numComponents, at++) {
+      sent[at] = end[timeline.opAt[slot * numMicrobatches + m] - first] + delays[at];
+      arrived[at] = sent[at] + durations[at];
       [route[at], batch[at]] = [r, m];
     }
   });
   timeline.transfers = { n: at, sent, arrived, route, batch };
 }
 
-/** Where no op of a lane runs: [start, end, start, end, …]. */
+/** Returns the gaps in which a lane runs no op: [start, end, start, end, …]. */
 function gapsOf(lane, makespan) {
   const gaps = [];
   let time = 0;
@@ -111,25 +163,28 @@ function gapsOf(lane, makespan) {
   return gaps;
 }
 
-/** `lane.idle` has columns `start`, `end`, `cause`, `piece`. A length of 0 says: up to the gap's end. */
-function makeIdle(timeline, counts, causes, lengths, [waitsFor, waitBatches, ready, readyBatches]) {
+/**
+ * `lane.idle` has the columns `start`, `end` and `cause`. Interval `i` of a lane is interval `lane.idle.first + i` of
+ * the timeline. A duration of 0 means that the interval ends where the gap ends.
+ */
+function makeIdle(timeline, counts, causes, durations, [waitsFor, waitBatches, ready, readyBatches]) {
   timeline.waits = { code: waitsFor, batch: summed(waitBatches) };
   timeline.ready = { code: ready, batch: summed(readyBatches) };
-  let piece = 0;
+  let number = 0;
   timeline.lanes.forEach((lane, rank) => {
     const n = counts[rank];
-    const idle = { n, start: new Float64Array(n), end: new Float64Array(n), cause: causes.subarray(piece, piece + n) };
-    idle.first = piece;
-    for (let i = 0, gap = 0, time = lane.gaps[0]; i < n; i++, piece++) {
+    const idle = { n, first: number, start: new Float64Array(n), end: new Float64Array(n) };
+    idle.cause = causes.subarray(number, number + n);
+    for (let i = 0, gap = 0, time = lane.gaps[0]; i < n; i++, number++) {
       idle.start[i] = time;
-      time = idle.end[i] = lengths[piece] ? time + lengths[piece] : lane.gaps[gap + 1];
+      time = idle.end[i] = durations[number] ? time + durations[number] : lane.gaps[gap + 1];
       if (time === lane.gaps[gap + 1]) time = lane.gaps[(gap += 2)];
     }
     lane.idle = idle;
   });
 }
 
-/** Idle time by cause: of each rank, and of all. */
+/** Returns idle time by cause: of each rank, and of all ranks together. */
 function idleTotals(timeline, numCauses) {
   const ranks = timeline.lanes.map(({ idle }) => {
     const totals = new Float64Array(numCauses);
@@ -141,7 +196,7 @@ function idleTotals(timeline, numCauses) {
   return { ranks, all };
 }
 
-/** The index of the last entry that is not above `value`, or -1; entries rise. */
+/** Returns the index of the last of `n` rising entries that is not above `value`, or -1. */
 function lastUpTo(entries, n, value) {
   let low = -1;
   let high = n;

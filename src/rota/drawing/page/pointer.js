@@ -1,6 +1,6 @@
-// Wheel, drag, click and keys on the lanes.
+// The pointer on the lanes: wheel, drag and click, what it is on, and the tip beside it.
 
-const WHEEL = 0.0018; // how much a wheel's unit zooms
+const WHEEL = 0.0018; // zoom per unit of the wheel
 
 function listenToPointer(page) {
   const { stage, view } = page;
@@ -33,7 +33,7 @@ function listenToPointer(page) {
     }
     view.pointed = pointAt(page, x, y);
     if (drag?.moved) page.draw();
-    else page.drawMarks();
+    else page.drawOverlays();
   });
   stage.addEventListener("pointerup", () => {
     if (drag && !drag.moved) pick(page, view.pointed?.op ? { section: view.pointed.section, op: view.pointed.op } : null);
@@ -42,7 +42,7 @@ function listenToPointer(page) {
   });
   stage.addEventListener("pointerleave", () => {
     view.pointed = null;
-    page.drawMarks();
+    page.drawOverlays();
   });
   stage.addEventListener("dblclick", () => {
     if (view.picked) pick(page, view.picked, view.picked.op.batch);
@@ -56,10 +56,10 @@ function pan(page, pixels) {
 }
 
 function scrollBy(page, pixels) {
-  page.view.scroll = Math.max(0, Math.min(page.layout.mostScroll, page.view.scroll + pixels));
+  page.view.scroll = Math.max(0, Math.min(page.layout.maxScroll, page.view.scroll + pixels));
 }
 
-/** Picks an op, or none; `batch` follows a micro-batch too. */
+/** Picks an op, or none; with `batch`, also follows that micro-batch. */
 function pick(page, picked, batch) {
   const { view } = page;
   view.picked = picked;
@@ -71,10 +71,10 @@ function pick(page, picked, batch) {
   page.draw();
 }
 
-/** The op before or after the picked one, or the one at the same time on the next rank. */
+/** Picks the op `along` places after the picked one, or the op at the same time `across` ranks below it. */
 function step(page, along, across) {
   const { view, sections } = page;
-  const from = view.picked ?? firstInSight(page);
+  const from = view.picked ?? firstVisible(page);
   if (!from) return;
   const { timeline } = sections[from.section];
   const lane = timeline.lanes[Math.max(0, Math.min(timeline.numRanks - 1, from.op.lane.rank + across))];
@@ -87,16 +87,67 @@ function step(page, along, across) {
   pick(page, { section: from.section, op });
 }
 
-function firstInSight({ view, sections }) {
+function firstVisible({ view, sections }) {
   const { timeline, index } = sections[0];
   const lane = timeline.lanes.find(({ n }) => n);
   return lane && { section: index, op: opOf(timeline, lane, Math.max(0, lastUpTo(lane.start, lane.n, view.t0))) };
 }
 
-/** Scrolls until a row is in sight. */
+/** Scrolls until a row is visible. */
 function showRow(page, section, rank) {
   const { layout, view } = page;
   const y = rowTop(layout, view, section, rank);
   if (y < AXIS) scrollBy(page, y - AXIS);
   else if (y + layout.row > layout.height) scrollBy(page, y + layout.row - layout.height);
+}
+
+/** Returns {section, rank, time, x, y, op, idle} at a point of the stage, or null left and right of the lanes. */
+function pointAt(page, x, y) {
+  const { layout, view, sections } = page;
+  const row = rowAt(layout, view, sections, y);
+  if (x < GUTTER || x > GUTTER + layout.plot) return null;
+  const time = timeAt(layout, view, x);
+  const found = { section: null, rank: null, time, x, y, op: null, idle: -1 };
+  if (!row) return found;
+  const { timeline } = sections[row.section];
+  const lane = timeline.lanes[row.rank];
+  return { ...found, ...row, ...spanAt(timeline, lane, time) };
+}
+
+/** Returns the op of a lane at a time, or the index of its idle interval. */
+function spanAt(timeline, lane, time) {
+  let i = lastUpTo(lane.start, lane.n, time);
+  while (i > 0 && lane.end[i] === lane.start[i] && time > lane.end[i]) i--; // skip ops without a duration
+  if (i >= 0 && time < lane.end[i]) return { op: opOf(timeline, lane, i) };
+  const { idle } = lane;
+  const interval = lastUpTo(idle.start, idle.n, time);
+  return { idle: interval >= 0 && time < idle.end[interval] ? interval : -1 };
+}
+
+/** Shows the tip beside the pointer, or hides it. */
+function showTip(page) {
+  const { tip, view, layout } = page;
+  const lines = tipLines(page);
+  tip.hidden = !lines.length;
+  if (!lines.length) return;
+  tip.replaceChildren(
+    ...lines.map((text, i) => {
+      const row = document.createElement("div");
+      if (!i) row.className = "first";
+      row.textContent = text;
+      return row;
+    }),
+  );
+  const { x, y } = view.pointed;
+  const left = x + 16 + tip.offsetWidth > layout.width ? x - 16 - tip.offsetWidth : x + 16;
+  const top = Math.min(y + 16, layout.height - tip.offsetHeight - 4);
+  tip.style.transform = `translate(${Math.max(0, left)}px, ${Math.max(0, top)}px)`;
+}
+
+function tipLines(page) {
+  const { pointed } = page.view;
+  if (!pointed || pointed.section === null) return [];
+  if (pointed.op) return [...linesOfOp(page, pointed), ...linesOfCrowd(page, pointed)];
+  if (pointed.idle >= 0) return [...linesOfIdle(page, pointed), ...linesOfCrowd(page, pointed)];
+  return [];
 }

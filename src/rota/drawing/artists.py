@@ -1,0 +1,371 @@
+"""What figures are made of: bars, micro-batch numbers, memory, transfers, the critical path.
+
+Needs Matplotlib and NumPy, and is imported only when something is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.artist import Artist, allow_rasterization
+from matplotlib.backend_bases import RendererBase
+from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.colors import to_rgb
+from matplotlib.font_manager import FontProperties
+from matplotlib.text import Text
+
+from rota.drawing.looks import LIMIT_COLOR, LOOKS, MEMORY_COLOR, PATH_COLOR, TRANSFER_COLOR, look_key
+from rota.plan import Transfer
+from rota.timeline import Timeline
+
+Array = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+
+# Heights are shares of a row's height (rows are 1 apart) or, where that is said, of a bar's.
+_HALF_ROW = 0.42
+_STEP_END = 0.62  # of a bar: from there down, because a reduction may run beside ops, whose numbers stay readable
+_MARK = 0.11  # of a bar
+
+_IDLE_COLOR = "#EFEEEB"
+_MARK_DARKNESS = 0.38
+_LIGHTEST = 0.5  # share of white in the colours of a rank's last stage
+_DARK = 0.55  # luminance below which white text is easier to read than black
+
+_MAX_BOXES = 5_000  # with more ops, or with more on one rank, bars are pixels, also in SVG and PDF
+_MAX_BOXES_PER_RANK = 200
+_MAX_TRANSFERS = 1000  # more lines than that hide the bars they join
+_MAX_MEMORY_COLUMNS = 2000  # of a memory curve
+_MAX_NUMBERS = 4096  # nobody reads more
+_MAX_CHANNEL = 255  # of a colour or of opacity
+_FONT_POINTS = (5.0, 6.0, 7.0, 8.0, 9.0)
+_MARGIN = 1.3  # of a number's width: the number and the space beside it
+
+
+class Rows(NamedTuple):
+    """Heights around a rank's number, downwards: the bar of its ops, and below it the strip of its memory.
+
+    The strip has no height if no memory is drawn.
+    """
+
+    bar_top: float
+    bar_bottom: float
+    strip_top: float
+    strip_bottom: float
+
+
+ROWS = Rows(-_HALF_ROW, _HALF_ROW, _HALF_ROW, _HALF_ROW)
+ROWS_WITH_MEMORY = Rows(-_HALF_ROW, 0.12, 0.18, _HALF_ROW)
+
+
+# --- bars -------------------------------------------------------------------------------------------------------------
+
+
+class Ops(NamedTuple):
+    """All n ops, rank by rank in execution order, as columns."""
+
+    left: Array  # (n,), µs
+    right: Array  # (n,), µs
+    ranks: Array  # (n,)
+    colors: Array  # (n, 3), RGB from 0 to 1
+
+
+def op_columns(timeline: Timeline) -> Ops:
+    """Return the ops of a timeline as columns."""
+    left = np.array([time for times in timeline.starts_us for time in times], float)
+    right = np.array([time for times in timeline.ends_us for time in times], float)
+    lengths = [len(order) for order in timeline.plan.orders]
+    return Ops(left, right, np.repeat(np.arange(timeline.num_ranks, dtype=float), lengths), _op_colors(timeline))
+
+
+def _op_colors(timeline: Timeline) -> Array:
+    """Return the colour of every op's kind, lighter for the later stages of its rank: (n, 3)."""
+    colors = []
+    for rank, order in enumerate(timeline.plan.orders):
+        stages = timeline.plan.placement.stages_on(rank)
+        white = {stage: _LIGHTEST * i / max(1, len(stages) - 1) for i, stage in enumerate(stages)}
+        mixed = {
+            (stage, kind): tuple(channel + (1 - channel) * white[stage] for channel in to_rgb(LOOKS[kind].color))
+            for stage, kind in {(op.stage, op.kind) for op in order}
+        }
+        colors += [mixed[stage, kind] for stage, kind, _ in order]
+    return np.array(colors, float).reshape(-1, 3)
+
+
+def op_artist(ops: Ops, rows: Rows) -> PolyCollection | Lanes:
+    """Return the bars of all ops: boxes, or pixels if there are too many."""
+    if _has_many(ops):
+        return Lanes(ops.left, ops.right, ops.ranks, ops.colors, rows)
+    return _bars(ops.left, ops.right, ops.ranks + rows.bar_top, ops.ranks + rows.bar_bottom, ops.colors, seams=True)
+
+
+def _has_many(ops: Ops) -> bool:
+    """Whether the ops are too many for boxes."""
+    most_on_a_rank = np.bincount(ops.ranks.astype(int), minlength=1).max(initial=0)
+    return len(ops.left) > _MAX_BOXES or bool(most_on_a_rank > _MAX_BOXES_PER_RANK)
+
+
+def number_artist(timeline: Timeline, ops: Ops, rows: Rows) -> OpNumbers:
+    """Return the micro-batch numbers on the bars."""
+    dark = ops.colors @ np.array((0.299, 0.587, 0.114)) < _DARK
+    microbatches = [str(op.microbatch) for order in timeline.plan.orders for op in order]
+    return OpNumbers(ops.left, ops.right, ops.ranks, rows, microbatches, dark)
+
+
+def mark_artist(timeline: Timeline, ops: Ops, rows: Rows) -> PolyCollection | None:
+    """Return dark lines along bars, by kind: a second cue beside the colour. None if bars are pixels."""
+    if _has_many(ops):
+        return None
+    marks = [LOOKS[op.kind].marks for order in timeline.plan.orders for op in order]
+    height = _MARK * (rows.bar_bottom - rows.bar_top)
+    boxes = []
+    for edge, top in (("top", rows.bar_top), ("bottom", rows.bar_bottom - height)):
+        marked = np.array([edge in op_marks for op_marks in marks], bool)
+        ranks = ops.ranks[marked]
+        boxes.append(_boxes(ops.left[marked], ops.right[marked], ranks + top, ranks + top + height))
+    corners: Any = np.concatenate(boxes)
+    artist = PolyCollection(corners, facecolors=(0, 0, 0, _MARK_DARKNESS), edgecolors="none")
+    artist.set_antialiased(False)
+    artist.set_zorder(1.2)
+    return artist
+
+
+def row_artist(timeline: Timeline, rows: Rows) -> PolyCollection:
+    """Return one pale band per rank, which is visible where the rank is idle."""
+    ranks = np.arange(timeline.num_ranks, dtype=float)
+    left, right = np.zeros_like(ranks), np.full_like(ranks, timeline.makespan_us)
+    band = _bars(left, right, ranks + rows.bar_top, ranks + rows.bar_bottom, _IDLE_COLOR, seams=False)
+    band.set_zorder(0.9)
+    return band
+
+
+def step_end_artist(timeline: Timeline, rows: Rows) -> PolyCollection:
+    """Return reductions and optimizer steps, as strips along the lower edge of the bars."""
+    spans = list(timeline.step_end_spans())
+    left, right = np.array([(span.start_us, span.end_us) for span in spans], float).reshape(-1, 2).T
+    ranks = np.array([span.rank for span in spans], float)
+    colors = [to_rgb(LOOKS[look_key(span.work)].color) for span in spans]
+    top = rows.bar_top + _STEP_END * (rows.bar_bottom - rows.bar_top)
+    strips = _bars(left, right, ranks + top, ranks + rows.bar_bottom, colors, seams=True)
+    strips.set_zorder(1.5)
+    return strips
+
+
+def _bars(left: Array, right: Array, top: Array, bottom: Array, colors: Any, seams: bool) -> PolyCollection:
+    """Return filled boxes; `seams` draws white lines between them."""
+    edges = "white" if seams else "none"
+    corners = _boxes(left, right, top, bottom)
+    return PolyCollection(corners, facecolors=colors, edgecolors=edges, linewidths=0.6, antialiaseds=seams)
+
+
+def _boxes(left: Array, right: Array, top: Array, bottom: Array) -> Any:
+    """Return the corners of n boxes: (n, 4, 2)."""
+    return np.stack([np.stack([left, right, right, left], 1), np.stack([top, top, bottom, bottom], 1)], 2)
+
+
+# --- many ops as pixels -----------------------------------------------------------------------------------------------
+
+
+@final
+class Lanes(Artist):
+    """Draws each rank's row as an image, computed for exactly the pixels that are drawn.
+
+    At every size and zoom, a pixel's opacity is exactly the share of its time in which the rank is busy. Ops that
+    share a pixel divide its column among their colours in proportion to their time.
+    """
+
+    zorder = 1
+
+    def __init__(self, left: Array, right: Array, ranks: Array, colors: Array, rows: Rows) -> None:
+        super().__init__()
+        self._rows = rows
+        self._lanes = {
+            int(rank): _Lane(left[on_rank], right[on_rank], colors[on_rank])
+            for rank in np.unique(ranks)
+            for on_rank in [ranks == rank]
+        }
+        self.set_rasterized(True)
+        self.set_in_layout(False)
+
+    def busy(self, rank: int, times_us: Array) -> Array:
+        """Return the share of each interval between `times_us` in which the rank runs ops: (len(times_us) - 1,)."""
+        busy_us: Array = self._lanes[rank].color_times_us(times_us).sum(1)
+        return busy_us / np.diff(times_us)
+
+    @allow_rasterization  # type: ignore[untyped-decorator]
+    def draw(self, renderer: RendererBase) -> None:
+        """Draw one image per visible rank."""
+        if not self.get_visible():
+            return
+        assert self.axes is not None
+        to_pixels = self.axes.transData
+        low, high = np.round(self.axes.bbox.get_points()).astype(int)
+        edges = np.arange(low[0], high[0] + 1, dtype=float)
+        times_us = to_pixels.inverted().transform(np.stack([edges, np.zeros_like(edges)], 1))[:, 0]
+        context = renderer.new_gc()
+        context.set_clip_rectangle(self.axes.bbox)
+        for rank, lane in self._lanes.items():
+            heights = to_pixels.transform([(0, rank + self._rows.bar_top), (0, rank + self._rows.bar_bottom)])[:, 1]
+            bottom, top = np.round(np.sort(heights)).astype(int)
+            if top <= low[1] or bottom >= high[1] or top == bottom:
+                continue
+            image = lane.image(times_us, top - bottom)
+            image = image if heights[0] < heights[1] else image[::-1]  # a renderer's first row is the lowest
+            renderer.draw_image(context, low[0], bottom, np.ascontiguousarray(image))
+        context.restore()
+
+
+@final
+class _Lane:
+    """One rank's n ops, as the accumulated time of each colour at each start and end."""
+
+    def __init__(self, left: Array, right: Array, colors: Array) -> None:
+        self.colors, styles = np.unique(colors, axis=0, return_inverse=True)
+        self._times_us = np.stack([left, right], 1).ravel()  # (2n,)
+        durations = np.zeros((len(left), len(self.colors)))
+        durations[np.arange(len(left)), styles.ravel()] = right - left
+        after = durations.cumsum(0)
+        self._accumulated_us = np.stack([after - durations, after], 1).reshape(len(self._times_us), -1)  # (2n, colours)
+
+    def color_times_us(self, times_us: Array) -> Array:
+        """Return the time of each colour between consecutive `times_us`: (len(times_us) - 1, colours)."""
+        columns = [np.interp(times_us, self._times_us, column) for column in self._accumulated_us.T]
+        return np.diff(np.stack(columns, 1), axis=0)
+
+    def image(self, times_us: Array, height: int) -> npt.NDArray[np.uint8]:
+        """Return RGBA with its first row on top: (height, len(times_us) - 1, 4)."""
+        color_times_us = self.color_times_us(times_us)
+        busy_us = color_times_us.sum(1)
+        edges = color_times_us.cumsum(1) / np.where(busy_us > 0, busy_us, 1)[:, None]
+        middles = (np.arange(height) + 0.5) / height
+        style: Any = (edges[None, :, :-1] <= middles[:, None, None]).sum(2)
+        image = np.empty((height, len(busy_us), 4), np.uint8)
+        image[..., :3] = np.round(_MAX_CHANNEL * self.colors)[style]
+        shares = np.clip(busy_us / np.abs(np.diff(times_us)), 0, 1)
+        # The rounding error of one pixel is carried over to the next: errors do not add up over any stretch.
+        image[..., 3] = np.diff(np.floor(_MAX_CHANNEL * shares.cumsum() + 0.5), prepend=0).clip(0, _MAX_CHANNEL)
+        return image
+
+
+# --- micro-batch numbers ----------------------------------------------------------------------------------------------
+
+
+@final
+class OpNumbers(Artist):
+    """Writes each op's micro-batch into its bar if the bar is wide and high enough, at any size and zoom."""
+
+    zorder = 4
+
+    def __init__(self, left: Array, right: Array, ranks: Array, rows: Rows, numbers: Sequence[str], dark: Mask) -> None:
+        super().__init__()
+        middle = ranks + (rows.bar_top + rows.bar_bottom) / 2
+        self._rows = rows
+        self._middles = np.stack([(left + right) / 2, middle], 1)
+        self._ends = np.stack([right, middle], 1)
+        self._numbers = numbers
+        self._num_digits = np.array([len(number) for number in numbers], int)
+        self._dark = dark
+        self.set_in_layout(False)
+
+    def fitting(self, renderer: RendererBase) -> tuple[float, npt.NDArray[np.intp]]:
+        """Return the largest font size, in points, at which the most numbers fit, and the indices of these."""
+        assert self.axes is not None
+        to_pixels = self.axes.transData.transform
+        middles = to_pixels(self._middles)
+        widths = 2 * abs(to_pixels(self._ends) - middles)[:, 0]
+        height = abs(to_pixels((0, self._rows.bar_bottom)) - to_pixels((0, self._rows.bar_top)))[1]
+        low, high = self.axes.bbox.get_points()
+        in_view = ((low <= middles) & (middles <= high)).all(1)
+        samples = ["0" * count for count in range(1, self._num_digits.max(initial=0) + 1)]
+        best, indices = _FONT_POINTS[0], np.arange(0)
+        for points in _FONT_POINTS:
+            font = FontProperties(size=points)
+            sizes = [renderer.get_text_width_height_descent(sample, font, False) for sample in samples]
+            needed = np.array([0.0] + [_MARGIN * size[0] for size in sizes])[self._num_digits]
+            high_enough = all(size[1] < height for size in sizes)
+            fits = np.flatnonzero(in_view & (needed <= widths)) if high_enough else np.arange(0)
+            if len(fits) >= len(indices):
+                best, indices = points, fits
+        return best, indices if len(indices) <= _MAX_NUMBERS else indices[:0]
+
+    def draw(self, renderer: RendererBase) -> None:
+        """Draw the numbers that fit."""
+        if not self.get_visible():
+            return
+        assert self.axes is not None
+        assert self.figure is not None
+        points, indices = self.fitting(renderer)
+        text = Text(fontsize=points, ha="center", va="center_baseline", transform=self.axes.transData)
+        text.set_figure(self.figure)
+        for i in indices:
+            text.set_position(self._middles[i])
+            text.set_text(self._numbers[i])
+            text.set_color("white" if self._dark[i] else "black")
+            text.draw(renderer)
+
+
+# --- memory, transfers, the critical path -----------------------------------------------------------------------------
+
+
+def memory_artist(timeline: Timeline, rows: Rows) -> PolyCollection:
+    """Return each rank's memory over time as a filled curve in its strip; strips are as high as the highest value."""
+    curves = []
+    for rank in range(timeline.num_ranks):
+        times, levels = _step_corners(timeline.memory(rank), timeline.makespan_us)
+        bottom = rank + rows.strip_bottom
+        base = np.array([(times[-1], bottom), (times[0], bottom)])
+        curves.append(np.concatenate([np.stack([times, _height(timeline, rows, rank, levels)], 1), base]))
+    return PolyCollection(curves, facecolors=MEMORY_COLOR, edgecolors="none")
+
+
+def limit_artist(timeline: Timeline, rows: Rows) -> LineCollection:
+    """Return each rank's memory limit, if it has one, as a dotted line in its strip."""
+    limits = enumerate(timeline.plan.placement.cluster.limit_bytes)
+    heights = [_height(timeline, rows, rank, limit) for rank, limit in limits if limit is not None]
+    lines = [[(0, y), (timeline.makespan_us, y)] for y in heights]
+    return LineCollection(lines, colors=LIMIT_COLOR, linewidths=0.7, linestyles=[(0, (2, 3))])
+
+
+def _height(timeline: Timeline, rows: Rows, rank: int, num_bytes: Any) -> Any:
+    """Return y in a rank's strip; the highest of all peaks and limits is at its top."""
+    limits = timeline.plan.placement.cluster.limit_bytes
+    highest = max(*timeline.peak_memory_bytes, *(limit for limit in limits if limit is not None), 1)
+    return rank + rows.strip_bottom - (rows.strip_bottom - rows.strip_top) * num_bytes / highest
+
+
+def _step_corners(curve: Sequence[tuple[int, int]], end_us: int) -> tuple[Array, Array]:
+    """Return the corners of a step function; if it has too many, of its maximum in each of equal intervals."""
+    times, levels = np.array([*curve, (end_us, curve[-1][1])], float).T
+    if len(times) > _MAX_MEMORY_COLUMNS:
+        edges = np.linspace(0, end_us, _MAX_MEMORY_COLUMNS + 1)
+        first = np.searchsorted(times, edges[:-1], "right") - 1
+        last = np.maximum(np.searchsorted(times, edges[1:], "left"), first + 1)
+        levels = np.maximum.reduceat(levels, np.stack([first, last], 1).ravel()[:-1])[::2]
+        times, levels = edges, np.append(levels, levels[-1])
+    return np.repeat(times, 2)[1:], np.repeat(levels, 2)[:-1]
+
+
+def transfer_artist(timeline: Timeline, rows: Rows) -> LineCollection | None:
+    """Return thin lines from bar to bar; None if no transfer has a duration, or there are too many to tell apart."""
+    if sum(map(len, timeline.sent_us)) > _MAX_TRANSFERS:
+        return None
+    lines = []
+    for route, sent, arrived in zip(timeline.plan.placement.routes, timeline.sent_us, timeline.arrived_us, strict=True):
+        down = route.receiver > route.sender
+        from_y = route.sender + (rows.bar_bottom if down else rows.bar_top)
+        to_y = route.receiver + (rows.bar_top if down else rows.bar_bottom)
+        lines += [[(a, from_y), (b, to_y)] for a, b in zip(sent, arrived, strict=True) if b > a]
+    return LineCollection(lines, colors=TRANSFER_COLOR, linewidths=0.6, zorder=2) if lines else None
+
+
+def path_artist(timeline: Timeline, rows: Rows) -> LineCollection:
+    """Return a line along the upper edges of the critical path's bars, slanted from rank to rank."""
+    corners = [
+        (time, span.rank + rows.bar_top)
+        for span in timeline.critical_path()
+        if not isinstance(span.work, Transfer)  # a transfer is between ranks
+        for time in (span.start_us, span.end_us)
+    ]
+    return LineCollection([corners] if corners else [], colors=PATH_COLOR, linewidths=1.4, zorder=3)
