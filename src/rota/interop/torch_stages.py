@@ -22,9 +22,19 @@ from torch.utils._pytree import tree_map_only
 from rota.errors import PipelineError
 from rota.interop.torch_backward import how_to_split
 from rota.models import Stages
-from rota.runtime.gradients import hand_over, loss_of
-from rota.runtime.messages import Layout, describe, empty, flatten, tensor_layouts, unflatten
+from rota.runtime.gradients import hand_over, loss_of, tell_writes, writable
+from rota.runtime.messages import (
+    Layout,
+    describe,
+    empty,
+    flatten,
+    from_bytes,
+    tensor_layouts,
+    to_bytes,
+    unflatten,
+)
 from rota.runtime.precision import Autocast, under_autocast
+from rota.runtime.transport import together
 
 LossFn = Callable[[Any, Any], Tensor]
 Tick = Callable[[str], None]  # told of every op that begins
@@ -74,10 +84,12 @@ class StageModule(nn.Module):
         self.tick(f"{self.stage}F{microbatch}")
         # As in Pipeline: dropout is a matter of step, stage and micro-batch.
         torch.default_generator.manual_seed(hash((self.step.seed, self.stage, microbatch)) % 2**63)
-        value = unflatten(map(_entering, tensors), self.layouts.incoming)
+        entered = [*map(_entering, tensors)]
+        value = unflatten(iter(entered), self.layouts.incoming)
         with under_autocast(self.step.autocast):
             output = self.stages.call(self.stage, self._arguments(value), self.step.inputs[microbatch])
             leaving, layout = self.leaving(output, microbatch)
+        tell_writes(tensors, entered)
         if layout != self.layouts.outgoing:
             raise PipelineError(
                 f"stage {self.stage} made {describe(layout)} for micro-batch {microbatch}, but "
@@ -120,7 +132,7 @@ class StageModule(nn.Module):
 
 def _entering(tensor: Tensor) -> Tensor:
     """A received tensor; its gradient will be contiguous, since the engine sends it as it comes."""
-    entering = tensor.view_as(tensor)
+    entering = writable(tensor)
     if entering.requires_grad:
         entering.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
     return entering
@@ -132,12 +144,41 @@ def survey(modules: Sequence[StageModule], ranks: Sequence[int], group: dist.Pro
     for module in modules:
         before, after = module.stage - 1, module.stage + 1
         if before >= 0 and ranks[before] != dist.get_rank(group):
-            received: list[Any] = [None]
-            dist.recv_object_list(received, group_src=ranks[before], group=group)
-            value = received[0]
+            with together("surveying the stages"):
+                value = _receive(ranks[before], group)
         value = module.survey(value if before >= 0 else ())
         if after < len(ranks) and ranks[after] != dist.get_rank(group):
-            dist.send_object_list([value], group_dst=ranks[after], group=group)
+            tensors, layout = flatten(value, f"stage {module.stage}")
+            with together("surveying the stages"):
+                _send(tensors, layout, ranks[after], group)
+
+
+def _send(tensors: list[Tensor], layout: Layout, to: int, group: dist.ProcessGroup) -> None:
+    told = to_bytes(layout)
+    for part in (
+        torch.tensor([told.numel()]),
+        told,
+        *(_bytes_of(tensor.detach().resolve_conj()) for tensor in tensors),
+    ):
+        dist.send(part, group_dst=to, group=group)
+
+
+def _receive(source: int, group: dist.ProcessGroup) -> Any:
+    size = torch.empty(1, dtype=torch.int64)
+    dist.recv(size, group_src=source, group=group)
+    told = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(told, group_src=source, group=group)
+    layout = from_bytes(told)
+    tensors = [empty(each) for each in tensor_layouts(layout)]
+    for tensor in tensors:
+        dist.recv(_bytes_of(tensor), group_src=source, group=group)
+    wanting = [each[3] for each in tensor_layouts(layout)]
+    return unflatten((t.requires_grad_(wants) for t, wants in zip(tensors, wanting, strict=True)), layout)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The same memory, of a contiguous tensor."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def torch_stage(module: StageModule, group: dist.ProcessGroup) -> PipelineStage:
