@@ -25,6 +25,7 @@ from dist.networks import (
 from dist.pool import Pool
 from odd_stages import IN_PLACE
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
+from rota.interop import TorchEngine
 from rota.schedules import NAMED
 
 WIDTH = 6
@@ -262,17 +263,25 @@ def stages_that_write(how: str) -> Stages:
     return Stages([Stage(plain, 0), WritesFirst(how), WritesFirst(how)])
 
 
-def steps_that_write(rank: int, cases: list[tuple[str, Plan]]) -> list[StepResult]:
-    return [pipeline_steps(rank, stages_that_write(how), plan, [batch_of(4)])[0] for how, plan in cases]
+def steps_that_write(rank: int, cases: list[tuple[str, Plan, Any]]) -> list[StepResult]:
+    del rank
+    found = []
+    for how, plan, engine in cases:
+        stages = stages_that_write(how)
+        with engine(stages, plan, loss_fn) as pipeline:
+            loss = pipeline.step(*batch_of(4))
+            found.append(StepResult(loss, gradients_of(stages, pipeline.local_stages)))
+    return found
 
 
 def test_writing_by_functions_into_what_is_received(pool: Pool) -> None:
     """Over a message and on the same rank, in plans with B and with I and W."""
     costs = [Costs.uniform(3), Costs.uniform(3, weight_us=1)]
     plans = [NAMED["gpipe"](place(of, Cluster.uniform(2), [0, 1, 1]), 4) for of in costs]
-    cases = [(how, plan) for how in IN_PLACE for plan in plans]
+    cases = [(how, plan, Pipeline) for how in IN_PLACE for plan in plans]
+    cases += [(how, plans[0], TorchEngine) for how in IN_PLACE]
     by_rank = pool.run(2, steps_that_write, cases)
-    for case, (how, _) in enumerate(cases):
+    for case, (how, _, _) in enumerate(cases):
         serial = serial_step_by_microbatches(stages_that_write(how), *batch_of(4))
         assert_equal_steps([results[case] for results in by_rank], serial)
 

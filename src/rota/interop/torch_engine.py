@@ -204,8 +204,7 @@ class TorchEngine:
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
 
     def _survey(self) -> PlannedSchedule | None:
-        with together("surveying the stages"):
-            survey(self._modules, self._ranks, self._group)
+        survey(self._modules, self._ranks, self._group)
         if not self._modules:
             return None
         homes = {stage: self._busy.index(rank) for stage, rank in enumerate(self._ranks)}

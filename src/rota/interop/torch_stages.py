@@ -22,10 +22,11 @@ from torch.utils._pytree import tree_map_only
 from rota.errors import PipelineError
 from rota.interop.torch_backward import how_to_split
 from rota.models import Stages
-from rota.runtime.gradients import hand_over, loss_of
+from rota.runtime.gradients import hand_over, loss_of, tell_writes, writable
 from rota.runtime.messages import Layout, describe, empty, flatten, tensor_layouts, unflatten
 from rota.runtime.outputs import receive_value, send_value
 from rota.runtime.precision import Autocast, under_autocast
+from rota.runtime.transport import together
 
 LossFn = Callable[[Any, Any], Tensor]
 Tick = Callable[[str], None]  # told of every op that begins
@@ -75,10 +76,12 @@ class StageModule(nn.Module):
         self.tick(f"{self.stage}F{microbatch}")
         # As in Pipeline: dropout is a matter of step, stage and micro-batch.
         torch.default_generator.manual_seed(hash((self.step.seed, self.stage, microbatch)) % 2**63)
-        value = unflatten(map(_entering, tensors), self.layouts.incoming)
+        entered = [*map(_entering, tensors)]
+        value = unflatten(iter(entered), self.layouts.incoming)
         with under_autocast(self.step.autocast):
             output = self.stages.call(self.stage, self._arguments(value), self.step.inputs[microbatch])
             leaving, layout = self.leaving(output, microbatch)
+        tell_writes(tensors, entered)
         if layout != self.layouts.outgoing:
             raise PipelineError(
                 f"stage {self.stage} made {describe(layout)} for micro-batch {microbatch}, but "
@@ -121,7 +124,7 @@ class StageModule(nn.Module):
 
 def _entering(tensor: Tensor) -> Tensor:
     """A received tensor; its gradient will be contiguous, since the engine sends it as it comes."""
-    entering = tensor.view_as(tensor)
+    entering = writable(tensor)
     if entering.requires_grad:
         entering.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
     return entering
@@ -133,10 +136,12 @@ def survey(modules: Sequence[StageModule], ranks: Sequence[int], group: dist.Pro
     for module in modules:
         before, after = module.stage - 1, module.stage + 1
         if before >= 0 and ranks[before] != dist.get_rank(group):
-            value = receive_value(ranks[before], group)
+            with together("surveying the stages"):
+                value = receive_value(ranks[before], group)
         value = module.survey(value if before >= 0 else ())
         if after < len(ranks) and ranks[after] != dist.get_rank(group):
-            send_value(value, f"stage {module.stage}", ranks[after], group)
+            with together("surveying the stages"):
+                send_value(value, f"stage {module.stage}", ranks[after], group)
 
 
 def torch_stage(module: StageModule, group: dist.ProcessGroup) -> PipelineStage:

@@ -10,8 +10,9 @@ backward is split (see `split_backward`), inputs are held by their gradient edge
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def forward(
     """
     where = f"stage {stage} ({type(stages[stage]).__name__})"
     leaves = [_wanting_gradient(value, where) for value in received]
-    entering = enter if split else _writable
+    entering = enter if split else writable
     received = [over_tensors(lambda t: entering(t) if t.requires_grad else t, value) for value in received]
     entered = [_wanting_gradient(value, where) for value in received]
     # Before the stage may write into them: that changes where their gradients go.
@@ -66,13 +67,13 @@ def forward(
     else:
         output = stages.call(stage, received, batch)
     if not split:
-        _tell_writes(leaves, entered)
+        tell_writes(chain(*leaves), chain(*entered))
     values = [edge.take(output) for edge in stages.outgoing(stage)]
     kept.outputs = [gradient_edges(value, where) for value in values]
     return output, values, kept
 
 
-def _writable(leaf: torch.Tensor) -> torch.Tensor:
+def writable(leaf: torch.Tensor) -> torch.Tensor:
     """The leaf's memory as what autograd lets a stage write into, as neither a leaf nor a view of one.
 
     A leaf without strides (sparse, nested) or of a class of its own is left as it is: autograd refuses writes into it.
@@ -83,12 +84,11 @@ def _writable(leaf: torch.Tensor) -> torch.Tensor:
     return entered
 
 
-def _tell_writes(leaves: list[list[torch.Tensor]], entered: list[list[torch.Tensor]]) -> None:
-    """Count writes into what is `_writable` as writes into the leaf: autograd and the caller look for them there."""
-    for of_leaves, of_entered in zip(leaves, entered, strict=True):
-        for leaf, same in zip(of_leaves, of_entered, strict=True):
-            if same is not leaf and same._version:
-                torch.autograd.graph.increment_version(leaf)
+def tell_writes(leaves: Iterable[torch.Tensor], entered: Iterable[torch.Tensor]) -> None:
+    """Count writes into what is `writable` as writes into the leaf: autograd and the caller look for them there."""
+    for leaf, same in zip(leaves, entered, strict=True):
+        if same is not leaf and same._version:
+            torch.autograd.graph.increment_version(leaf)
 
 
 def gradient_edges(value: Any, where: str) -> list[GradientEdge]:
