@@ -77,17 +77,20 @@ class Calls:
             PipelineError: on all processes, unless all make the same call.
         """
         size = len(self._names)
-        told = torch.zeros(_NUM_FLAGS + 2 * size, dtype=torch.int64)
-        told[: len(flags)] = torch.tensor(flags)
-        told[_NUM_FLAGS + self._mine] = call
-        told[_NUM_FLAGS + size + self._mine] = _to_bits(number)
+        row = [0] * (_NUM_FLAGS + 2 * size)
+        row[: len(flags)] = flags
+        row[_NUM_FLAGS + self._mine] = int(call)
+        row[_NUM_FLAGS + size + self._mine] = _to_bits(number)
+        told = torch.tensor(row)
         self._transport.all_reduce(told, dist.ReduceOp.MAX, doing)
-        row: list[int] = told.tolist()
+        row = told.tolist()
         calls = [Call(code) for code in row[_NUM_FLAGS : _NUM_FLAGS + size]]
         self._refuse_differences(calls)
         return Agreed(row[: len(flags)], calls, [*map(_to_float, row[_NUM_FLAGS + size :])])
 
     def _refuse_differences(self, calls: list[Call]) -> None:
+        if len({*calls}) == 1:
+            return
         by_word: dict[str, list[str]] = {}
         for name, call in zip(self._names, calls, strict=True):
             by_word.setdefault(_WORDS[call], []).append(name)
