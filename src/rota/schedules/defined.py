@@ -25,4 +25,5 @@ def named_plans(
             assert plan.nodes  # raises PlanError where the placement is none that a schedule thinks of
         except RotaError:
             continue  # for another placement, or other numbers
+        look()
         yield family.name, plan

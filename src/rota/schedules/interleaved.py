@@ -17,6 +17,7 @@ from rota.errors import ScheduleError
 from rota.placement import Placement
 from rota.plan import Plan
 from rota.schedules.common import alternate, num_rounds, require_chain_on, require_microbatches, require_split
+from rota.stopping import look
 
 _SHAPE = "rota.interleaved(costs, cluster)"
 
@@ -33,6 +34,7 @@ def interleaved_one_f_one_b(placement: Placement, num_microbatches: int, group_s
     p = placement.num_ranks
     orders = []
     for rank in range(p):
+        look()
         forwards, backwards = _virtual_order(rank, p, rounds, groups)
         warmup = p - 1 - rank if rounds == 1 else 2 * (p - 1 - rank) + (rounds - 1) * len(groups[0])
         orders.append(alternate(placement, forwards, backwards, min(warmup, len(forwards))))
@@ -48,6 +50,7 @@ def interleaved_zero_bubble(placement: Placement, num_microbatches: int, group_s
     p = placement.num_ranks
     orders = []
     for rank in range(p):
+        look()
         forwards, backwards = _virtual_order(rank, p, rounds, groups)
         warmup = min(p - 1 - rank + (rounds - 1) * len(groups[0]), len(forwards))
         orders.append(alternate(placement, forwards, backwards, warmup, rounds_without_weight=range(rank)))
@@ -60,6 +63,7 @@ def looped_bfs(placement: Placement, num_microbatches: int) -> Plan:
     p = placement.num_ranks
     orders = []
     for rank in range(p):
+        look()
         forwards = [(rank + i * p, m) for i in range(rounds) for m in range(num_microbatches)]
         orders.append(alternate(placement, forwards, forwards[::-1], len(forwards)))
     return Plan(placement, num_microbatches, tuple(orders))
