@@ -35,7 +35,7 @@ browser:
 		echo "there is no Chromium: the tests in tests/browser will be skipped (as root: apt-get install chromium)"
 
 # An hour for 2,000 plans: no limit of time, but an end.
-fuzz: $(READY) ## read 130,000 wrong files, and run 2,000 random plans on three processes
+fuzz: $(READY) ## read 128,000 wrong files and 130,000 wrong checkpoints, and run 2,000 random plans on three processes
 	PYTHONPATH=tests $(BIN)/python -m fuzz
 	ROTA_RANDOM_PLANS=2000 $(BIN)/pytest --timeout 3600 "tests/dist/test_random_orders.py::test_random_orders[3]"
 

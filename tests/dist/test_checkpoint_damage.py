@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -73,28 +74,40 @@ DAMAGES: list[tuple[str, Callable[[Path], Any]]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def three(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of three checkpoints; to be copied."""
+    pool.run(2, save_three, folder := tmp_path_factory.mktemp("three"))
+    return folder
+
+
+def load_all(rank: int, folder: Path) -> list[tuple[int | None, str]]:
+    """The newest, and each by its step."""
+    return [load_with_words(rank, folder, step) for step in (None, 3, 1)]
+
+
 @pytest.mark.parametrize(("name", "damage"), DAMAGES)
 def test_the_newest_whole_one_is_loaded_and_damage_is_told(
-    pool: Pool, tmp_path: Path, name: str, damage: Callable[[Path], Any]
+    pool: Pool, three: Path, tmp_path: Path, name: str, damage: Callable[[Path], Any]
 ) -> None:
     """A bit may be flipped where one rank alone reads; all of them go back together."""
-    pool.run(2, save_three, tmp_path)
-    damage(tmp_path / "step-3" / name)
-    (zero, said), (one, silent) = pool.run(2, load_with_words, tmp_path)
-    assert (zero, one, silent) == (2, 2, "")
+    folder = Path(shutil.copytree(three, tmp_path / "run"))
+    damage(folder / "step-3" / name)
+    zero, one = pool.run(2, load_all, folder)
+    assert [step for step, _ in zero] == [step for step, _ in one] == [2, None, 1]
+    (_, said), (_, refused), _ = zero
+    assert one[0][1] == ""  # one rank alone tells
     assert said.count("\n") == 1
-    assert f"{tmp_path}/step-3" in said
+    assert f"{folder}/step-3" in said
     assert name in said
-    assert "left out" in said if name == "rota.json" else f"going back to {tmp_path}/step-2" in said
-    for step, words in pool.run(2, load_with_words, tmp_path, 3):
-        assert step is None
-        assert f"{tmp_path}/step-3" in words
-        assert "give another step" in words
-    assert [step for step, _ in pool.run(2, load_with_words, tmp_path, 1)] == [1, 1]
+    assert "left out" in said if name == "rota.json" else f"going back to {folder}/step-2" in said
+    assert one[1][1] == refused
+    assert f"{folder}/step-3" in refused
+    assert "give another step" in refused
 
 
-def test_where_all_are_damaged_nothing_starts_from_the_beginning(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, save_three, tmp_path)
+def test_where_all_are_damaged_nothing_starts_from_the_beginning(pool: Pool, three: Path, tmp_path: Path) -> None:
+    shutil.copytree(three, tmp_path, dirs_exist_ok=True)
     for step in (1, 2, 3):
         flip(tmp_path / f"step-{step}" / "tensors-1.bin")
     for step, words in pool.run(2, load_with_words, tmp_path):
@@ -108,8 +121,8 @@ def test_where_all_are_damaged_nothing_starts_from_the_beginning(pool: Pool, tmp
         assert "no other one is whole" in words
 
 
-def test_an_old_one_that_is_damaged_does_not_stop_a_training(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, save_three, tmp_path)
+def test_an_old_one_that_is_damaged_does_not_stop_a_training(pool: Pool, three: Path, tmp_path: Path) -> None:
+    shutil.copytree(three, tmp_path, dirs_exist_ok=True)
     flip(tmp_path / "step-1" / "rota.json")
     (tmp_path / "step-4.partial").write_text("a user's")
     (zero, said), (one, _) = pool.run(2, load_with_words, tmp_path)
@@ -175,7 +188,7 @@ def test_the_lock_of_a_killed_job_is_gone_though_its_workers_live_on(tmp_path: P
         import os, time
         with locked(Path(sys.argv[1])):
             child = os.fork()
-            print(child, flush=True)
+            os.write(1, b"%d\\n" % child)
             time.sleep(100)
     """)
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as job:

@@ -102,7 +102,7 @@ class Training:
                 tensor.fill_(7)
         self.optimizer.state.clear()
         self.scheduler.last_epoch = 99
-        torch.manual_seed(77)
+        torch.default_generator.manual_seed(77)
         random.seed(77)
 
     def state(self) -> list[Any]:

@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from rota.errors import PipelineError
-from rota.reading import short
+from rota.reading import printable, short
 
 #: Of one weight: "optimizer", "options", "tensors" (names of state tensors), "values" (other state), "scheduled".
 Record: TypeAlias = dict[str, Any]
@@ -98,9 +98,14 @@ def _require_one_group(index: int, one: tuple[str, Record], other: tuple[str, Re
         was, now = one[1][of], other[1][of]
         if name := different(was, now):
             raise PipelineError(
-                f"{one[0]} and {other[0]} are in one group, {index}, but were saved with different {name} "
-                f"({was.get(name)} and {now.get(name)}); group the weights as when they were saved"
+                f"{one[0]} and {other[0]} are in one group, {index}, but were saved with different {_shown(name)} "
+                f"({_shown(was.get(name))} and {_shown(now.get(name))}); group the weights as when they were saved"
             )
+
+
+def _shown(value: Any) -> str:
+    """A value that a file may have said, for an error."""
+    return printable(short(value)) if not isinstance(value, str) else short(value).strip('"')
 
 
 def restore_optimizer(
@@ -219,7 +224,7 @@ def require_scheduler(scheduler: Any, saved: dict[str, Any] | None, of_groups: l
     _refuse_hidden(scheduler, own["state"], saved["state"])
     _require_like(own["state"], saved["state"], f"{was}'s state")
     for place in {*mine, *(place for record in of_groups if record for place in record["scheduled"])}:
-        told = f"{was}'s {'.'.join(map(str, place))}"
+        told = f"{was}'s {_shown('.'.join(map(str, place)))}"
         if not _is_there(saved["state"], place):
             raise PipelineError(f"{told} is not in the checkpoint; load it with the version of PyTorch that saved it")
         for index, record in enumerate(of_groups):

@@ -160,7 +160,8 @@ def _stored_names(weights: list[Weight], manifest: Manifest) -> dict[str, str]:
 
 
 def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    told = [name if len(name) <= 100 else f"{name[:97]}..." for name in names[:3]]
+    return ", ".join(told) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _require_parts(weight: Weight, num_parts: int) -> None:
