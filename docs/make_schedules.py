@@ -25,8 +25,8 @@ A family is a function `(placement, num_microbatches) -> Plan`. `rota schedules`
 {{table}}
 ```
 
-A rank's work is dealt evenly to its stages; a time of fewer µs than stages is refused. By default, F lasts 1 ms, B 2 ms,
-and F keeps 1 kB. "bubble" is the idle share of makespan × ranks, here and wherever Rota says
+A rank's work is dealt evenly to its stages; a time of fewer µs than stages is refused. By default, F lasts 1 ms,
+B 2 ms, and F keeps 1 kB. "bubble" is the idle share of makespan × ranks, here and wherever Rota says
 it. The columns behind it are for one rank: the idle time that a formula gives, beside what the simulator finds for the
 rank that idles least: within the makespan, for `zb_h2` and `zb_v` within the span (the busy window of one rank). The
 formulas are the papers' own, but for four: `dualpipe` and `dualpipe_v` (the report lets F and B overlap), `chimera`
