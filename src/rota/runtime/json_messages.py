@@ -39,7 +39,7 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
 
 
 def broadcast_json(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
-    """The value of the group's rank `source`, on every rank, as `json` reads it. Collective; others' values are unused."""
+    """The value of the rank `source` of the group, on every rank, as `json` reads it. Collective; others give any."""
     is_source = dist.get_rank(group) == source
     data = _to_tensor(value) if is_source else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([data.numel()])
