@@ -9,7 +9,7 @@ import time
 import pytest
 
 from rota import Cluster, Costs, PipelineError, place, simulate
-from rota.runtime.hang_report import Standing, alone, compose
+from rota.runtime.hang_report import Standing, alone, compose, printable, reason_of
 from rota.runtime.watchdog import limit_s
 from rota.runtime.whereabouts import frames_of, is_in_a_collective
 from rota.runtime.whereabouts import place as place_of
@@ -19,6 +19,18 @@ NAMES = [f"rank {rank}" for rank in range(3)]
 WAITS = Standing("waits", "waits for 1B1→0B1 from rank 1", 60.25, "after 0F3 in step 5")
 BUSY = Standing("busy", "is at 1F2 (model.py:12 in forward)", 61, "after 1F1 in step 5")
 OUTSIDE = Standing("outside", "is outside of what ranks do together (train.py:8 in load)", 75, "after 1F1 in step 4")
+
+
+@pytest.mark.parametrize("text", ["", "[" * 99999, "{}", '["waits", 1, 2.0, "x"]', '["other", "x", 2.0, "x"]', "[[]]"])
+def test_what_is_no_standing_is_no_answer(text: str) -> None:
+    """Under torchrun anybody who reaches the store can write there."""
+    assert Standing.from_text(text) is None
+    assert Standing.from_text(BUSY.to_text()) == BUSY
+
+
+def test_a_report_cannot_move_the_cursor() -> None:
+    assert printable("rota: \x1b[2J\nrank 0 é→") == "rota: \\x1b[2J\nrank 0 é→"
+    assert reason_of(compose(NAMES, {0: WAITS, 1: BUSY, 2: WAITS}, 60, 5)) == "rank 1 does not get on"
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
-from rota import Cluster, Costs, Plan, place
+from rota import Cluster, Costs, FormatError, Plan, place
 from rota.cli import commands
 from rota.runtime.handover import collect, leave_record
 from rota.runtime.launch import Run
@@ -72,6 +74,26 @@ def test_records_are_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         leave_record(plan(), record)
     (found,) = stragglers(plan(), collect(plan(), str(tmp_path)))
     assert (found.rank, found.num_slow, found.num_steps) == (2, 20, 20)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("starts_ns", ["x"], "starts_ns[0] is"),
+        ("rank", 1, "rank is 1; expected 0"),
+        ("messages", [[0, 0, 5]], "expected 4 numbers"),
+        ("offset_ns", None, "offset_ns is null"),
+    ],
+)
+def test_a_record_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, value: object, told: str
+) -> None:
+    monkeypatch.setenv("ROTA_FOLDER", str(tmp_path))
+    leave_record(plan(1), records([600])[0])
+    (path,) = tmp_path.iterdir()
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    with pytest.raises(FormatError, match=re.escape(told)):
+        collect(plan(1), str(tmp_path))
 
 
 def test_the_command_tells_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
