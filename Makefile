@@ -32,22 +32,22 @@ browser:
 	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 		echo "installing Chromium for the tests of the HTML page" && \
 		{ timeout 60 apt-get update -qq && timeout 180 apt-get install -yqq chromium; } >/dev/null 2>&1; } || \
-		echo "there is no Chromium: the tests in tests/browser will be skipped (as root: apt-get install chromium)"
+		echo "there is no Chromium: the tests in tests/drawing/browser will be skipped (as root: apt-get install chromium)"
 
 # An hour for 2,000 plans: no limit of time, but an end.
 fuzz: $(READY) ## read 128,000 wrong files and 130,000 wrong checkpoints, and run 2,000 random plans on three processes
 	PYTHONPATH=tests $(BIN)/python -m fuzz
-	ROTA_RANDOM_PLANS=2000 $(BIN)/pytest --timeout 3600 "tests/dist/test_random_orders.py::test_random_orders[3]"
+	ROTA_RANDOM_PLANS=2000 $(BIN)/pytest --timeout 3600 "tests/runtime/test_random_orders.py::test_random_orders[3]"
 
 soak: $(READY) ## run 1,000 steps in a row, then train for 30 minutes while ranks are killed (ROTA_SOAK_MINUTES)
-	ROTA_SOAK_STEPS=1000 $(BIN)/pytest --timeout 600 tests/dist/test_leftovers.py
+	ROTA_SOAK_STEPS=1000 $(BIN)/pytest --timeout 600 tests/runtime/test_leftovers.py
 	$(BIN)/python benchmarks/reliability/main.py --minutes $${ROTA_SOAK_MINUTES:-30} --write
 
 check: $(READY) ## lint, formatting, types, and what the pages say: links, files, names, commands
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest --quiet --numprocesses 0 tests/test_docs_pages.py
+	$(BIN)/pytest --quiet --numprocesses 0 tests/docs/test_pages.py
 
 fmt: $(READY) ## format the code and mend what the linter can
 	$(BIN)/ruff check --fix-only

@@ -98,9 +98,24 @@ def main() -> None:
             raise SystemExit(f"packaging/check.py: mypy does not see the types: {told}")
         if given.tests:
             run(python, "-m", "pip", "install", "-qq", "-c", pins, "--group", f"{ROOT}/pyproject.toml:dev")
-            few = ("tests/dist/test_training.py", "tests/dist/test_split_backward.py", "tests/dist/test_checkpoints.py")
+            few = (
+                "tests/runtime/test_training.py",
+                "tests/runtime/gradients/test_split_backward_training.py",
+                "tests/runtime/checkpoints/test_checkpoints.py",
+            )
             print(
-                run(python, "-m", "pytest", "-q", "-n", "2", "-m", "not dist", "--ignore", "tests/test_docs.py")[-600:]
+                run(
+                    python,
+                    "-m",
+                    "pytest",
+                    "-q",
+                    "-n",
+                    "2",
+                    "-m",
+                    "not dist",
+                    "--ignore",
+                    "tests/docs/test_code_blocks.py",
+                )[-600:]
             )
             print(run(python, "-m", "pytest", "-q", *few)[-600:])
     print("packaging/check.py: all is well")

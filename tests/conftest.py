@@ -1,13 +1,28 @@
-"""Every run of the property tests draws the same examples, and none of them is timed. Ctrl-C can be tested anywhere."""
+"""What all tests share.
+
+Property tests draw the same examples in every run, and none of them is timed. Ctrl-C can be tested anywhere.
+"""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from support.pool import Pool
 
 settings.register_profile("rota", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rota")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background; what tests start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Four worker processes that stand by for the whole session."""
+    pool = Pool(4)
+    yield pool
+    pool.remove()

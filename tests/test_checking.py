@@ -11,7 +11,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from core_strategies import Chooser, deal, plans, read_by, with_limits
 from rota import schedules
 from rota.checking import check
 from rota.costs import Cluster, Costs
@@ -21,6 +20,7 @@ from rota.placing import place
 from rota.plan import Plan
 from rota.simulation import simulate
 from rota.tasks import Kind, Op, Task
+from support.core_strategies import Chooser, deal, plans, read_by, with_limits
 
 Orders = list[list[Op]]
 choosers = st.integers(0, 2**16).map(Chooser)

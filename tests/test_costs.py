@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core_strategies import costs
 from rota.costs import Cluster, Costs, Link
 from rota.errors import FormatError, PlacementError, RotaError
 from rota.placing import place
+from support.core_strategies import costs
 
 GIVEN = Costs((1, 2, 3), (4, 5, 6), activation_bytes=7, boundary_bytes=(8, 9), edges=((0, 1), (0, 2)))
 

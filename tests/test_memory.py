@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 
-from core_strategies import plans
 from rota import schedules
 from rota.costs import Cluster, Costs, Link
 from rota.placement import Edge, Placement
@@ -13,6 +12,7 @@ from rota.plan import Plan, Transfer
 from rota.simulation import simulate
 from rota.tasks import Kind, Op, Task
 from rota.timeline import Timeline
+from support.core_strategies import plans
 
 F, B = Kind.F, Kind.B
 

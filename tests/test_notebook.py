@@ -9,7 +9,6 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given, settings
 
-from core_strategies import plans
 from rota import notebook, schedules
 from rota.accounting import explain
 from rota.comparison import compare
@@ -19,6 +18,7 @@ from rota.plan import Plan
 from rota.search.result import SearchResult
 from rota.simulation import simulate
 from rota.timeline import Timeline
+from support.core_strategies import plans
 
 PLAN = schedules.one_f_one_b(
     place(Costs.uniform(4, 100, 200, reduce_us=30, optimizer_us=(0, 0, 0, 10)), Cluster.uniform(4, latency_us=5)), 6

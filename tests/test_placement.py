@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from core_strategies import costs, placements
 from rota import reading
 from rota.costs import Cluster, Costs, Link
 from rota.errors import PlacementError
 from rota.placement import Edge, Placement, Route, StepEnd
 from rota.placing import bidirectional, interleaved, place, wave
 from rota.tasks import Kind, Task
+from support.core_strategies import costs, placements
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
 ONE = Cluster.uniform(1)

@@ -11,7 +11,6 @@ from functools import partial
 import pytest
 from hypothesis import given, settings
 
-from core_strategies import every_op, plans, read_by
 from fuzz.mutating import json_mutants, text_mutants
 from rota import schedules
 from rota.checking import check
@@ -20,6 +19,7 @@ from rota.errors import FormatError, RotaError
 from rota.placing import place
 from rota.plan import Plan, Transfer
 from rota.tasks import Op
+from support.core_strategies import every_op, plans, read_by
 
 PLAN = schedules.one_f_one_b(
     place(Costs.uniform(2, reduce_us=2), Cluster((None, 99), Link(1, 2), ((0, 1, Link(3)),))), num_microbatches=3

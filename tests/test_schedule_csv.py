@@ -10,7 +10,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from core_strategies import clusters, plans
 from fuzz.mutating import text_mutants
 from rota.checking import check
 from rota.cli import main
@@ -25,7 +24,8 @@ from rota.schedules.gpipe import gpipe
 from rota.schedules.one_f_one_b import one_f_one_b
 from rota.schedules.zero_bubble import zb_h1
 from rota.tasks import Kind, Op, Task
-from torch_orders import simulates, theirs
+from support.core_strategies import clusters, plans
+from support.torch_orders import simulates, theirs
 
 FORMS = [{"communication": c, "overlap": o} for c in (False, True) for o in (False, True)]
 PLAN = one_f_one_b(place(Costs.uniform(3), Cluster.uniform(3)), 4)

@@ -8,7 +8,7 @@ from rota.costs import Cluster, Costs
 from rota.errors import PlacementError
 from rota.shapes import SHAPES, k_shape, m_shape
 from rota.tasks import Kind
-from tessel_shapes import tessel
+from support.tessel_shapes import tessel
 
 
 def forwards(shape: str, num_ranks: int) -> list[tuple[int, ...]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from core_strategies import deal, plans, read_by
 from rota import schedules
 from rota.costs import Cluster, Costs, Link
 from rota.errors import PlanError
@@ -15,6 +14,7 @@ from rota.plan import Plan, Transfer
 from rota.simulation import simulate
 from rota.tasks import Kind, Op, Task
 from rota.timeline import Timeline
+from support.core_strategies import deal, plans, read_by
 
 F, B = Kind.F, Kind.B
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core_strategies import ops
 from rota.errors import FormatError, PlacementError
 from rota.tasks import Kind, Op, Task
+from support.core_strategies import ops
 
 
 def test_kinds_are_pytorchs_letters() -> None:

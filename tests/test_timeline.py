@@ -10,7 +10,6 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 
-from core_strategies import plans
 from fuzz.mutating import json_mutants, text_mutants
 from rota import schedules
 from rota.costs import Cluster, Costs
@@ -20,6 +19,7 @@ from rota.plan import Plan, Transfer
 from rota.simulation import simulate
 from rota.tasks import Kind, Op
 from rota.timeline import Span, StepEndWork, Timeline
+from support.core_strategies import plans
 
 TIMELINE = simulate(
     schedules.one_f_one_b(

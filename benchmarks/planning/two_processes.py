@@ -31,7 +31,7 @@ from rota.planning.confirming import confirm
 from rota.planning.evaluating import Found
 from rota.planning.model_file import load_model_file, profile_file
 from rota.profiling.link_processes import links_of_started
-from rota.runtime.launch import launch
+from rota.runtime.launching.launch import launch
 
 WIDTH, LENGTH, BATCH_ROWS, ROWS = 192, 64, 32, (2, 4)
 MLP_TIMES = (1, 1, 2, 2, 4, 4, 8, 12)  # how wide each block's MLP is

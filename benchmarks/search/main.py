@@ -21,7 +21,7 @@ from rota.search import Progress, find_steady
 from rota.search.budget import Budget
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from tessel_shapes import tessel
+from support.tessel_shapes import tessel
 
 LIMITS = {4: {"v": 4, "x": 4}, 8: {"v": 8, "x": 8}, 16: {"v": 16}, 32: {"v": 32}}
 OTHER_LIMITS = {4: 6, 8: 20, 16: 60, 32: 120}

@@ -9,7 +9,6 @@ from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
-from measured import measured_like
 from rota import schedules
 from rota.costs import Cluster, Costs, Link
 from rota.interop import torchtitan
@@ -21,7 +20,8 @@ from rota.profiles import Profile
 from rota.simulation import simulate
 from rota.timeline import Timeline
 from rota.usage import Usage
-from trace_files import written
+from support.measured import measured_like
+from support.trace_files import written
 
 _COSTS = (
     Costs.uniform(3, forward_us=5, backward_us=9, activation_bytes=4, boundary_bytes=2, static_bytes=10),

@@ -12,7 +12,7 @@ from rota.errors import PipelineError
 from rota.reading import printable, short
 
 if TYPE_CHECKING:
-    from rota.runtime.checkpoint_files import Saved
+    from rota.runtime.checkpoints.files import Saved
 
 HELP = """ls      what is in FOLDER, in the order in which it was saved
 verify  compare every file with its hash, and look whether every tensor is covered
@@ -42,7 +42,7 @@ def _ls(arguments: Namespace) -> int:
 
 
 def _verify(arguments: Namespace) -> int:
-    from rota.runtime.checkpoint_reading import damages
+    from rota.runtime.checkpoints.reading import damages
 
     whole, damaged = _readable(arguments.folder)
     for saved in whole:
@@ -57,8 +57,8 @@ def _verify(arguments: Namespace) -> int:
 
 def _readable(folder: str) -> tuple[list[Saved], list[str]]:
     """All checkpoints that can be read, and the names of those that cannot, which are told in a line each."""
-    from rota.runtime.checkpoint_folder import unfinished_ones
-    from rota.runtime.checkpoint_reading import find
+    from rota.runtime.checkpoints.folder import unfinished_ones
+    from rota.runtime.checkpoints.reading import find
 
     found, damaged = find(Path(folder))
     for path in unfinished_ones(Path(folder)):
@@ -74,7 +74,7 @@ def _name(path: Path) -> str:
 
 def _export(arguments: Namespace) -> int:
     files.require("safetensors", "checkpoint")
-    from rota.runtime.checkpoint_reading import export, find
+    from rota.runtime.checkpoints.reading import export, find
 
     found, damaged = find(Path(arguments.folder))
     if not found:

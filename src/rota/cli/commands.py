@@ -16,7 +16,7 @@ from rota.plan import Plan
 from rota.timeline import Timeline
 
 if TYPE_CHECKING:
-    from rota.runtime.launch import Run
+    from rota.runtime.launching.launch import Run
 
 
 def demo(arguments: Namespace) -> int:
@@ -96,13 +96,13 @@ def _draw(
 
 
 _MOST_PROCESSES = 1024  # that `rota run` starts
-_WORKERS = {"rota": "rota.runtime.worker", "torch": "rota.interop.torch_worker"}  # by engine
+_WORKERS = {"rota": "rota.runtime.launching.worker", "torch": "rota.interop.torch_worker"}  # by engine
 
 
 def run(arguments: Namespace) -> int:
     planned = files.read_plan(arguments.plan)
     files.require("torch", "torch")
-    from rota.runtime.launch import EndedBySignal, launch
+    from rota.runtime.launching.launch import EndedBySignal, launch
 
     reading.read_text(arguments.script)
     if arguments.engine == "torch":

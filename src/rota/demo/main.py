@@ -14,7 +14,7 @@ from rota.demo.gpt import loss_fn
 from rota.drawing import save, to_text
 from rota.placing import place
 from rota.profiling import profile
-from rota.runtime.launch import launch
+from rota.runtime.launching.launch import launch
 from rota.schedules import one_f_one_b
 from rota.simulation import simulate
 from rota.units import size_text

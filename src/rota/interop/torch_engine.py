@@ -24,13 +24,13 @@ from rota.models import Stages
 from rota.plan import Plan
 from rota.runtime import batches
 from rota.runtime.agreement import refuse_differences
-from rota.runtime.gradients import refuse_modes_without_gradients
-from rota.runtime.joining import join, leave
+from rota.runtime.faults.stack_location import Doing, is_in_a_collective
+from rota.runtime.faults.watchdog import Watchdog, limit_s
+from rota.runtime.gradients.forward_backward import refuse_modes_without_gradients
 from rota.runtime.losses import refuse_loss
 from rota.runtime.precision import LossScale, ambient_autocast, without_autocast
+from rota.runtime.process_group import join, leave
 from rota.runtime.transport import together
-from rota.runtime.watchdog import Watchdog, limit_s
-from rota.runtime.whereabouts import Doing, is_in_a_collective
 from rota.tasks import Kind
 from rota.timeline import Timeline
 

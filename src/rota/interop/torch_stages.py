@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from rota.errors import PipelineError
 from rota.interop.torch_backward import how_to_split
 from rota.models import Stages
-from rota.runtime.gradients import hand_over, loss_of, tell_writes, writable
+from rota.runtime.gradients.forward_backward import hand_over, loss_of, tell_writes, writable
 from rota.runtime.messages import Layout, describe, empty, flatten, tensor_layouts, unflatten
 from rota.runtime.outputs import receive_value, send_value
 from rota.runtime.precision import Autocast, under_autocast

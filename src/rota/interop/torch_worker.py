@@ -9,7 +9,7 @@ import logging
 
 from rota import runtime
 from rota.interop.torch_engine import TorchEngine
-from rota.runtime import worker
+from rota.runtime.launching import worker
 
 if __name__ == "__main__":
     vars(runtime)["Pipeline"] = TorchEngine  # where `rota.Pipeline` is looked up when it is first used

@@ -15,9 +15,9 @@ from rota.planning.holding import Memory
 from rota.planning.waiting import Arrivals, Waiting, formats_of, sleep_until, stages_of
 from rota.runtime.compute import Batch
 from rota.runtime.execution import Execution
+from rota.runtime.faults.watchdog import Watchdog
 from rota.runtime.meshes import Processes
 from rota.runtime.transport import Transport
-from rota.runtime.watchdog import Watchdog
 
 _HEAD_START_NS, _HEAD_START_A_RANK_NS = 2_000_000, 500_000  # for all ranks to hear when a step begins
 

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from rota.costs import Cluster
 from rota.errors import PipelineError
 from rota.profiling.links import measure_links
-from rota.runtime.joining import join
-from rota.runtime.launch import start
-from rota.runtime.launching import control
+from rota.runtime import control
 from rota.runtime.launching.folder import run_folder
-from rota.runtime.launching.orphans import end_with_parent
+from rota.runtime.launching.launch import start
 from rota.runtime.launching.ranks import RankFailed, Ranks
 from rota.runtime.launching.requests import Requests
+from rota.runtime.orphans import end_with_parent
+from rota.runtime.process_group import join
 
 _CLUSTER = "cluster.json"
 

@@ -9,7 +9,7 @@ import torch
 
 from rota.models import Stages
 from rota.profiling.watching import Watching, copier
-from rota.runtime.gradients import (
+from rota.runtime.gradients.forward_backward import (
     Kept,
     backward,
     backward_inputs,
@@ -19,10 +19,10 @@ from rota.runtime.gradients import (
     over_tensors,
     take_loss,
 )
+from rota.runtime.gradients.recompute import Again, without_activations
+from rota.runtime.gradients.split_backward import WeightWork
 from rota.runtime.messages import flatten
 from rota.runtime.precision import ambient_autocast, without_autocast
-from rota.runtime.recompute import Again, without_activations
-from rota.runtime.split_backward import WeightWork
 
 LossFn: TypeAlias = Callable[[Any, Any], torch.Tensor]
 

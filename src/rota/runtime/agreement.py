@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.plan import Plan
-from rota.runtime.handover import digest
 from rota.runtime.json_messages import all_gather_json
+from rota.runtime.launcher_files import digest
 from rota.runtime.meshes import pipelines_of
-from rota.runtime.shared import SharedWeight
+from rota.runtime.reducing.shared_weights import SharedWeight
 from rota.runtime.transport import together
 
 

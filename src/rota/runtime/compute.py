@@ -11,7 +11,7 @@ import torch
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.placement import Placement
-from rota.runtime.gradients import (
+from rota.runtime.gradients.forward_backward import (
     Kept,
     backward,
     backward_inputs,
@@ -20,9 +20,9 @@ from rota.runtime.gradients import (
     refuse_modes_without_gradients,
     take_loss,
 )
+from rota.runtime.gradients.recompute import Again, drawing_again, versions_of, without_activations
+from rota.runtime.gradients.split_backward import WeightWork
 from rota.runtime.precision import Autocast, ambient_autocast, without_autocast
-from rota.runtime.recompute import Again, drawing_again, versions_of, without_activations
-from rota.runtime.split_backward import WeightWork
 from rota.tasks import Kind, Op
 
 LossFn = Callable[[Any, Any], torch.Tensor]

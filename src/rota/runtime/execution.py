@@ -17,15 +17,15 @@ from rota.models import Stages
 from rota.plan import Plan
 from rota.runtime import batches
 from rota.runtime.compute import Batch, RunsOps
-from rota.runtime.gradients import hand_over
+from rota.runtime.faults.stack_location import Doing, is_in_a_collective
+from rota.runtime.gradients.forward_backward import hand_over
 from rota.runtime.memory_watch import MemoryWatch
 from rota.runtime.messages import Format, flatten
-from rota.runtime.posting import post_early
 from rota.runtime.precision import ambient_autocast
+from rota.runtime.prefetch_receives import post_early
 from rota.runtime.program import Action, Message, ValueKey, compile_program
 from rota.runtime.recorder import Record
 from rota.runtime.transport import Transport
-from rota.runtime.whereabouts import Doing, is_in_a_collective
 from rota.tasks import Kind, Op
 
 Read: TypeAlias = tuple[ValueKey, bool]  # and whether it arrives by message

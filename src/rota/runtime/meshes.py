@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rota.errors import PipelineError
-from rota.runtime.joining import group_timeout, join, leave
+from rota.runtime.process_group import group_timeout, join, leave
 from rota.runtime.transport import together
 
 _DIMS = ("dp", "pp", "tp")  # from the outermost: what talks most is closest together

@@ -25,23 +25,23 @@ from rota.runtime.agreement import refuse_devices, refuse_differences
 from rota.runtime.calls import Call
 from rota.runtime.compute import Batch, Compute, LossFn
 from rota.runtime.execution import Execution, evaluating, forwards_of
-from rota.runtime.gradients import warm_up
-from rota.runtime.handover import leave_record
-from rota.runtime.intake import Intake
-from rota.runtime.joining import join, leave
+from rota.runtime.faults.watchdog import PATIENT, Watchdog, limit_s
+from rota.runtime.gradients.forward_backward import warm_up
+from rota.runtime.gradients.recompute import recomputed_by_backward
 from rota.runtime.json_messages import all_gather_json
+from rota.runtime.launcher_files import leave_record
 from rota.runtime.memory_watch import MemoryWatch
 from rota.runtime.meshes import Processes
+from rota.runtime.microbatch_inputs import Intake
 from rota.runtime.outputs import bring
+from rota.runtime.process_group import join, leave
 from rota.runtime.program import for_all_streams, refuse_other_cuts, refuse_unsupported
-from rota.runtime.recompute import recomputed_by_backward
 from rota.runtime.recorder import Record, clock_offset_ns, merge
+from rota.runtime.reducing.gradient_sync import GradientSync
+from rota.runtime.reducing.shared_weights import shared_weights
+from rota.runtime.reducing.wrapped_stages import unwrapped
 from rota.runtime.runs import Runs
-from rota.runtime.shared import shared_weights
-from rota.runtime.synchronizing import GradientSync
 from rota.runtime.transport import Transport, together
-from rota.runtime.watchdog import PATIENT, Watchdog, limit_s
-from rota.runtime.wrapping import unwrapped
 from rota.timeline import Timeline
 
 

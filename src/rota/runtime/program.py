@@ -3,7 +3,7 @@
     plan.wire_order    … 0F1   0F1→1F1   1F0   1F0→2F0   2F1→1B… …        all ranks, one global order
     rank 1             …       receive   run   send      receive …        what touches it, the order kept
 
-`rota.runtime.posting` moves the receives forward, so that the data travels while ops run.
+`rota.runtime.prefetch_receives` moves the receives forward, so that the data travels while ops run.
 """
 
 from __future__ import annotations

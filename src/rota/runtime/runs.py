@@ -14,15 +14,15 @@ from rota.runtime.agreement import GivenBatch, batch_differences
 from rota.runtime.calls import Agreed, Call, Calls
 from rota.runtime.compute import Batch, Compute
 from rota.runtime.execution import Execution
-from rota.runtime.intake import Intake
+from rota.runtime.faults.watchdog import Watchdog
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.losses import mean_of_all, refuse_loss
 from rota.runtime.meshes import Processes
+from rota.runtime.microbatch_inputs import Intake
 from rota.runtime.precision import LossScale
+from rota.runtime.reducing.gradient_sync import GradientSync
 from rota.runtime.stopping import StopRequests
-from rota.runtime.synchronizing import GradientSync
 from rota.runtime.transport import Transport, together
-from rota.runtime.watchdog import Watchdog
 
 _BEGINNING = "waiting for the others to begin the step"
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from rota.runtime.joining import join
 from rota.runtime.meshes import pipelines_of
+from rota.runtime.process_group import join
 from rota.runtime.transport import together
 
 Group = dist.ProcessGroup | None

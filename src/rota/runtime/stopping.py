@@ -15,7 +15,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, TypeAlias, final
 
-from rota.runtime.launching import control
+from rota.runtime import control
 
 Handler: TypeAlias = Callable[[int, FrameType | None], Any] | int | None
 

@@ -2,11 +2,11 @@
 
 from rota.search.bounds import Bound, bounds_of
 from rota.search.finding import find_plan
-from rota.search.frontier import Frontier, Point, find_frontier
+from rota.search.periodic.frontier import Frontier, Point, find_frontier
+from rota.search.periodic.steady_search import SteadyResult, find_steady
+from rota.search.periodic.steady_state import Steady
 from rota.search.repeating import Repeating, find_repeating
 from rota.search.result import NamedPlan, Progress, SearchResult, gap
-from rota.search.steady import SteadyResult, find_steady
-from rota.search.steady_state import Steady
 
 __all__ = [
     "Bound",

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 from ortools.sat.python import cp_model
 
 from rota.plan import Plan
-from rota.search import cpsat
 from rota.search.budget import Budget
-from rota.search.exact import whole_step
-from rota.search.ordering import Ordering
+from rota.search.exact import cpsat, whole_step
+from rota.search.exact.ordering import Ordering
 from rota.search.paths import Clock
 from rota.search.problem import Problem
 from rota.stopping import look

@@ -9,10 +9,10 @@ from typing import get_args
 from rota.costs import Cluster, Costs
 from rota.placement import Placement
 from rota.placing import wave
-from rota.search.asked import refuse_wrong, refuse_wrong_options, seconds_of
 from rota.search.budget import Budget
 from rota.search.portfolio import Portfolio
 from rota.search.result import Objective, Progress, SearchResult
+from rota.search.validation import refuse_wrong, refuse_wrong_options, seconds_of
 from rota.stopping import ended_by_ctrl_c, guarded
 
 

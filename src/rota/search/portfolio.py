@@ -23,17 +23,18 @@ from rota.placement import Placement
 from rota.plan import Plan
 from rota.schedules import zb_auto
 from rota.schedules.defined import named_plans
-from rota.search import bounds, exact, improving, neighbourhood
+from rota.search import bounds, exact
+from rota.search.bounds.memory_bounds import period_reason
 from rota.search.budget import Budget
 from rota.search.dispatching import Dispatcher, Priorities, serial
-from rota.search.holding import period_reason
 from rota.search.incumbent import Incumbent
-from rota.search.policies import OPS_A_DISPATCH
+from rota.search.infeasibility import nothing_found, refuse_too_little_memory
+from rota.search.local import improving, neighbourhood
+from rota.search.local.policies import OPS_A_DISPATCH
+from rota.search.periodic.steady_search import SteadyResult, find_steady
 from rota.search.priorities import guesses
 from rota.search.problem import Orders, Problem, with_more_room
 from rota.search.result import NamedPlan, Objective, Progress, SearchResult
-from rota.search.steady import SteadyResult, find_steady
-from rota.search.telling import nothing_found, refuse_too_little_memory
 from rota.search.timing import fits, peaks, score, start_times
 from rota.stopping import Stopped, look, watched
 

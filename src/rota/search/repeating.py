@@ -17,15 +17,15 @@ from ortools.sat.python import cp_model
 from rota.errors import SearchError
 from rota.placement import Placement
 from rota.plan import Plan
-from rota.search import cpsat
-from rota.search.asked import refuse_wrong, seconds_of
 from rota.search.budget import Budget
 from rota.search.composing import compose
+from rota.search.exact import cpsat
 from rota.search.finding import compile_once
+from rota.search.periodic.retiming import Wait, retime
+from rota.search.periodic.steady_search import SteadyResult, find_steady
+from rota.search.periodic.steady_state import Steady
 from rota.search.problem import Problem
-from rota.search.retiming import Wait, retime
-from rota.search.steady import SteadyResult, find_steady
-from rota.search.steady_state import Steady
+from rota.search.validation import refuse_wrong, seconds_of
 from rota.simulation import simulate
 from rota.stopping import Stopped, ended_by_ctrl_c, watched
 from rota.tasks import Op

@@ -19,7 +19,7 @@ from rota.compat.deepspeed.topology import PipeDataParallelTopology, PipelinePar
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.runtime import Pipeline
-from rota.runtime.joining import join
+from rota.runtime.process_group import join
 
 __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
 

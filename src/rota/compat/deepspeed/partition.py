@@ -13,7 +13,7 @@ from rota.cutting import balanced, by_parameters, by_regex, uniform
 from rota.errors import SplitError
 from rota.models import Stages
 from rota.profiling import profile_here
-from rota.runtime.joining import on_first
+from rota.runtime.process_group import on_first
 
 _REPEATS = 5
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from rota.errors import PipelineError
-from rota.runtime.joining import join
+from rota.runtime.process_group import join
 
 _MESH_NAMES = {"pipe": "pp", "data": "dp", "model": "tp"}
 

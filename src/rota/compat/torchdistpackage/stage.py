@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from rota.runtime import spmd
-from rota.runtime.gradients import over_tensors
+from rota.runtime.gradients.forward_backward import over_tensors
 
 Forward = Callable[[Any], Any]
 Backward = Callable[[Any, Any], Any]

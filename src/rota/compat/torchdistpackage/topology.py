@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rota.errors import PipelineError
-from rota.runtime.joining import join
+from rota.runtime.process_group import join
 
 _DIMS = {"data": "dp", "pipe": "pp", "tensor": "tp"}
 

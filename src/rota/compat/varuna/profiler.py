@@ -21,7 +21,7 @@ from rota.costs import Costs, Link
 from rota.errors import FormatError, PipelineError, PlacementError
 from rota.models import split
 from rota.profiling import measure_link, profile_here
-from rota.runtime.joining import on_first
+from rota.runtime.process_group import on_first
 from rota.writing import write_text
 
 _REPEATS = 5

@@ -33,7 +33,7 @@ from rota.errors import PipelineError
 from rota.models import keep_local
 from rota.runtime import Pipeline
 from rota.runtime.checkpoints import Checkpoints
-from rota.runtime.joining import join
+from rota.runtime.process_group import join
 
 
 @final

@@ -21,8 +21,8 @@ from contextlib import ExitStack, suppress
 from typing import final
 
 from rota.errors import PipelineError
-from rota.runtime.launching import control
-from rota.runtime.launching.control import Message
+from rota.runtime import control
+from rota.runtime.control import Message
 from rota.runtime.launching.folder import Folder
 from rota.runtime.launching.requests import Requests
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rota.compat.torchdistpackage.topology import tpc
-from rota.runtime.norms import all_gather_number, clip
+from rota.runtime.reducing.norms import all_gather_number, clip
 
 
 def clip_grad_norm_(

@@ -18,7 +18,7 @@ from rota.errors import PipelineError
 from rota.models import Stages
 from rota.placing import place
 from rota.runtime import Pipeline
-from rota.runtime.replicas import Average
+from rota.runtime.reducing.replicas import Average
 from rota.schedules import forward_only as forwards_alone
 from rota.schedules import one_f_one_b
 

@@ -1,0 +1,306 @@
+"""Checkpoints: all of a training's state by the whole model's names, to go on from with any other plan.
+
+every rank   its share of the tensors ───────────────────────────▶ step-20.partial/tensors-0.bin …
+first rank   where they are, what else there is ─────────────────▶ step-20.partial/tensors.json, training.json …
+first rank   list of all files with their hashes ──▶ rota.json ── rename ──▶ step-20/
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+from torch.optim import Optimizer
+
+from rota.errors import FormatError, PipelineError
+from rota.plan import Plan
+from rota.runtime import control
+from rota.runtime import launcher_files as handover
+from rota.runtime.checkpoints import files as files
+from rota.runtime.checkpoints import folder as folders
+from rota.runtime.checkpoints.files import Saved
+from rota.runtime.checkpoints.lock import locked
+from rota.runtime.checkpoints.manifest import File, Manifest, require_json
+from rota.runtime.checkpoints.names import Weights
+from rota.runtime.checkpoints.ranks import DamagedError, Ranks
+from rota.runtime.checkpoints.reading import read_contents
+from rota.runtime.checkpoints.state import Merged, Restoring, Trained, merge
+from rota.runtime.checkpoints.tensors import (
+    Layout,
+    Reader,
+    Tensors,
+    file_of,
+    index_of,
+    index_to_json,
+    share_out,
+    write_chunks,
+)
+from rota.runtime.checkpoints.training_json import training_to_json
+from rota.runtime.faults.watchdog import PATIENT
+from rota.runtime.pipeline import Pipeline
+
+
+class Checkpoint(NamedTuple):
+    """What `load` found: the step and the values that `save` was given, the plan that ran then, the folder."""
+
+    step: int
+    extra: dict[str, Any]
+    plan: Plan
+    path: Path
+
+
+@final
+class Checkpoints:
+    """Saves a pipeline's training in `folder`, and resumes it with any cut, plan, number of ranks and of replicas.
+
+    Every rank makes one, with the same arguments but its own `optimizer` and `scheduler`: None on a rank without
+    weights; None on all ranks saves and loads the model alone. All ranks need to see the same `folder`. `keep`: how
+    many of the newest are kept, None for all. `asynchronous`: `save` returns when the state is copied, and a thread
+    writes it. Collective, as `save` and `load` are. Raises PipelineError, on all ranks, where one of them fails, and
+    where another job uses the folder: the first process holds a lock until `close`.
+
+    Checkpoints hold no code: what optimizer and scheduler keep besides tensors is written as JSON. So it must be
+    numbers, texts and tensors, in lists, tuples and dicts; `save` refuses anything else.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        pipeline: Pipeline,
+        optimizer: Optimizer | None,
+        scheduler: Any = None,
+        keep: int | None = 3,
+        asynchronous: bool = False,
+    ) -> None:
+        if not isinstance(folder, (str, Path)):
+            raise PipelineError(f"folder={folder!r}: give the path of a folder, which all ranks see")
+        if not isinstance(pipeline, Pipeline):
+            raise PipelineError(
+                f"a {type(pipeline).__name__} has no checkpoints; use Rota's own engine, a rota.Pipeline"
+            )
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise PipelineError(f"keep={keep!r}: keep 1 checkpoint or more, or all by keep=None")
+        self._folder, self._pipeline, self._keep = Path(folder), pipeline, keep
+        self._trained = Trained(Weights(pipeline), optimizer, scheduler)
+        self._thread = ThreadPoolExecutor(1, "rota-checkpoints") if asynchronous else None
+        self._writing: Future[None] | None = None
+        self._lock = ExitStack()
+        with pipeline.watching("the other ranks to make their Checkpoints", PATIENT):
+            self._ranks = Ranks()
+            pipeline.before_close.callback(self.close)
+            atexit.register(self._close_at_exit)  # later than the pipeline's, so it runs before that
+            self._ranks.agreed("checking what it is given", self._check)
+            self._ranks.first("opening the folder", self._open)
+
+    def _check(self) -> None:
+        optimizer, scheduler = self._trained.optimizer, self._trained.scheduler
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise PipelineError(
+                f"the optimizer is a {type(optimizer).__name__}; give one torch.optim.Optimizer or None"
+            )
+        if optimizer is None and scheduler is not None:
+            raise PipelineError(f"a {type(scheduler).__name__}, but no optimizer; give both, or None for both")
+
+    def _open(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if os.access(self._folder, os.W_OK):  # else nobody here can change it: it can be loaded from
+            self._lock.enter_context(locked(self._folder))
+            folders.recover_folder(self._folder)
+
+    # --- saving ---------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, **extra: Any) -> None:
+        """Save all that training has changed, `step`, and `extra` (JSON values, such as the data's position).
+
+        Call it between steps, on all ranks, with the same values. A checkpoint of the same step is replaced.
+        """
+        with self._pipeline.watching(f"the other ranks to save step {step}", PATIENT):
+            self.wait()
+            tensors, small = self._ranks.agreed("collecting the state", lambda: self._collect(step, extra))
+            gathered = self._ranks.gather(small)
+            merged: list[Merged] = []  # on the first rank
+            self._ranks.first("comparing the ranks' states", lambda: merged.append(merge(gathered)))
+            if self._thread is None:
+                self._write(step, tensors, merged)
+            else:
+                copied = {key: tensor.clone() for key, tensor in tensors.items()}
+                self._writing = self._thread.submit(self._write, step, copied, merged)
+
+    def wait(self) -> None:
+        """Wait until what `save` began is whole on disk. Raises what went wrong there."""
+        with self._pipeline.watching("a checkpoint to be written", PATIENT):
+            if self._writing is not None:
+                writing, self._writing = self._writing, None
+                writing.result()
+
+    def close(self) -> None:
+        """Wait, then end the thread. The pipeline's `close` does it too."""
+        atexit.unregister(self._close_at_exit)
+        try:
+            self.wait()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+            self._ranks.close()
+            self._lock.close()
+
+    def _close_at_exit(self) -> None:
+        """At the end of a script that closes nothing. Python ignores errors here, so `_end_failed` ends the process."""
+        if getattr(sys, "last_value", None) is not None:
+            return  # the script has failed already; its pipeline tells the other ranks first, then closes this
+        try:
+            self.close()
+        except PipelineError as error:
+            _failed_at_exit.append(error)
+            print(f"rota: the last checkpoint was not saved: {error}", file=sys.stderr, flush=True)
+            self._pipeline.close()
+
+    def _collect(self, step: int, extra: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
+        if type(step) is not int or step < 0:
+            raise PipelineError(f"step={step!r}; give a whole number of 0 or more")
+        try:
+            require_json(extra)
+            tensors, small = self._trained.collect(with_buffers=self._pipeline.replica == 0)
+        except FormatError as error:
+            raise PipelineError(str(error)) from None
+        return tensors, {**small, "given": {"step": step, "extra": extra}}
+
+    def _write(self, step: int, tensors: Tensors, merged: list[Merged]) -> None:
+        """On the thread if it is asynchronous; a group of our own keeps its messages apart from those of the steps."""
+        ranks = self._ranks
+        partial = self._folder / ranks.first("making the folder", lambda: folders.begin(self._folder, step).name)
+        layout = ranks.agreed("listing the tensors", lambda: Layout(tensors))
+        layouts = ranks.gather(layout.told())
+        share = share_out(layouts)[ranks.mine]
+        path = partial / file_of(ranks.mine)
+        checksums, file = ranks.agreed(f"writing {partial}", lambda: write_chunks(path, layout, share))
+        written = ranks.gather([checksums, file])
+        ranks.first("finishing", lambda: self._publish(partial, merged[0], layouts, written))
+
+    def _publish(self, partial: Path, merged: Merged, layouts: list[Any], written: list[Any]) -> None:
+        found = {file_of(rank): File(*file) for rank, (_, file) in enumerate(written)}
+        for name, file in found.items():
+            if not (partial / name).exists() or (partial / name).stat().st_size != file.num_bytes:
+                raise PipelineError(
+                    f"{partial} lacks {name}, which another rank wrote; use a folder that all ranks share"
+                )
+        index = index_of(layouts, [checksums for checksums, _ in written])
+        for name, text in (
+            (files.TENSORS, index_to_json(index)),
+            (files.TRAINING, training_to_json(merged.training)),
+            (files.PLAN, self._pipeline.plan.to_json()),
+        ):
+            folders.write_synced(partial / name, text.encode())
+            found[name] = File.of(text.encode())
+        weights = self._trained.weights.all
+        manifest = Manifest(
+            number=folders.next_number(self._folder),
+            step=merged.step,
+            extra=merged.extra,
+            num_ranks=self._pipeline.plan.num_ranks,
+            num_replicas=self._pipeline.num_replicas,
+            weights={weight.names[0]: merged.num_parts[weight.names[0]] for weight in weights},
+            aliases={alias: weight.names[0] for weight in weights for alias in weight.names[1:]},
+            files=found,
+        )
+        folders.publish(partial, manifest, self._keep)
+        control.tell("saves", step=merged.step)
+
+    # --- loading --------------------------------------------------------------------------------------------------
+
+    def load(self, step: int | None = None) -> Checkpoint | None:
+        """Set everything as it was in the newest whole checkpoint, or in that of `step`; None if there is none.
+
+        Each rank compares what it reads with checksums. Where the newest is damaged, the one before is loaded, and the
+        first process says so. Nothing changes if the checkpoint does not fit the model, the optimizer or the scheduler.
+
+        Raises:
+            PipelineError: it does not fit; that of `step` is damaged, or not there; all are damaged.
+        """
+        with self._pipeline.watching("the other ranks to load a checkpoint", PATIENT):
+            self.wait()
+            names = self._ranks.first("looking for checkpoints", lambda: self._find(step))
+            for name, before in zip_longest(names, names[1:]):
+                try:
+                    found = self._load(self._folder / name)
+                except DamagedError as error:
+                    if before is None:
+                        told = "no other one is whole" if step is None else "give another step, or none for the newest"
+                        raise PipelineError(f"{error}; {told}") from None
+                    self._tell(f"{error}; going back to {self._folder / before}")
+                else:
+                    if handover.is_restart():
+                        self._tell(f"the training goes on from {found.path}")
+                    return found
+            if handover.is_restart():
+                self._tell(f"the training starts from the beginning, as there is no whole checkpoint in {self._folder}")
+            return None
+
+    def _tell(self, words: str) -> None:
+        if self._ranks.mine == 0:
+            print(f"rota: {words}", file=sys.stderr, flush=True)
+
+    def _find(self, step: int | None) -> list[str]:
+        """The names of those to try, one after another."""
+        if os.access(self._folder, os.W_OK):
+            folders.recover_folder(self._folder)
+        found, damaged = folders.readable_ones(self._folder)
+        if step is not None:
+            return [self._of_step(step, found, damaged)]
+        for _, error in damaged:
+            if not found:
+                raise FormatError(f"{error}; no other one is whole")
+            self._tell(f"{error}; left out")
+        return [saved.path.name for saved in reversed(found)]
+
+    def _of_step(self, step: int, found: list[Saved], damaged: list[tuple[Path, FormatError]]) -> str:
+        for path, error in damaged:
+            if path.name == f"step-{step}":
+                raise FormatError(f"{error}; give another step, or none for the newest")
+        steps = [saved.manifest.step for saved in found]
+        if step not in steps:
+            there = f"there are those of {', '.join(map(str, sorted(steps)))}" if steps else "there is none at all"
+            raise PipelineError(f"no whole checkpoint of step {step} in {self._folder}; {there}")
+        return found[steps.index(step)].path.name
+
+    def _load(self, path: Path) -> Checkpoint:
+        """Raises DamagedError, on all ranks, where one of them finds damage."""
+        saved, plan, restoring, reader = self._ranks.agreed(f"comparing with {path}", lambda: self._prepare(path))
+        self._ranks.agreed(f"reading {path}", reader.fill)
+        self._ranks.agreed(f"setting the state of {path}", restoring.finish)
+        return Checkpoint(saved.manifest.step, saved.manifest.extra, plan, path)
+
+    def _prepare(self, path: Path) -> tuple[Saved, Plan, Restoring, Reader]:
+        saved = files.read_saved(path)
+        contents = read_contents(saved)
+        restoring = self._trained.prepare(saved.manifest, contents.training, contents.index)
+        reader = Reader(saved, contents.index, restoring.tensors)
+        reader.check()
+        return saved, contents.plan, restoring, reader
+
+
+# --- at the end of a process ------------------------------------------------------------------------------------------
+
+_failed_at_exit: list[PipelineError] = []
+
+
+def _end_failed() -> None:
+    """Python ignores errors of functions that run at exit, and this is the only way to an exit code from there.
+
+    It is registered early, so that most of the others run before it.
+    """
+    if _failed_at_exit:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+atexit.register(_end_failed)

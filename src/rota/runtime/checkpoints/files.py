@@ -1,0 +1,145 @@
+"""The files of one checkpoint: read as a stranger's, and refused where they are not what its manifest says.
+
+rota.json      the manifest: step, names of weights, all other files with their sizes and hashes
+plan.json      the plan that was running
+training.json  options and states of optimizer and scheduler, random state
+tensors.json   where each tensor is
+tensors-N.bin  the bytes of tensors, as rank N wrote them
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+from rota import reading
+from rota.errors import FormatError
+from rota.runtime.checkpoints.manifest import File, Manifest
+
+MANIFEST, PLAN, TRAINING, TENSORS = "rota.json", "plan.json", "training.json", "tensors.json"
+MARKER = ".rota"  # an empty file, in every folder that Rota made: what may be removed
+PIECE_BYTES = 2**22
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[FileIO]:
+    """A plain file, to be read. Raises FormatError for anything else, unopened: opening a pipe may never end."""
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise FormatError(f"{path} is no plain file")
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with FileIO(descriptor) as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise FormatError(f"{path} is no plain file")
+            yield file
+    except FileNotFoundError:
+        raise FormatError(f"{path} is missing") from None
+    except OSError as error:
+        raise FormatError(f"cannot read {path}: {error.strerror}") from None
+
+
+def pieces(file: FileIO, num_bytes: int) -> Iterator[memoryview]:
+    """The next `num_bytes` of a file, piece by piece, each of which is overwritten by the next; fewer where it ends."""
+    buffer = memoryview(bytearray(min(num_bytes, PIECE_BYTES)))
+    while num_bytes and (count := file.readinto(buffer[: min(num_bytes, PIECE_BYTES)])):
+        yield buffer[:count]
+        num_bytes -= count
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint on disk, of which the manifest has been read."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.manifest.files.values())
+
+    def require_files(self) -> None:
+        """Raises FormatError where a file is missing, has another size or is not listed; the contents are not read."""
+        for damage in self.wrong_files():
+            raise FormatError(f"{self.path}: {damage}")
+
+    def wrong_files(self) -> Iterator[str]:
+        """What is wrong with the files, contents aside."""
+        for name, file in self.manifest.files.items():
+            try:
+                found = (self.path / name).lstat()
+            except (OSError, ValueError):
+                yield f"{reading.printable(name)} is missing"
+                continue
+            if not stat.S_ISREG(found.st_mode):
+                yield f"{reading.printable(name)} is no plain file"
+            elif found.st_size != file.num_bytes:
+                yield f"{reading.printable(name)} has {found.st_size:,} bytes instead of {file.num_bytes:,}"
+        try:
+            found_names = sorted(os.listdir(self.path))
+        except OSError as error:
+            raise FormatError(f"cannot read {self.path}: {error.strerror}") from None
+        for name in found_names:
+            if name not in self.manifest.files and name not in (MANIFEST, MARKER):
+                yield f"{reading.printable(name)} does not belong to it: {MANIFEST} does not list it"
+
+    def changed_files(self) -> Iterator[str]:
+        """What is wrong with the files, contents compared with their hashes."""
+        if found := [*self.wrong_files()]:
+            yield from found
+            return
+        for name, file in self.manifest.files.items():
+            if self._digest(name) != file.sha256:
+                yield f"{reading.printable(name)} has other contents than when it was saved"
+
+    def _digest(self, name: str) -> str:
+        digest = hashlib.sha256()
+        with opened(self.path / name) as file:
+            for piece in pieces(file, self.manifest.files[name].num_bytes):
+                digest.update(piece)
+        return digest.hexdigest()
+
+    def read_text(self, name: str) -> str:
+        """A small file, compared with its hash. Raises FormatError."""
+        path = self.path / name
+        if name not in self.manifest.files:
+            raise FormatError(f"{self.path / MANIFEST} lists no {name}")
+        if self.manifest.files[name].num_bytes > reading.LARGEST_BYTES:
+            raise FormatError(f"{path} has more than {reading.LARGEST_BYTES:,} bytes")
+        with opened(path) as file:
+            data = b"".join(map(bytes, pieces(file, self.manifest.files[name].num_bytes)))
+        if File.of(data) != self.manifest.files[name]:
+            raise FormatError(f"{path} has other contents than when it was saved")
+        return _decoded(path, data)
+
+
+def read_saved(path: Path) -> Saved:
+    """The checkpoint in `path`. Raises FormatError."""
+    with opened(path / MANIFEST) as file:
+        data = b"".join(map(bytes, pieces(file, reading.LARGEST_BYTES + 1)))
+    if len(data) > reading.LARGEST_BYTES:
+        raise FormatError(f"{path / MANIFEST} has more than {reading.LARGEST_BYTES:,} bytes")
+    text = _decoded(path / MANIFEST, data)
+    with naming(path / MANIFEST):
+        return Saved(path, Manifest.from_json(text))
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of what is read inside name the file."""
+    try:
+        yield
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from None
+
+
+def _decoded(path: Path, data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{path} is no text file in UTF-8 (byte {error.start})") from None

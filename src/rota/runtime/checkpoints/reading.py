@@ -1,0 +1,134 @@
+"""What every reader of a checkpoint goes through: loading, verifying and exporting. The last two need one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rota.errors import FormatError, RotaError
+from rota.plan import Plan
+from rota.reading import printable, short
+from rota.runtime.checkpoints.files import PLAN, Saved, read_saved
+from rota.runtime.checkpoints.folder import is_checkpoint, readable_ones
+from rota.runtime.checkpoints.manifest import Manifest
+from rota.runtime.checkpoints.names import model_key
+from rota.runtime.checkpoints.optimizer_state import tensor_key
+from rota.runtime.checkpoints.tensors import Index, Reader, check_all, read_index
+from rota.runtime.checkpoints.training_json import TrainingState, read_training
+from rota.writing import whole_file
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What the small files of a checkpoint say."""
+
+    plan: Plan
+    training: TrainingState
+    index: Index
+
+
+def read_contents(saved: Saved) -> Contents:
+    """Raises FormatError where a file is not what it was when it was saved, or the files do not belong together.
+
+    Of the files of tensors only the sizes are compared.
+    """
+    saved.require_files()
+    contents = Contents(_read_plan(saved), read_training(saved), read_index(saved))
+    for wrong in _wrong_keys(saved.manifest, contents.training, contents.index):
+        raise FormatError(f"{saved.path}: {wrong}")
+    return contents
+
+
+def _read_plan(saved: Saved) -> Plan:
+    text = saved.read_text(PLAN)
+    try:
+        return Plan.from_json(text)
+    except RotaError as error:
+        raise FormatError(f"{saved.path / PLAN}: {error}") from None
+
+
+def _wrong_keys(manifest: Manifest, training: TrainingState, index: Index) -> Iterator[str]:
+    """Which tensors are missing, or are there for nothing."""
+    found = {key for key in index if key.startswith(model_key(""))}
+    if sum(manifest.weights.values()) > len(found):  # there may be a billion parts
+        yield f"{next(key for key in _keys_of(manifest) if model_key(key) not in found)} has no tensor"
+        return
+    expected = {model_key(key) for key in _keys_of(manifest)}
+    expected |= {tensor_key(key, name) for key, record in training.records.items() for name in record["tensors"]}
+    for key in sorted(expected - index.keys()):
+        yield f"{printable(key.removeprefix(model_key('')))} has no tensor"
+    for key in sorted(index.keys() - expected):
+        yield f"{short(key)} is a tensor that nothing needs"
+    for key in training.records:
+        if model_key(key) not in index:
+            yield f"the optimizer has a state of {short(key)}, which is none of the weights"
+
+
+def _keys_of(manifest: Manifest) -> Iterator[str]:
+    """What weights and buffers are saved by, part by part."""
+    for name, num_parts in manifest.weights.items():
+        yield from [name] if num_parts == 1 else (f"{name}#{part}" for part in range(num_parts))
+
+
+def find(path: Path) -> tuple[list[Saved], list[tuple[Path, FormatError]]]:
+    """The checkpoint `path`, or all in the folder `path` as they were saved; and those that cannot be read.
+
+    Raises FormatError if there is none at all.
+    """
+    if not is_checkpoint(path):
+        found, damaged = readable_ones(path)
+        if not found and not damaged:
+            raise FormatError(f"no whole checkpoint in {path}; give a folder with step-N inside, or such a step-N")
+        return found, damaged
+    try:
+        return [read_saved(path)], []
+    except FormatError as error:
+        return [], [(path, error)]
+
+
+def damages(saved: Saved) -> list[str]:
+    """What is wrong with a checkpoint, compared with the hashes of when it was saved; empty if nothing is.
+
+    Only if all files are what they were, their contents are read: then every tensor must be covered by them.
+    """
+    if found := [*saved.changed_files()]:
+        return found
+    try:
+        check_all(saved, read_contents(saved).index)
+    except FormatError as error:
+        return [str(error)]
+    return []
+
+
+def export(saved: Saved, path: Path) -> int:
+    """Write the whole model, weights and buffers by their names, into one safetensors file; returns their number.
+
+    Of a tied weight the aliases stand in the file's metadata, as `safetensors.torch.save_model` puts them there.
+    Raises FormatError where weights are in parts, where the checkpoint is damaged, and where `path` cannot be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    if found := damages(saved):
+        raise FormatError(f"{saved.path}: {found[0]}; remove it, and export the checkpoint before it")
+    parts = [name for name, num_parts in saved.manifest.weights.items() if num_parts > 1]
+    if parts:
+        raise FormatError(
+            f"{saved.path} has {parts[0]} in {saved.manifest.weights[parts[0]]} parts, and does not know how they are "
+            f"joined; load it on as many tensor-parallel ranks, and join them there"
+        )
+    index = read_index(saved)
+    stored = {name: index[model_key(name)] for name in saved.manifest.weights}
+    wanted = {name: torch.empty(of.size, dtype=of.dtype) for name, of in stored.items()}
+    Reader(saved, index, {model_key(name): tensor for name, tensor in wanted.items()}).fill()
+    try:
+        with whole_file(path) as partial:
+            save_file(wanted, partial, metadata={**saved.manifest.aliases, "format": "pt"})
+    except OSError as error:
+        raise FormatError(f"cannot write {path}: {error.strerror}; give another by -o") from None
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise FormatError(f"{saved.path} cannot be written as safetensors: {error}") from None
+    return len(wanted)

@@ -1,0 +1,193 @@
+"""What a rank puts into a checkpoint and takes out of it: tensors by name, and the small things beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from rota.errors import PipelineError
+from rota.reading import Field
+from rota.runtime.checkpoints.manifest import Manifest
+from rota.runtime.checkpoints.names import Weight, Weights, model_key
+from rota.runtime.checkpoints.optimizer_state import (
+    Record,
+    different,
+    records_of,
+    require_records,
+    require_scheduler,
+    restore_optimizer,
+    restore_scheduler,
+    same,
+    split_scheduler,
+    tensor_key,
+)
+from rota.runtime.checkpoints.tensors import Index, Stored, Tensors
+from rota.runtime.checkpoints.training_json import (
+    TrainingState,
+    random_state,
+    record_from_json,
+    record_to_json,
+    scheduler_from_json,
+    scheduler_to_json,
+    set_random_state,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What training changes on this rank: all that is saved."""
+
+    weights: Weights
+    optimizer: Optimizer | None
+    scheduler: Any
+
+    def collect(self, with_buffers: bool) -> tuple[Tensors, dict[str, Any]]:
+        """This rank's tensors, as they are in use, and the rest as JSON; buffers are those of the first replica."""
+        tensors: Tensors = {}
+        keys: dict[torch.Tensor, str] = {}
+        num_parts: dict[str, int] = {}
+        for weight, part in self.weights.local():
+            keys[weight.tensor] = key = weight.key(weight.names[0], part)
+            num_parts[weight.names[0]] = weight.num_parts
+            if with_buffers or not weight.is_buffer:
+                tensors[model_key(key)] = weight.tensor.detach()
+        small: dict[str, Any] = {"records": {}, "scheduler": None, "num_parts": num_parts}
+        if self.optimizer is not None:
+            records, states = records_of(self.optimizer, self.scheduler, keys)
+            small["records"] = {key: record_to_json(key, record) for key, record in records.items()}
+            scheduler, _ = split_scheduler(self.scheduler, len(self.optimizer.param_groups))
+            small["scheduler"] = scheduler_to_json(scheduler)
+            tensors |= states
+        return tensors, small
+
+    def prepare(self, manifest: Manifest, training: TrainingState, index: Index) -> Restoring:
+        """Check that a checkpoint fits, before anything changes. Raises PipelineError."""
+        names = _stored_names(self.weights.all, manifest)
+        tensors: Tensors = {}
+        keys: dict[torch.Tensor, str] = {}
+        for weight, part in self.weights.local():
+            _require_parts(weight, manifest.weights[names[weight.names[0]]])
+            keys[weight.tensor] = key = weight.key(names[weight.names[0]], part)
+            tensors[model_key(key)] = weight.tensor.detach()
+            _require_alike(key, weight.tensor, index[model_key(key)])
+        if self.optimizer is not None:
+            of_groups = require_records(self.optimizer, keys, training.records)
+            require_scheduler(self.scheduler, training.scheduler, of_groups)
+            for parameter, key in keys.items():
+                if key in training.records:
+                    tensors |= _state_tensors(parameter, key, training.records[key], index)
+        return Restoring(self, tensors, keys, training)
+
+
+@dataclass(frozen=True, slots=True)
+class Restoring:
+    """A checkpoint that fits: `tensors` are to be filled, then `finish` sets the rest."""
+
+    trained: Trained
+    tensors: Tensors
+    keys: dict[torch.Tensor, str]
+    training: TrainingState
+
+    def finish(self) -> None:
+        optimizer, scheduler = self.trained.optimizer, self.trained.scheduler
+        if optimizer is not None:
+            records = self.training.records
+            restore_optimizer(optimizer, self.keys, records, self.tensors)
+            if scheduler is not None:
+                assert self.training.scheduler is not None
+                restore_scheduler(scheduler, self.training.scheduler, require_records(optimizer, self.keys, records))
+        set_random_state(self.training.random)
+
+
+class Merged(NamedTuple):
+    """What ranks have besides tensors: for training, what `save` was given, in how many parts each weight is."""
+
+    training: TrainingState
+    step: int
+    extra: dict[str, Any]
+    num_parts: dict[str, int]
+
+
+def merge(of_ranks: Iterable[dict[str, Any]]) -> Merged:
+    """Of what all ranks have collected. Raises PipelineError where ranks that must be alike are not."""
+    records: dict[str, Record] = {}
+    scheduler: Any = None
+    given: dict[str, Any] = {}
+    num_parts: dict[str, int] = {}
+    for rank, small in enumerate(of_ranks):
+        given = given or small["given"]
+        if not same(small["given"], given):
+            raise PipelineError(f"process {rank} saves {small['given']}, and process 0 {given}; save the same on all")
+        num_parts |= small["num_parts"]
+        for key, written in small["records"].items():
+            record = record_from_json(Field(f"process {rank}", written))
+            mine = records.setdefault(key, record)
+            for of in ("options", "scheduled", "values"):
+                if name := different(mine[of], record[of]):
+                    raise PipelineError(
+                        f"process {rank} has {name} = {record[of].get(name)} for {key}, and another has "
+                        f"{mine[of].get(name)}; all that hold it must train it alike"
+                    )
+        of_rank = scheduler_from_json(Field(f"process {rank}", small["scheduler"]))
+        scheduler = of_rank if scheduler is None else scheduler
+        if of_rank is not None and not same(of_rank, scheduler):
+            raise PipelineError(
+                f"process {rank}'s scheduler is in another state ({of_rank}) than those before it "
+                f"({scheduler}); step it on all alike"
+            )
+    return Merged(TrainingState(records, scheduler, random_state()), given["step"], given["extra"], num_parts)
+
+
+def _stored_names(weights: list[Weight], manifest: Manifest) -> dict[str, str]:
+    """By the first name of each weight the name it is saved by. Raises PipelineError if the model is another one."""
+    found: dict[str, str] = {}
+    missing = []
+    for weight in weights:
+        name = next((name for name in weight.names if name in manifest.weights), None)
+        if name is None:
+            missing.append(weight.names[0])
+        else:
+            found[weight.names[0]] = name
+    extra = [name for name in manifest.weights if name not in {*found.values()}]
+    if missing or extra:
+        told = [f"{kind} {_few(names)}" for kind, names in (("lacks", missing), ("has also", extra)) if names]
+        raise PipelineError(f"this is another model: the checkpoint {' and '.join(told)}; build the one that was saved")
+    return found
+
+
+def _few(names: list[str]) -> str:
+    told = [name if len(name) <= 100 else f"{name[:97]}..." for name in names[:3]]
+    return ", ".join(told) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _require_parts(weight: Weight, num_parts: int) -> None:
+    """A rank knows this of its own stages alone: those of others may be wrapped otherwise there."""
+    if weight.num_parts != num_parts:
+        raise PipelineError(
+            f"{weight.names[0]} was saved in {num_parts} parts, but is held in {weight.num_parts} here; parts are not "
+            f"joined or cut anew: resume on as many tensor-parallel ranks as it was saved on"
+        )
+
+
+def _require_alike(key: str, tensor: torch.Tensor, stored: Stored) -> None:
+    was, now = (list(stored.size), stored.dtype), (list(tensor.shape), tensor.dtype)
+    if was != now:
+        raise PipelineError(f"{key} was saved as {was[0]} of {was[1]}, but is {now[0]} of {now[1]}; make it as it was")
+
+
+def _state_tensors(parameter: torch.Tensor, key: str, record: Record, index: Index) -> Tensors:
+    """Tensors to read an optimizer's state of one weight into."""
+    found: Tensors = {}
+    for name in record["tensors"]:
+        stored = index[full := tensor_key(key, name)]
+        if stored.size == tuple(parameter.shape):
+            found[full] = torch.empty_like(parameter, dtype=stored.dtype, requires_grad=False)
+        else:
+            # Counts of steps stay on the CPU, unless the optimizer wants them beside its weights, as PyTorch's do.
+            beside = name != "step" or record["options"].get("capturable") or record["options"].get("fused")
+            found[full] = torch.empty(stored.size, dtype=stored.dtype, device=parameter.device if beside else "cpu")
+    return found

@@ -1,0 +1,202 @@
+"""Options and states of optimizers and schedulers as JSON, from which they come back exactly as they were.
+
+None, bools, numbers, texts and lists stand for themselves. All else is an object with one field, its kind:
+
+    (0.9, nan)  ──▶  {"tuple": [0.9, {"float": "nan"}]}        Counter({3: 1})  ──▶  {"counter": [[3, 1]]}
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from rota.errors import FormatError, PipelineError
+from rota.reading import Field, short
+from rota.runtime.checkpoints.manifest import LONGEST_BITS, pair
+
+_DEEPEST = 64  # levels of lists and dicts
+_MOST_DIMENSIONS = 32
+_MOST_ELEMENTS = 2**58  # of a tensor whose dimensions of length 0 are left out: strides in bytes fit into 64 bits
+_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
+_SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "size": torch.Size}
+
+#: Whole bytes for each element, and any bytes are some value of them; those of bools alone are checked.
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "complex32", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
+    )
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def to_json(value: Any, path: str, depth: int = 0) -> Any:
+    """What `json` can write. Raises PipelineError, naming the `path`, where a value would not come back."""
+    if depth > _DEEPEST:
+        raise PipelineError(f"{path} is nested more than {_DEEPEST} levels deep; take it out of state_dict()")
+
+    def inner(item: Any, at: object) -> Any:
+        return to_json(item, f"{path}[{repr(at)[:60]}]", depth + 1)
+
+    kind = type(value)
+    if value is None or kind is bool or (kind is int and value.bit_length() <= LONGEST_BITS):
+        return value
+    if kind is str and value.isascii():
+        return value
+    if kind is str:
+        return Field(path, value).text()
+    if kind is float:
+        return value if math.isfinite(value) else {"float": str(value)}
+    if kind is complex:
+        return {"complex": [inner(value.real, "real"), inner(value.imag, "imag")]}
+    if kind is list:
+        return [inner(item, at) for at, item in enumerate(value)]
+    for name, made in _SEQUENCES.items():
+        if kind is made:
+            return {name: [inner(item, at) for at, item in enumerate(value)]}
+    for name, made in _MAPPINGS.items():
+        if kind is made:
+            return {name: [[inner(key, key), inner(item, key)] for key, item in value.items()]}
+    if kind is torch.dtype and dtype_name(value) in DTYPES:
+        return {"dtype": dtype_name(value)}
+    if kind is torch.Tensor and dtype_name(value.dtype) in DTYPES and value.layout is torch.strided:
+        data = base64.b64encode(bytes_of(value)).decode()
+        return {"tensor": [dtype_name(value.dtype), list(value.shape), data]}
+    raise PipelineError(
+        f"{path} is {short(str(value))}, a {kind.__name__}, and checkpoints keep only numbers, texts and tensors, in "
+        f"lists, tuples and dicts; take it out of state_dict()"
+    )
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The elements of a tensor, in order."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().data
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def from_json(field: Field, depth: int = 0) -> Any:
+    """The value that `to_json` wrote. Raises FormatError, naming the field."""
+    if depth > _DEEPEST:
+        raise FormatError(f"{field.path} is nested more than {_DEEPEST} levels deep")
+    value = field.value
+    if isinstance(value, str):
+        return field.text()
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > LONGEST_BITS:
+        raise field.wrong(f"a number of at most {LONGEST_BITS} bits")
+    if isinstance(value, list):
+        return [from_json(item, depth + 1) for item in field]
+    if not isinstance(value, dict):
+        return value
+    if len(value) != 1 or (kind := next(iter(value))) not in _KINDS:
+        raise field.wrong(f"an object with one field, one of {', '.join(_KINDS)}")
+    return _KINDS[kind](field[kind], depth + 1)
+
+
+def _float(field: Field, _depth: int) -> float:
+    if field.text() not in _FLOATS:
+        raise field.wrong(f"one of {', '.join(_FLOATS)}")
+    return _FLOATS[field.text()]
+
+
+def _complex(field: Field, depth: int) -> complex:
+    real, imag = (from_json(part, depth) for part in pair(field))
+    if type(real) is not float or type(imag) is not float:
+        raise field.wrong("a pair of floats")
+    return complex(real, imag)
+
+
+def _mapping(made: Callable[[dict[Any, Any]], Any]) -> Callable[[Field, int], Any]:
+    def read(field: Field, depth: int) -> Any:
+        found: dict[Any, Any] = {}
+        for entry in field:
+            key, value = pair(entry)
+            if (known := _hashable(key, depth)) in found:
+                raise key.wrong("another key than those before it")
+            found[known] = from_json(value, depth)
+        return made(found)
+
+    return read
+
+
+def _hashable(field: Field, depth: int) -> Hashable:
+    value = from_json(field, depth)
+    try:
+        hash(value)
+    except TypeError:
+        raise field.wrong("a number, a text or a tuple of them") from None
+    if isinstance(value, torch.Tensor):
+        raise field.wrong("a number, a text or a tuple of them")
+    return value  # type: ignore[no-any-return]
+
+
+def read_dtype(field: Field) -> torch.dtype:
+    """Raises FormatError."""
+    if field.text() not in DTYPES:
+        raise field.wrong("a dtype that PyTorch has")
+    return DTYPES[field.text()]
+
+
+def read_size(field: Field) -> tuple[int, ...]:
+    """The shape of a tensor. Raises FormatError."""
+    size = field.integers(0)
+    if len(size) > _MOST_DIMENSIONS:
+        raise field.wrong(f"at most {_MOST_DIMENSIONS} dimensions")
+    if math.prod(filter(None, size)) > _MOST_ELEMENTS:
+        raise field.wrong("fewer elements")
+    return size
+
+
+def are_of(data: bytes | bytearray | memoryview, dtype: torch.dtype) -> bool:
+    """Whether bytes are elements of a dtype: a bool is 0 or 1, all others may be anything."""
+    return dtype is not torch.bool or not bytes(data).translate(None, b"\0\1")
+
+
+def tensor_of(data: bytearray, dtype: torch.dtype, size: tuple[int, ...]) -> torch.Tensor:
+    """The tensor whose elements are `data`, which it takes over."""
+    raw = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return raw.view(dtype).reshape(size)
+
+
+def _tensor(field: Field, _depth: int) -> torch.Tensor:
+    if len(parts := [*field]) != 3:
+        raise field.wrong("a dtype, a size and the elements")
+    dtype, size = read_dtype(parts[0]), read_size(parts[1])
+    try:
+        data = bytearray(base64.b64decode(parts[2].text(), validate=True))
+    except (binascii.Error, ValueError):
+        raise parts[2].wrong("bytes in base64") from None
+    if len(data) != math.prod(size) * dtype.itemsize or not are_of(data, dtype):
+        raise parts[2].wrong(f"the elements of a {dtype_name(dtype)} tensor of size {list(size)}")
+    return tensor_of(data, dtype, size)
+
+
+_KINDS: dict[str, Callable[[Field, int], Any]] = {
+    "float": _float,
+    "complex": _complex,
+    "tuple": lambda field, depth: tuple(from_json(item, depth) for item in field),
+    "set": lambda field, depth: {_hashable(item, depth) for item in field},
+    "size": lambda field, _depth: torch.Size(field.integers(0)),
+    "dict": _mapping(dict),
+    "ordered": _mapping(OrderedDict),
+    "counter": _mapping(Counter),
+    "dtype": lambda field, _depth: read_dtype(field),
+    "tensor": _tensor,
+}

@@ -1,0 +1,70 @@
+"""What `rota run` starts on each rank: the user's script, with our own errors told in one line.
+
+python -m rota.runtime.launching.worker SCRIPT [ARGUMENT …]
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import traceback
+from typing import NoReturn
+
+from rota.errors import LostRankError, RotaError
+from rota.runtime import control
+from rota.runtime.orphans import end_with_parent
+from rota.runtime.process_group import meet_by_environment
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends a rank at once, even inside a wait
+    end_with_parent(control.connect())
+    meet_by_environment()
+    script, *arguments = sys.argv[1:]
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))  # as `python SCRIPT` has it
+    rank = os.getpid()
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except BaseException as error:
+        if os.getpid() != rank:
+            _end(_show(error, script))
+        if not isinstance(error, Exception):
+            raise
+        code = _show(error, script)
+        control.tell("lost" if isinstance(error, LostRankError) else "fails", f"{type(error).__name__}: {error}")
+        # Peers may be waiting for this rank: end at once rather than tidy up with them.
+        _end(code)
+    if os.getpid() != rank:
+        # The script has forked. What there is to be tidied up, such as threads and connections, is the rank's.
+        _end(0)
+
+
+def _show(error: BaseException, script: str) -> int:
+    """Write it to standard error; returns the exit code."""
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        print(error.code, file=sys.stderr)
+    elif isinstance(error, RotaError):
+        ours = os.path.abspath(script)
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if os.path.abspath(f.filename) == ours]
+        place = f" ({script}:{lines[-1]})" if lines else ""
+        # In one piece, or ranks that fail together mix their lines.
+        sys.stderr.write(f"rota: rank {os.environ.get('RANK', '?')}: {error}{place}\n")
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
+    return 1
+
+
+def _end(code: int) -> NoReturn:
+    """End without what Python does at its end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""How a rank joins the others of a run, and leaves them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar, cast
+from urllib.parse import parse_qs, urlparse
+from uuid import uuid4
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed.constants import default_pg_timeout
+
+from rota.errors import PipelineError
+from rota.runtime import control
+from rota.runtime.faults.watchdog import PATIENT, limit_s
+from rota.runtime.json_messages import broadcast_json
+from rota.runtime.orphans import end_with_parent
+
+Result = TypeVar("Result")
+
+_STORE = "ROTA_STORE"  # an environment variable, set by the launcher: the file by which its ranks meet
+_LOOK_S = 0.02
+_LONGEST_S = 10 * 365 * 86400.0  # that stands for no limit
+_num_meetings = 0
+
+
+def join(timeout_s: float | None = None) -> bool:
+    """Be one of the run's processes, by what `rota run` or torchrun left in the environment.
+
+    Args:
+        timeout_s: how long a rank may make no progress, as `Pipeline` takes it; the others have ten times as long to
+            come here.
+
+    Returns:
+        Whether this call has made the process group.
+
+    Raises:
+        PipelineError: nothing has started this process as one of several, or another one has not come in time.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()  # torchrun ends its processes in any case but one: that it is killed itself
+    if dist.is_initialized():
+        return False
+    if "RANK" not in os.environ:
+        raise PipelineError(
+            "no process group: start the script by `rota run plan.json script.py` or torchrun, or call "
+            "torch.distributed.init_process_group first"
+        )
+    limit = _patience_s(limit_s(timeout_s))
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    control.tell("joins")
+    if _STORE in os.environ:
+        store = _meet_in_folder(rank, size, limit)
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = _meet_at_agent(rank, size, limit)
+    else:
+        store = None
+    if store is None:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=limit))
+    else:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=limit))
+    # All have joined; the script's own collectives may take as long as PyTorch lets them, or longer.
+    dist.distributed_c10d._set_pg_timeout(group_timeout(limit_s(timeout_s)))
+    return True
+
+
+def group_timeout(limit: float) -> timedelta:
+    """PyTorch's own limit on what a process group does: it must not end what may make no progress for `limit` seconds.
+
+    PyTorch's default is half an hour, after which it would tell of a lost rank.
+    """
+    return max(timedelta(seconds=_patience_s(limit)), default_pg_timeout)
+
+
+def _patience_s(limit: float) -> float:
+    return min(PATIENT * limit, _LONGEST_S)
+
+
+def leave(groups: Iterable[dist.ProcessGroup | None]) -> None:
+    """End these groups, those aside that the caller has ended already."""
+    for group in groups:
+        if dist.is_initialized():
+            with suppress(ValueError):
+                dist.destroy_process_group(group)
+
+
+# --- in the launcher's folder -----------------------------------------------------------------------------------------
+
+
+def leave_meeting(folder: str, num_processes: int) -> list[dict[str, str]]:
+    """The environments of processes on this machine that meet in a new file of `folder`, each in its own.
+
+    They listen on the loopback interface alone. Nothing listens at MASTER_PORT: it is there for scripts that look.
+    """
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    shared = {
+        _STORE: str(Path(folder, f"store-{uuid4().hex}")),
+        "GLOO_SOCKET_IFNAME": loopback(),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+    }
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_processes)]
+
+
+def loopback() -> str:
+    """The name of the interface that no other machine reaches."""
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if not names:
+        raise PipelineError("this machine has no loopback interface, lo; bring it up by `ip link set lo up`")
+    return names[0]
+
+
+def meet_by_environment() -> None:
+    """Let `torch.distributed.init_process_group()` meet in the launcher's folder too, and not at a port."""
+    if _STORE in os.environ:
+        # PyTorch has no public way to replace a handler, only to add one under another name.
+        handlers: dict[str, Any] = import_module("torch.distributed.rendezvous")._rendezvous_handlers
+        handlers["env"] = _handle_environment
+
+
+def _handle_environment(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
+    given = {name: int(values[0]) for name, values in parse_qs(urlparse(url).query).items()}
+    rank = given.get("rank", int(os.environ["RANK"]))
+    size = given.get("world_size", int(os.environ["WORLD_SIZE"]))
+    control.tell("joins")
+    yield _meet_in_folder(rank, size, timeout.total_seconds()), rank, size
+
+
+def _meet_in_folder(rank: int, size: int, limit: float) -> Store:
+    """What only the processes of this start write to and read from, once all are there."""
+    global _num_meetings
+    _num_meetings += 1
+    # A script may leave and join again; the addresses from before are of connections that have ended.
+    store = PrefixStore(f"rota/{_num_meetings}", FileStore(os.environ[_STORE], -1))
+    store.set(f"here {rank}", "")
+    missing = [*range(size)]
+    for _ in _looks(missing, limit):
+        while missing and store.check([f"here {missing[0]}"]):
+            del missing[0]
+        if not missing:
+            break
+    return store
+
+
+# --- at torchrun's store ----------------------------------------------------------------------------------------------
+
+
+def _meet_at_agent(rank: int, size: int, limit: float) -> Store:
+    """What only the processes of this start write to and read from.
+
+    torchrun's agent keeps one store for all restarts (torch 2.13), and with it the addresses of processes that have
+    ended, which Gloo would call. So each process shows a word of its own until the first one has answered it: no answer
+    of an earlier start knows that word.
+
+        process r   "word r": w ─────────────────▶ sees its w in the answer ──▶ "heard r": w name
+        the first              "answer r": w name ─▶ looks for other words until its answer is heard
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False)
+    name = _answer_all(store, size, limit) if rank == 0 else _ask(store, rank, limit)
+    return PrefixStore(f"rota/{name}", store)
+
+
+def _ask(store: Store, rank: int, limit: float) -> str:
+    word = uuid4().hex
+    store.set(f"rota/word {rank}", word)
+    for _ in _looks([0], limit):
+        answer = _got(store, f"rota/answer {rank}")
+        if answer.startswith(word):
+            break
+    store.set(f"rota/heard {rank}", answer)
+    return answer.removeprefix(word)
+
+
+def _answer_all(store: Store, size: int, limit: float) -> str:
+    name, missing = uuid4().hex, [*range(1, size)]
+    for _ in _looks(missing, limit):
+        for rank in [*missing]:
+            answer = _got(store, f"rota/word {rank}") + name
+            store.set(f"rota/answer {rank}", answer)
+            if _got(store, f"rota/heard {rank}") == answer:
+                missing.remove(rank)
+        if not missing:
+            break
+    return name
+
+
+def _looks(missing: list[int], limit: float) -> Iterator[None]:
+    """Again and again, until whoever is missing has had `limit` seconds."""
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        yield
+        time.sleep(_LOOK_S)
+    ranks = ", ".join(map(str, missing))
+    raise PipelineError(
+        f"process {ranks} has not joined the others within {limit:g} s; look there for the first error, or give "
+        f"`rota run`, rota.mesh or rota.Pipeline a larger timeout (they wait {PATIENT} times as long)"
+    )
+
+
+def _got(store: Store, key: str) -> str:
+    """What is there, or nothing: without waiting for it."""
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def on_first(doing: str, act: Callable[[], Result]) -> Result:
+    """What `act` returns on the first process, told to all as JSON; where there are no others, here. Collective.
+
+    Raises PipelineError, on all, where it fails.
+    """
+    result: Result | None = None
+    words, failure = "", None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            made = act()
+            json.dumps(made)  # what JSON does not write must fail here, and not on the way to the others
+            result = made
+        except Exception as error:  # the others must hear of it, or they would wait
+            words, failure = f"{type(error).__name__}: {error}", error
+    if dist.is_initialized():
+        result, words = broadcast_json([result, words])
+    if words:
+        raise PipelineError(f"{doing} failed on the first process ({words})") from failure
+    return cast(Result, result)

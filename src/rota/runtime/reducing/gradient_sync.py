@@ -1,0 +1,132 @@
+"""What a rank's gradients have to do with those of other processes: tied weights, replicas, shards, parts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import final
+
+import torch.distributed as dist
+from torch import nn
+
+from rota.errors import PipelineError
+from rota.models import Stages
+from rota.plan import Plan
+from rota.runtime.compute import Compute
+from rota.runtime.execution import Execution
+from rota.runtime.meshes import Processes
+from rota.runtime.reducing import norms
+from rota.runtime.reducing.replicas import (
+    Average,
+    last_gradients,
+    make_equal,
+    parameters_by_stage,
+    refuse_other_tensors,
+    replicated_parameters,
+)
+from rota.runtime.reducing.shared_weights import SharedWeight, SharedWeights
+from rota.runtime.reducing.wrapped_stages import Sharded, is_sharded
+from rota.tasks import Kind
+
+
+@final
+class GradientSync:
+    """Of one rank. `ddp_groups`: the process groups of stages that DDP wrapped. Collective to make, and to call."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        plan: Plan,
+        shared: list[SharedWeight],
+        processes: Processes,
+        ddp_groups: Mapping[nn.Module, dist.ProcessGroup],
+    ) -> None:
+        self._processes = processes
+        self._local = plan.placement.stages_on(processes.rank)
+        replicas = processes.replica_processes
+        self._sharded = Sharded(stages, plan.placement, self._local, replicas)
+        self._refuse_groups(stages, ddp_groups)
+        self._shared = SharedWeights(stages, plan.placement, shared, processes)
+        modules = nn.ModuleList(stages[stage] for stage in self._local)
+        self._parameters = [*modules.parameters()]
+        self._whole = [p for p in self._parameters if not is_sharded(p)]
+        replicated = replicated_parameters(stages, self._local)
+        if processes.parts is not None:
+            make_equal([norms.local(p) for p in replicated], processes.parts)
+        if processes.replicas is not None:
+            tensors = [*self._whole, *modules.buffers()]
+            refuse_other_tensors(tensors, processes.replicas)
+            make_equal(tensors, processes.replicas)
+        elsewhere = {*self._shared.counted_elsewhere}
+        elsewhere |= {*self._whole} if processes.replica else {*()}
+        elsewhere |= {*replicated} if processes.part else {*()}
+        self._counted = [p for p in self._parameters if p not in elsewhere]
+        last = last_gradients(plan, processes.rank)
+        self._averages = {
+            stage: Average(parameters, ddp_groups.get(stages[stage], processes.replicas))
+            for stage, parameters in parameters_by_stage(stages, last).items()
+            if processes.replicas is not None and parameters
+        }
+        #: Where the sum of tied weights' gradients is told: it waits for all of them.
+        tied = {*self._shared.tied}
+        self._last_tied = next((s for s in reversed(last) if tied & {*stages[s].parameters()}), None)
+        ops = plan.orders[processes.rank]
+        self._before = {
+            op: partial(self._sharded.gather, op.stage) for op in ops if op.kind is Kind.W and op.stage in self._sharded
+        }
+        reduced = {*self._averages, *self._sharded}
+        self._after = {op: partial(self._reduce, stage) for stage, op in last.items() if stage in reduced}
+
+    def _reduce(self, stage: int) -> None:
+        """After the stage's last gradient."""
+        if stage in self._averages:
+            self._averages[stage].start()
+        if stage in self._sharded:
+            self._sharded.reduce(stage)
+
+    def _refuse_groups(self, stages: Stages, ddp_groups: Mapping[nn.Module, dist.ProcessGroup]) -> None:
+        for stage in self._local:
+            group, replicas = ddp_groups.get(stages[stage]), self._processes.replica_processes
+            if group is not None and (over := sorted(dist.get_process_group_ranks(group))) != replicas:
+                raise PipelineError(
+                    f"stage {stage} is in DDP over the processes {over}, but its replicas are {replicas}; give DDP "
+                    f"process_group=mesh.get_group('dp'), and the pipeline the mesh"
+                )
+
+    def begin(self, execution: Execution[Compute], sync: bool, fresh: bool) -> None:
+        """Before a step; `fresh`: other parameters may be trained than in the last one."""
+        if not execution.trains:
+            return
+        if fresh and self._processes.replicas is not None:
+            refuse_other_tensors(self._whole, self._processes.replicas)
+        self._shared.begin()
+        self._sharded.begin()
+        execution.before, execution.after = self._before, self._after if sync else {}
+
+    def finish(self, execution: Execution[Compute], sync: bool) -> None:
+        """After a run: the gradients are whole, unless they wait for a later step with `sync`."""
+        if execution.trains:
+            execution.awaited = "the other replicas' gradients"
+            averages = self._averages if sync else {}
+            done = {stage: average.finish() for stage, average in averages.items()}
+            execution.record.reductions_ns = done | self._sharded.reductions_ns
+            execution.awaited = "the other ranks' gradients of tied weights"
+            started_ns = time.monotonic_ns()
+            self._shared.finish(sync)
+            if sync and self._last_tied is not None:
+                started_ns, _ = execution.record.reductions_ns.get(self._last_tied, (started_ns, 0))
+                execution.record.reductions_ns[self._last_tied] = started_ns, time.monotonic_ns()
+        self._sharded.finish()
+
+    def clip(
+        self, max_norm: float, norm_type: float, error_if_nonfinite: bool, share: Callable[[float], list[float]]
+    ) -> float:
+        """See `norms.clip`; every weight counts once."""
+        return norms.clip(self._parameters, self._counted, max_norm, norm_type, error_if_nonfinite, share)
+
+    def close(self) -> None:
+        """Let the process groups go."""
+        self._shared.close()
+        self._averages.clear()
+        self._after.clear()

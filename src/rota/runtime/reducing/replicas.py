@@ -1,0 +1,155 @@
+"""Replicas of a pipeline: equal from the start, their gradients averaged once a step, while other ops still run.
+
+rank 2, replica 0   … 2B2  2B3 ─┐ averaging stage 2's gradients ┌ 1B3 …
+rank 2, replica 1   … 2B2  2B3 ─┴───────────────────────────────┴ 1B3 …     wait for it at the step's end
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rota.errors import PipelineError
+from rota.models import Stages
+from rota.plan import Plan
+from rota.runtime.json_messages import all_gather_json
+from rota.runtime.reducing.wrapped_stages import is_sharded
+from rota.runtime.spmd import replicated_names
+from rota.runtime.transport import together
+from rota.tasks import Op
+
+
+def last_gradients(plan: Plan, rank: int) -> dict[int, Op]:
+    """For each stage on `rank` the op after which its weights' gradients are complete, in the order of these ops."""
+    last: dict[int, Op] = {}
+    for op in plan.orders[rank]:
+        if op.kind.makes_weight_gradients:
+            last.pop(op.stage, None)
+            last[op.stage] = op
+    return last
+
+
+def parameters_by_stage(stages: Stages, last: Iterable[int]) -> dict[int, list[nn.Parameter]]:
+    """Each parameter that is whole in this process, with the `last` stage here that uses it."""
+    found: dict[int, list[nn.Parameter]] = {}
+    seen: set[nn.Parameter] = set()
+    for stage in reversed([*last]):
+        own = [p for p in stages[stage].parameters() if p not in seen and not is_sharded(p)]
+        seen.update(own)
+        found[stage] = own
+    return found
+
+
+def make_equal(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Give all processes of the group the values that its first one has."""
+    for same in by_dtype(tensors).values():
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
+        with together("making the replicas' weights equal"), torch.no_grad():
+            dist.broadcast(flat.view(torch.uint8), group_src=0, group=group)
+            for tensor, value in _parts(flat, same):
+                tensor.copy_(value)
+
+
+def replicated_parameters(stages: Stages, local: Iterable[int]) -> list[nn.Parameter]:
+    """Those that every rank of a tensor-parallel group holds whole, each once."""
+    found = (stages[stage].get_parameter(name) for stage in local for name in replicated_names(stages[stage]))
+    return [*dict.fromkeys(found)]
+
+
+def refuse_other_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Raises PipelineError, on all replicas, unless they have the same shapes and train the same of them."""
+    mine = [(list(tensor.shape), str(tensor.dtype), tensor.requires_grad) for tensor in tensors]
+    with together("comparing the replicas' parameters"):
+        told = all_gather_json(mine, group)
+    for replica, other in enumerate(told):
+        if other != told[0]:
+            place = next((i for i, (a, b) in enumerate(zip(told[0], other, strict=False)) if a != b), len(other))
+            counts = [(len(one), sum(trained for *_, trained in one)) for one in (other, told[0])]
+            raise PipelineError(
+                f"on this rank replica {replica} has {counts[0][0]} parameters and buffers and trains {counts[0][1]}, "
+                f"replica 0 has {counts[1][0]} and trains {counts[1][1]}; they differ from number {place} on: give all "
+                f"replicas the same model, and freeze the same in each"
+            )
+
+
+@final
+class Average:
+    """The average of some parameters' gradients over replicas: begun by `start`, in `.grad` after `finish`.
+
+    One flat buffer a dtype. Behind the gradients it tells for each whether it is there: where no replica has one, none
+    is made.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+        self._parameters, self._group = parameters, group
+        self._under_way: list[tuple[Any, torch.Tensor, list[nn.Parameter]]] = []
+        self._started_ns, self._ended_ns = 0, [0]
+
+    def start(self) -> None:
+        """Collective, as `finish` is; does not wait for the others."""
+        self._started_ns, self._ended_ns = time.monotonic_ns(), []
+        for parameters in by_dtype(p for p in self._parameters if p.requires_grad).values():
+            flat = packed(parameters).div_(self._group.size())
+            with together("averaging gradients over replicas"):
+                work: Any = dist.all_reduce(flat, group=self._group, async_op=True)
+            ended = self._ended_ns  # this step's list, should it be told late
+            work.get_future().add_done_callback(lambda _, ended=ended: ended.append(time.monotonic_ns()))
+            self._under_way.append((work, flat, parameters))
+
+    def finish(self) -> tuple[int, int]:
+        """Wait for the averages; returns when they were begun and when they were there, by the monotonic clock."""
+        num_begun = len(self._under_way)
+        for work, flat, parameters in self._under_way:
+            with together("averaging gradients over replicas"):
+                work.wait()
+            unpack(flat, parameters)
+        self._under_way.clear()
+        ended = max(self._ended_ns, default=self._started_ns)
+        return self._started_ns, ended if len(self._ended_ns) == num_begun else time.monotonic_ns()
+
+
+def by_dtype(tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, list[Any]]:
+    found: dict[torch.dtype, list[Any]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.dtype, []).append(tensor)
+    return found
+
+
+def packed(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """Their gradients in a row, of one dtype, and for each whether it is there."""
+    num = sum(parameter.numel() for parameter in parameters)
+    flat = torch.zeros(num + len(parameters), dtype=parameters[0].dtype)
+    for i, (parameter, part) in enumerate(_parts(flat, parameters)):
+        if parameter.grad is not None:
+            if parameter.grad.is_sparse:
+                raise PipelineError(
+                    f"a parameter of shape {list(parameter.shape)} has a sparse gradient, which is not reduced "
+                    f"over processes; make it with sparse=False"
+                )
+            part.copy_(parameter.grad)
+            flat[num + i] = 1
+    return flat
+
+
+@torch.no_grad()
+def unpack(flat: torch.Tensor, parameters: list[nn.Parameter]) -> None:
+    """Back into `.grad`, where any process had one."""
+    there = flat[-len(parameters) :].abs().tolist()
+    for (parameter, part), anywhere in zip(_parts(flat, parameters), there, strict=True):
+        if parameter.grad is not None:
+            parameter.grad.copy_(part)
+        elif anywhere:
+            parameter.grad = torch.empty_like(parameter).copy_(part)
+
+
+def _parts(flat: torch.Tensor, tensors: list[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Each tensor with its part of the flat buffer."""
+    start = 0
+    for tensor in tensors:
+        yield tensor, flat[start : start + tensor.numel()].view(tensor.shape)
+        start += tensor.numel()

@@ -1,0 +1,177 @@
+"""Weights that several ranks hold: equal from the start, tied ones' gradients summed once a step, each counted once.
+
+rank 0   stage 0  embedding.weight ─┐                          ┌─▶ .grad of this step, the sum on both
+rank 3   stage 3  head.weight      ─┴─ one all-reduce a step ──┴─▶ on top of what .grad held before
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rota.errors import PipelineError
+from rota.models import Stages
+from rota.placement import Placement
+from rota.runtime.meshes import Processes
+from rota.runtime.reducing.replicas import by_dtype, packed, unpack
+from rota.runtime.spmd import replicated_names
+from rota.runtime.transport import together
+
+
+class SharedWeight(NamedTuple):
+    """A parameter on several `ranks`; `summed`: each makes a part of its gradient, else each makes all of it."""
+
+    stage: int
+    name: str
+    ranks: tuple[int, ...]
+    summed: bool
+
+
+def shared_weights(stages: Stages, placement: Placement) -> list[SharedWeight]:
+    """All weights that several ranks hold, in the same order on every rank. Raises PipelineError.
+
+    A weight tied over stages on several ranks each is tied part by part: the lowest ranks' with the lowest ranks'.
+    """
+    found = []
+    tied = set()
+    for tie in stages.ties:
+        tied |= {*tie}
+        on = [sorted(placement.ranks_of(stage)) for stage, _ in tie]
+        parts = [tuple(dict.fromkeys(ranks)) for ranks in zip(*on, strict=False)]
+        mixed = sum(map(len, parts)) > len({rank for ranks in parts for rank in ranks})
+        if len({*map(len, on)}) > 1 or mixed:
+            told = ", ".join(f"{name!r} of stage {s} on {r}" for (s, name), r in zip(tie, on, strict=True))
+            raise PipelineError(
+                f"one weight is tied over stages on ranks that do not match part by part ({told}); place these stages "
+                f"on the same ranks, or untie it"
+            )
+        found += [SharedWeight(*tie[0], ranks, summed=True) for ranks in parts if len(ranks) > 1]
+    for stage, module in enumerate(stages.modules):
+        if len(ranks := placement.ranks_of(stage)) > 1:
+            names = [name for name in replicated_names(module) if (stage, name) not in tied]
+            found += [SharedWeight(stage, name, ranks, summed=False) for name in names]
+    return found
+
+
+class _Open(NamedTuple):
+    """`.grad` as a step without sync left it, the `whole`: what of it was summed before, and the rest."""
+
+    summed: torch.Tensor
+    rest: torch.Tensor | None
+    whole: torch.Tensor
+    version: int
+
+
+@final
+class SharedWeights:
+    """This rank's part in `shared_weights`. Collective to make, and to `finish`."""
+
+    def __init__(self, stages: Stages, placement: Placement, shared: list[SharedWeight], processes: Processes) -> None:
+        rank = processes.rank
+        together_on = dict.fromkeys(weight.ranks for weight in shared)
+        self._groups = {ranks: processes.of_ranks(ranks) for ranks in together_on}
+        self._tied: dict[tuple[int, ...], list[nn.Parameter]] = {}
+        #: Parameters that are counted on another rank.
+        self.counted_elsewhere: set[nn.Parameter] = set()
+        for weight in (weight for weight in shared if rank in weight.ranks):
+            parameter = stages[weight.stage].get_parameter(weight.name)
+            with together("making shared weights equal"), torch.no_grad():
+                value = parameter.detach().clone(memory_format=torch.contiguous_format)
+                source = sorted(weight.ranks).index(weight.ranks[0])
+                dist.broadcast(value, group_src=source, group=self._groups[weight.ranks])
+                parameter.copy_(value)
+            if weight.summed:
+                self._tied.setdefault(weight.ranks, []).append(parameter)
+            if weight.ranks[0] != rank:
+                self.counted_elsewhere.add(parameter)
+        #: Of a step: what `.grad` held that is summed already.
+        self._aside: dict[nn.Parameter, torch.Tensor | None] = {}
+        self._open: dict[nn.Parameter, _Open] | None = None  # None after a step whose gradients were summed
+        self._buffers = [*_copied_buffers(stages, placement, rank)]
+        self._versions: list[int] = []
+
+    @property
+    def tied(self) -> list[nn.Parameter]:
+        """Those here whose gradients are summed over ranks."""
+        return [parameter for parameters in self._tied.values() for parameter in parameters]
+
+    def begin(self) -> None:
+        """Lay aside what of `.grad` is a sum already; the rest has not been summed yet, or is still to come."""
+        self._aside = {parameter: self._lay_aside(parameter) for parameter in self.tied}
+        self._versions = [buffer._version for _, _, buffer in self._buffers]
+
+    def _lay_aside(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        whole = parameter.grad
+        if self._open is None:
+            parameter.grad = None
+            return whole
+        left = self._open.get(parameter)
+        if left is None or whole is None:  # nothing was summed, or the caller has cleared it
+            return None
+        if whole is left.whole and whole._version == left.version:
+            parameter.grad = left.rest
+            return left.summed
+        if whole.any():
+            raise PipelineError(
+                f"the gradient of a tied weight of shape {list(parameter.shape)} was changed between two steps of "
+                f"which the first has sync=False; change gradients after a step with sync=True"
+            )
+        return None
+
+    def finish(self, sync: bool = True) -> None:
+        """Sum this step's gradients over the ranks of each tie, and add them to what was there.
+
+        Without `sync` leave that to a later step.
+        """
+        for (stage, name, buffer), version in zip(self._buffers, self._versions, strict=True):
+            if buffer._version != version:
+                raise PipelineError(
+                    f"stage {stage} changes its buffer {name!r}, which stages on several ranks share, and each would "
+                    f"have another: use a layer without running statistics, or put it in eval()"
+                )
+        if sync:
+            with together("summing the gradients of tied weights"):
+                for ranks, parameters in self._tied.items():
+                    _sum(parameters, self._groups[ranks])
+        self._open = None if sync else {}
+        for parameter, summed in self._aside.items():
+            if summed is None:
+                continue
+            rest = parameter.grad
+            if self._open is None:
+                parameter.grad = summed if rest is None else summed.add_(rest)
+            else:
+                parameter.grad = whole = summed.clone() if rest is None else summed + rest
+                self._open[parameter] = _Open(summed, rest, whole, whole._version)
+        self._aside = {}
+
+    def close(self) -> None:
+        """Let the groups go."""
+        self._groups.clear()
+
+
+def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """All gradients of a dtype at once, as each collective takes a while; where no rank has one, none is made."""
+    under_way = []
+    for same in by_dtype(parameters).values():
+        flat = packed(same)
+        under_way.append((dist.all_reduce(flat, group=group, async_op=True), flat, same))
+    for work, flat, same in under_way:
+        work.wait()
+        unpack(flat, same)
+
+
+def _copied_buffers(stages: Stages, placement: Placement, rank: int) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """Buffers of this rank's stages that stages on other ranks have too."""
+    places: dict[int, set[tuple[int, ...]]] = {}
+    for stage, module in enumerate(stages.modules):
+        for buffer in module.buffers():
+            places.setdefault(id(buffer), set()).add(placement.ranks_of(stage))
+    for stage in placement.stages_on(rank):
+        for name, buffer in stages[stage].named_buffers():
+            if len(places[id(buffer)]) > 1:
+                yield stage, name, buffer

@@ -1,0 +1,210 @@
+"""The whole step as one CP-SAT model: the best orders with a proof, where the step is small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations
+from math import ceil
+from typing import Any, Literal
+
+import numpy as np
+from ortools.sat.python import cp_model
+
+from rota.search.budget import Budget
+from rota.search.exact import cpsat
+from rota.search.exact.ordering import Ordering
+from rota.search.exact.transfer_memory import Carry, Level, Point, Times
+from rota.search.exact.window import StepEnd, Window
+from rota.search.paths import Clock, last_gradients
+from rota.search.problem import NO_LIMIT, Orders, Problem
+from rota.stopping import look
+
+MOST_TIMED_OPS = 100  # up to which a span's model has all ops start as soon as possible; beyond, it is a relaxation
+
+_ENDED = (cp_model.OPTIMAL, cp_model.INFEASIBLE)
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Orders that are better than those given, None where none were found; and what no orders are below."""
+
+    orders: Orders | None
+    bound_us: int
+
+
+def solve(
+    problem: Problem,
+    objective: Literal["makespan", "span"],
+    best: Orders | None,
+    bound_us: int,
+    budget: Budget,
+    seed: int = 0,
+    on_better: Callable[[Orders], None] | None = None,
+) -> Exact:
+    """Looks for orders better than `best`, and for a proof that there are none. `bound_us`: known to be none below.
+
+    Without `best`, and when no orders fit at all, the bound is longer than any step.
+    """
+    clock = Clock(problem, objective == "span")
+    window, value_us = whole_step(clock, best)
+    horizon_us = _longest_us(problem)
+    most_us = horizon_us if value_us is None else value_us - 1
+    ordering = Ordering(window, bound_us, most_us, horizon_us if clock.of_span else None)
+    budget.spend(ordering.nominal_s)
+    if ordering.is_impossible:
+        return Exact(None, max(bound_us, most_us + 1))
+    if clock.of_span:
+        _measure_span(ordering)
+    else:
+        ordering.minimize()
+    ordering.hint()
+    status, solver = cpsat.solve(ordering.model, budget, seed)
+    if status == cp_model.INFEASIBLE:
+        return Exact(None, most_us + 1)
+    bound_us = max(bound_us, ceil(solver.best_objective_bound))
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return Exact(None, bound_us)
+    orders = clock.orders(ordering.rows(solver.value))
+    if on_better is not None:
+        on_better(orders)
+    return Exact(orders, bound_us)
+
+
+def whole_step(clock: Clock, best: Orders | None) -> tuple[Window, int | None]:
+    """Every op, free on every rank, in the order of `best` or one micro-batch at a time; the value of `best`."""
+    problem, value_us = clock.problem, None
+    if best is None:
+        place = np.argsort(problem.topological)[clock.task_of]
+        sequence = np.lexsort((place, np.arange(len(place)) - problem.first_node[clock.task_of]))
+    else:
+        paths = clock.paths(best)
+        assert paths is not None
+        sequence, value_us = np.argsort(paths.starts), paths.value_us
+    place_of = np.argsort(sequence)
+    rows = tuple(tuple(nodes[np.argsort(place_of[nodes])].tolist()) for nodes in clock.nodes_on)
+    nodes = sequence.tolist()
+    tails = dict.fromkeys(nodes, 0)
+    if not clock.of_span:
+        for rank, row in enumerate(rows):
+            tails.update((node, max(tails[node], clock.optimizers(rank))) for node in row)
+    step_ends = tuple(((), 0) if clock.of_span else _step_ends(problem, rank, row) for rank, row in enumerate(rows))
+    is_free, levels, heads = (True,) * len(rows), (0,) * len(rows), dict.fromkeys(nodes, 0)
+    return Window(clock, tuple(nodes), rows, is_free, levels, heads, tails, step_ends), value_us
+
+
+def _step_ends(problem: Problem, rank: int, row: tuple[int, ...]) -> tuple[tuple[StepEnd, ...], int]:
+    first, after = problem.step_ends.first[rank : rank + 2].tolist()
+    ends, optimizers_us = [], 0
+    for i in range(first // 3, after // 3):
+        _, reduce_us, optimizer_us = problem.step_ends.values[3 * i : 3 * i + 3].tolist()
+        gradients = tuple(node for node in last_gradients(problem, i) if node in row)
+        ends.append(StepEnd(gradients, reduce_us))
+        optimizers_us += optimizer_us
+    return tuple(ends), optimizers_us
+
+
+def _longest_us(problem: Problem) -> int:
+    """No step whose ops start as soon as possible takes longer: all in a row."""
+    ends = problem.step_ends.values
+    lags = sum(lag * int(problem.counts[source]) for (source, _), lag in problem.lags_us.items())
+    return int((problem.durations_us * problem.counts).sum() + ends[1::3].sum() + ends[2::3].sum()) + lags
+
+
+def find_fitting(
+    problem: Problem, objective: Literal["makespan", "span"], best: Orders | None, budget: Budget, seed: int = 0
+) -> tuple[Orders | None, bool]:
+    """(orders that are better than `best` and fit with all that transfers hold, whether it is proven to be over).
+
+    For a small step alone: ops start as soon as they can, as in a plan, and every level is counted. Proven is that
+    nothing better fits in which tasks do their micro-batches in order; where transfers hold bytes, others may.
+    """
+    clock = Clock(problem, objective == "span")
+    window, value_us = whole_step(clock, best)
+    horizon_us = _longest_us(problem)
+    ordering = Ordering(window, 0, horizon_us if value_us is None else value_us - 1, horizon_us)
+    budget.spend(ordering.nominal_s)
+    if ordering.is_impossible:
+        return None, True
+    if clock.of_span:
+        _measure_span(ordering)
+    else:
+        ordering.minimize()
+        _start_as_soon_as_possible(ordering)
+    budget.spend(_count_transfers(ordering))
+    status, solver = cpsat.solve(ordering.model, budget, seed)
+    found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    return clock.orders(ordering.rows(solver.value)) if found else None, status in _ENDED
+
+
+def _count_transfers(ordering: Ordering) -> float:
+    """Levels by time, on each rank with a limit where transfers hold bytes; the nominal seconds that this has taken."""
+    window, model, ticks = ordering.window, ordering.model, ordering.ticks
+    problem = window.clock.problem
+    longest = ordering.certain.most
+    most_us = longest + max((route.duration_us for route in problem.placement.routes), default=0)
+
+    def point(time: Any) -> Point:
+        """Of a time in ticks."""
+        if ticks == 1:
+            return Point(time, 0)
+        us = model.new_int_var(0, most_us, "us")
+        model.add_linear_constraint(time - ticks * us, 0, ticks - 1)
+        return Point(us, 0)
+
+    times = Times(
+        model,
+        {node: point(start) for node, start in ordering.starts.items()},
+        lambda node, lag_us: point(ordering.ends[node] + lag_us * ticks),
+        ordering.before,
+        lambda node: int(problem.durations_us[window.task_of[node]]) > 0,
+    )
+    held = {node: int(problem.held_bytes[task]) for node, task in window.task_of.items()}
+    peak = {node: int(problem.peak_bytes[task]) for node, task in window.task_of.items()}
+    nominal_s = 0.0
+    for rank, row in enumerate(window.rows):
+        carries = [
+            Carry(source, target, route.num_bytes, route.duration_us, rank == route.sender)
+            for route in problem.placement.routes
+            if route.num_bytes and rank in (route.sender, route.receiver)
+            for source, target in zip(window.nodes_of[route.source], window.nodes_of[route.target], strict=True)
+        ]
+        if carries and problem.limits_bytes[rank] != NO_LIMIT:
+            level = Level(times, row, carries)
+            for held_now in level.all(held, peak):
+                model.add(held_now <= int(problem.limits_bytes[rank]))
+            nominal_s += level.nominal_s
+    return nominal_s
+
+
+def _measure_span(ordering: Ordering) -> None:
+    """What is measured is the longest time from a rank's first start to its last end."""
+    window, model = ordering.window, ordering.model
+    longest = ordering.certain.most
+    for tasks in window.tasks_on:
+        first = model.new_int_var(0, longest, "first start")
+        for task in tasks:
+            model.add(first <= ordering.starts[window.nodes_of[task][0]])
+        for task in tasks:
+            ordering.require_end(ordering.ends[window.nodes_of[task][-1]] - first)
+    model.minimize(ordering.end_us)
+    if len(window.sequence) <= MOST_TIMED_OPS:
+        _start_as_soon_as_possible(ordering)
+
+
+def _start_as_soon_as_possible(ordering: Ordering) -> None:
+    """Each op starts at 0, or when something that it waits for is there. For a span, to start later can be shorter."""
+    window, model = ordering.window, ordering.model
+    waits = {(a, b, lag) for a, b, lag in window.edges}
+    for row in window.rows:
+        waits |= {(a, b, 0) for a, b in combinations(row, 2)} | {(b, a, 0) for a, b in combinations(row, 2)}
+    reasons: dict[int, list[cp_model.IntVar]] = {node: [] for node in window.sequence}
+    for a, b, lag in sorted(waits):
+        reason = model.new_bool_var(f"{b} waits for {a}")
+        model.add(ordering.starts[b] == ordering.ends[a] + lag).only_enforce_if(reason)
+        reasons[b].append(reason)
+    for node, literals in reasons.items():
+        look()
+        at_0 = model.new_bool_var(f"{node} at 0")
+        model.add(ordering.starts[node] == 0).only_enforce_if(at_0)
+        model.add_bool_or([at_0, *literals])

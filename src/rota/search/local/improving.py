@@ -1,0 +1,112 @@
+"""Local search, round after round, each one longer: on what list scheduling is told, then on the orders themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Literal
+
+import numpy as np
+
+from rota.search.budget import NOMINAL_OPS_PER_S, Budget
+from rota.search.local.moves import State, anneal
+from rota.search.local.policies import Climb, Key
+from rota.search.problem import Orders, Problem
+from rota.search.timing import Score, StepEnds, score
+from rota.stopping import Stopped
+
+_CHUNK = NOMINAL_OPS_PER_S // 20  # ops timed between two looks at the budget
+_FIRST_ROUND = 600  # times the ops of the problem: how many are timed in the first round's annealing
+_CLIMB_PART = 0.5  # of that for policies
+_HEATS = (0.1, 0.3)  # by turns: how many mean ops longer a move may readily make it at first
+
+
+def improve(
+    problem: Problem,
+    orders: Orders,
+    objective: Literal["makespan", "span"],
+    bound_us: int,
+    budget: Budget,
+    seed: int = 0,
+    on_better: Callable[[Orders, Score], None] | None = None,
+) -> Orders:
+    """The best orders found until the budget is over or the objective at its bound; at least as good as `orders`.
+
+    `orders` must fit and have no cycle; so do all that are found. Of equal objective, the other one counts.
+    """
+    search = _Improvement(problem, orders, objective == "span", budget, seed, bound_us, on_better)
+    with suppress(Stopped):
+        search.run()
+    return search.best
+
+
+class _Improvement:
+    """The best so far. In each round policies, then annealing of what they found, if that is new, and of the best."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        orders: Orders,
+        is_span: bool,
+        budget: Budget,
+        seed: int,
+        bound_us: int,
+        on_better: Callable[[Orders, Score], None] | None,
+    ) -> None:
+        self.is_span = is_span
+        self.budget = budget
+        self.bound_us = bound_us
+        self.on_better = on_better
+        self.best = orders
+        timed = score(problem, orders)
+        assert timed is not None
+        self.key: Key = (timed.span_us, timed.makespan_us) if is_span else (timed.makespan_us, timed.span_us)
+        self.mean_us = float((problem.counts * problem.durations_us).sum() / problem.counts.sum())
+        self.climb = Climb(problem, is_span, seed)
+        self.tables, self.memory = self.climb.dispatcher.tables, self.climb.dispatcher.memory
+        self.step_ends = StepEnds.of(problem)
+        self.state = State.of(problem, orders, seed)
+
+    @property
+    def is_over(self) -> bool:
+        return self.key[0] <= self.bound_us or self.budget.is_over
+
+    def run(self) -> None:
+        work, turn = _FIRST_ROUND * len(self.best), 0
+        while not self.is_over:
+            before = self.climb.key
+            self._climb(_CLIMB_PART * work)
+            heat = _HEATS[turn % len(_HEATS)] * self.mean_us
+            found = self.climb.key
+            if self.climb.orders is not None and found is not None and found not in (before, self.key):
+                self._anneal(self.climb.orders, found, work, heat)
+            self._anneal(self.best, self.key, work, heat)
+            work, turn = 2 * work, turn + 1
+
+    def _climb(self, most_work: float) -> None:
+        done = 0
+        while done < most_work and not self.is_over:
+            self.climb.try_one()
+            done += self.climb.work_a_try
+            self.budget.spend_ops(self.climb.work_a_try)
+            if self.climb.orders is not None and self.climb.key is not None and self.climb.key < self.key:
+                self._take(self.climb.orders, self.climb.key)
+
+    def _anneal(self, orders: Orders, key: Key, most_work: int, heat: float) -> None:
+        """In chunks, cooling down to 0."""
+        state, best, done = self.state, np.array(key, np.int64), 0
+        state.orders[:] = state.best[:] = orders
+        while done < most_work and not self.is_over:
+            share = min(max(_CHUNK, 2 * len(orders)), most_work - done)
+            heats = np.array([heat * (1 - work / most_work) for work in (done, done + share)])
+            compiled = self.tables, self.step_ends, self.memory, state
+            work = int(anneal(*compiled, best, self.is_span, heats, share, self.bound_us))
+            done += work
+            self.budget.spend_ops(work)
+            if tuple(best) < self.key:
+                self._take(state.best.copy(), (int(best[0]), int(best[1])))
+
+    def _take(self, orders: Orders, key: Key) -> None:
+        self.best, self.key = orders, key
+        if self.on_better:
+            self.on_better(orders, Score(*(key[::-1] if self.is_span else key)))

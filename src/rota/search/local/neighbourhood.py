@@ -1,0 +1,178 @@
+"""Large-neighbourhood search (Shaw, "Using constraint programming and local search methods", CP 1998).
+
+All orders stay, but for the ops of a window of time, on some ranks that are next to each other. CP-SAT puts these into
+a better order, exactly and under the memory limit. Ways into the window are heads, ways out of it tails: what brings
+all its ends forward ends the step earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Literal
+
+import numpy as np
+from ortools.sat.python import cp_model
+
+from rota.search.budget import Budget
+from rota.search.exact import cpsat
+from rota.search.exact.ordering import Ordering
+from rota.search.exact.window import StepEnd, Window
+from rota.search.paths import Clock, Paths, last_gradients
+from rota.search.problem import Orders, Problem
+from rota.stopping import Stopped
+
+_FIRST_SIZE, _LEAST_SIZE, _MOST_SIZE = 60, 20, 400  # ops that a window may put in order
+_OPS_A_RANK = 12  # in a window, or there is little to exchange: with many ranks only some are free
+_WINDOW_S = 1.0  # nominal seconds for one window
+_GROW, _SHRINK = 1.06, 0.9  # the size, after a window that was easy, and after one that was too hard
+
+
+def improve(
+    problem: Problem,
+    orders: Orders,
+    objective: Literal["makespan", "span"],
+    bound_us: int,
+    budget: Budget,
+    seed: int = 0,
+    on_better: Callable[[Orders], None] | None = None,
+) -> Orders:
+    """The best orders found until the budget is over or the objective at its bound; at least as good as `orders`.
+
+    `orders` must fit and have no cycle; so do all that are found.
+    """
+    clock, turn, size = Clock(problem, objective == "span"), Random(seed), float(_FIRST_SIZE)
+    paths = clock.paths(orders)
+    assert paths is not None
+    while paths.value_us > bound_us and not budget.is_over:
+        budget.spend_ops(len(orders))  # to find the window
+        share = budget.share(_WINDOW_S)
+        window = window_at(clock, paths, *_choose(clock, paths, int(size), turn))
+        try:
+            status, rows = reorder(window, bound_us, paths.value_us - 1, share, turn.randrange(1 << 30))
+        except Stopped:
+            break
+        if rows is not None:
+            better = clock.orders(_replaced(paths, window, rows))
+            found = clock.paths(better)
+            assert found is not None
+            if found.value_us < paths.value_us:  # a span may have grown elsewhere: see `Clock.paths`
+                orders, paths = better, found
+                if on_better is not None:
+                    on_better(orders)
+        if status == cp_model.UNKNOWN:
+            size = max(size * _SHRINK, _LEAST_SIZE)
+        elif share.spent_s < _WINDOW_S / 4:
+            size = min(size * _GROW, _MOST_SIZE)
+    return orders
+
+
+def reorder(
+    window: Window, least_us: int, most_us: int, budget: Budget, seed: int
+) -> tuple[int, list[list[int]] | None]:
+    """(status of CP-SAT, the window's rows in an order that ends by `most_us`, or None where none was found)"""
+    ordering = Ordering(window, least_us, most_us)
+    budget.spend(ordering.nominal_s)
+    if ordering.is_impossible:
+        return int(cp_model.INFEASIBLE), None
+    ordering.minimize()
+    ordering.hint()
+    status, solver = cpsat.solve(ordering.model, budget, seed)
+    found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    return status, ordering.rows(solver.value) if found else None
+
+
+def _choose(clock: Clock, paths: Paths, size: int, turn: Random) -> tuple[int, int, list[bool]]:
+    """Begin and end in ticks, and which ranks are free: `size` ops where a rank idles, or nothing can be gained."""
+    rank, at = _idle(clock, paths, turn)
+    num_ranks = len(paths.rows)
+    width = min(max(size // _OPS_A_RANK, 2), num_ranks)
+    first = min(max(rank - turn.randrange(width), 0), num_ranks - width)
+    free = range(first, first + width)
+    starts = np.sort(np.concatenate([paths.starts[paths.rows[r]] for r in free]))
+    begin = int(np.searchsorted(starts, at)) - turn.randrange(size)
+    begin = max(min(begin, len(starts) - size), 0)
+    last = min(begin + size, len(starts)) - 1
+    return int(starts[begin]), int(starts[last]) + 1, [r in free for r in range(num_ranks)]
+
+
+def _idle(clock: Clock, paths: Paths, turn: Random) -> tuple[int, int]:
+    """A rank, and the start of its op after an idle time; long ones are likelier. After the last op: that op's."""
+    rank = turn.choice([r for r, row in enumerate(paths.rows) if len(row)])
+    starts = paths.starts[paths.rows[rank]]
+    ends = starts + clock.lengths[clock.task_of[paths.rows[rank]]]
+    over = max(paths.value_us * clock.ticks, int(ends[-1]))
+    idle = np.cumsum(np.append(starts, over) - np.insert(ends, 0, 0))
+    place = int(np.searchsorted(idle, turn.random() * idle[-1], side="right"))
+    return rank, int(starts[min(place, len(starts) - 1)])
+
+
+def window_at(clock: Clock, paths: Paths, begin: int, end: int, is_free: Sequence[bool]) -> Window:
+    """The ops that start from `begin` on and before `end` (ticks)."""
+    problem, starts, tails_of, lengths = clock.problem, paths.starts, paths.tails, clock.lengths
+    rows, levels, step_ends = [], [], []
+    heads: dict[int, int] = {}
+    tails: dict[int, int] = {}
+    for rank, row in enumerate(paths.rows):
+        first, after = np.searchsorted(starts[row], (begin, end))
+        nodes, tasks = row[first:after].tolist(), clock.task_of[row]
+        head = int(starts[row[first - 1]] + lengths[tasks[first - 1]]) if first else 0
+        tail = int(lengths[tasks[after]] + tails_of[row[after]] if after < len(row) else paths.after[rank])
+        for node in nodes:
+            heads[node] = max(heads.get(node, head), head)
+            tails[node] = max(tails.get(node, tail), tail)
+        rows.append(tuple(nodes))
+        levels.append(int(problem.held_bytes[tasks[:first]].sum()))
+        step_ends.append(_step_ends_in(problem, paths.step_ends[rank], first, after, nodes))
+    _add_ways(clock, paths, heads, tails)
+    sequence = sorted(heads, key=starts.__getitem__)
+    return Window(clock, tuple(sequence), tuple(rows), tuple(is_free), tuple(levels), heads, tails, tuple(step_ends))
+
+
+def _step_ends_in(
+    problem: Problem, step_ends: Sequence[tuple[int, int]], first: int, after: int, nodes: Sequence[int]
+) -> tuple[tuple[StepEnd, ...], int]:
+    """Those with their last gradients at places `first` to `after`, and the time of what follows them."""
+    ends, later_us = [], 0
+    for place, end in step_ends:
+        _, reduce_us, optimizer_us = problem.step_ends.values[3 * end : 3 * end + 3].tolist()
+        later_us += optimizer_us
+        if place >= after:
+            later_us += reduce_us
+        elif place >= first:
+            gradients = tuple(node for node in last_gradients(problem, end) if node in nodes)
+            ends.append(StepEnd(gradients, reduce_us))
+    return tuple(ends), later_us
+
+
+def _add_ways(clock: Clock, paths: Paths, heads: dict[int, int], tails: dict[int, int]) -> None:
+    """Data that comes into the window, and that goes out of it."""
+    first, starts, tails_of = clock.problem.first_node.tolist(), paths.starts, paths.tails
+    lengths, ticks = clock.lengths.tolist(), clock.ticks
+    tasks = clock.task_of[list(heads)].tolist()
+    outgoing: dict[int, list[tuple[int, int]]] = {}
+    incoming: dict[int, list[tuple[int, int]]] = {}
+    for (source, target), lag in clock.problem.lags_us.items():
+        outgoing.setdefault(source, []).append((target, lag * ticks))
+        incoming.setdefault(target, []).append((source, lag * ticks))
+    for node, task in zip(list(heads), tasks, strict=True):
+        for source, lag in incoming.get(task, ()):
+            other = node - first[task] + first[source]
+            if other not in heads:
+                heads[node] = max(heads[node], int(starts[other]) + lengths[source] + lag)
+        for target, lag in outgoing.get(task, ()):
+            other = node - first[task] + first[target]
+            if other not in heads:
+                tails[node] = max(tails[node], lag + lengths[target] + int(tails_of[other]))
+
+
+def _replaced(paths: Paths, window: Window, rows: list[list[int]]) -> list[list[int]]:
+    """All nodes of each rank, the window's in their new order."""
+    result = []
+    for old, before, row in zip(paths.rows, window.rows, rows, strict=True):
+        nodes: list[int] = old.tolist()
+        if row:
+            at = nodes.index(before[0])
+            nodes[at : at + len(row)] = row
+        result.append(nodes)
+    return result

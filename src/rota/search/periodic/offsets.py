@@ -1,0 +1,242 @@
+"""Offsets of one period by simulated annealing: where CP-SAT takes long, this often finds a rhythm at once.
+
+The state is an offset for each node. Rounds follow: each node as soon as its inputs allow, then those that nothing was
+freed before as late as possible. Overlaps and bytes over the limit are the energy (Kirkpatrick, Gelatt and Vecchi,
+1983); orders that do not overlap too much are put right by retiming.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from rota.search.budget import Budget
+from rota.search.periodic.modulo import Window, rhythm_of
+from rota.search.periodic.retiming import Rhythm
+from rota.search.problem import NO_LIMIT, Integers, Rows
+
+_MOVES_A_NODE = 6_000
+_STEPS = 12  # calls of the compiled loop at least, between which the budget is asked
+_MOST_OPS_A_CALL = 4_000_000  # of the ops that a budget counts
+_HOT, _COLD = 0.05, 0.003  # temperatures; an overlap of a whole period has the energy 1
+_OVER = 0.2  # the energy of being over a limit by the largest task of the rank
+_OPS_A_VISIT = 0.25  # of one node, or of a pair on one rank, in the ops that a budget counts
+
+
+class _Tables(NamedTuple):
+    """Nodes' inputs and outputs with the least µs from start to start, and the nodes on each rank."""
+
+    durations_us: Integers
+    held_bytes: Integers
+    peak_bytes: Integers
+    limits_bytes: Integers
+    weights: Integers
+    sequence: Integers  #: inputs first
+    places: Integers  #: of nodes that start at one instant: those of no time first, then in sequence
+    is_late: Integers
+    first_input: Integers
+    inputs: Integers
+    first_output: Integers
+    outputs: Integers
+    first_on: Integers
+    on: Integers
+    first_rank: Integers
+    ranks: Integers
+
+
+def anneal(window: Window, budget: Budget, seed: int = 0) -> Rhythm | None:
+    """A rhythm within the limits, of a period near the window's; None if none was found."""
+    tables, num_nodes = _tables(window), window.loop.num_tasks * window.num_copies
+    rng = np.random.default_rng(seed)
+    state = rng.integers(0, window.period_us, num_nodes)
+    best, least = state.copy(), np.array([np.inf])
+    visits = num_nodes + int((np.diff(tables.first_on) ** 2).sum())
+    steps = max(int(_MOVES_A_NODE * num_nodes * visits * _OPS_A_VISIT) // _MOST_OPS_A_CALL, _STEPS)
+    moves = _MOVES_A_NODE * num_nodes // steps
+    for step in range(steps):
+        hot, cold = (_HOT * (_COLD / _HOT) ** (part / steps) for part in (step, step + 1))
+        random_seed = int(rng.integers(1 << 31))
+        _walk(window.period_us, window.num_copies, tables, state, best, least, random_seed, moves, hot, cold)
+        budget.spend_ops(int(moves * visits * _OPS_A_VISIT))
+        if least[0] == 0 or budget.is_over:
+            break
+    starts = best.copy()
+    _set_rounds(window.period_us, tables, best, starts)
+    if _over_bytes(tables, window.period_us, best, starts):
+        return None
+    return rhythm_of(window, starts.tolist(), tables.places.tolist())
+
+
+def _tables(window: Window) -> _Tables:
+    loop, u = window.loop, window.num_copies
+    num_nodes, tasks = loop.num_tasks * u, loop.placement.tasks
+    inputs: list[list[int]] = [[] for _ in range(num_nodes)]
+    outputs: list[list[int]] = [[] for _ in range(num_nodes)]
+
+    def wait(source: int, target: int, least: int) -> None:
+        inputs[target] += [source, least]
+        outputs[source] += [target, least]
+
+    for source, target, least in loop.waits:
+        for j in range(u):
+            wait(source * u + j, target * u + j, least)
+    for task in range(loop.num_tasks):
+        for j in range(u - 1):
+            wait(task * u + j, task * u + j + 1, loop.durations_us[task])
+    frees = [i for i, task in enumerate(tasks) if task.held_bytes < 0]
+    is_late = [all(loop.apart_us(free, i) is None for free in frees) for i in range(loop.num_tasks)]
+    limited = [None if loop.left_bytes(rank) else limit for rank, limit in enumerate(loop.limits_bytes)]
+    largest = [max((abs(tasks[i].held_bytes) + tasks[i].peak_bytes for i in on), default=0) for on in loop.tasks_on]
+    into, out_of = Rows.of(inputs), Rows.of(outputs)
+    on = Rows.of([window.nodes(on) for on in loop.tasks_on])
+    ranks = Rows.of([tasks[node // u].ranks for node in range(num_nodes)])
+    durations = np.repeat(loop.durations_us, u)
+    sequence = np.array([task * u + j for j in range(u) for task in loop.problem.topological])
+    return _Tables(
+        durations,
+        np.repeat([task.held_bytes for task in tasks], u),
+        np.repeat([task.peak_bytes for task in tasks], u),
+        np.array([NO_LIMIT if limit is None else limit for limit in limited], np.int64),
+        np.array([_OVER / max(size, 1) for size in largest]),
+        sequence,
+        np.argsort(sequence) + np.where(durations > 0, num_nodes, 0),
+        np.repeat(is_late, u),
+        *(into.first, into.values, out_of.first, out_of.values, on.first, on.values, ranks.first, ranks.values),
+    )
+
+
+@njit(cache=True, nogil=True)
+def _set_rounds(period_us, tables, offsets, starts):  # type: ignore[no-untyped-def]
+    """Sets `starts` to the earliest that fit offsets and waits, then those before any free to the latest."""
+    first, values = tables.first_input, tables.inputs
+    for node in tables.sequence:
+        starts[node] = offsets[node]
+        if first[node] < first[node + 1]:
+            least = -(1 << 60)
+            for e in range(first[node], first[node + 1], 2):
+                least = max(least, starts[values[e]] + values[e + 1])
+            starts[node] = least + (offsets[node] - least) % period_us
+    first, values = tables.first_output, tables.outputs
+    for node in tables.sequence[::-1]:
+        if tables.is_late[node] and first[node] < first[node + 1]:
+            most = 1 << 60
+            for e in range(first[node], first[node + 1], 2):
+                most = min(most, starts[values[e]] - values[e + 1])
+            starts[node] = most - (most - offsets[node]) % period_us
+
+
+@njit(cache=True, nogil=True)
+def _over_on(rank, tables, period_us, offsets, starts):  # type: ignore[no-untyped-def]
+    """Bytes over the limit of a rank at worst; order as in `rhythm_of`."""
+    if tables.limits_bytes[rank] >= 1 << 60:
+        return 0
+    nodes = tables.on[tables.first_on[rank] : tables.first_on[rank + 1]]
+    base = 0
+    for node in nodes:
+        base -= tables.held_bytes[node] * ((starts[node] - offsets[node]) // period_us)
+    over = 0
+    for b in nodes:
+        level = base + tables.peak_bytes[b] + max(tables.held_bytes[b], 0)
+        for c in nodes:
+            if offsets[c] < offsets[b] or (offsets[c] == offsets[b] and tables.places[c] < tables.places[b]):
+                level += tables.held_bytes[c]
+        over = max(over, level - tables.limits_bytes[rank])
+    return over
+
+
+@njit(cache=True, nogil=True)
+def _over_bytes(tables, period_us, offsets, starts):  # type: ignore[no-untyped-def]
+    """Over all ranks."""
+    over = 0
+    for rank in range(len(tables.limits_bytes)):
+        over += _over_on(rank, tables, period_us, offsets, starts)
+    return over
+
+
+@njit(cache=True, nogil=True)
+def _energy(period_us, num_copies, tables, offsets, starts):  # type: ignore[no-untyped-def]
+    _set_rounds(period_us, tables, offsets, starts)
+    d = tables.durations_us
+    overlap_us, energy = 0, 0.0
+    for rank in range(len(tables.limits_bytes)):
+        nodes = tables.on[tables.first_on[rank] : tables.first_on[rank + 1]]
+        for i in range(len(nodes)):
+            for j in range(len(nodes)):
+                a, b = nodes[i], nodes[j]
+                gap = (offsets[b] - offsets[a]) % period_us
+                if i != j and gap < d[a] and (gap > 0 or d[b] > 0):
+                    overlap_us += d[a] - gap
+        over = _over_on(rank, tables, period_us, offsets, starts)
+        if over > 0:
+            energy += over * tables.weights[rank]
+    for first in range(0, len(d), num_copies) if num_copies > 1 else range(0):
+        last = first + num_copies - 1
+        overlap_us += max(starts[last] + d[last] - starts[first] - period_us, 0)
+    return energy + overlap_us / period_us
+
+
+@njit(cache=True, nogil=True)
+def _move(period_us, tables, s, starts, new):  # type: ignore[no-untyped-def]
+    """Changes `new`, a copy of the offsets `s`; False if there was nothing to move."""
+    d = tables.durations_us
+    v = np.random.randint(len(s))
+    rank = tables.ranks[np.random.randint(tables.first_rank[v], tables.first_rank[v + 1])]
+    nodes = tables.on[tables.first_on[rank] : tables.first_on[rank + 1]]
+    w = nodes[np.random.randint(len(nodes))]
+    kind = np.random.random()
+    if kind < 0.35:  # exchange v with the next one
+        gap, w = period_us, v
+        for node in nodes:
+            if node != v and (s[node] - s[v]) % period_us < gap:
+                gap, w = (s[node] - s[v]) % period_us, node
+        new[w] = s[v]
+        new[v] = (s[v] + d[w] + max(gap - d[v], 0)) % period_us
+    elif kind < 0.6:  # take v out and put it behind w; those between close up
+        for node in nodes:
+            if node != v and (s[node] - s[v]) % period_us <= (s[w] - s[v]) % period_us:
+                new[node] = (s[node] - d[v]) % period_us
+        new[v] = (new[w] + d[w]) % period_us
+    elif kind < 0.8:  # next to what v waits for or feeds, mostly with all of its rank
+        if np.random.random() < 0.5:
+            first, values, sign = tables.first_input, tables.inputs, 1
+        else:
+            first, values, sign = tables.first_output, tables.outputs, -1
+        if first[v] == first[v + 1]:
+            return False
+        e = first[v] + 2 * np.random.randint((first[v + 1] - first[v]) // 2)
+        new[v] = (starts[values[e]] + sign * values[e + 1]) % period_us
+        if np.random.random() < 0.7:
+            for node in nodes:
+                new[node] = (s[node] + new[v] - s[v]) % period_us if node != v else new[v]
+    elif np.random.random() < 0.5:  # right behind w
+        new[v] = (s[w] + d[w]) % period_us
+    else:  # right before w
+        new[v] = (s[w] - d[v]) % period_us
+    return w != v or (0.6 <= kind < 0.8)
+
+
+@njit(cache=True, nogil=True)
+def _walk(  # type: ignore[no-untyped-def]
+    period_us, num_copies, tables, state, best, least, seed, num_moves, hot, cold
+):
+    """`num_moves` from `state` on; `best` and its energy `least[0]` are kept up to date."""
+    np.random.seed(seed)
+    starts, trial = state.copy(), state.copy()
+    energy = _energy(period_us, num_copies, tables, state, starts)
+    for i in range(num_moves):
+        if energy < least[0]:
+            least[0] = energy
+            best[:] = state
+            if energy == 0:
+                return
+        trial[:] = state
+        if not _move(period_us, tables, state, starts, trial):
+            continue
+        new = _energy(period_us, num_copies, tables, trial, starts)
+        if new <= energy or np.random.random() < np.exp((energy - new) / (hot * (cold / hot) ** (i / num_moves))):
+            energy = new
+            state[:] = trial
+        else:
+            _set_rounds(period_us, tables, state, starts)

@@ -1,0 +1,377 @@
+"""Idle time by cause: it adds up, each cause is what docs/idle.md says it is, and what would help was simulated."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from rota import schedules
+from rota.accounting import Cause, Idle, explain, idle
+from rota.costs import Cluster, Costs, Link
+from rota.errors import PlanError
+from rota.placement import StepEnd
+from rota.placing import place
+from rota.plan import Plan, Transfer
+from rota.simulation import simulate
+from rota.tasks import Op
+from rota.timeline import StepEndWork, Timeline
+from rota.usage import Usage
+from support.core_strategies import plans, with_limits
+from support.measured import measured_like
+
+
+def plan_of(*orders: str, costs: Costs | None = None, cluster: Cluster | None = None) -> Plan:
+    """A chain of as many stages as ranks (F 1 µs, B 2 µs), by the ranks' orders."""
+    ops = tuple(tuple(map(Op.parse, order.split())) for order in orders)
+    placement = place(costs or Costs.uniform(len(orders)), cluster or Cluster.uniform(len(orders)))
+    return Plan(placement, 1 + max(op.microbatch for order in ops for op in order), ops)
+
+
+def told(idles: Iterable[Idle]) -> list[str]:
+    return [
+        f"{one.rank} {one.start_us}-{one.end_us} {one.cause} {one.waits_for}" + (f" | {one.ready}" if one.ready else "")
+        for one in idles
+    ]
+
+
+def assert_whole(timeline: Timeline, idles: tuple[Idle, ...]) -> None:
+    """Exactly the time in which no op runs, in order, each microsecond once."""
+    assert list(idles) == sorted(idles, key=lambda one: (one.rank, one.start_us))
+    for rank in range(timeline.num_ranks):
+        mine = [one for one in idles if one.rank == rank]
+        assert sum(one.duration_us for one in mine) == timeline.idle_us[rank]
+        assert all(one.duration_us > 0 for one in mine)
+        busy = [(s, e) for s, e in zip(timeline.starts_us[rank], timeline.ends_us[rank], strict=True) if s < e]
+        spans = sorted([*busy, *((one.start_us, one.end_us) for one in mine)])
+        assert all(before[1] <= after[0] for before, after in pairwise(spans))
+        assert not spans or spans[-1][1] <= timeline.makespan_us
+
+
+# --- it adds up -------------------------------------------------------------------------------------------------------
+
+
+@given(plans())
+@settings(max_examples=500)
+def test_planned_idle_time_adds_up(plan: Plan) -> None:
+    timeline = simulate(plan)
+    idles = idle(timeline)
+    assert_whole(timeline, idles)
+    assert idle(timeline, planned=timeline) == idles, "nothing is slower than planned"
+    assert {Cause.SLOWER, Cause.CORES, Cause.LAUNCH, Cause.MEMORY}.isdisjoint(one.cause for one in idles)
+
+
+@given(plans(), st.integers(0, 2**16), st.none() | st.integers(1, 3), st.booleans())
+@settings(max_examples=500)
+def test_measured_idle_time_adds_up(plan: Plan, seed: int, num_cores: int | None, limited: bool) -> None:
+    if limited:
+        plan = with_limits(plan, [max(0, peak - 5) for peak in simulate(plan).peak_memory_bytes])
+    timeline = measured_like(plan, random.Random(seed))
+    for planned in (None, plan, timeline):
+        idles = idle(timeline, planned, num_cores)
+        assert_whole(timeline, idles)
+        assert planned is plan or Cause.SLOWER not in {one.cause for one in idles}
+        assert num_cores or Cause.CORES not in {one.cause for one in idles}
+
+
+@given(plans(), st.integers(0, 2**16))
+@settings(max_examples=100)
+def test_each_cause_is_what_it_says(plan: Plan, seed: int) -> None:
+    timeline = measured_like(plan, random.Random(seed))
+    ends: dict[Op, int] = {}
+    for rank, order in enumerate(plan.orders):
+        for op, end in zip(order, timeline.ends_us[rank], strict=True):
+            ends[op] = max(end, ends.get(op, 0))
+    sent = {span.work: span for span in sorted(timeline.transfer_spans(), key=lambda span: span.end_us)}
+    for one in idle(timeline, plan):
+        later = [
+            op for op, s in zip(plan.orders[one.rank], timeline.starts_us[one.rank], strict=True) if s >= one.end_us
+        ]
+        if one.cause in (Cause.WAITING, Cause.WARM_UP):
+            assert isinstance(one.waits_for, Op)
+            assert ends[one.waits_for] >= one.end_us
+        if one.cause is Cause.TRANSFER:
+            assert isinstance(one.waits_for, Transfer)
+            assert sent[one.waits_for].end_us >= one.end_us
+        if one.cause is Cause.LAUNCH:
+            assert one.waits_for == later[0]
+        if one.cause is Cause.DRAIN:
+            assert not later
+        if one.cause is Cause.STEP_END:
+            assert isinstance(one.waits_for, StepEndWork)
+            assert not later
+        if one.cause is Cause.ORDER:
+            assert one.ready in later[1:]
+
+
+def cause_at(timeline: Timeline, rank: int, now: int) -> Cause:
+    """The cause of the microsecond from `now` on, straight from the definitions; each task on one rank, no limits."""
+    order, starts, ends = timeline.plan.orders[rank], timeline.starts_us[rank], timeline.ends_us[rank]
+    gap = next((i for i, start in enumerate(starts) if start > now), None)
+    if gap is None:
+        ended = [span for span in timeline.step_end_spans() if span.rank == rank and span.start_us <= now < span.end_us]
+        return Cause.STEP_END if ended else Cause.DRAIN
+    begun, all_ends = ends[gap - 1] if gap else 0, {span.work: span.end_us for span in timeline.op_spans()}
+
+    def inputs(op: Op) -> list[tuple[int, int]]:
+        """(arrived, made) of all that it reads."""
+        placement, reads = timeline.plan.placement, []
+        for edge in placement.edges:
+            source, target = placement.tasks[edge.source], placement.tasks[edge.target]
+            if (target.stage, target.kind) == (op.stage, op.kind):
+                maker = Op(source.stage, source.kind, op.microbatch)
+                sent = [s.end_us for s in timeline.transfer_spans() if s.work[:2] == (maker, op)]
+                reads.append((max([all_ends[maker], *sent]), all_ends[maker]))
+        return reads
+
+    arrived, made = max(inputs(order[gap]), default=(0, 0))
+    if now >= arrived:
+        return Cause.LAUNCH
+    for i in range(gap + 1, len(order)):
+        ready = max(begun, max(inputs(order[i]), default=(0, 0))[0])
+        if ready <= now and 0 < ends[i] - starts[i] <= min(arrived, starts[gap]) - ready:
+            return Cause.ORDER
+    if now >= made:
+        return Cause.TRANSFER
+    return Cause.WAITING if gap else Cause.WARM_UP
+
+
+@given(plans(most_microbatches=3), st.integers(0, 2**16), st.booleans())
+@settings(max_examples=100)
+def test_every_microsecond_has_the_cause_that_the_definitions_give(plan: Plan, seed: int, measured: bool) -> None:
+    assume(all(len(task.ranks) == 1 for task in plan.placement.tasks))
+    timeline = measured_like(plan, random.Random(seed), longest_us=6) if measured else simulate(plan)
+    for one in idle(timeline):
+        for now in range(one.start_us, one.end_us):
+            assert cause_at(timeline, one.rank, now) is one.cause
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------
+
+
+def test_warm_up_waiting_and_drain() -> None:
+    #  rank 0  0F0 .  .  .  .  0B0 0B0
+    #  rank 1  .   1F0 1B0 1B0 .  .          a link that takes 1 µs each way is drawn as nothing here
+    assert told(idle(simulate(plan_of("0F0 0B0", "1F0 1B0")))) == [
+        "0 1-4 waiting 1B0",
+        "1 0-1 warm-up 0F0",
+        "1 4-6 drain 0B0",
+    ]
+
+
+def test_transfers_are_told_apart_from_the_ops_they_follow() -> None:
+    plan = plan_of("0F0 0B0", "1F0 1B0", cluster=Cluster.uniform(2, latency_us=5))
+    assert told(idle(simulate(plan))) == [
+        "0 1-9 waiting 1B0",
+        "0 9-14 transfer 1B0→0B0",
+        "1 0-1 warm-up 0F0",
+        "1 1-6 transfer 0F0→1F0",
+        "1 9-16 drain 0B0",
+    ]
+
+
+def test_an_op_that_was_ready_and_would_have_been_done_in_time_is_a_matter_of_order() -> None:
+    assert told(idle(simulate(plan_of("0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"))))[0] == "0 1-4 order 1B0 | 0F1"
+    long = Costs((4, 1), (2, 2))  # 0F1 would delay 0B0
+    plan = plan_of("0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1", costs=long)
+    assert told(idle(simulate(plan)))[0] == "0 4-7 waiting 1B0"
+
+
+def test_an_op_that_was_ready_but_would_not_fit_is_a_matter_of_memory() -> None:
+    plan = plan_of("0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1", costs=Costs.uniform(2, activation_bytes=10))
+    for limit, cause in ((19, "memory"), (20, "order")):
+        assert told(idle(simulate(with_limits(plan, [limit, None]))))[0] == f"0 1-4 {cause} 1B0 | 0F1"
+
+
+def test_what_is_kept_until_its_turn_counts_as_memory() -> None:
+    """0F2 would fit when it is ready, but not beside 0F1, which comes before its turn."""
+    costs = Costs.uniform(2, activation_bytes=10)
+    orders = "0F0 0F1 0B0 0B1 0F2 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"
+    plan = with_limits(plan_of(*orders, costs=costs), [29, None])
+    assert [line for line in told(idle(simulate(plan))) if "| 0F2" in line] == [
+        "0 2-4 memory 1B0 | 0F2",
+        "0 6-7 order 1B1 | 0F2",
+    ]
+
+
+def test_the_step_end_is_the_ranks_own() -> None:
+    plan = plan_of("0F0 0B0", "1F0 1B0", costs=Costs.uniform(2, reduce_us=(1, 3), optimizer_us=(4, 2)))
+    assert told(idle(simulate(plan)))[1:] == [
+        "0 6-7 step end 0 reduce",
+        "0 7-11 step end 0 optimizer",
+        "1 0-1 warm-up 0F0",
+        "1 4-7 step end 1 reduce",
+        "1 7-9 step end 1 optimizer",
+        "1 9-11 drain 0 optimizer",
+    ]
+
+
+def test_a_rank_without_work_has_nothing_left_to_do() -> None:
+    placement = place(Costs.uniform(1), Cluster.uniform(2))
+    plan = Plan(placement, 1, ((Op.parse("0F0"), Op.parse("0B0")), ()))
+    assert told(idle(simulate(plan))) == ["1 0-3 drain 0B0"]
+
+
+def slow_timeline() -> Timeline:
+    """0F0 took 3 µs longer than planned, 1F0 started 2 µs late, 1B0 took 1 µs longer."""
+    plan = plan_of("0F0 0B0", "1F0 1B0")
+    return Timeline(plan, ((0, 10), (6, 7)), ((4, 12), (7, 10)), ((4,), (10,)), ((4,), (10,)))
+
+
+def test_slower_ops_upstream_and_launch_gaps() -> None:
+    plan = plan_of("0F0 0B0", "1F0 1B0")
+    assert told(idle(slow_timeline(), plan)) == [
+        "0 4-9 waiting 1B0",
+        "0 9-10 slower 1B0",
+        "1 0-1 warm-up 0F0",
+        "1 1-4 slower 0F0",
+        "1 4-6 launch 1F0",
+        "1 10-12 drain 0B0",
+    ]
+
+
+def test_slowness_is_found_further_upstream_than_the_maker() -> None:
+    """Rank 2 waits for 1F0, which is as fast as planned but waited for 0F0, which was not."""
+    plan = plan_of("0F0 0B0", "1F0 1B0", "2F0 2B0")
+    slow = replace(plan, placement=place(Costs((5, 1, 1), (2, 2, 2)), Cluster.uniform(3)))
+    measured = replace(simulate(slow), plan=plan)
+    assert [line for line in told(idle(measured, plan)) if line[0] == "2"][:3] == [
+        "2 0-1 warm-up 1F0",
+        "2 1-5 slower 0F0",
+        "2 5-6 warm-up 1F0",
+    ]
+
+
+def test_cores_that_are_shared() -> None:
+    """On one core 1F0 starts 2 µs late and loses half of the 8 µs that 0F1 runs beside it; the rest is slowness."""
+    plan = plan_of("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", costs=Costs((10, 10), (20, 20)))
+    starts, ends = ((0, 10, 50, 80), (12, 30, 50, 60)), ((10, 20, 70, 100), (30, 50, 60, 80))
+    measured = Timeline(plan, starts, ends, ((10, 20), (50, 80)), ((10, 20), (50, 80)))
+    assert told(idle(measured, plan, num_cores=1)) == [
+        "0 20-22 waiting 1B0",
+        "0 22-26 cores 1F0",
+        "0 26-30 slower 1F0",
+        "0 30-50 waiting 1B0",
+        "0 70-80 waiting 1B1",
+        "1 0-10 warm-up 0F0",
+        "1 10-12 cores 1F0",
+        "1 80-100 drain 0B1",
+    ]
+    assert {one.cause for one in idle(measured, plan, num_cores=2)}.isdisjoint({Cause.CORES})
+
+
+def test_another_plan_is_refused() -> None:
+    with pytest.raises(PlanError, match="the plan has no 0F1 on rank 0; explain a timeline by its own plan"):
+        idle(simulate(plan_of("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")), plan_of("0F0 0B0", "1F0 1B0"))
+
+
+# --- in words ---------------------------------------------------------------------------------------------------------
+
+UNEVEN = Costs((100, 100, 100, 140), (200, 200, 200, 280), activation_bytes=1000, reduce_us=50, optimizer_us=20)
+
+
+def uneven_plan() -> Plan:
+    return schedules.one_f_one_b(place(UNEVEN, Cluster.uniform(4, latency_us=15)), 8)
+
+
+def test_what_would_help_is_what_simulating_it_says() -> None:
+    explanation = explain(uneven_plan())
+    planned_us = simulate(uneven_plan()).makespan_us
+    assert explanation.model_us == planned_us == explanation.timeline.makespan_us
+    assert all(one.gain_us == planned_us - one.makespan_us > 0 for one in explanation.suggestions)
+    found = {one.words: one.makespan_us for one in explanation.suggestions}
+    moved = replace(UNEVEN, forward_us=(100, 100, 120, 120), backward_us=(200, 200, 240, 240))
+    words = (
+        "stage 3 takes 27% longer than the mean: move 60 µs of its work (14%) to stage 2, if it has more than one layer"
+    )
+    assert (
+        found[words] == simulate(schedules.one_f_one_b(place(moved, Cluster.uniform(4, latency_us=15)), 8)).makespan_us
+    )
+    at_once = simulate(schedules.one_f_one_b(place(UNEVEN, Cluster.uniform(4)), 8)).makespan_us
+    assert found["transfers that take no time"] == at_once
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "advice"),
+    [
+        ((), ["to stage 2, if it has more than one layer", "take the mean, if it has more than one layer"]),
+        ((1, 1, 1, 2), ["(14%) to stage 2", "that all stages take the mean"]),
+        ((2, 2, 2, 1), []),
+    ],
+)
+def test_a_single_layer_is_not_cut(num_layers: tuple[int, ...], advice: list[str]) -> None:
+    plan = replace(uneven_plan(), usage=Usage(("a", "b", "c"), 1, 1, num_layers))
+    found = sorted(one.words for one in explain(plan).suggestions if one.words.startswith("stage 3 takes 27% longer"))
+    assert len(found) == len(advice)
+    assert all(
+        words.endswith(end) for words, end in zip(found, sorted(advice, key=lambda end: "mean" not in end), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("limit_bytes", "words"),
+    [
+        (None, "the order of gpipe"),
+        (7000, "the order of eager_1f1b"),
+        (6000, "memory for one more micro-batch (1 kB over the limit), in the order of eager_1f1b"),
+        (5999, None),
+    ],
+)
+def test_other_orders_are_told_if_they_fit_or_nearly_fit(limit_bytes: int | None, words: str | None) -> None:
+    costs = Costs.uniform(4, 100, 200, activation_bytes=1000)
+    placement = place(costs, Cluster.uniform(4, limit_bytes, latency_us=100))
+    found = [one for one in explain(schedules.one_f_one_b(placement, 12)).suggestions if "order" in one.words]
+    assert [one.words for one in found] == ([] if words is None else [words])
+    assert [one.gain_us for one in found] == [1600] * len(found)
+
+
+def test_an_explanation_adds_up_and_says_the_worst_first() -> None:
+    timeline = measured_like(uneven_plan(), random.Random(1), longest_us=300)
+    explanation = explain(timeline, uneven_plan())
+    totals = list(explanation.by_cause.values())
+    assert sum(totals) == sum(timeline.idle_us) == sum(stretch.total_us for stretch in explanation.worst)
+    assert totals == sorted(totals, reverse=True)
+    assert [sum(of_rank.values()) for of_rank in explanation.by_rank] == list(timeline.idle_us)
+    assert explanation.model_us < timeline.makespan_us
+    text, fields = explanation.to_text(), json.loads(explanation.to_json())
+    assert f"idle {timeline.bubble_fraction:.1%}" in text
+    assert f"{totals[0]:,} µs" in text
+    assert f"The plan with the median times takes {explanation.model_us:,} µs" in text
+    assert list(fields["by_cause_us"].values()) == totals
+    assert fields["worst"][0]["us"] == explanation.worst[0].total_us
+
+
+def test_a_step_without_idle_time_says_so() -> None:
+    assert (
+        explain(schedules.gpipe(place(Costs.uniform(1), Cluster.uniform(1)), 4)).to_text().endswith("No rank is idle.")
+    )
+
+
+@given(plans(), st.integers(0, 2**16), st.sampled_from([1, 10**3, 10**6, 10**9]))
+@settings(max_examples=200)
+def test_the_critical_path_is_the_makespan_at_any_scale(plan: Plan, seed: int, longest_us: int) -> None:
+    chooser, placement = random.Random(seed), plan.placement
+    tasks = tuple(replace(task, duration_us=chooser.randint(1, longest_us)) for task in placement.tasks)
+    ends = tuple(StepEnd(end.stage, *(chooser.randint(0, longest_us) for _ in range(2))) for end in placement.step_ends)
+    cluster = replace(placement.cluster, link=Link(chooser.randint(0, longest_us)), links=())
+    scaled = replace(plan, placement=replace(placement, tasks=tasks, step_ends=ends, cluster=cluster))
+    timeline = simulate(scaled)
+    path = timeline.critical_path()
+    assert sum(span.duration_us for span in path) == path[-1].end_us == timeline.makespan_us
+    assert_whole(timeline, idle(timeline))
+
+
+def test_65536_ops_take_time_in_proportion() -> None:
+    """Not timed: a quarter of the micro-batches makes a quarter of the stretches, of which each takes as long."""
+    cluster = Cluster.uniform(64, latency_us=5)
+    placement = place(Costs.uniform(64, 100, 200, boundary_bytes=100), cluster)
+    few, many = (simulate(schedules.one_f_one_b(placement, number)) for number in (128, 512))
+    assert many.plan.num_ops == 65_536
+    assert_whole(many, idle(many))
+    assert len(idle(many)) < 5 * len(idle(few))

@@ -1,0 +1,193 @@
+"""`rota autoplan`: from a profile or a model's file to a plan that says how it is used."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import rota
+from planning.test_autoplan import UNEVEN, layer_costs
+from rota.cli import main
+from rota.cli.sizes import parse_link
+from rota.profiles import Profile
+from rota.runtime.launching.launch import Run
+from rota.usage import Usage
+
+MODEL = """
+import torch
+from torch import nn
+
+def make_model():
+    return nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
+
+def make_batch(rows):
+    return torch.ones(rows, 32), torch.ones(rows, 32)
+
+loss_fn = nn.functional.mse_loss
+
+def make_optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+"""
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> str:
+    path = tmp_path / "profile.json"
+    path.write_text(Profile(tuple(layer_costs(rows, UNEVEN, parameters=100) for rows in (1, 2))).to_json())
+    return str(path)
+
+
+def test_from_a_profile_to_a_plan(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "plan.json"
+    machine = ["--ranks", "4", "--memory", "1000B", "--link", "1us,4MB/s", "--node", "2", "--node-link", "3us,1MB/s"]
+    search = ["--time-limit", "600", "--slowdowns", "1,1,1,2"]
+    assert main(["autoplan", "--profile", profile, *machine, "--batch", "16", *search, "-o", str(output)]) == 0
+    told = capsys.readouterr().out
+    assert "rows/s" in told
+    assert f"Wrote {output}" in told
+    plan = rota.Plan.from_json(output.read_text())
+    assert plan.usage is not None
+    assert plan.usage.microbatch_rows * plan.num_microbatches * plan.usage.num_replicas == 16
+    assert len(plan.usage.num_layers) == plan.num_stages
+    assert sum(plan.usage.num_layers) == len(UNEVEN)
+    header = next(line for line in told.splitlines() if "micro-batches  again" in line)
+    legend = told.partition(header)[2].partition("\n\n")[2].partition("\n\n")[0]
+    for word in ("▸", "·", "ranks", "micro-batches", "again", "bubble", "gap", "memory"):
+        assert word in legend
+    assert max(rota.simulate(plan).peak_memory_bytes) <= 1000
+    assert main(["check", str(output)]) == 0
+
+
+def test_measured_links(profile: str, tmp_path: Path) -> None:
+    """Those between the halves of the machine are so slow that nothing is sent over them."""
+    halves = [(a, b, rota.Link(10**7)) for a in range(4) for b in range(4) if a // 2 != b // 2]
+    measured, output = tmp_path / "cluster.json", tmp_path / "plan.json"
+    measured.write_text(rota.Cluster((None,) * 4, rota.Link(1, 10**6), tuple(halves)).to_json())
+    given = ["autoplan", "--profile", profile, "--ranks", "4", "--batch", "16", "--links", str(measured)]
+    assert main([*given, "--time-limit", "600", "-o", str(output)]) == 0
+    plan = rota.Plan.from_json(output.read_text())
+    assert plan.num_ranks * plan.usage.num_replicas <= 2
+    assert {route.duration_us < 10**7 for route in plan.placement.routes} <= {True}
+
+
+def test_the_rows_may_be_chosen_and_inference_has_forwards_alone(
+    profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "plan.json"
+    given = ["autoplan", "--profile", profile, "--ranks", "2", "--batch", "8", "--inference"]
+    assert main([*given, "--rows", "2", "-o", str(output)]) == 0
+    plan = rota.Plan.from_json(output.read_text())
+    assert plan.usage is not None
+    assert plan.usage.microbatch_rows == 2
+    assert {task.kind for task in plan.placement.tasks} == {rota.Kind.F}
+    assert main([*given, "--rows", "3"]) == 2
+    assert "--rows 3: " in capsys.readouterr().err
+
+
+@pytest.mark.dist  # measuring stages starts processes
+def test_a_model_is_measured_planned_and_measured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, output = tmp_path / "model.py", tmp_path / "plan.json"
+    model.write_text(MODEL)
+    # Memory for less than the whole model, so that it takes both ranks.
+    machine = ["--ranks", "2", "--memory", "45kB", "--batch", "4", "--rows", "2"]
+    assert main(["autoplan", str(model), *machine, "--time-limit", "600", "-o", str(output)]) == 0
+    told = capsys.readouterr().out
+    assert " measured: " in told
+    plan = rota.Plan.from_json(output.read_text())
+    assert plan.num_ranks == 2
+    assert plan.cuts is not None
+    namespace: dict[str, object] = {}
+    exec(MODEL, namespace)
+    stages = rota.split(namespace["make_model"](), plan.num_stages, plan.cuts)  # type: ignore[operator]
+    assert len(stages) == plan.num_stages
+
+
+def test_a_model_too_large_for_this_machine_is_estimated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model.py"
+    model.write_text(MODEL.replace("32", "60_000"))  # 115 GB
+    machine = ["--ranks", "8", "--memory", "120GB", "--batch", "8", "--rows", "1", "--device", "h100"]
+    assert main(["autoplan", str(model), *machine, "--time-limit", "600"]) == 0
+    assert " of 120 GB" in capsys.readouterr().out
+
+
+def test_a_run_has_the_replicas_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[int, int]] = []
+
+    def launch(plan: rota.Plan, *others: object, dp: int, tp: int, **options: object) -> Run:
+        started.append((dp, tp))
+        return Run(None, [], None)
+
+    monkeypatch.setattr("rota.runtime.launching.launch.launch", launch)
+    placement = rota.place(rota.Costs.uniform(2), rota.Cluster.uniform(2))
+    plan = replace(rota.schedules.gpipe(placement, 2), usage=Usage(("cuts[0]",), 1, 3))
+    planned, script = tmp_path / "plan.json", tmp_path / "train.py"
+    planned.write_text(plan.to_json())
+    script.write_text("")
+    assert main(["run", str(planned), str(script)]) == 0
+    assert main(["run", "--mesh", "dp=2,tp=2", str(planned), str(script)]) == 0
+    assert started == [(3, 1), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "what is to be planned? give MODEL.py, or --profile"),
+        (["--profile", "PROFILE", "--memory", "500B"], "found nothing that fits: the least is"),
+        (["--profile", "PROFILE", "--node-link", "5us"], "--node-link is between nodes: say how many ranks one has"),
+        (
+            ["--profile", "PROFILE", "--link", "5us", "--links", "PROFILE"],
+            "has all links; leave --link and --node out",
+        ),
+        (["--profile", "PROFILE", "--links", "PROFILE"], "not a cluster file"),
+        (["--profile", "PROFILE", "--slowdowns", "1,2,3"], "slowdowns has 3 entries for 2 ranks"),
+        (
+            ["--profile", "PROFILE", "--memory", "80"],
+            "80 of what? write such as 80GB, or 80B for bytes",
+        ),
+        (
+            ["--profile", "PROFILE", "--ranks", "100001"],
+            "num_ranks is 100,001, more than any machine has; give 100,000",
+        ),
+        (["--profile", __file__], "is a Python file, and one that Rota wrote is wanted here"),
+        (["PROFILE"], "is no Python file; a profile is given by --profile "),
+        (["--profile", "nowhere.json"], "cannot read nowhere.json"),
+        (["nowhere.py"], "cannot read nowhere.py"),
+    ],
+)
+def test_what_cannot_be_planned(
+    arguments: list[str], told: str, profile: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [profile if argument == "PROFILE" else argument for argument in arguments]
+    try:
+        code = main(["autoplan", "--ranks", "2", "--batch", "8", *given])
+    except SystemExit as stop:
+        code = int(str(stop.code))
+    assert code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_the_largest_machine_is_looked_at(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    largest = ["--ranks", "100000", "--batch", "8", "--time-limit", "600"]
+    assert main(["autoplan", "--profile", profile, *largest]) == 0
+    assert " of 100000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "link"),
+    [
+        ("5us,50GB/s", (5, 50_000)),
+        ("50GB/s", (0, 50_000)),
+        ("1.5ms", (1500, None)),
+        (" 2 µs , 100MB/s ", (2, 100)),
+    ],
+)
+def test_links_as_people_write_them(text: str, link: tuple[int, int | None]) -> None:
+    assert parse_link(text) == link
+
+
+@pytest.mark.parametrize("text", ["", "fast", "5us,5us", "5us,1GB/s,2us", "1B/s", "-5us", "5us,xGB/s"])
+def test_no_links(text: str) -> None:
+    with pytest.raises(ValueError, match=r"no (link|size)"):
+        parse_link(text)

@@ -1,0 +1,226 @@
+"""`rota checkpoint ls`, `verify` and `export`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from rota.cli import main
+from rota.runtime.checkpoints import folder as checkpoint_folder
+from rota.runtime.checkpoints.files import read_saved
+from rota.runtime.checkpoints.manifest import File, Manifest, digest
+from rota.runtime.checkpoints.reading import damages
+from support.checkpoint_runs import TWO, Training, model, save_model
+from support.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+
+def cli(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = main(["checkpoint", *map(str, arguments)])
+    return code, *capsys.readouterr()
+
+
+def save_twice(rank: int, folder: Path) -> dict[str, torch.Tensor]:
+    training = Training(TWO)
+    with training.pipeline:
+        checkpoints = training.checkpoints(folder)
+        for step in range(2):
+            training.steps(range(step, step + 1))
+            checkpoints.save(step + 1, epoch=step)
+    return {name: p.detach() for name, p in training.pipeline.named_parameters()}
+
+
+def test_ls_verify_and_export(pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    by_rank = pool.run(2, save_twice, tmp_path)
+    (tmp_path / "step-3.partial").mkdir()
+    code, out, _ = cli(capsys, "ls", tmp_path)
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == ["step-3.partial", "step-1", "step-2"]
+    assert "2 ranks × 1  23 weights and buffers" in out
+    assert "epoch=1" in out.splitlines()[-1]
+    assert cli(capsys, "verify", tmp_path)[0] == 0
+    assert cli(capsys, "verify", tmp_path / "step-1")[0] == 0
+
+    exported = tmp_path / "model.safetensors"
+    assert cli(capsys, "export", tmp_path, "-o", exported)[0] == 0
+    loaded = model(seed=5)
+    assert safetensors.torch.load_model(loaded, exported) == (set(), [])
+    state = loaded.state_dict()
+    for of_rank in by_rank:
+        assert all(torch.equal(state[name], value) for name, value in of_rank.items())
+    assert torch.equal(state["3.scale"], model().state_dict()["3.scale"])
+    assert torch.equal(state["7.linear.weight"], state["0.linear.weight"])
+
+
+def damage_file(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def test_verify_finds_every_damaged_and_missing_file(
+    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool.run(2, save_twice, tmp_path)
+    files = sorted((tmp_path / "step-2").iterdir())
+    names = [file.name for file in files if file.name != "rota.json"]
+    assert names == [".rota", "plan.json", "tensors-0.bin", "tensors-1.bin", "tensors.json", "training.json"]
+    for name in names[1:]:
+        file = tmp_path / "step-2" / name
+        whole = file.read_bytes()
+        damage_file(file)
+        code, out, err = cli(capsys, "verify", tmp_path)
+        assert (code, "damaged: step-2;" in err) == (1, True)
+        assert f"{name} has other contents than when it was saved" in out
+        file.write_bytes(whole[:-1])
+        assert f"{name} has {len(whole) - 1:,} bytes instead of" in cli(capsys, "verify", tmp_path / "step-2")[1]
+        file.unlink()
+        assert f"{name} is missing" in cli(capsys, "verify", tmp_path)[1]
+        code, _, err = cli(capsys, "export", tmp_path, "-o", tmp_path / "model.safetensors")
+        assert (code, f"{name} is missing; remove" in err) == (2, True)
+        file.write_bytes(whole)
+    assert cli(capsys, "verify", tmp_path)[0] == 0
+    (tmp_path / "step-2" / "added.pkl").write_bytes(b"")
+    assert "added.pkl does not belong to it: rota.json does not list it" in cli(capsys, "verify", tmp_path)[1]
+
+
+def write_signed(path: Path, manifest: str) -> None:
+    """Give a manifest the hash that belongs to it."""
+    document = json.loads(manifest)
+    del document["sha256"]
+    path.write_text(json.dumps({**document, "sha256": digest(document)}))
+
+
+def test_verify_finds_what_does_not_belong_together(
+    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool.run(2, save_model, tmp_path)
+    path = tmp_path / "step-2" / "rota.json"
+    text = path.read_text()
+    for was, becomes, told in (
+        ('["0.linear.weight", 1]', '["0.linear.weight", 2]', "0.linear.weight#0 has no tensor"),
+        ('["1.scale", 1]', '["1.scale", 1], ["ghost", 1]', "ghost has no tensor"),
+        ('["1.scale", 1]', '["1.scale", 1], ["ghost", 1000000000000]', "ghost#0 has no tensor"),
+        ('["1.scale", 1],', "", '"model/1.scale" is a tensor that nothing needs'),
+    ):
+        assert was in text
+        write_signed(path, text.replace(was, becomes))
+        code, out, _ = cli(capsys, "verify", tmp_path)
+        assert (code, told in out) == (1, True), out
+        path.write_text(text.replace(was, becomes))
+        assert "it has other contents than when it was saved" in cli(capsys, "verify", tmp_path)[1]
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes", "told"),
+    [
+        ("], [6, 6], ", "], [6, 7], ", "expected chunks that cover"),
+        ('"tensors-1.bin", 0, ', '"tensors-1.bin", 1, ', 'its chunks do not fill "tensors-1.bin"'),
+        ('"tensors-1.bin"', '"tensors-7.bin"', 'it places a tensor in "tensors-7.bin", which is no file of tensors'),
+        ('"tensors-1.bin"', '"../../x"', 'it places a tensor in "../../x", which is no file of tensors'),
+        ('"float64"', '"float32"', "its chunks do not fill"),
+        ('"float64"', '"Tensor"', "expected a dtype that PyTorch has"),
+        ('"byte_order": "little"', '"byte_order": "big"', "expected little, as on this machine"),
+        ("[[[0, 0]", "[[[0]", "expected 2 offsets and sizes"),
+        ("[[[0, 0]", "[[[0, 1]", "expected chunks that cover"),
+        ("[6, 6]", "[6, true]", "expected a whole number"),
+    ],
+)
+def test_an_index_that_is_wrong_is_told(saved_model: Path, tmp_path: Path, was: str, becomes: str, told: str) -> None:
+    folder = Path(shutil.copytree(saved_model / "step-2", tmp_path / "step-2"))
+    text = (folder / "tensors.json").read_text()
+    assert was in text
+    (folder / "tensors.json").write_text(changed := text.replace(was, becomes))
+    manifest = json.loads((folder / "rota.json").read_text())
+    for entry in manifest["files"]:
+        if entry[0] == "tensors.json":
+            entry[1] = [*File.of(changed.encode())]
+    write_signed(folder / "rota.json", json.dumps(manifest))
+    (found,) = damages(read_saved(folder))
+    assert told in found
+
+
+@pytest.fixture(scope="module")
+def saved_model(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pool.run(2, save_model, folder := tmp_path_factory.mktemp("saved"))
+    return folder
+
+
+def test_one_that_cannot_be_read_is_told_beside_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (5, 10, 15):
+        partial = checkpoint_folder.begin(tmp_path, step)
+        saved = Manifest(step, step, {"note": "\x1b[2J"}, 2, 1, {"a": 1}, {}, {})
+        checkpoint_folder.publish(partial, saved, None)
+    (tmp_path / "step-10" / "rota.json").write_text("{")
+    (tmp_path / "step-15" / "rota.json").write_bytes(b"\xff")
+    code, out, err = cli(capsys, "ls", tmp_path)
+    assert (code, err) == (0, "")
+    lines = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert lines.keys() == {"step-5", "step-10", "step-15"}
+    assert lines["step-5"].endswith(r'note="\u001b[2J"')
+    assert lines["step-10"].startswith("unreadable: ")
+    assert "not JSON" in lines["step-10"]
+    assert "not a text file in UTF-8" in lines["step-15"]
+    code, out, err = cli(capsys, "verify", tmp_path / "step-10")
+    assert (code, "damaged: step-10" in err) == (1, True)
+
+
+def test_names_of_folders_cannot_move_the_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint_folder.publish(checkpoint_folder.begin(tmp_path, 1), Manifest(1, 1, {}, 2, 1, {"a": 1}, {}, {}), None)
+    (tmp_path / "step-\x1b]0;gone\x07").mkdir()
+    (tmp_path / "step-9\x1b[2J.partial").mkdir()
+    (tmp_path / "step-1" / "\x1b[2Jadded").touch()
+    for action in ("ls", "verify"):
+        code, out, err = cli(capsys, action, tmp_path)
+        assert (out + err).replace("\n", "").isprintable()
+        assert r"step-\x1b]0;gone\x07" in out
+    assert r"\x1b[2Jadded does not belong to it" in out
+    code, out, err = cli(capsys, "ls", tmp_path / "\x1b[2J")
+    assert (code, r"no whole checkpoint in" in err, "\x1b" in err) == (2, True, False)
+
+
+@pytest.mark.parametrize("name", ["rota.json", "plan.json", "tensors.json", "training.json", "tensors-0.bin"])
+def test_what_is_no_plain_file_is_refused_unopened(
+    saved_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """A pipe that nobody writes to would be waited for; a device may never end; a link may lead to a user's secrets."""
+    folder = Path(shutil.copytree(saved_model / "step-2", tmp_path / "step-2"))
+    (folder / name).rename(elsewhere := tmp_path / "elsewhere")
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.symlink_to(elsewhere)):
+        make(folder / name)
+        for action in ("ls", "verify"):
+            code, out, err = cli(capsys, action, tmp_path)
+            told = f"{name} is no plain file" in out
+            assert (code, told) == (action == "verify", action == "verify" or name == "rota.json"), out + err
+        code, _, err = cli(capsys, "export", tmp_path, "-o", tmp_path / "model.safetensors")
+        assert (code, f"{name} is no plain file" in err, err.count("\n")) == (2, True, 1)
+        (folder / name).unlink()
+
+
+def test_export_tells_all_that_can_go_wrong(
+    saved_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exported = tmp_path / "model.safetensors"
+    for folder in (tmp_path / "nowhere", tmp_path, saved_model / "step-2" / "plan.json", "x" * 5000, "\0"):
+        code, out, err = cli(capsys, "export", folder, "-o", exported)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+    shutil.copytree(saved_model, folder := tmp_path / "with an old one")
+    (folder / "step-1").mkdir()
+    (folder / "step-1" / "rota.json").write_text('{"rota": "checkpoint", "format": 1}')
+    code, out, err = cli(capsys, "export", folder, "-o", exported)
+    assert (code, "it was saved by an earlier version of Rota, whose checkpoints hold pickles" in err) == (0, True)
+    assert exported.exists()
+
+
+def test_the_command_line_says_what_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(capsys, "export", tmp_path)[::2] == (2, "rota checkpoint: error: export needs -o FILE\n")
+    assert cli(capsys, "ls", tmp_path, "-o", "x")[0] == 2
+    code, _, err = cli(capsys, "verify", tmp_path)
+    assert (code, f"no whole checkpoint in {tmp_path}" in err) == (2, True)

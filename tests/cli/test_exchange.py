@@ -1,0 +1,297 @@
+"""rota export and rota import: what goes out comes back, and what cannot is told in a line."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cli.test_cli import run
+from rota import Cluster, Costs, Plan, interleaved, place
+from rota.schedules import NAMED
+from rota.usage import Usage
+
+MODEL = """
+from torch import nn
+from rota import CutPoint
+
+
+class GPT(nn.Module):
+    def __init__(self, marked):
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(10, 4)
+        self.layers = nn.ModuleDict({str(i): nn.Linear(4, 4) for i in range(4)})
+        self.output = nn.Linear(4, 10)
+        self.marks = [CutPoint() for _ in range(4)] if marked else []
+
+    def forward(self, x):
+        x = self.tok_embeddings(x)
+        for i, layer in enumerate(self.layers.values()):
+            x = layer(x)
+            if self.marks:
+                x = self.marks[i](x)
+        return self.output(x)
+
+
+def marked():
+    return GPT(True)
+
+
+def plain():
+    return GPT(False)
+
+
+def fails():
+    raise KeyError("no words")
+
+
+def layers():
+    return [1, 2]
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with model.py, plan.json (two ranks, four stages) and three.json (a stage a rank).
+
+    cut.json and three-cut.json are the same, and know where the model is cut, as those of autoplan do.
+    """
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(MODEL)
+    plan = NAMED["interleaved_1f1b"](interleaved(Costs.uniform(4), Cluster.uniform(2)), 4)
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    three = NAMED["gpipe"](place(Costs.uniform(3), Cluster.uniform(3)), 4)
+    (tmp_path / "three.json").write_text(three.to_json())
+    cut = replace(plan, usage=Usage(("marks[0]", "marks[2]", "marks[3]"), 1, 1, (1, 2, 1, 1)))
+    (tmp_path / "cut.json").write_text(cut.to_json())
+    of_three = replace(three, usage=Usage(("1", "4"), 1, 1, (1, 3, 4)))
+    (tmp_path / "three-cut.json").write_text(of_three.to_json())
+    return tmp_path
+
+
+def stages_of(told: str) -> list[str]:
+    return re.findall(r"^stage \d.*: (.*)$", told, flags=re.MULTILINE)
+
+
+def test_torchtitan(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    export = ["export", "torchtitan", "plan.json", "--model"]
+    names = ["tok_embeddings layers.0", "layers.1", "layers.2 layers.3", "output"]
+    for model, cuts in (("plain", "layers.1,layers.2,output"), ("marked", "0,1,marks[3]")):
+        code, out, error = run(capsys, *export, f"model.py:{model}", "--cuts", cuts, "-o", model)
+        assert (code, error) == (0, "")
+        assert stages_of(out) == names
+        assert "must get 4 micro-batches a step" in out
+        code, out, _ = run(capsys, "import", "torchtitan", f"{model}/parallelism.toml", "-o", f"{model}.json")
+        assert code == 0
+        assert stages_of(out) == names
+        assert "Cut at the boundaries 0,2,3,5,6." in out
+        assert Plan.from_json((here / f"{model}.json").read_text()) == Plan.from_json((here / "plan.json").read_text())
+    code, out, _ = run(capsys, *export, "model.py:marked", "-o", "spread")
+    assert (code, stages_of(out)[0]) == (0, "tok_embeddings layers.0")
+    assert "torchtitan puts None in the place of modules that other stages have" in out
+    assert "torchtitan puts None" in run(capsys, "export", "torchtitan", "--help")[1]
+    code, out, _ = run(capsys, "export", "torchtitan", "cut.json", "--model", "model.py:marked", "-o", "planned")
+    assert (code, stages_of(out)) == (0, ["tok_embeddings layers.0", "layers.1 layers.2", "layers.3", "output"])
+
+
+def test_megatron(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    boundaries = ["--boundaries", "0,4,8,12,16"]
+    code, out, error = run(capsys, "export", "megatron", "plan.json", *boundaries, "--mtp", "1", "-o", "layout.txt")
+    assert (code, error) == (0, "")
+    told = '--pipeline-model-parallel-layout "Et*3|t*4|t*4|ttmL"'
+    assert out.splitlines()[0] == f"--num-layers 13 --mtp-num-layers 1 --pipeline-model-parallel-size 2 {told}"
+    assert "own order" not in out
+    assert (here / "layout.txt").read_text() == "Et*3|t*4|t*4|ttmL\n"
+    costs = Costs(forward_us=(1, *[10] * 14, 5), backward_us=(2, *[20] * 14, 10))
+    (here / "costs.json").write_text(costs.to_json())
+    arguments = ["--ranks", "2", "--microbatches", "4", "--costs", "costs.json", "-o", "back.json"]
+    code, out, _ = run(capsys, "import", "megatron", "layout.txt", *arguments)
+    assert (code, stages_of(out)) == (0, ["Ettt", "tttt", "tttt", "ttmL"])
+    plan = Plan.from_json((here / "back.json").read_text())
+    assert plan.orders == Plan.from_json((here / "plan.json").read_text()).orders
+    assert [task.duration_us for task in plan.placement.tasks[:4]] == [31, 40, 40, 35]
+    code, out, _ = run(capsys, "export", "megatron", "three.json", "--boundaries", "0,2,4,6")
+    assert "Megatron does these stages in its own order" in out
+    assert out.endswith("Not written; use -o to keep: Et|tt|tL\n")
+    assert run(capsys, "export", "megatron", "cut.json", "--boundaries", "0,2,3,4,5")[1].endswith("keep: Et|t|t|L\n")
+
+
+def test_megatron_counts_transformer_layers_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What autoplan counts may be norms and heads as well."""
+    plan = Plan.from_json((here / "cut.json").read_text())
+    usage = Usage(("3", "5", "7"), 1, 1, (3, 2, 2, 4))
+    (here / "gpt.json").write_text(replace(plan, usage=usage).to_json())
+    layers = ["--layers", "Embed, Dropout, Block*7, LayerNorm, Head", "--type", "BLOCK"]
+    code, out, error = run(capsys, "export", "megatron", "gpt.json", *layers)
+    assert (code, error) == (0, "")
+    assert out.splitlines()[0].startswith("--num-layers 7 --pipeline-model-parallel-size 2 ")
+    assert out.endswith("keep: Et|tt|tt|ttL\n")
+    code, out, _ = run(capsys, "export", "megatron", "gpt.json", *layers, "--boundaries", "0,2,5,9,11")
+    assert out.endswith("keep: E|t*3|t*4|L\n")
+    code, out, _ = run(capsys, "export", "megatron", "gpt.json", *layers, "--boundaries", "0,2,5,10,11")
+    assert out.endswith("keep: E|t*3|t*4|L\n")
+
+
+def test_torchtitan_makes_no_weights(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model too large for any memory, with its layers in a file beside it that is imported late."""
+    (here / "sub").mkdir()
+    (here / "sub" / "neighbour.py").write_text(
+        MODEL.replace("4, 4", "10**9, 10**9").replace("nn.Linear(4", "nn.Linear(10**9")
+    )
+    (here / "sub" / "late.py").write_text("def make():\n    from neighbour import GPT\n    return GPT(True)\n")
+    cuts = ["--cuts", "0,1,marks[3]"]
+    code, out, error = run(
+        capsys, "export", "torchtitan", "plan.json", "--model", "sub/late.py:make", *cuts, "-o", "large"
+    )
+    assert (code, error) == (0, "")
+    assert stages_of(out) == ["tok_embeddings layers.0", "layers.1", "layers.2 layers.3", "output"]
+    assert str(here / "sub") not in sys.path
+
+
+def test_torchtitan_makes_weights_where_it_must(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "reads.py").write_text(
+        MODEL.replace("nn.Linear(4, 10)", "nn.Linear(4, int(torch.ones(1).item()))").replace(
+            "from torch import nn", "import torch\nfrom torch import nn"
+        )
+    )
+    code, out, error = run(
+        capsys, "export", "torchtitan", "plan.json", "--model", "reads.py:marked", "--cuts", "0,1,marks[3]", "-o", "x"
+    )
+    assert code == 0
+    assert "marked() makes its weights, as on the meta device it raised" in error
+    assert stages_of(out)[0] == "tok_embeddings layers.0"
+
+
+def test_deepspeed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    by_type = ["--layers", "Embedding, Linear*7", "--type", "LIN"]
+    code, out, error = run(capsys, "export", "deepspeed", "three.json", *by_type, "-o", "parts.json")
+    assert (code, error) == (0, "")
+    boundaries = json.loads((here / "parts.json").read_text())
+    assert (boundaries[0], boundaries[-1], len(boundaries)) == (0, 8, 4)
+    assert "DeepSpeed does these stages in its own order, 1F1B" in out
+    code, out, _ = run(capsys, "import", "deepspeed", "parts.json", "--microbatches", "4", "-o", "back.json")
+    assert code == 0
+    assert f"Cut at the boundaries {','.join(map(str, boundaries))}." in out
+    plan = NAMED["1f1b"](place(Costs.uniform(3), Cluster.uniform(3)), 4)
+    assert Plan.from_json((here / "back.json").read_text()) == plan
+    code, out, _ = run(capsys, "export", "deepspeed", "three.json", "--boundaries", "0,0,3,6")
+    assert stages_of(out) == ["no layer", "layers 0 to 2", "layers 3 to 5"]
+    assert out.endswith("Not written; use -o to keep: [0, 0, 3, 6]\n")
+    code, out, _ = run(capsys, "export", "deepspeed", "three.json", "--boundaries", "0,2,4,6")
+    assert 'partition_method="uniform") makes this cut by itself' in out
+    code, out, _ = run(capsys, "export", "deepspeed", "three-cut.json")
+    assert (code, stages_of(out)) == (0, ["layers 0 to 0", "layers 1 to 3", "layers 4 to 7"])
+    assert stages_of(run(capsys, "export", "deepspeed", "three-cut.json", *by_type)[1])[0] != "layers 0 to 0"
+
+
+EXPORT = "export torchtitan plan.json --model"
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (
+            f"{EXPORT} model.py:plain -o titan",
+            "the model has no CutPoint; give --cuts, the module that each stage after",
+        ),
+        (f"{EXPORT} model.py:plain --cuts layers.1 -o titan", "there are 2 parts for 4 stages"),
+        (f"{EXPORT} model.py:plain --cuts a,,b -o titan", "'a,,b' has nothing between two commas"),
+        (f"{EXPORT} model.py:marked --cuts 0,1,marks[9] -o titan", "did you mean 'marks[3]'?"),
+        (f"{EXPORT} model.py:fails -o titan", "fails() raised KeyError: 'no words'"),
+        (f"{EXPORT} model.py:layers -o titan", "layers() returned a list; return an nn.Module"),
+        (f"{EXPORT} model.py:make -o titan", "model.py has no function 'make'"),
+        (f"{EXPORT} model.py -o titan", "give FILE.py:FUNCTION, such as model.py:make_model"),
+        (f"{EXPORT} none.py:make -o titan", "cannot read none.py: No such file or directory"),
+        (f"{EXPORT} plan.json:make -o titan", "give FILE.py:FUNCTION"),
+        (f"{EXPORT} model.py:marked -o model.py", "model.py is there already"),
+        ("export megatron plan.json --boundaries 0,4,8", "make 2 parts for 4 stages; give 5 entries"),
+        ("export megatron plan.json --boundaries 0,x", "'x' in '0,x' is no number of layers"),
+        ("export megatron plan.json --boundaries 0,4,3,9,12", "fall from 4 to 3"),
+        ("export megatron plan.json", "where is the cut? plan.json does not say; give --boundaries"),
+        ("export megatron cut.json", "which of the layers that cut.json cuts at 0,1,3,4,5 are transformer layers?"),
+        ("export megatron cut.json --layers a*5", "--type and --layers go together"),
+        (
+            "export megatron cut.json --layers a*5 --type a --mtp 1",
+            "--layers cannot tell layers of multi-token prediction",
+        ),
+        ("export megatron cut.json --layers a*6 --type a", "boundaries end with 5, but there are 6 layers"),
+        ("export megatron cut.json --layers e,a,n,a,h --type a", "layer 2 (n) lies between transformer layers"),
+        ("export megatron cut.json --layers a*5 --type b", "pattern 'b' finds none of the layers"),
+        ("export deepspeed three.json", "where is the cut? three.json does not say; give --boundaries, or --type and"),
+        ("export deepspeed three.json --type a", "--type and --layers go together; give --boundaries, or --type and"),
+        ("export deepspeed three.json --type a --layers B*x", "'B*x' is no layer; write such as Block, or Block*8"),
+        (
+            "export deepspeed three.json --type a --layers Block*4",
+            "pattern 'a' matches none of the layers, which are Block",
+        ),
+        ("export deepspeed plan.json --boundaries 0,1,2,3,4", "needs a chain of stages; place it by rota.place"),
+        ("export nemo plan.json", "'nemo' is not one of torchtitan, megatron, deepspeed"),
+        ("import megatrom x", "did you mean megatron?"),
+        ("import megatron none.txt --ranks 2 --microbatches 4", "cannot read none.txt: No such file or directory"),
+        ("import megatron plan.json --ranks 2 --microbatches 4", "plan.json: layout, character 1: '{' is unknown here"),
+        ("import megatron good.txt --ranks 3 --microbatches 4", "good.txt: the layout has 4 stages for 3 ranks"),
+        ("import megatron good.txt --ranks 2 --microbatches 0", "num_microbatches is 0"),
+        ("import deepspeed good.txt --microbatches 4", "good.txt: no list of boundaries"),
+        (
+            "import deepspeed falling.json --microbatches 4",
+            "falling.json: boundaries 0,3,2 fall from 3 to 2 at entry 2",
+        ),
+        ("import deepspeed words.json --microbatches 4", 'words.json: boundaries[1] is "x"; expected a whole number'),
+        ("import torchtitan plan.json", "plan.json: parallelism has neither of"),
+        ("import torchtitan empty.toml", "empty.toml has no section [parallelism]"),
+        ("import torchtitan model.py", "is no TOML"),
+    ],
+)
+def test_what_cannot_be_is_told_in_a_line(
+    command: str, told: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "good.txt").write_text("Et|tt|tt|tL")
+    (here / "falling.json").write_text("[0, 3, 2]")
+    (here / "words.json").write_text('[0, "x"]')
+    (here / "empty.toml").write_text("[training]\n")
+    before = sorted(here.rglob("*.*"))
+    code, _, error = run(capsys, *command.split())
+    assert code == 2
+    assert error.count("\n") == 1
+    assert told in error
+    assert [path for path in sorted(here.rglob("*.*")) if "__pycache__" not in path.parts] == before
+
+
+def test_a_plan_that_must_not_run_goes_nowhere(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "cycle.csv").write_text("0B0,0F0\n1F0,1B0\n")
+    code, _, error = run(capsys, "export", "megatron", "cycle.csv", "--boundaries", "0,2,4")
+    assert (code, "refused" in error) == (1, True)
+
+
+def test_what_exists_is_written_over_by_force_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    commands = [
+        "export torchtitan plan.json --model model.py:marked -o titan",
+        "export megatron plan.json --boundaries 0,2,4,6,8 -o layout.txt",
+        "export deepspeed three.json --boundaries 0,2,4,6 -o parts.json",
+        "import torchtitan titan/parallelism.json -o a.json",
+        "import megatron layout.txt --ranks 2 --microbatches 4 -o b.json",
+        "import deepspeed parts.json --microbatches 4 -o c.json",
+    ]
+    for command in commands:
+        assert run(capsys, *command.split())[0] == 0
+        output = here / command.split()[-1]
+        (kept,) = [output] if output.is_file() else output.glob("*.csv")
+        kept.write_text("mine")
+        code, _, error = run(capsys, *command.split())
+        assert code == 2
+        assert "is there already; give another name, or --force to write over it" in error
+        assert kept.read_text() == "mine"
+        assert run(capsys, *command.split(), "--force")[0] == 0
+        assert kept.read_text() != "mine"
+
+
+@pytest.mark.parametrize("command", ["export", "import"])
+@pytest.mark.parametrize("form", ["torchtitan", "megatron", "deepspeed"])
+def test_help_teaches_by_example(command: str, form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, command, form, "--help")
+    assert code == 0
+    assert f"example:\n  rota {command} {form} " in out

@@ -1,0 +1,135 @@
+"""`rota explain`, `rota import-trace`, traces by `rota show`, and colour."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli.test_cli import run
+from rota import schedules
+from rota.accounting import explain
+from rota.costs import Cluster, Costs
+from rota.drawing import to_chrome_trace
+from rota.placing import place
+from rota.timeline import Timeline
+from support.measured import measured_like
+
+PLAN = schedules.one_f_one_b(place(Costs((100, 140), (200, 280)), Cluster.uniform(2, latency_us=9)), 4)
+MEASURED = measured_like(PLAN, random.Random(1), longest_us=300)
+
+
+@pytest.fixture
+def measured_file(tmp_path: Path) -> Path:
+    path = tmp_path / "measured.json"
+    path.write_text(MEASURED.to_json())
+    return path
+
+
+def test_explain_says_why_against_the_timelines_own_plan(
+    measured_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run(capsys, "explain", measured_file)
+    assert (code, out) == (0, explain(MEASURED, PLAN).to_text() + "\n")
+    assert "slower" in out
+    assert run(capsys, "explain", measured_file, "--cores", 1)[1] == explain(MEASURED, PLAN, 1).to_text() + "\n"
+
+
+def test_explain_takes_a_plan_another_timeline_and_writes_json(
+    measured_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text(PLAN.to_json())
+    assert run(capsys, "explain", plan)[1] == explain(PLAN).to_text() + "\n"
+    code, out, _ = run(capsys, "explain", measured_file, "--planned", measured_file, "--json")
+    fields = json.loads(out)
+    assert code == 0
+    assert fields["idle_us"] == list(MEASURED.idle_us)
+    assert "slower" not in fields["by_cause_us"]
+
+
+def test_explain_refuses_the_plan_of_another_timeline(
+    measured_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text(schedules.gpipe(PLAN.placement, 2).to_json())
+    code, _, error = run(capsys, "explain", measured_file, "--planned", plan)
+    assert code == 1
+    assert error == "rota explain: refused: the plan has no 0F2 on rank 0; explain a timeline by its own plan\n"
+
+
+def test_a_trace_is_imported_explained_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, output = tmp_path / "trace.json", tmp_path / "timeline.json"
+    names = (
+        ("PP:0F0", 0, 5),
+        ("PP:0F1", 6, 9),
+        ("PP:0B0", 9, 19),
+        ("PP:0B1", 20, 31),
+        ("Optimizer.step#SGD.step", 33, 34),
+    )
+    events = [
+        {"ph": "X", "cat": "user_annotation", "name": name, "pid": 1, "tid": 1, "ts": start, "dur": end - start}
+        for name, start, end in names
+    ]
+    path.write_text(json.dumps({"traceEvents": events}))
+    code, out, _ = run(capsys, "import-trace", path, "-o", output)
+    assert code == 0
+    assert out.startswith("step 0 of 1 (counted from 0): 1 rank, 1 stage, 2 micro-batches\nclocks as recorded")
+    timeline = Timeline.from_json(output.read_text())
+    assert timeline.starts_us == ((0, 6, 9, 20),)
+    assert timeline.makespan_us == 34
+    assert explain(timeline, timeline.plan).to_text() in out
+    assert "Not written" in run(capsys, "import-trace", path)[1]
+
+
+def test_what_is_no_trace_is_told(measured_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, error = run(capsys, "import-trace", measured_file)
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    assert "measured.json: no trace of torch.profiler" in error
+    code, _, error = run(capsys, "import-trace", measured_file, "-o", tmp_path / "absent" / "x.json")
+    assert code == 2
+    assert "there is no such folder" in error
+
+
+def test_show_writes_a_trace_for_perfetto(
+    measured_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run(capsys, "show", measured_file, "-o", tmp_path / "trace.json")
+    assert (code, out) == (0, f"Wrote {tmp_path / 'trace.json'}.\n")
+    assert (tmp_path / "trace.json").read_text() == to_chrome_trace(MEASURED)
+
+
+@pytest.mark.parametrize(
+    ("terminal", "no_color", "term", "colored"),
+    [
+        (True, None, "xterm", True),
+        (True, "", "xterm", True),
+        (True, "1", "xterm", False),
+        (True, None, "dumb", False),
+        (False, None, "xterm", False),
+    ],
+)
+def test_color_where_there_is_one_and_the_user_did_not_say_no(
+    terminal: bool,
+    no_color: str | None,
+    term: str,
+    colored: bool,
+    measured_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color is not None:
+        monkeypatch.setenv("NO_COLOR", no_color)
+    assert ("\x1b[" in run(capsys, "show", measured_file)[1]) == colored
+
+
+def test_importing_traces_needs_no_torch() -> None:
+    code = "import sys, rota.interop; rota.interop.import_traces; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

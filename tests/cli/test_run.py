@@ -1,0 +1,226 @@
+"""`rota run` and `rota demo` as a user types them, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from rota import Cluster, Costs, Plan, Timeline, place, simulate
+from rota.schedules import NAMED
+from support import ROOT
+
+pytestmark = pytest.mark.dist
+
+
+def run(folder: Path, *arguments: str, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s)
+
+
+def rota(folder: Path, *arguments: str, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
+    return run(folder, "-m", "rota", *arguments, timeout_s=timeout_s)
+
+
+def blocks_of(markdown: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", markdown.read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.timeout(240)
+def test_the_readme_does_what_it_says(tmp_path: Path) -> None:
+    train, model = blocks_of(ROOT / "README.md", "python")
+    (tmp_path / "train.py").write_text(train)
+    (tmp_path / "model.py").write_text(model)
+    outputs = {}
+    for command in re.findall(r"^    rota (.*?)(?: +#.*)?$", (ROOT / "README.md").read_text(), flags=re.MULTILINE):
+        done = rota(tmp_path, *command.split())
+        assert done.returncode == 0, done.stderr
+        outputs[command.split()[0]] = done.stdout
+    assert list(outputs) == ["autoplan", "rehearse", "run", "explain", "compare", "calibrate"]
+    assert re.search(r"^▸ .* of 8 GB$", outputs["autoplan"], flags=re.MULTILINE)
+    assert re.search(r"loss \d\.\d{3}", outputs["run"])
+    assert "slower ops" in outputs["compare"]
+    assert "runs to its end" in outputs["rehearse"]
+    plan = Plan.from_json((tmp_path / "plan.json").read_text())
+    assert plan.usage is not None
+    assert plan.usage.microbatch_rows * plan.num_microbatches * plan.usage.num_replicas == 32
+    assert Timeline.from_json((tmp_path / "measured.json").read_text()).plan == plan
+
+
+SCRIPT = """
+import sys, torch, rota
+from torch import nn
+plan = rota.given_plan()
+stages = rota.split(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), plan.num_stages)
+with rota.Pipeline(stages, plan, nn.functional.mse_loss) as pipeline:
+    {body}
+"""
+
+
+def run_script(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
+    assert rota(folder, "plan", "gpipe", "--ranks", "2", "--microbatches", "4", "-o", "plan.json").returncode == 0
+    (folder / "train.py").write_text(SCRIPT.format(body=body))
+    return rota(folder, "run", "plan.json", "train.py", "hello")
+
+
+def test_a_batch_that_does_not_divide_is_told_in_a_line(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "pipeline.step(torch.zeros(10, 2), torch.zeros(10, 2))")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "inputs has 10 rows" in done.stderr
+    assert "give 8 or 12 rows" in done.stderr
+    assert "train.py:7" in done.stderr
+
+
+def test_all_ranks_end_when_one_fails(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "sys.exit(3) if pipeline.rank == 1 else pipeline.step(torch.zeros(4, 2))")
+    assert done.returncode == 1
+    assert "rank 1 ended with exit code 3, and the others were ended" in done.stderr
+
+
+def test_arguments_reach_the_script(tmp_path: Path) -> None:
+    body = (
+        "loss = pipeline.step(torch.zeros(4, 2), torch.zeros(4, 2)); sys.stdout.write(f'{sys.argv[1:]} {loss >= 0}\\n')"
+    )
+    done = run_script(tmp_path, body)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("['hello'] True") == 2
+
+
+def test_a_refused_plan_starts_nothing(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('started')")
+    (tmp_path / "cycle.csv").write_text("0B0,0F0\n1F0,1B0\n")
+    done = rota(tmp_path, "run", "cycle.csv", "train.py")
+    assert done.returncode == 1
+    assert "started" not in done.stdout
+    assert "cycle" in done.stderr
+
+
+@pytest.mark.timeout(180)
+def test_demo(tmp_path: Path) -> None:
+    done = rota(tmp_path, "demo", "--steps", "12", "-o", "out", timeout_s=170)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    assert losses[-1] < losses[0] - 1
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert written == {"costs.json", "plan.csv", "plan.json", "timeline.json", "timeline.html", "plan.png"}
+    plan = Plan.from_json((tmp_path / "out" / "plan.json").read_text())
+    assert Plan.from_csv((tmp_path / "out" / "plan.csv").read_text(), plan.placement) == plan
+    assert Timeline.from_json((tmp_path / "out" / "timeline.json").read_text()).plan == plan
+    assert f"{simulate(plan).makespan_us:,}" in done.stdout
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines of the processes that work in `folder`."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (process / "cwd").readlink() == folder:
+                found.append((process / "cmdline").read_text())
+    return found
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_rank_outlives_the_launcher(tmp_path: Path, signal_number: signal.Signals) -> None:
+    assert rota(tmp_path, "plan", "gpipe", "--ranks", "2", "--microbatches", "4", "-o", "plan.json").returncode == 0
+    body = "import time; sys.stdout.write('begun\\n'); sys.stdout.flush(); time.sleep(100)"
+    (tmp_path / "train.py").write_text(SCRIPT.format(body=body))
+    command = [sys.executable, "-m", "rota", "run", "plan.json", "train.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stderr is not None
+        assert [launcher.stdout.readline() for _ in range(2)] == ["begun\n"] * 2
+        launcher.send_signal(signal_number)
+        code = launcher.wait(60)
+        told = launcher.stderr.read()
+    if signal_number is not signal.SIGKILL:
+        assert "Traceback" not in told
+        assert told.count("\n") == 1
+        assert code == 128 + signal_number, told
+    deadline = time.monotonic() + 60
+    while processes_of(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert processes_of(tmp_path) == []
+
+
+def test_pipelines_of_two_plans_in_one_script(tmp_path: Path) -> None:
+    body = (
+        "other = rota.Pipeline(stages, rota.schedules.forward_only(plan.placement.forward_only(), 2), None);"
+        "pipeline.step(torch.zeros(4, 2), torch.zeros(4, 2)); other.step(torch.zeros(4, 2));"
+        "pipeline.close(); other.close()"
+    )
+    assert rota(tmp_path, "plan", "gpipe", "--ranks", "2", "--microbatches", "4", "-o", "plan.json").returncode == 0
+    (tmp_path / "train.py").write_text(SCRIPT.format(body=body))
+    done = rota(tmp_path, "run", "--timeline", "measured.json", "plan.json", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert Timeline.from_json((tmp_path / "measured.json").read_text()).plan.num_microbatches == 4
+
+
+def test_the_page_on_training_does_what_it_says(tmp_path: Path) -> None:
+    """With two replicas, and without: on the same batches."""
+    page = ROOT / "docs" / "training.md"
+    (tmp_path / "train.py").write_text(blocks_of(page, "python")[0])
+    planning, running = re.findall(r"^    rota (.*)$", page.read_text(), flags=re.MULTILINE)
+    assert rota(tmp_path, *planning.split()).returncode == 0
+    command = running.split()
+    done = rota(tmp_path, command[0], "--timeline", "measured.json", *command[1:])
+    assert done.returncode == 0, done.stderr
+    (told,) = re.findall(r"^loss .*$", done.stdout, flags=re.MULTILINE)
+    timeline = Timeline.from_json((tmp_path / "measured.json").read_text())
+    assert {str(span.work) for span in timeline.step_end_spans()} == {"0 reduce", "1 reduce"}
+    without = rota(tmp_path, *(word for word in command if "mesh" not in word and "pp=" not in word))
+    assert told in without.stdout, without.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--mesh", "pp=3"], "--mesh pp=3: plan.json is for 2 ranks; leave pp out"),
+        (["--mesh", "pp=2,dp=0"], "'pp=2,dp=0' is no mesh: 'dp=0' is wrong; write such as pp=4,dp=2,tp=1"),
+        (["--mesh", "dp=2", "--engine", "torch"], "--mesh dp=2,tp=1: PyTorch's engine runs one pipeline"),
+    ],
+)
+def test_a_mesh_that_does_not_fit(tmp_path: Path, options: list[str], told: str) -> None:
+    assert rota(tmp_path, "plan", "gpipe", "--ranks", "2", "--microbatches", "4", "-o", "plan.json").returncode == 0
+    (tmp_path / "train.py").write_text("print('started')")
+    done = rota(tmp_path, "run", *options, "plan.json", "train.py")
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "started" not in done.stdout
+
+
+def test_a_timeline_that_cannot_be_written_is_told_before_the_run(tmp_path: Path) -> None:
+    assert rota(tmp_path, "plan", "gpipe", "--ranks", "2", "--microbatches", "4", "-o", "plan.json").returncode == 0
+    (tmp_path / "train.py").write_text("print('started')")
+    done = rota(tmp_path, "run", "--timeline", "nowhere/t.json", "plan.json", "train.py")
+    assert done.returncode == 2
+    assert "cannot write nowhere/t.json" in done.stderr
+    assert "started" not in done.stdout
+
+
+@pytest.mark.timeout(180)
+def test_a_training_goes_on_with_another_plan_as_the_docs_say(tmp_path: Path) -> None:
+    (script,) = blocks_of(ROOT / "docs" / "checkpoints.md", "python")
+    (tmp_path / "train.py").write_text(script)
+    both = Costs.uniform(2), Costs.uniform(2, weight_us=1)
+    for name, costs, schedule in zip("ab", both, ("1f1b", "zb_h1"), strict=True):
+        plan = NAMED[schedule](place(costs, Cluster.uniform(costs.num_stages)), 4)
+        (tmp_path / f"{name}.json").write_text(plan.to_json())
+    losses = []
+    for arguments in (["--mesh", "dp=2", "a.json"], ["b.json"]):
+        done = rota(tmp_path, "run", *arguments, "train.py", "6")
+        assert done.returncode == 0, done.stderr
+        losses.append(float(done.stdout))
+        listed = rota(tmp_path, "checkpoint", "ls", "run").stdout
+        assert [line.split()[0] for line in listed.splitlines()] == ["step-2", "step-4", "step-6"]
+        shutil.rmtree(tmp_path / "run" / "step-6")  # so that the second run goes on at step 4
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

@@ -1,0 +1,190 @@
+"""`rota plan search`, `rota bound` and `rota frontier`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cli.test_cli import run
+from rota import Cluster, Costs, Plan, check, place, simulate
+from rota.cli import main, screen
+from rota.cli.files import read_plan
+from rota.schedules import NAMED
+
+CHAIN = ["--ranks", "4", "--forward-us", "100", "--backward-us", "100", "--weight-us", "100"]
+Capsys = pytest.CaptureFixture[str]
+
+
+def test_plan_search_writes_what_it_proves(tmp_path: Path, capsys: Capsys) -> None:
+    path = tmp_path / "plan.json"
+    code, out, _ = run(capsys, "plan", "search", *CHAIN, "--microbatches", 8, "--limit", "4kB", "-o", path)
+    assert code == 0
+    assert "makespan 2,700 µs, proven optimal" in out
+    assert "zb_h1" in out
+    plan = Plan.from_json(path.read_text())
+    check(plan)
+    assert simulate(plan).makespan_us == 2700
+
+
+@pytest.mark.parametrize(("shape", "num_stages"), [("v", 4), ("m", 5), ("nn", 6), ("k", 5), ("x", 8), ("wave", 8)])
+def test_shapes(shape: str, num_stages: int, tmp_path: Path, capsys: Capsys) -> None:
+    path = tmp_path / "plan.json"
+    arguments = ("--shape", shape, "--ranks", 4, "--microbatches", 6, "--time-limit", 1, "-o", path)
+    code, out, _ = run(capsys, "plan", "search", *arguments)
+    assert (code, Plan.from_json(path.read_text()).placement.num_stages) == (0, num_stages)
+    assert "no plan for this placement has less than" in out
+
+
+def test_measured_costs(tmp_path: Path, capsys: Capsys) -> None:
+    costs = tmp_path / "costs.json"
+    costs.write_text(Costs.uniform(4, 10, 20, edges=((0, 1), (1, 2), (2, 3))).to_json())
+    code, out, _ = run(capsys, "plan", "search", "--costs", costs, "--microbatches", 4, "--objective", "span")
+    assert code == 0
+    assert "span 210 µs, proven optimal" in out
+    assert "The backward is whole; --split-backward" in out
+    code, out, _ = run(capsys, "plan", "search", "--costs", costs, "--microbatches", 4, "--split-backward")
+    assert code == 0
+    assert "makespan 150 µs, proven optimal" in out
+    assert "backward is whole" not in out
+
+
+def test_bound_tells_each_reason(tmp_path: Path, capsys: Capsys) -> None:
+    path = tmp_path / "plan.json"
+    assert run(capsys, "plan", "gpipe", *CHAIN, "--microbatches", 8, "-o", path)[0] == 0
+    code, out, _ = run(capsys, "bound", path)
+    assert code == 0
+    assert "makespan 3,000 µs; no plan for this placement has less than 2,700: at most 10.00% from" in out
+    assert "load: rank " in out
+
+
+def test_frontier_as_table_and_picture(tmp_path: Path, capsys: Capsys) -> None:
+    picture = tmp_path / "frontier.png"
+    arguments = ("--ranks", 4, "--forward-us", 1, "--backward-us", 3, "--time-limit", 20, "-o", picture)
+    code, out, _ = run(capsys, "frontier", *arguments)
+    assert code == 0
+    rows = [line.split()[:2] for line in out.splitlines()[1:5]]
+    assert rows == [["1,000", "16.0"], ["2,000", "8.0"], ["3,000", "5.3"], ["4,000", "4.0"]]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_default_costs_distort_nothing(tmp_path: Path, capsys: Capsys) -> None:
+    """They can be dealt to several stages a rank, and are the same for every command; a CSV has them, too."""
+    given = ("--forward-us", 1000, "--backward-us", 2000, "--activation", "1kB")
+    step = ("--ranks", 4, "--microbatches", 8)
+    code, table, _ = run(capsys, "schedules", *step, "--json")
+    assert (code, table) == run(capsys, "schedules", *step, *given, "--json")[:2]
+    makespans = {row["name"]: row["makespan_us"] for row in json.loads(table)}
+    assert (makespans["zb_v"], makespans["1f1b"]) == (25_500, 33_000)
+    plans = []
+    for suffix, more in (("json", ()), ("json", given), ("csv", ())):
+        path = tmp_path / f"{len(plans)}.{suffix}"
+        assert run(capsys, "plan", "zb_h1", *step, *more, "-o", path)[0] == 0
+        plans.append(read_plan(str(path)))
+    assert plans[0] == plans[1] == plans[2]
+    for command in ("plan", "schedules", "frontier"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        told = " ".join(capsys.readouterr().out.split())
+        assert "(default: 1000)" in told
+        assert "(default: 2000)" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        ("plan search --microbatches 4", 2, "how many stages? give --ranks, --stages or --costs"),
+        ("plan search --ranks 3 --shape k --microbatches 4", 2, "even number of ranks"),
+        ("plan search --ranks 3 --microbatches 4 --time-limit 0", 2, "must be a number of seconds above 0"),
+        ("plan search --ranks 3 --microbatches 4 --limit 0", 2, "rank 0 needs at least 1000 bytes"),
+        ("plan 1f1b --ranks 3 --microbatches 4 --objective span", 2, "--objective is for `rota plan search`"),
+        ("plan serch --ranks 3 --microbatches 4", 2, "did you mean search?"),
+        ("frontier --ranks 2 -o nowhere/f.png", 2, "cannot write nowhere/f.png"),
+        ("bound nothing.json", 2, "cannot read nothing.json"),
+    ],
+)
+def test_errors(arguments: str, code: int, told: str, capsys: Capsys) -> None:
+    result, _, err = run(capsys, *arguments.split())
+    assert result == code
+    assert told in err
+    assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            "plan search --ranks 2 --microbatches 4 --shape bla",
+            "--shape 'bla' is not one of v, x, m, nn, nn-eager, k, i",
+        ),
+        ("plan search --ranks 2 --microbatches 4 --shape wav", "interleaved, wave; did you mean wave?"),
+        (
+            "plan search --ranks 2 --microbatches 4 --objective foo",
+            "--objective 'foo' is not one of makespan, span, per",
+        ),
+        ("frontier --ranks 2 --shape Wave", "did you mean wave?"),
+        ("run --engine tourch plan.json train.py", "--engine 'tourch' is not one of rota, torch; did you mean torch?"),
+    ],
+)
+def test_wrong_choices_name_their_option(arguments: str, told: str, capsys: Capsys) -> None:
+    code, _, err = run(capsys, *arguments.split())
+    assert (code, err.count("\n")) == (2, 1)
+    assert told in err
+    assert "gpipe" not in err
+
+
+@pytest.mark.parametrize("shape", ["k", "wave", "x"])
+def test_shapes_are_told_as_typed(shape: str, capsys: Capsys) -> None:
+    code, _, err = run(capsys, "plan", "search", "--shape", shape, "--ranks", 3, "--stages", 4, "--microbatches", 4)
+    assert code == 2
+    assert err.startswith(f"rota plan: error: --shape {shape}: ")
+
+
+@pytest.mark.parametrize("option", ["--forward-us", "--activation", "--limit"])
+def test_numbers_too_large(option: str, capsys: Capsys) -> None:
+    for number in (10**18, 10**19):
+        code, _, err = run(capsys, "plan", "search", "--ranks", 2, "--microbatches", 4, option, number)
+        assert (code, err.count("\n")) == (2, 1)
+        assert "too large to search" in err
+
+
+def test_bound_of_a_measured_timeline_tells_both(tmp_path: Path, capsys: Capsys) -> None:
+    plan = NAMED["1f1b"](place(Costs.uniform(2), Cluster.uniform(2)), 4)
+    planned = simulate(plan)
+    slower = [tuple(tuple(1000 * us for us in row) for row in rows) for rows in (planned.starts_us, planned.ends_us)]
+    path = tmp_path / "timeline.json"
+    for timeline, lines in ((planned, 0), (replace(planned, starts_us=slower[0], ends_us=slower[1]), 1)):
+        path.write_text(timeline.to_json())
+        code, out, _ = run(capsys, "bound", path)
+        assert (code, out.count("measured makespan")) == (0, lines)
+        assert "makespan 15 µs; no plan for this placement has less than 15: proven optimal" in out
+    assert out.startswith("measured makespan 15,000 µs, span 15,000 µs; planned, and bounded below, are 15 and 15 (")
+
+
+def test_progress_fits_into_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(screen, "_columns", lambda: 20)
+    screen.show_progress("x" * 100)
+    assert capsys.readouterr().err == "\r\x1b[K" + "x" * 19
+
+
+@pytest.mark.parametrize("module", ["rota.schedules", "numba.core.types", "ortools.sat.python.cp_model"])
+def test_ctrl_c_while_modules_are_loaded(module: str, tmp_path: Path) -> None:
+    """Each interrupts itself when it loads that module, however it would take that."""
+    program = f"""
+import os, signal, sys
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+sys.argv = ["rota", "plan", "search", "--ranks", "2", "--microbatches", "2"]
+from rota.cli import main
+sys.exit(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (130, "rota plan: interrupted\n")

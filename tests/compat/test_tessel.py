@@ -1,0 +1,441 @@
+"""Tessel's door: its document's example, blocks and schedules, the composer, the files and the command."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from rota import FormatError, PlacementError, Plan, ScheduleError, check, draw, drawing, simulate
+from rota.compat.tessel.__main__ import main
+from rota.compat.tessel.cases import PLACEMENTS, Placement
+from rota.compat.tessel.conversion import micro_of
+from rota.compat.tessel.schedule.composer import Composer
+from rota.compat.tessel.schedule.schedplan import Block, SchedPlan
+from support.tessel_shapes import tessel
+
+EXAMPLE = '''
+from rota.compat.tessel.schedule.schedplan import SchedPlan, Block
+
+def vshape(ndevs: int) -> SchedPlan:
+    """
+    f             b
+      f         b
+        f     b
+          f b
+    """
+    sched = SchedPlan(ndevs)
+    fblocks = [Block(0, span=1, memory=1, btype="Forward") for _ in range(ndevs)]
+    fdevs = [[devid] for devid in range(ndevs)]
+    bblocks = [Block(0, span=2, memory=-1, btype="Backward") for _ in range(ndevs)]
+    bdevs = [[devid] for devid in range(ndevs)][::-1]
+    blocks = fblocks + bblocks
+    devs = fdevs + bdevs
+    sched.add_block_seq(blocks, devs)
+    return sched
+
+placement = vshape(ndevs=4)  # 4-device v-shape placement
+'''
+SEARCH = """
+# maximal peak memory capacity for each device
+memory = 4
+# problem size: how many micro-batches involve in the repetend construction.
+nmicros = 4
+# search
+schedule = Composer.compose_n(micro, memory, nmicros)
+print(schedule)
+"""
+
+
+@cache
+def composed(shape: str, memory: int | None, nmicros: int | None, train: bool = True) -> SchedPlan:
+    micro = PLACEMENTS[shape](4, train=train)
+    found = Composer.compose(micro, memory) if nmicros is None else Composer.compose_n(micro, memory, nmicros)
+    assert found is not None
+    return found
+
+
+def test_the_document_s_example(capsys: pytest.CaptureFixture[str]) -> None:
+    """Edits: the import line; the composer's import, which the document leaves out; `micro`, which it never defines."""
+    names: dict[str, object] = {}
+    exec(EXAMPLE, names)
+    exec("from rota.compat.tessel.schedule.composer import Composer\nmicro = placement\n" + SEARCH, names)
+    schedule = names["schedule"]
+    assert isinstance(schedule, SchedPlan)
+    assert (schedule.period, schedule.nsteps) == (3, 3 * 3 + 12)
+    assert [schedule.peak_memory(device) for device in range(4)] == [4, 3, 2, 1]
+    assert capsys.readouterr().out == f"{schedule}\n"
+    assert str(schedule).splitlines()[3] == (
+        " --  --  -- |f0  b0--b0 |f1  b1--b1  f2  b2--b2  f3  b3--b3  --  --  --  --  --  --"
+    )
+
+
+# --- blocks and schedules ---------------------------------------------------------------------------------------------
+
+
+def test_blocks() -> None:
+    a, b = Block(2, 3, 1.0, "FORWARD"), Block(2, 1, -1, "backward")
+    Block.make_dependency(a, b)
+    assert (a.after, b.before, a.before) == ({b}, {a}, set())
+    assert (repr(a), repr(b), a.btype, a.memory, a.gid) == ("f2", "b2", "forward", 1, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((0, 0, 1, "forward"), "span of a block is 0; give a whole number of 1 or more"),
+        ((0, 1.5, 1, "forward"), "span of a block is 1.5"),
+        ((-1, 1, 1, "forward"), "mid of a block is -1"),
+        ((0, 1, 0.5, "forward"), "memory of a block is 0.5; give a whole number"),
+        ((0, 1, 1, "sideways"), "btype is \"sideways\"; a block is 'forward' or 'backward'"),
+    ],
+)
+def test_blocks_that_are_refused(arguments: tuple, told: str) -> None:
+    with pytest.raises(ScheduleError, match=told):
+        Block(*arguments)
+
+
+def test_a_sequence_with_an_empty_step() -> None:
+    schedule = SchedPlan(2)
+    a, b, c = Block(0, 2, 1, "forward"), Block(0, 1, 0, "forward"), Block(0, 1, -1, "backward")
+    schedule.add_block_seq([a, None, b, c], [[0], None, [0, 1], [1]])
+    assert (schedule.nsteps, schedule.ndevs) == (5, 2)
+    assert schedule.all_blocks() == {a, b, c}
+    assert schedule.chain_blocks() == [a, b, c]
+    assert [schedule.step(block) for block in (a, b, c)] == [0, 3, 4]
+    assert schedule.blocks(3) == (b,)
+    assert schedule.blocks(1) == ()
+    assert schedule.device(b) == (0, 1)
+    assert schedule.device_blocks(1) == (b, c)
+    assert (c.before, b.before) == ({b}, {a})
+    assert str(schedule) == " f0--f0  --  f0  --\n --  --  --  f0  b0\n"
+    assert (schedule.peak_memory(0), schedule.peak_memory(1)) == (1, 0)
+    part = schedule.extract(3, 5)
+    assert (part.step(b), part.step(c), part.nsteps) == (0, 1, 2)
+    assert part.validate(complete=False)
+    assert not part.validate()
+    schedule.tighten()
+    assert [schedule.step(block) for block in (a, b, c)] == [0, 2, 3]
+    assert schedule.validate()
+
+
+def test_adding_blocks() -> None:
+    schedule, a = SchedPlan(2), Block(0, 3, 1, "forward")
+    schedule.add_block(a, [0], 2)
+    schedule.add_block(a, [0], 2)
+    for step in (0, 1, 2, 4):
+        with pytest.raises(ScheduleError, match=r"meets f0 at steps 2 to 4 on device 0; start it at step 5"):
+            schedule.add_block(Block(1, 3, 0, "forward"), [1, 0], step)
+    schedule.add_block(Block(1, 2, 0, "forward"), [1, 0], 0)
+    with pytest.raises(ScheduleError, match="already is on"):
+        schedule.add_block(a, [0], 7)
+    with pytest.raises(ScheduleError, match="give one or more of 0 to 1, each once"):
+        schedule.add_block(Block(2, 1, 0, "forward"), [2], 9)
+    with pytest.raises(ScheduleError, match="step is -1"):
+        schedule.add_block(Block(2, 1, 0, "forward"), [0], -1)
+    with pytest.raises(ScheduleError, match="2 blocks, but devices for 1"):
+        schedule.add_block_seq([a, None], [[0]])
+    with pytest.raises(ScheduleError, match="ndevs is 0"):
+        SchedPlan(0)
+
+
+def test_a_block_before_what_it_reads_is_not_valid() -> None:
+    schedule, a, b = SchedPlan(2), Block(0, 2, 0, "forward"), Block(0, 1, 0, "forward")
+    Block.make_dependency(a, b)
+    schedule.add_block(a, [0], 0)
+    schedule.add_block(b, [1], 1)
+    assert not schedule.validate()
+
+
+def test_copies_are_their_own() -> None:
+    micro = Placement.kshape(4)
+    copy = micro.copy(3)
+    assert not copy.all_blocks() & micro.all_blocks()
+    assert {block.mid for block in copy.all_blocks()} == {3}
+    assert str(copy) == str(micro).replace("0", "3")
+    for block, twin in zip(micro.added_blocks(), copy.added_blocks(), strict=True):
+        assert {micro.added_blocks().index(b) for b in block.before} == {
+            copy.added_blocks().index(b) for b in twin.before
+        }
+
+
+# --- placements -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [*(("v", "vshape"), ("x", "xshape"), ("m", "mshape"), ("nn", "nnshape")), ("nn-eager", "nnshape_eager")],
+)
+def test_placements_are_rota_s_shapes(ours: str, theirs: str) -> None:
+    """The same tasks on the same ranks, the same edges."""
+    expected, found = tessel(ours, 4, 6), micro_of(PLACEMENTS[theirs](4), 6).placement
+    assert set(found.tasks) == set(expected.tasks)
+    assert edges_of(found) == edges_of(expected)
+
+
+def edges_of(placement) -> set:
+    return {(str(placement.tasks[edge.source]), str(placement.tasks[edge.target])) for edge in placement.edges}
+
+
+def test_k_has_its_meeting_stage_between_the_branches() -> None:
+    placement = micro_of(Placement.kshape(4), 6).placement
+    assert [placement.ranks_of(stage) for stage in range(5)] == [(0,), (1,), (0, 1, 2, 3), (2,), (3,)]
+    assert set(placement.stage_edges) == {(0, 1), (1, 2), (3, 4), (4, 2)}
+    assert {task.held_bytes for task in placement.tasks} == {1, -1}
+
+
+@pytest.mark.parametrize("shape", PLACEMENTS)
+def test_inference_forms_hold_nothing(shape: str) -> None:
+    micro = PLACEMENTS[shape](4, train=False)
+    assert {(block.btype, block.memory) for block in micro.all_blocks()} == {("forward", 0)}
+    schedule = composed(shape, None, 2, train=False)
+    assert [schedule.peak_memory(device) for device in range(4)] == [0] * 4
+    assert schedule.validate()
+    check(schedule.to_plan(0))
+
+
+def test_frozen_parts_have_no_backward() -> None:
+    assert str(Placement.finetune(2)) == " f0  f0  --  --  --  b0--b0\n f0  --  f0  b0--b0  --  --\n"
+    assert str(Placement.alphafold(2)) == (" f0  --  f0  --  f0  --  --  b0\n --  f0  --  f0  --  f0  b0  --\n")
+
+
+# --- the composer -----------------------------------------------------------------------------------------------------
+
+
+def require_sound(schedule: SchedPlan, memory: int | None) -> None:
+    """In itself, and as what Rota checks and simulates."""
+    assert schedule.validate()
+    plan = schedule.to_plan(memory)
+    check(plan)
+    timeline = simulate(plan)
+    assert timeline.makespan_us <= schedule.nsteps
+    peaks = [schedule.peak_memory(device) for device in range(schedule.ndevs)]
+    assert list(timeline.peak_memory_bytes) == peaks
+
+
+def test_the_whole_is_the_shortest_too() -> None:
+    """Gluing the three phases together gives 39 or 45 steps; no schedule at all has fewer than 36."""
+    schedule = composed("vshape", 4, 6)
+    assert (schedule.period, schedule.nsteps) == (4, 36)
+    require_sound(schedule, 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "memory", "nmicros", "period", "nsteps"),
+    [
+        *(("vshape", 4, None, 4, 28), ("xshape", 4, 3, 8, 30), ("mshape", 6, 6, 6, 48), ("nnshape", 6, 3, 12, 40)),
+        *(("nnshape_eager", 6, 3, 12, 40), ("kshape", 6, 4, 6, 28), ("finetune", 6, 3, 7, 21)),
+        *(("alphafold", 6, 3, 6, 26), ("mllm", 6, 2, 13, 33)),
+    ],
+)
+def test_compositions(shape: str, memory: int, nmicros: int | None, period: int, nsteps: int) -> None:
+    schedule = composed(shape, memory, nmicros)
+    assert (schedule.period, schedule.nsteps) == (period, nsteps)
+    require_sound(schedule, memory)
+    assert schedule.repeated is not None
+    assert sorted(block.gid for block in schedule.repeated) == list(range(len(PLACEMENTS[shape](4).all_blocks())))
+
+
+@pytest.mark.parametrize("shape", ["vshape", "xshape", "kshape", "finetune"])
+def test_more_micro_batches(shape: str) -> None:
+    """Each is a period longer, one by one or at once."""
+    schedule = composed(shape, 6, 3)
+    assert schedule.period is not None
+    for nmicros in (3, 4, 9):
+        unrolled = schedule.unroll(nmicros)
+        assert unrolled.nsteps == schedule.nsteps + (nmicros - 3) * schedule.period
+        assert {block.mid for block in unrolled.all_blocks()} == set(range(nmicros))
+        require_sound(unrolled, 6)
+    assert str(schedule.unroll(5).unroll(9)) == str(schedule.unroll(9))
+
+
+def test_the_fast_search_is_the_same_search() -> None:
+    found = Composer.compose_fast(Placement.vshape(4), 4, wc_ratio=(64, 0.1))
+    assert str(found) == str(composed("vshape", 4, None))
+
+
+def test_none_where_there_is_none() -> None:
+    assert Composer.compose_n(Placement.vshape(4), 0, 4) is None
+    assert Composer.compose(Placement.vshape(4), 0) is None
+    keeps = SchedPlan(1)
+    keeps.add_block(Block(0, 1, 1, "forward"), [0], 0)
+    assert Composer.compose_n(keeps, 3, 2) is None
+
+
+def test_placements_that_are_refused() -> None:
+    with pytest.raises(ScheduleError, match="no blocks; add some"):
+        Composer.compose_n(SchedPlan(2), 4, 4)
+    micro, outside = SchedPlan(1), Block(0, 1, 0, "forward")
+    block = Block(0, 1, 0, "forward")
+    Block.make_dependency(outside, block)
+    micro.add_block(block, [0], 0)
+    with pytest.raises(ScheduleError, match="f0 depends on f0, which is not in the placement; add it"):
+        Composer.compose_n(micro, 4, 4)
+    cycle, other = SchedPlan(1), Block(0, 1, 0, "forward")
+    cycle.add_block_seq([block := Block(0, 1, 0, "forward"), other], [[0], [0]])
+    Block.make_dependency(other, block)
+    with pytest.raises(PlacementError, match="the edges form a cycle"):
+        Composer.compose_n(cycle, 4, 4)
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_composed_schedule_is_a_plan_that_is_drawn() -> None:
+    plan = composed("vshape", 4, 6).to_plan(4)
+    assert (plan.num_ranks, plan.num_stages, plan.num_microbatches) == (4, 4, 6)
+    assert plan.placement.cluster.limit_bytes == (4, 4, 4, 4)
+    assert " ".join(map(str, plan.orders[3][:4])) == "3F0 3B0 3F1 3B1"
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "0 " in drawing.to_text(plan)
+    assert draw(plan).get_title(loc="left").startswith("makespan 36 µs")
+
+
+def test_streams_take_turns() -> None:
+    """Each of X's directions is a stream: a micro-batch of Tessel's is one of each."""
+    plan = composed("xshape", 4, 3).to_plan(4)
+    assert (plan.placement.num_components, plan.num_microbatches) == (2, 6)
+    assert {op.microbatch % 2 for op in plan.orders[0] if op.stage == 0} == {0}
+
+
+def test_frozen_stages_get_a_backward_of_no_time() -> None:
+    plan = composed("finetune", 6, 3).to_plan(6)
+    assert plan.placement.task(0, "B").duration_us == 0
+    assert [" ".join(map(str, order[-3:])) for order in plan.orders] == ["0B0 0B1 0B2"] * 4
+
+
+def test_a_schedule_by_hand_is_a_plan() -> None:
+    """GPipe on two devices; `gid` says which blocks of different micro-batches are the same sub-graph."""
+    schedule, steps = SchedPlan(2), count()
+    for mid in range(2):
+        forward, backward = (Block(mid, 1, sign, kind, gid) for gid, (sign, kind) in enumerate(FB))
+        Block.make_dependency(forward, backward)
+        schedule.add_block(forward, [0], next(steps))
+        schedule.add_block(backward, [0], next(steps))
+    assert [str(op) for op in schedule.to_plan().orders[0]] == ["0F0", "0B0", "0F1", "0B1"]
+    assert [str(op) for op in Placement.vshape(2).to_plan().orders[0]] == ["0F0", "0B0"]
+
+
+FB = [(1, "forward"), (-1, "backward")]
+
+
+def test_schedules_that_are_no_plans() -> None:
+    no_gid = SchedPlan(1)
+    no_gid.add_block_seq([Block(0, 1, 0, "forward"), Block(1, 1, 0, "forward")], [[0], [0]])
+    with pytest.raises(ScheduleError, match="f0 has no gid; give all blocks of one sub-graph the same number"):
+        no_gid.to_plan()
+    gap = SchedPlan(1)
+    gap.add_block_seq([Block(0, 1, 0, "forward", 0), Block(2, 1, 0, "forward", 0)], [[0], [0]])
+    with pytest.raises(ScheduleError, match="sub-graph 0 has no block for micro-batch 1 of 0 to 2"):
+        gap.to_plan()
+    unlike = SchedPlan(1)
+    unlike.add_block_seq([Block(0, 1, 0, "forward", 0), Block(1, 2, 0, "forward", 0)], [[0], [0]])
+    with pytest.raises(ScheduleError, match="f1 of sub-graph 0 is not like f0"):
+        unlike.to_plan()
+    twice = SchedPlan(1)
+    twice.add_block_seq([Block(0, 1, 0, "forward", 0), Block(0, 1, 0, "forward", 0)], [[0], [0]])
+    with pytest.raises(ScheduleError, match="two blocks f0 of sub-graph 0"):
+        twice.to_plan()
+
+
+def test_what_cannot_be_unrolled() -> None:
+    schedule = composed("vshape", 4, 4).copy()
+    with pytest.raises(ScheduleError, match="nmicros is 3, but the schedule has 4 micro-batches"):
+        schedule.unroll(3)
+    schedule.repeated, schedule.repetend = None, (0, 1)
+    with pytest.raises(ScheduleError, match=r"the repetend \(0, 1\) has no block of sub-graph 1; make it longer"):
+        schedule.unroll(5)
+    schedule.repetend = None
+    with pytest.raises(ScheduleError, match="has no repetend; set it"):
+        schedule.unroll(5)
+
+
+# --- files and the command --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", ["vshape", "kshape"])
+def test_files(tmp_path: Path, shape: str) -> None:
+    schedule = composed(shape, 6, 3)
+    schedule.save(tmp_path / "schedule.json")
+    loaded = SchedPlan.load(tmp_path / "schedule.json")
+    assert str(loaded) == str(schedule)
+    assert str(loaded.unroll(6)) == str(schedule.unroll(6))
+    assert loaded.to_plan(6) == schedule.to_plan(6)
+    Placement.mshape(4).save(tmp_path / "micro.json")
+    assert str(SchedPlan.load(tmp_path / "micro.json")) == str(Placement.mshape(4))
+
+
+def test_a_file_of_tessel_s_own_is_read_and_unrolled(tmp_path: Path) -> None:
+    """It has neither dependencies nor a period: its repetend follows the warm-up, and is done again after its end."""
+    blocks = [(0, 0, 0, "forward"), (1, 0, 1, "forward"), (0, 1, 1, "backward"), (1, 1, 2, "backward")]
+    fields = {
+        "ndevs": 1,
+        "blocks": [
+            {"mid": mid, "span": 1, "memory": 0, "btype": kind, "gid": gid, "step": step + (kind == "backward" and 1)}
+            | {"device": [0]}
+            for mid, gid, step, kind in blocks
+        ],
+        "repetend": [1, 3],
+    }
+    (tmp_path / "theirs.json").write_text(json.dumps(fields))
+    loaded = SchedPlan.load(tmp_path / "theirs.json")
+    assert str(loaded) == " f0 |f1  b0 |b1\n"
+    assert str(loaded.unroll(4)) == " f0 |f1  b0  f2  b1  f3  b2 |b3\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("nonsense", "not JSON: Expecting value at line 1"),
+        ("[]", "schedule is \\[\\]; expected an object"),
+        ('{"ndevs": 2, "repetend": null}', "has no field 'blocks'"),
+        ('{"ndevs": 1, "blocks": [{"mid": 0, "span": 0}], "repetend": null}', "has no field 'memory'"),
+        ('{"ndevs": 1, "blocks": [], "repetend": [1]}', "expected \\[first step, step after the last\\]"),
+        ('{"ndevs": 1, "blocks": [], "repetend": null, "repeated": [3]}', "the index of one of the 0 blocks"),
+    ],
+)
+def test_files_that_are_refused(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "bad.json").write_text(text)
+    with pytest.raises(FormatError, match=told) as error:
+        SchedPlan.load(tmp_path / "bad.json")
+    assert "bad.json" in str(error.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=r"cannot read .*none.json: No such file"):
+        SchedPlan.load(tmp_path / "none.json")
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mshape.json"
+    options = ["--placement", "mshape", "--ndevs", "4", "--nmicros", "6", "--memory", "6", "--save"]
+    assert main([*options, str(path)]) == 0
+    told = capsys.readouterr().out
+    assert "best schedule, 6 micro-batches in 48 steps:" in told
+    assert "unrolled schedule, 8 micro-batches in 60 steps:" in told
+    assert "peak memory per device: " in told
+    assert "(again every 6)" in told
+    loaded = SchedPlan.load(path)
+    assert str(loaded) in told
+    assert max(loaded.peak_memory(device) for device in range(4)) <= 6
+
+
+def test_the_command_for_inference(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--placement", "xshape", "--ndevs", "4", "--infer", "--fast-search"]) == 0
+    told = capsys.readouterr().out
+    assert "peak memory per device: 0, 0, 0, 0\n" in told
+    assert "(again every 2)" in told
+
+
+def test_the_command_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["--placement", "vshape", "--ndevs", "3", "--nmicros", "3", "--memory", "0"]) == 1
+    assert "no solution" in capsys.readouterr().out
+    assert main(["--placement", "kshape", "--ndevs", "3"]) == 2
+    assert capsys.readouterr().err.startswith("error: ndevs is 3; kshape needs an even number")
+    assert main(["--placement", "vshape", "--ndevs", "2", "--save", str(tmp_path / "none" / "a.json")]) == 2
+    assert "none/a.json" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--placement", "vshap", "--ndevs", "3"])

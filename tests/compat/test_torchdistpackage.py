@@ -1,0 +1,341 @@
+"""The torchdistpackage door: steps, evaluation and norms equal the unsplit model's; the document's examples run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rota import PipelineError, SplitError
+from rota.compat.torchdistpackage import (
+    clip_grad_norm_,
+    flatten_model,
+    forward_backward,
+    forward_eval,
+    is_using_pp,
+    partition_balanced,
+    partition_uniform,
+    tpc,
+)
+from rota.compat.torchdistpackage.stage import FunctionStage
+from support.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+NUM_MICROBATCHES, ROWS, WIDTH = 4, 12, 6
+NORM_TYPES = (0.5, 1.0, 2.0, 3.0, float("inf"))
+
+
+@contextmanager
+def groups(**sizes: int) -> Iterator[None]:
+    tpc.setup_process_groups([*sizes.items()])
+    try:
+        yield
+        dist.barrier()  # who leaves early would close connections that others are still making
+    finally:
+        tpc.close()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2 * WIDTH))
+        self.more = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)])
+        self.double()
+
+
+def layers() -> list[nn.Module]:
+    return flatten_model(Net(), ["first", torch.tanh, "blocks", lambda x: x[:, :WIDTH], "more"], return_list=True)  # type: ignore[return-value]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(6)
+    x, y = torch.randn(2, ROWS, WIDTH, generator=generator, dtype=torch.float64)
+    return x, y
+
+
+def serial_gradients() -> tuple[list[float], dict[int, list[Tensor]], nn.Sequential]:
+    """Losses of the micro-batches, gradients by layer: of the sum of the losses, which nobody divides."""
+    model = nn.Sequential(*layers())
+    losses = []
+    for x, y in zip(*(value.chunk(NUM_MICROBATCHES) for value in batch()), strict=True):
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        losses.append(loss.item())
+    return losses, {i: [p.grad for p in layer.parameters()] for i, layer in enumerate(model)}, model  # type: ignore[misc]
+
+
+def norms_of(parameters: Callable[[], Any], clip: Callable[..., Any]) -> list[float]:
+    return [float(clip(parameters(), 1e9, norm_type)) for norm_type in NORM_TYPES]
+
+
+def one_pipeline(rank: int, size: int) -> dict[str, Any]:
+    """Train with and without a bwd_fn of one's own, evaluate, take norms, clip."""
+    with groups(pipe=size):
+        assert is_using_pp() == (size > 1)
+        mine = partition_uniform(layers()) if rank % 2 else partition_uniform(nn.Sequential(*layers()))
+        model = nn.Sequential(*mine)
+        x, y = batch()
+        seen: list[bool] = []
+
+        def forward(inputs: Any) -> Tensor:
+            if not tpc.is_last_in_pipeline_group():
+                return model(inputs)
+            return nn.functional.mse_loss(model(inputs[0]), inputs[1])
+
+        def backward(output: Tensor, gradient: Tensor | None) -> None:
+            seen.append(gradient is None)
+            assert output.requires_grad
+            torch.autograd.backward(output, gradient)
+
+        given = [x] if tpc.is_first_in_pipeline_group() else None
+        if tpc.is_last_in_pipeline_group():
+            given = [*(given or []), y]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if [*model.parameters()] else None
+        gradients, outputs = [], []
+        for bwd_fn in (None, backward):
+            outputs.append(forward_backward(optimizer, forward, bwd_fn, given, NUM_MICROBATCHES))
+            gradients.append([p.grad.clone() for p in model.parameters()])
+        assert not outputs[0].requires_grad
+        assert seen == [rank == size - 1] * NUM_MICROBATCHES
+        norms = norms_of(model.parameters, clip_grad_norm_)
+        assert clip_grad_norm_(iter([*model.parameters()] * 2), 1e9).item() == pytest.approx(norms[2])
+        clip_grad_norm_(model.parameters(), 0.5)
+        clipped = clip_grad_norm_(model.parameters(), 1e9).item()
+        inputs = x if tpc.is_first_in_pipeline_group() else []
+        evaluated = forward_backward(None, model, None, inputs, num_microbatches=1, forward_only=True)
+        assert torch.equal(evaluated, forward_eval(model, inputs, torch.float16))
+        model.zero_grad()
+        clip_grad_norm_(model.parameters() if rank else [], 1.0)  # a stage without gradients takes part
+        start = rank * (len(layers()) // size)
+        by_layer = {start + i: [*layer.parameters()] for i, layer in enumerate(model)}
+        sizes = {i: len(parameters) for i, parameters in by_layer.items()}
+        return {"gradients": gradients, "sizes": sizes, "outputs": outputs, "norms": norms, "clipped": clipped} | (
+            {"evaluated": evaluated} if tpc.is_last_in_pipeline_group() else {}
+        )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_steps_evaluation_and_norms(pool: Pool, size: int) -> None:
+    losses, gradients, model = serial_gradients()
+    by_rank = pool.run(size, one_pipeline, size)
+    norms = norms_of(model.parameters, nn.utils.clip_grad_norm_)
+    found: set[int] = set()
+    for of_rank in by_rank:
+        expected = [gradient for i in of_rank["sizes"] for gradient in gradients[i]]
+        found |= {*of_rank["sizes"]}
+        for its in of_rank["gradients"]:
+            assert len(its) == len(expected)
+            for gradient, wanted in zip(its, expected, strict=True):
+                torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-12)
+        assert of_rank["norms"] == pytest.approx(norms, rel=1e-9)
+        assert of_rank["clipped"] == pytest.approx(0.5, rel=1e-5)
+    assert found == {*range(len(model))}
+    assert [float(output) for output in by_rank[-1]["outputs"]] == pytest.approx([losses[-1]] * 2, abs=1e-12)
+    torch.testing.assert_close(by_rank[-1]["evaluated"], model(batch()[0]).detach(), rtol=1e-9, atol=1e-12)
+
+
+# --- several tensors, of any dtype ------------------------------------------------------------------------------------
+
+
+def several_tensors(rank: int) -> list[Any]:
+    """Stage 0 sends two floats, flags and numbers; stage 1 one of them in bf16, in a dict; gradients of all three."""
+    torch.manual_seed(rank)
+    layer = nn.Linear(WIDTH, WIDTH).double()
+    x, y = batch()
+
+    def first(value: Tensor) -> tuple[Tensor, ...]:
+        made = layer(value)
+        return made, made * 2, made > 0, torch.arange(len(value))
+
+    def second(inputs: list[Tensor]) -> dict[str, Tensor]:
+        made, other, flags, numbers, extra = inputs
+        assert (flags.dtype, numbers.dtype) == (torch.bool, torch.int64)
+        assert numbers.tolist() == [*range(len(extra))]
+        return {"half": layer(made + extra).to(torch.bfloat16), "whole": other * flags}
+
+    def third(inputs: Any) -> Tensor:
+        values, target = inputs
+        return ((layer(values["half"].double() + values["whole"]) - target) ** 2).sum()
+
+    with groups(pipe=3):
+        forward_backward(None, [first, second, third][rank], None, [x, y * 3, y][rank], NUM_MICROBATCHES)
+    return [p.grad for p in layer.parameters()]
+
+
+def test_several_tensors_over_a_boundary(pool: Pool) -> None:
+    layers = []
+    for rank in range(3):
+        torch.manual_seed(rank)
+        layers.append(nn.Linear(WIDTH, WIDTH).double())
+    x, y = batch()
+    made = layers[0](x)
+    half = layers[1](made + y * 3).to(torch.bfloat16).double()
+    ((layers[2](half + made * 2 * (made > 0)) - y) ** 2).sum().backward()
+    for layer, gradients in zip(layers, pool.run(3, several_tensors), strict=True):
+        for parameter, gradient in zip(layer.parameters(), gradients, strict=True):
+            # The gradient of a bf16 tensor is rounded to bf16, one by one in whole batch and micro-batches.
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-9, atol=1e-9)
+
+
+def writing(rank: int) -> list[Any]:
+    """A stage may begin by writing into what it receives; a backward of one's own may run in parts."""
+    torch.manual_seed(rank)
+    layer = nn.Linear(WIDTH, WIDTH).double()
+    x, y = batch()
+
+    def forward(inputs: Any) -> Tensor:
+        if rank == 0:
+            return layer(inputs)
+        return ((layer(torch.relu_(inputs[0])) - inputs[1]) ** 2).sum()
+
+    def in_parts(output: Tensor, gradient: Tensor | None) -> None:
+        (output * 0.25).backward(gradient, retain_graph=True)
+        (output * 0.75).backward(gradient)
+
+    with groups(pipe=2):
+        forward_backward(None, forward, in_parts, [x, y][rank], NUM_MICROBATCHES)
+        gradients = [p.grad.clone() for p in layer.parameters()]  # type: ignore[union-attr]
+        layer.requires_grad_(rank != 0)
+        forward_backward(None, forward, None, [x, y][rank], NUM_MICROBATCHES)  # behind a frozen stage
+        for before, parameter in zip(gradients, layer.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, before * (1 + rank))
+    return gradients
+
+
+def test_writing_into_what_arrives(pool: Pool) -> None:
+    layers = []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        layers.append(nn.Linear(WIDTH, WIDTH).double())
+    x, y = batch()
+    ((layers[1](torch.relu(layers[0](x))) - y) ** 2).sum().backward()
+    for layer, gradients in zip(layers, pool.run(2, writing), strict=True):
+        for parameter, gradient in zip(layer.parameters(), gradients, strict=True):
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+def in_slices(rank: int) -> tuple[Tensor, Tensor, list[int]]:
+    """Over a tensor group of two each sends its half, and both get the whole; gradients likewise."""
+    group = dist.new_group([0, 1])
+    sender, receiver = FunctionStage(is_last=False, group=group), FunctionStage(is_last=True, group=group)
+    x = torch.arange(12.0).view(3, 4).requires_grad_()
+    sender.fwd_fn, receiver.fwd_fn = (
+        lambda value: (value * 2, value[:, :1] * 3),
+        lambda pair: pair[0].sum() + pair[1].sum(),
+    )
+    sent = sender(x, [])
+    numels = [value["slice of the whole"].numel() if isinstance(value, dict) else value.numel() for value in sent]
+    loss = receiver(sent, [])
+    loss.backward()
+    return loss.detach(), x.grad, numels  # type: ignore[return-value]
+
+
+def test_tensors_travel_in_slices(pool: Pool) -> None:
+    x = torch.arange(12.0).view(3, 4).requires_grad_()
+    expected = (x * 2).sum() + (x[:, :1] * 3).sum()
+    expected.backward()
+    for loss, gradient, numels in pool.run(2, in_slices):
+        assert numels == [6, 3]  # three numbers do not divide
+        torch.testing.assert_close(loss, expected.detach())
+        torch.testing.assert_close(gradient, x.grad)
+
+
+# --- topology, cuts, refusals -----------------------------------------------------------------------------------------
+
+
+def topology(rank: int) -> None:
+    with pytest.raises(PipelineError, match="there are no process groups; call tpc"):
+        tpc.get_group("pipe")
+    with groups(data=2, pipe=2):
+        assert [tpc.get_ranks_in_group(mode) for mode in ("data", "pipe", "tensor", "model")] == [
+            [rank % 2, rank % 2 + 2],
+            [rank // 2 * 2, rank // 2 * 2 + 1],
+            [rank],
+            [rank // 2 * 2, rank // 2 * 2 + 1],
+        ]
+        assert (tpc.get_dp_rank(), tpc.get_pp_rank(), tpc.get_tp_rank(), tpc.get_mp_rank()) == (
+            rank // 2,
+            rank % 2,
+            0,
+            rank % 2,
+        )
+        assert (tpc.get_dp_size(), tpc.get_pp_size(), tpc.get_tp_size(), tpc.get_mp_size()) == (2, 2, 1, 2)
+        assert tpc.get_prev_global_rank() == tpc.get_next_global_rank() == rank // 2 * 2 + (rank + 1) % 2
+        assert (tpc.is_first_in_data_group(), tpc.is_last_in_data_group()) == (rank < 2, rank >= 2)
+        assert (tpc.is_first_in_pipeline_group(), tpc.is_last_in_pipeline_group()) == (rank % 2 == 0, rank % 2 == 1)
+        assert tpc.is_first_in_tensor_group()
+        assert tpc.is_last_in_tensor_group()
+        assert (tpc.is_first_in_model_group(), tpc.is_last_in_model_group()) == (rank % 2 == 0, rank % 2 == 1)
+        assert [tpc.is_mode_inited(mode) for mode in ("data", "pipe", "tensor", "model", "other")] == [
+            *(True, True, False),
+            *(True, False),
+        ]
+        total = torch.tensor([rank])
+        dist.all_reduce(total, group=tpc.get_group("data"))
+        assert total.item() == rank % 2 * 2 + 2
+        with pytest.raises(PipelineError, match="there is no mode 'moe'; ask for one of 'data', 'pipe'"):
+            tpc.get_group("moe")
+    with groups(pipe=2, tensor=2):
+        assert tpc.get_ranks_in_group("tensor") == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert tpc.get_next_global_rank("pipe") == (rank + 2) % 4
+        assert tpc.get_ranks_in_group("model") == [0, 1, 2, 3]
+    for config, told in (
+        ([("pipe", 3)], "{'pipe': 3} is for 3 processes, but 4 were started; start 3"),
+        ([("pipe", 2), ("expert", 2)], "config has the modes 'pipe', 'expert'; give 'data', 'pipe' and 'tensor'"),
+        ([("pipe", 2), ("pipe", 2)], "each at most once"),
+    ):
+        with pytest.raises(PipelineError) as error:
+            tpc.setup_process_groups(config)
+        assert told in str(error.value)
+
+
+def test_topology(pool: Pool) -> None:
+    pool.run(4, topology)
+
+
+def cuts_and_refusals(rank: int) -> tuple[list[int], list[int]]:
+    with groups(pipe=3):
+        sizes = [nn.Linear(size, 1, bias=False) for size in (9, 1, 1, 5, 5, 8)]
+        balanced = [layer.in_features for layer in partition_balanced([*sizes], None)]
+        uniform = [layer.in_features for layer in partition_uniform(sizes[:5], extra_len=1)]
+        for inputs, told in (
+            (torch.zeros(10, 2), r"inputs\[0\] is of shape \[10, 2\], which does not divide along dim 0 into 4"),
+            ([torch.zeros(4), torch.zeros(())], r"inputs\[1\] is of shape \[\], which does not divide"),
+            ([torch.zeros(4), 3], r"inputs\[1\] is of shape int"),
+        ):
+            with pytest.raises(PipelineError, match=told):
+                forward_backward(None, lambda value: value, None, inputs, NUM_MICROBATCHES)
+        if rank == 0:
+            for inputs in (None, []):
+                with pytest.raises(PipelineError, match="inputs is empty on the first stage"):
+                    forward_backward(None, lambda value: value, None, inputs)
+        return balanced, uniform
+
+
+def test_cuts_and_refusals(pool: Pool) -> None:
+    balanced, uniform = zip(*pool.run(3, cuts_and_refusals), strict=True)
+    assert [*balanced] == [[9, 1, 1], [5, 5], [8]]
+    assert [*uniform] == [[9, 1], [1, 5], [5]]
+
+
+def test_flattening() -> None:
+    model = Net()
+    flat = flatten_model(model, ["first", model.blocks, "blocks.0", "more", torch.tanh])
+    assert isinstance(flat, nn.Sequential)
+    assert [*flat][:5] == [model.first, model.blocks, model.blocks[0], *model.more]
+    assert torch.equal(flat[5](torch.ones(1)), torch.tanh(torch.ones(1)))
+    for layer, told in (
+        ("second", "layer_list[0] is 'second', but Net has no such layer"),
+        (3, "layer_list[0] is 3: give"),
+    ):
+        with pytest.raises(SplitError) as error:
+            flatten_model(model, [layer])  # type: ignore[list-item]
+        assert told in str(error.value)

@@ -1,0 +1,128 @@
+"""The code blocks of the docs run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from matplotlib import pyplot
+
+from rota import PlanError
+from support import ROOT
+
+DOCS = ROOT / "docs"
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL)
+
+
+def run(page: str, number: int, space: dict[str, object]) -> None:
+    exec(compile(blocks(page)[number], f"docs/{page}", "exec"), space)
+
+
+def test_your_own_schedule_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(blocks("own-schedule.md")[0].splitlines()) <= 27
+    for number, least_us in (0, (8 + 3) * 300 - 3 * 300), (1, 2 * 600 + 100):
+        run("own-schedule.md", number, {"__name__": "example"})
+        assert int(capsys.readouterr().out) >= least_us
+    swapped = blocks("own-schedule.md")[1].replace("3F0 3B0", "3B0 3F0")
+    with pytest.raises(PlanError, match="wait in a cycle"):
+        exec(swapped, {"__name__": "example"})
+
+
+def test_the_plans_for_a_memory_of_the_docs_run(capsys: pytest.CaptureFixture[str]) -> None:
+    space: dict[str, object] = {"__name__": "example"}
+    run("memory.md", 0, space)
+    peak, makespan_us, gap = capsys.readouterr().out.split()
+    assert int(peak) <= 10_000
+    assert int(makespan_us) >= 24_000
+    assert float(gap.rstrip("%")) <= 10  # 0.0 where the machine has time for it
+    run("memory.md", 1, space)
+    assert capsys.readouterr().out.startswith("rank 0 would hold 12 kB")
+
+
+def test_the_search_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    plan, frontier, repeating = blocks("search.md")
+    exec(compile(plan, "docs/search.md", "exec"), {"__name__": "example"})
+    printed = capsys.readouterr().out
+    assert printed.startswith("2700 2700 0.0\n")
+    assert "proven optimal" in printed
+    exec(compile(frontier, "docs/search.md", "exec"), {"__name__": "example"})
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:]] == ["16.0", "8.0", "5.3", "4.0"]
+    exec(compile(repeating, "docs/search.md", "exec"), {"__name__": "example"})
+    assert capsys.readouterr().out == "4 36\n1000\n"
+
+
+def test_the_profiles_of_the_docs_are_made(capsys: pytest.CaptureFixture[str]) -> None:
+    namespace = {"__name__": "example"}
+    model, layers, estimate = blocks("profiling.md")
+    exec(compile(model, "docs/profiling.md", "exec"), namespace)
+    exec(compile(layers, "docs/profiling.md", "exec"), namespace)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[6].startswith("layer 7 of 7 (6): F ")
+    assert lines[7].startswith("('3',) (")
+    exec(compile(estimate, "docs/profiling.md", "exec"), namespace)
+    times, kept = capsys.readouterr().out.split(") (")
+    assert times == "(3421, 3421, 3421, 3421"
+    assert kept == "0, 134217728, 134217728, 134217728)\n"  # the first layer's input is the batch
+
+
+@pytest.mark.parametrize(
+    ("page", "told"), [("coming-from-tessel.md", "4 36\n524\n"), ("coming-from-rene.md", "34.6\n")]
+)
+def test_the_code_of_a_door_s_page_runs(
+    page: str, told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (example,) = blocks(page)
+    exec(compile(example, f"docs/{page}", "exec"), {"__name__": "example"})
+    assert capsys.readouterr().out.endswith(told)
+    pyplot.close("all")
+
+
+def test_the_explanation_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = blocks("idle.md")
+    exec(compile(example, "docs/idle.md", "exec"), {"__name__": "example"})
+    lines = capsys.readouterr().out.splitlines()
+    assert any("stage 3 takes 27% longer than the mean: move 60 µs" in line for line in lines)
+    assert lines[-3].startswith("0 400 ")
+
+
+def test_the_truth_of_the_docs_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = blocks("truth.md")
+    exec(compile(example, "docs/truth.md", "exec"), {"__name__": "example"})
+    lines = capsys.readouterr().out.splitlines()
+    parts = {line[2:18].strip(): line.split()[-1] for line in lines if " µs   (" in line}
+    page = (DOCS / "truth.md").read_text()
+    assert parts
+    assert all(f"\n| {part} |" in page for part in parts)
+    assert lines[-1] == "0"
+    assert any(line.startswith("Take ") for line in lines)
+
+
+def test_the_pictures_of_the_docs_are_made(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (example,) = blocks("seeing.md")
+    exec(compile(example, "docs/seeing.md", "exec"), {"__name__": "example"})
+    assert capsys.readouterr().out == "True\n"
+    assert (tmp_path / "1f1b.svg").read_text().startswith("<?xml")
+
+
+def test_the_plan_of_the_docs_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = blocks("autoplan.md")
+    exec(compile(example, "docs/autoplan.md", "exec"), {"__name__": "example"})
+    lines = capsys.readouterr().out.splitlines()
+    assert "rows/s" in lines[0]
+    assert any(line.startswith("▸") for line in lines)
+    assert lines[-1].startswith("('cuts[")
+    assert lines[-1].endswith(" 1 1")
+
+
+def test_every_picture_is_there() -> None:
+    for page in [DOCS.parent / "README.md", *DOCS.glob("*.md")]:
+        for picture in re.findall(r"!\[[^]]*\]\(([^)]*)\)", page.read_text()):
+            assert (page.parent / picture).is_file(), f"{page.name}: {picture}"

@@ -1,0 +1,95 @@
+"""The page as a file: small, whole, and sure of itself. The tests in browser/ look at what a browser makes of it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+import rota
+from drawing.test_text import SHAPES, timeline
+from rota.drawing import save, to_html
+from rota.drawing.packing import Columns
+from rota.taskgraph import TaskGraph
+
+PAGE = Path(rota.__file__).parent / "drawing" / "page"
+
+
+def stretched(planned: rota.Timeline) -> rota.Timeline:
+    """As if measured: every op takes about a tenth more or less, every transfer a little more."""
+    chooser, plan = random.Random(1), planned.plan
+    durations = [round(us * chooser.lognormvariate(0.03, 0.1)) for us in plan.graph.durations_us]
+    times = TaskGraph(durations, plan.graph.inputs).earliest()
+    sent, arrived = [], []
+    for route in plan.placement.routes:
+        nodes = range(plan.first_node[route.source], plan.first_node[route.source + 1])
+        sent.append(tuple(times.ends_us[node] + chooser.randint(0, 5) for node in nodes))
+        arrived.append(tuple(start + route.duration_us + chooser.randint(0, 9) for start in sent[-1]))
+    columns = [
+        tuple(tuple(of[node] for node in nodes) for nodes in plan.nodes) for of in (times.starts_us, times.ends_us)
+    ]
+    return rota.Timeline(plan, columns[0], columns[1], tuple(sent), tuple(arrived))
+
+
+def test_65536_ops_as_planned_and_as_measured_are_less_than_a_megabyte() -> None:
+    costs = rota.Costs.uniform(64, 1000, 2000, activation_bytes=10**9, boundary_bytes=64_000)
+    placement = rota.place(costs, rota.Cluster.uniform(64, 80 * 10**9, latency_us=3, bytes_per_us=10_000))
+    planned = rota.simulate(rota.schedules.one_f_one_b(placement, 512))
+    page = to_html(stretched(planned), above=planned)
+    assert len(page.encode()) < 1_000_000
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_policy_names_the_script_and_the_style_and_nothing_else(shape: str) -> None:
+    page = to_html(SHAPES[shape]())
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    (style,) = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    hashes = [
+        "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'" for text in (style, script)
+    ]
+    nothing = "'none'"
+    assert rules == {
+        "default-src": nothing,
+        "style-src": hashes[0],
+        "script-src": hashes[1],
+        "base-uri": nothing,
+        "form-action": nothing,
+    }
+    assert not re.search(r"(src|href)=", page.replace(script, ""))
+    assert "http" not in page.replace("http-equiv", "")
+
+
+def test_names_cannot_end_a_script() -> None:
+    hostile = "</script><script>alert(1)</script>"
+    page = to_html(timeline(), above=timeline(), title=hostile, names=(hostile, hostile))
+    assert page.count("</script>") == 3
+    assert "<script>alert" not in page
+    assert "&lt;/script&gt;&lt;script&gt;alert(1)" in page
+
+
+def test_a_page_is_the_same_each_time() -> None:
+    assert to_html(timeline()) == to_html(timeline())
+
+
+def test_save_writes_a_page(tmp_path: Path) -> None:
+    save(timeline(), tmp_path / "x.html", title="µs")
+    assert (tmp_path / "x.html").read_text(encoding="utf-8") == to_html(timeline(), title="µs")
+
+
+def test_columns_take_the_smallest_type_that_holds_them() -> None:
+    columns = Columns()
+    for values in ([], [127, -128], [128], [2**31 - 1], [2**31], [10**15, -1]):
+        columns.add(values)
+    assert columns.types == [("b", 0), ("b", 2), ("h", 1), ("i", 1), ("d", 1), ("d", 2)]
+
+
+def test_the_pages_modules_are_small() -> None:
+    sizes = {path.name: len(path.read_text().splitlines()) for path in PAGE.iterdir()}
+    assert max(sizes.values()) <= 300
+    assert len([name for name in sizes if name.endswith(".js")]) > 10

@@ -1,0 +1,353 @@
+"""The modules of each stage, torchtitan's files as they are written and read, and what neither can be."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fuzz.mutating import json_mutants, text_mutants
+from rota import Cluster, Costs, Plan, RotaError, Stages, interleaved, place
+from rota.interop import module_parts, parts_beginning_with, torchtitan
+from rota.models import CutPoint, split
+from rota.schedules import NAMED
+from support.plain_gpt import GPT
+
+FOUR = (
+    ("tok_embeddings", "layers.0"),
+    ("layers.1", "layers.2"),
+    ("layers.3", "layers.4"),
+    ("layers.5", "norm", "output"),
+)
+
+
+def marked(*blocks: int) -> GPT:
+    return GPT(marks={str(block): CutPoint() for block in blocks})
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_stage_names_its_modules() -> None:
+    model = marked(0, 2, 4)
+    assert module_parts(model, split(model, 4)) == FOUR
+    assert parts_beginning_with(GPT(), ["layers.1", "layers.3", "layers.5"]) == FOUR
+    assert module_parts(model, split(model, 1)) == (sum(FOUR, ()),)
+    assert module_parts(model, split(model, 2, cuts=[1])) == (FOUR[0] + FOUR[1], FOUR[2] + FOUR[3])
+
+
+class Model(nn.Module):
+    """Two linear layers with a cut between them; `add` puts on what a test needs."""
+
+    def __init__(self, add: Callable[[Any], None] = lambda model: None) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.cut = CutPoint()
+        add(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(self.b(self.cut(self.middle(self.a(x)))))
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x
+
+    def end(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Shared(Model):
+    """Both stages call the same module."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        result: Tensor = self.shared(x)
+        return result
+
+    end = middle
+
+
+class InnerCut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.cut, self.two = nn.Linear(2, 2), CutPoint(), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.two(self.cut(self.one(x)))
+        return result
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(2, 2), nn.ModuleList([InnerCut(), InnerCut()])
+        self.cut = CutPoint()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.first(x))
+        result: Tensor = self.blocks[1](self.cut(x))
+        return result
+
+
+def test_what_holds_no_parameters_may_be_in_several_parts() -> None:
+    model: nn.Module = Model()
+    assert module_parts(model, split(model, 2)) == (("a", "cut"), ("b",))
+    model = Shared(lambda model: setattr(model, "shared", nn.Dropout(0.0)))
+    assert module_parts(model, split(model, 2)) == (("a", "cut", "shared"), ("b", "shared"))
+
+
+def test_a_cut_inside_of_a_module_is_refused_by_name_and_one_that_is_not_made_is_no_cut() -> None:
+    model = Outer()
+    assert module_parts(model, split(model, 2, cuts=["cut"])) == (("first", "blocks.0", "cut"), ("blocks.1",))
+    with pytest.raises(
+        RotaError, match=r"stages 0, 1 share 'blocks.0' \(InnerCut\): a cut lies inside of it, .* first, "
+    ):
+        module_parts(model, split(model, 2, cuts=["blocks[0].cut"]))
+
+
+def of_linear(model: Any) -> None:
+    model.shared = nn.Linear(2, 2)
+
+
+def tie(model: Any) -> None:
+    model.b.weight = model.a.weight
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (
+            Model(lambda model: setattr(model, "scale", nn.Parameter(torch.ones(2)))),
+            "parameter 'scale' belongs to the Mo",
+        ),
+        (Model(of_linear), "no stage calls 'shared' (Linear), which has parameters: remove it"),
+        (Shared(of_linear), "parameter shared.weight of part 1 is tied to shared.weight of part 0"),
+        (Model(tie), "parameter b.weight of part 1 is tied to a.weight of part 0, and torchtitan sums no gradients"),
+        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "an nn.Sequential calls each of its children"),
+    ],
+)
+def test_models_that_torchtitan_cannot_cut(model: nn.Module, told: str) -> None:
+    with pytest.raises(RotaError, match=re.escape(told)):
+        module_parts(model, split(model, 2))
+
+
+def test_stages_and_names_that_do_not_fit_the_model() -> None:
+    a, b, c = (nn.Linear(2, 2) for _ in range(3))
+    model = Model()
+    with pytest.raises(RotaError, match="torchtitan runs a chain of stages, but these have the edges 0 -> 2, 1 -> 2"):
+        module_parts(model, Stages([a, b, c], edges=[(0, 2), (1, 2)]))
+    with pytest.raises(
+        RotaError, match="parameter 'weight' of a stage is not the model's of that name: make stages by"
+    ):
+        module_parts(model, Stages([model.a, model.b]))
+    with pytest.raises(
+        RotaError, match=r"GPT has no 'layer\.2' that a part can begin with; did you mean 'layers\.2'\?"
+    ):
+        parts_beginning_with(GPT(), ["layer.2"])
+    with pytest.raises(RotaError, match=r"'layers\.1' cannot begin a part: it is not behind 'layers\.3'"):
+        parts_beginning_with(GPT(), ["layers.3", "layers.1"])
+    with pytest.raises(RotaError, match="'tok_embeddings' cannot begin a part"):
+        parts_beginning_with(GPT(), ["tok_embeddings"])
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def a_plan(name: str = "interleaved_1f1b", num_ranks: int = 2, costs: Costs | None = None) -> Plan:
+    family = NAMED[name]
+    return family(family.place(costs or family.adapted(Costs.uniform(4)), Cluster.uniform(num_ranks)), 4)
+
+
+@pytest.mark.parametrize("config", ["parallelism.toml", "parallelism.json"])
+@pytest.mark.parametrize(
+    ("name", "num_ranks"), [("1f1b", 4), ("interleaved_1f1b", 2), ("interleaved_zb", 2), ("zb_v", 2), ("dualpipe_v", 2)]
+)
+def test_what_is_exported_is_loaded_again(tmp_path: Path, name: str, num_ranks: int, config: str) -> None:
+    plan = a_plan(name, num_ranks)
+    written = torchtitan.export(FOUR, plan, tmp_path / "new" / "titan é")
+    assert [path.name for path in written] == [*torchtitan.FILES]
+    loaded = torchtitan.load(tmp_path / "new" / "titan é" / config)
+    assert loaded.parts == FOUR
+    assert loaded.plan.orders == plan.orders
+    assert loaded.boundaries == (0, 2, 4, 6, 9)
+    (tmp_path / "moved").mkdir()
+    for path in written:
+        path.rename(tmp_path / "moved" / path.name)
+    layers = Costs(forward_us=tuple(range(1, 10)), backward_us=tuple(range(2, 20, 2)))
+    loaded = torchtitan.load(tmp_path / "moved" / config, layers)
+    assert [task.duration_us for task in loaded.plan.placement.tasks[:4]] == [3, 7, 11, 24]
+
+
+def test_the_files_say_what_torchtitan_reads(tmp_path: Path) -> None:
+    torchtitan.export(FOUR, a_plan("zb_v"), tmp_path)
+    toml = tomllib.loads((tmp_path / "parallelism.toml").read_text())
+    fields = json.loads((tmp_path / "parallelism.json").read_text())
+    parts = [[*names] for names in FOUR]
+    common = {
+        "pipeline_parallel_degree": 2,
+        "pipeline_parallel_schedule": "ZBVZeroBubble",
+        "pipeline_parallel_schedule_csv": (tmp_path / "schedule.csv").as_posix(),
+    }
+    assert toml == {"parallelism": {**common, "module_fqns_per_model_part": parts}}
+    named = {"pipeline_parallel_module_fqns_per_model_part": parts}
+    assert fields == {**common, "num_pp_microbatches": 4, **named}
+    assert (tmp_path / "schedule.csv").read_text() == a_plan("zb_v").to_csv()
+
+
+@pytest.mark.parametrize(
+    ("plan", "parts", "told"),
+    [
+        (a_plan(), FOUR[:3], "there are 3 parts for 4 stages; give one a stage"),
+        (a_plan(), (*FOUR[:3], ("out put",)), "part 3 has 'out put', which is no module's name, such as layers.0"),
+        (a_plan(), (*FOUR[:3], ('a"]\n',)), "no module's name"),
+        (a_plan(), (*FOUR[:3], ("norm", "norm")), "part 3 has norm twice; remove one of them"),
+        (
+            NAMED["gpipe"](place(Costs.uniform(4), Cluster.uniform(2), [0, 0, 1, 1]), 2),
+            FOUR,
+            "the plan's stages are on the ranks 0, 0, 1, 1; torchtitan puts stage i on rank i mod 2",
+        ),
+        (
+            NAMED["forward_only"](interleaved(Costs.uniform(4), Cluster.uniform(2)).forward_only(), 2),
+            FOUR,
+            "the plan has forwards alone, but torchtitan trains",
+        ),
+        (
+            NAMED["gpipe"](place(Costs.uniform(4, edges=[(0, 1), (0, 2), (1, 3), (2, 3)]), Cluster.uniform(4)), 2),
+            FOUR,
+            "is for a chain",
+        ),
+        (Plan(a_plan().placement, 4, a_plan().orders[::-1]), FOUR, "rank 0 does 1F0, but stage 1 is on rank 1"),
+    ],
+)
+def test_what_is_not_exported_leaves_no_file(tmp_path: Path, plan: Plan, parts: Any, told: str) -> None:
+    with pytest.raises(RotaError, match=re.escape(told)):
+        torchtitan.export(parts, plan, tmp_path / "titan")
+    assert not (tmp_path / "titan").exists()
+
+
+def test_a_folder_that_no_config_can_name(tmp_path: Path) -> None:
+    with pytest.raises(RotaError, match="has characters that a config cannot say; use another"):
+        torchtitan.export(FOUR, a_plan(), tmp_path / "a\nb")
+
+
+def change(config: str, **fields: object) -> str:
+    """The JSON with fields changed; None removes one."""
+    document = json.loads(config) | fields
+    return json.dumps({name: value for name, value in document.items() if value is not None})
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"pipeline_parallel_degree": 4}, "the CSV has 2 lines for pipeline_parallel_degree = 4"),
+        ({"pipeline_parallel_degree": "2"}, 'parallelism.pipeline_parallel_degree is "2"; expected a whole number'),
+        ({"pipeline_parallel_schedule": "DualPipeV"}, 'but for "DualPipeV" torchtitan puts them on 0, 1, 1, 0; change'),
+        ({"pipeline_parallel_schedule_csv": None}, "names no schedule; set pipeline_parallel_schedule_csv"),
+        ({"pipeline_parallel_schedule_csv": "x/other.csv"}, "other.csv: No such file or directory; check the path"),
+        ({"pipeline_parallel_schedule_csv": ["a"]}, 'pipeline_parallel_schedule_csv is ["a"]; expected a text'),
+        ({"pipeline_parallel_schedule_csv": 5}, "parallelism.json: parallelism.pipeline_parallel_schedule_csv is 5"),
+        ({"pipeline_parallel_module_fqns_per_model_part": None}, "has neither of pipeline_parallel_module_fqns_per"),
+        ({"module_fqns_per_model_part": [["a"]]}, "has both of pipeline_parallel_module_fqns_per_model_part and"),
+        ({"pipeline_parallel_module_fqns_per_model_part": [["a"]]}, "the CSV runs 4 stages, but there are 1 parts"),
+        ({"pipeline_parallel_module_fqns_per_model_part": []}, "has 0 parts; give 1 to 10,000"),
+        ({"pipeline_parallel_module_fqns_per_model_part": ["ab"]}, 'model_part[0] is "ab"; expected a list'),
+        ({"pipeline_parallel_module_fqns_per_model_part": [["a", 1]]}, "model_part[0][1] is 1; expected a text"),
+    ],
+)
+def test_configs_that_are_refused(tmp_path: Path, fields: dict[str, object], told: str) -> None:
+    *_, config = torchtitan.export(FOUR, a_plan(), tmp_path)
+    config.write_text(change(config.read_text(), **fields))
+    with pytest.raises(RotaError, match=re.escape(told)):
+        torchtitan.load(config)
+
+
+def test_a_schedule_is_read_from_beside_its_config_alone(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.csv").write_text(a_plan().to_csv())
+    (tmp_path / "titan").mkdir()
+    *_, config = torchtitan.export(FOUR, a_plan(), tmp_path / "titan")
+    for named in (str(tmp_path / "elsewhere.csv"), "../elsewhere.csv"):
+        config.write_text(change(config.read_text(), pipeline_parallel_schedule_csv=named))
+        with pytest.raises(RotaError, match=r"cannot read .*titan/elsewhere.csv"):
+            torchtitan.load(config)
+
+
+def test_files_that_are_too_large_or_no_text(tmp_path: Path) -> None:
+    _, toml, config = torchtitan.export(FOUR, a_plan(), tmp_path)
+    os.truncate(config, 5 * 2**20)
+    with pytest.raises(RotaError, match="has more than 4,194,304 bytes"):
+        torchtitan.load(config)
+    config.write_bytes(b"\xff\xfe")
+    with pytest.raises(RotaError, match="no text file"):
+        torchtitan.load(config)
+    config.write_text("[" * 200_000)
+    with pytest.raises(RotaError, match="nested too deep"):
+        torchtitan.load(config)
+    toml.write_text(f"[parallelism]\nmodule_fqns_per_model_part = {'[' * 50_000}")
+    with pytest.raises(RotaError, match="nested too deep"):
+        torchtitan.load(toml)
+    toml.write_text("parallelism = 3")
+    with pytest.raises(RotaError, match="neither"):
+        torchtitan.load(toml)
+    toml.write_text(f"[parallelism]\npipeline_parallel_degree = {'9' * 5000}")
+    with pytest.raises(RotaError, match="is no TOML"):
+        torchtitan.load(toml)
+
+
+def test_damaged_files_are_loaded_or_refused(tmp_path: Path) -> None:
+    csv, toml, config = torchtitan.export(FOUR, a_plan(), tmp_path)
+    chooser = random.Random(0)
+    texts = {path: path.read_text() for path in (csv, toml, config)}
+    mutants = [(config, text) for text in json_mutants(texts[config], 200, chooser)]
+    mutants += [(path, text) for path in (csv, toml, config) for text in text_mutants(texts[path], 100, chooser)]
+    loaded = 0
+    for path, text in mutants:
+        path.write_text(text)
+        try:
+            parts = torchtitan.load(toml if path is toml else config).parts
+        except RotaError:
+            continue
+        finally:
+            path.write_text(texts[path])
+        loaded += 1
+        assert len(parts) == 4
+    assert 0 < loaded < len(mutants)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ("[parallelism" + ".a" * 100_000 + "]\n" + "x = 1\n" * 1000, "it has a key of more than 32 names"),
+        ("x = {p = '''\"''', " + '"a\\"".' * 1000 + "a = 1}\n", "it has a key of more than 32 names"),
+        ("x = " + '"\x00"' * 1000, "no TOML"),
+        ('"' + "k" * 10_000 + '" = 1\n' + '"' + "k" * 10_000 + '" = 1\n', "no TOML"),
+        (
+            '[parallelism]\npipeline_parallel_schedule_csv = "a\\u001b[2J"\nmodule_fqns_per_model_part = [["a"]]',
+            "printa",
+        ),
+        ("[parallelism]\nmodule_fqns_per_model_part = [[" + '"a", ' * 10_000 + "]]", "part 0 has a twice"),
+    ],
+)
+def test_configs_that_a_stranger_may_have_written(tmp_path: Path, config: str, told: str) -> None:
+    path = tmp_path / "parallelism.toml"
+    path.write_text(config)
+    with pytest.raises(RotaError, match=told) as error:
+        torchtitan.load(path)
+    assert len(str(error.value)) < 1000
+    assert str(error.value).isprintable()
+
+
+def test_json_has_each_field_once_and_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
+    config = torchtitan.export(FOUR, a_plan(), tmp_path)[2]
+    text = config.read_text()
+    config.write_text("\ufeff" + text, encoding="utf-8")
+    assert torchtitan.load(config).parts == FOUR
+    config.write_text(text.replace("{", '{"num_pp_microbatches": 4, ', 1))
+    with pytest.raises(RotaError, match='two fields "num_pp_microbatches"'):
+        torchtitan.load(config)

@@ -1,0 +1,233 @@
+"""Traces written from timelines that are known: what is read from them is what was written, or a refusal."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fuzz.mutating import json_mutants, text_mutants
+from rota import schedules
+from rota.costs import Cluster, Costs
+from rota.errors import FormatError, RotaError
+from rota.interop import import_traces
+from rota.interop.traces import reading
+from rota.placing import place
+from rota.plan import Plan, Transfer
+from rota.tasks import Kind
+from rota.timeline import Timeline
+from support.measured import measured_like
+from support.trace_files import event, written
+
+
+def chain_timeline(seed: int, split: bool = False) -> Timeline:
+    """Measured-like, of a chain whose ops and transfers all take time, from its first op on."""
+    costs = Costs.uniform(3, weight_us=1 if split else None, activation_bytes=0)
+    make = schedules.zb_h1 if split else schedules.one_f_one_b
+    plan = make(place(costs, Cluster.uniform(3)), 5)
+    chooser = random.Random(seed)
+    while True:
+        timeline = measured_like(plan, chooser, longest_us=300)
+        spans = [*timeline.op_spans(), *timeline.transfer_spans()]
+        if all(span.duration_us for span in spans) and timeline.starts_us[0][0] == 0:
+            return timeline
+
+
+def columns(timeline: Timeline) -> tuple[object, ...]:
+    return timeline.plan.orders, timeline.starts_us, timeline.ends_us, timeline.arrived_us
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_what_was_written_is_read(split: bool, tmp_path: Path) -> None:
+    for seed in range(10):
+        timeline = chain_timeline(seed, split)
+        imported = import_traces(written(tmp_path, timeline, [0, 0, 0]))
+        assert columns(imported.timeline) == columns(timeline)
+        assert imported.clock_shifts_us == (0, 0, 0)
+
+
+def test_processes_without_a_trace_are_told(tmp_path: Path) -> None:
+    paths = written(tmp_path, chain_timeline(1), [0, 0, 0])
+    assert "processes" not in import_traces(paths).to_text()
+    assert "of 3 processes, 1 gave traces" in import_traces(paths[:1]).to_text()
+
+
+def test_on_an_accelerator_the_kernels_count(tmp_path: Path) -> None:
+    timeline = chain_timeline(1)
+    imported = import_traces(written(tmp_path, timeline, [0, 0, 0], on_accelerator=True))
+    assert columns(imported.timeline) == columns(timeline)
+
+
+def test_clocks_are_moved_until_no_message_is_early_and_no_further(tmp_path: Path) -> None:
+    timeline = chain_timeline(2)
+    imported = import_traces(written(tmp_path, timeline, [0, -5000, 0]))
+    (zero, moved, more) = imported.clock_shifts_us
+    assert zero == more == 0
+    assert 5000 - 600 <= moved <= 5000
+    assert "moved ahead, as messages arrived before they were sent: rank 1 by" in imported.to_text()
+    sent, arrived = imported.timeline.sent_us, imported.timeline.arrived_us
+    assert all(a <= b for s, e in zip(sent, arrived, strict=True) for a, b in zip(s, e, strict=True))
+    started = dict(zip(timeline.plan.orders[1], imported.timeline.starts_us[1], strict=True))
+    fastest = min(
+        started[span.work.target] - span.start_us
+        for span in imported.timeline.transfer_spans()
+        if isinstance(span.work, Transfer) and span.work.receiver == 1
+    )
+    assert fastest == 0
+
+
+def test_whole_and_split_backwards_in_one_step_are_split(tmp_path: Path) -> None:
+    timeline = chain_timeline(3, split=True)
+    paths = written(tmp_path, timeline, [0, 0, 0])
+    document = json.loads(Path(paths[2]).read_text())
+    last = [op for op in timeline.plan.orders[2] if op.kind is not Kind.F][-1]
+    events = [one for one in document["traceEvents"] if one["name"] not in (f"PP:{last}",)]
+    assert last.kind is Kind.W
+    for one in events:
+        if one["name"] == f"PP:2I{last.microbatch}":
+            one["name"] = f"PP:2B{last.microbatch}"
+    Path(paths[2]).write_text(json.dumps({**document, "traceEvents": events}))
+    plan = import_traces(paths).timeline.plan
+    assert sorted(map(str, plan.orders[2])) == sorted(map(str, timeline.plan.orders[2]))
+
+
+def test_a_forward_and_a_backward_in_one_range_are_told_apart(tmp_path: Path) -> None:
+    """DualPipeV's: the backward begins with the first operator of autograd."""
+    names = [("user_annotation", "PP:0F0", 0, 10), ("user_annotation", "PP:(0F1;0B0)OVERLAP_F_B", 10, 50)]
+    names += [("cpu_op", "aten::mm", 12, 20), ("cpu_op", "autograd::engine::evaluate_function: Mm", 24, 48)]
+    names += [("user_annotation", "PP:0B1", 50, 70)]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": [event(*name) for name in names]}))
+    timeline = import_traces([str(path)]).timeline
+    assert list(map(str, timeline.plan.orders[0])) == ["0F0", "0F1", "0B0", "0B1"]
+    assert (timeline.starts_us, timeline.ends_us) == (((0, 12, 24, 50),), ((10, 20, 48, 70),))
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def trace(**fields: object) -> str:
+    return json.dumps({"traceEvents": [event("user_annotation", "PP:0F0", 0, 5)], **fields})
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "not JSON: Expecting value at line 1, column 1"),
+        ("[" * 100_000, "nested too deep"),
+        ("\xff", "not JSON"),
+        ("[]", "no list of traceEvents"),
+        ('{"rota": "plan"}', "no list of traceEvents"),
+        (trace(traceEvents=[7]), "traceEvents[0] is no object"),
+        (trace(traceEvents=[]), "no action of PyTorch's pipeline engine is named in it"),
+        (trace(traceEvents=[{**event("cpu_op", "x", 0, 1), "ts": "0"}]), "traceEvents[0] needs a name, and ts and dur"),
+        (trace(traceEvents=[{**event("cpu_op", "x", 0, 1), "ts": float("nan")}]), "traceEvents[0] needs a name"),
+        (trace(traceEvents=[event("cpu_op", "x", 2, 1)]), "traceEvents[0] needs a name"),
+        (trace(baseTimeNanoseconds="now"), "baseTimeNanoseconds or distributedInfo.rank is no whole number"),
+        (trace(distributedInfo={"rank": -1}), "baseTimeNanoseconds or distributedInfo.rank is no whole number"),
+        (trace(traceEvents=[event("user_annotation", "PP:1F0", 0, 5)]), "no trace runs stage 0, but one runs stage 1"),
+        (trace(traceEvents=[event("user_annotation", "PP:0F3", 0, 5)]), "rank 0 never does 0F0 and 2 more"),
+        (trace(traceEvents=[event("user_annotation", "PP:(0F1;0B0)OVERLAP_F_B", 0, 5)]), "told apart"),
+    ],
+)
+def test_what_is_wrong_is_told_with_the_file(text: str, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(RotaError) as caught:
+        import_traces([str(path)])
+    assert told in str(caught.value)
+    assert "trace.json" in str(caught.value) or "stage" in str(caught.value) or "rank 0" in str(caught.value)
+
+
+def test_traces_that_do_not_belong_together_are_told(tmp_path: Path) -> None:
+    paths = written(tmp_path, chain_timeline(4), [0, 0, 0])
+    with pytest.raises(FormatError, match="no traces: give one a rank"):
+        import_traces([])
+    with pytest.raises(FormatError, match=r"rank0.json and .*rank0.json are both of rank 0"):
+        import_traces([paths[0], paths[0]])
+    with pytest.raises(FormatError, match="no trace runs stage 1, but one runs stage 2"):
+        import_traces([paths[0], paths[2]])
+    with pytest.raises(FormatError, match="step 1 is not in the traces, which have the steps 0 to 0"):
+        import_traces(paths, step=1)
+    document = json.loads(Path(paths[1]).read_text())
+    later = [{**one, "ts": one["ts"] + 10**6} for one in document["traceEvents"]]
+    Path(paths[1]).write_text(json.dumps({**document, "traceEvents": [*document["traceEvents"], *later]}))
+    with pytest.raises(FormatError, match=r"different numbers of steps \(.*rank0.json 1, .*rank1.json 2, "):
+        import_traces(paths)
+
+
+def test_traces_of_two_runs_are_told(tmp_path: Path) -> None:
+    timeline = chain_timeline(5)
+    late = replace(
+        timeline, starts_us=tuple(tuple(s + 10**4 * i for i, s in enumerate(row)) for row in timeline.starts_us)
+    )
+    late = replace(late, ends_us=tuple(tuple(e + 10**4 * i for i, e in enumerate(row)) for row in timeline.ends_us))
+    paths = written(tmp_path, timeline, [0, 0, 0])
+    other = tmp_path / "other"
+    other.mkdir()
+    paths[1] = written(other, late, [0, 0, 0])[1]
+    with pytest.raises(FormatError, match="the traces contradict each other: rank"):
+        import_traces(paths)
+    paths = written(tmp_path, timeline, [0, -2_000_000, 0])
+    for path in paths:
+        Path(path).write_text(json.dumps({**json.loads(Path(path).read_text()), "host_name": "here"}))
+    with pytest.raises(FormatError, match=r"are both of machine here, but by their messages 2.0 s apart"):
+        import_traces(paths)
+
+
+def test_gzip_is_unpacked_and_what_is_none_or_too_large_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trace.json.gz"
+    packed = gzip.compress(trace().encode())
+    path.write_bytes(packed)
+    assert str(import_traces([str(path)]).timeline.plan.orders[0][0]) == "0F0"
+    path.write_bytes(packed[:-20])
+    with pytest.raises(FormatError, match=r"trace.json.gz: cannot be (unpacked|read)"):
+        import_traces([str(path)])
+    monkeypatch.setattr(reading, "LARGEST_BYTES", 10_000)
+    path.write_bytes(gzip.compress(b" " * 10_001))
+    with pytest.raises(FormatError, match=r"trace.json.gz: more than 10000 bytes unpacked; profile fewer steps"):
+        import_traces([str(path)])
+    with pytest.raises(FormatError, match=r"absent.json: cannot be read: No such file"):
+        import_traces([str(tmp_path / "absent.json")])
+
+
+@pytest.mark.parametrize(
+    ("times", "told"),
+    [
+        ([(0, 5), (3, 8)], "give no run of a pipeline: timeline: rank 0, op 2: 3 µs comes after 5 µs"),
+        ([(0, 5), (10**15 + 6, 10**15 + 7)], "the step takes 1000000000000007 µs; expected 1000000000000000 or less"),
+    ],
+)
+def test_what_no_pipeline_does_is_refused(times: list[tuple[int, int]], told: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(trace(traceEvents=[event("user_annotation", f"PP:0F{m}", *of) for m, of in enumerate(times)]))
+    with pytest.raises(FormatError, match=told):
+        import_traces([str(path)])
+
+
+def test_mutated_traces_are_read_or_refused(tmp_path: Path) -> None:
+    paths = written(tmp_path, chain_timeline(6), [0, 0, 0])
+    text, chooser, outcomes = Path(paths[1]).read_text(), random.Random(1), set()
+    for mutant in [*json_mutants(text, 150, chooser), *text_mutants(text, 50, chooser)]:
+        Path(paths[1]).write_text(mutant, errors="surrogatepass")
+        try:
+            imported = import_traces(paths)
+            assert Timeline.from_json(imported.timeline.to_json()) == imported.timeline
+            outcomes.add("read")
+        except RotaError:
+            outcomes.add("refused")
+    assert outcomes == {"read", "refused"}
+
+
+def test_forwards_alone_are_planned_for_inference(tmp_path: Path) -> None:
+    placement = place(Costs.uniform(4), Cluster.uniform(2), [0, 1, 0, 1]).forward_only()
+    plan = Plan(placement, 3, schedules.forward_only(placement, 3).orders)
+    imported = import_traces(written(tmp_path, measured_like(plan, random.Random(3), longest_us=50), [0, 0]))
+    assert imported.timeline.plan.orders == plan.orders
+    assert {task.kind for task in imported.timeline.plan.placement.tasks} == {Kind.F}

@@ -1,0 +1,97 @@
+"""Runs of PyTorch's own schedules, traced by torch.profiler: imported as what ran, and explained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.profiler import ProfilerActivity, profile
+
+from rota import Cause, FormatError, Timeline, explain, schedules
+from rota.interop import import_traces, named_actions
+from support.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+RANKS, MICROBATCHES, STEPS = 4, 8, 2
+
+
+def traced(rank: int, folder: Path) -> list[list[str]]:
+    """Two profiled steps of each schedule; the interleaved one's own order of ops."""
+    torch.manual_seed(rank)
+    _trace(_single(Schedule1F1B, rank), rank, folder / f"stacks{rank}.json", with_stack=True)
+    _trace(_single(ScheduleGPipe, rank), rank, folder / f"gpipe{rank}.json")
+    schedule = _single(Schedule1F1B, rank)
+    with named_actions(schedule):
+        _trace(schedule, rank, folder / f"named{rank}.json")
+    stages = [_stage(rank + RANKS * i, 2 * RANKS) for i in range(2)]
+    schedule = ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=nn.functional.mse_loss)
+    _trace(schedule, rank, folder / f"interleaved{rank}.json.gz")
+    return [[str(action) for action in order if action] for order in schedule.pipeline_order.values()]
+
+
+def _stage(index: int, count: int) -> PipelineStage:
+    return PipelineStage(nn.Sequential(nn.Linear(16, 16), nn.ReLU()), index, count, torch.device("cpu"))
+
+
+def _single(schedule: Any, rank: int) -> Any:
+    return schedule(_stage(rank, RANKS), MICROBATCHES, loss_fn=nn.functional.mse_loss)
+
+
+def _trace(schedule: Any, rank: int, path: Path, with_stack: bool = False) -> None:
+    stages = [schedule._stage] if hasattr(schedule, "_stage") else schedule._stages
+    optimizer = torch.optim.SGD([p for stage in stages for p in stage.submod.parameters()], lr=0.1)
+    batch = torch.randn(4 * MICROBATCHES, 16)
+    dist.barrier()
+    with profile(activities=[ProfilerActivity.CPU], with_stack=with_stack) as profiler:
+        for _ in range(STEPS):
+            schedule.step(*((batch,) if rank == 0 else ()), target=batch if rank == RANKS - 1 else None)
+            optimizer.step()
+            optimizer.zero_grad()
+    profiler.export_chrome_trace(str(path))
+
+
+def assert_explained(timeline: Timeline) -> None:
+    explanation = explain(timeline, timeline.plan)
+    by_rank = [sum(of_rank.values()) for of_rank in explanation.by_rank]
+    assert by_rank == list(timeline.idle_us)
+    assert "What would help" in explanation.to_text()
+    assert {Cause.WARM_UP, Cause.DRAIN} & set(explanation.by_cause)
+
+
+def test_pytorchs_own_schedules_are_imported_and_explained(pool: Pool, tmp_path: Path) -> None:
+    orders = pool.run(RANKS, traced, tmp_path, timeout_s=100)[0]
+    for kind in ("stacks", "named", "gpipe", "interleaved"):
+        suffix = ".json.gz" if kind == "interleaved" else ".json"
+        paths = [str(tmp_path / f"{kind}{rank}{suffix}") for rank in (2, 0, 3, 1)]
+        steps = [import_traces(paths, step) for step in range(STEPS)]
+        assert steps[-1] == import_traces(paths)
+        for imported in steps:
+            timeline = imported.timeline
+            assert (imported.num_steps, timeline.plan.num_microbatches) == (STEPS, MICROBATCHES)
+            assert "clocks" in imported.to_text()
+            assert Timeline.from_json(timeline.to_json()) == timeline
+            assert len([span for span in timeline.step_end_spans() if span.work.what == "optimizer"]) == RANKS
+            assert_explained(timeline)
+        assert steps[0].timeline != steps[1].timeline
+        if kind == "interleaved":
+            assert [list(map(str, order)) for order in timeline.plan.orders] == orders
+            assert any(span.work.what == "reduce" for span in timeline.step_end_spans())
+        else:
+            name = schedules.gpipe if kind == "gpipe" else schedules.one_f_one_b
+            assert timeline.plan.orders == name(timeline.plan.placement, MICROBATCHES).orders
+
+    bare = []
+    for rank in range(RANKS):
+        document = json.loads((tmp_path / f"stacks{rank}.json").read_text())
+        document["traceEvents"] = [e for e in document["traceEvents"] if e.get("cat") != "python_function"]
+        bare.append(tmp_path / f"bare{rank}.json")
+        bare[-1].write_text(json.dumps(document))
+    with pytest.raises(FormatError, match=r"bare0.json: no action .*named_actions\(schedule\)"):
+        import_traces([str(path) for path in bare])

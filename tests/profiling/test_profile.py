@@ -1,0 +1,210 @@
+"""Measured costs: bytes counted independently, times of known work, nothing touched."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from rota import Cluster, Link, PipelineError, Stages, profile
+from rota.profiling import measure_link, measure_links, profile_here
+from rota.profiling.links import link_of
+from support.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+
+class TwoLayers(nn.Module):
+    """Keeps its input (the first Linear), the hidden layer (the second) and, for ReLU, its output: the same storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(torch.relu(self.first(x)))
+        return out
+
+
+def test_bytes_are_those_that_autograd_keeps() -> None:
+    stages = Stages([TwoLayers(), TwoLayers()])
+    costs = profile(stages, torch.zeros(5, 8), repeats=1)
+    hidden, boundary, parameters = 5 * 16 * 4, 5 * 8 * 4, (8 * 16 + 16 + 16 * 8 + 8) * 4
+    assert costs.activation_bytes == (hidden, boundary + hidden)  # the step's own batch is not the first stage's
+    assert costs.boundary_bytes == costs.gradient_bytes == (boundary,)
+    assert costs.static_bytes == (2 * parameters, 2 * parameters)
+    assert costs.edges == ((0, 1),)
+
+
+def test_inputs_and_weights_apart() -> None:
+    stages = Stages([TwoLayers(), TwoLayers(), nn.Sequential(nn.Tanh(), nn.Linear(8, 8))])
+    costs = profile(stages, torch.zeros(5, 8), repeats=1, split_backward=True)
+    assert costs.weight_us is not None
+    assert costs.backward_us[0] == 0 < min(costs.backward_us[1:])
+    assert min(costs.weight_us) > 0
+    hidden, boundary = 5 * 16 * 4, 5 * 8 * 4
+    assert costs.activation_bytes == (hidden, boundary + hidden, boundary)
+    # W keeps all of it, the layers' inputs, and on top the gradients of their outputs.
+    assert costs.freed_by_input == (-boundary, -(hidden + boundary), -boundary)
+
+
+def test_inputs_free_what_weights_do_not_need() -> None:
+    layers = [nn.Tanh(), nn.Sigmoid(), nn.Tanh(), nn.Linear(8, 8)]
+    costs = profile(
+        Stages([nn.Linear(8, 8), nn.Sequential(*layers)]), torch.zeros(5, 8), repeats=1, split_backward=True
+    )
+    boundary = 5 * 8 * 4
+    assert costs.activation_bytes[1] == 3 * boundary
+    assert costs.freed_by_input[1] == boundary  # W keeps the layer's input and the gradient of its output
+
+
+class Views(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2  # keeps nothing: the factor is a number
+        return y[:1].sigmoid().sum() + (y[1:] * y[:-1]).sum()  # keeps y, by three views, and the sigmoid
+
+
+def test_views_of_one_storage_count_once() -> None:
+    stages = Stages([nn.Linear(4, 4), Views()])
+    costs = profile(stages, torch.zeros(6, 4), repeats=1)
+    received, y, sigmoid = 6 * 4 * 4, 6 * 4 * 4, 1 * 4 * 4
+    assert costs.activation_bytes[1] == received + y + sigmoid
+
+
+def test_integers_travel_but_have_no_gradient() -> None:
+    class Tokens(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x * torch.ones(3, requires_grad=True), torch.arange(7)
+
+    class Reader(nn.Module):
+        def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            return pair[0].sum()
+
+    costs = profile(Stages([Tokens(), Reader()]), torch.zeros(3), repeats=1)
+    assert (costs.boundary_bytes, costs.gradient_bytes) == ((3 * 4 + 7 * 8,), (3 * 4,))
+
+
+def test_the_model_is_not_touched() -> None:
+    stages = Stages([nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout()), nn.Linear(4, 1)])
+    before = copy.deepcopy([module.state_dict() for module in stages.modules])
+    random = torch.get_rng_state()
+    costs = profile(stages, torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), repeats=2)
+    for module, state in zip(stages.modules, before, strict=True):
+        assert all(torch.equal(tensor, state[name]) for name, tensor in module.state_dict().items())
+        assert all(parameter.grad is None for parameter in module.parameters())
+    assert torch.equal(random, torch.get_rng_state())
+    assert min(costs.forward_us + costs.backward_us) > 0
+
+
+def test_more_work_takes_longer() -> None:
+    class Repeat(nn.Module):
+        def __init__(self, times: int) -> None:
+            super().__init__()
+            self.times, self.layer = times, nn.Linear(128, 128)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(self.times):
+                x = torch.tanh(self.layer(x))
+            return x
+
+    costs = profile(Stages([Repeat(2), Repeat(40)]), torch.zeros(64, 128), repeats=3)
+    assert costs.forward_us[1] > 4 * costs.forward_us[0]
+    assert costs.backward_us[1] > 4 * costs.backward_us[0]
+
+
+def test_ranks_that_share_cores_are_told() -> None:
+    told: list[str] = []
+    num_ranks = len(os.sched_getaffinity(0)) + 1
+    stages = Stages([nn.Linear(2, 2) for _ in range(2 * num_ranks)])
+    ranks = [stage % num_ranks for stage in range(2 * num_ranks)]
+    costs = profile(stages, torch.zeros(1, 2), ranks=ranks, repeats=1, report=told.append)
+    assert f"{num_ranks} ranks share {num_ranks - 1} cores" in told[0]
+    assert f"{num_ranks} ranks share {num_ranks - 1} cores" in costs.note
+
+
+def test_a_stage_that_fails_is_named() -> None:
+    stages = Stages([nn.Linear(2, 2), nn.Linear(3, 3), nn.Linear(3, 3)])
+    with pytest.raises(PipelineError, match=r"stage 1 failed while profiling: RuntimeError"):
+        profile(stages, torch.zeros(1, 2), repeats=1)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_in_this_process_the_bytes_are_the_same(split: bool) -> None:
+    stages = Stages([TwoLayers(), TwoLayers()])
+    x, state, num_threads = torch.zeros(5, 8), torch.get_rng_state(), torch.get_num_threads()
+    apart = profile(stages, x, repeats=1, split_backward=split)
+    here = profile_here(stages, x, repeats=1, split_backward=split)
+    for name in ("activation_bytes", "input_frees_bytes", "boundary_bytes", "gradient_bytes", "static_bytes", "edges"):
+        assert getattr(here, name) == getattr(apart, name)
+    assert all(us > 0 for us in here.backward_us[1:])
+    assert all(parameter.grad is None for _, parameter in stages.named_parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == num_threads
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        profile_here(stages, torch.zeros(5, 9))
+    assert torch.get_num_threads() == num_threads
+
+
+def test_recomputed_stages_an_optimizer_and_the_spread() -> None:
+    stages, told = Stages([TwoLayers(), TwoLayers(), nn.Linear(8, 8)]), list[str]()
+    adam = torch.optim.Adam
+    costs = profile(stages, torch.zeros(5, 8), recompute=[1], optimizer=adam, repeats=2, report=told.append)
+    hidden, boundary, parameters = 5 * 16 * 4, 5 * 8 * 4, 8 * 16 + 16 + 16 * 8 + 8
+    assert costs.recompute_us is not None
+    assert [us is None for us in costs.recompute_us] == [True, False, True]
+    assert costs.checkpoint_bytes == (0, boundary, 0)
+    assert costs.activation_bytes == (hidden, boundary + hidden, boundary)
+    assert costs.static_bytes[:2] == (4 * parameters * 4 + 4 * 4,) * 2  # Adam counts its steps for each of 4 tensors
+    assert min(costs.forward_peak_bytes + costs.backward_peak_bytes) > 0
+    assert told[1].startswith("F and B of a stage vary by ")
+    for options in ({"recompute": [3]}, {"recompute": ["full"]}):
+        with pytest.raises(PipelineError, match=r"recompute has stage .*, but there are stages 0 to 2"):
+            profile(stages, torch.zeros(5, 8), **options)
+
+
+def test_stages_without_numbers_cannot_be_measured() -> None:
+    with pytest.raises(PipelineError, match=r"stage 1 is on meta; .* Estimate by profile_layers"):
+        profile(Stages([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")]), torch.zeros(1, 2))
+
+
+def links(rank: int) -> list[Link]:
+    for pair in ((0, 0), (0, 3)):
+        with pytest.raises(PipelineError, match=r"no link from process 0 to \d; give two different ones of 0 to 2"):
+            measure_link(*pair)
+    return [measure_link(0, 2, repeats=3), measure_link(2, 1, repeats=3)]
+
+
+def cluster(rank: int) -> Cluster:
+    return measure_links(repeats=2)
+
+
+def test_the_links_of_all_pairs_are_measured_and_told_to_all(pool: Pool) -> None:
+    first, *others = pool.run(3, cluster)
+    assert others == [first, first]
+    assert first.num_ranks == 3
+    pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
+    assert all(first.link_between(*pair).bytes_per_us for pair in pairs)
+    assert all(first.link_between(a, b) == first.link_between(b, a) for a, b in pairs)
+
+
+def test_links_of_processes_of_the_command_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rota", "profile", "links", "--processes", "2", "-o", "cluster.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("0 - 1: ")
+    assert Cluster.from_json((tmp_path / "cluster.json").read_text()).num_ranks == 2
+
+
+def test_links_are_measured_and_told_to_all(pool: Pool) -> None:
+    first, *others = pool.run(3, links)
+    assert others == [first, first]
+    assert all(link.bytes_per_us and link.latency_us >= 0 for link in first)
+    assert link_of(12.4, 112.4, 5_000) == Link(12, 50)
+    assert link_of(5.0, 4.0, 5_000) == Link(5, 5_000)  # times that cannot be: no division by nothing
+    assert link_of(5.0, 1e9, 5_000) == Link(5, 1)

@@ -1,0 +1,236 @@
+"""Saving and loading: names, atomic and asynchronous writes, what is kept, what is refused."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from rota import Checkpoints, Cluster, Costs, Pipeline, Stages, interleaved
+from rota.runtime import checkpoints
+from rota.runtime.checkpoints import folder as checkpoint_folder
+from rota.runtime.checkpoints.folder import whole_paths
+from rota.runtime.checkpoints.lock import LOCK
+from rota.schedules import interleaved_one_f_one_b
+from support.checkpoint_runs import TWO, Training, refusal, serial_losses, stored
+from support.fresh import run_fresh
+from support.networks import batch_of, loss_fn
+from support.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+
+def names_in(folder: Path) -> list[str]:
+    """The lock apart."""
+    return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
+
+
+# --- in the background ------------------------------------------------------------------------------------------------
+
+
+def save_in_the_background(rank: int, folder: Path) -> tuple[list[str], list[str], list[float]]:
+    training, wait = Training(TWO), threading.Event()
+    begin = checkpoint_folder.begin
+    with training.pipeline, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_folder, "begin", lambda *args: wait.wait(50) and begin(*args))
+        background = training.checkpoints(folder, asynchronous=True)
+        training.steps(range(2))
+        data = {"rows": [0, 1]}
+        background.save(2, data=data)
+        data["rows"].append(2)
+        expected = training.steps(range(2, 5))  # while the thread waits, and after what it is to write
+        before = names_in(folder)
+        torch.distributed.barrier()
+        wait.set()
+        background.wait()
+        after = names_in(folder)
+        assert background.load().extra == {"data": {"rows": [0, 1]}}
+        assert training.steps(range(2, 5)) == expected
+        background.save(5)
+    return before, after, expected
+
+
+def test_a_thread_writes_what_was_there_when_save_was_called(pool: Pool, tmp_path: Path) -> None:
+    for before, after, losses in pool.run(2, save_in_the_background, tmp_path):
+        assert before == []
+        assert after == ["step-2"]
+        assert losses == pytest.approx(serial_losses(5)[2:], abs=1e-10)
+    assert names_in(tmp_path) == ["step-2", "step-5"]  # closing the pipeline waited for the second
+
+
+# --- saves that fail, what is kept ------------------------------------------------------------------------------------
+
+
+class DiskFull:
+    """Lets `num_good` calls through, then fails."""
+
+    def __init__(self, function: Callable[..., Any], num_good: int = 0) -> None:
+        self.function, self.num_good = function, num_good
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.num_good -= 1
+        if self.num_good < 0:
+            raise OSError(28, "No space left on device")
+        return self.function(*args, **options)
+
+
+def fail_to_save(rank: int, folder: Path) -> list[tuple[str, list[str], int]]:
+    places = [
+        (0, checkpoint_folder, "begin", 0),
+        (1, checkpoints, "Layout", 0),
+        (1, checkpoints, "write_chunks", 0),
+        (0, checkpoint_folder, "write_synced", 0),
+        (0, checkpoint_folder, "write_synced", 3),
+        (0, checkpoint_folder, "publish", 0),
+    ]
+    told = []
+    for asynchronous in (False, True):
+        training = Training(TWO)
+        with training.pipeline:
+            saver = training.checkpoints(folder / str(asynchronous), asynchronous=asynchronous)
+            saver.save(1)
+            for on, owner, name, num_good in places:
+                saver.wait()
+                with pytest.MonkeyPatch.context() as patch:
+                    if rank == on:
+                        full = DiskFull(getattr(owner, name), num_good)
+                        # A plain function, so that it becomes a method where it has to.
+                        patch.setattr(owner, name, lambda *args, _full=full, **options: _full(*args, **options))
+                    words = refusal(lambda c=saver: (c.save(2), c.wait()))
+                told.append((words, [path.name for path in whole_paths(folder / str(asynchronous))]))
+                assert saver.load().step == 1
+            saver.save(2)
+            saver.wait()
+            assert saver.load().step == 2
+    return told
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_what_was_there(pool: Pool, tmp_path: Path) -> None:
+    for told in pool.run(2, fail_to_save, tmp_path):
+        for on, (words, whole) in zip((0, 1, 1, 0, 0, 0) * 2, told, strict=True):
+            assert words.startswith("checkpoint: ")
+            assert f"process {on}: OSError: [Errno 28] No space left on device" in words
+            assert whole == ["step-1"]
+    for mode in ("False", "True"):
+        assert names_in(tmp_path / mode) == ["step-1", "step-2"]
+
+
+def end_in_the_middle(rank: int, folder: Path) -> None:
+    training = Training(TWO)
+    saver = training.checkpoints(folder)
+    saver.save(1)
+    if rank == 1:
+        checkpoints.write_chunks = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+    saver.save(2)
+
+
+def load_newest(rank: int, folder: Path) -> tuple[int, list[float]]:
+    training = Training(TWO)
+    with training.pipeline:
+        found = training.checkpoints(folder).load()
+        return found.step, training.steps(range(1))
+
+
+def test_a_save_that_was_killed_is_not_picked_up_and_is_cleared_away(pool: Pool, tmp_path: Path) -> None:
+    (folder := tmp_path / "saved").mkdir()
+    ended = run_fresh(tmp_path, 2, end_in_the_middle, folder)
+    assert ended[1].exit_code == -signal.SIGKILL
+    assert "LostRankError: lost a rank while writing" in ended[0].stderr
+    assert names_in(folder) == ["step-1", "step-2.partial"]
+    for step, losses in pool.run(2, load_newest, folder):
+        assert step == 1
+        assert losses == pytest.approx(serial_losses(1), abs=1e-10)
+    assert names_in(folder) == ["step-1"]
+
+
+def keep_two(rank: int, folder: Path) -> list[Any]:
+    training = Training(TWO)
+    with training.pipeline:
+        saver = training.checkpoints(folder, keep=2)
+        assert saver.load() is None
+        told: list[Any] = [refusal(lambda: saver.load(7))]
+        for step in (1, 2, 3):
+            training.steps(range(step, step + 1))
+            saver.save(step)
+        told.append(names_in(folder) if rank == 0 else None)
+        told.append(refusal(lambda: saver.load(1)))
+        saver.load(2)
+        saver.save(2, again=True)  # what came after belongs to another future now
+        told.append((saver.load().step, saver.load().extra))
+        saver.save(1)
+        return told
+
+
+def test_the_newest_are_kept_whatever_their_steps(pool: Pool, tmp_path: Path) -> None:
+    for rank, (none, kept, gone, newest) in enumerate(pool.run(2, keep_two, tmp_path)):
+        assert f"no whole checkpoint of step 7 in {tmp_path}; there is none at all" in none
+        assert kept == (["step-2", "step-3"] if rank == 0 else None)
+        assert f"no whole checkpoint of step 1 in {tmp_path}; there are those of 2, 3" in gone
+        assert newest == (2, {"again": True})
+    assert names_in(tmp_path) == ["step-1", "step-2"]
+
+
+# --- random state and buffers -----------------------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    """Dropout, and a buffer that every micro-batch changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(6, 6), nn.Dropout(0.3)
+        self.register_buffer("num_seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.num_seen += 1
+        return self.dropout(self.linear(x)) / (1 + self.num_seen)
+
+
+def resume_noisy(rank: int, folder: Path) -> list[Any]:
+    def training(seed: int) -> tuple[Pipeline, torch.optim.Optimizer, Callable[[], Any]]:
+        torch.manual_seed(seed)
+        stages = Stages([Noisy().double() for _ in range(4)])
+        plan = interleaved_one_f_one_b(interleaved(Costs.uniform(4), Cluster.uniform(2)), 4)
+        pipeline = Pipeline(stages, plan, loss_fn)
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1, momentum=0.9)
+
+        def step() -> Any:
+            loss = pipeline.step(*batch_of(4, seed=int(torch.randint(100, ()))))
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss, random.random(), numpy.random.rand()
+
+        return pipeline, optimizer, step
+
+    pipeline, optimizer, step = training(seed=0)
+    random.seed(rank)  # loading makes them one
+    numpy.random.seed(rank)
+    with pipeline:
+        step()
+        Checkpoints(folder, pipeline, optimizer).save(1)
+        expected = [step() for _ in range(3)]
+    pipeline, optimizer, step = training(seed=1)
+    with pipeline:
+        Checkpoints(folder, pipeline, optimizer).load()
+        return [expected, [step() for _ in range(3)], [int(stage.num_seen) for stage in pipeline.local_stages.values()]]
+
+
+def test_random_state_and_buffers_go_on_as_they_were(pool: Pool, tmp_path: Path) -> None:
+    by_rank = pool.run(2, resume_noisy, tmp_path)
+    for _, resumed, num_seen in by_rank:
+        assert resumed == by_rank[0][0]
+        assert num_seen == [16, 16]
+    tensors, _ = stored(tmp_path / "step-1")
+    assert {key for key in tensors if "num_seen" in key} == {f"model/{stage}.num_seen" for stage in range(4)}
+    assert not any("cache" in key for key in tensors)

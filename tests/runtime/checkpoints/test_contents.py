@@ -1,0 +1,303 @@
+"""What fits into a checkpoint and out of it again: groups, parts, ranks without weights; and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
+from torch.optim.lr_scheduler import LambdaLR, SequentialLR, StepLR
+
+import rota
+from rota import Checkpoints, Cluster, Costs, Pipeline, Plan, Stages, place, split, spmd
+from rota.cli import main
+from rota.runtime.checkpoints.names import names_of
+from rota.schedules import gpipe, one_f_one_b
+from support.checkpoint_runs import Run, Training, batch, model, refusal, save_model, serial_losses, stored
+from support.networks import batch_of, chain, loss_fn
+from support.parallel_modules import GatheredLayer, ParallelLayer
+from support.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+
+def plan_on(ranks: list[Any], num_ranks: int = 2) -> Plan:
+    return one_f_one_b(place(Costs.uniform(len(ranks)), Cluster.uniform(num_ranks), ranks), 4)
+
+
+# --- groups and schedulers --------------------------------------------------------------------------------------------
+
+
+def grouped(named: Any) -> tuple[torch.optim.Optimizer, Any]:
+    """The first layers' weights in a group of their own, which is empty on other ranks; a schedule of schedules."""
+    groups: list[dict[str, Any]] = [{"params": [], "lr": 0.3, "momentum": 0.5}, {"params": [], "lr": 0.02}]
+    for name, parameter in named:
+        groups[name.split(".")[0] not in "01"]["params"].append(parameter)
+    optimizer = torch.optim.SGD(groups, momentum=0.9)
+    first = LambdaLR(optimizer, [lambda n: 0.5**n, lambda n: 0.9**n])
+    return optimizer, SequentialLR(optimizer, [first, StepLR(optimizer, 2, 0.5)], [2])
+
+
+class GroupedTraining:
+    """Of an untied model, so that each layer is in one group."""
+
+    def __init__(self, num_ranks: int) -> None:
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(6))).double()
+        plan = Run("1f1b", num_ranks).plan()
+        self.pipeline = Pipeline(split(layers, plan.num_stages), plan, loss_fn)
+        self.optimizer, self.scheduler = grouped(self.pipeline.named_parameters())
+
+    def steps(self, steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            losses.append(self.pipeline.step(*batch(step)))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+        return losses
+
+
+def save_grouped(rank: int, num_ranks: int, folder: Path) -> list[float]:
+    training = GroupedTraining(num_ranks)
+    with training.pipeline:
+        training.steps(range(3))
+        Checkpoints(folder, training.pipeline, training.optimizer, training.scheduler).save(3)
+        return training.steps(range(3, 8))
+
+
+def load_grouped(rank: int, num_ranks: int, folder: Path) -> tuple[list[float], list[float]]:
+    training = GroupedTraining(num_ranks)
+    with training.pipeline:
+        Checkpoints(folder, training.pipeline, training.optimizer, training.scheduler).load()
+        last = training.scheduler.get_last_lr()
+        losses = training.steps(range(3, 8))
+        return losses, [lr for lr, group in zip(last, training.optimizer.param_groups, strict=True) if group["params"]]
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(3, 1), (1, 3), (2, 3)])
+def test_groups_and_their_schedules_find_their_weights(pool: Pool, tmp_path: Path, saving: int, loading: int) -> None:
+    (expected, *_) = pool.run(saving, save_grouped, saving, tmp_path)
+    lrs = set()
+    for losses, last in pool.run(loading, load_grouped, loading, tmp_path):
+        assert losses == pytest.approx(expected, abs=1e-10)
+        lrs |= {*last}
+    assert lrs == {0.3, 0.02}  # StepLR began anew at its milestone
+
+
+def without_weights(rank: int, folder: Path) -> list[float]:
+    """Rank 1 has a stage of activations alone, and neither optimizer nor scheduler."""
+    torch.manual_seed(0)
+    stages = Stages([nn.Linear(6, 6).double(), nn.Tanh(), nn.Linear(6, 6).double()])
+    with Pipeline(stages, plan_on([0, 1, 2], 3), loss_fn) as pipeline:
+        optimizer = scheduler = None
+        if parameters := [*pipeline.parameters()]:
+            optimizer = torch.optim.Adam(parameters, lr=0.1)
+            scheduler = StepLR(optimizer, 1, 0.5)
+        checkpoints = Checkpoints(folder, pipeline, optimizer, scheduler)
+        losses = []
+        for step in range(6):
+            if step == 2:
+                checkpoints.save(step)
+            if step == 4:
+                checkpoints.load()
+            losses.append(pipeline.step(*batch(step % 4 if step < 4 else step - 2)))
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+        return losses
+
+
+def test_a_rank_without_weights_takes_part(pool: Pool, tmp_path: Path) -> None:
+    for losses in pool.run(3, without_weights, tmp_path):
+        assert losses[2:4] == losses[4:]
+        assert losses[0] != losses[2]
+
+
+# --- the model alone, its names ---------------------------------------------------------------------------------------
+
+
+def evaluate_loaded(rank: int, folder: Path) -> float:
+    training = Training(Run("v", 1))
+    with training.pipeline as pipeline:
+        Checkpoints(folder, pipeline, None).load()
+        assert not training.optimizer.state
+        return pipeline.evaluate(*batch(2))
+
+
+def test_the_model_alone_is_loaded_without_an_optimizer(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, save_model, tmp_path)
+    assert pool.run(1, evaluate_loaded, tmp_path) == [pytest.approx(serial_losses(3)[2], abs=1e-10)]
+
+
+def test_wrappers_leave_no_trace_in_names() -> None:
+    layers = chain(2)
+    stages = Stages(
+        [
+            torch.compile(layers[0], backend="eager"),
+            nn.Sequential(checkpoint_wrapper(torch.compile(layers[1], backend="eager"))),
+        ]
+    )
+    names = [name for names in names_of(stages).values() for name in names]
+    assert names == ["linear.weight", "linear.bias", "0.linear.weight", "0.linear.bias"]
+
+
+class WithExtraState(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return 3
+
+
+def test_an_extra_state_of_a_module_is_refused() -> None:
+    told = refusal(lambda: names_of(Stages([nn.Sequential(WithExtraState(2, 2))])))
+    assert "module '0', a WithExtraState, has an extra state of its own (get_extra_state)" in told
+
+
+class Named(nn.Module):
+    """Layers one after another, under the names given."""
+
+    def __init__(self, order: list[str], **layers: nn.Module) -> None:
+        super().__init__()
+        self.order = order
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in self.order:
+            x = torch.tanh(self.get_submodule(name)(x))
+        return x
+
+
+def train_tied(rank: int, folder: Path, num_stages: int) -> list[float]:
+    """The model registers its head first, which the last stage of two has."""
+    torch.manual_seed(num_stages)
+    head, body = nn.Linear(6, 6, bias=False).double(), nn.Linear(6, 6).double()
+    head.weight = body.weight
+    whole, parts = (
+        [Named(["body", "head"], head=head, body=body)],
+        [Named(["body"], body=body), Named(["head"], head=head)],
+    )
+    with Pipeline(
+        Stages(parts if num_stages == 2 else whole), plan_on([*range(num_stages)], num_stages), loss_fn
+    ) as pipeline:
+        checkpoints = Checkpoints(folder, pipeline, optimizer := torch.optim.Adam(pipeline.parameters()))
+        losses = []
+        if checkpoints.load() is None:
+            pipeline.step(*batch(0))
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpoints.save(1)
+        for step in range(1, 4):
+            losses.append(pipeline.step(*batch(step)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(1, 2), (2, 1)])
+def test_a_tied_weight_is_found_by_any_of_its_names(pool: Pool, tmp_path: Path, saving: int, loading: int) -> None:
+    expected, *_ = pool.run(saving, train_tied, tmp_path, saving)
+    tensors, _ = stored(tmp_path / "step-1")
+    assert f"model/{('head', 'body')[saving - 1]}.weight" in tensors
+    assert pool.run(loading, train_tied, tmp_path, loading) == [pytest.approx(expected, abs=1e-10)] * loading
+
+
+# --- weights in parts -------------------------------------------------------------------------------------------------
+
+
+def parallel(num_parts: int, by_mesh: bool) -> Pipeline:
+    """A stage in parts, over the mesh or as a stage on several ranks of the plan, and a stage that is whole."""
+    if by_mesh:
+        mesh = rota.mesh(pp=1, tp=num_parts)
+        group = mesh.get_group("tp") if num_parts > 1 else None
+        modules = [ParallelLayer(0, group), GatheredLayer(1, group)]
+        return Pipeline(
+            Stages(modules), gpipe(place(Costs.uniform(2), Cluster.uniform(1), [0, 0]), 4), loss_fn, mesh=mesh
+        )
+    ranks = range(num_parts)
+    group = spmd.group(ranks)
+    modules = [ParallelLayer(0, group), GatheredLayer(1, group)]
+    placement = place(Costs.uniform(2), Cluster.uniform(num_parts), [tuple(ranks)] * 2)
+    return Pipeline(Stages(modules), gpipe(placement, 4), loss_fn)
+
+
+def train_parts(rank: int, folder: Path, num_parts: int, by_mesh: bool) -> list[float]:
+    with parallel(num_parts, by_mesh) as pipeline:
+        optimizer = torch.optim.Adam(pipeline.parameters(), lr=0.05)
+        checkpoints = Checkpoints(folder, pipeline, optimizer)
+        start = found.step if (found := checkpoints.load()) else 0
+        losses = []
+        for step in range(start, 4):
+            if step == 2 and not found:
+                checkpoints.save(2)
+            losses.append(pipeline.step(*batch_of(4, seed=step)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+
+def load_parts(rank: int, folder: Path, num_parts: int) -> str:
+    with parallel(num_parts, by_mesh=True) as pipeline:
+        return refusal(lambda: Checkpoints(folder, pipeline, None).load())
+
+
+def test_parts_resume_on_as_many_ranks_however_they_are_made(
+    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (whole,) = pool.run(1, train_parts, tmp_path / "whole", 1, False)
+    for saving in (False, True):
+        folder = tmp_path / f"by mesh {saving}"
+        assert pool.run(2, train_parts, folder, 2, saving) == [pytest.approx(whole, abs=1e-10)] * 2
+        tensors, _ = stored(folder / "step-2")
+        assert {"model/up#0", "model/up#1", "model/out.weight", "optimizer/up#1/exp_avg"} <= {*tensors}
+        for loading in (False, True):
+            assert pool.run(2, train_parts, folder, 2, loading) == [pytest.approx(whole[2:], abs=1e-10)] * 2
+        (told,) = pool.run(1, load_parts, folder, 1)
+        assert "up was saved in 2 parts, but is held in 1 here" in told
+        assert "resume on as many tensor-parallel ranks" in told
+        assert main(["checkpoint", "verify", str(folder)]) == 0
+        assert main(["checkpoint", "export", str(folder), "-o", str(tmp_path / "model.safetensors")]) == 2
+        assert "in 2 parts, and does not know how they are joined" in capsys.readouterr().err
+
+
+# --- weights in shards ------------------------------------------------------------------------------------------------
+
+
+def train_shards(rank: int, folder: Path, run: Run, shard: bool) -> list[float]:
+    untied = model()
+    untied[-1].linear.weight = nn.Parameter(untied[0].linear.weight.detach().clone())
+    stages = split(untied, run.plan().num_stages)
+    if shard:
+        mesh = run.mesh()
+        for stage in stages.modules:
+            fully_shard(stage, mesh=mesh["dp"])
+    training = Training(run, stages)
+    with training.pipeline:
+        checkpoints = training.checkpoints(folder)
+        start = found.step if (found := checkpoints.load()) else 0
+        losses = training.steps(range(start, 2))
+        if not found:
+            checkpoints.save(2)
+        return losses + training.steps(range(2, 6))
+
+
+def test_shards_are_saved_as_wholes(pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    on_one, sharded, split_backward = Run("1f1b", 1), Run("1f1b", 1, 2), Run("zb", 2, 2)
+    (expected,) = pool.run(1, train_shards, tmp_path / "whole", on_one, False)
+    for run in (sharded, split_backward):
+        pool.renew()
+        by_rank = pool.run(run.num_processes, train_shards, tmp_path / run.name, run, True)
+        assert by_rank == [pytest.approx(expected, abs=1e-10)] * run.num_processes
+        whole, shards = (stored(tmp_path / name / "step-2")[0] for name in ("whole", run.name))
+        assert whole.keys() == shards.keys()
+        for key, tensor in whole.items():
+            torch.testing.assert_close(shards[key], tensor, rtol=1e-10, atol=1e-10)
+        assert pool.run(1, train_shards, tmp_path / run.name, on_one, False) == [pytest.approx(expected[2:], abs=1e-10)]
+        for source in ("whole", sharded.name):
+            pool.renew()
+            for losses in pool.run(run.num_processes, train_shards, tmp_path / source, run, True):
+                assert losses == pytest.approx(expected[2:], abs=1e-10)

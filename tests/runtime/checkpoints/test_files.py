@@ -1,0 +1,501 @@
+"""The folder of checkpoints, and the state of optimizers and schedulers by weight; no processes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from rota import FormatError, PipelineError
+from rota.reading import Field
+from rota.runtime.checkpoints import folder as folders
+from rota.runtime.checkpoints.files import MARKER, TRAINING, Saved
+from rota.runtime.checkpoints.manifest import File, Manifest
+from rota.runtime.checkpoints.optimizer_state import (
+    records_of,
+    require_records,
+    require_scheduler,
+    restore_optimizer,
+    restore_scheduler,
+    same,
+    split_scheduler,
+)
+from rota.runtime.checkpoints.training_json import (
+    TrainingState,
+    random_state,
+    read_training,
+    training_to_json,
+)
+from rota.runtime.checkpoints.values import from_json, to_json
+
+
+def manifest(number: int, step: int, **changes: Any) -> Manifest:
+    fields: dict[str, Any] = {
+        "extra": {"position": [3, None, {"a": 0.5}]},
+        "num_ranks": 2,
+        "num_replicas": 1,
+        "weights": {"a.weight": 1, "b": 4},
+        "aliases": {"c": "b"},
+        "files": {"plan.json": File(3, "ab" * 32)},
+    }
+    return Manifest(number=number, step=step, **{**fields, **changes})
+
+
+def save(folder: Path, step: int, keep: int | None = None) -> None:
+    partial = folders.begin(folder, step)
+    (partial / "plan.json").write_bytes(b"abc")
+    folders.publish(partial, manifest(folders.next_number(folder), step), keep)
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [saved.manifest.step for saved in folders.readable_ones(folder)[0]]
+
+
+def test_a_manifest_comes_back_as_it_was() -> None:
+    assert Manifest.from_json((whole := manifest(3, 20)).to_json()) == whole
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes", "told"),
+    [
+        ('"format": 2', '"format": 3', "checkpoint.format is 3; expected 2; it was saved by a later version of Rota"),
+        (
+            '"format": 2',
+            '"format": 1',
+            "an earlier version of Rota, whose checkpoints hold pickles, which are no longer",
+        ),
+        ('"step": 20', '"step": 21', "it has other contents than when it was saved"),
+        ('"position": [3', '"position": [2', "it has other contents than when it was saved"),
+        ('"step": 20', '"step": 20, "steps": 2', 'checkpoint has the field "steps" = 2, which is none of'),
+        ('"step": 20', '"step": -1', "checkpoint.step is -1; expected 0 or more"),
+        ('["b", 4]', '["b", 0]', "checkpoint.weights[1][1] is 0; expected 1 or more"),
+        ('["b", 4]', '["b"]', 'checkpoint.weights[1] is ["b"]; expected a pair'),
+        ('{"c": "b"}', '{"c": "d"}', 'checkpoint.aliases is {"c": "d"}; expected further names of the weights'),
+        ('{"c": "b"}', '{"b": "b"}', 'checkpoint.aliases is {"b": "b"}; expected further names of the weights'),
+        ('"aliases": {"c": "b"}', '"aliases": []', "checkpoint.aliases is []; expected an object"),
+        ('"number": 1,', "", "checkpoint has no field 'number'"),
+        ('"number"', '"numbers"', 'checkpoint has the field "numbers" = 1, which is none of'),
+        ('"rota": "checkpoint"', '"rota": "plan"', 'it says "rota": "plan"'),
+        ('["b", 4]', '["a.weight", 4]', 'checkpoint.weights[1][0] is "a.weight"; expected another name than those'),
+        ('{"c": "b"}', '{"c": 3}', "checkpoint.aliases.c is 3; expected a text"),
+        (
+            '["plan.json"',
+            '["../../data"',
+            'checkpoint.files[0][1]: "../../data" is no file of a checkpoint\'s own folder',
+        ),
+        ('["plan.json"', '["/etc/passwd"', '"/etc/passwd" is no file of a checkpoint\'s own folder'),
+        ('["plan.json"', '[""', 'checkpoint.files[0][0] is ""; expected a name of 1 to 1,000 printable characters'),
+        ('["plan.json"', r'["\u001b[2J"', r'checkpoint.files[0][0] is "\u001b[2J"; expected a name of 1 to 1,000'),
+        ('"abab', '"ABab', "expected a SHA-256 in 64 hexadecimal digits"),
+    ],
+)
+def test_a_wrong_manifest_is_told_by_file_and_field(tmp_path: Path, was: str, becomes: str, told: str) -> None:
+    save(tmp_path, 20)
+    path = tmp_path / "step-20" / "rota.json"
+    text = path.read_text()
+    assert was in text
+    path.write_text(text.replace(was, becomes))
+    (none, [(where, error)]) = folders.readable_ones(tmp_path)
+    assert (none, where) == ([], path.parent)
+    assert str(path) in str(error)
+    assert told in str(error)
+
+
+def test_the_newest_is_the_one_saved_last(tmp_path: Path) -> None:
+    for step in (10, 9, 100, 10):
+        save(tmp_path, step)
+    assert steps_in(tmp_path) == [9, 100, 10]
+    save(tmp_path, 1, keep=2)
+    assert steps_in(tmp_path) == [10, 1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-10"]
+
+
+class PowerCut(Exception):
+    pass
+
+
+@pytest.mark.parametrize("num_done", range(11))
+def test_a_cut_at_any_point_leaves_a_whole_one_of_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_done: int
+) -> None:
+    """`num_done` of the renames and removals of the second save are done; then the power is cut."""
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    left = num_done
+
+    def counted(function: Any) -> Any:
+        def act(*args: Any) -> Any:
+            nonlocal left
+            if left == 0:
+                raise PowerCut
+            left -= 1
+            return function(*args)
+
+        return act
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", counted(Path.rename))
+        patch.setattr(Path, "unlink", counted(Path.unlink))
+        patch.setattr(folders.shutil, "rmtree", counted(folders.shutil.rmtree))
+        patch.setattr(folders, "write_synced", counted(folders.write_synced))
+        try:
+            save(tmp_path, 2, keep=1)
+            finished = True
+        except PowerCut:
+            finished = False
+    assert finished is (num_done >= 10)
+    folders.recover_folder(tmp_path)
+    assert steps_in(tmp_path)[-1] == 2
+    assert {path.name for path in tmp_path.iterdir()} == {f"step-{step}" for step in steps_in(tmp_path)}
+    save(tmp_path, 3, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+
+
+@pytest.mark.parametrize("name", ["step-2", "step-2/rota.json/of a user", "a file", "a link"])
+def test_what_is_no_checkpoint_is_not_whole_and_stays(tmp_path: Path, name: str) -> None:
+    save(tmp_path / "run", 1)
+    (tmp_path / "elsewhere").mkdir()
+    path = tmp_path / "run" / "step-2"
+    if name.startswith("a "):
+        path.touch() if name == "a file" else path.symlink_to(tmp_path / "elsewhere")
+    else:
+        (path.parent / name).mkdir(parents=True)
+    assert steps_in(tmp_path / "run") == [1]
+    with pytest.raises(PipelineError, match=r"step-2 is there already and is no checkpoint of Rota's; move it out of "):
+        save(tmp_path / "run", 2)
+    assert path.exists()
+    path.rename(tmp_path / "moved")
+    save(tmp_path / "run", 2)
+    assert steps_in(tmp_path / "run") == [1, 2]
+
+
+NOT_OURS = (  # names that are much like those of Rota
+    "step-notes.partial",
+    "step-x",
+    "step-7.partial",
+    "step-7.replaced",
+    "step-7.old.partial",
+    "step-\u0663.partial",
+)
+
+
+def test_what_rota_did_not_make_stays(tmp_path: Path) -> None:
+    for name in NOT_OURS:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes").write_text("of a user")
+    (tmp_path / "step-8.partial").write_text("a file")
+    (tmp_path / "step-9.partial").symlink_to(tmp_path / "step-x")
+    save(tmp_path, 1)
+    for step in (7, 8, 9, 7):
+        save(tmp_path, step, keep=2)
+    assert steps_in(tmp_path) == [9, 7]
+    for name in NOT_OURS:
+        assert (tmp_path / name / "notes").read_text() == "of a user"
+    assert (tmp_path / "step-8.partial").read_text() == "a file"
+    assert (tmp_path / "step-9.partial").is_symlink()
+    assert len([*tmp_path.iterdir()]) == len(NOT_OURS) + 2 + 2
+
+
+def test_what_was_cut_off_is_removed(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (tmp_path / "step-3.partial").mkdir()
+    for name in ("step-4.partial", "step-5.2.partial", "step-1.replaced"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / MARKER).touch()
+        (tmp_path / name / "tensors-0.bin").write_bytes(b"abc")
+    folders.recover_folder(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_a_damaged_one_stands_in_nobodys_way(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    (tmp_path / "step-1" / "rota.json").write_bytes(b"\0")
+    assert steps_in(tmp_path) == [2, 3]
+    save(tmp_path, 4, keep=2)
+    assert steps_in(tmp_path) == [3, 4]
+    assert (tmp_path / "step-1").exists()  # it may be of use to somebody
+
+
+# --- optimizers and schedulers ----------------------------------------------------------------------------------------
+
+
+class Halving:
+    """A schedule with a state of its own, as `LambdaLR` takes it."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def __call__(self, step: int) -> float:
+        return 0.5 ** (step // self.every)
+
+
+SCHEDULERS = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, [Halving(1), Halving(2)]),
+    "steps": lambda o: lr_scheduler.MultiStepLR(o, [2, 4]),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, [0.1, 0.2], total_steps=10),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, [0.01, 0.02], [0.1, 0.2], step_size_up=3),
+    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, min_lr=[0.001, 0.002]),
+    "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "chained": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "sequential": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, 1, 2), lr_scheduler.CosineAnnealingLR(o, 10)], [2]
+    ),
+}
+
+
+class Setup:
+    """Two weights, each in a group of its own; the groups may be the other way round."""
+
+    def __init__(self, scheduler: str, named: bool = False) -> None:
+        torch.manual_seed(0)
+        self.weights = {name: nn.Parameter(torch.randn(3, dtype=torch.bfloat16)) for name in ("a", "b")}
+        groups: list[dict[str, Any]] = [
+            {"params": [(name, weight)] if named else [weight], "lr": lr, "weight_decay": 0.01}
+            for (name, weight), lr in zip(self.weights.items(), (0.05, 0.1), strict=True)
+        ]
+        self.optimizer = torch.optim.SGD(groups, momentum=0.9)
+        self.scheduler = SCHEDULERS[scheduler](self.optimizer)
+        self.keys = {weight: name for name, weight in self.weights.items()}
+
+    def train(self, steps: range) -> list[Any]:
+        for step in steps:
+            for weight in self.weights.values():
+                weight.grad = torch.full((3,), 0.1 * step, dtype=torch.bfloat16)
+            self.optimizer.step()
+            metric = (1.0,) if isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau) else ()
+            self.scheduler.step(*metric)
+        return [{**group, "params": [p.tolist() for p in group["params"]]} for group in self.optimizer.param_groups]
+
+
+def saved_training(folder: Path, text: str) -> Saved:
+    (folder / TRAINING).write_text(text)
+    return Saved(folder, manifest(1, 1, files={TRAINING: File.of(text.encode())}))
+
+
+def through_a_file(folder: Path, scheduler: Any, records: Any) -> tuple[Any, Any]:
+    """As `save` writes and `load` reads them."""
+    training = TrainingState(records, scheduler, random_state())
+    read = read_training(saved_training(folder, training_to_json(training)))
+    assert same(read.random, training.random)
+    assert {key: same(record, records[key]) for key, record in read.records.items()} == dict.fromkeys(records, True)
+    return read.scheduler, read.records
+
+
+VALUES = [
+    *(None, True, 0, -(2**4000), 0.1, -0.0, 1e-320, math.nan, math.inf, -math.inf, "", "é\u2028"),
+    *(1 + 2j, complex(math.nan, -0.0), [], [1, [2.0]], (), (1, (2, [3])), {1, 2}, torch.Size([2, 3]), torch.bfloat16),
+    *({}, {"a": {1: None, (1, "b"): []}, None: 0, 2.5: 1}, Counter({3: 2}), OrderedDict([("b", 1), ("a", 2)])),
+    *(torch.tensor(0.1), torch.empty(0, 3), torch.tensor([[True, False]]), torch.arange(4.0)[::2]),
+    *(torch.ones(3).to(torch.float8_e4m3fn), torch.ones(2, 3, dtype=torch.complex64).mul(1j).mT.conj()),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:30])
+def test_values_come_back_as_they_were(value: Any) -> None:
+    read = from_json(Field("value", json.loads(json.dumps(to_json(value, "value")))))
+    assert type(read) is type(value)
+    if isinstance(value, torch.Tensor):
+        assert (read.dtype, read.tolist()) == (value.dtype, value.tolist())
+    else:
+        assert repr(read) == repr(value)
+
+
+class Named:
+    """Of a class that nobody else knows."""
+
+
+def nested(depth: int) -> Any:
+    return [nested(depth - 1)] if depth else 0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Named(), len, numpy.float64(1), 2**5000, "\ud800", {"a": [Named()]}, nested(70), nn.Parameter(torch.ones(1))],
+)
+def test_what_would_not_come_back_is_not_saved(value: Any) -> None:
+    with pytest.raises((PipelineError, FormatError), match=r"the state.*(take it out of|lone surrogates)"):
+        to_json(value, "the state")
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ({}, "expected an object with one field, one of float, complex"),
+        ({"tuple": [], "dict": []}, "expected an object with one field"),
+        ({"__reduce__": []}, "expected an object with one field"),
+        ({"float": "1"}, "expected one of nan, inf, -inf"),
+        ({"complex": [1, 2.0]}, "expected a pair of floats"),
+        ({"tuple": 3}, "expected a list"),
+        ({"dict": [[1, 2], [1, 3]]}, "expected another key"),
+        ({"dict": [[[], 2]]}, "expected a number, a text or a tuple of them"),
+        ({"set": [{"tensor": ["uint8", [0], ""]}]}, "expected a number, a text or a tuple of them"),
+        ({"dtype": "Tensor"}, "expected a dtype that PyTorch has"),
+        ({"size": [-1]}, "expected 0 or more"),
+        ({"tensor": ["uint8", [2], "AA=="]}, "expected the elements of a uint8 tensor of size [2]"),
+        ({"tensor": ["bool", [1], "Ag=="]}, "expected the elements of a bool tensor of size [1]"),
+        ({"tensor": ["uint8", [1], "!"]}, "expected bytes in base64"),
+        ({"tensor": ["uint8", [10**15] * 5 + [0], ""]}, "expected fewer elements"),
+        ({"tensor": ["uint8", [1] * 40, "AA=="]}, "expected at most 32 dimensions"),
+        (2**5000, "expected a number of at most 4096 bits"),
+        (nested(70), "nested more than 64 levels deep"),
+        (["\ud800"], "lone surrogates"),
+    ],
+)
+def test_values_that_are_wrong_are_refused(value: Any, told: str) -> None:
+    with pytest.raises(FormatError) as error:
+        from_json(Field("value", value))
+    assert told in str(error.value)
+    assert str(error.value).isprintable()
+
+
+def written_training() -> dict[str, Any]:
+    made = Setup("steps")
+    made.train(range(2))
+    records, _ = records_of(made.optimizer, made.scheduler, made.keys)
+    scheduler, _ = split_scheduler(made.scheduler, 2)
+    return json.loads(training_to_json(TrainingState(records, scheduler, random_state())))
+
+
+def changed_at(document: Any, place: tuple[Any, ...], value: Any) -> str:
+    *path, last = place
+    inner = document
+    for step in path:
+        inner = inner[step]
+    inner[last] = value
+    return json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "told"),
+    [
+        (("random", "torch"), "AA==", "is no random state"),
+        (("random", "torch"), 3, "expected a text"),
+        (("random", "python", 0), 9, "is no random state"),
+        (("random", "python", 2), 700, "expected 624 or less"),
+        (("random", "python", 3), "x", "expected a float"),
+        (("random", "numpy", 2), 625, "expected 624 or less"),  # NumPy would read beyond its words
+        (("random", "numpy", 1), "AAAA", "expected 624 words of 4 bytes, in base64"),
+        (("random", "numpy", 4), None, "expected a float"),
+        (("random", "numpy", 0), "PCG64", "expected a state of MT19937"),
+        (("random", "cuda"), 3, "which is none of torch, python, numpy"),
+        (("scheduler", "state"), 3, "expected a dict"),
+        (("scheduler", "class"), "x", "which is none of scheduler, state"),
+        (("records", 0, 0), 3, "expected a text"),
+        (("records", 1, 0), "a", "expected another weight"),
+        (("records", 0, 1, "options", 0, 0), "params", "expected options without 'params'"),
+        (("records", 0, 1, "tensors", 0), 3, "expected a text"),
+        (("records", 0, 1, "values"), [["momentum_buffer", 3]], "expected names that are there once"),
+        (("records", 0, 1, "scheduled", 0, 0), [], "expected names and numbers"),
+        (("records", 0, 1, "scheduled", 0, 0), [-1], "expected 0 or more"),
+        (("records", 0, 1, "optimizer"), "\x1b", "expected a name"),
+        (("records", 0, 1, "more"), 1, "which is none of optimizer"),
+    ],
+)
+def test_a_wrong_training_state_is_told_by_field(tmp_path: Path, place: tuple[Any, ...], value: Any, told: str) -> None:
+    text = changed_at(written_training(), place, value)
+    with pytest.raises(FormatError) as error:
+        read_training(saved_training(tmp_path, text))
+    assert told in str(error.value)
+    assert str(tmp_path / TRAINING) in str(error.value)
+
+
+def test_a_random_state_that_reads_beyond_its_words_is_refused(tmp_path: Path) -> None:
+    document = written_training()
+    state = torch.get_rng_state()
+    state[8:12] = torch.tensor([624], dtype=torch.int32).view(torch.uint8)  # left
+    state[16:24] = torch.tensor([600]).view(torch.uint8)  # the next of 624
+    torch.Generator().set_state(state)  # PyTorch itself lets it pass
+    document["random"]["torch"] = to_json(state, "")["tensor"][2]
+    with pytest.raises(FormatError, match="expected a random state as PyTorch gives it"):
+        read_training(saved_training(tmp_path, json.dumps(document)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "value", "told"),
+    [
+        ("steps", ("step",), 1, 'the checkpoint would replace MultiStepLR\'s "step"'),
+        ("steps", ("__class__",), 1, 'would replace MultiStepLR\'s "__class__"'),
+        ("steps", ("gamma",), "x", 'gamma" was saved as a str, "x", but is a float here'),
+        ("steps", ("last_epoch",), True, 'was saved as a bool, "True", but is a int here'),
+        ("sequential", ("_schedulers",), [], "was saved with 0 entries, and has 2 here"),
+        ("sequential", ("_schedulers", 0, "get_lr"), 1, 'would replace SequentialLR\'s "get_lr"'),
+        ("sequential", ("_schedulers", 0, "base_lrs"), [1], "is not in the checkpoint"),
+        ("lambda", ("lr_lambdas",), [], "LambdaLR's lr_lambdas is not in the checkpoint"),
+    ],
+)
+def test_a_schedulers_state_sets_nothing_but_data(kind: str, place: tuple[Any, ...], value: Any, told: str) -> None:
+    made = Setup(kind)
+    records, _ = records_of(made.optimizer, made.scheduler, made.keys)
+    saved, _ = split_scheduler(made.scheduler, 2)
+    of_groups = require_records(made.optimizer, made.keys, records)
+    require_scheduler(made.scheduler, saved, of_groups)
+    changed_at({**saved, "state": saved["state"]}, ("state", *place), value) if place else None
+    with pytest.raises(PipelineError) as error:
+        require_scheduler(made.scheduler, saved, of_groups)
+    assert told in str(error.value)
+
+
+def test_options_keep_their_kinds() -> None:
+    made = Setup("steps")
+    records, _ = records_of(made.optimizer, None, made.keys)
+    records["a"] = {**records["a"], "options": {**records["a"]["options"], "lr": torch.tensor(0.1)}}
+    require_records(made.optimizer, made.keys, records)
+    records["a"]["options"]["lr"] = "fast"
+    with pytest.raises(PipelineError, match=r"a's lr was saved as a str, \"fast\", but is a float here"):
+        require_records(made.optimizer, made.keys, records)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_schedulers_of_every_kind_go_on(scheduler: str, tmp_path: Path) -> None:
+    before, after = Setup(scheduler), Setup(scheduler)
+    before.train(range(3))
+    records, tensors = records_of(before.optimizer, before.scheduler, before.keys)
+    saved, by_group = split_scheduler(before.scheduler, 2)
+    assert by_group
+    saved, records = through_a_file(tmp_path, saved, records)
+    for name, weight in before.weights.items():
+        after.weights[name].data.copy_(weight)
+    restore_optimizer(after.optimizer, after.keys, records, {key: value.clone() for key, value in tensors.items()})
+    restore_scheduler(after.scheduler, saved, require_records(after.optimizer, after.keys, records))
+    assert same(after.scheduler.state_dict(), before.scheduler.state_dict())
+    assert same(after.train(range(3, 8)), before.train(range(3, 8)))
+
+
+def test_state_keeps_its_dtype_and_groups_their_names() -> None:
+    before, after = Setup("steps"), Setup("steps", named=True)
+    before.train(range(2))
+    state = before.optimizer.state[before.weights["a"]]
+    state["master"] = torch.randn(3)  # a float32 copy, as mixed-precision optimizers keep it
+    state["count"] = 7
+    records, tensors = records_of(before.optimizer, before.scheduler, before.keys)
+    restore_optimizer(after.optimizer, after.keys, records, tensors)
+    assert same(dict(after.optimizer.state[after.weights["a"]]), dict(state))
+    assert [group["param_names"] for group in after.optimizer.param_groups] == [["a"], ["b"]]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "equal"),
+    [
+        (float("nan"), float("nan"), True),
+        (0.1, 0.2, False),
+        (1, 1.0, False),
+        (torch.ones(2), torch.ones(2), True),
+        (torch.ones(2), torch.ones(2).double(), False),
+        ({"a": [1, (2, 3)]}, {"a": [1, (2, 3)]}, True),
+        ({"a": [1, (2, 3)]}, {"a": [1, (2, 4)]}, False),
+        ({"a": None}, {}, False),
+    ],
+)
+def test_same(a: Any, b: Any, equal: bool) -> None:
+    assert same(a, b) is equal

@@ -1,0 +1,144 @@
+"""Checkpoints that cannot be saved, or do not fit: refused on all ranks, and nothing changes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from rota import Checkpoints, Cluster, Costs, Pipeline, Plan, place, split
+from rota.interop import TorchEngine
+from rota.runtime.checkpoints.lock import LOCK
+from rota.schedules import one_f_one_b
+from support.checkpoint_runs import TWO, Training, model, refusal, save_model
+from support.networks import chain, loss_fn
+from support.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+
+def plan_on(ranks: list[Any], num_ranks: int = 2) -> Plan:
+    return one_f_one_b(place(Costs.uniform(len(ranks)), Cluster.uniform(num_ranks), ranks), 4)
+
+
+def refused_saves(rank: int, folder: Path) -> list[str]:
+    training = Training(TWO)
+    with training.pipeline as pipeline:
+        training.steps(range(1))
+        checkpoints = training.checkpoints(folder)
+        alien = nn.Linear(2, 3)
+        with_alien = Checkpoints(folder, pipeline, torch.optim.SGD([*pipeline.parameters(), *alien.parameters()]))
+        told = [
+            refusal(lambda: checkpoints.save(-1)),
+            refusal(lambda: checkpoints.save(1, position=(1, 2))),
+            refusal(lambda: checkpoints.save(1, seen={3: "a"})),
+            refusal(lambda: checkpoints.save(1, loss=[torch.tensor(1.0)])),
+            refusal(lambda: checkpoints.save(1, losses=[math.nan])),
+            refusal(lambda: checkpoints.save(1, seed=1 << 5000)),
+            refusal(lambda: checkpoints.save(1, **{"a\nb": 1})),
+            refusal(lambda: checkpoints.save(1, rank=rank)),
+            refusal(lambda: with_alien.save(1)),
+            refusal(lambda: Checkpoints(folder, pipeline, None, keep=0)),
+            refusal(lambda: Checkpoints(folder, pipeline, None, keep="3")),  # type: ignore[arg-type]
+            refusal(lambda: Checkpoints(None, pipeline, None)),  # type: ignore[arg-type]
+            refusal(lambda: Checkpoints(folder, pipeline, [training.optimizer])),  # type: ignore[arg-type]
+            refusal(lambda: Checkpoints(folder, pipeline, training.optimizer if rank else None, training.scheduler)),
+        ]
+        if rank == 1:
+            training.scheduler.last_epoch += 1
+        told.append(refusal(lambda: checkpoints.save(1)))
+        if rank == 1:
+            training.optimizer.param_groups[0]["lr"] = 0.5
+        told.append(refusal(lambda: checkpoints.save(1)))
+        return told
+
+
+def test_what_cannot_be_saved_is_refused_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
+    zero, one = pool.run(2, refused_saves, tmp_path)
+    assert zero == one
+    for told, words in zip(
+        zero,
+        [
+            "step=-1; give a whole number of 0 or more",
+            "extra['position'] holds \"(1, 2)\", a tuple, which JSON cannot say",
+            "extra['seen'] has the key 3, and JSON has only texts as keys: use '3'",
+            "extra['loss'] holds \"tensor(1.)\", a Tensor",
+            "extra['losses'] is nan, which JSON cannot say; give a finite number, or a text",
+            "extra['seed'] is a number of 5,001 bits, which cannot be read again; give a text",
+            'extra, a name is "a\\nb"; expected a name of 1 to 1,000 printable characters',
+            "process 1 saves {'step': 1, 'extra': {'rank': 1}}, and process 0",
+            "the optimizer's group 0 has a parameter of shape [3, 2] that is none of this rank's stages",
+            "keep=0: keep 1 checkpoint or more, or all by keep=None",
+            "keep='3': keep 1 checkpoint or more, or all by keep=None",
+            "folder=None: give the path of a folder, which all ranks see",
+            "the optimizer is a list; give one torch.optim.Optimizer or None",
+            "process 0: a LambdaLR, but no optimizer; give both, or None for both",
+            "process 1's scheduler is in another state",
+            "process 1 has lr = 0.5 for 0.linear.weight, and another has 0.018",  # the tied one
+        ],
+        strict=True,
+    ):
+        assert words in told
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+
+
+def refused_loads(rank: int, folder: Path) -> list[str]:
+    training = Training(TWO)
+    told = []
+    with training.pipeline as pipeline:
+        training.steps(range(1))
+        before = [p.detach().clone() for p in pipeline.parameters()]
+        sgd = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+        one_group = torch.optim.AdamW(pipeline.parameters(), lr=0.1)
+        few = torch.optim.AdamW([*pipeline.parameters()][:1], lr=0.1)
+        for optimizer, scheduler in (
+            (sgd, None),
+            (one_group, None),
+            (few, None),
+            (training.optimizer, None),
+            (training.optimizer, StepLR(training.optimizer, 1)),
+        ):
+            told.append(refusal(Checkpoints(folder, pipeline, optimizer, scheduler).load))
+        assert all(map(torch.equal, before, pipeline.parameters()))
+    longer, shorter, short_bias = [*model(), nn.Linear(6, 6)], model()[:-1], model()
+    short_bias[1].linear.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    for layers in (longer, shorter, short_bias, model().float()):
+        with Pipeline(split(nn.Sequential(*layers), 2), plan_on([0, 1]), loss_fn) as pipeline:
+            told.append(refusal(Checkpoints(folder, pipeline, None).load))
+    return told
+
+
+def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, save_model, tmp_path)
+    zero, one = pool.run(2, refused_loads, tmp_path)
+    assert zero == one
+    for told, words in zip(
+        zero,
+        [
+            "saved with AdamW, but this is SGD",
+            "0.linear.weight and 0.linear.bias are in one group, 0, but were saved with different lr",
+            "was in the optimizer when it was saved, but is not in this one; add it",
+            "saved with LambdaLR, but this rank's optimizer has no scheduler; give Checkpoints the same kind",
+            "saved with LambdaLR, but this rank's optimizer has StepLR; give Checkpoints the same kind",
+            "this is another model: the checkpoint lacks 8.weight, 8.bias; build the one that was saved",
+            "this is another model: the checkpoint has also 7.linear.bias, 7.scale; build the one that was saved",
+            "1.linear.bias was saved as [6] of torch.float64, but is [1] of torch.float64; make it as it was",
+            "was saved as [6, 6] of torch.float64, but is [6, 6] of torch.float32; make it as it was",
+        ],
+        strict=True,
+    ):
+        assert words in told
+
+
+def save_on_torch(rank: int) -> str:
+    engine = TorchEngine(chain(2), plan_on([0, 1]), loss_fn)
+    return refusal(lambda: Checkpoints("nowhere", engine, None))  # type: ignore[arg-type]
+
+
+def test_the_other_engine_is_refused(pool: Pool) -> None:
+    assert pool.run(2, save_on_torch)[0] == "a TorchEngine has no checkpoints; use Rota's own engine, a rota.Pipeline"

@@ -1,0 +1,110 @@
+"""What is said when a run does not go on, and when that is."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+
+import pytest
+
+from rota import Cluster, Costs, PipelineError, place, simulate
+from rota.runtime.faults.hang_report import Standing, alone, compose, printable, reason_of
+from rota.runtime.faults.stack_location import frames_of, is_in_a_collective
+from rota.runtime.faults.stack_location import place as place_of
+from rota.runtime.faults.watchdog import limit_s
+from rota.schedules import gpipe
+
+NAMES = [f"rank {rank}" for rank in range(3)]
+WAITS = Standing("waits", "waits for 1B1→0B1 from rank 1", 60.25, "after 0F3 in step 5")
+BUSY = Standing("busy", "is at 1F2 (model.py:12 in forward)", 61, "after 1F1 in step 5")
+OUTSIDE = Standing("outside", "is outside of what ranks do together (train.py:8 in load)", 75, "after 1F1 in step 4")
+
+
+@pytest.mark.parametrize("text", ["", "[" * 99999, "{}", '["waits", 1, 2.0, "x"]', '["other", "x", 2.0, "x"]', "[[]]"])
+def test_what_is_no_standing_is_no_answer(text: str) -> None:
+    """Under torchrun anybody who reaches the store can write there."""
+    assert Standing.from_text(text) is None
+    assert Standing.from_text(BUSY.to_text()) == BUSY
+
+
+def test_a_report_cannot_move_the_cursor() -> None:
+    assert printable("rota: \x1b[2J\nrank 0 é→") == "rota: \\x1b[2J\nrank 0 é→"
+    assert reason_of(compose(NAMES, {0: WAITS, 1: BUSY, 2: WAITS}, 60, 5)) == "rank 1 does not get on"
+
+
+@pytest.mark.parametrize(
+    ("standings", "reason"),
+    [
+        ({0: WAITS, 1: BUSY, 2: WAITS}, "rank 1 does not get on"),
+        ({0: BUSY, 1: BUSY, 2: WAITS}, "rank 0, rank 1 do not get on"),
+        ({0: BUSY, 1: OUTSIDE, 2: WAITS}, "rank 1 never reached what the others wait for"),
+        ({0: WAITS, 2: OUTSIDE}, "rank 1 never answered; it is stopped, dead, or without a pipeline"),
+        ({2: WAITS}, "rank 0, rank 1 never answered; they are stopped, dead, or without a pipeline"),
+        ({0: WAITS, 1: WAITS, 2: WAITS}, "all wait for each other; look whether all make the same calls"),
+    ],
+)
+def test_whom_the_others_wait_for(standings: dict[int, Standing], reason: str) -> None:
+    first, *lines, remedy = compose(NAMES, standings, 60, 5).splitlines()
+    assert first.startswith(f"rota: no progress for 60 s, so all ranks end: {reason}")
+    for rank, line in enumerate(lines):
+        standing = standings.get(rank)
+        told = (
+            f"{standing.words} for {standing.still_s:.1f} s, {standing.last}"
+            if standing
+            else "did not answer within 5 s"
+        )
+        assert line == f"    rank {rank} {told}"
+    assert remedy.strip() == "if it only needs longer, give Pipeline a larger timeout_s"
+
+
+def test_many_that_do_not_answer_are_counted() -> None:
+    names = [f"rank {rank}" for rank in range(100)]
+    first = compose(names, {0: WAITS}, 60, 5).splitlines()[0]
+    assert "rank 1, rank 2, rank 3, rank 4, rank 5, rank 6, rank 7, rank 8 and 91 others never answered" in first
+
+
+def test_one_that_cannot_ask_tells_of_itself() -> None:
+    told = alone("rank 0", WAITS, 60, "no store")
+    assert "the other ranks could not be asked (no store): rank 0 waits for 1B1→0B1 from rank 1 for 60.2 s" in told
+
+
+def test_a_standing_comes_back_from_its_text() -> None:
+    assert Standing.from_text(WAITS.to_text().encode()) == WAITS
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, math.nan, "60", True])
+def test_a_limit_that_is_none_is_refused(timeout_s: object) -> None:
+    plan = gpipe(place(Costs.uniform(2), Cluster.uniform(2)), 2)
+    with pytest.raises(PipelineError, match=f"timeout_s={timeout_s!r}; give seconds above 0"):
+        limit_s(timeout_s, plan)  # type: ignore[arg-type]
+
+
+def test_the_limit_comes_from_the_plan() -> None:
+    short, long = (gpipe(place(Costs.uniform(2, us), Cluster.uniform(2)), 2) for us in (10, 2_000_000))
+    assert limit_s(None, short) == 60
+    assert limit_s(None, long) == 20 * simulate(long).makespan_us / 1e6 > 60
+    assert limit_s(3, long) == 3
+    assert limit_s(math.inf, long) == math.inf
+
+
+def test_where_a_thread_is() -> None:
+    begun, over = threading.Event(), threading.Event()
+
+    def dawdle() -> None:
+        begun.set()
+        over.wait()
+
+    thread = threading.Thread(target=dawdle)
+    thread.start()
+    begun.wait()
+    while "wait" not in {frame.f_code.co_name for frame in frames_of(thread.ident)}:
+        time.sleep(0.01)
+    frames = frames_of(thread.ident)
+    over.set()
+    thread.join()
+    assert place_of(frames).startswith("test_runtime_hang_report.py:")
+    assert place_of(frames).endswith(" in dawdle")
+    assert not is_in_a_collective(frames)
+    assert frames_of(thread.ident) == frames_of(None) == []
+    assert place_of([]) == ""

@@ -1,0 +1,235 @@
+"""An error on one rank is told there as it is; the others end too, and say whom they lost and what they were at.
+
+What that is depends on when they notice. What the lost rank has sent is through when it goes, for it waits for that (a
+second at most); from there a rank goes on until it waits for what was never sent, and may notice earlier, at each
+message that it posts. In the first step a rank waits for the layouts of activations where it posts the receive; later
+steps post receives two ops ahead. Each test lists all that can be told.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rota import Cluster, Costs, Pipeline, Plan, Stages, place, spmd
+from rota.schedules import NAMED, gpipe
+from support.fresh import Ended, run_fresh
+from support.networks import Layer, batch_of, loss_fn
+from support.parallel_modules import GatheredLayer, ParallelLayer
+
+pytestmark = pytest.mark.dist
+
+NUM_RANKS = 3
+LOSSES = "waiting for the other ranks' losses"
+
+
+class Breaks(Layer):
+    """Raises in the forward or backward of one micro-batch (they come in order)."""
+
+    def __init__(self, where: str, microbatch: int) -> None:
+        super().__init__()
+        self.where, self.left = where, microbatch
+
+    def break_if_it_is_time(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise ValueError("broken on purpose")
+
+    def forward(self, *values: Tensor) -> Tensor:
+        if self.where == "forward":
+            self.break_if_it_is_time()
+        output = super().forward(*values)
+        if self.where == "backward":
+            output.register_hook(lambda _: self.break_if_it_is_time())
+        return output
+
+
+def plan_for(schedule: str = "1f1b", num_microbatches: int = 4) -> Plan:
+    placement = place(Costs.uniform(NUM_RANKS, 10, 20), Cluster.uniform(NUM_RANKS))
+    if schedule == "forward_only":
+        placement = placement.forward_only()
+    return NAMED[schedule](placement, num_microbatches)
+
+
+def stages_with(stage: Layer, at: int) -> Stages:
+    return Stages([(stage if number == at else Layer()).double() for number in range(NUM_RANKS)])
+
+
+def steps(rank: int, stages: Stages, plan: Plan, num_steps: int, loss: Any = loss_fn) -> None:
+    """The first thing that fails ends the process, as in a script."""
+    with Pipeline(stages, plan, loss) as pipeline:
+        for _ in range(num_steps):
+            pipeline.step(*batch_of(plan.num_microbatches))
+
+
+def assert_told(ended: Ended, error: str) -> None:
+    """`error`: a pattern."""
+    assert ended.exit_code == 1, ended
+    assert ended.after_s < 50, ended
+    assert re.search(error, ended.last_line), ended
+
+
+def assert_lost(ended: Ended, whom: str, *doings: str, first: str = "rank 1: ValueError: broken on purpose") -> None:
+    """It told one of `doings`, which are "waiting for" or "sending" a message, or what all do together.
+
+    `first`: the first error that it told, "" of a rank that was gone before it could tell.
+    """
+    told = f"the first error was that of {first}" if first else "look there for the first error"
+    assert_told(ended, f"LostRankError: lost {whom} while ({'|'.join(doings)}): {told}")
+
+
+@pytest.mark.parametrize(
+    ("where", "microbatch", "first", "last"),
+    [
+        ("forward", 2, ["sending 0F3→1F3", "waiting for 1B1→0B1"], ["waiting for 1F2→2F2"]),
+        (
+            "forward",
+            4 + 2,
+            ["sending 0F3→1F3", "waiting for 1B[123]→0B[123]"],
+            ["waiting for 1F2→2F2", "waiting for 1F3→2F3", "sending 2B1→1B1"],
+        ),
+        ("backward", 1, ["sending 0F3→1F3", "waiting for 1B1→0B1"], ["waiting for 1F3→2F3"]),
+        ("backward", 4 + 3, ["waiting for 1B3→0B3"], [LOSSES]),
+    ],
+)
+def test_stage_that_raises(tmp_path: Path, where: str, microbatch: int, first: list[str], last: list[str]) -> None:
+    """`first`, `last`: what the first and the last rank may tell."""
+    ended = run_fresh(tmp_path, NUM_RANKS, steps, stages_with(Breaks(where, microbatch), 1), plan_for(), 2)
+    assert_told(ended[1], "^ValueError: broken on purpose")
+    assert "break_if_it_is_time" in ended[1].stderr
+    assert_lost(ended[0], "rank 1", *first)
+    assert_lost(ended[2], "a rank" if last == [LOSSES] else "rank 1", *last)
+
+
+def test_error_passes_through_rank_after_rank(tmp_path: Path) -> None:
+    ended = run_fresh(tmp_path, NUM_RANKS, steps, stages_with(Breaks("forward", 4), 2), plan_for(), 2)
+    assert_told(ended[2], "ValueError: broken on purpose")
+    first = "rank 2: ValueError: broken on purpose"
+    assert_lost(ended[1], "rank 2", "sending 1F1→2F1", "waiting for 2B0→1B0", "waiting for 2B1→1B1", first=first)
+    assert_lost(ended[0], "rank 1", "sending 0F2→1F2", "waiting for 1B0→0B0", "waiting for 1B1→0B1", first=first)
+
+
+def broken_loss(output: Tensor, target: Tensor) -> Tensor:
+    return output - target
+
+
+def test_loss_fn_that_returns_no_number(tmp_path: Path) -> None:
+    ended = run_fresh(tmp_path, NUM_RANKS, steps, stages_with(Layer(), 0), plan_for(), 1, broken_loss)
+    assert_told(ended[2], r"PipelineError: loss_fn returned shape \[5, 6\]; it must return a tensor with one element")
+    first = "rank 2: PipelineError: loss_fn returned shape"
+    assert_lost(ended[1], "rank 2", "sending 1F1→2F1", "waiting for 2B0→1B0", first=first)
+
+
+def test_rank_that_only_sends_is_told_too(tmp_path: Path) -> None:
+    """Rank 1 has posted its receives as far as that of 1F3."""
+    plan = plan_for("forward_only", 8)
+    ended = run_fresh(tmp_path, NUM_RANKS, steps, stages_with(Breaks("forward", 8 + 1), 1), plan, 2)
+    assert_told(ended[1], "ValueError: broken on purpose")
+    assert_lost(ended[0], "rank 1", "sending 0F[2-7]→1F[2-7]")
+    assert_lost(ended[2], "rank 1", "waiting for 1F[1-3]→2F[1-3]")
+
+
+@pytest.mark.parametrize(
+    ("then", "doing"),
+    [
+        ("step", "waiting for the others to begin the step"),
+        ("loss", LOSSES),
+        ("clip_grad_norm_", "adding up the gradients' norm"),
+        ("timeline", "gathering the timeline"),
+    ],
+)
+def test_rank_that_is_gone_between_two_steps(tmp_path: Path, then: str, doing: str) -> None:
+    """Or between what a step and other calls do together."""
+    ended = run_fresh(tmp_path, NUM_RANKS, step_and_go, stages_with(Layer(), 0), plan_for(), then)
+    assert ended[1].exit_code == 9
+    for rank in (0, 2):
+        assert_lost(ended[rank], "a rank", doing, first="")
+
+
+def step_and_go(rank: int, stages: Stages, plan: Plan, then: str) -> None:
+    """Rank 1 goes before it does what the others do `then`."""
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        if rank == 1 and then == "loss":
+            pipeline._runs.mean_loss = lambda *_, **__: os._exit(9)  # type: ignore[method-assign]
+        pipeline.step(*batch_of(4))
+        if rank == 1:
+            os._exit(9)
+        arguments = {"step": batch_of(4), "clip_grad_norm_": (1.0,), "timeline": ()}[then]
+        getattr(pipeline, then)(*arguments)
+
+
+# --- a stage on several ranks -----------------------------------------------------------------------------------------
+
+
+class BreaksInOnePart(nn.Module):
+    def __init__(self, where: str, inner: nn.Module, group: spmd.Group) -> None:
+        super().__init__()
+        self.where, self.inner, self.group = where, inner, group
+
+    def raise_on_the_second(self) -> None:
+        if self.group is not None and self.group.rank() == 1:
+            raise ValueError("broken on purpose")
+
+    def forward(self, *values: Tensor) -> Tensor:
+        if self.where == "forward":
+            self.raise_on_the_second()
+        output: Tensor = self.inner(*values)
+        if self.where == "backward":
+            output.register_hook(lambda _: self.raise_on_the_second())
+        return output
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(("kind", "forward"), [(ParallelLayer, "summing"), (GatheredLayer, "gathering")])
+def test_one_rank_of_a_stage(tmp_path: Path, where: str, kind: type[nn.Module], forward: str) -> None:
+    costs = Costs.uniform(2, 10, 20)
+    plan = gpipe(place(costs, Cluster.uniform(NUM_RANKS), [(2,), (0, 1)]), 2)
+    ended = run_fresh(tmp_path, NUM_RANKS, step_with_parts, where, kind, plan)
+    assert_told(ended[1], "^ValueError: broken on purpose")
+    doing = forward if where == "forward" else "summing"
+    assert_lost(ended[0], "a rank", f"{doing} the parts of a stage on ranks 0, 1")
+    earlier = ["sending 0F1→1F1"] if where == "forward" else []
+    assert_lost(ended[2], "rank [01]", *earlier, "waiting for 1B0→0B0")
+
+
+def step_with_parts(rank: int, where: str, kind: type[nn.Module], plan: Plan) -> None:
+    group = spmd.group((0, 1))
+    last = BreaksInOnePart(where, kind(0, group), group)
+    steps(rank, Stages([Layer().double(), last]), plan, 1)
+
+
+# --- shapes that depend on the data -----------------------------------------------------------------------------------
+
+
+class KeepPositive(Layer):
+    def forward(self, *values: Tensor) -> Tensor:
+        output = super().forward(*values)
+        return output[values[0].sum(1) > 0]
+
+
+def mean_of_output(output: Tensor, target: Tensor) -> Tensor:
+    return output.mean()
+
+
+def steps_of_other_data(rank: int, stages: Stages, plan: Plan) -> None:
+    """Far from zero, so that whatever the weights are a row's sign stays; in the second step one is negative."""
+    rows = torch.full((20, 6), 10, dtype=torch.float64)
+    with Pipeline(stages, plan, mean_of_output) as pipeline:
+        pipeline.step(rows, torch.zeros(4))
+        rows[7] *= -1
+        pipeline.step(rows, torch.zeros(4))
+
+
+def test_shapes_that_depend_on_the_data_are_told_by_the_sender(tmp_path: Path) -> None:
+    ended = run_fresh(tmp_path, NUM_RANKS, steps_of_other_data, stages_with(KeepPositive(), 1), plan_for())
+    made = r"stage 1 made float64\[4, 6\] with gradient, after float64\[5, 6\] with gradient in an earlier step"
+    assert_told(ended[1], rf"PipelineError: 1F1→2F1: {made} .* use Pipeline\(…, dynamic_shapes=True\)$")
+    first = "rank 1: PipelineError: 1F1→2F1: stage 1 made"
+    assert_lost(ended[0], "rank 1", "sending 0F2→1F2", "waiting for 1B0→0B0", "waiting for 1B1→0B1", first=first)
+    assert_lost(ended[2], "rank 1", "sending 2B0→1B0", "waiting for 1F1→2F1", "waiting for 1F2→2F2", first=first)

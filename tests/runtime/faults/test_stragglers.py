@@ -1,0 +1,105 @@
+"""Who is slower than planned, step after step."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from rota import Cluster, Costs, FormatError, Plan, place
+from rota.cli import commands
+from rota.runtime.faults.stragglers import Straggler, stragglers
+from rota.runtime.launcher_files import collect, leave_record
+from rota.runtime.launching.launch import Run
+from rota.runtime.recorder import Record
+from rota.schedules import gpipe
+
+
+def plan(num_ranks: int = 3) -> Plan:
+    """A step takes each rank 600 µs."""
+    return gpipe(place(Costs.uniform(num_ranks, 100, 200), Cluster.uniform(num_ranks)), 2)
+
+
+def records(*busy_us: list[int]) -> list[Record]:
+    found = []
+    for rank, steps in enumerate(busy_us):
+        record = Record(rank)
+        for us in steps:
+            record.starts_ns, record.ends_ns = [7], [7 + 1000 * us]
+            record.end_step()
+        found.append(record)
+    return found
+
+
+def test_a_rank_that_is_slower_in_most_steps() -> None:
+    found = stragglers(plan(), records([600] * 21, [600] * 21, [600] * 3 + [786] * 18))
+    assert found == [Straggler(2, 1.31, 1.0, 18, 20)]
+    assert found[0].to_text() == (
+        "rank 2 was slower than the others in 18 of the last 20 steps: its ops took 1.31 times as long as planned, "
+        "theirs 1.00 times"
+    )
+
+
+@pytest.mark.parametrize(
+    "busy_us",
+    [
+        [[600] * 21, [700] * 21, [650] * 21],  # not by much
+        [[9000] * 21, [9100] * 21, [9000] * 21],  # all alike: the plan's costs were guesses
+        [[600] * 21, [600, 900] * 10, [600] * 21],  # now and then
+        [[600] * 5, [900] * 5, [600] * 5],  # four steps beside the first one
+        [[600] * 21, [600] * 21],  # one rank has left no record
+        [],
+    ],
+)
+def test_nobody_is(busy_us: list[list[int]]) -> None:
+    assert stragglers(plan(), records(*busy_us)) == []
+
+
+def test_the_first_step_does_not_count() -> None:
+    assert stragglers(plan(), records([600] * 6, [90_000] + [600] * 5, [600] * 6)) == []
+    assert len(stragglers(plan(), records([600] * 6, [600] + [900] * 5, [600] * 6))) == 1
+
+
+def test_one_rank_has_nobody_to_be_slower_than() -> None:
+    assert stragglers(plan(1), records([9000] * 21)) == []
+
+
+def test_records_are_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROTA_FOLDER", str(tmp_path))
+    for record in records([600] * 30, [600] * 30, [900] * 30):
+        assert collect(plan(), str(tmp_path)) == []
+        leave_record(plan(), record)
+    (found,) = stragglers(plan(), collect(plan(), str(tmp_path)))
+    assert (found.rank, found.num_slow, found.num_steps) == (2, 20, 20)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("starts_ns", ["x"], "starts_ns[0] is"),
+        ("rank", 1, "rank is 1; expected 0"),
+        ("messages", [[0, 0, 5]], "expected 4 numbers"),
+        ("offset_ns", None, "offset_ns is null"),
+    ],
+)
+def test_a_record_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, value: object, told: str
+) -> None:
+    monkeypatch.setenv("ROTA_FOLDER", str(tmp_path))
+    leave_record(plan(1), records([600])[0])
+    (path,) = tmp_path.iterdir()
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    with pytest.raises(FormatError, match=re.escape(told)):
+        collect(plan(1), str(tmp_path))
+
+
+def test_the_command_tells_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = [Straggler(2, 1.31, 1.0, 18, 20)]
+    assert commands._told_how_it_went(Run(None, slow, None), "t.json") == 0
+    assert "plan with measured costs: rota calibrate t.json -o better.json" in capsys.readouterr().err
+    assert commands._told_how_it_went(Run(None, slow, signal.SIGUSR1), None) == 0
+    assert "measure by --timeline measured.json, and plan with" in capsys.readouterr().err
+    assert commands._told_how_it_went(Run(None, [], signal.SIGTERM), None) == 143

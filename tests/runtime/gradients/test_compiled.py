@@ -1,0 +1,170 @@
+"""Stages that torch.compile made give the unsplit model's gradients: whole, in I and W, and recomputed."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rota import Cluster, Costs, Pipeline, Plan, Stages, place
+from rota.schedules import NAMED
+from support.networks import (
+    ROWS,
+    WIDTH,
+    StepResult,
+    assert_equal_steps,
+    batch_of,
+    loss_fn,
+    pipeline_steps,
+    serial_step,
+)
+from support.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+NUM_MICROBATCHES, NUM_STEPS = 4, 3
+Step = tuple[float, dict[tuple[int, str], Tensor]]
+
+
+class Block(nn.Module):
+    """`layers` one after another; `nn.Sequential.compile()` compiles nothing, as its forward is torch's own."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def make_stages(num_stages: int, dtype: torch.dtype) -> Stages:
+    """With statistics of the micro-batch in every other one."""
+    torch.manual_seed(3)
+    kinds = (
+        lambda: Block(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)),
+        lambda: Block(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Tanh(), nn.Linear(3 * WIDTH, WIDTH)),
+    )
+    return Stages([kinds[stage % 2]().to(dtype) for stage in range(num_stages)])
+
+
+def state_of(stages: Stages, which: Any) -> dict[tuple[int, str], Tensor]:
+    """Gradients and buffers, by the name that they have without torch.compile."""
+    named = {(stage, name): p.grad for stage in which for name, p in stages[stage].named_parameters()}
+    named |= {(stage, name): b for stage in which for name, b in stages[stage].named_buffers()}
+    return {(stage, name.removeprefix("_orig_mod.")): t.clone() for (stage, name), t in named.items() if t is not None}
+
+
+def steps_of(rank: int, cases: list[tuple[Plan, str]], backend: str, autocast: bool, wrapped: bool) -> list[list[Step]]:
+    del rank
+    torch._dynamo.reset()
+    torch._inductor.config.compile_threads = 1  # in this process, not in a pool of its own
+    dtype, results = torch.float32 if autocast else torch.float64, []
+    for plan, recompute in cases:
+        stages = make_stages(plan.num_stages, dtype)
+        if wrapped:
+            stages = Stages([torch.compile(module, backend=backend) for module in stages.modules])
+        else:
+            for module in stages.modules:
+                module.compile(backend=backend)
+        of_case = []
+        with Pipeline(stages, plan, loss_fn, recompute=recompute) as pipeline:
+            for seed in range(NUM_STEPS):
+                for parameter in pipeline.parameters():
+                    parameter.grad = None
+                x, y = (t.to(dtype) for t in batch_of(NUM_MICROBATCHES, seed))
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    loss = pipeline.step(x, y)
+                of_case.append((loss, state_of(stages, pipeline.local_stages)))
+        results.append(of_case)
+    return results
+
+
+def serial_steps(num_stages: int, autocast: bool) -> list[Step]:
+    """Not compiled, micro-batch by micro-batch, since statistics are those of one."""
+    dtype = torch.float32 if autocast else torch.float64
+    stages, results = make_stages(num_stages, dtype), []
+    for seed in range(NUM_STEPS):
+        for module in stages.modules:
+            module.zero_grad(set_to_none=True)
+        total = 0.0
+        for x, y in zip(*(t.to(dtype).split(ROWS) for t in batch_of(NUM_MICROBATCHES, seed)), strict=True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = loss_fn(stages.run(x), y) / NUM_MICROBATCHES
+            loss.backward()
+            total += loss.item()
+        results.append((total, state_of(stages, range(num_stages))))
+    return results
+
+
+def plan_for(schedule: str, num_stages: int, **more: Any) -> Plan:
+    costs = Costs.uniform(num_stages, 10, 10 if schedule == "zb_h1" else 20, **more)
+    return NAMED[schedule](place(costs, Cluster.uniform(num_stages)), NUM_MICROBATCHES)
+
+
+def assert_equal(by_rank: list[list[list[Step]]], serial: list[Step], **tolerance: float) -> None:
+    for case in range(len(by_rank[0])):
+        for step, (loss, expected) in enumerate(serial):
+            found = {key: value for results in by_rank for key, value in results[case][step][1].items()}
+            assert found.keys() == expected.keys()
+            for results in by_rank:
+                torch.testing.assert_close(results[case][step][0], loss, **tolerance)
+            for key, value in expected.items():
+                torch.testing.assert_close(found[key], value, **tolerance)
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["torch.compile(stage)", "stage.compile()"])
+def test_compiled_stages(pool: Pool, wrapped: bool) -> None:
+    cases = [
+        (plan_for("1f1b", 2), "none"),
+        (plan_for("zb_h1", 2, weight_us=10), "none"),
+        (plan_for("zb_h1", 2, weight_us=10, recompute_us=10), "none"),
+        (plan_for("zb_h1", 2, weight_us=10), "full"),
+    ]
+    found = pool.run(2, steps_of, cases, "aot_eager", False, wrapped)
+    assert_equal(found, serial_steps(2, autocast=False), rtol=1e-10, atol=1e-10)
+    found = pool.run(2, steps_of, cases[1:3], "aot_eager", True, wrapped)
+    assert_equal(found, serial_steps(2, autocast=True), rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler, and finds no g++")
+def test_inductor(pool: Pool) -> None:
+    cases = [(plan_for("zb_h1", 2, weight_us=10), "none")]
+    found = pool.run(2, steps_of, cases, "inductor", False, True, timeout_s=100)
+    assert_equal(found, serial_steps(2, autocast=False), rtol=1e-10, atol=1e-10)
+
+
+def steps_of_blocks(rank: int, plans: list[Plan]) -> list[list[StepResult]]:
+    """Of the same stages by one plan after another; a block in the middle of each is compiled."""
+    del rank
+    torch._dynamo.reset()
+    torch._inductor.config.compile_threads = 1  # in this process, not in a pool of its own
+    stages = stages_of_blocks(plans[0].num_stages)
+    for module in stages.modules:
+        module.get_submodule("1").compile()
+    return [pipeline_steps(0, stages, plan, [batch_of(NUM_MICROBATCHES)] * 2) for plan in plans]
+
+
+def stages_of_blocks(num_stages: int) -> Stages:
+    torch.manual_seed(3)
+
+    def block() -> nn.Module:
+        return Block(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+    layers = [(nn.Linear(WIDTH, WIDTH), block(), nn.Linear(WIDTH, WIDTH)) for _ in range(num_stages)]
+    return Stages([nn.Sequential(*of).double() for of in layers])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler, and finds no g++")
+def test_compiled_blocks_beside_other_layers(pool: Pool) -> None:
+    """The first plan's backwards are whole: what is compiled for them gives its buffers away."""
+    plans = [plan_for("1f1b", 2), plan_for("zb_h1", 2, weight_us=10)]
+    by_rank = pool.run(2, steps_of_blocks, plans, timeout_s=100)
+    serial = serial_step(stages_of_blocks(2), *batch_of(NUM_MICROBATCHES))
+    for which in range(len(plans)):
+        for step in range(2):
+            assert_equal_steps([results[which][step] for results in by_rank], serial)

@@ -1,0 +1,258 @@
+"""Plans with I and W, and with R, give the unsplit model's losses and gradients."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
+from rota.schedules import NAMED, gpipe, one_f_one_b
+from support.core_strategies import deal, linear_extension
+from support.networks import (
+    WIDTH,
+    Layer,
+    StepResult,
+    assert_equal_steps,
+    batch_of,
+    chain,
+    gradients_of,
+    loss_fn,
+    pipeline_steps,
+    serial_step,
+)
+from support.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+SPLIT = ("zb_h1", "zb_h2", "zb_auto", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v")
+WHOLE = ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "looped_bfs", "hanayo")
+OTHERS = (
+    "varuna",
+    "chimera",
+    "dualpipe",
+    "forward_only",
+)  # R below; two streams in test_shared_weights; test_inference
+
+
+def plan_for(schedule: str, num_ranks: int, num_microbatches: int) -> Plan:
+    """A plan of the family on its own placement: one stage a rank, or two."""
+    family = NAMED[schedule]
+    costs = family.costs_from(Costs.uniform(num_ranks, 10, 10, weight_us=8, activation_bytes=8))
+    return family(family.place(costs, Cluster.uniform(num_ranks)), num_microbatches)
+
+
+def run_each(rank: int, cases: list[tuple[Stages, Plan, list[Any]]]) -> list[list[StepResult]]:
+    return [pipeline_steps(rank, stages, plan, batches) for stages, plan, batches in cases]
+
+
+def has(plan: Plan, kinds: str) -> bool:
+    return {*kinds} == {str(task.kind) for task in plan.placement.tasks}
+
+
+def test_no_family_is_left_out() -> None:
+    assert {*SPLIT, *WHOLE, *OTHERS} == set(NAMED)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_families(pool: Pool, num_ranks: int) -> None:
+    plans = [plan_for(name, num_ranks, m) for name in SPLIT for m in (2 * num_ranks, 2 * num_ranks + num_ranks)]
+    assert all(has(plan, "FIW") for plan in plans)
+    plans += [plan_for("varuna", num_ranks, m) for m in (1, 2, 5)]
+    assert has(plans[-1], "FBR")
+    plans += [plan_for(name, num_ranks, m) for name in WHOLE for m in (2 * num_ranks, 2 * num_ranks + num_ranks)]
+    assert has(plans[-1], "FB")
+    cases = [(chain(plan.num_stages), plan, [batch_of(plan.num_microbatches, s) for s in (1, 2)]) for plan in plans]
+    by_rank = pool.run(num_ranks, run_each, cases, timeout_s=100)
+    for case, (stages, _, batches) in enumerate(cases):
+        for step, batch in enumerate(batches):
+            for module in stages.modules:
+                module.zero_grad(set_to_none=True)
+            assert_equal_steps([results[case][step] for results in by_rank], serial_step(stages, *batch))
+
+
+def train(rank: int, stages: Stages, plan: Plan, batches: list[Any]) -> tuple[list[float], dict[Any, Tensor]]:
+    del rank
+    losses = []
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        optimizer = torch.optim.Adam(pipeline.parameters(), lr=0.05)
+        for batch in batches:
+            optimizer.zero_grad()
+            losses.append(pipeline.step(*batch))
+            optimizer.step()
+        local = pipeline.local_stages
+    return losses, {(stage, name): p.detach() for stage in local for name, p in stages[stage].named_parameters()}
+
+
+@pytest.mark.parametrize("schedule", ["zb_h2", "zb_v", "varuna"])
+def test_ten_adam_steps(pool: Pool, schedule: str) -> None:
+    plan = plan_for(schedule, 3, 6)
+    batches = [batch_of(6, seed) for seed in range(10)]
+    by_rank = pool.run(3, train, chain(plan.num_stages), plan, batches)
+    stages = chain(plan.num_stages)  # of its own: processes share the memory of what they are given
+    optimizer = torch.optim.Adam([p for _, p in stages.named_parameters()], lr=0.05)
+    serial_losses = []
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        serial_losses.append(serial_step(stages, inputs, targets).loss)
+        optimizer.step()
+    for losses, parameters in by_rank:
+        torch.testing.assert_close(losses, serial_losses, rtol=1e-10, atol=1e-10)
+        for (stage, name), found in parameters.items():
+            expected = stages[stage].get_parameter(name).detach()
+            torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
+# --- stages of all sorts ----------------------------------------------------------------------------------------------
+
+
+class Tokens(nn.Module):
+    """Integers come in: there is no gradient of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, WIDTH)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        tokens = (x * 3).long() % 7
+        return {"x": (self.table(tokens).sum(1), None), "tokens": tokens, "n": 2}
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank one beside it, in a block that is checkpointed."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.base, self.down, self.up = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2), nn.Linear(2, WIDTH)
+        self.base.requires_grad_(False)
+        self.checkpointed, self.calls = checkpointed, 0
+
+    def block(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.tanh(self.base(x) + self.up(torch.relu_(self.down(x))))
+
+    def forward(self, value: dict[str, Any]) -> dict[str, Any]:
+        (x, nothing), tokens, n = value["x"], value["tokens"], value["n"]
+        y: Tensor = checkpoint(self.block, x, use_reentrant=False) if self.checkpointed else self.block(x)
+        return {"x": (y * n, nothing), "tokens": tokens, "n": n}
+
+
+class Twice(nn.Module):
+    """A layer that is used twice, then the number of tokens that were seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+
+    def forward(self, value: dict[str, Any]) -> Tensor:
+        x = nn.functional.leaky_relu(value["x"][0], inplace=True)
+        y: Tensor = self.layer(torch.sigmoid(self.layer(x)))
+        return y + value["tokens"].sum(1, keepdim=True)
+
+
+def odd_stages(frozen: tuple[int, ...] = (), checkpointed: bool = True) -> Stages:
+    torch.manual_seed(0)
+    stages = Stages([module.double() for module in (Tokens(), Adapted(checkpointed), Adapted(False), Twice())])
+    for stage in frozen:
+        stages[stage].requires_grad_(False)
+    return stages
+
+
+def odd_plans() -> list[Plan]:
+    """I and W in any order on 3 ranks, two stages on one of them; without R, and with R for some stages."""
+    rng, plans = random.Random(1), []
+    for ranks in ([0, 1, 2, 0], [1, 1, 0, 2]):
+        for recompute in (None, (1, 1, 1, None), (None, 1, None, None)):
+            costs = Costs.uniform(4, 2, 2, weight_us=1, recompute_us=recompute)
+            placement = place(costs, Cluster.uniform(3), ranks)
+            plans += [deal(placement, 3, linear_extension(placement, 3, rng, in_order=False)) for _ in range(2)]
+    return plans
+
+
+@pytest.mark.parametrize("frozen", [(), (0,), (0, 1), (0, 1, 2), (1, 3), (0, 1, 2, 3)])
+def test_odd_stages(pool: Pool, frozen: tuple[int, ...]) -> None:
+    cases = [(odd_stages(frozen), plan, [batch_of(plan.num_microbatches)] * 2) for plan in odd_plans()]
+    by_rank = pool.run(3, run_each, cases, timeout_s=100)
+    for case, (_, _, batches) in enumerate(cases):
+        stages = odd_stages(frozen)
+        loss = loss_fn(stages.run(batches[0][0]), batches[0][1])
+        if loss.requires_grad:
+            loss.backward()
+        serial = StepResult(loss.item(), gradients_of(stages, range(4)))
+        for step in range(2):
+            assert_equal_steps([results[case][step] for results in by_rank], serial)
+
+
+def calls_of_a_checkpointed_block(rank: int, plan: Plan) -> int:
+    stages = odd_stages()
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        pipeline.step(*batch_of(plan.num_microbatches))
+    return int(stages[1].calls) if 1 in plan.placement.stages_on(rank) else 0  # type: ignore[arg-type]
+
+
+def test_a_checkpointed_block_is_recomputed_once_a_microbatch(pool: Pool) -> None:
+    plan = one_f_one_b(place(Costs.uniform(4, weight_us=1), Cluster.uniform(4)), 5)
+    assert pool.run(4, calls_of_a_checkpointed_block, plan) == [0, 10, 0, 0]
+
+
+# --- recomputation ----------------------------------------------------------------------------------------------------
+
+
+def normed_stages() -> Stages:
+    """Dropout, statistics of the micro-batch, and a weight whose norm is estimated step by step in the forward."""
+    torch.manual_seed(2)
+    modules = [
+        nn.Sequential(
+            torch.nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+            nn.BatchNorm1d(WIDTH),
+            nn.Dropout(0.3),
+            nn.Linear(WIDTH, WIDTH),
+        ).double()
+        for _ in range(3)
+    ]
+    return Stages(modules)
+
+
+Seen = tuple[list[float], dict[Any, Tensor], dict[Any, Tensor]]
+
+
+def losses_gradients_and_buffers(rank: int, plan: Plan) -> Seen:
+    torch.manual_seed(5)
+    stages = normed_stages()
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        losses = [pipeline.step(*batch_of(4, seed)) for seed in (1, 2)]
+    buffers = {(stage, n): b for stage in pipeline.local_stages for n, b in stages[stage].named_buffers()}
+    return losses, gradients_of(stages, pipeline.local_stages), buffers
+
+
+def test_recomputation_repeats_dropout_and_leaves_buffers(pool: Pool) -> None:
+    """The plans differ in R and in I and W alone, so all that they compute is the same to the bit."""
+    results = []
+    for more in ({}, {"recompute_us": 1}, {"recompute_us": (1, None, None)}, {"weight_us": 1, "recompute_us": 1}):
+        placement = place(Costs.uniform(3, **more), Cluster.uniform(3))  # type: ignore[arg-type]
+        results.append(pool.run(3, losses_gradients_and_buffers, gpipe(placement, 4)))
+    for by_rank in results[1:]:
+        for found, expected in zip(by_rank, results[0], strict=True):
+            assert found[0] == expected[0]
+            torch.testing.assert_close(found[1:], expected[1:], rtol=1e-12, atol=1e-12)
+    batches_seen = [buffers[rank, "1.num_batches_tracked"] for rank, (_, _, buffers) in enumerate(results[1])]
+    assert batches_seen == [8, 8, 8]
+
+
+def what_is_told(rank: int, stages: Stages, plan: Plan) -> str:
+    del rank
+    with Pipeline(stages, plan, loss_fn) as pipeline, pytest.raises(PipelineError) as error:
+        pipeline.step(*batch_of(plan.num_microbatches))
+    return str(error.value)
+
+
+def test_a_recomputed_stage_must_not_write_into_what_it_receives(pool: Pool) -> None:
+    stages = Stages([nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))])
+    for module in stages.modules:
+        module.double()
+    plan = gpipe(place(Costs.uniform(2, weight_us=1, recompute_us=1), Cluster.uniform(1), [0, 0]), 1)
+    assert "stage 1 writes into what it receives" in pool.run(1, what_is_told, stages, plan)[0]

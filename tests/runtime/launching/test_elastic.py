@@ -1,0 +1,169 @@
+"""A training that loses ranks, is asked to end, and goes on: by the undisturbed run's losses, to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rota import Cluster, Costs, Plan, place
+from rota.replanning import replan
+from rota.schedules import one_f_one_b
+from support import ROOT, elastic_training
+from support.elastic_training import NUM_MICROBATCHES, NUM_STAGES, train
+from support.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+SCRIPT = str(Path(elastic_training.__file__))
+PLAN = one_f_one_b(place(Costs.uniform(NUM_STAGES, 100, 200), Cluster.uniform(NUM_STAGES)), NUM_MICROBATCHES)
+NUM_STEPS = 12
+
+
+def undisturbed(rank: int, plan: Plan) -> list[tuple[int, float]]:
+    return train(plan, NUM_STEPS)
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    (folder / "tmp").mkdir(exist_ok=True)
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp"), **more}
+
+
+def rota_run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rota", "run", *options, "plan.json", SCRIPT, str(NUM_STEPS)]
+    return subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=200)
+
+
+def told(folder: Path) -> list[tuple[int, float, int]]:
+    """Each step, its loss and the number of ranks, as they were done; steps after a checkpoint are done again."""
+    return [tuple(json.loads(line)) for line in (folder / "losses").read_text().splitlines()]
+
+
+def assert_nothing_left(folder: Path) -> None:
+    assert not [path for path in (folder / "run").iterdir() if not re.fullmatch(r"step-\d+|\.rota\.lock", path.name)]
+    assert not [*(folder / "tmp").glob("rota-*")]
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            assert (process / "cwd").readlink() != folder, (process / "cmdline").read_text()
+        except OSError:
+            continue  # it has ended, or is somebody else's
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(500)
+def test_a_training_that_is_disturbed_again_and_again(pool: Pool, tmp_path: Path) -> None:
+    """Killed, broken and asked to end under one command; asked by the launcher under the next, on 2 ranks; finished."""
+    expected = dict(pool.run(NUM_STAGES, undisturbed, PLAN)[0])
+    faults = [(3, 1, "SIGKILL"), (5, 2, "raise"), (7, 3, "SIGUSR1"), (9, 0, "launcher SIGTERM")]
+    (tmp_path / "faults.json").write_text(json.dumps(faults))
+    (tmp_path / "plan.json").write_text(PLAN.to_json())
+
+    first = rota_run(tmp_path, "--max-restarts", "1")
+    assert first.returncode == 0, first.stderr
+    lines = [line for line in first.stderr.splitlines() if line.startswith(("rota run: ", "rota: the training"))]
+    run = tmp_path / "run"
+    assert lines[:2] == [
+        "rota run: rank 1 ended with SIGKILL: restart 1 of 1",
+        f"rota: the training goes on from {run}/step-2",
+    ]
+    assert lines[2:] == [  # step-4 is newer than all that was there at the first restart
+        "rota run: rank 2 ended with exit code 1: restart 1 of 1",
+        f"rota: the training goes on from {run}/step-4",
+    ]
+    assert "ValueError: broken on purpose" in first.stderr
+    assert [step for step, _, _ in told(tmp_path)] == [0, 1, 2, 2, 3, 4, 4, 5, 6, 7]
+    assert (run / "step-8").exists()
+
+    (tmp_path / "plan.json").write_text(replan(PLAN, 2).to_json())
+    second = rota_run(tmp_path)
+    assert second.returncode == 143, second.stderr
+    assert "rota run: SIGTERM: all ranks have ended after the step that was running\n" in second.stderr
+    assert (run / "step-10").exists()
+    third = rota_run(tmp_path)
+    assert third.returncode == 0, third.stderr
+    assert [(step, ranks) for step, _, ranks in told(tmp_path)[10:]] == [(8, 2), (9, 2), (10, 2), (11, 2)]
+    for step, loss, ranks in told(tmp_path):
+        assert loss == (expected[step] if ranks == NUM_STAGES else pytest.approx(expected[step], abs=1e-10))
+    assert_nothing_left(tmp_path)
+
+
+def test_restarts_come_to_an_end(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os\nif os.environ['RANK'] == '1': os._exit(9)\nimport time; time.sleep(60)"
+    )
+    (tmp_path / "plan.json").write_text(replan(PLAN, 2).to_json())
+    command = [sys.executable, "-m", "rota", "run", "--max-restarts", "1", "plan.json", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[0] == "rota run: rank 1 ended with exit code 9: restart 1 of 1"
+    assert "rank 1 ended with exit code 9 after 1 restart, and the others were ended" in done.stderr.splitlines()[1]
+
+
+def test_the_page_does_what_it_says(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "elastic.md").read_text()
+    (script,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    (tmp_path / "train.py").write_text(script)
+    commands = re.findall(r"^    (rota (?:plan|run --max).*)$", page, flags=re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        arguments = [sys.executable, "-m", *command.split()]
+        done = subprocess.run(
+            arguments, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / "run").glob("step-*")} == {"step-30", "step-40", "step-50"}
+
+
+# --- under torchrun ---------------------------------------------------------------------------------------------------
+
+
+def agent(folder: Path, node: str, port: int) -> subprocess.Popen[str]:
+    quick = f"is_host={node == 'a'},last_call_timeout=3,keep_alive_interval=1,timeout=200"
+    options = ["--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "2", "--monitor-interval", "0.1"]
+    where = [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"localhost:{port}",
+        "--rdzv-id",
+        "test",
+        "--rdzv-conf",
+        quick,
+    ]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, *where, SCRIPT, str(NUM_STEPS)]
+    with (folder / f"stderr-{node}").open("w") as stderr:
+        return subprocess.Popen(command, cwd=folder, env=environment(folder, NODE=node), stderr=stderr, text=True)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+def test_the_half_that_torchrun_has_left_goes_on(pool: Pool, tmp_path: Path) -> None:
+    """Two machines of two ranks each; the second one is gone in the middle of a step."""
+    expected = dict(pool.run(NUM_STAGES, undisturbed, PLAN)[0])
+    (tmp_path / "faults.json").write_text(json.dumps([(5, "b", "node")]))
+    (tmp_path / "plan.json").write_text(PLAN.to_json())
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port = found.getsockname()[1]
+    agents = [agent(tmp_path, node, port) for node in "ab"]
+    try:
+        codes = [one.wait(250) for one in agents]
+    finally:
+        for one in agents:
+            one.kill()
+    stderr = (tmp_path / "stderr-a").read_text()
+    assert codes == [0, -9], stderr
+    assert "rota: plan.json is for 4 ranks, and was planned anew for 2: makespan 3 ms, was 2.1 ms" in stderr
+    assert f"rota: the training goes on from {tmp_path}/run/step-4" in stderr
+    assert [(step, ranks) for step, _, ranks in told(tmp_path)] == [(s, 4) for s in range(5)] + [
+        (s, 2) for s in range(4, NUM_STEPS)
+    ]
+    for step, loss, _ in told(tmp_path):
+        assert loss == pytest.approx(expected[step], abs=1e-10)
+    assert_nothing_left(tmp_path)

@@ -1,0 +1,161 @@
+"""What `rota run` promises about the network, limits of time, and processes that a script forks."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from rota import Cluster, Costs, place, rehearse
+from rota.profiling.link_processes import links_of_started
+from rota.schedules import one_f_one_b
+from support.faulty_training import processes_in
+
+pytestmark = pytest.mark.dist
+
+PLAN = one_f_one_b(place(Costs.uniform(2), Cluster.uniform(2)), 2)
+
+SCRIPT = """
+import os, sys, time, torch, rota
+from torch import nn
+plan = rota.given_plan()
+stages = rota.split(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), plan.num_stages)
+{before}
+with rota.Pipeline(stages, plan, nn.functional.mse_loss) as pipeline:
+    pipeline.step(torch.ones(4, 2), torch.ones(4, 2))
+    {inside}
+"""
+
+
+def run(folder: Path, *options: str, before: str = "", inside: str = "pass") -> subprocess.CompletedProcess[str]:
+    (folder / "plan.json").write_text(PLAN.to_json())
+    (folder / "train.py").write_text(SCRIPT.format(before=before, inside=inside))
+    command = [sys.executable, "-m", "rota", "run", *options, "plan.json", "train.py"]
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=150)
+    assert processes_in(folder) == []
+    return done
+
+
+# --- the network ------------------------------------------------------------------------------------------------------
+
+
+def listening(process: int) -> list[str]:
+    """The addresses at which the process and all that it has started accept connections, as the kernel writes them."""
+    families = {process}
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    while more := {child for child, parent in parents.items() if parent in families} - families:
+        families |= more
+    inodes = set()
+    for member in families:
+        try:
+            inodes |= {os.readlink(link)[8:-1] for link in Path(f"/proc/{member}/fd").iterdir()}
+        except OSError:
+            continue
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes]
+
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+
+
+@pytest.mark.parametrize("before", ["", "torch.distributed.init_process_group('gloo')", "rota.mesh()"])
+def test_nothing_listens_beyond_loopback(tmp_path: Path, before: str) -> None:
+    """Neither the launcher nor any rank, whoever makes the process group; and only this user enters the folder."""
+    inside = (
+        "from runtime.launching.test_launching import listening; "
+        "pipeline.rank or print('listening', *listening(os.getppid()), os.stat(os.environ['ROTA_FOLDER']).st_mode); "
+        "pipeline.step(torch.ones(4, 2), torch.ones(4, 2))"  # the others are there until then
+    )
+    done = run(tmp_path, before=before, inside=inside)
+    assert done.returncode == 0, done.stderr
+    (told,) = re.findall(r"^listening (.*)$", done.stdout, flags=re.MULTILINE)
+    *addresses, mode = told.split()
+    assert len(addresses) >= 2  # Gloo's, on each rank
+    assert {*addresses} <= LOOPBACK
+    assert int(mode) & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("start", [lambda: links_of_started(2), lambda: rehearse(PLAN, num_steps=200)])
+def test_no_process_that_measures_listens_beyond_loopback(start: object) -> None:
+    assert callable(start)
+    thread = threading.Thread(target=start)
+    thread.start()
+    seen = set()
+    while thread.is_alive():
+        seen |= {*listening(os.getpid())}
+    thread.join()
+    assert seen
+    assert seen <= LOOPBACK
+
+
+# --- limits of time ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "before"),
+    [
+        (("--timeout", "0.4"), ""),
+        ((), "os.environ['RANK'] == '0' and rota.mesh(timeout_s=0.4)"),
+    ],
+)
+def test_the_time_before_the_pipeline_has_a_limit(tmp_path: Path, options: tuple[str, ...], before: str) -> None:
+    done = run(tmp_path, *options, before=f"os.environ['RANK'] == '1' and time.sleep(1000)\n{before}")
+    assert done.returncode == 1
+    assert "rota: rank 0: process 1 has not joined the others within 4 s; look there for the first error" in done.stderr
+
+
+def test_the_limit_holds_for_the_pipeline_too(tmp_path: Path) -> None:
+    done = run(tmp_path, "--timeout", "1", inside="pipeline.rank and time.sleep(1000); pipeline.clip_grad_norm_(1.0)")
+    assert done.returncode == 1
+    assert "rota: no progress for 1 s, so all ranks end: rank 1 never reached what the others wait for" in done.stderr
+    assert "the run hung (rank 1 never reached what the others wait for), and all ranks were ended" in done.stderr
+
+
+# --- processes that the script forks, and exits -----------------------------------------------------------------------
+
+FORKS = "child = os.fork(); {child}; code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]); print('child', code)"
+
+
+@pytest.mark.parametrize(
+    ("child", "code"),
+    [("child or 1 / 0", 1), ("child or sys.exit(5)", 5), ("child or pipeline.close(); child or sys.exit()", 0)],
+)
+def test_a_forked_process_ends_by_itself(tmp_path: Path, child: str, code: int) -> None:
+    """And leaves the rank's pipeline alone, which takes one more step."""
+    after = "; pipeline.step(torch.ones(4, 2), torch.ones(4, 2))"
+    done = run(tmp_path, inside=FORKS.format(child=child) + after)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"child {code}\n") == 2
+
+
+def test_a_rank_that_is_gone_with_exit_code_0_is_named(tmp_path: Path) -> None:
+    inside = "pipeline.rank == 1 and os._exit(0); pipeline.step(torch.ones(4, 2), torch.ones(4, 2))"
+    done = run(tmp_path, inside=inside)
+    assert done.returncode == 1
+    told = "rank 1 ended with exit code 0 in the middle of its pipeline, and the others were ended"
+    assert told in done.stderr
+
+
+@pytest.mark.faults
+def test_no_rank_outlives_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, rota, signal, time\nrota.mesh()\ntorch_s = os.getppid()\n"
+        "if os.environ['RANK'] == '0': os.kill(torch_s, signal.SIGKILL)\ntime.sleep(1000)"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=150)
+    assert done.returncode == -9
+    # Its ranks held the pipes: they were gone when `run` returned.
+    assert processes_in(tmp_path) == []

@@ -1,0 +1,190 @@
+"""The supervisor of `rota run`, with processes that need no torch: who is named, who is ended, and what is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rota import Cluster, Costs, PipelineError, place
+from rota.runtime import control
+from rota.runtime.launching.folder import run_folder
+from rota.runtime.launching.launch import launch
+from rota.runtime.launching.ranks import RankFailed, Ranks
+from rota.runtime.launching.requests import Requests
+from rota.schedules import gpipe
+from support.faulty_training import processes_in
+
+pytestmark = pytest.mark.dist
+
+PLAN = gpipe(place(Costs.uniform(2), Cluster.uniform(2)), 2)
+SLEEP = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"
+TESTS = Path(__file__).parents[1]
+
+
+def supervised(folder: Path, monkeypatch: pytest.MonkeyPatch, *scripts: str) -> None:
+    """One rank per script, to their end."""
+    monkeypatch.chdir(folder)
+    paths = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    (folder / "script").write_text("exec(open(f'script{rank}').read())")
+    for rank, script in enumerate(scripts):
+        (folder / f"script{rank}").write_text(script)
+    with run_folder("rota-test-") as made, Requests() as requests, Ranks(made, requests) as ranks:
+        environment = {**os.environ, "PYTHONPATH": paths}
+        environments = [{**environment, "RANK": str(rank)} for rank in range(len(scripts))]
+        ranks.start(("-m", "support.bare_rank", "script"), environments)
+        ranks.wait()
+
+
+def others_in(folder: Path) -> list[str]:
+    """Processes that work in the folder, this one aside."""
+    return [process for process in processes_in(folder) if process != str(os.getpid())]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "told"),
+    [
+        (SLEEP, "import os; os._exit(3)", "rank 1 ended with exit code 3"),
+        (SLEEP, "import os; os.kill(os.getpid(), 9)", "rank 1 ended with SIGKILL"),
+        # Rank 0 has lost rank 1, and is gone before it.
+        ("tell('lost'); exit(1)", "import time; time.sleep(0.5); exit(7)", "rank 1 ended with exit code 7"),
+        ("tell('lost'); exit(1)", "tell('fails', 'ValueError: no'); " + SLEEP, "rank 1 failed (ValueError: no)"),
+        ("tell('lost'); exit(1)", SLEEP, "rank 0 ended with exit code 1"),
+        # An exit code of 0 is no good end for all of them.
+        (
+            "import time; tell('opens'); time.sleep(1); tell('lost'); exit(1)",
+            "import os; tell('opens'); os._exit(0)",
+            "rank 1 ended with exit code 0 in the middle of its pipeline",
+        ),
+        ("tell('joins'); " + SLEEP, "exit(0)", "rank 1 ended with exit code 0 before it joined the others"),
+        (
+            "tell('joins'); tell('opens'); " + SLEEP,
+            "tell('joins'); exit(0)",
+            "rank 1 ended with exit code 0 before it made the pipeline that the others make",
+        ),
+        # The script has gone on after its first error.
+        (
+            "tell('fails', 'no'); tell('closes'); tell('opens'); " + SLEEP,
+            "import time; tell('opens'); time.sleep(1); exit(5)",
+            "rank 1 ended with exit code 5",
+        ),
+        (SLEEP, "tell('hangs', 'rank 0 does not get on'); " + SLEEP, "the run hung (rank 0 does not get on)"),
+    ],
+)
+def test_who_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, second: str, told: str) -> None:
+    with pytest.raises(RankFailed) as error:
+        supervised(tmp_path, monkeypatch, first, second)
+    assert str(error.value) == told
+    assert others_in(tmp_path) == []
+
+
+def test_what_is_no_message_is_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    garbage = [b"", b"\xff", b"[]", b"{}", b"[" * 60000, b'{"event": "hangs", "words": 3, "step": 0}']
+    script = f"for data in {garbage}:\n    line.send(data)\ntell('opens'); tell('closes')"
+    supervised(tmp_path, monkeypatch, script, "tell('opens')")
+
+
+@pytest.mark.parametrize("data", [b"null", b'{"event": "x", "words": "", "step": 0}', b"1" * 5000])
+def test_a_message_is_checked(data: bytes) -> None:
+    assert control.Message.from_bytes(data) is None
+
+
+def test_what_a_rank_forks_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = f"import os\nif not os.fork():\n    open('forked', 'w').close()\n    {SLEEP}"
+    waits = "import os, time\nwhile not os.path.exists('forked'): time.sleep(0.01)"
+    supervised(tmp_path, monkeypatch, script, waits)
+    deadline = time.monotonic() + 60  # the kernel takes a moment to end it
+    while others_in(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert others_in(tmp_path) == []
+
+
+# --- restarts ---------------------------------------------------------------------------------------------------------
+
+
+def launched(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, max_restarts: int) -> list[str]:
+    """What is told of restarts."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
+    (folder / "script.py").write_text(script)
+    told: list[str] = []
+    launch(PLAN, "script.py", worker="support.bare_rank", max_restarts=max_restarts, report=told.append)
+    return told
+
+
+DIES_AFTER_EACH_CHECKPOINT = """
+import os
+tell("opens")
+if rank == 0:
+    step = count()
+    tell("saves", step={step})
+    if step < 5:
+        os._exit(9)
+tell("closes")
+"""
+
+
+def test_a_newer_checkpoint_allows_more_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = launched(tmp_path, monkeypatch, DIES_AFTER_EACH_CHECKPOINT.format(step="step"), max_restarts=1)
+    assert told == ["rank 0 ended with exit code 9: restart 1 of 1"] * 5
+
+
+@pytest.mark.parametrize("step", ["7", "10 - step"])
+def test_the_same_steps_again_and_again_come_to_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    with pytest.raises(PipelineError, match=r"^rank 0 ended with exit code 9 after 2 restarts, and the others were"):
+        launched(tmp_path, monkeypatch, DIES_AFTER_EACH_CHECKPOINT.format(step=step), max_restarts=2)
+    assert (tmp_path / "count").read_text() == "..."
+
+
+def test_restarts_are_counted_from_the_last_newer_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    after = "after 1 restart without a newer checkpoint, 3 in all, and the others were ended"
+    with pytest.raises(PipelineError, match=after):
+        launched(tmp_path, monkeypatch, DIES_AFTER_EACH_CHECKPOINT.format(step="min(step, 2)"), max_restarts=1)
+
+
+def test_a_script_without_a_pipeline_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PipelineError, match=r"script.py ended without making a rota.Pipeline on any rank"):
+        launched(tmp_path, monkeypatch, "pass", max_restarts=3)
+
+
+# --- the launcher itself ----------------------------------------------------------------------------------------------
+
+LAUNCHER = """
+import os, sys
+from rota import Plan
+from rota.runtime.launching.launch import launch
+launch(Plan.from_json(open("plan.json").read()), "script.py", worker="support.bare_rank")
+"""
+
+
+@pytest.mark.faults
+def test_nothing_is_left_of_a_killed_launcher(tmp_path: Path) -> None:
+    """Neither ranks, nor what they have forked, nor the folder."""
+    folder, temporary = tmp_path / "run", tmp_path / "tmp"
+    folder.mkdir()
+    temporary.mkdir()
+    (folder / "plan.json").write_text(PLAN.to_json())
+    (folder / "script.py").write_text(f"import os\nos.fork()\nopen(f'{{os.getpid()}}', 'w').close()\n{SLEEP}")
+    paths = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(temporary)}
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER], cwd=folder, env=environment)
+    try:
+        while len([*folder.glob("[0-9]*")]) < 4:
+            assert launcher.poll() is None
+            time.sleep(0.01)
+        assert [*temporary.glob("rota-run-*")]
+    finally:
+        launcher.send_signal(signal.SIGKILL)
+        launcher.wait()
+    deadline = time.monotonic() + 60
+    while (processes_in(folder) or [*temporary.iterdir()]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert processes_in(folder) == []
+    assert [*temporary.iterdir()] == []

@@ -1,0 +1,211 @@
+"""Weights on several ranks, tied or in two streams: equal from the start, gradients summed, counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, Timeline, bidirectional, place
+from rota.schedules import NAMED, chimera, dualpipe, gpipe
+from support.networks import StepResult, batch_of, chain, gradients_of, loss_fn, serial_step
+from support.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def tied(num_stages: int, *ties: tuple[int, ...]) -> Stages:
+    stages = chain(num_stages)
+    for first, *others in ties:
+        for other in others:
+            stages[other].linear.weight = stages[first].linear.weight
+    return stages
+
+
+def steps_on(
+    rank: int, stages: Stages, plan: Plan, batches: Batches, clear: bool = True
+) -> tuple[list[StepResult], list[float]]:
+    """Steps and their gradients' norm; the ranks begin with other weights than rank 0, where they hold the same."""
+    with torch.no_grad():
+        for tie in stages.ties:
+            stages[tie[0][0]].get_parameter(tie[0][1]).add_(rank if rank != first_rank(plan, tie) else 0)
+    results, norms = [], []
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        for batch in batches:
+            for parameter in pipeline.parameters():
+                parameter.grad = None if clear else parameter.grad
+            loss = pipeline.step(*batch)
+            results.append(StepResult(loss, gradients_of(pipeline.stages, pipeline.local_stages)))
+            norms.append(pipeline.clip_grad_norm_(1e9))
+        assert len({*pipeline.parameters()}) == len([*pipeline.parameters()])
+    return results, norms
+
+
+def first_rank(plan: Plan, tie: Any) -> int:
+    return plan.placement.ranks_of(tie[0][0])[0]
+
+
+def assert_right(by_rank: list[Any], stages: Stages, batches: Batches, clear: bool = True) -> None:
+    """Loss, norm and gradients of every rank are the unsplit model's, whose stages are all somewhere."""
+    for step, batch in enumerate(batches):
+        if clear:
+            for _, parameter in stages.named_parameters():
+                parameter.grad = None
+        serial = serial_step(stages, *batch)
+        norm = nn.utils.get_total_norm([p.grad for _, p in stages.named_parameters() if p.grad is not None])
+        found = set()
+        for results, norms in by_rank:
+            assert abs(results[step].loss - serial.loss) < 1e-10
+            assert abs(norms[step] - norm) < 1e-10
+            for (stage, name), gradient in results[step].gradients.items():
+                key = (stage % len(stages), name)
+                found.add(key)
+                torch.testing.assert_close(gradient, serial.gradients[key], rtol=1e-10, atol=1e-10)
+        assert found == serial.gradients.keys()
+
+
+def plan_for(ranks: list[int], schedule: str = "gpipe", **costs: Any) -> Plan:
+    placement = place(Costs.uniform(len(ranks), **costs), Cluster.uniform(max(ranks) + 1), ranks)
+    return NAMED[schedule](placement, 4)
+
+
+TIED: dict[str, tuple[Stages, Plan]] = {
+    "ends": (tied(4, (0, 3)), plan_for([0, 1, 2, 3], "1f1b")),
+    "two ties": (tied(4, (0, 3), (1, 2)), plan_for([0, 1, 2, 3], "1f1b")),
+    "three stages": (tied(4, (0, 1, 3)), plan_for([0, 1, 2, 3])),
+    "partly on one rank": (tied(4, (0, 2, 3)), plan_for([0, 1, 0, 1], "interleaved_1f1b")),
+    "on one rank": (tied(4, (0, 3)), plan_for([0, 1, 1, 0])),
+    "split backward": (tied(3, (0, 2)), plan_for([0, 1, 2], "zb_h1", weight_us=1)),
+    "recomputed": (tied(3, (0, 2)), plan_for([0, 1, 2], recompute_us=1)),
+}
+
+
+@pytest.mark.parametrize("case", TIED)
+def test_tied(pool: Pool, case: str) -> None:
+    stages, plan = TIED[case]
+    batches = [batch_of(4, seed) for seed in (1, 2)]
+    by_rank = pool.run(plan.num_ranks, steps_on, stages, plan, batches)
+    assert_right(by_rank, stages, batches)
+
+
+def test_gradients_of_earlier_steps_are_summed_once(pool: Pool) -> None:
+    stages, plan = TIED["ends"]
+    batches = [batch_of(4, seed) for seed in (1, 2, 3)]
+    by_rank = pool.run(4, steps_on, stages, plan, batches, False)
+    for _, parameter in stages.named_parameters():
+        parameter.grad = None
+    assert_right(by_rank, stages, batches, clear=False)
+
+
+def test_frozen_ties_stay_without_gradients(pool: Pool) -> None:
+    stages, plan = tied(4, (0, 3)), TIED["ends"][1]
+    stages[0].linear.weight.requires_grad_(False)
+    batches = [batch_of(4)]
+    assert_right(pool.run(4, steps_on, stages, plan, batches), stages, batches)
+
+
+def test_other_ties_on_one_rank_are_told_on_all(pool: Pool) -> None:
+    for told in pool.run(4, other_ties, TIED["ends"][1]):
+        assert "rank 1 has another set of tied and replicated weights than rank 0" in told
+
+
+def other_ties(rank: int, plan: Plan) -> str:
+    with pytest.raises(PipelineError) as error:
+        Pipeline(tied(4, (0, 3)) if rank != 1 else chain(4), plan, loss_fn)
+    return str(error.value)
+
+
+# --- two streams ------------------------------------------------------------------------------------------------------
+
+
+def two_streams(schedule: Callable[..., Plan], num_ranks: int, num_microbatches: int, **costs: Any) -> Plan:
+    placement = bidirectional(Costs.uniform(num_ranks, **costs), Cluster.uniform(num_ranks))
+    return schedule(placement, num_microbatches)
+
+
+STREAMS = {
+    "chimera on 4": two_streams(chimera, 4, 8),
+    "chimera on 2": two_streams(chimera, 2, 4),
+    "dualpipe": two_streams(dualpipe, 4, 8, weight_us=1),
+    "gpipe on 3": two_streams(gpipe, 3, 5),  # rank 1 holds both copies of stage 1
+    "one micro-batch": two_streams(gpipe, 2, 1),  # none for the second stream
+}
+
+
+@pytest.mark.parametrize("case", STREAMS)
+def test_two_streams(pool: Pool, case: str) -> None:
+    plan = STREAMS[case]
+    stages = chain(plan.num_ranks)
+    batches = [batch_of(plan.num_microbatches, seed) for seed in (1, 2)]
+    by_rank = pool.run(plan.num_ranks, steps_on, stages, plan, batches)
+    assert_right(by_rank, stages, batches)
+
+
+def adam(rank: int, stages: Stages, plan: Plan, num_steps: int) -> dict[tuple[int, str], torch.Tensor]:
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        optimizer = torch.optim.Adam(pipeline.parameters())
+        for seed in range(num_steps):
+            pipeline.step(*batch_of(plan.num_microbatches, seed))
+            pipeline.clip_grad_norm_(0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+        return {(s, n): p.detach() for s, module in pipeline.local_stages.items() for n, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("stages", "plan"), [(chain(4), STREAMS["dualpipe"]), TIED["two ties"]], ids=["two streams", "tied"]
+)
+def test_ten_clipped_adam_steps(pool: Pool, stages: Stages, plan: Plan) -> None:
+    by_rank = pool.run(4, adam, stages, plan, 10)
+    optimizer = torch.optim.Adam(p for _, p in stages.named_parameters())
+    for seed in range(10):
+        optimizer.zero_grad()
+        serial_step(stages, *batch_of(plan.num_microbatches, seed))
+        nn.utils.clip_grad_norm_([p for _, p in stages.named_parameters()], 0.01)
+        optimizer.step()
+    for parameters in by_rank:
+        for (stage, name), parameter in parameters.items():
+            expected = stages[stage % len(stages)].get_parameter(name)
+            torch.testing.assert_close(parameter, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_running_statistics_in_two_streams_are_refused(pool: Pool) -> None:
+    for told in pool.run(2, with_statistics, STREAMS["chimera on 2"]):
+        assert "changes its buffer '0.num_batches_tracked', which stages on several ranks share" in told
+
+
+def with_statistics(rank: int, plan: Plan) -> str:
+    stages = Stages([nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6)).double() for _ in range(2)])
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        for module in stages.modules:
+            module[0].eval()
+        pipeline.step(*batch_of(4))
+        for module in stages.modules:
+            module[0].train()
+        with pytest.raises(PipelineError) as error:
+            pipeline.step(*batch_of(4))
+    return str(error.value)
+
+
+def test_the_sums_are_in_the_timeline(pool: Pool) -> None:
+    """One on each rank, behind its last op, of the stage whose gradients were there last."""
+    for timeline in pool.run(4, timeline_of_one, chain(4), STREAMS["chimera on 4"]):
+        spans = {span.rank: span for span in timeline.step_end_spans()}
+        assert len(spans) == len([*timeline.step_end_spans()]) == 4
+        for rank, span in spans.items():
+            assert span.start_us >= timeline.ends_us[rank][-1]
+            assert span.work.what == "reduce"
+            assert span.work.stage == timeline.plan.orders[rank][-1].stage
+        assert max(span.end_us for span in spans.values()) == timeline.makespan_us
+
+
+def timeline_of_one(rank: int, stages: Stages, plan: Plan) -> Timeline:
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        for _ in range(2):
+            pipeline.step(*batch_of(plan.num_microbatches))
+        return pipeline.timeline()

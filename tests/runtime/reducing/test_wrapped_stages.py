@@ -1,0 +1,153 @@
+"""Stages in DDP and FSDP2: right with the pipeline's many forwards, or refused with a remedy."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import rota
+from rota import Pipeline, PipelineError, Stages
+from support.meshed import LATE_W, Case, assert_trained_alike, on_each, part_of, plan_of, train_on_mesh, train_serially
+from support.networks import Layer, batch_of, loss_fn
+from support.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+
+def in_ddp(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return DistributedDataParallel(module, process_group=mesh.get_group("dp"))
+
+
+def sharded(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return fully_shard(module, mesh=mesh["dp"])
+
+
+def sharded_by_layer(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Whole weights are let go after each forward."""
+    for layer in module.layers:
+        fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=True)
+    return fully_shard(module, mesh=mesh["dp"], reshard_after_forward=True)
+
+
+def layers_alone_sharded(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """The last layer stays whole."""
+    fully_shard(module.layers[0], mesh=mesh["dp"])
+    return module
+
+
+class Deep(nn.Module):
+    """The gradient of `scale` needs its value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.norm, self.scale = nn.LayerNorm(6), nn.Parameter(torch.linspace(1, 2, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale.square()
+        for layer in self.layers:
+            x = layer(x)
+        return torch.tanh(self.norm(x))
+
+
+def deep(num_stages: int) -> Stages:
+    torch.manual_seed(0)
+    return Stages([Deep().double() for _ in range(num_stages)])
+
+
+def assert_right(pool: Pool, cases: list[Case]) -> None:
+    sizes = [plan_of(case).num_stages for case in cases]
+    given: list[tuple[Any, ...]] = [(deep(n), case) for n, case in zip(sizes, cases, strict=True)]
+    pool.renew()
+    by_rank = pool.run(4, on_each, train_on_mesh, given)
+    for i, num_stages in enumerate(sizes):
+        assert_trained_alike([trained[i] for trained in by_rank], train_serially(deep(num_stages)))
+
+
+def test_ddp(pool: Pool) -> None:
+    assert_right(pool, [Case(schedule, 2, 2, in_ddp) for schedule in ("1f1b", "zb_h1", "interleaved_1f1b")])
+
+
+def test_fsdp(pool: Pool) -> None:
+    kinds = (sharded, sharded_by_layer, layers_alone_sharded)
+    cases = [Case(schedule, 2, 2, wrap) for schedule in ("interleaved_1f1b", LATE_W) for wrap in kinds]
+    assert_right(pool, [*cases, Case("gpipe", 2, 2, sharded_by_layer, recomputed=True)])
+
+
+def test_fsdp_on_three_ranks_and_one(pool: Pool) -> None:
+    """Ranks that shard among three, and a pipeline of one rank."""
+    cases = [Case("gpipe", 1, 3, sharded_by_layer), Case("zb_h1", 1, 3, sharded)]
+    pool.renew()
+    by_process = pool.run(3, on_each, evaluate_between, [(deep(1), case) for case in cases])
+    x, target = batch_of(9, 1)
+    for i in range(len(cases)):
+        serial, expected = deep(1), []
+        optimizer = torch.optim.SGD(serial[0].parameters(), lr=0.5)
+        for _ in range(2):
+            for factor in (1, 2):
+                loss = loss_fn(serial.run(x), target)
+                (loss * factor).backward()
+                expected.append(loss.item())
+            expected.append(loss.item())
+            optimizer.step()
+        for found in by_process:
+            assert found[i] == pytest.approx(expected, rel=1e-10)
+
+
+def evaluate_between(rank: int, stages: Stages, case: Case) -> list[float]:
+    """Whole weights that an evaluation gathered must not stay; gradients add up over steps with and without sync."""
+    mesh = rota.mesh(pp=case.pp, dp=case.dp)
+    stages = Stages([case.wrap(copy.deepcopy(stages[0]), mesh)])
+    found = []
+    with Pipeline(stages, plan_of(case, 3), loss_fn, mesh=mesh) as pipeline:
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.5)
+        batch = part_of(batch_of(9, 1), pipeline)
+        for _ in range(2):
+            for factor in (1, 2):
+                found.append(pipeline.step(*batch, scale=factor, sync=factor == 2))
+            found.append(pipeline.evaluate(*batch))
+            optimizer.step()
+    return found
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+
+def refusals(rank: int) -> list[str]:
+    """Of two replicas of one rank each, and of a pipeline without replicas."""
+    mesh = rota.mesh(pp=1, dp=2)
+    with_hook = in_ddp(Deep(), mesh)
+    with_hook.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    built_in = in_ddp(Deep(), mesh)
+    built_in._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    inner = Deep()
+    inner.layers[0] = in_ddp(inner.layers[0], mesh)
+    alone = [dist.new_group([process]) for process in range(2)][rank]
+    wrongly_sharded = fully_shard(Deep(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "x"))["x"])
+    stages = [with_hook, built_in, inner, DistributedDataParallel(Deep(), process_group=alone), wrongly_sharded]
+    told = []
+    for stage in stages:
+        with pytest.raises(PipelineError) as error:
+            Pipeline(Stages([stage]), plan_of(Case("gpipe", 1, 2)), loss_fn, mesh=mesh)
+        told.append(str(error.value))
+    return told
+
+
+def test_what_cannot_be_right_is_refused(pool: Pool) -> None:
+    pool.renew()
+    for told in pool.run(2, refusals):
+        for text, hook in zip(told, ("fp16_compress_hook", "BuiltinCommHookType.FP16_COMPRESS"), strict=False):
+            assert f"stage 0 is in DDP with the communication hook {hook}, which would not run" in text
+        assert told[2] == "stage 0 holds a layer in DDP; wrap the whole stage, or none of it"
+        assert "give DDP process_group=mesh.get_group('dp'), and the pipeline the mesh" in told[3]
+        assert "of stage 0 is a DTensor over a mesh of the processes" in told[4]
+        assert "use fully_shard(stage, mesh=mesh['dp'])" in told[4]

@@ -1,0 +1,355 @@
+"""Batches of any shape, from step to step: weighted as they should be, and known shapes are not told again."""
+
+from __future__ import annotations
+
+import io
+import math
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rota
+from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
+from rota.runtime import runs
+from rota.runtime.program import Message
+from rota.runtime.transport import Transport
+from rota.schedules import NAMED
+from support.fresh import run_fresh
+from support.networks import StepResult, assert_equal_steps, batch_of, chain, gradients_of, loss_fn, serial_step
+from support.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+WIDTH = 6
+
+
+def plan_for(num_microbatches: int, schedule: str = "1f1b") -> Plan:
+    return NAMED[schedule](place(Costs.uniform(3), Cluster.uniform(3)), num_microbatches)
+
+
+def plan_of(num_ranks: int) -> Plan:
+    return NAMED["1f1b"](place(Costs.uniform(num_ranks), Cluster.uniform(num_ranks)), 4)
+
+
+def tensors(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs, targets = torch.randn((2, *shape, WIDTH), generator=generator, dtype=torch.float64).unbind()
+    return inputs, targets
+
+
+def steps_told(rank: int, stages: Stages, plan: Plan, batches: list[Any], **options: Any) -> Any:
+    """Each step's result, and whether layouts were sent ahead in it; only those who need it are given the batch."""
+    results, told, post = [], [], Transport.post
+
+    def noted_post(transport: Transport, message: Message, with_layout: bool) -> None:
+        told.append((len(results), with_layout))
+        post(transport, message, with_layout)
+
+    loss = options.pop("loss", loss_fn)
+    with patch.object(Transport, "post", noted_post), Pipeline(stages, plan, loss, **options) as pipeline:
+        for inputs, targets in batches:
+            for parameter in pipeline.parameters():
+                parameter.grad = None
+            mean = pipeline.step(inputs if rank == 0 else None, targets if rank == 2 else None)
+            results.append(StepResult(mean, gradients_of(stages, pipeline.local_stages)))
+    fresh = [{flag for step, flag in told if step == number} for number in range(len(results))]
+    assert all(len(flags) == 1 for flags in fresh)  # never told for some messages alone
+    return results, [True in flags for flags in fresh]
+
+
+def check_steps(pool: Pool, plan: Plan, batches: list[Any], serial: list[Any], fresh: list[bool]) -> None:
+    by_rank = pool.run(3, steps_told, chain(3), plan, batches)
+    for step, batch in enumerate(serial):
+        assert_equal_steps([results[step] for results, _ in by_rank], serial_step(chain(3), *batch))
+    assert all(told == fresh for _, told in by_rank)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_ragged_microbatches_are_weighted_by_examples(pool: Pool, schedule: str) -> None:
+    batches, whole = [], []
+    for step, sizes in enumerate([[3, 1, 5, 2], [3, 1, 5, 2], [1, 5, 2, 3], [4, 4, 4, 4]]):
+        x, target = tensors(sum(sizes), seed=step)
+        batches.append(([*x.split(sizes)], [*target.split(sizes)]))
+        whole.append((x, target))
+    check_steps(pool, plan_for(4, schedule), batches, whole, fresh=[True, False, True, True])
+
+
+def test_shapes_may_change_from_step_to_step_and_back(pool: Pool) -> None:
+    shapes = [(8,), (8,), (8, 3), (8, 5), (16, 5), (16, 5), (8,), (8,)]
+    batches = [tensors(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+    fresh = [True, False, True, True, True, False, True, False]
+    check_steps(pool, plan_for(4), batches, batches, fresh)
+
+
+class PairInTraining(nn.Module):
+    """In training its boundary carries a pair, otherwise one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Any) -> Any:
+        x = x[0] + x[1] if isinstance(x, tuple) else x
+        return (self.linear(x), x) if self.training else self.linear(x)
+
+
+class Sum(nn.Module):
+    def forward(self, x: Any) -> Tensor:
+        return x[0] + x[1] if isinstance(x, tuple) else x
+
+
+def steps_in_modes(rank: int, stages: Stages, plan: Plan, batch: Any, modes: list[bool]) -> list[StepResult]:
+    results = []
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        for training in modes:
+            stages[1].train(training)  # what the other ranks do not know
+            for parameter in pipeline.parameters():
+                parameter.grad = None
+            results.append(StepResult(pipeline.step(*batch), gradients_of(stages, pipeline.local_stages)))
+    return results
+
+
+def test_train_and_eval_between_steps(pool: Pool) -> None:
+    stages = Stages([PairInTraining(), PairInTraining(), Sum()])
+    batch, modes = tensors(8), [True, True, False, False, True]
+    by_rank = pool.run(3, steps_in_modes, stages, plan_for(4), batch, modes)
+    for step, training in enumerate(modes):
+        stages[1].train(training)
+        for module in stages.modules:
+            module.zero_grad(set_to_none=True)
+        assert_equal_steps([results[step] for results in by_rank], serial_step(stages, *batch))
+
+
+class Keep(nn.Module):
+    """Keeps the rows whose sum is positive: how many is known only when they are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        kept = x[x.sum(1) > 0]
+        return self.linear(kept), len(kept)
+
+
+class Use(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, kept: tuple[Tensor, int]) -> tuple[Tensor, int]:
+        return torch.tanh(self.linear(kept[0])), kept[1]
+
+
+def kept_loss(output: tuple[Tensor, int], target: Tensor) -> Tensor:
+    return ((output[0].sum(0) / (output[1] + 1) - target.mean(0)) ** 2).mean()
+
+
+def test_shapes_may_depend_on_the_data(pool: Pool) -> None:
+    torch.manual_seed(1)
+    stages, batches = Stages([Keep(), Use(), Use()]), [tensors(12, seed=seed) for seed in range(4)]
+    batches[1][0][:3].abs_().neg_()  # a micro-batch of which nothing is kept
+    by_rank = pool.run(3, dynamic_steps, stages, plan_for(4), batches)
+    for step, (x, target) in enumerate(batches):
+        for module in stages.modules:
+            module.zero_grad(set_to_none=True)
+        parts = zip(x.chunk(4), target.chunk(4), strict=True)
+        loss = sum((kept_loss(stages.run(x), target) for x, target in parts), torch.tensor(0.0)) / 4
+        loss.backward()
+        serial = StepResult(loss.item(), gradients_of(stages, range(3)))
+        assert_equal_steps([results[step] for results, _ in by_rank], serial)
+
+
+def dynamic_steps(rank: int, stages: Stages, plan: Plan, batches: list[Any]) -> Any:
+    return steps_told(rank, stages, plan, batches, loss=kept_loss, dynamic_shapes=True)
+
+
+class Scaled(nn.Module):
+    """Reads a number beside the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Tensor, number: Any) -> Tensor:
+        return self.linear(x) * (number if isinstance(number, float) else 1.0)
+
+
+def steps_with_numbers(rank: int, numbers: list[Any]) -> tuple[list[bool], list[str], str]:
+    """Whether layouts were sent ahead in each step, what was refused, and what rank 0 wrote."""
+    layers = chain(3)
+    stages = Stages([Scaled(), layers[1], layers[2]], inputs={0: [0, 1]})
+    x, targets = tensors(8)
+    batches = [((x, number), targets) for number in numbers]
+    told, refused = io.StringIO(), []
+    with redirect_stderr(told):
+        _, fresh = steps_told(rank, stages, plan_for(4), batches, allow_nonfinite_loss=True)
+        with Pipeline(stages, plan_for(4), loss_fn) as pipeline:
+            for inputs in ((x, np.arange(4.0)), (x, {"rate": np.float64(1)})) if rank == 0 else ():
+                with pytest.raises(PipelineError) as error:
+                    pipeline.step(inputs)
+                refused.append(str(error.value))
+            pipeline.step((x, 1.0), targets)
+    return fresh, refused, told.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "fresh", "warned"),
+    [
+        ([1.0, 0.5, math.nan, math.nan, 0.25], [True, False, False, False, False], False),
+        ([1, 2, 3, 4, 5, 6], [True] * 6, True),
+        ([1, 1, 2, 3, 3], [True, False, True, True, False], False),
+        (["a", "a", "b", True, None, 1.0], [True, False, True, True, True, True], False),
+    ],
+    ids=["floats", "ints", "some ints", "types"],
+)
+def test_numbers_beside_the_tensors(pool: Pool, numbers: list[Any], fresh: list[bool], warned: bool) -> None:
+    for rank, (found, refused, told) in enumerate(pool.run(3, steps_with_numbers, numbers)):
+        assert found == fresh
+        assert told.count("an int, bool or text in the inputs has changed in 3 steps one after another") == (
+            warned and rank == 0
+        )
+        if rank == 0:
+            assert "inputs[1] is a numpy.ndarray, which is not split into micro-batches; give torch.as" in refused[0]
+            assert "inputs[1]['rate'] is a numpy.float64" in refused[1]
+
+
+def mend_the_batch(rank: int, stages: Stages, plan: Plan, batch: Any) -> Any:
+    """Rank 0 gives batches that do not fit, hears so, and does better; the others wait meanwhile."""
+    heard = []
+    x, targets = batch
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        wrong = {0: [(x[:-1], None), ([x], None), (None, None)], 2: [(None, targets[:-1]), (None, None)]}
+        for inputs, target in wrong.get(rank, []):
+            with pytest.raises(PipelineError) as error:
+                pipeline.step(inputs, target)
+            heard.append(str(error.value))
+        result = StepResult(pipeline.step(*batch), {})
+        result.gradients = gradients_of(stages, pipeline.local_stages)
+    return result, heard
+
+
+def test_batch_that_does_not_fit_is_refused_before_anything_is_sent(pool: Pool) -> None:
+    batch = batch_of(4)
+    by_rank = pool.run(3, mend_the_batch, chain(3), plan_for(4), batch)
+    assert_equal_steps([result for result, _ in by_rank], serial_step(chain(3), *batch))
+    undivided, few, none = by_rank[0][1]
+    assert "inputs has 19 rows (shape [19, 6]), which do not divide into 4 micro-batches; give 16 or 20" in undivided
+    assert "inputs is a list of 1 micro-batches, but the plan has 4" in few
+    assert "rank 0 holds stage 0, which reads the step's inputs [0], but got inputs=None" in none
+    undivided, none = by_rank[2][1]
+    assert "targets has 19 rows" in undivided
+    assert "rank 2 holds the last stage, but got targets=None" in none
+
+
+# --- batches of ranks that do not fit together ------------------------------------------------------------------------
+
+
+def both_read() -> Stages:
+    """The first stage and the last one read the inputs."""
+    return Stages([*chain(3).modules], inputs={0: 0, 2: 0})
+
+
+def step_with(rank: int, stages: Stages, given: dict[int, tuple[Any, Any]]) -> None:
+    with Pipeline(stages, plan_for(4), loss_fn) as pipeline:
+        pipeline.step(*given.get(rank, (None, None)))
+
+
+X, TARGETS = tensors(16)
+UNFIT: dict[str, tuple[Stages, dict[int, tuple[Any, Any]], str]] = {
+    "targets": (
+        chain(3),
+        {0: (X, None), 2: (None, TARGETS[:12])},
+        "2F0 failed on rank 2 (RuntimeError: The size of tensor a (4) must match the size of tensor b (3) at "
+        "non-singleton dimension 0); the ranks' batches do not fit together, which may be why: rank 0 has inputs of 4 "
+        "rows per micro-batch, rank 2 targets of 3. Give all ranks the same batch",
+    ),
+    "inputs": (
+        both_read(),
+        {0: (X, None), 2: (X[:8], TARGETS)},
+        "as input 0 of micro-batch 0 rank 2 was given float64[2, 6], rank 0 float64[4, 6]. Give all",
+    ),
+    "dtype": (
+        chain(3),
+        {0: (X.float(), None), 2: (None, TARGETS)},
+        "mat1 and mat2 must have the same dtype, but got Float and Double",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_batches_that_do_not_fit_together_are_told_on_all_ranks(tmp_path: Path, case: str) -> None:
+    stages, given, message = UNFIT[case]
+    ended = run_fresh(tmp_path, 3, step_with, stages, given)
+    assert all(each.exit_code == 1 for each in ended)
+    assert all(message in each.stderr for each in ended)
+    if case == "dtype":  # one rank alone is wrong: the error stays the user's, and says where it was
+        assert "rota: in 0F0 on rank 0, stage 0 (Layer)" in ended[0].stderr
+        assert "RuntimeError: mat1" in ended[0].stderr
+    else:
+        assert "PipelineError: 2F0 failed on rank 2" in ended[2].last_line
+        assert "LostRankError" in ended[0].last_line
+
+
+def step_as_replica(rank: int) -> None:
+    with Pipeline(chain(2), plan_of(2), loss_fn, mesh=rota.mesh(pp=2, dp=2)) as pipeline:
+        x = X[:, :5] if pipeline.replica else X
+        pipeline.step(x, TARGETS)
+
+
+def test_a_replica_with_another_batch_is_told(tmp_path: Path) -> None:
+    ended = run_fresh(tmp_path, 4, step_as_replica)
+    assert all(each.exit_code == 1 for each in ended)
+    words = "as input 0 of micro-batch 0 rank 0 of replica 1 was given float64[4, 5], rank 0 of replica 0 float64[4, 6]"
+    assert all(words in each.stderr for each in ended)
+
+
+def replicas_of_other_lengths(rank: int) -> float:
+    """Sequences padded to each replica's longest: right, and nothing is said."""
+    with Pipeline(chain(2), plan_of(2), loss_fn, mesh=rota.mesh(pp=2, dp=2)) as pipeline:
+        return pipeline.step(*tensors(8, 3 + pipeline.replica))
+
+
+def test_replicas_may_have_other_shapes(pool: Pool) -> None:
+    assert len({*pool.run(4, replicas_of_other_lengths)}) == 1
+
+
+def told_rounds(rank: int, batches: list[Any]) -> int:
+    """How often ranks compare what they were given."""
+    counted = []
+    gather = runs.all_gather_json
+
+    def counting(*args: Any) -> Any:
+        counted.append(1)
+        return gather(*args)
+
+    with patch.object(runs, "all_gather_json", counting), Pipeline(chain(3), plan_for(4), loss_fn) as pipeline:
+        for batch in batches:
+            pipeline.step(*batch)
+    return len(counted)
+
+
+def test_batches_are_compared_when_their_rows_change(pool: Pool) -> None:
+    batches = [tensors(8), tensors(8, seed=1), tensors(8, 3), tensors(12), tensors(12), tensors(8)]
+    assert pool.run(3, told_rounds, batches) == [3] * 3
+
+
+def empty_microbatch(rank: int) -> str:
+    x, targets = tensors(9)
+    sizes = [3, 0, 4, 2]
+    with Pipeline(chain(3), plan_for(4), loss_fn) as pipeline, pytest.raises(PipelineError) as error:
+        pipeline.step([*x.split(sizes)], [*targets.split(sizes)])
+    return str(error.value)
+
+
+def test_a_microbatch_without_rows_is_told_as_such(pool: Pool) -> None:
+    for told in pool.run(3, empty_microbatch):
+        assert "step 1: the mean loss is nan (nan for micro-batch 1 at stage 2 on rank 2)" in told
+        assert "micro-batch 1 came without rows, of which a mean is nan: give each micro-batch a row or more" in told
+        assert "learning rate" not in told

@@ -1,0 +1,415 @@
+"""Whatever crosses a boundary, between ranks or on one, the gradients are the unsplit model's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
+
+from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
+from rota.interop import TorchEngine
+from rota.schedules import NAMED
+from support.fresh import run_fresh
+from support.networks import (
+    ROWS,
+    StepResult,
+    assert_equal_steps,
+    batch_of,
+    gradients_of,
+    loss_fn,
+    pipeline_steps,
+    serial_step,
+)
+from support.odd_stages import IN_PLACE
+from support.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+WIDTH = 6
+
+
+class Stage(nn.Module):
+    """A layer and what a function makes of it and the received values."""
+
+    def __init__(self, function: Callable[..., Any], seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+        self.function = function
+
+    def forward(self, *values: Any) -> Any:
+        return self.function(self.linear, *values)
+
+
+def stages_of(*functions: Callable[..., Any], **wiring: Any) -> Stages:
+    return Stages([Stage(function, seed) for seed, function in enumerate(functions)], **wiring)
+
+
+# --- what crosses -----------------------------------------------------------------------------------------------------
+
+
+def layer(linear: nn.Linear, *values: Tensor) -> Tensor:
+    return torch.tanh(linear(sum(values)))
+
+
+def make_nested(linear: nn.Linear, x: Tensor) -> Any:
+    ids = (x[:, 0] > 0).long()
+    plain = [None, 3, 2.5, True, "text"]
+    return {"h": (linear(x), plain), 7: ids, "shape": x.shape, "nothing": (), "mask": x > 0, "cut": linear(x).detach()}
+
+
+def read_nested(linear: nn.Linear, v: Any) -> Any:
+    h, plain = v["h"]
+    assert plain == [None, 3, 2.5, True, "text"]
+    assert [type(item) for item in plain] == [type(None), int, float, bool, str]
+    assert type(v["shape"]) is torch.Size
+    assert (v["shape"], v["nothing"]) == (h.shape, ())
+    assert [*v] == ["h", 7, "shape", "nothing", "mask", "cut"]
+    assert (v[7].dtype, v["mask"].dtype) == (torch.int64, torch.bool)
+    assert not v["cut"].requires_grad
+    h = h * v["mask"] + v["cut"]
+    return [linear(h) * v[7][:, None], (h, v[7])]
+
+
+def end_nested(linear: nn.Linear, v: Any) -> Tensor:
+    a, (b, ids) = v
+    return layer(linear, a, b) / (ids[:, None] + 1)
+
+
+def make_two(linear: nn.Linear, x: Tensor) -> dict[str, Tensor]:
+    return {"a": linear(x), "b": linear(x).sin(), "unused": x}
+
+
+def make_pair(linear: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor]:
+    return linear(x), linear(x).sin()
+
+
+def make_twice(linear: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor]:
+    y = linear(x)
+    return y, y
+
+
+def read_pair(linear: nn.Linear, pair: tuple[Tensor, Tensor]) -> Tensor:
+    return layer(linear, pair[0], 2 * pair[1])
+
+
+def pass_on(linear: nn.Linear, x: Any) -> Any:
+    return x
+
+
+def pass_on_and_add(linear: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor]:
+    return x, linear(x)
+
+
+def transposed(linear: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor]:
+    y = linear(x)
+    return y.mT, y[:, ::2].expand(2, -1, -1)
+
+
+def read_transposed(linear: nn.Linear, pair: tuple[Tensor, Tensor]) -> Tensor:
+    return linear(pair[0].mT) * pair[1].sum((0, 2))[:, None]
+
+
+def own_parameter(linear: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor]:
+    return linear(x), linear.bias
+
+
+def read_first_only(linear: nn.Linear, pair: tuple[Tensor, Tensor]) -> Tensor:
+    return layer(linear, pair[0])
+
+
+def with_empty(linear: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor]:
+    y = linear(x)
+    return y, y[:0]
+
+
+def read_with_empty(linear: nn.Linear, pair: tuple[Tensor, Tensor]) -> Tensor:
+    assert (pair[1].shape, pair[1].requires_grad) == ((0, WIDTH), True)
+    return layer(linear, pair[0]) + pair[1].sum()
+
+
+def no_tensor(linear: nn.Linear, x: Tensor) -> tuple[int, None]:
+    return x.shape[1], None
+
+
+def read_no_tensor(linear: nn.Linear, pair: tuple[int, None], x: Tensor) -> Tensor:
+    return linear(x) * pair[0]
+
+
+def large(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x).repeat(1, 20_000)
+
+
+def read_large(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x.unflatten(1, (-1, WIDTH)).mean(1))
+
+
+ONE_TO_TWO = {"edges": [(0, 1), (0, 2), (1, 2)]}
+CASES: dict[str, Stages] = {
+    "nested": stages_of(make_nested, read_nested, end_nested),
+    "keys of a dict": stages_of(make_two, layer, layer, edges=[(0, 1, "a"), (0, 2, "b"), (1, 2)]),
+    "keys of a tuple": stages_of(make_pair, layer, layer, edges=[(0, 2, 1), (0, 1, 0), (1, 2)]),
+    "one key twice": stages_of(make_two, layer, layer, edges=[(0, 1, "a"), (0, 2, "a"), (1, 2)]),
+    "one output, two readers": stages_of(layer, layer, layer, **ONE_TO_TWO),
+    "one tensor twice": stages_of(make_twice, read_pair, layer),
+    "passed on": stages_of(layer, pass_on, layer),
+    "input passed on": stages_of(pass_on, layer, layer),
+    "a pair passed on": stages_of(make_pair, pass_on, read_pair),
+    "passed on and used": stages_of(layer, pass_on_and_add, read_pair),
+    "not contiguous": stages_of(transposed, read_transposed, layer),
+    "a parameter": stages_of(own_parameter, read_pair, layer),
+    "part not used": stages_of(make_pair, read_first_only, layer),
+    "empty tensors": stages_of(with_empty, read_with_empty, layer),
+    "no tensors": stages_of(no_tensor, read_no_tensor, layer, inputs=[(0,), (0,), ()]),
+    "large": stages_of(large, read_large, layer),
+}
+
+
+PLACES = {"1f1b": [[0, 1, 2], [2, 0, 1]], "gpipe": [[0, 0, 1], [0, 1, 1], [1, 0, 1]]}
+
+
+def plans_for(stages: Stages, num_microbatches: int = 4) -> list[Plan]:
+    edges = [edge[:2] for edge in stages.edges]
+    costs, cluster = Costs.uniform(3, 10, 20), Cluster.uniform(3)
+    return [
+        NAMED[name](place(costs, cluster, ranks, edges), num_microbatches)
+        for name, choices in PLACES.items()
+        for ranks in choices
+    ]
+
+
+def run_each(rank: int, stages: Stages, plans: list[Plan], batches: list[Any]) -> list[list[StepResult]]:
+    return [pipeline_steps(rank, stages, plan, batches) for plan in plans]
+
+
+def serial_gradients(stages: Stages, *batch: Any) -> StepResult:
+    result = serial_step(stages, *batch)
+    for module in stages.modules:
+        module.zero_grad(set_to_none=True)
+    return result
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_boundary(pool: Pool, case: str) -> None:
+    stages, batches = CASES[case], [batch_of(4, seed) for seed in (1, 2)]
+    plans = plans_for(stages)
+    by_rank = pool.run(3, run_each, stages, plans, batches)
+    for step, batch in enumerate(batches):
+        serial = serial_gradients(stages, *batch)
+        for plan in range(len(plans)):
+            assert_equal_steps([results[plan][step] for results in by_rank], serial)
+
+
+def plain(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x)
+
+
+class InPlaceFirst(nn.Module):
+    """Writes into what it receives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.linear = nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.act(x))
+
+
+def in_place_stages(edges: list[tuple[int, int]]) -> Stages:
+    torch.manual_seed(0)
+    return Stages([Stage(plain, 0), InPlaceFirst(), Stage(layer, 2)], edges)
+
+
+def run_told(rank: int, plan: Plan, edges: list[tuple[int, int]]) -> str | StepResult:
+    try:
+        return pipeline_steps(rank, in_place_stages(edges), plan, [batch_of(4)])[0]
+    except PipelineError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
+@pytest.mark.parametrize("ranks", [[0, 0, 0], [0, 1, 0]], ids=["on its rank", "elsewhere"])
+@pytest.mark.parametrize("others_read", [False, True])
+def test_writing_into_what_is_received(pool: Pool, ranks: list[int], others_read: bool, split: bool) -> None:
+    edges = [(0, 1), (1, 2), (0, 2)] if others_read else [(0, 1), (1, 2)]
+    costs = Costs.uniform(3, weight_us=1 if split else None)
+    plan = NAMED["gpipe"](place(costs, Cluster.uniform(max(ranks) + 1), ranks, edges), 4)
+    results = pool.run(plan.num_ranks, run_told, plan, edges)
+    if others_read and ranks[1] == 0:
+        assert "stage 1 writes into what it receives, which other stages read too" in results[0]
+    else:
+        stages = in_place_stages(edges)
+        if others_read:  # on one rank they would disturb each other
+            stages[1].act.inplace = False
+        assert_equal_steps(results, serial_step(stages, *batch_of(4)))
+
+
+class WritesFirst(nn.Module):
+    """Writes into what it receives by a function, which no module tells of."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.linear = how, nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(IN_PLACE[self.how](x))
+
+
+def stages_that_write(how: str) -> Stages:
+    torch.manual_seed(0)
+    return Stages([Stage(plain, 0), WritesFirst(how), WritesFirst(how)])
+
+
+def steps_that_write(rank: int, cases: list[tuple[str, Plan, Any]]) -> list[StepResult]:
+    del rank
+    found = []
+    for how, plan, engine in cases:
+        stages = stages_that_write(how)
+        with engine(stages, plan, loss_fn) as pipeline:
+            loss = pipeline.step(*batch_of(4))
+            found.append(StepResult(loss, gradients_of(stages, pipeline.local_stages)))
+    return found
+
+
+def test_writing_by_functions_into_what_is_received(pool: Pool) -> None:
+    """Over a message and on the same rank, in plans with B and with I and W."""
+    costs = [Costs.uniform(3), Costs.uniform(3, weight_us=1)]
+    plans = [NAMED["gpipe"](place(of, Cluster.uniform(2), [0, 1, 1]), 4) for of in costs]
+    cases = [(how, plan, Pipeline) for how in IN_PLACE for plan in plans]
+    cases += [(how, plans[0], TorchEngine) for how in IN_PLACE]
+    by_rank = pool.run(2, steps_that_write, cases)
+    for case, (how, _, _) in enumerate(cases):
+        serial = serial_step_by_microbatches(stages_that_write(how), *batch_of(4))
+        assert_equal_steps([results[case] for results in by_rank], serial)
+
+
+def serial_step_by_microbatches(stages: Stages, inputs: Tensor, targets: Tensor) -> StepResult:
+    """For stages that mix the rows of a micro-batch."""
+    total = 0.0
+    for x, y in zip(inputs.split(ROWS), targets.split(ROWS), strict=True):
+        loss = loss_fn(stages.run(x), y) * len(x) / len(inputs)
+        loss.backward()
+        total += loss.item()
+    return StepResult(total, gradients_of(stages, range(len(stages))))
+
+
+# --- what is read of the batch ----------------------------------------------------------------------------------------
+
+
+class WritesInput(nn.Module):
+    """Writes into what it reads of the batch, behind what it receives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, *values: Tensor) -> Tensor:
+        x = values[-1]
+        x *= 2
+        return self.linear(x) + sum(values[:-1])
+
+
+def told_of_written_inputs(rank: int, plan: Plan, inputs: Any) -> str | list[StepResult]:
+    torch.manual_seed(0)
+    stages = Stages([WritesInput(), WritesInput()], inputs=inputs, input_names=["x", "y"])
+    first, second = batch_of(4)[0], batch_of(4, seed=2)[0]
+    try:
+        return pipeline_steps(rank, stages, plan, [((first, second), batch_of(4)[1])])
+    except PipelineError as error:
+        return str(error)
+
+
+def test_writing_into_an_input(pool: Pool) -> None:
+    plan = NAMED["gpipe"](place(Costs.uniform(2), Cluster.uniform(2)), 4)
+    torch.manual_seed(0)
+    stages = Stages([WritesInput(), WritesInput()], inputs=[["x"], ["y"]], input_names=["x", "y"])
+    serial = serial_step(stages, (batch_of(4)[0], batch_of(4, seed=2)[0]), batch_of(4)[1])
+    by_rank = pool.run(2, told_of_written_inputs, plan, [["x"], ["y"]])
+    assert_equal_steps([results[0] for results in by_rank], serial)
+
+
+def test_writing_into_an_input_that_is_read_again_is_refused(pool: Pool) -> None:
+    plan = NAMED["gpipe"](place(Costs.uniform(2), Cluster.uniform(1), [0, 0]), 4)
+    told = pool.run(1, told_of_written_inputs, plan, [["x"], ["y", 0]])[0]
+    assert "stage 0 writes into an input that other stages read too" in told
+    plan = NAMED["gpipe"](place(Costs.uniform(2, recompute_us=1), Cluster.uniform(1), [0, 0]), 4)
+    told = pool.run(1, told_of_written_inputs, plan, [["x"], ["y"]])[0]
+    assert "stage 0 writes into what it receives, which its recomputation needs unchanged" in told
+
+
+# --- what does not cross ----------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Returns what models of transformers return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Tensor) -> BaseModelOutput:
+        return BaseModelOutput(last_hidden_state=self.linear(x))
+
+
+class Changing(nn.Module):
+    """Returns a number beside its rows, another one each time."""
+
+    def __init__(self, numbers: list[Any]) -> None:
+        super().__init__()
+        self.linear, self.numbers = nn.Linear(WIDTH, WIDTH).double(), iter(numbers)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        return self.linear(x), next(self.numbers)
+
+
+class First(nn.Module):
+    def forward(self, pair: tuple[Tensor, Any]) -> Tensor:
+        return pair[0]
+
+
+def two_steps(rank: int, first: nn.Module) -> None:
+    plan = NAMED["gpipe"](place(Costs.uniform(2), Cluster.uniform(2)), 4)
+    with Pipeline(Stages([first, First()]), plan, loss_fn) as pipeline:
+        for _ in range(2):
+            pipeline.step(*batch_of(4))
+
+
+NUMBERS: dict[str, tuple[nn.Module, str]] = {
+    "a ModelOutput": (
+        Model(),
+        "PipelineError: stage 0 (Model) returned a transformers.modeling_outputs.BaseModelOutput, but stages exchange "
+        "tensors, tuples, lists and dicts of them, numbers, texts and None; return its .to_tuple(), or call the model "
+        "with return_dict=False",
+    ),
+    "a number that changes": (
+        Changing([1.5] * 4 + [2.5]),
+        "stage 0 made (float64[5, 6] with gradient, 2.5), after (float64[5, 6] with gradient, 1.5) in an earlier step "
+        "with inputs of the same shapes; return a number that changes as a tensor, or use",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NUMBERS)
+def test_what_does_not_cross_is_told_on_both_ranks(tmp_path: Path, case: str) -> None:
+    _, message = NUMBERS[case]
+    ended = run_fresh(tmp_path, 2, two_steps_of, case)
+    assert [each.exit_code for each in ended] == [1, 1]
+    assert all(message in each.stderr for each in ended)
+
+
+def two_steps_of(rank: int, case: str) -> None:
+    two_steps(rank, NUMBERS[case][0])
+
+
+def steps_with_nan(rank: int) -> str:
+    two_steps(rank, Changing([float("nan") for _ in range(8)]))
+    return "done"
+
+
+def test_nan_crosses_as_the_same_number_in_every_step(pool: Pool) -> None:
+    assert pool.run(2, steps_with_nan) == ["done"] * 2

@@ -1,0 +1,139 @@
+"""All ranks make the same call: where they do not, all hear which, before anything has run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import rota
+from rota import Cluster, Costs, Pipeline, PipelineError, Plan, place
+from rota.interop import TorchEngine
+from rota.runtime.transport import Transport
+from rota.schedules import one_f_one_b
+from support.networks import StepResult, assert_equal_steps, batch_of, chain, gradients_of, loss_fn, serial_step
+from support.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+BATCH = batch_of(4)
+CALLS: dict[str, Callable[[Pipeline], Any]] = {
+    "step()": lambda pipeline: pipeline.step(*BATCH),
+    "step(sync=False)": lambda pipeline: pipeline.step(*BATCH, sync=False),
+    "evaluate()": lambda pipeline: pipeline.evaluate(*BATCH),
+    "forward()": lambda pipeline: pipeline.forward(BATCH[0]),
+    "clip_grad_norm_()": lambda pipeline: pipeline.clip_grad_norm_(1.0),
+    "timeline()": lambda pipeline: pipeline.timeline(),
+}
+
+
+def plan_for(num_ranks: int) -> Plan:
+    return one_f_one_b(place(Costs.uniform(num_ranks), Cluster.uniform(num_ranks)), 4)
+
+
+def differing_calls(rank: int) -> tuple[list[str], bool, StepResult]:
+    """Rank 1 makes another call than the others, in all combinations; then a step, as if nothing had happened."""
+    told = []
+    stages = chain(3)
+    with Pipeline(stages, plan_for(3), loss_fn) as pipeline:
+        pipeline.step(*BATCH)  # there is a timeline
+        for parameter in pipeline.parameters():
+            parameter.grad = None
+        for name, call in CALLS.items():
+            for other in CALLS:
+                if other != name:
+                    with pytest.raises(PipelineError) as error:
+                        (CALLS[other] if rank == 1 else call)(pipeline)
+                    told.append(str(error.value))
+        untouched = all(parameter.grad is None for parameter in pipeline.parameters())
+        loss = pipeline.step(*BATCH)
+        return told, untouched, StepResult(loss, gradients_of(stages, pipeline.local_stages))
+
+
+def test_all_ranks_hear_of_different_calls_and_can_go_on(pool: Pool) -> None:
+    results = pool.run(3, differing_calls)
+    pairs = [(name, other) for name in CALLS for other in CALLS if other != name]
+    for told, untouched, _ in results:
+        for (name, other), words in zip(pairs, told, strict=True):
+            assert words == (
+                f"the ranks make different calls at once: rank 0, rank 2 call {name}; rank 1 calls {other}; make the "
+                f"same calls in the same order on all ranks"
+            )
+        assert untouched
+    assert_equal_steps([result for *_, result in results], serial_step(chain(3), *BATCH))
+
+
+def other_scale(rank: int) -> list[str]:
+    told = []
+    with Pipeline(chain(2), plan_for(2), loss_fn, mesh=rota.mesh(pp=2, dp=2)) as pipeline:
+        for scale in (0.5 if dist.get_rank() == 3 else 1.0, 1.0 if pipeline.replica else 0.5):
+            try:
+                pipeline.step(*BATCH, scale=scale)
+                told.append("")
+            except PipelineError as error:
+                told.append(str(error))
+    return told
+
+
+def test_ranks_of_a_pipeline_have_one_scale(pool: Pool) -> None:
+    """Replicas may differ: it is how their batches are weighted."""
+    for told in pool.run(4, other_scale):
+        assert told == ["rank 0 of replica 1 gave step scale=1, rank 1 of replica 1 0.5; give all ranks the same", ""]
+
+
+def reductions(rank: int) -> dict[str, int]:
+    """How many all-reduces each call takes."""
+    counted: list[int] = []
+    all_reduce = Transport.all_reduce
+
+    def counting(transport: Transport, *args: Any, **options: Any) -> None:
+        counted.append(1)
+        all_reduce(transport, *args, **options)
+
+    found = {}
+    with patch.object(Transport, "all_reduce", counting), Pipeline(chain(3), plan_for(3), loss_fn) as pipeline:
+        for name, call in CALLS.items():
+            counted.clear()
+            call(pipeline)
+            found[name] = len(counted)
+    return found
+
+
+def test_agreeing_takes_no_message_of_its_own(pool: Pool) -> None:
+    expected = {"step()": 2, "step(sync=False)": 2, "evaluate()": 2, "forward()": 1, "clip_grad_norm_()": 1}
+    for found in pool.run(3, reductions):
+        assert found == {**expected, "timeline()": 1}
+
+
+def norms(rank: int, norm_type: float, values: list[float]) -> float:
+    with Pipeline(chain(3), plan_for(3), loss_fn) as pipeline:
+        for parameter in pipeline.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        next(pipeline.parameters()).grad.view(-1)[0] = values[rank]
+        return pipeline.clip_grad_norm_(1.0, norm_type)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_a_norm_that_is_not_finite_reaches_all(pool: Pool, norm_type: float) -> None:
+    for bad in (math.nan, -math.nan, math.inf):
+        for found in pool.run(3, norms, norm_type, [3.0, bad, 4.0]):
+            assert math.isnan(found) if math.isnan(bad) else found == math.inf
+    assert pool.run(3, norms, norm_type, [3.0, 0.0, -4.0]) == [5.0 if norm_type == 2 else 4.0] * 3
+
+
+def engine_steps(rank: int) -> str:
+    """PyTorch's engine has one call alone."""
+    with TorchEngine(chain(2), plan_for(2), loss_fn) as engine:
+        with pytest.raises(PipelineError) as error:
+            engine.step(*BATCH, sync=rank == 0)
+        assert math.isfinite(engine.step(*BATCH))
+    return str(error.value)
+
+
+def test_torch_engine_refuses_other_options(pool: Pool) -> None:
+    assert pool.run(2, engine_steps) == ["some ranks gave step sync=True, others sync=False; give all the same"] * 2

@@ -1,0 +1,75 @@
+"""Where a script's plan comes from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rota import Cluster, Costs, FormatError, PipelineError, PlacementError, given_plan, place
+from rota.replanning import replan
+from rota.runtime.launcher_files import is_restart, leave_plan
+from rota.schedules import one_f_one_b
+
+PLAN = one_f_one_b(place(Costs.uniform(4, 100, 200), Cluster.uniform(4)), 8)
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("ROTA_FOLDER", "WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    path = tmp_path / "given.json"
+    path.write_text(PLAN.to_json())
+    return path
+
+
+def test_what_the_launcher_left_goes_before_a_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = replan(PLAN, 2)
+    for name, value in leave_plan(other, str(file.parent)).items():
+        monkeypatch.setenv(name, value)
+    assert given_plan() == given_plan(file) == other
+
+
+@pytest.mark.parametrize(("size", "dp", "tp", "num_ranks"), [(4, 1, 1, 4), (2, 1, 1, 2), (4, 2, 1, 2), (12, 2, 2, 3)])
+def test_a_file_is_planned_anew_for_the_processes_there_are(
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    size: int,
+    dp: int,
+    tp: int,
+    num_ranks: int,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(size))
+    for rank in range(size):
+        monkeypatch.setenv("RANK", str(rank))
+        assert given_plan(file, dp=dp, tp=tp) == replan(PLAN, num_ranks)
+    told = capsys.readouterr().err
+    assert told.count("\n") == (num_ranks != 4)
+    if num_ranks == 2:
+        assert told == f"rota: {file} is for 4 ranks, and was planned anew for 2: makespan 5.4 ms, was 3.3 ms\n"
+
+
+def test_without_processes_a_file_is_as_it_is(file: Path) -> None:
+    assert given_plan(str(file), dp=2) == PLAN
+
+
+def test_what_cannot_be_had_is_told(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PipelineError, match=r"rota run plan.json script.py`, or name the plan's file for torchrun"):
+        given_plan()
+    with pytest.raises(FormatError, match=r"cannot read nowhere.json"):
+        given_plan("nowhere.json")
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    with pytest.raises(PlacementError, match=r"4 stages cannot be placed on 6 ranks; start at most 4 ranks"):
+        given_plan(file)
+    with pytest.raises(PipelineError, match=r"6 processes cannot be shared out to dp=4 replicas of tp=1 parts"):
+        given_plan(file, dp=4)
+
+
+@pytest.mark.parametrize("name", ["ROTA_RESTART", "TORCHELASTIC_RESTART_COUNT"])
+def test_a_restart_is_known(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.delenv("ROTA_RESTART", raising=False)
+    monkeypatch.setenv(name, "0")
+    assert not is_restart()
+    monkeypatch.setenv(name, "2")
+    assert is_restart()

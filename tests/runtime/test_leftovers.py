@@ -1,0 +1,247 @@
+"""A closed pipeline leaves nothing behind, and a running one does not grow."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import rota
+from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place, schedules
+from rota.errors import LostRankError
+from rota.runtime import pipeline as pipeline_module
+from rota.runtime.meshes import Processes
+from rota.runtime.reducing.gradient_sync import GradientSync
+from runtime.reducing.test_shared_weights import STREAMS
+from support.fresh import run_fresh
+from support.networks import Layer, batch_of, chain, graph_of_layers, loss_fn
+from support.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+NUM_RANKS = 3
+NUM_STEPS = int(os.environ.get("ROTA_SOAK_STEPS", "200"))
+
+
+def plan_for(num_microbatches: int = 4) -> Plan:
+    return schedules.one_f_one_b(place(Costs.uniform(NUM_RANKS), Cluster.uniform(NUM_RANKS)), num_microbatches)
+
+
+def held() -> dict[str, int]:
+    """What this process holds now.
+
+    Libraries that an earlier test used in this process start and end threads of their own when they like (the compiler
+    has a timer, for one), so that one more or less says nothing: what each round leaves shows after many rounds.
+    """
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "threads": len(os.listdir("/proc/self/task")),
+        "files": len(os.listdir("/proc/self/fd")),
+        "processes": len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()),
+        "bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+    }
+
+
+def rotas_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("rota")}
+
+
+def threads_in_and_after(rank: int, stages: Stages, plan: Plan, batch: Any) -> tuple[set[str], set[str]]:
+    """Names of the threads that a pipeline starts, and of those that are left when it is closed.
+
+    An earlier test may have left a pipeline to the garbage collector: its threads are not counted.
+    """
+    before = rotas_threads()
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        pipeline.step(*batch)
+        started = rotas_threads() - before
+    pipeline.close()  # once more does nothing
+    return {thread.name for thread in started}, {thread.name for thread in rotas_threads() & started}
+
+
+def test_close_ends_the_threads(pool: Pool) -> None:
+    seen = pool.run(NUM_RANKS, threads_in_and_after, chain(NUM_RANKS), plan_for(), batch_of(4))
+    assert seen == [({"rota-sends", "rota-watchdog", "rota-roll-call"}, set())] * NUM_RANKS
+
+
+def grown(early: dict[str, int], late: dict[str, int], rounds: int) -> dict[str, int]:
+    """What there is more of, if it is more than a library may have started meanwhile."""
+    assert rounds > _OTHERS
+    return {name: late[name] - early[name] for name in early if late[name] - early[name] > _OTHERS}
+
+
+_OTHERS = 3
+NUM_PIPELINES = 12
+
+
+def many_pipelines(rank: int, stages: Stages, plan: Plan, batch: Any, mesh: dict[str, int]) -> list[dict[str, int]]:
+    """What is held after the second pipeline and after the last."""
+    counts = []
+    by_name = rota.mesh(**mesh) if mesh else None
+    for _ in range(NUM_PIPELINES):
+        with Pipeline(stages, plan, loss_fn, mesh=by_name) as pipeline:
+            pipeline.step(*batch)
+        torch.distributed.barrier()
+        counts.append(held())
+        del counts[-1]["bytes"]
+    return [counts[1], counts[-1]]
+
+
+@pytest.mark.parametrize("case", ["alone", "two replicas", "shared weights"])
+def test_pipelines_made_one_after_another_leave_nothing(pool: Pool, case: str) -> None:
+    stages, plan, mesh = chain(NUM_RANKS), plan_for(), {}
+    if case == "two replicas":
+        stages, plan, mesh = chain(2), schedules.one_f_one_b(two_ranks(), 4), {"pp": 2, "dp": 2}
+    elif case == "shared weights":
+        stages, plan = chain(4), STREAMS["chimera on 4"]
+    num_ranks = plan.placement.num_ranks * mesh.get("dp", 1)
+    for early, late in pool.run(num_ranks, many_pipelines, stages, plan, batch_of(8), mesh):
+        assert not grown(early, late, NUM_PIPELINES - 2), (early, late)
+
+
+def many_steps(rank: int, stages: Stages, plan: Plan, batch: Any) -> tuple[dict[str, int], dict[str, int]]:
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        for step in range(NUM_STEPS):
+            pipeline.step(*batch)
+            if step == 20:
+                early = held()
+        return early, held()
+
+
+def test_many_steps_in_a_row_stay_flat(pool: Pool) -> None:
+    """A boundary tensor has 100 kB, so that 180 steps would leave 70 MB if each left one micro-batch's."""
+    width = 128
+    stages = Stages([Layer(width).double() for _ in range(NUM_RANKS)])
+    batch = torch.randn(2, 400, width, dtype=torch.float64).unbind()
+    for early, late in pool.run(NUM_RANKS, many_steps, stages, plan_for(), batch, timeout_s=NUM_STEPS / 2):
+        assert late.pop("bytes") < early.pop("bytes") + 20e6
+        assert not grown(early, late, NUM_STEPS - 20), (early, late)
+
+
+def use_after_close(rank: int, stages: Stages, plan: Plan) -> list[str]:
+    pipeline = Pipeline(stages, plan, loss_fn)
+    pipeline.close()
+    told = []
+    for call in (pipeline.step, pipeline.evaluate, pipeline.forward, lambda: pipeline.clip_grad_norm_(1.0)):
+        with pytest.raises(PipelineError) as error:
+            call()
+        told.append(str(error.value))
+    return told
+
+
+def test_closed_pipeline_says_so(pool: Pool) -> None:
+    told = pool.run(2, use_after_close, graph_of_layers(2, [(0, 1)]), schedules.gpipe(two_ranks(), 2))
+    assert told == [["the pipeline is closed; make a new one"] * 4] * 2
+
+
+def two_ranks() -> Any:
+    return place(Costs.uniform(2), Cluster.uniform(2))
+
+
+# --- what fails meanwhile ---------------------------------------------------------------------------------------------
+
+
+def groups() -> int:
+    return len(torch.distributed.distributed_c10d._world.pg_names)
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise OSError("no space left on device")
+
+
+#: What a pipeline calls while it is made, first to last.
+STEPS: list[tuple[Any, str]] = [
+    *((pipeline_module, name) for name in ("Watchdog", "refuse_differences", "Processes")),
+    (Processes, "_across_replicas"),  # some groups are made
+    *((pipeline_module, name) for name in ("GradientSync", "Transport", "clock_offset_ns", "Intake", "Runs")),
+]
+
+
+def make_with_failures(rank: int, stages: Stages, plan: Plan) -> list[str]:
+    """What is left of a pipeline whose making fails at each of its steps, on all ranks."""
+    left = []
+    for owner, name in STEPS:
+        threads, before = rotas_threads(), groups()
+        # A rank that is still connecting may notice first that another one has failed.
+        with patch.object(owner, name, fail), pytest.raises((OSError, LostRankError)):
+            Pipeline(stages, plan, loss_fn)
+        if rotas_threads() - threads or groups() != before:
+            left.append(f"{name}: {rotas_threads() - threads} {groups() - before}")
+        torch.distributed.barrier()
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        pipeline.step(*batch_of(4))
+    return left
+
+
+def test_a_pipeline_that_cannot_be_made_leaves_nothing(pool: Pool) -> None:
+    assert pool.run(NUM_RANKS, make_with_failures, chain(NUM_RANKS), plan_for()) == [[]] * NUM_RANKS
+
+
+def make_without_processes(rank: int, stages: Stages, plan: Plan) -> None:
+    """As where `join` has made the process group."""
+    with (
+        patch.object(pipeline_module, "join", lambda: True),
+        patch.object(pipeline_module, "Intake", fail),
+        pytest.raises(OSError, match="no space left"),
+    ):
+        Pipeline(stages, plan, loss_fn)
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_pipeline_that_cannot_be_made_leaves_its_processes(tmp_path: Path) -> None:
+    ended = run_fresh(tmp_path, 2, make_without_processes, chain(2), schedules.gpipe(two_ranks(), 2))
+    assert [each.exit_code for each in ended] == [0, 0], ended
+
+
+def close_with_failures(rank: int, stages: Stages, plan: Plan) -> list[str]:
+    """One end fails after another: the others come all the same."""
+    told = []
+    for owner, name in ((pipeline_module, "leave_record"), (GradientSync, "close"), (ExitStack, "callback")):
+        threads, before, ended = rotas_threads(), groups(), []
+        with nullcontext() if owner is ExitStack else patch.object(owner, name, fail):
+            pipeline = Pipeline(stages, plan, loss_fn)
+            pipeline.before_close.callback(ended.append, "checkpoint")
+            if owner is ExitStack:
+                pipeline.before_close.callback(fail)
+            assert not pipeline.should_stop  # from now on it handles signals
+            pipeline.step(*batch_of(4))
+            with pytest.raises((PipelineError, OSError)) as error:
+                pipeline.close()
+        told.append(f"{type(error.value).__name__}: {error.value}")
+        assert ended == ["checkpoint"]
+        assert not rotas_threads() - threads
+        assert groups() == before
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        pipeline.close()  # once more does nothing
+        torch.distributed.barrier()
+    return told
+
+
+def test_what_fails_in_close_keeps_nothing_else_open(pool: Pool) -> None:
+    for told in pool.run(NUM_RANKS, close_with_failures, chain(NUM_RANKS), plan_for()):
+        assert told[0].startswith("PipelineError: the last step's record for `rota run --timeline` was not written")
+        assert told[1:] == ["OSError: no space left on device"] * 2
+
+
+def divide_by_zero(stages: Stages, plan: Plan) -> None:
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        pipeline.step(*batch_of(4))
+        raise ZeroDivisionError("the script's own")
+
+
+def fail_in_the_loop(rank: int, stages: Stages, plan: Plan) -> str:
+    """The script's own error is the one to be told, and not what fails because of it."""
+    with patch.object(pipeline_module, "leave_record", fail), pytest.raises(ZeroDivisionError) as error:
+        divide_by_zero(stages, plan)
+    return str(error.value)
+
+
+def test_the_first_error_is_told(pool: Pool) -> None:
+    assert pool.run(NUM_RANKS, fail_in_the_loop, chain(NUM_RANKS), plan_for()) == ["the script's own"] * NUM_RANKS

@@ -1,0 +1,220 @@
+"""Pipeline x tensor x replicas: the unsplit model's steps on eight processes; and meshes that do not fit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import rota
+from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, bidirectional, place, spmd
+from rota.schedules import NAMED, chimera, gpipe
+from support.meshed import on_each, part_of
+from support.networks import batch_of, chain, gradients_of, loss_fn, serial_step
+from support.parallel_modules import GatheredLayer, ParallelLayer
+from support.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+NORM_TYPES = (0.5, 1.0, 2.0, 3.0, float("inf"))
+
+
+def parallel_stages(group: spmd.Group, tie: bool) -> Stages:
+    stages = Stages([ParallelLayer(0, group), nn.Sequential(GatheredLayer(1, group), ParallelLayer(2, group))])
+    if tie:
+        stages[1][1].down = stages[0].down
+    return stages
+
+
+def plan_for(schedule: str) -> Plan:
+    costs = Costs.uniform(2, weight_us=1 if schedule.startswith("zb") else None)
+    return NAMED[schedule](place(costs, Cluster.uniform(2)), 4)
+
+
+Steps = list[tuple[float, list[float], dict[tuple[int, str], Tensor]]]
+
+
+def steps_on_mesh(rank: int, schedule: str, tie: bool, shard: bool = False) -> Steps:
+    """Loss, norms and parameters after each of three steps of SGD; the first process's replicated weights count."""
+    mesh = rota.mesh(pp=2, dp=2, tp=2)
+    stages = parallel_stages(mesh.get_group("tp"), tie)
+    with torch.no_grad():
+        for p in stages[0].out.parameters() if mesh.get_local_rank("tp") else ():
+            p.add_(1)
+        for p in stages[1].parameters() if mesh.get_local_rank("dp") and not shard else ():
+            p.add_(1)
+    if shard:
+        fully_shard(stages[mesh.get_local_rank("pp")], mesh=mesh["dp"])
+    found = []
+    with Pipeline(stages, plan_for(schedule), loss_fn, mesh=mesh) as pipeline:
+        assert (pipeline.rank, pipeline.replica) == (mesh.get_local_rank("pp"), mesh.get_local_rank("dp"))
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1, momentum=0.5)
+        for seed in range(3):
+            optimizer.zero_grad()
+            loss = pipeline.step(*part_of(batch_of(8, seed), pipeline))
+            norms = [pipeline.clip_grad_norm_(1e9, norm_type) for norm_type in NORM_TYPES]
+            pipeline.clip_grad_norm_(0.1)
+            optimizer.step()
+            found.append((loss, norms, state_of(pipeline.local_stages.items())))
+    return found
+
+
+def serial_steps(tie: bool) -> Steps:
+    stages = parallel_stages(None, tie)
+    parameters = list(nn.ModuleList(stages.modules).parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
+    found = []
+    for seed in range(3):
+        optimizer.zero_grad()
+        x, target = batch_of(8, seed)
+        loss = loss_fn(stages.run(x), target)
+        loss.backward()
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norms = [float(nn.utils.get_total_norm(gradients, norm_type)) for norm_type in NORM_TYPES]
+        nn.utils.clip_grad_norm_(parameters, 0.1)
+        optimizer.step()
+        found.append((loss.item(), norms, state_of(enumerate(stages.modules))))
+    return found
+
+
+def state_of(modules: Iterable[tuple[int, nn.Module]]) -> dict[tuple[int, str], Tensor]:
+    named = (((stage, name), p.detach()) for stage, module in modules for name, p in module.named_parameters())
+    return {key: p.full_tensor() if isinstance(p, DTensor) else p.clone() for key, p in named}
+
+
+def own_part(whole: Tensor, part: Tensor, position: int) -> Tensor:
+    for dim in range(whole.dim()):
+        if whole.shape[dim] != part.shape[dim]:
+            return whole.narrow(dim, position * part.shape[dim], part.shape[dim])
+    return whole
+
+
+def test_pipeline_and_tensor_and_replicas(pool: Pool) -> None:
+    cases = [("1f1b", False), ("zb_h1", True), ("zb_h1", False, True)]
+    pool.renew()
+    by_process = pool.run(8, on_each, steps_on_mesh, cases)
+    for i, (_, tie, *_) in enumerate(cases):
+        for step, (loss, norms, state) in enumerate(serial_steps(tie)):
+            for process, found in enumerate(by_process):
+                here = found[i][step]
+                assert here[0] == pytest.approx(loss, rel=1e-10, abs=1e-10)
+                assert here[1] == pytest.approx(norms, rel=1e-10, abs=1e-10)
+                for key, parameter in here[2].items():
+                    own = own_part(state[key], parameter, process % 2)
+                    torch.testing.assert_close(parameter, own, rtol=1e-10, atol=1e-10)
+            assert {key for found in by_process for key in found[i][step][2]} == state.keys()
+
+
+# --- other placements with replicas -----------------------------------------------------------------------------------
+
+
+def gradients_with_replicas(rank: int, streams: bool) -> tuple[float, float, dict[tuple[int, str], Tensor]]:
+    """Of two streams that share weights, or of a stage on both ranks of the plan."""
+    mesh = rota.mesh(pp=2, dp=2)
+    stages = chain(2) if streams else on_both_ranks(spmd.group([0, 1], mesh))
+    with Pipeline(stages, placed(streams), loss_fn, mesh=mesh) as pipeline:
+        loss = pipeline.step(*part_of(batch_of(8), pipeline))
+        return loss, pipeline.clip_grad_norm_(1e9), gradients_of(pipeline.stages, pipeline.local_stages)
+
+
+def on_both_ranks(group: spmd.Group) -> Stages:
+    return Stages([ParallelLayer(0, group), ParallelLayer(1, None)])
+
+
+def placed(streams: bool) -> Plan:
+    costs, cluster = Costs.uniform(2), Cluster.uniform(2)
+    return chimera(bidirectional(costs, cluster), 4) if streams else gpipe(place(costs, cluster, [(0, 1), 1]), 4)
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["a stage on two ranks", "two streams"])
+def test_shared_weights_of_replicas(pool: Pool, streams: bool) -> None:
+    serial = chain(2) if streams else on_both_ranks(None)
+    expected = serial_step(serial, *batch_of(8))
+    norm = float(nn.utils.get_total_norm(list(expected.gradients.values())))
+    for process, (loss, found_norm, gradients) in enumerate(pool.run(4, gradients_with_replicas, streams)):
+        assert loss == pytest.approx(expected.loss, rel=1e-10)
+        assert found_norm == pytest.approx(norm, rel=1e-10)
+        assert gradients
+        for (stage, name), gradient in gradients.items():
+            whole = expected.gradients[stage % 2, name]
+            own = own_part(whole, gradient, process % 2)
+            torch.testing.assert_close(gradient, own, rtol=1e-10, atol=1e-10)
+
+
+# --- other meshes -----------------------------------------------------------------------------------------------------
+
+
+def loss_and_place(rank: int, stages: Stages, shape: tuple[int, ...], dims: tuple[str, ...]) -> tuple[float, int, int]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=dims)
+    num_ranks = mesh["pp"].size() if "pp" in dims else 1
+    plan = gpipe(place(Costs.uniform(2), Cluster.uniform(num_ranks), [0, num_ranks - 1]), 4)
+    with Pipeline(copy.deepcopy(stages), plan, loss_fn, mesh=mesh) as pipeline:
+        return pipeline.step(*part_of(batch_of(16), pipeline)), pipeline.rank, pipeline.replica
+
+
+def test_dims_may_be_few_and_in_any_order(pool: Pool) -> None:
+    cases = [((2, 2), ("dp", "pp")), ((2, 2), ("pp", "dp")), ((4,), ("dp",)), ((2, 1, 2), ("tp", "dp", "pp"))]
+    by_process = pool.run(4, on_each, loss_and_place, [(chain(2), *case) for case in cases])
+    x, target = batch_of(16)
+    expected = loss_fn(chain(2).run(x), target).item()
+    places = [[(found[i][1], found[i][2]) for found in by_process] for i in range(len(cases))]
+    assert places[0] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert places[1] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert places[2] == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    assert places[3] == [(0, 0), (1, 0), (0, 0), (1, 0)]
+    for found in by_process:
+        assert [loss for loss, *_ in found] == pytest.approx([expected] * len(cases), rel=1e-10)
+
+
+def refusals(rank: int) -> list[str]:
+    plan = gpipe(place(Costs.uniform(2), Cluster.uniform(2)), 4)
+    told = []
+    with pytest.raises(PipelineError, match="start 2, or plan for 4, or give Pipeline a mesh with replicas"):
+        Pipeline(chain(2), plan, loss_fn)
+    for make in (
+        lambda: rota.mesh(pp=3),
+        lambda: rota.mesh(pp=4),
+        lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp")),
+        lambda: init_device_mesh("cpu", (2, 2)),
+    ):
+        with pytest.raises(PipelineError) as error:
+            Pipeline(chain(2), plan, loss_fn, mesh=make())
+        told.append(str(error.value))
+    with Pipeline(chain(2), plan, loss_fn, mesh=rota.mesh(pp=2, dp=2)) as pipeline:
+        with pytest.raises(PipelineError) as error:
+            pipeline.step(*batch_of(4), sync=rank != 2)
+        told.append(str(error.value))
+        with pytest.raises(PipelineError, match="scale is nan; give a number above 0"):
+            pipeline.step(*batch_of(4), scale=float("nan"))
+        # Layouts were not exchanged by the step that was refused, and are by this one.
+        loss = pipeline.step(*batch_of(4))
+        assert loss == pytest.approx(pipeline.evaluate(*batch_of(4)), rel=1e-10)
+    return told
+
+
+def test_refusals(pool: Pool) -> None:
+    for told in pool.run(4, refusals):
+        assert "a mesh of pp=3, dp=1, tp=1 is for 3 processes, but 4 were started; start 3, such as by" in told[0]
+        assert "the plan is for 2 ranks, but the mesh has 4 along 'pp'; make it with pp=2, or plan for 4" in told[1]
+        assert "the mesh has the dims 'pp', 'cp'; name them among 'dp', 'pp' and 'tp'" in told[2]
+        assert "the mesh has the dims without names" in told[3]
+        assert "rank 0 of replica 0, rank 1 of replica 0, rank 1 of replica 1 call step(); " in told[4]
+        assert "rank 0 of replica 1 calls step(sync=False); make the same calls in the same order" in told[4]
+
+
+def patience_s(rank: int, timeout_s: float | None) -> float:
+    plan = gpipe(place(Costs.uniform(2), Cluster.uniform(2)), 2)
+    with Pipeline(chain(2), plan, loss_fn, timeout_s=timeout_s) as pipeline:
+        backend = pipeline._processes.pipeline._get_backend(torch.device("cpu"))
+        return float(backend.options._timeout.total_seconds())
+
+
+@pytest.mark.parametrize(("timeout_s", "least_s"), [(None, 1800), (7200, 72000), (float("inf"), 10**8)])
+def test_pytorchs_own_limit_is_never_the_shorter_one(pool: Pool, timeout_s: float | None, least_s: float) -> None:
+    assert min(pool.run(2, patience_s, timeout_s)) >= least_s

@@ -1,0 +1,287 @@
+"""Autocast and gradient scalers give, bit by bit, what they give the unsplit model."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
+from rota.interop import TorchEngine
+from rota.schedules import NAMED, one_f_one_b
+from support.networks import loss_fn
+from support.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+NUM_MICROBATCHES, ROWS, WIDTH = 6, 4, 8
+Dtype = torch.dtype | None  # of autocast; None: off
+Gradients = dict[tuple[int, str], Tensor]
+
+
+class Precise(nn.Module):
+    """A layer that autocast must leave alone: its backward would be rounded if that ran under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            y: Tensor = self.linear(x.float())
+        return y
+
+
+def make_stages(num_stages: int) -> Stages:
+    """The boundaries carry the low precision, or float32 behind a norm."""
+    torch.manual_seed(0)
+
+    def linear() -> nn.Linear:
+        return nn.Linear(WIDTH, WIDTH)
+
+    kinds = (
+        lambda: nn.Sequential(linear(), nn.GELU(), Precise(), linear()),
+        lambda: nn.Sequential(linear(), nn.Tanh(), nn.LayerNorm(WIDTH)),
+        lambda: nn.Sequential(nn.Dropout(0.0), Precise(), nn.Tanh(), linear()),
+    )
+    return Stages([kinds[i % 3]() for i in range(num_stages)])
+
+
+def batch_of(seed: int) -> tuple[Tensor, Tensor]:
+    x, y = torch.randn(2, NUM_MICROBATCHES * ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return x, y
+
+
+def autocast(dtype: Dtype) -> AbstractContextManager[Any]:
+    return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+
+
+def serial_step(stages: Stages, batch: tuple[Tensor, Tensor], dtype: Dtype, factor: float = 1.0) -> float:
+    """The unsplit model, micro-batch by micro-batch; backwards are outside of autocast, as torch advises."""
+    total = 0.0
+    for x, y in zip(*(part.chunk(NUM_MICROBATCHES) for part in batch), strict=True):
+        with autocast(dtype):
+            loss = loss_fn(stages.run(x), y)
+        (loss * (factor / NUM_MICROBATCHES)).backward()
+        total += loss.item() / NUM_MICROBATCHES
+    return total
+
+
+def gradients(stages: Stages, which: Any) -> Gradients:
+    named = {(stage, name): p for stage in which for name, p in stages[stage].named_parameters()}
+    return {key: p.grad.clone() for key, p in named.items() if p.grad is not None}
+
+
+# --- autocast ---------------------------------------------------------------------------------------------------------
+
+MODES: list[Dtype] = [torch.bfloat16, None, torch.float16, torch.bfloat16]  # as the steps have it, one after the other
+
+
+def plan_for(schedule: str, num_ranks: int, **more: Any) -> Plan:
+    family = NAMED[schedule]
+    costs = family.costs_from(Costs.uniform(num_ranks, 10, 10, weight_us=8, activation_bytes=8))
+    if more:
+        return family(place(Costs.uniform(num_ranks, 10, 20, **more), Cluster.uniform(num_ranks)), NUM_MICROBATCHES)
+    return family(family.place(costs, Cluster.uniform(num_ranks)), NUM_MICROBATCHES)
+
+
+def steps_of(rank: int, cases: list[tuple[Any, Plan, str]]) -> list[list[tuple[float, Gradients]]]:
+    del rank
+    results = []
+    for engine, plan, recompute in cases:
+        stages, of_case = make_stages(plan.num_stages), []
+        with engine(stages, plan, loss_fn, recompute=recompute) as pipeline:
+            for seed, dtype in enumerate(MODES):
+                for parameter in pipeline.parameters():
+                    parameter.grad = None
+                with autocast(dtype):
+                    loss = pipeline.step(*batch_of(seed))
+                of_case.append((loss, gradients(stages, pipeline.local_stages)))
+        results.append(of_case)
+    return results
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_autocast(pool: Pool, num_ranks: int) -> None:
+    cases = [(Pipeline, plan_for(name, num_ranks), "none") for name in ("1f1b", "zb_h1", "interleaved_1f1b", "zb_v")]
+    cases += [(TorchEngine, plan, recompute) for _, plan, recompute in cases[:2]]
+    cases.append((Pipeline, plan_for("1f1b", num_ranks, recompute_us=1), "none"))
+    cases.append((Pipeline, plan_for("zb_h1", num_ranks), "full"))
+    by_rank = pool.run(num_ranks, steps_of, cases)
+    for case, (_, plan, _) in enumerate(cases):
+        stages = make_stages(plan.num_stages)
+        for step, dtype in enumerate(MODES):
+            for module in stages.modules:
+                module.zero_grad(set_to_none=True)
+            loss = serial_step(stages, batch_of(step), dtype)
+            expected, found = gradients(stages, range(len(stages))), {}
+            for results in by_rank:
+                assert results[case][step][0] == pytest.approx(loss, rel=1e-15)
+                found |= results[case][step][1]
+            assert found.keys() == expected.keys()
+            for key, gradient in expected.items():
+                assert torch.equal(found[key], gradient), (case, step, key)
+
+
+def a_loop_inside_of_autocast(rank: int, plan: Plan) -> tuple[list[float], list[float]]:
+    del rank
+    stages = make_stages(plan.num_stages)
+    with Pipeline(stages, plan, loss_fn) as pipeline, autocast(torch.bfloat16):
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.5)
+        losses, evaluated = [], []
+        for seed in range(3):
+            evaluated.append(pipeline.evaluate(*batch_of(seed)))
+            losses.append(pipeline.step(*batch_of(seed)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, evaluated
+
+
+def test_weights_that_autocast_has_cached_do_not_outlive_a_step(pool: Pool) -> None:
+    by_rank = pool.run(2, a_loop_inside_of_autocast, plan_for("1f1b", 2))
+    stages, expected = make_stages(2), []
+    optimizer = torch.optim.SGD([p for _, p in stages.named_parameters()], lr=0.5)
+    for seed in range(3):
+        expected.append(serial_step(stages, batch_of(seed), torch.bfloat16))
+        optimizer.step()
+        optimizer.zero_grad()
+    for losses, evaluated in by_rank:
+        assert losses == evaluated == pytest.approx(expected, rel=1e-15)
+
+
+# --- one decision of all scalers --------------------------------------------------------------------------------------
+
+NUM_STEPS, BROKEN = 14, 6  # in step BROKEN one weight's gradient is made infinite
+SCALER = {"init_scale": 2.0**26, "growth_interval": 3}  # too much at first, and too much again now and then
+
+
+def stages_to_scale() -> Stages:
+    """The last one has no weights, and makes the loss."""
+    torch.manual_seed(1)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+    return Stages([*layers, nn.Tanh()])
+
+
+def break_one_gradient(stages: Stages, step: list[int]) -> None:
+    """Of stage 1 alone; `step` is what the caller counts."""
+    weight = stages[1].get_parameter("0.bias")
+    weight.register_hook(lambda g: torch.full_like(g, torch.inf) if step[0] == BROKEN else g)
+
+
+def train_scaled(rank: int, plan: Plan) -> tuple[list[tuple[float, float]], dict[tuple[int, str], Tensor]]:
+    del rank
+    stages, step, seen = stages_to_scale(), [0], []
+    scaler = torch.amp.GradScaler("cpu", **SCALER)  # type: ignore[arg-type]
+    break_one_gradient(stages, step)
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        parameters = [*pipeline.parameters()]
+        optimizer = torch.optim.Adam(parameters, lr=0.01) if parameters else None
+        for step[0] in range(NUM_STEPS):
+            with autocast(torch.float16):
+                loss = pipeline.step(*batch_of(step[0]), scaler=scaler)
+            if optimizer:
+                scaler.unscale_(optimizer)
+            pipeline.clip_grad_norm_(0.05)
+            if optimizer:
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+            scaler.update()
+            seen.append((loss, scaler.get_scale()))
+        local = pipeline.local_stages
+    return seen, {(s, name): p.detach() for s in local for name, p in stages[s].named_parameters()}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_all_scalers_decide_alike_and_as_one(pool: Pool, schedule: str) -> None:
+    by_rank = pool.run(3, train_scaled, plan_for(schedule, 3))
+    stages, step, expected = stages_to_scale(), [0], []
+    scaler = torch.amp.GradScaler("cpu", **SCALER)  # type: ignore[arg-type]
+    break_one_gradient(stages, step)
+    parameters = [p for _, p in stages.named_parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=0.01)
+    for step[0] in range(NUM_STEPS):
+        loss = serial_step(stages, batch_of(step[0]), torch.float16, float(scaler.scale(torch.ones(()))))
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(parameters, 0.05)
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+        scaler.update()
+        expected.append((loss, scaler.get_scale()))
+    scales = [scale for _, scale in expected]
+    assert scales[BROKEN] < scales[BROKEN - 1]  # it skipped the broken step
+    assert scales[0] < SCALER["init_scale"]  # and others before,
+    assert any(b > a for a, b in pairwise(scales))  # and grew in between
+    for seen, weights in by_rank:
+        for (loss, scale), of_serial in zip(seen, expected, strict=True):
+            assert loss == pytest.approx(of_serial[0], rel=1e-6)
+            assert scale == of_serial[1]
+        for (stage, name), weight in weights.items():
+            torch.testing.assert_close(weight, stages[stage].get_parameter(name).detach(), rtol=1e-5, atol=1e-7)
+
+
+def accumulate_scaled(rank: int, engine: Any, plan: Plan) -> list[Any]:
+    """Two steps, of which the first makes an infinite gradient on rank 0, and one that does not look at it."""
+    stages, step = stages_to_scale(), [BROKEN]
+    break_one_gradient(stages, step)
+    scaler, seen = torch.amp.GradScaler("cpu", init_scale=8.0), []
+    with engine(stages, plan, loss_fn) as pipeline:
+        for step[0], sync in ((BROKEN, False), (0, True)):
+            pipeline.step(*batch_of(0), scale=0.5, sync=sync, scaler=scaler)
+            finite = all(bool(p.grad.isfinite().all()) for p in pipeline.parameters() if p.grad is not None)
+            seen.append((scaler.get_scale(), finite))
+        scaler.update()
+        return [*seen, scaler.get_scale()]
+
+
+@pytest.mark.parametrize("engine", [Pipeline, TorchEngine])
+def test_the_last_step_of_a_round_decides_for_all_of_it(pool: Pool, engine: Any) -> None:
+    plan = one_f_one_b(place(Costs.uniform(3), Cluster.uniform(3)), NUM_MICROBATCHES)
+    first, second, third = pool.run(3, accumulate_scaled, engine, plan)
+    assert first == [(8.0, True), (8.0, False), 4.0]
+    assert second == [(8.0, False), (8.0, False), 4.0]
+    assert third == [(8.0, True), (8.0, True), 4.0]  # no gradients
+
+
+def what_is_told(rank: int, plan: Plan, case: str) -> str:
+    stages = stages_to_scale()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0 if case == "scale" and rank == 1 else 8.0)
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        if case == "update":
+            pipeline.step(*batch_of(0), scaler=scaler)
+        with pytest.raises(PipelineError) as error:
+            pipeline.step(*batch_of(0), scaler=None if case == "none" and rank == 1 else scaler)
+    return str(error.value)
+
+
+def test_scalers_that_differ_or_are_not_updated_are_refused(pool: Pool) -> None:
+    plan = plan_for("1f1b", 3)
+    assert all("scalers differ (scales 4 and 8)" in told for told in pool.run(3, what_is_told, plan, "scale"))
+    assert all("scale 8, and none on some rank" in told for told in pool.run(3, what_is_told, plan, "none"))
+    assert all("call scaler.update() after it" in told for told in pool.run(3, what_is_told, plan, "update"))
+
+
+def scaled_sum(rank: int, engine: Any, plan: Plan, **options: Any) -> float:
+    """Of all gradients, after two steps."""
+    stages = stages_to_scale()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, **options)
+    with engine(stages, plan, loss_fn) as pipeline:
+        for seed in (0, 1):
+            pipeline.step(*batch_of(seed), scale=0.5, sync=seed == 1, scaler=scaler)
+        scaler.update()
+        return sum(float(p.grad.abs().sum()) for p in pipeline.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("engine", [Pipeline, TorchEngine])
+def test_the_factor_is_in_the_gradients_unless_the_scaler_is_off(pool: Pool, engine: Any) -> None:
+    stages, plan = stages_to_scale(), plan_for("1f1b", 3)
+    for seed in (0, 1):
+        serial_step(stages, batch_of(seed), None, 0.5)
+    expected = sum(float(gradient.abs().sum()) for gradient in gradients(stages, range(3)).values())
+    assert sum(pool.run(3, scaled_sum, engine, plan)) == pytest.approx(2 * expected, rel=1e-6)
+    off = pool.run(3, partial(scaled_sum, enabled=False), engine, plan)
+    assert sum(off) == pytest.approx(expected, rel=1e-6)

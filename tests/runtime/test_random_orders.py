@@ -1,0 +1,82 @@
+"""Whatever `check` lets pass runs to its end, with the unsplit model's losses and gradients."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from typing import Any
+
+import pytest
+
+from rota import Kind, Plan, Stages
+from support.networks import StepResult, assert_equal_steps, batch_of, graph_of_layers, pipeline_steps, serial_step
+from support.pool import Pool
+from support.random_plans import random_plan
+
+pytestmark = pytest.mark.dist
+
+NUM_PLANS = int(os.environ.get("ROTA_RANDOM_PLANS", "70"))  # for each number of ranks; `make fuzz` runs more
+AT_ONCE = 100  # in one job of the pool
+
+
+def run_each(rank: int, cases: list[tuple[Stages, Plan, list[Any]]]) -> list[list[StepResult]]:
+    """Every stage takes as long as it likes, not what the plan says."""
+    chance = random.Random(rank)
+    for stages, _, _ in cases:
+        for module in stages.modules:
+            module.register_forward_pre_hook(lambda *_: time.sleep(0.002 * chance.random() ** 4))
+    return [pipeline_steps(rank, stages, plan, batches) for stages, plan, batches in cases]
+
+
+def trains(plan: Plan) -> bool:
+    return any(task.kind is not Kind.F for task in plan.placement.tasks)
+
+
+def random_case(seed: int, num_ranks: int) -> tuple[Stages, Plan, list[Any]]:
+    """Some stages with one weight, if they are on one rank each."""
+    edges, plan = random_plan(seed, num_ranks)
+    stages = graph_of_layers(plan.num_stages, edges, seed)
+    alone = [stage for stage in plan.placement.stages if len(plan.placement.ranks_of(stage)) == 1]
+    for stage in alone[::2] if seed % 4 == 0 else ():
+        stages[stage].linear.weight = stages[alone[0]].linear.weight
+    return stages, plan, [batch_of(plan.num_microbatches, seed) for seed in (1, 2)]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_random_orders(pool: Pool, num_ranks: int) -> None:
+    for first in range(0, NUM_PLANS, AT_ONCE):
+        run_and_compare(pool, num_ranks, range(first, min(first + AT_ONCE, NUM_PLANS)))
+
+
+def run_and_compare(pool: Pool, num_ranks: int, seeds: range) -> None:
+    cases = [random_case(seed, num_ranks) for seed in seeds]
+    by_rank = pool.run(num_ranks, run_each, cases, timeout_s=40 + 3 * len(cases))
+    for case, (stages, plan, batches) in enumerate(cases):
+        for step, batch in enumerate(batches):
+            for parameter in (p for module in stages.modules for p in module.parameters()):
+                parameter.grad = None
+            serial = serial_step(stages, *batch)
+            if not trains(plan):
+                serial.gradients.clear()
+            assert_equal_steps([results[case][step] for results in by_rank], serial)
+
+
+def test_the_random_plans_are_odd_enough() -> None:
+    drawn = [random_plan(seed, 3) for seed in range(60)]
+    plans = [plan for _, plan in drawn]
+    assert sum(any(len(task.ranks) > 1 for task in plan.placement.tasks) for plan in plans) > 15
+    assert max(plan.num_stages for plan in plans) == 8
+    assert any(not order for plan in plans for order in plan.orders)  # an idle rank
+    assert any(len(plan.placement.stages_on(rank)) > 1 for plan in plans for rank in range(3))
+    assert sum(not trains(plan) for plan in plans) > 1
+    kinds = [{str(task.kind) for task in plan.placement.tasks} for plan in plans]
+    assert min(sum(kind in of_plan for of_plan in kinds) for kind in "BIWR") > 20
+    assert sum({"B", "I"} <= of_plan for of_plan in kinds) > 15
+    assert sum(len({a for a, _ in edges}) < len(edges) for edges, _ in drawn) > 10  # an output with several readers
+    out_of_order = 0
+    for plan in plans:
+        for order in plan.orders:
+            forwards = [op.microbatch for op in order if op.kind is Kind.F and op.stage == order[0].stage]
+            out_of_order += forwards != sorted(forwards)
+    assert out_of_order > 20

@@ -1,0 +1,149 @@
+"""A stage on several ranks: fed and read as placed, with the unsplit model's gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place, spmd
+from rota.schedules import gpipe, one_f_one_b
+from support.networks import Layer, batch_of, loss_fn
+from support.parallel_modules import GatheredLayer, ParallelLayer
+from support.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+Ranks = list[tuple[int, ...]]
+Edges = list[tuple[int, int]]
+CHAIN: Edges = [(0, 1), (1, 2), (2, 3), (3, 4)]
+ALL = (0, 1, 2, 3)
+
+
+def stages_on(ranks: Ranks, edges: Edges, groups: dict[tuple[int, ...], spmd.Group]) -> Stages:
+    """Parallel layers where a stage has several ranks; with no groups, the same unsplit."""
+    modules: list[nn.Module] = []
+    for stage, on in enumerate(ranks):
+        torch.manual_seed(stage)
+        kind = (ParallelLayer, GatheredLayer)[stage % 2]
+        modules.append(Layer().double() if len(on) == 1 else kind(stage, groups.get(on)))
+    return Stages(modules, edges)
+
+
+Steps = list[tuple[float, float, dict[tuple[int, str], Tensor]]]
+
+
+def steps_on(rank: int, ranks: Ranks, edges: Edges, plan: Plan, batches: list[Any], tie: bool = False) -> Steps:
+    groups = {on: spmd.group(on) for on in dict.fromkeys(ranks)}
+    stages = (tied_on if tie else stages_on)(ranks, edges, groups)
+    found = []
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        for batch in batches:
+            for parameter in pipeline.parameters():
+                parameter.grad = None
+            loss = pipeline.step(*batch)
+            norm = pipeline.clip_grad_norm_(1e9)
+            found.append((loss, norm, {key: p.grad for key, p in parameters_of(stages, pipeline.local_stages)}))
+        pipeline.timeline()
+    return found
+
+
+def parameters_of(stages: Stages, which: Any) -> Iterator[tuple[tuple[int, str], nn.Parameter]]:
+    for stage in which:
+        for name, parameter in stages[stage].named_parameters():
+            yield (stage, name), parameter
+
+
+CASES: dict[str, tuple[Ranks, Edges]] = {
+    "M": ([ALL, (0,), (1,), (2,), (3,)], CHAIN),
+    "M with a head": ([ALL, (0,), (1,), (2,), ALL], CHAIN),
+    "NN": ([ALL, (0,), ALL, (2,), (3,)], CHAIN),
+    "K": ([(0,), (1,), (2,), (3,), ALL], [(0, 1), (2, 3), (1, 4), (3, 4)]),
+    "rank by rank": ([(0, 1), (2, 3), (0, 1), (0, 1), (1,)], CHAIN),
+    "first to all": ([(0, 1, 2), (3, 2), (0,), (2, 0), (1, 2, 0)], CHAIN),
+    "the same in another order": ([(0, 1), (1, 0), (2, 3), (3,), (2, 3)], CHAIN),
+    "several readers": ([(1, 2), (0,), (2,), (2, 0, 1), (0, 1)], [(0, 1), (0, 2), (0, 3), (1, 4), (2, 4), (3, 4)]),
+}
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
+@pytest.mark.parametrize("case", CASES)
+def test_stages_on_several_ranks(pool: Pool, case: str, split: bool) -> None:
+    ranks, edges = CASES[case]
+    costs = Costs.uniform(5, weight_us=1 if split else None, recompute_us=(1, None, None, 1, None) if split else None)
+    plan = gpipe(place(costs, Cluster.uniform(4), ranks, edges), 4)
+    batches = [batch_of(4, seed) for seed in (1, 2)]
+    by_rank = pool.run(4, steps_on, ranks, edges, plan, batches)
+    serial = stages_on(ranks, edges, {})
+    assert_right(by_rank, serial, ranks, batches)
+
+
+def assert_right(by_rank: list[Steps], serial: Stages, ranks: Ranks, batches: list[Any]) -> None:
+    """Losses, norms and each rank's part of the gradients are the unsplit model's."""
+    for step, batch in enumerate(batches):
+        for _, parameter in serial.named_parameters():
+            parameter.grad = None
+        loss = loss_fn(serial.run(batch[0]), batch[1])
+        loss.backward()
+        norm = nn.utils.get_total_norm([p.grad for _, p in serial.named_parameters() if p.grad is not None])
+        for rank, steps in enumerate(by_rank):
+            assert abs(steps[step][0] - loss.item()) < 1e-10
+            assert abs(steps[step][1] - norm) < 1e-10
+            for (stage, name), gradient in steps[step][2].items():
+                whole = serial[stage].get_parameter(name).grad
+                own = own_part(whole, gradient, sorted(ranks[stage]).index(rank))
+                torch.testing.assert_close(gradient, own, rtol=1e-10, atol=1e-10)
+
+
+def own_part(whole: Tensor, part: Tensor, position: int) -> Tensor:
+    for dim in range(whole.dim()):
+        if whole.shape[dim] != part.shape[dim]:
+            return whole.narrow(dim, position * part.shape[dim], part.shape[dim])
+    return whole
+
+
+def test_one_dropout_on_all_ranks_of_a_stage(pool: Pool) -> None:
+    """Though each rank has a random state of its own."""
+    drawn = pool.run(2, dropout_on, one_f_one_b(place(Costs.uniform(1), Cluster.uniform(2), [(0, 1)]), 4))
+    assert drawn[0] == drawn[1]
+
+
+TIES = {
+    "the same ranks": ([(0, 1, 2, 3), (1,), (3, 2, 1, 0)], None),
+    "other ranks": ([(0, 1), (1,), (2, 3)], None),
+    "one more": ([(0, 1), (1,), (2, 3, 1)], r"'down' of stage 0 on \[0, 1\], 'down' of stage 2 on \[1, 2, 3\]"),
+    "one rank with two parts": ([(0, 1), (0,), (1, 2)], "ranks that do not match part by part"),
+}
+
+
+@pytest.mark.parametrize("case", TIES)
+def test_tied_parts(pool: Pool, case: str) -> None:
+    ranks, refused = TIES[case]
+    edges = CHAIN[:2]
+    plan = gpipe(place(Costs.uniform(3), Cluster.uniform(4), ranks, edges), 4)
+    if refused:
+        with pytest.raises(PipelineError, match=refused):
+            Pipeline(tied_on(ranks, edges, {}), plan, loss_fn)
+        return
+    batch = batch_of(4)
+    by_rank = pool.run(4, steps_on, ranks, edges, plan, [batch], True)
+    assert_right(by_rank, tied_on(ranks, edges, {}), ranks, [batch])
+
+
+def tied_on(ranks: Ranks, edges: Edges, groups: dict[tuple[int, ...], spmd.Group]) -> Stages:
+    """The hidden weights of the first and the last stage are the same."""
+    stages = stages_on(ranks, edges, groups)
+    first, last = stages[0], stages[len(stages) - 1]
+    first.down = last.down = min(first.down, last.down, key=Tensor.numel)  # a part, where this rank has one
+    return stages
+
+
+def dropout_on(rank: int, plan: Plan) -> dict[int, float]:
+    torch.manual_seed(rank)
+    stages = Stages([nn.Sequential(spmd.replicated(nn.Linear(6, 6)), nn.Dropout(0.5)).double()])
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        pipeline.step(*batch_of(4))
+        return pipeline.losses

@@ -1,0 +1,189 @@
+"""Training with an optimizer of one's own, and running forwards alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
+from rota.schedules import NAMED, forward_only, gpipe, one_f_one_b
+from support.networks import (
+    assert_equal_steps,
+    batch_of,
+    chain,
+    graph_of_layers,
+    loss_fn,
+    pipeline_steps,
+    serial_step,
+)
+from support.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+NUM_STEPS, NUM_MICROBATCHES = 5, 4
+SPLIT_AND_JOIN = [(0, 1), (0, 2), (1, 3), (2, 3)]
+
+
+def train(rank: int, stages: Stages, plan: Plan, batches: list[Any]) -> tuple[list[float], dict[Any, torch.Tensor]]:
+    losses = []
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        optimizer = torch.optim.Adam(pipeline.parameters(), lr=0.05)
+        for batch in batches:
+            optimizer.zero_grad()
+            losses.append(pipeline.step(*batch))
+            optimizer.step()
+        local = pipeline.local_stages
+    return losses, {(stage, name): p.detach() for stage in local for name, p in local[stage].named_parameters()}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_adam_gives_the_serial_models_parameters(pool: Pool, schedule: str) -> None:
+    batches = [batch_of(NUM_MICROBATCHES, seed) for seed in range(NUM_STEPS)]
+    placement = place(Costs.uniform(4, edges=SPLIT_AND_JOIN), Cluster.uniform(4))
+    plan = NAMED[schedule](placement, NUM_MICROBATCHES)
+    by_rank = pool.run(4, train, graph_of_layers(4, SPLIT_AND_JOIN), plan, batches)
+    serial = graph_of_layers(4, SPLIT_AND_JOIN)
+    optimizer = torch.optim.Adam([p for _, p in serial.named_parameters()], lr=0.05)
+    expected = []
+    for batch in batches:
+        optimizer.zero_grad()
+        expected.append(serial_step(serial, *batch).loss)
+        optimizer.step()
+    trained = {key: p for _, of_rank in by_rank for key, p in of_rank.items()}
+    for stage, module in enumerate(serial.modules):
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(trained.pop((stage, name)), parameter.detach(), rtol=1e-10, atol=1e-10)
+    assert not trained
+    for losses, _ in by_rank:
+        assert losses == pytest.approx(expected, abs=1e-10)
+
+
+def accumulate(rank: int, stages: Stages, plan: Plan, batches: list[Any]) -> dict[Any, torch.Tensor]:
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        for batch in batches:
+            pipeline.step(*batch)
+    return {name: p.grad for name, p in stages[rank].named_parameters() if p.grad is not None}
+
+
+def test_gradients_add_up_over_steps_as_backward_does(pool: Pool) -> None:
+    batches = [batch_of(2, seed) for seed in (1, 2)]
+    plan = one_f_one_b(place(Costs.uniform(2), Cluster.uniform(2)), 2)
+    by_rank = pool.run(2, accumulate, chain(2), plan, batches)
+    serial = chain(2)
+    for batch in batches:
+        serial_step(serial, *batch)
+    for stage, module in enumerate(serial.modules):
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(by_rank[stage][name], parameter.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_one_process_runs_all_stages(pool: Pool) -> None:
+    batches = [batch_of(4, seed) for seed in (1, 2)]
+    plan = gpipe(place(Costs.uniform(3), Cluster.uniform(1), [0, 0, 0]), 4)
+    (steps,) = pool.run(1, pipeline_steps, chain(3), plan, batches)
+    for step, batch in zip(steps, batches, strict=True):
+        assert_equal_steps([step], serial_step(chain(3), *batch))
+
+
+# --- forwards alone, outputs ------------------------------------------------------------------------------------------
+
+
+def outputs(rank: int, stages: Stages, plan: Plan, batches: list[Any], loss: Any, **options: Any) -> list[Any]:
+    results = []
+    with Pipeline(stages, plan, loss, **options) as pipeline:
+        for batch in batches:
+            mean = pipeline.step(*batch)
+            assert not any(output.requires_grad for output in pipeline.outputs.values())
+            assert not pipeline._compute._kept
+            results.append((mean, pipeline.outputs, pipeline.losses))
+    return results
+
+
+@pytest.mark.parametrize("ranks", [[0, 1, 2], [0, 1, 0], [2, 2, 1]])
+def test_forward_only(pool: Pool, ranks: list[int]) -> None:
+    placement = place(Costs.uniform(3), Cluster.uniform(3), ranks).forward_only()
+    plan, batches = forward_only(placement, 4), [batch_of(4, seed) for seed in (1, 2)]
+    for loss, targets in ((loss_fn, True), (loss_fn, False), (None, False)):
+        given = [(x, target if targets else None) for x, target in batches]
+        by_rank = pool.run(3, outputs, chain(3), plan, given, loss)
+        for step, (x, target) in enumerate(batches):
+            expected = chain(3).run(x).detach()
+            for rank in range(3):
+                mean, found, losses = by_rank[rank][step]
+                assert math.isnan(mean) if not targets else abs(mean - loss_fn(expected, target).item()) < 1e-10
+                assert [*found] == ([0, 1, 2, 3] if rank == ranks[2] else [])
+                assert [*losses] == ([0, 1, 2, 3] if rank == ranks[2] and targets else [])
+                for m, output in found.items():
+                    torch.testing.assert_close(output, expected.chunk(4)[m], rtol=1e-10, atol=1e-10)
+                for m, of_microbatch in losses.items():
+                    assert abs(of_microbatch - loss_fn(expected.chunk(4)[m], target.chunk(4)[m]).item()) < 1e-10
+
+
+def test_outputs_and_losses_of_a_training_step(pool: Pool) -> None:
+    plan, batch = gpipe(place(Costs.uniform(3), Cluster.uniform(3)), 4), batch_of(4)
+    kept = pool.run(3, keep_outputs, chain(3), plan, batch)
+    expected = chain(3).run(batch[0]).detach().chunk(4)
+    assert kept[:2] == [({}, {})] * 2
+    assert {*kept[2][0]} == {*kept[2][1]} == {0, 1, 2, 3}
+    for m, output in kept[2][0].items():
+        torch.testing.assert_close(output, expected[m], rtol=1e-10, atol=1e-10)
+        assert abs(kept[2][1][m] - loss_fn(expected[m], batch[1].chunk(4)[m]).item()) < 1e-10
+    without = pool.run(3, outputs, chain(3), plan, [batch], loss_fn)
+    assert [found for ((_, found, _),) in without] == [{}, {}, {}]
+
+
+def keep_outputs(rank: int, stages: Stages, plan: Plan, batch: Any) -> tuple[Any, Any]:
+    with Pipeline(stages, plan, loss_fn, keep_outputs=True) as pipeline:
+        pipeline.step(*batch)
+        assert all(output.grad_fn is None for output in pipeline.outputs.values())
+        return {m: output.detach() for m, output in pipeline.outputs.items()}, pipeline.losses
+
+
+def train_and_evaluate(rank: int, stages: Stages, training: Plan, evaluation: Plan, batches: list[Any]) -> list[float]:
+    """Two pipelines over the same stages, in turn."""
+    losses = []
+    with Pipeline(stages, training, loss_fn) as train, Pipeline(stages, evaluation, loss_fn) as evaluate:
+        optimizer = torch.optim.SGD(train.parameters(), lr=0.05)
+        for batch in batches:
+            optimizer.zero_grad()
+            losses.append(train.step(*batch))
+            optimizer.step()
+            losses.append(evaluate.step(*batch))
+    return losses
+
+
+def test_training_and_evaluation_take_turns(pool: Pool) -> None:
+    batches = [batch_of(4, seed) for seed in range(3)]
+    placement = place(Costs.uniform(2), Cluster.uniform(2))
+    plans = one_f_one_b(placement, 4), forward_only(placement.forward_only(), 2)
+    by_rank = pool.run(2, train_and_evaluate, chain(2), *plans, batches)
+    serial, expected = chain(2), []
+    optimizer = torch.optim.SGD([p for _, p in serial.named_parameters()], lr=0.05)
+    for batch in batches:
+        optimizer.zero_grad()
+        expected.append(serial_step(serial, *batch).loss)
+        optimizer.step()
+        expected.append(loss_fn(serial.run(batch[0]), batch[1]).item())
+    for losses in by_rank:
+        assert losses == pytest.approx(expected, abs=1e-10)
+
+
+def a_target_is_missing(rank: int, stages: Stages, plan: Plan, x: Any, targets: list[Any]) -> str:
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        if rank == 1:
+            with pytest.raises(PipelineError) as error:
+                pipeline.step(None, [*targets[:2], None, targets[3]])
+            pipeline.step(None, targets)
+            return str(error.value)
+        pipeline.step(x)
+        return ""
+
+
+def test_no_microbatch_goes_without_its_target(pool: Pool) -> None:
+    x, targets = batch_of(4)
+    plan = one_f_one_b(place(Costs.uniform(2), Cluster.uniform(2)), 4)
+    told = pool.run(2, a_target_is_missing, chain(2), plan, x, [*targets.chunk(4)])
+    assert "rank 1 holds the last stage, but got targets[2] = None" in told[1]

@@ -1,0 +1,188 @@
+"""Our orders are, op for op, those that PyTorch's schedule classes compute; the CSV goes to PyTorch and comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+from pathlib import Path
+
+import pytest
+
+from rota.checking import check
+from rota.cli import main
+from rota.costs import Cluster, Costs
+from rota.placement import Placement
+from rota.placing import interleaved, wave
+from rota.plan import Plan
+from rota.schedules import FAMILIES, Family
+from rota.schedules.gpipe import gpipe
+from rota.schedules.interleaved import interleaved_one_f_one_b, interleaved_zero_bubble, looped_bfs
+from rota.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
+from rota.schedules.zero_bubble import zb_h1, zb_h2
+from support.torch_orders import fake_stages, load, runs, simulates, theirs, torch_actions, torch_orders
+
+MOST_MICROBATCHES = 24
+
+Schedule = Callable[[Placement, int], Plan]
+FORMS = [{"communication": c, "overlap": o} for c in (False, True) for o in (False, True)]
+
+
+def differing(ours: Schedule, theirs: str, num_ranks: int, stages_a_rank: int) -> tuple[list[int], int]:
+    """The numbers of micro-batches for which the orders differ, and how many of them PyTorch takes."""
+    weight_us = 1 if theirs == "ScheduleInterleavedZeroBubble" else None
+    placement = interleaved(Costs.uniform(num_ranks * stages_a_rank, 1, 1, weight_us), Cluster.uniform(num_ranks))
+    wrong, taken = [], 0
+    for num_microbatches in range(1, MOST_MICROBATCHES + 1):
+        orders = torch_orders(theirs, num_ranks, stages_a_rank, num_microbatches)
+        if orders is None:
+            continue
+        taken += 1
+        if [list(map(str, order)) for order in ours(placement, num_microbatches).orders] != orders:
+            wrong.append(num_microbatches)
+    return wrong, taken
+
+
+@pytest.mark.parametrize("num_ranks", range(2, 9))
+@pytest.mark.parametrize("stages_a_rank", range(1, 5))
+def test_interleaved_1f1b(num_ranks: int, stages_a_rank: int) -> None:
+    """With one stage a rank PyTorch's class warms up twice as long as 1F1B does: as our eager 1F1B."""
+    ours = eager_one_f_one_b if stages_a_rank == 1 else interleaved_one_f_one_b
+    wrong, taken = differing(ours, "ScheduleInterleaved1F1B", num_ranks, stages_a_rank)
+    assert wrong == []
+    assert taken == regular(num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", range(2, 9))
+@pytest.mark.parametrize("stages_a_rank", range(1, 5))
+def test_interleaved_zero_bubble(num_ranks: int, stages_a_rank: int) -> None:
+    wrong, taken = differing(interleaved_zero_bubble, "ScheduleInterleavedZeroBubble", num_ranks, stages_a_rank)
+    assert wrong == []
+    assert taken == regular(num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", range(2, 9))
+@pytest.mark.parametrize("stages_a_rank", range(1, 5))
+def test_looped_bfs(num_ranks: int, stages_a_rank: int) -> None:
+    wrong, taken = differing(looped_bfs, "ScheduleLoopedBFS", num_ranks, stages_a_rank)
+    assert wrong == []
+    assert taken == MOST_MICROBATCHES
+
+
+def regular(num_ranks: int) -> int:
+    """How many numbers of micro-batches go evenly into as many rounds as there can be of at least `num_ranks`."""
+    return sum(m % max(1, m // num_ranks) == 0 for m in range(1, MOST_MICROBATCHES + 1))
+
+
+# --- PyTorch takes the CSV that we write ------------------------------------------------------------------------------
+
+SCHEDULES: dict[str, Schedule] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "eager_1f1b": eager_one_f_one_b,
+    "interleaved_1f1b": interleaved_one_f_one_b,
+    "looped_bfs": looped_bfs,
+    "zb_h1": zb_h1,
+    "zb_h2": zb_h2,
+    "interleaved_zb": interleaved_zero_bubble,
+}
+SIZES = [(1, 1, 1), (2, 1, 1), (2, 1, 5), (3, 1, 7), (4, 1, 8), (8, 1, 6), (2, 2, 4), (2, 3, 2), (3, 2, 6), (4, 2, 9)]
+
+
+def planned(name: str, num_ranks: int, stages_a_rank: int, num_microbatches: int) -> Plan:
+    costs = Costs.uniform(num_ranks * stages_a_rank, 2, 3, 1 if "zb" in name else None)
+    return SCHEDULES[name](interleaved(costs, Cluster.uniform(num_ranks, None, 1)), num_microbatches)
+
+
+def named() -> list[Plan]:
+    """Every schedule at every size that it is defined for."""
+    single = ("1f1b", "eager_1f1b", "zb_h1", "zb_h2")
+    return [planned(name, *sizes) for name in SCHEDULES for sizes in SIZES if sizes[1] == 1 or name not in single]
+
+
+def test_pytorch_takes_every_schedule(tmp_path: Path) -> None:
+    for plan in named():
+        orders = [list(map(str, order)) for order in plan.orders]
+        runtime = load(plan.to_csv(), plan, tmp_path)
+        assert [list(map(str, runtime.pipeline_order[rank])) for rank in range(plan.num_ranks)] == orders
+
+        runtime = load(plan.to_csv(communication=True), plan, tmp_path, "compute_comms")
+        simulates(runtime)
+        for rank, order in enumerate(orders):
+            compute = list(map(theirs._Action.from_str, order))
+            ours = [a for a in runtime.pipeline_order_with_comms[rank] if "SEND" not in str(a) and "RECV" not in str(a)]
+            assert ours == theirs._add_reduce_grad(compute, plan.num_microbatches)
+
+
+#: PyTorch's form knows neither recomputation nor two chains, and its validator wants a backward.
+OF_ONE_CHAIN = [family for family in FAMILIES if family.name not in ("varuna", "dualpipe", "chimera", "forward_only")]
+
+
+@pytest.mark.parametrize("family", OF_ONE_CHAIN, ids=lambda family: family.name)
+def test_pytorch_takes_every_family(family: Family, tmp_path: Path) -> None:
+    for num_ranks, num_microbatches in ((2, 5), (4, 8), (4, 13)):
+        costs = family.adapted(Costs.uniform(num_ranks * family.stages_a_rank, 2, 3, 1))
+        plan = family(family.place(costs, Cluster.uniform(num_ranks, None, 1)), num_microbatches)
+        load(plan.to_csv(), plan, tmp_path)
+        simulates(load(plan.to_csv(communication=True), plan, tmp_path, "compute_comms"))
+
+
+def test_pytorchs_runtime_does_what_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "plan.csv"
+    for name, *sizes in (("1f1b", 4, 1, 6), ("interleaved_1f1b", 2, 3, 4), ("zb_h2", 3, 1, 5), ("gpipe", 1, 3, 2)):
+        plan = planned(str(name), *map(int, sizes))
+        path.write_text(plan.to_csv(communication=True))
+        runs(plan, path)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 2), (2, 5), (4, 8), (4, 13)])
+@pytest.mark.parametrize("weight_us", [1, 4])
+def test_dualpipe_v_comes_and_goes(num_ranks: int, num_microbatches: int, weight_us: int, tmp_path: Path) -> None:
+    """PyTorch's schedule of pairs: read, checked, and written so that PyTorch takes it again."""
+    actions = torch_actions("ScheduleDualPipeV", num_ranks, 2, num_microbatches)
+    assert actions is not None
+    text = "".join(",".join("" if a is None else str(a) for a in order) + "\r\n" for order in actions)
+    placement = wave(Costs.uniform(2 * num_ranks, 4, 4, weight_us), Cluster.uniform(num_ranks))
+    plan = Plan.from_csv(text, placement)
+    check(plan)
+    for form in FORMS:
+        written = plan.to_csv(**form)
+        assert Plan.from_csv(written, placement) == plan
+        assert ("OVERLAP" in written) == form["overlap"]
+        runtime = load(written, plan, tmp_path, "compute_comms" if form["communication"] else "compute_only")
+        if form["communication"]:
+            simulates(runtime)
+            runs(plan, tmp_path / "plan.csv")
+
+
+# --- and we take PyTorch's --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("defer", [False, True])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("ScheduleInterleaved1F1B", (2, 2, 4)),
+        ("ScheduleInterleavedZeroBubble", (3, 2, 6)),
+        ("ScheduleLoopedBFS", (2, 3, 3)),
+        ("ScheduleZBVZeroBubble", (3, 2, 7)),
+        ("ScheduleDualPipeV", (3, 2, 8)),
+    ],
+)
+def test_what_pytorch_writes_is_read(name: str, sizes: tuple[int, int, int], defer: bool, tmp_path: Path) -> None:
+    num_ranks, stages_a_rank, num_microbatches = sizes
+    family, stages = getattr(theirs, name), fake_stages(num_ranks, stages_a_rank)
+    if defer and "defer_pp_recv" not in signature(family).parameters:
+        pytest.skip("this PyTorch does not put receives off")
+    schedule = family(stages, num_microbatches, **({"defer_pp_recv": True} if defer else {}))
+    shape = wave if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") else interleaved
+    split = None if name in ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS") else 1
+    placement = shape(Costs.uniform(num_ranks * stages_a_rank, 1, 1, split), Cluster.uniform(num_ranks))
+    found = []
+    for form in ("compute_only", "compute_comms"):
+        schedule._dump_csv(tmp_path / f"{form}.csv", format=form)
+        text = (tmp_path / f"{form}.csv").read_text()
+        assert ("SEND_F" in text) == ("UNSHARD" in text) == (form == "compute_comms")
+        found.append(Plan.from_csv(text, placement))
+        check(found[-1])
+        assert main(["check", str(tmp_path / f"{form}.csv")]) == 0
+    assert found[0] == found[1]

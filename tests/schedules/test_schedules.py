@@ -1,0 +1,164 @@
+"""The named schedules: valid everywhere they are defined, as fast and as small as published, and as PyTorch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from unittest.mock import MagicMock
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from rota.checking import check
+from rota.costs import Cluster, Costs
+from rota.errors import ScheduleError
+from rota.placement import Placement
+from rota.placing import place
+from rota.plan import Plan
+from rota.schedules import forward_only, gpipe, one_f_one_b
+from rota.simulation import simulate
+from rota.tasks import Kind
+from support.core_strategies import clusters, costs, placed, raw
+
+Schedule = Callable[[Placement, int], Plan]
+FORWARD_US, BACKWARD_US = 3, 5
+counts = st.integers(1, 6)
+
+
+def chain(num_ranks: int, weight_us: int | None = None) -> Placement:
+    given = Costs.uniform(num_ranks, FORWARD_US, BACKWARD_US - (weight_us or 0), weight_us)
+    return place(given, Cluster.uniform(num_ranks))
+
+
+def most_in_flight(plan: Plan, rank: int) -> int:
+    """Micro-batches whose forward has run and whose last backward has not."""
+    steps = {Kind.F: 1, Kind.B: -1, Kind.I: 0, Kind.W: -1}
+    return max(accumulate(steps[op.kind] for op in plan.orders[rank]), default=0)
+
+
+@pytest.mark.parametrize("weight_us", [None, 2], ids=["B", "I and W"])
+@pytest.mark.parametrize("num_ranks", range(1, 9))
+@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
+def test_uniform_chains_take_the_published_time_and_memory(
+    schedule: Schedule, num_ranks: int, weight_us: int | None
+) -> None:
+    for num_microbatches in range(1, 13):
+        plan = schedule(chain(num_ranks, weight_us), num_microbatches)
+        check(plan)
+        published = (num_microbatches + num_ranks - 1) * (FORWARD_US + BACKWARD_US)
+        sooner = (num_ranks - 1) * (weight_us or 0)  # the next rank need not wait for W
+        assert simulate(plan).makespan_us == published - sooner
+        for rank in range(num_ranks):
+            few = min(num_ranks - rank, num_microbatches)
+            assert most_in_flight(plan, rank) == (num_microbatches if schedule is gpipe else few)
+
+
+def test_orders_by_hand() -> None:
+    assert gpipe(chain(2), 3).to_csv() == "0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2\n"
+    assert one_f_one_b(chain(2), 3).to_csv() == "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
+    assert one_f_one_b(chain(2, 1), 2).to_csv() == "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1W0,1F1,1I1,1W1\n"
+    assert forward_only(chain(2).forward_only(), 2).to_csv() == "0F0,0F1\n1F0,1F1\n"
+
+
+# --- any placement ----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def one_stage_a_rank(draw: st.DrawFn) -> Placement:
+    """Random stages and edges; each rank has at most one stage, a stage sometimes several ranks."""
+    given = draw(costs(most_stages=7))
+    cluster = Cluster.uniform(given.num_stages + 3, None, draw(st.integers(0, 3)))
+    ranks = draw(st.permutations(range(given.num_stages + 3)))
+    several, *rest = draw(st.permutations(range(given.num_stages)))
+    on = {stage: (ranks[stage],) for stage in rest} | {several: (ranks[several], *ranks[given.num_stages :])}
+    return place(given, cluster, [on[stage] for stage in range(given.num_stages)])
+
+
+@given(one_stage_a_rank(), counts)
+@settings(max_examples=100)
+def test_1f1b_takes_any_dag_of_stages(placement: Placement, num_microbatches: int) -> None:
+    plan = one_f_one_b(placement, num_microbatches)
+    check(plan)
+    for stage in placement.stages:
+        batches = placement.microbatches(stage, num_microbatches)
+        few = min(ways_on(placement, stage), len(batches))
+        assert all(most_in_flight(plan, rank) == few for rank in placement.ranks_of(stage))
+
+
+def ways_on(placement: Placement, stage: int) -> int:
+    """The number of stages on the longest way from `stage` to a last one, both ends included."""
+    return 1 + max((ways_on(placement, b) for a, b in placement.stage_edges if a == stage), default=0)
+
+
+@given(placed(), counts)
+@settings(max_examples=100)
+def test_gpipe_takes_any_stages_on_any_ranks(placement: Placement, num_microbatches: int) -> None:
+    check(gpipe(placement, num_microbatches))
+
+
+@given(placed() | raw(), counts)
+@settings(max_examples=100)
+def test_forward_only_takes_any_forwards(placement: Placement, num_microbatches: int) -> None:
+    assume(any(task.kind is Kind.F for task in placement.tasks))
+    plan = forward_only(placement.forward_only(), num_microbatches)
+    check(plan)
+    for order in plan.orders:
+        assert [op.microbatch for op in order] == sorted(op.microbatch for op in order)
+
+
+@given(costs(), clusters())
+def test_stages_on_one_rank_run_one_after_the_other(given: Costs, cluster: Cluster) -> None:
+    placement = place(given, cluster, [cluster.num_ranks - 1] * given.num_stages)
+    timeline = simulate(gpipe(placement, 3))
+    check(timeline.plan)
+    assert timeline.idle_us[-1] == timeline.makespan_us - timeline.busy_us[-1]
+    assert timeline.span_us == timeline.busy_us[-1]
+
+
+# --- what they refuse -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (
+            lambda: one_f_one_b(place(Costs.uniform(4), Cluster.uniform(2), (0, 1, 0, 1)), 2),
+            "1f1b: rank 0 has the stages 0, 2, but 1f1b takes one stage a rank; place one stage a rank, "
+            "or use interleaved_1f1b or gpipe",
+        ),
+        (
+            lambda: forward_only(chain(2), 2),
+            "forward_only: the placement has the task 0B; give it placement.forward_only() instead",
+        ),
+        (lambda: gpipe(chain(2), 0), "gpipe: num_microbatches is 0; give 1 or more"),
+        (lambda: one_f_one_b(chain(2), -1), "1f1b: num_microbatches is -1; give 1 or more"),
+        (lambda: forward_only(chain(2), 0), "forward_only: num_microbatches is 0; give 1 or more"),
+    ],
+)
+def test_what_is_not_defined_is_refused(make: Callable[[], Plan], told: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        make()
+    assert str(caught.value) == told
+
+
+# --- PyTorch ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(gpipe, "ScheduleGPipe"), (one_f_one_b, "Schedule1F1B")])
+def test_orders_are_those_that_pytorch_runs(ours: Schedule, theirs: str) -> None:
+    """PyTorch's own step, on a stage that only writes down what it is asked to do."""
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    for num_ranks, num_microbatches in ((1, 1), (2, 2), (3, 7), (4, 9)):
+        for rank, order in enumerate(ours(chain(num_ranks), num_microbatches).orders):
+            done: list[str] = []
+            step = MagicMock(_num_stages=num_ranks, _n_microbatches=num_microbatches)
+            step._check_inputs.return_value = ([()] * num_microbatches, [{}] * num_microbatches)
+            stage = step._stage
+            stage.stage_index, stage.has_backward = rank, True
+            for ask in ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"):
+                getattr(stage, ask).return_value = []
+            stage.forward_one_chunk.side_effect = lambda m, *_, done=done, rank=rank, **__: done.append(f"{rank}F{m}")
+            stage.backward_one_chunk.side_effect = lambda m, *_, done=done, rank=rank, **__: done.append(f"{rank}B{m}")
+            getattr(schedules, theirs)._step_microbatches(step)
+            assert done == list(map(str, order))

@@ -1,0 +1,129 @@
+"""The whole step as one model: equal to trying all orders, and proven."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from rota.checking import check
+from rota.costs import Cluster, Costs
+from rota.placement import Placement
+from rota.placing import place
+from rota.search.budget import Budget
+from rota.search.exact import Exact, solve
+from rota.search.problem import Problem
+from rota.search.timing import score
+from rota.shapes import k_shape, m_shape, nn_shape, v_shape, x_shape
+from rota.simulation import simulate
+from support.search_brute_force import Case, best_of, every_plan, tiny_cases
+
+_UNIT = {"forward_us": 1, "backward_us": 3, "activation_bytes": 1}
+
+
+def _shared(num_stages: int, *shared: int) -> Costs:
+    """Stages of F 1, B 3 that hold 1, but for the shared ones, of B 1, that hold nothing."""
+    own = [stage not in shared for stage in range(num_stages)]
+    return Costs((1,) * num_stages, tuple(3 if o else 1 for o in own), activation_bytes=tuple(map(int, own)))
+
+
+def _proven(problem: Problem, objective: str, found: Exact) -> int:
+    """The value of orders that pass all checks and meet the bound."""
+    assert found.orders is not None
+    plan = problem.to_plan(found.orders)
+    check(plan)
+    value = simulate(plan).makespan_us if objective == "makespan" else simulate(plan).span_us
+    assert found.bound_us == value
+    return value
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Case]:
+    return list(tiny_cases(200, seed=4))
+
+
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+def test_equals_brute_force(cases: list[Case], objective: str) -> None:
+    for placement, num_microbatches, best in cases:
+        problem = Problem(placement, num_microbatches)
+        found = solve(problem, objective, None, 0, Budget(10, deterministic=True))
+        if best is None:
+            assert found.orders is None
+        else:
+            assert _proven(problem, objective, found) == getattr(best, f"{objective}_us"), placement
+
+
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+def test_finds_only_what_is_better(cases: list[Case], objective: str) -> None:
+    chooser = random.Random(1)
+    for placement, num_microbatches, best in cases:
+        if best is None:
+            continue
+        problem = Problem(placement, num_microbatches)
+        orders = problem.to_orders(chooser.choice(best.fitting))
+        timed, least = score(problem, orders), getattr(best, f"{objective}_us")
+        assert timed is not None
+        found = solve(problem, objective, orders, 0, Budget(10, deterministic=True))
+        if getattr(timed, f"{objective}_us") == least:
+            assert (found.orders, found.bound_us) == (None, least)
+        else:
+            assert _proven(problem, objective, found) == least
+
+
+def test_v_with_6_microbatches() -> None:
+    problem = Problem(v_shape(Costs.uniform(4, **_UNIT), Cluster.uniform(4, 4)), 6)
+    assert _proven(problem, "makespan", solve(problem, "makespan", None, 0, Budget(10))) == 36
+
+
+@pytest.mark.parametrize(
+    ("placement", "num_microbatches", "makespan_us"),
+    [
+        (v_shape(Costs.uniform(4, **_UNIT), Cluster.uniform(4, 3)), 8, 52),
+        (x_shape(Costs.uniform(4, **_UNIT), Cluster.uniform(4, 4)), 6, 30),
+        (k_shape(Costs((1,) * 5, (3,) * 4 + (1,), activation_bytes=1), Cluster.uniform(4, 6)), 4, 28),
+        (m_shape(_shared(5, 0), Cluster.uniform(4, 3)), 4, 40),
+        (nn_shape(_shared(6, 0, 3), Cluster.uniform(4, 6)), 3, 36),
+    ],
+    ids=["V", "X", "K", "M", "NN"],
+)
+def test_shapes_are_proven(placement: Placement, num_microbatches: int, makespan_us: int) -> None:
+    problem = Problem(placement, num_microbatches)
+    found = solve(problem, "makespan", None, 0, Budget(30, deterministic=True))
+    assert _proven(problem, "makespan", found) == makespan_us
+
+
+def test_optimizer_steps_follow_the_last_gradients() -> None:
+    """Two stages on a rank; the long reduction, or the long optimizer step, of the one or of the other."""
+    for reduce_us, optimizer_us in product([(0, 9), (9, 0), (7, 7)], [(5, 1), (1, 5)]):
+        costs = Costs((1, 2), (2, 1), edges=((0, 1),), reduce_us=reduce_us, optimizer_us=optimizer_us)
+        placement = place(costs, Cluster.uniform(1), [0, 0])
+        plans, problem = every_plan(placement, 2), Problem(placement, 2)
+        assert plans is not None
+        best = best_of(plans)
+        assert best is not None
+        assert _proven(problem, "makespan", solve(problem, "makespan", None, 0, Budget(10))) == best.makespan_us
+
+
+def test_leaves_room() -> None:
+    placement = v_shape(Costs.uniform(2, **_UNIT), Cluster.uniform(2, 3))
+    full, less = Problem(placement, 4), Problem(placement, 4, room_bytes=(2, 0))
+    limited = Problem(replace(placement, cluster=Cluster((1, 3))), 4)
+    values = [_proven(p, "makespan", solve(p, "makespan", None, 0, Budget(10))) for p in (full, less, limited)]
+    assert values[0] < values[1] == values[2]
+
+
+def test_without_time_nothing_is_claimed() -> None:
+    problem = Problem(v_shape(Costs.uniform(4, **_UNIT), Cluster.uniform(4, 4)), 8)
+    found = solve(problem, "makespan", None, 5, Budget(0))
+    assert found.orders is None
+    assert 5 <= found.bound_us <= 44
+
+
+def test_is_the_same_on_every_run() -> None:
+    problem = Problem(m_shape(_shared(5, 0), Cluster.uniform(4, 6)), 5)
+    first, second = (solve(problem, "makespan", None, 0, Budget(0.3, deterministic=True), seed=3) for _ in range(2))
+    assert first.bound_us == second.bound_us
+    assert (first.orders is None) == (second.orders is None)
+    assert first.orders is None or second.orders is None or (first.orders == second.orders).all()

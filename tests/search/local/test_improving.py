@@ -1,0 +1,94 @@
+"""Local search: never worse, always within memory, the same every time."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from rota.costs import Cluster, Costs
+from rota.placing import place
+from rota.plan import Plan
+from rota.schedules import zb_auto
+from rota.search.budget import Budget
+from rota.search.dispatching import Memory, serial
+from rota.search.local.improving import improve
+from rota.search.local.moves import State, anneal
+from rota.search.problem import Problem
+from rota.search.timing import Score, StepEnds, Tables, fits, peaks, score
+from support import core_strategies as strategies
+from support.core_strategies import with_limits
+
+
+@given(strategies.plans())
+@settings(deadline=None, max_examples=40)
+def test_moves_keep_times_exact_and_memory_within_limits(plan: Plan) -> None:
+    problem = Problem(plan.placement, plan.num_microbatches)
+    orders = problem.to_orders(plan)
+    held = peaks(problem, orders).tolist()
+    limits = [peak + static for peak, static in zip(held, plan.placement.static_bytes, strict=True)]
+    problem = Problem(with_limits(plan, limits).placement, plan.num_microbatches)
+    for is_span in (False, True):
+        state, first = State.of(problem, orders, 1), score(problem, orders)
+        assert first is not None
+        best = np.array(first[::-1] if is_span else first)
+        heats = np.array([2.0, 1.0])
+        anneal(Tables.of(problem), StepEnds.of(problem), Memory.of(problem), state, best, is_span, heats, 3_000, 0)
+        for found in (state.best, state.orders):
+            assert fits(problem, found)
+        assert score(problem, state.best) == Score(*(best[::-1] if is_span else best).tolist())
+        assert tuple(best) <= (first[::-1] if is_span else first)
+
+
+def uneven(limit_bytes: int) -> Problem:
+    costs = Costs((18, 21, 17, 20), (18, 20, 17, 21), (9, 11, 8, 10), activation_bytes=2)
+    return Problem(place(costs, Cluster.uniform(4, limit_bytes, latency_us=1)), 8)
+
+
+@pytest.mark.parametrize("limit_bytes", [8, 12, 16])
+def test_no_worse_than_the_automatic_zero_bubble(limit_bytes: int) -> None:
+    problem = uneven(limit_bytes)
+    by_hand = score(problem, problem.to_orders(zb_auto(problem.placement, 8)))
+    found = improve(problem, serial(problem), "span", 0, Budget(0.3, deterministic=True))
+    timed = score(problem, found)
+    assert by_hand is not None
+    assert timed is not None
+    assert timed.span_us <= by_hand.span_us
+    assert fits(problem, found)
+
+
+def test_the_same_every_time_and_told_as_it_comes() -> None:
+    problem, told = uneven(8), []
+
+    def tell(orders: object, timed: Score) -> None:
+        told.append(timed)
+
+    budgets = [Budget(0.2, deterministic=True) for _ in range(2)]
+    found = [improve(problem, serial(problem), "makespan", 0, budget, 3, on_better=tell) for budget in budgets]
+    assert (found[0] == found[1]).all()
+    half = len(told) // 2
+    assert told[:half] == told[half:] == sorted(told[:half], reverse=True)
+    assert told[-1] == score(problem, found[0])
+
+
+def test_stops_at_the_bound() -> None:
+    problem = uneven(16)
+    budget = Budget(60.0, deterministic=True)
+    loose = improve(problem, serial(problem), "makespan", 10**6, budget)
+    assert (loose == serial(problem)).all()
+    assert budget.spent_s == 0
+
+
+def test_the_best_of_all_orders_of_a_tiny_pipeline() -> None:
+    costs = Costs((3, 2), (2, 4), (2, 1), activation_bytes=2)
+    problem = Problem(place(costs, Cluster.uniform(2, 4, latency_us=1)), 2)
+    rows = [
+        [row for row in product(tasks, repeat=6) if all(row.count(t) == 2 for t in tasks)]
+        for tasks in ((0, 2, 4), (1, 3, 5))
+    ]
+    both = (np.array(a + b, np.int32) for a, b in product(*rows))
+    least = min(timed for orders in both if fits(problem, orders) and (timed := score(problem, orders)))
+    found = improve(problem, serial(problem), "makespan", 0, Budget(0.2, deterministic=True))
+    assert score(problem, found) == least

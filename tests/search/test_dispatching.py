@@ -1,0 +1,109 @@
+"""List scheduling never breaks the limit and never gets stuck where one micro-batch at a time fits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rota.costs import Cluster, Costs
+from rota.placing import place, wave
+from rota.plan import Plan
+from rota.search.dispatching import Dispatcher, serial
+from rota.search.problem import NO_LIMIT, Problem
+from rota.search.timing import fits, peaks, score
+from support import core_strategies as strategies
+from support.core_strategies import with_limits
+
+
+def tightest(plan: Plan) -> Problem:
+    """As much memory as one micro-batch at a time needs."""
+    problem = Problem(plan.placement, plan.num_microbatches)
+    static = plan.placement.static_bytes
+    limits = [int(peak) + more for peak, more in zip(peaks(problem, serial(problem)), static, strict=True)]
+    return Problem(with_limits(plan, limits).placement, plan.num_microbatches)
+
+
+def leaves_bytes_behind(problem: Problem) -> bool:
+    """Whether a micro-batch, once done, still holds memory on some rank."""
+    left: Counter[tuple[int, int]] = Counter()
+    for stream, task in zip(problem.placement.component_of, problem.placement.tasks, strict=True):
+        for rank in task.ranks:
+            left[rank, stream] += task.held_bytes
+    return any(num_bytes > 0 for num_bytes in left.values())
+
+
+@given(strategies.plans(), st.integers(0, 2**16), st.sampled_from((0.0, 0.5, 3.0)))
+@settings(deadline=None)
+def test_any_priorities_make_orders_that_fit(plan: Plan, seed: int, patience: float) -> None:
+    """With tight memory too, unless what micro-batches leave behind for good fills it in an unlucky order."""
+    for problem in (Problem(plan.placement, plan.num_microbatches), tightest(plan)):
+        priorities = np.random.default_rng(seed).random(problem.first_node[-1])
+        orders = Dispatcher(problem)(priorities, patience)
+        if orders is None:
+            assert leaves_bytes_behind(problem)
+            assert (problem.limits_bytes < NO_LIMIT).any()
+            continue
+        assert fits(problem, orders)
+        assert score(problem, orders) is not None
+
+
+@given(strategies.plans(most_microbatches=1))
+@settings(deadline=None, max_examples=50)
+def test_serial_needs_least_memory(plan: Plan) -> None:
+    """Against every order of one micro-batch, where all ranks have the same limit."""
+    tasks, static = plan.placement.tasks, plan.placement.static_bytes
+    if len(tasks) > 6:
+        return
+    problem = Problem(with_limits(plan, static).placement, 1)
+    before = {(edge.source, edge.target) for edge in plan.placement.edges}
+    least = []
+    for order in permutations(range(len(tasks))):
+        if all(order.index(a) < order.index(b) for a, b in before):
+            rows = [[t for t in order if r in tasks[t].ranks] for r in range(plan.num_ranks)]
+            least.append(peaks(problem, np.array([t for row in rows for t in row], np.int32)).max())
+    stream = [t for t in range(len(tasks)) if plan.placement.component_of[t] == 0]
+    if len(stream) == len(tasks):
+        assert peaks(problem, serial(problem)).max() == min(least)
+
+
+def test_a_patient_rank_waits_for_the_better_op() -> None:
+    """Rank 1 could start the long W of micro-batch 0 just before a forward comes that everything waits for."""
+    placement = place(Costs((4, 1), (1, 1), (1, 9)), Cluster.uniform(2))
+    problem = Problem(placement, 2)
+    f0, f1, i0, i1, w0, w1 = range(6)
+    priorities = np.empty(problem.first_node[-1])
+    for rank, task in enumerate((f0, f1, i1, i0, w0, w1)):
+        priorities[problem.first_node[task] : problem.first_node[task + 1]] = rank
+    last = slice(problem.first_op[1], problem.first_op[2])
+    hasty, patient = Dispatcher(problem)(priorities), Dispatcher(problem)(priorities, 1.0)
+    assert hasty is not None
+    assert patient is not None
+    assert hasty[last].tolist() == [f1, i1, w1, f1, i1, w1]
+    assert patient[last].tolist() == [f1, i1, f1, i1, w1, w1]
+
+
+def test_tight_memory_on_a_wave() -> None:
+    """Two stages a rank, room for the one micro-batch: its second stage has to fit when the first is there."""
+    placement = wave(Costs.uniform(8, 1, 1, 1, activation_bytes=2), Cluster.uniform(4, limit_bytes=4))
+    problem = Problem(placement, 5)
+    forwards_first = np.repeat([0.0, 1.0], [8 * 5, 16 * 5])
+    orders = Dispatcher(problem)(forwards_first)
+    assert orders is not None
+    assert peaks(problem, orders).max() == 4
+    too_small = Problem(wave(Costs.uniform(8, 1, 1, 1, activation_bytes=2), Cluster.uniform(4, limit_bytes=3)), 5)
+    assert not fits(too_small, serial(too_small))
+    assert Dispatcher(too_small)(forwards_first) is None
+
+
+@pytest.mark.parametrize("limit", [2, 3, 4, None])
+def test_fewest_forwards_ahead_by_limit(limit: int | None) -> None:
+    problem = Problem(place(Costs.uniform(4), Cluster.uniform(4, limit)), 12)
+    priorities = np.repeat([0.0, 1.0], 4 * 12)
+    orders = Dispatcher(problem)(priorities)
+    assert orders is not None
+    assert peaks(problem, orders).max() == (limit or 12)

@@ -1,0 +1,160 @@
+"""Trainings that are saved and resumed on other plans, and what is in their checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rota
+from rota import Checkpoints, Cluster, Costs, Pipeline, PipelineError, Plan, Stages, interleaved, place, split, wave
+from rota.schedules import interleaved_one_f_one_b, one_f_one_b, zb_h1, zb_v
+from support.networks import batch_of, loss_fn
+
+WIDTH, NUM_MICROBATCHES, NUM_LAYERS = 6, 4, 8
+SCHEDULES = ("1f1b", "interleaved", "v", "zb")
+
+
+class Layer(nn.Module):
+    """With a buffer, so that not only weights have to be found again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.rand(()) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) * self.scale + x
+
+
+def model(seed: int = 0) -> nn.Sequential:
+    """Eight layers; the first and the last share a weight."""
+    torch.manual_seed(seed)
+    layers = nn.Sequential(*(Layer() for _ in range(NUM_LAYERS))).double()
+    layers[-1].linear.weight = layers[0].linear.weight
+    return layers
+
+
+@dataclass(frozen=True)
+class Run:
+    """How the model is trained: what a resume may change."""
+
+    schedule: str
+    num_ranks: int
+    num_replicas: int = 1
+
+    @property
+    def num_processes(self) -> int:
+        return self.num_ranks * self.num_replicas
+
+    @property
+    def name(self) -> str:
+        return f"{self.schedule}-{self.num_ranks}x{self.num_replicas}"
+
+    def plan(self) -> Plan:
+        cluster = Cluster.uniform(self.num_ranks)
+        if self.schedule == "interleaved":
+            return interleaved_one_f_one_b(interleaved(Costs.uniform(2 * self.num_ranks), cluster), NUM_MICROBATCHES)
+        if self.schedule == "v":
+            return zb_v(wave(Costs.uniform(2 * self.num_ranks, weight_us=1), cluster), NUM_MICROBATCHES)
+        if self.schedule == "zb":
+            return zb_h1(place(Costs.uniform(self.num_ranks, weight_us=1), cluster), NUM_MICROBATCHES)
+        return one_f_one_b(place(Costs.uniform(self.num_ranks), cluster), NUM_MICROBATCHES)
+
+    def mesh(self) -> Any:
+        return rota.mesh(pp=self.num_ranks, dp=self.num_replicas)
+
+
+RUNS = [Run(schedule, n, replicas) for replicas in (1, 2) for n in (1, 2, 3, 4) for schedule in SCHEDULES]
+
+
+def optimizer_of(named: Iterator[tuple[str, nn.Parameter]]) -> tuple[torch.optim.Optimizer, Any]:
+    """Two groups with options of their own, and a schedule of learning rates for each."""
+    parameters = dict(named)
+    groups = [
+        {"params": [p for name, p in parameters.items() if name.endswith(kind)], **options}
+        for kind, options in (("weight", {"lr": 0.02, "weight_decay": 0.1}), ("bias", {"lr": 0.05}))
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda n: 0.9**n, lambda n: 1 / (1 + n)])
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of all replicas together."""
+    return batch_of(2 * NUM_MICROBATCHES, seed=step)
+
+
+class Training:
+    """A model in training on this process."""
+
+    def __init__(self, run: Run, stages: Stages | None = None) -> None:
+        plan = run.plan()
+        self.run = run
+        self.stages = stages or split(model(), plan.num_stages)
+        self.pipeline = Pipeline(self.stages, plan, loss_fn, mesh=run.mesh())
+        self.optimizer, self.scheduler = optimizer_of(self.pipeline.named_parameters())
+
+    def checkpoints(self, folder: Path, **options: Any) -> Checkpoints:
+        return Checkpoints(folder, self.pipeline, self.optimizer, self.scheduler, **options)
+
+    def steps(self, steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            mine = [part.chunk(self.run.num_replicas)[self.pipeline.replica] for part in batch(step)]
+            losses.append(self.pipeline.step(*mine))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+        return losses
+
+
+def serial_losses(num_steps: int) -> list[float]:
+    """The unsplit model's."""
+    serial = model()
+    optimizer, scheduler = optimizer_of(serial.named_parameters())
+    losses = []
+    for step in range(num_steps):
+        x, target = batch(step)
+        loss = loss_fn(serial(x), target)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return losses
+
+
+def stored(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """All tensors of a checkpoint by name, and what else it has as plain JSON; Rota's own reader takes no part."""
+    tensors = {}
+    for key, dtype, size, chunks in json.loads((path / "tensors.json").read_text())["tensors"]:
+        tensors[key] = torch.empty(size, dtype=getattr(torch, dtype))
+        for offsets, sizes, name, position, _ in chunks:
+            part = tensors[key]
+            for dimension, (offset, length) in enumerate(zip(offsets, sizes, strict=True)):
+                part = part.narrow(dimension, offset, length)
+            data = (path / name).read_bytes()[position : position + part.numel() * part.itemsize]
+            part.copy_(torch.frombuffer(bytearray(data), dtype=part.dtype).reshape(sizes))
+    return tensors, json.loads((path / "training.json").read_text())
+
+
+TWO = Run("1f1b", 2)
+
+
+def save_model(rank: int, folder: Path) -> None:
+    training = Training(TWO)
+    with training.pipeline:
+        training.steps(range(2))
+        training.checkpoints(folder).save(2)
+
+
+def refusal(act: Callable[[], Any]) -> str:
+    with pytest.raises(PipelineError) as error:
+        act()
+    return str(error.value)

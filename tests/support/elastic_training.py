@@ -1,0 +1,97 @@
+"""A training that is disturbed on purpose, for `rota run` and torchrun: python … elastic_training.py NUM_STEPS
+
+It writes each step's loss to `losses` in the working folder. `faults.json` there says what goes wrong: [step, who,
+what], each once; `who` is a rank, or what the environment's NODE says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import rota
+from rota.runtime import control
+
+NUM_STAGES, NUM_MICROBATCHES, WIDTH = 4, 4, 6
+LAUNCHER = os.getppid()
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) + nn.functional.dropout(x, 0.1, self.training)
+
+
+def train(plan: rota.Plan, num_steps: int, folder: Path | None = None) -> list[tuple[int, float]]:
+    """Each step and its loss. In a folder: goes on from the newest checkpoint there, and suffers its faults."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer() for _ in range(NUM_STAGES))).double()
+    losses = []
+    with rota.Pipeline(rota.split(model, plan.num_stages), plan, nn.functional.mse_loss) as pipeline:
+        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.01)
+        found = checkpoints = None
+        if folder is not None:
+            checkpoints = rota.Checkpoints(folder / "run", pipeline, optimizer)
+            found = checkpoints.load()
+        for step in range(found.step if found else 0, num_steps):
+            if folder is not None:
+                suffer(folder, step, pipeline)
+            x = torch.randn(2 * NUM_MICROBATCHES, WIDTH, dtype=torch.float64)
+            losses.append((step, pipeline.step(x, x.flip(1))))
+            optimizer.step()
+            optimizer.zero_grad()
+            if folder is not None and pipeline.rank == 0:
+                with (folder / "losses").open("a") as file:
+                    file.write(json.dumps([*losses[-1], plan.num_ranks]) + "\n")
+            if checkpoints is not None and ((step + 1) % 2 == 0 or pipeline.should_stop):
+                checkpoints.save(step + 1)
+            if pipeline.should_stop:
+                break
+    return losses
+
+
+def suffer(folder: Path, step: int, pipeline: rota.Pipeline) -> None:
+    for at, who, what in json.loads((folder / "faults.json").read_text()):
+        done = folder / f"fault-{at}-{who}-{pipeline.rank if isinstance(who, str) else ''}"
+        if at == step and who in (pipeline.rank, os.environ.get("NODE")) and not done.exists():
+            done.touch()
+            if what in ("SIGUSR1", "SIGTERM"):
+                os.kill(os.getpid(), signal.Signals[what])
+            elif what.startswith("launcher "):
+                os.kill(LAUNCHER, signal.Signals[what.split()[1]])
+                while not control.stop_is_asked():
+                    time.sleep(0.01)
+            else:
+                in_the_middle_of_a_step(pipeline, what)
+
+
+def in_the_middle_of_a_step(pipeline: rota.Pipeline, what: str) -> None:
+    module = next(iter(pipeline.local_stages.values()))
+    seen = []
+
+    def fail(*_: Any) -> None:
+        seen.append(1)
+        if len(seen) < 3:
+            return
+        if what == "raise":
+            raise ValueError("broken on purpose")
+        if what == "node":  # the whole machine is gone, torchrun's agent first
+            os.kill(LAUNCHER, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    module.register_forward_pre_hook(fail)
+
+
+if __name__ == "__main__":
+    train(rota.given_plan("plan.json"), int(sys.argv[1]), Path.cwd())
