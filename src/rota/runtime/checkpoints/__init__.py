@@ -157,7 +157,7 @@ class Checkpoints:
             return  # the script has failed already; its pipeline tells the other ranks first, then closes this
         try:
             self.close()
-        except PipelineError as error:
+        except Exception as error:
             _failed_at_exit.append(error)
             print(f"rota: the last checkpoint was not saved: {error}", file=sys.stderr, flush=True)
             self._pipeline.close()
@@ -288,7 +288,7 @@ class Checkpoints:
 
 # --- at the end of a process ------------------------------------------------------------------------------------------
 
-_failed_at_exit: list[PipelineError] = []
+_failed_at_exit: list[Exception] = []
 
 
 def _end_failed() -> None:
