@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from rota.calibration.costing import costs_of
+from rota.calibration.placement_costs import costs_of
 from torch import Tensor
 
 from rota import Cluster, Costs, FormatError, Pipeline, PlacementError, Plan, Timeline, compare, place, profile
