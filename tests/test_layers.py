@@ -1,150 +1,16 @@
-"""Arrows go one way: who may import what, and that `import rota` stays light."""
+"""Arrows go one way: who may import what, inside rooms too, and that `import rota` stays light."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
 import rota
-
-PACKAGE = Path(rota.__file__).parent
-MODULES = {
-    ".".join(["rota", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__"): path
-    for path in sorted(PACKAGE.rglob("*.py"))
-}
-HEAVY = ("torch", "numpy", "numba", "ortools", "matplotlib", "safetensors")
-
-
-@dataclass(frozen=True)
-class Row:
-    """What a module or room may import besides itself and the standard library: at its top, and in functions alone."""
-
-    top: tuple[str, ...] = ()
-    lazy: tuple[str, ...] = ()
-
-
-#: Nouns and verbs, lowest first: each may import those before it, and nothing from third parties.
-CORE = tuple(
-    f"rota.{name}"
-    for name in (
-        *(
-            "errors",
-            "units",
-            "notebook",
-            "reading",
-            "stopping",
-            "writing",
-            "costs",
-            "tasks",
-            "taskgraph",
-            "placement",
-            "placing",
-            "shapes",
-            "layers",
-            "profiles",
-            "schedule_csv",
-            "usage",
-            "plan",
-            "memory",
-            "timeline",
-        ),
-        *("simulation", "checking", "schedules", "calibration", "accounting", "comparison", "cutting", "replanning"),
-    )
-)
-#: Layouts of other trainers: text alone, read and written where torch is not installed.
-TRAINERS = ("rota.interop.deepspeed", "rota.interop.megatron", "rota.interop.torchtitan")
-#: A module belongs to the longest name here that it begins with.
-TABLE = {
-    "rota": Row(),
-    "rota.__main__": Row(("rota.cli",)),
-    **{name: Row(CORE[:i]) for i, name in enumerate(CORE)},
-    "rota.search": Row((*CORE, "numpy", "numba", "ortools")),
-    "rota.models": Row((*CORE, "torch")),
-    "rota.runtime": Row((*CORE, "rota.models", "torch"), lazy=("safetensors",)),
-    "rota.profiling": Row((*CORE, "rota.models", "rota.runtime", "torch")),
-    "rota.interop": Row((*CORE, "rota.models", "rota.runtime", "torch"), lazy=TRAINERS),
-    "rota.interop.cuts": Row(CORE),
-    **{name: Row((*CORE, "rota.interop.cuts")) for name in TRAINERS},
-    "rota.planning": Row((*CORE, "rota.models", "rota.runtime", "rota.profiling", "torch"), lazy=("rota.search",)),
-    "rota.drawing": Row(CORE, lazy=("rota.drawing.artists", "matplotlib", "numpy")),
-    "rota.drawing.artists": Row((*CORE, "rota.drawing", "matplotlib", "numpy")),
-    "rota.compat": Row(),
-    "rota.compat.deepspeed": Row((*CORE, "rota.models", "rota.runtime", "rota.profiling", "torch")),
-    "rota.compat.rene": Row((*CORE, "rota.drawing"), lazy=("matplotlib", "lowtime", "networkx")),
-    "rota.compat.tessel": Row((*CORE, "rota.search")),
-    "rota.compat.torchdistpackage": Row((*CORE, "rota.models", "rota.runtime", "torch")),
-    "rota.compat.varuna": Row((*CORE, "rota.models", "rota.runtime", "rota.profiling", "torch")),
-    "rota.demo": Row((*CORE, "rota", "rota.models", "rota.runtime", "rota.profiling", "rota.drawing", "torch")),
-    "rota.cli": Row(
-        CORE,
-        lazy=(
-            *(
-                "rota",
-                "rota.search",
-                "rota.models",
-                "rota.runtime",
-                "rota.profiling",
-                "rota.planning",
-                "rota.drawing",
-                "rota.demo",
-                "rota.interop",
-                "rota.interop.cuts",
-                *TRAINERS,
-                "rota.cli.models",
-            ),
-        ),
-    ),
-    "rota.cli.models": Row((*CORE, "rota.cli"), lazy=("torch",)),
-}
-
-
-def home(module: str) -> str | None:
-    """The entry of `TABLE` that a module of ours belongs to; `rota` itself is no room."""
-    parts = module.split(".")
-    return next((name for i in range(len(parts), 1, -1) if (name := ".".join(parts[:i])) in TABLE), None)
-
-
-def imports(tree: ast.AST, lazy: bool = False) -> Iterator[tuple[str, bool]]:
-    """(module, whether only a function or a type checker imports it)."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, lazy) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            origin = "." * node.level + (node.module or "")
-            submodules = (f"{origin}.{alias.name}" for alias in node.names)
-            yield from ((name if name in MODULES else origin, lazy) for name in submodules)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or is_for_types(node):
-            yield from imports(node, lazy=True)
-        else:
-            yield from imports(node, lazy)
-
-
-def is_for_types(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-
-
-def complaints(module: str, source: str) -> list[str]:
-    """What `source` imports against the table."""
-    tree = ast.parse(source)
-    mine = home(module) or module
-    if mine not in TABLE:
-        return [f"{module} has no row in TABLE"]
-    if module == "rota":  # it repeats its lazy names for type checkers
-        tree.body = [node for node in tree.body if not is_for_types(node)]
-    row, found = TABLE[mine], []
-    for name, lazy in imports(tree):
-        top = name.split(".")[0]
-        target = (home(name) or name) if top == "rota" else top
-        allowed = target == mine or target in row.top or (lazy and target in row.lazy)
-        if top not in sys.stdlib_module_names and not allowed:
-            found.append(f"{module} imports {name}" + (" in a function" if lazy else ""))
-    return found
+from support.layers import CORE, HEAVY, MODULES, PAGE, ROOMS, complaints, contracted, imports, is_for_types, page
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -184,6 +50,25 @@ def test_every_module_imports_only_what_its_row_allows(module: str) -> None:
 )
 def test_the_complaints(module: str, source: str, told: list[str]) -> None:
     assert complaints(module, source) == told
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_nothing_inside_a_room_imports_in_a_circle(room: str) -> None:
+    """Neither its modules nor its sub-rooms, each taken as a whole."""
+    by_module = {
+        module: {name for name, _ in imports(ast.parse(path.read_text())) if name in MODULES and name != module}
+        for module, path in MODULES.items()
+        if module.startswith(f"rota.{room}")
+    }
+    for graph in (by_module, contracted(room)):
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            pytest.fail(f"a circle: {' <- '.join(error.args[1])}")
+
+
+def test_contributing_shows_the_table() -> None:
+    assert PAGE.read_text() == page(), "run PYTHONPATH=tests python -m support.layers"
 
 
 def test_lazy_names_and_names_for_type_checkers_are_the_same() -> None:

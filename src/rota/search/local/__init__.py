@@ -1,0 +1,1 @@
+"""Local search: moves on the critical path, policies of list scheduling, and windows that CP-SAT reorders."""
