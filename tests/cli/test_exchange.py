@@ -12,6 +12,7 @@ import pytest
 
 from cli.test_cli import run
 from rota import Cluster, Costs, Plan, interleaved, place
+from rota.costs import assumed_costs
 from rota.schedules import NAMED
 from rota.usage import Usage
 
@@ -62,7 +63,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text(MODEL)
-    plan = NAMED["interleaved_1f1b"](interleaved(Costs.uniform(4), Cluster.uniform(2)), 4)
+    plan = NAMED["interleaved_1f1b"](interleaved(assumed_costs(4), Cluster.uniform(2)), 4)
     (tmp_path / "plan.json").write_text(plan.to_json())
     three = NAMED["gpipe"](place(Costs.uniform(3), Cluster.uniform(3)), 4)
     (tmp_path / "three.json").write_text(three.to_json())
@@ -176,7 +177,7 @@ def test_deepspeed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "import", "deepspeed", "parts.json", "--microbatches", "4", "-o", "back.json")
     assert code == 0
     assert f"Cut at the boundaries {','.join(map(str, boundaries))}." in out
-    plan = NAMED["1f1b"](place(Costs.uniform(3), Cluster.uniform(3)), 4)
+    plan = NAMED["1f1b"](place(assumed_costs(3), Cluster.uniform(3)), 4)
     assert Plan.from_json((here / "back.json").read_text()) == plan
     code, out, _ = run(capsys, "export", "deepspeed", "three.json", "--boundaries", "0,0,3,6")
     assert stages_of(out) == ["no layer", "layers 0 to 2", "layers 3 to 5"]
@@ -220,7 +221,7 @@ EXPORT = "export torchtitan plan.json --model"
         ),
         ("export megatron cut.json --layers a*6 --type a", "boundaries end with 5, but there are 6 layers"),
         ("export megatron cut.json --layers e,a,n,a,h --type a", "layer 2 (n) lies between transformer layers"),
-        ("export megatron cut.json --layers a*5 --type b", "pattern 'b' finds none of the layers"),
+        ("export megatron cut.json --layers a*5 --type b", "pattern 'b' matches none of the layers"),
         ("export deepspeed three.json", "where is the cut? three.json does not say; give --boundaries, or --type and"),
         ("export deepspeed three.json --type a", "--type and --layers go together; give --boundaries, or --type and"),
         ("export deepspeed three.json --type a --layers B*x", "'B*x' is no layer; write such as Block, or Block*8"),

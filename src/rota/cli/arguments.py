@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from rota.cli import checkpoints, files, planning
+from rota.cli import checkpoints, planning
 from rota.cli.sizes import parse_bytes, parse_link, parse_mesh
+from rota.costs import ASSUMED_ACTIVATION_BYTES, ASSUMED_BACKWARD_US, ASSUMED_FORWARD_US
 from rota.schedules import NAMED
 from rota.shapes import SHAPES
 
@@ -266,12 +267,12 @@ def _step(parser: argparse.ArgumentParser) -> None:
 def _costs(parser: argparse.ArgumentParser, of_what: str) -> None:
     parser.add_argument("--ranks", type=_number(1), help="processes (default: one a stage of --costs)")
     parser.add_argument("--costs", metavar="FILE", help="measured costs, written by Costs.to_json()")
-    parser.add_argument("--forward-us", type=_number(0), help=f"F of {of_what} (default: {files.FORWARD_US})")
+    parser.add_argument("--forward-us", type=_number(0), help=f"F of {of_what} (default: {ASSUMED_FORWARD_US})")
     parser.add_argument(
-        "--backward-us", type=_number(0), help=f"B, or I with --weight-us (default: {files.BACKWARD_US})"
+        "--backward-us", type=_number(0), help=f"B, or I with --weight-us (default: {ASSUMED_BACKWARD_US})"
     )
     parser.add_argument("--weight-us", type=_number(0), help="W: splits the backward into I and W")
-    told = f"kept by F until the backward (default: {files.ACTIVATION_BYTES})"
+    told = f"kept by F until the backward (default: {ASSUMED_ACTIVATION_BYTES})"
     parser.add_argument("--activation", type=_size, dest="activation_bytes", help=told)
     parser.add_argument("--boundary", type=_size, dest="boundary_bytes", help="sent from stage to stage (default: 0)")
     parser.add_argument("--latency-us", type=_number(0), default=0, help="of every link (default: 0)")

@@ -11,7 +11,7 @@ from rota import checking, cutting
 from rota.cli import files
 from rota.cli.exchange_arguments import TITAN_LEAVES_NONE
 from rota.cli.screen import print_timeline
-from rota.costs import Costs
+from rota.costs import Costs, assumed_costs
 from rota.plan import Plan
 from rota.simulation import simulate
 
@@ -185,7 +185,7 @@ def _from_megatron(arguments: Namespace, costs: Costs | None) -> tuple[Plan, Seq
         layout = megatron.read_layout(text, arguments.ranks)
     for stage, letters in enumerate(layout.stages):
         print(f"stage {stage} on rank {layout.ranks[stage]}: {letters or 'empty'}")
-    costs = costs or Costs.uniform(len(layout.stages))
+    costs = costs or assumed_costs(len(layout.stages))
     return megatron.plan_of(layout, costs, arguments.microbatches), layout.boundaries
 
 
@@ -195,7 +195,7 @@ def _from_deepspeed(arguments: Namespace, costs: Costs | None) -> tuple[Plan, Se
     text = cuts.read_limited(arguments.file, _MOST_LAYOUT_BYTES)
     with files.named(arguments.file):
         boundaries = deepspeed.read_boundaries(text)
-    costs = costs or Costs.uniform(len(boundaries) - 1)
+    costs = costs or assumed_costs(len(boundaries) - 1)
     return deepspeed.plan_of(boundaries, costs, arguments.microbatches), boundaries
 
 

@@ -92,7 +92,7 @@ def import_(parser: argparse.ArgumentParser) -> None:
     for sub in (megatron, deepspeed):
         sub.add_argument("--microbatches", type=int, required=True, help="micro-batches a step")
     for sub in (titan, megatron, deepspeed):
-        told = "costs of the stages, or of their layers (default: F 1 µs, B 2 µs a stage)"
+        told = "costs of the stages, or of their layers (default: F 1 ms, B 2 ms per stage)"
         sub.add_argument("--costs", metavar="FILE", help=told)
         sub.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
         _force(sub)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rota import reading, schedule_csv, writing
 from rota.cli.interrupts import told_at_once
-from rota.costs import Cluster, Costs
+from rota.costs import Cluster, Costs, assumed_costs
 from rota.errors import FormatError, PlanError, RotaError
 from rota.placement import Placement
 from rota.placing import place
@@ -21,9 +21,6 @@ from rota.profiles import Profile
 from rota.simulation import timeline_of
 from rota.tasks import Kind
 from rota.timeline import Timeline
-
-#: Of a stage, where nothing is said: so large that a rank's work can be dealt to any usual number of stages.
-FORWARD_US, BACKWARD_US, ACTIVATION_BYTES = 1000, 2000, 1000
 
 
 class InputError(RotaError):
@@ -114,12 +111,6 @@ def named(path: str) -> Iterator[None]:
         raise InputError(f"{path}: {error}") from None
 
 
-def default_costs(num_stages: int, **given: int) -> Costs:
-    """Of uniform stages, of which nothing is known but what is given."""
-    default = {"forward_us": FORWARD_US, "backward_us": BACKWARD_US, "activation_bytes": ACTIVATION_BYTES}
-    return Costs.uniform(num_stages, **(default | given))
-
-
 def _placement_of_csv(text: str) -> Placement:
     """A chain of stages where the CSV puts them: F 1 ms, B 2 ms or I and W 1 ms each, no limit."""
     orders = schedule_csv.read(text)
@@ -127,7 +118,7 @@ def _placement_of_csv(text: str) -> Placement:
         raise FormatError("the CSV is empty; it needs one line a rank, such as 0F0,0F1,0B0,0B1")
     ranks = schedule_csv.stage_ranks(orders)
     kinds = {op.kind for order in orders for op in order}
-    costs = default_costs(len(ranks))
+    costs = assumed_costs(len(ranks))
     costs = costs.with_split_backward() if Kind.W in kinds else costs
     placement = place(costs, Cluster.uniform(len(orders)), ranks)
     return placement if kinds - {Kind.F} else placement.forward_only()

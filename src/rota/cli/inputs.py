@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from rota.cli import files
-from rota.costs import Cluster, Costs
+from rota.costs import Cluster, Costs, assumed_costs
 from rota.errors import PlacementError
 from rota.placement import Placement
 from rota.shapes import SHAPES
@@ -36,7 +36,7 @@ def measured(arguments: Namespace) -> Costs:
 
 def uniform(arguments: Namespace, num_stages: int) -> Costs:
     given = {name: getattr(arguments, name) for name in _GUESSES if getattr(arguments, name) is not None}
-    return files.default_costs(num_stages, **given)
+    return assumed_costs(num_stages, **given)
 
 
 def cluster_of(arguments: Namespace, num_ranks: int, limit_bytes: int | None) -> Cluster:

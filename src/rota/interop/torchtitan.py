@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeAlias
 
 from rota import reading, schedule_csv
 from rota.checking import check
-from rota.costs import Cluster, Costs
+from rota.costs import Cluster, Costs, assumed_costs
 from rota.errors import FormatError, ScheduleError, SplitError
 from rota.interop.cuts import MOST_LAYERS, read_limited, stage_costs
 from rota.placement import Placement
@@ -157,8 +157,9 @@ def _json(common: dict[str, str | int], parts: Parts, num_microbatches: int) -> 
 def load(path: str | Path, costs: Costs | None = None, cluster: Cluster | None = None) -> Imported:
     """The plan and parts of a job config (.toml) or of fields (.json), and of the CSV that it names, beside it.
 
-    `costs`: of the stages, or of the modules in the parts' order; by default F takes 1 µs and the backward 2. The plan
-    is checked. Raises FormatError or SplitError for what torchtitan would refuse, PlacementError, PlanError.
+    `costs`: of the stages, or of the modules in the parts' order; by default F lasts 1 ms and the
+    backward 2 ms. The plan is checked. Raises FormatError or SplitError for what torchtitan would refuse,
+    PlacementError, PlanError.
     """
     config = _config(path)
     try:
@@ -239,7 +240,7 @@ def _plan(csv: str, config: Field, parts: Parts, costs: Costs | None, cluster: C
             f"the CSV has the stages on the ranks {short(on).strip('[]')}, but for {short(schedule)} torchtitan puts "
             f"them {told}; change pipeline_parallel_schedule ({_LOOP} or {_V}) or the CSV"
         )
-    costs = Costs.uniform(len(parts)) if costs is None else stage_costs(costs, _boundaries(parts))
+    costs = assumed_costs(len(parts)) if costs is None else stage_costs(costs, _boundaries(parts))
     placement = _placed(orders, costs, cluster or Cluster.uniform(num_ranks), on)
     return Plan.from_csv(csv, placement)
 

@@ -103,7 +103,7 @@ def test_where_a_thread_is() -> None:
     frames = frames_of(thread.ident)
     over.set()
     thread.join()
-    assert place_of(frames).startswith("test_runtime_hang_report.py:")
+    assert place_of(frames).startswith("test_hang_report.py:")
     assert place_of(frames).endswith(" in dawdle")
     assert not is_in_a_collective(frames)
     assert frames_of(thread.ident) == frames_of(None) == []
