@@ -229,7 +229,7 @@ def _change_random_state(files: Files, chooser: Random) -> None:
 
 
 def _swap(files: Files, chooser: Random) -> None:
-    one, other = chooser.sample(sorted(whole()), 2)
+    one, other = chooser.sample(sorted(files), 2)
     files[one], files[other] = files[other], files[one]
     if chooser.random() < 0.3:
         files[other] = files[one]
