@@ -106,7 +106,7 @@ class MakeOdd:
         ("a function of its own", "I"),
         ("checkpoints", "I and W"),
         ("reentrant checkpoints", "I"),
-        ("what it received", "I"),
+        ("what it received", "I and W"),
     ],
 )
 def test_split_backwards(pool: Pool, how: str, backward_at: str) -> None:

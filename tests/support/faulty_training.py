@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import rota
 from rota import Checkpoints, Cluster, Costs, Op, Pipeline, Plan, Stages, place
-from rota.runtime.checkpoints import files as checkpoint_files
+from rota.runtime import checkpoints as checkpoints_room
+from rota.runtime.checkpoints import folder as checkpoint_folder
 from rota.runtime.faults.watchdog import EXIT_CODE
 from rota.schedules import one_f_one_b, zb_h1
 from support.fresh import Ended, mark, run_fresh
@@ -194,11 +194,11 @@ def _in(name: str) -> Callable[[Pipeline, nn.Module, Callable[[], Any]], None]:
 
 
 def _in_write(pipeline: Pipeline, stage: nn.Module, act: Callable[[], Any]) -> None:
-    FileSystemWriter.write_data = act  # type: ignore[method-assign]
+    checkpoints_room.write_chunks = act
 
 
 def _in_publish(pipeline: Pipeline, stage: nn.Module, act: Callable[[], Any]) -> None:
-    checkpoint_files.publish = act
+    checkpoint_folder.publish = act
 
 
 _MOMENTS: dict[str, Callable[[Pipeline, nn.Module, Callable[[], Any]], None]] = {

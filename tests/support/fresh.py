@@ -24,7 +24,9 @@ class Ended:
 
     @property
     def last_line(self) -> str:
-        return self.stderr.strip().splitlines()[-1]
+        """The last line of stderr but for the notes that Rota adds to a stage's own error."""
+        lines = self.stderr.strip().splitlines()
+        return next(line for line in reversed(lines) if not line.startswith("rota: in "))
 
 
 def run_fresh(

@@ -14,6 +14,7 @@ import pytest
 from rota import Cluster, Costs, place, rehearse
 from rota.profiling.link_processes import links_of_started
 from rota.schedules import one_f_one_b
+from support import ROOT
 from support.faulty_training import processes_in
 
 pytestmark = pytest.mark.dist
@@ -36,7 +37,7 @@ def run(folder: Path, *options: str, before: str = "", inside: str = "pass") -> 
     (folder / "plan.json").write_text(PLAN.to_json())
     (folder / "train.py").write_text(SCRIPT.format(before=before, inside=inside))
     command = [sys.executable, "-m", "rota", "run", *options, "plan.json", "train.py"]
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=150)
     assert processes_in(folder) == []

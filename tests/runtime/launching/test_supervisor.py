@@ -18,13 +18,14 @@ from rota.runtime.launching.launch import launch
 from rota.runtime.launching.ranks import RankFailed, Ranks
 from rota.runtime.launching.requests import Requests
 from rota.schedules import gpipe
+from support import ROOT
 from support.faulty_training import processes_in
 
 pytestmark = pytest.mark.dist
 
 PLAN = gpipe(place(Costs.uniform(2), Cluster.uniform(2)), 2)
 SLEEP = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"
-TESTS = Path(__file__).parents[1]
+TESTS = ROOT / "tests"
 
 
 def supervised(folder: Path, monkeypatch: pytest.MonkeyPatch, *scripts: str) -> None:

@@ -142,4 +142,4 @@ def _decoded(path: Path, data: bytes) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise FormatError(f"{path} is no text file in UTF-8 (byte {error.start})") from None
+        raise FormatError(f"{path} is not a text file in UTF-8 (byte {error.start})") from None
