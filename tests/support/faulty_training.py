@@ -258,7 +258,7 @@ def assert_told(ended: list[Ended], setup: Setup, fault: Fault) -> None:
         assert each.exit_code == 1, each
         assert re.search(told, each.last_line), each
     assert ended[fault.victim].exit_code == own_code, ended
-    assert re.search(own_line, ended[fault.victim].stderr), ended
+    assert re.search(own_line, ended[fault.victim].stderr, re.MULTILINE), ended
 
 
 def _expected(fault: Fault, name: str) -> tuple[tuple[int, str], str]:
