@@ -103,7 +103,7 @@ LAYERS = "nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))"
     [
         (
             MODEL.replace("def make_batch", "def batches"),
-            "no function make_batch; it needs such as:\n    def make_model",
+            "no function make_batch; it needs:\n    def make_model",
         ),
         ("import nothing_there", "cannot be run: ModuleNotFoundError: No module named 'nothing_there' (line 1)"),
         (MODEL.replace("nn.Linear(4, 8)", "nn.Linear(4, -8)"), "make_model failed: RuntimeError: "),

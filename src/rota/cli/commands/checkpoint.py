@@ -7,25 +7,35 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rota.cli import files
+from rota.cli.arguments import add_output
+from rota.cli.parser import Command, Parser, one_of
+from rota.cli.requirements import InputError, require
 from rota.errors import PipelineError
 from rota.reading import printable, short
 
 if TYPE_CHECKING:
     from rota.runtime.checkpoints.files import Saved
 
-HELP = """ls      what is in FOLDER, in the order in which it was saved
+_HELP = """ls      what is in FOLDER, in the order in which it was saved
 verify  compare every file with its hash, and look whether every tensor is covered
 export  the model of one checkpoint, the newest of FOLDER, as one safetensors file
 
 None of them runs anything that is in a checkpoint: use them on checkpoints that you do not trust."""
 
 
-def checkpoint(arguments: Namespace) -> int:
+def add_arguments(parser: Parser) -> None:
+    actions = parser.add_argument_group("actions", _HELP)
+    actions.add_argument("action", type=one_of(ACTIONS), metavar="ACTION", help="ls, verify or export")
+    help_text = "folder of rota.Checkpoints, or one checkpoint: FOLDER/step-N"
+    actions.add_argument("folder", metavar="FOLDER", help=help_text)
+    add_output(parser, "FILE", "for export: model.safetensors")
+
+
+def run(arguments: Namespace) -> int:
     if (arguments.output is None) is (arguments.action == "export"):
-        told = "needs -o FILE" if arguments.output is None else f"writes no file: leave out -o {arguments.output}"
-        raise files.InputError(f"{arguments.action} {told}")
-    files.require("torch", "torch")
+        remedy = "needs -o FILE" if arguments.output is None else f"writes no file: leave out -o {arguments.output}"
+        raise InputError(f"{arguments.action} {remedy}")
+    require("torch", "torch")
     return ACTIONS[arguments.action](arguments)
 
 
@@ -47,8 +57,8 @@ def _verify(arguments: Namespace) -> int:
     whole, damaged = _readable(arguments.folder)
     for saved in whole:
         found = damages(saved)
-        told = "; ".join(found) if found else f"whole: {len(saved.manifest.files)} files, {saved.num_bytes:,} bytes"
-        print(f"{_name(saved.path)}  {printable(told)}")
+        whole_text = f"whole: {len(saved.manifest.files)} files, {saved.num_bytes:,} bytes"
+        print(f"{_name(saved.path)}  {printable('; '.join(found) or whole_text)}")
         damaged += [saved.path.name] * bool(found)
     if damaged:
         raise PipelineError(f"damaged: {', '.join(damaged)}; remove them to go on from those before them")
@@ -56,7 +66,7 @@ def _verify(arguments: Namespace) -> int:
 
 
 def _readable(folder: str) -> tuple[list[Saved], list[str]]:
-    """All checkpoints that can be read, and the names of those that cannot, which are told in a line each."""
+    """All checkpoints that can be read, and the names of those that cannot; prints one line for each of these."""
     from rota.runtime.checkpoints.folder import unfinished_ones
     from rota.runtime.checkpoints.reading import find
 
@@ -73,7 +83,7 @@ def _name(path: Path) -> str:
 
 
 def _export(arguments: Namespace) -> int:
-    files.require("safetensors", "checkpoint")
+    require("safetensors", "checkpoint")
     from rota.runtime.checkpoints.reading import export, find
 
     found, damaged = find(Path(arguments.folder))
@@ -87,3 +97,11 @@ def _export(arguments: Namespace) -> int:
 
 
 ACTIONS = {"ls": _ls, "verify": _verify, "export": _export}
+
+COMMAND = Command(
+    "checkpoint",
+    "list, verify or export what rota.Checkpoints saved",
+    "rota checkpoint export run/step-100 -o model.safetensors",
+    add_arguments,
+    run,
+)

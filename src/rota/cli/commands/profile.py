@@ -5,7 +5,10 @@ from __future__ import annotations
 from argparse import Namespace
 
 from rota import reading
-from rota.cli import files
+from rota.cli import output_files
+from rota.cli.arguments import add_output, number, rows
+from rota.cli.parser import Command, Parser
+from rota.cli.requirements import InputError, require
 from rota.cli.screen import show_progress
 from rota.costs import Cluster
 from rota.layers import LayerCosts
@@ -16,14 +19,34 @@ _REPEATS = 7
 _TOO_FAR_APART = 1.0  # the middle half of the measurements, as a part of their median
 
 
-def profile(arguments: Namespace) -> int:
-    files.require("torch", "torch")
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL.py",
+        help="file that defines make_model, make_batch, loss_fn; or links, for how fast processes reach each other",
+    )
+    parser.add_argument("--rows", type=rows, metavar="N,N,…", help="rows of a micro-batch (default: 1)")
+    parser.add_argument(
+        "--device",
+        metavar="NAME",
+        help="cpu or cuda to measure there (default: cpu), or one to estimate for, such as h100, computing nothing",
+    )
+    help_text = f"of each measurement, of which the median counts (default: {_REPEATS})"
+    parser.add_argument("--repeats", type=number(1), metavar="N", help=help_text)
+    parser.add_argument("--processes", type=number(2), help="for links: to start on this machine (default: 2)")
+    parser.add_argument("--cache", metavar="PATH", help="file or folder for which nothing is measured twice")
+    parser.add_argument("--refresh", action="store_true", help="measure again what the cache has")
+    add_output(parser, "FILE", "write the profile, or the cluster, as JSON")
+
+
+def run(arguments: Namespace) -> int:
+    require("torch", "torch")
     return _links(arguments) if arguments.model == LINKS else _layers(arguments)
 
 
 def _layers(arguments: Namespace) -> int:
     if arguments.processes is not None:
-        raise files.InputError(f"--processes is for `rota profile {LINKS}`; leave it out for {arguments.model}")
+        raise InputError(f"--processes is for `rota profile {LINKS}`; leave it out for {arguments.model}")
     reading.read_text(arguments.model)
     from rota.planning.model_file import load_model_file, profile_file
 
@@ -38,10 +61,10 @@ def _layers(arguments: Namespace) -> int:
         print(_summary(layers))
     worst = max((spread for layers in found.values() for spread in layers.spread), default=0.0)
     if worst > _TOO_FAR_APART:
-        anew = " --refresh" if arguments.cache else ""
+        refresh = " --refresh" if arguments.cache else ""
         print(
             f"Measurements that vary by {worst:.0%} are nothing to plan by: close other programs, and measure more "
-            f"often, by --repeats {3 * repeats}{anew}."
+            f"often, by --repeats {3 * repeats}{refresh}."
         )
     _write(arguments, found.to_json(), f"plan with it by `rota autoplan --profile {arguments.output} …`")
     return 0
@@ -67,14 +90,14 @@ def _links(arguments: Namespace) -> int:
 
     for option in ("rows", "device", "repeats", "cache", "refresh"):
         if getattr(arguments, option):
-            raise files.InputError(f"--{option} is for a model; leave it out for {LINKS}")
+            raise InputError(f"--{option} is for a model; leave it out for {LINKS}")
     if not link_processes.is_launched():
         cluster: Cluster | None = link_processes.links_of_started(arguments.processes or 2)
     elif arguments.processes is not None:
-        raise files.InputError("--processes: the launcher has started them; leave it out")
+        raise InputError("--processes: the launcher has started them; leave it out")
     else:
         cluster = link_processes.links_of_launched()
-    if cluster is None:  # told by the first process
+    if cluster is None:  # the first process prints it
         return 0
     pairs = [(a, b) for b in range(cluster.num_ranks) for a in range(b)]
     for a, b in pairs:
@@ -88,5 +111,14 @@ def _write(arguments: Namespace, text: str, hint: str) -> None:
     if arguments.output is None:
         print("Not written; use -o to keep it.")
     else:
-        files.write(arguments.output, text)
+        output_files.write(arguments.output, text)
         print(f"Wrote {arguments.output}; {hint}.")
+
+
+COMMAND = Command(
+    "profile",
+    "what each layer of a model takes, measured here or estimated for a device; or how fast links are",
+    "rota profile model.py --rows 1,2,4,8 -o profile.json\n  rota profile links --processes 4 -o cluster.json",
+    add_arguments,
+    run,
+)
