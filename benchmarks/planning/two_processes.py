@@ -27,8 +27,8 @@ import rota
 from rota.demo.gpt import NUM_BYTES, Block
 from rota.planning import Machine, autoplan
 from rota.planning.autoplanning import usual_plan
-from rota.planning.confirming import confirm
-from rota.planning.evaluating import Found
+from rota.planning.confirmation import confirm
+from rota.planning.evaluation import Found
 from rota.planning.model_file import load_model_file, profile_file
 from rota.profiling.link_processes import links_of_started
 from rota.runtime.launching.launch import launch

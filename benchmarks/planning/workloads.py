@@ -21,7 +21,7 @@ from rota import Link, Machine, RotaError, autoplan, check, simulate
 from rota.cutting import uniform
 from rota.layers import LayerCosts
 from rota.planning import Answer
-from rota.planning.candidates import Asked, Candidate
+from rota.planning.candidate import Asked, Candidate
 from rota.planning.layouts import is_chain, layouts
 from rota.schedules import NAMED
 

@@ -22,9 +22,9 @@ from rota.cutting import uniform
 from rota.errors import PlacementError, RotaError, SearchError
 from rota.layers import LayerCosts
 from rota.planning import Machine, Progress, autoplan, finalists
-from rota.planning.bounding import layout_bound_us, least_bytes, placement_bound_us
-from rota.planning.candidates import Asked, Candidate
-from rota.planning.evaluating import Found, Misfit, evaluate
+from rota.planning.candidate import Asked, Candidate
+from rota.planning.evaluation import Found, Misfit, evaluate
+from rota.planning.layout_bounds import layout_bound_us, least_bytes, placement_bound_us
 from rota.planning.layouts import Layout, layouts
 from rota.planning.reasons import parts_of, why_slower
 from rota.schedules import FAMILIES, NAMED
@@ -357,7 +357,7 @@ def test_an_error_of_progress_loses_no_plan() -> None:
 
 @pytest.mark.parametrize("num_measured", [0, 1, 2])
 def test_ctrl_c_while_plans_are_measured_loses_none(num_measured: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rota.planning import confirming
+    from rota.planning import confirmation
 
     answer = autoplan({1: layer_costs(1, UNEVEN)}, Machine(4, 40), 16, time_limit_s=LONG_S)
     measured = []
@@ -368,14 +368,14 @@ def test_ctrl_c_while_plans_are_measured_loses_none(num_measured: int, monkeypat
         measured.append(found)
         return found
 
-    monkeypatch.setattr(confirming, "_measured", measure)
-    stopped = confirming.confirm(answer, nn.Linear(1, 1), lambda rows: (None, None), None)
+    monkeypatch.setattr(confirmation, "_measured", measure)
+    stopped = confirmation.confirm(answer, nn.Linear(1, 1), lambda rows: (None, None), None)
     check(stopped.plan)
     assert stopped.was_stopped
     assert "stopped by Ctrl-C" in stopped.to_text()
     assert [one.found for one in stopped.confirmed] == sorted(measured, key=lambda found: found.key)
     assert stopped.is_unmeasured == ("own stages were not measured" in stopped.to_text()) == (num_measured == 0)
-    assert confirming.confirm(stopped, nn.Linear(1, 1), lambda rows: (None, None), None).is_unmeasured  # not again
+    assert confirmation.confirm(stopped, nn.Linear(1, 1), lambda rows: (None, None), None).is_unmeasured  # not again
     assert len(measured) == num_measured
 
 
@@ -386,6 +386,6 @@ def test_it_loads_nothing_heavy_before_it_searches() -> None:
 
 
 def test_what_was_not_looked_at_is_not_said_not_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rota.planning.clock.Clock.left_s", property(lambda clock: 0.0))
+    monkeypatch.setattr("rota.planning.deadline.Clock.left_s", property(lambda clock: 0.0))
     with pytest.raises(SearchError, match=r"found no plan|layouts not looked at: give a longer --time-limit"):
         autoplan({1: layer_costs(1, kept=20)}, Machine(4, 30), 8, time_limit_s=1)

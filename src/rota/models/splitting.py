@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from rota.errors import SplitError
-from rota.models.carving import carve
 from rota.models.cutpoint import find_cut_points
 from rota.models.stages import Stages
+from rota.models.traced_stages import cut_trace
 from rota.models.tracer import BY_HAND
 from rota.models.tracing import honours_none, trace
 
@@ -49,7 +49,7 @@ def split(model: nn.Module, num_stages: int, cuts: Cuts | None = None) -> Stages
         kept = {
             name: value for name, value in defaults.items() if value is not None or honours_none(model, name, whole)
         }
-        stages = Stages(*carve(model, whole, chosen), input_names=signature, input_defaults=kept)
+        stages = Stages(*cut_trace(model, whole, chosen), input_names=signature, input_defaults=kept)
         stages.cuts = tuple(whole.cut_names[number] for number in chosen)
         return stages
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:

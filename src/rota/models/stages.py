@@ -8,8 +8,8 @@ from typing import Any, Final, TypeAlias, final
 from torch import nn
 
 from rota.errors import PipelineError, SplitError
-from rota.models.table import cut_table
-from rota.models.wiring import StageEdge, parse_edges, topological_order
+from rota.models.cut_table import cut_table
+from rota.models.stage_edges import StageEdge, parse_edges, topological_order
 
 Input: TypeAlias = int | str
 Tie: TypeAlias = tuple[tuple[int, str], ...]
@@ -100,7 +100,7 @@ class Stages:
         return tuple(tuple(of_one) for of_one in places.values() if len(of_one) > 1)
 
     def repeated(self, times: int) -> Stages:
-        """The streams of a bidirectional plan: `times` copies that share all weights.
+        """The components of a bidirectional plan: `times` copies that share all weights.
 
         Stage c * n + s is copy c of stage s; micro-batch m passes through copy m mod `times`.
         """
@@ -189,8 +189,8 @@ class Stages:
                 yield (f"{stage}.{name}" if clash else name), parameter
 
     def table(self) -> str:
-        """The cut as text, one line a stage: what it holds, its size, what it reads and where it sends."""
-        return cut_table(self)
+        """The cut as text, one line per stage: what it holds, its size, what it reads and where it sends."""
+        return cut_table(self.modules, self.edges, self.inputs)
 
 
 def _check_modules(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
@@ -208,7 +208,7 @@ def _parse_inputs(inputs: Inputs, num_stages: int, names: tuple[str, ...]) -> tu
     """For each stage the inputs it reads, checked."""
     if not isinstance(inputs, Mapping):
         if len(inputs) != num_stages:
-            raise SplitError(f"inputs has {len(inputs)} entries for {num_stages} stages: give one a stage, or a dict")
+            raise SplitError(f"inputs has {len(inputs)} entries for {num_stages} stages: give one per stage, or a dict")
         inputs = dict(enumerate(inputs))
     for stage in inputs:
         if not 0 <= stage < num_stages:

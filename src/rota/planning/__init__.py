@@ -2,7 +2,7 @@
 
 from rota.planning.answer import Answer
 from rota.planning.autoplanning import autoplan
-from rota.planning.clock import Progress
+from rota.planning.deadline import Progress
 from rota.planning.machine import Machine
 
 __all__ = ["Answer", "Machine", "Progress", "autoplan"]

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from rota import notebook
 from rota.plan import Plan
-from rota.planning.candidates import Asked
-from rota.planning.evaluating import Found, Misfit
+from rota.planning.candidate import Asked
+from rota.planning.evaluation import Found, Misfit
 from rota.planning.reasons import why_slower
 from rota.timeline import Timeline
 from rota.units import count_text, size_text, time_text

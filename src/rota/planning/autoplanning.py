@@ -10,13 +10,13 @@ from rota.checking import check
 from rota.errors import PlacementError, SearchError
 from rota.layers import LayerCosts
 from rota.planning.answer import Answer, Counts
-from rota.planning.candidates import Asked, Candidate
-from rota.planning.clock import Clock, Progress
-from rota.planning.evaluating import Found, Misfit, evaluate, families
+from rota.planning.candidate import Asked, Candidate
+from rota.planning.deadline import Clock, Progress
+from rota.planning.evaluation import Found, Misfit, evaluate, families
 from rota.planning.finalists import search_finalists
 from rota.planning.layouts import cuts
 from rota.planning.machine import Machine
-from rota.planning.sweeping import Sweep
+from rota.planning.sweep import Sweep
 from rota.stopping import ended_by_ctrl_c, watched
 from rota.units import size_text
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from rota.errors import SearchError
-from rota.planning.bounding import placement_bound_us
-from rota.planning.candidates import Candidate
-from rota.planning.evaluating import Found
-from rota.planning.sweeping import Sweep
+from rota.planning.candidate import Candidate
+from rota.planning.evaluation import Found
+from rota.planning.layout_bounds import placement_bound_us
+from rota.planning.sweep import Sweep
 from rota.stopping import ended_by_ctrl_c
 
 _MOST = 3  # finalists

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from rota.planning.evaluating import Found
+from rota.planning.evaluation import Found
 from rota.tasks import Kind
 from rota.units import count_text, time_text
 

@@ -15,8 +15,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from rota.errors import PipelineError
 from rota.models import Stages
+from rota.models.cut_table import holds
 from rota.models.randomness import random_state_kept
-from rota.models.table import holds
 from rota.profiling.clocks import Clock, CudaClock, Laps, Run, WallClock, timed
 from rota.profiling.devices import DeviceModel
 from rota.profiling.keeping import Keeping, Name, keeping_of, place_of

@@ -173,7 +173,7 @@ def _measured(arguments: Namespace, model_file: ModelFile | None) -> Mapping[int
 
 
 def _confirmed(answer: Answer, model_file: ModelFile) -> Answer:
-    from rota.planning.confirming import confirm
+    from rota.planning.confirmation import confirm
 
     functions = model_file.make_batch, model_file.loss_fn, model_file.make_optimizer
     return confirm(answer, model_file.make_model(), *functions, report=show_progress)

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from rota.plan import Plan
-from rota.planning.holding import Memory
-from rota.planning.waiting import Arrivals, Waiting, formats_of, sleep_until, stages_of
+from rota.planning.rehearsal.allocation import Memory
+from rota.planning.rehearsal.timed_waits import Arrivals, Waiting, formats_of, sleep_until, stages_of
 from rota.runtime.compute import Batch
 from rota.runtime.execution import Execution
 from rota.runtime.faults.watchdog import Watchdog

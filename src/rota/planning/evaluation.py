@@ -9,8 +9,8 @@ from functools import cached_property
 from rota.errors import RotaError
 from rota.placing import bidirectional, interleaved, wave
 from rota.plan import Plan
-from rota.planning.bounding import least_bytes, placement_bound_us
-from rota.planning.candidates import Candidate
+from rota.planning.candidate import Candidate
+from rota.planning.layout_bounds import least_bytes, placement_bound_us
 from rota.planning.layouts import Layout, Shape
 from rota.schedules import FAMILIES, Family
 from rota.simulation import simulate

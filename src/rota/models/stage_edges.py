@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple
 
 from rota.errors import PipelineError, SplitError
@@ -20,7 +21,7 @@ class StageEdge(NamedTuple):
         return f"{self.source} -> {self.target}"
 
     def take(self, output: Any) -> Any:
-        """The part of the source's output that travels along this edge."""
+        """What of the source's output travels along this edge."""
         if self.key is None:
             return output
         keys = (
@@ -35,7 +36,7 @@ class StageEdge(NamedTuple):
 
 
 def parse_edges(edges: Iterable[Sequence[Any]], num_stages: int) -> tuple[StageEdge, ...]:
-    """Edges as given, `(source, target)` or `(source, target, key)`, checked: in range, one a pair, no cycle."""
+    """Edges as given, `(source, target)` or `(source, target, key)`, checked: in range, one per pair of stages."""
     parsed: list[StageEdge] = []
     pairs: set[tuple[int, int]] = set()
     for position, given in enumerate(edges):
@@ -59,29 +60,22 @@ def parse_edges(edges: Iterable[Sequence[Any]], num_stages: int) -> tuple[StageE
 
 
 def topological_order(edges: Sequence[StageEdge], num_stages: int) -> tuple[int, ...]:
-    """Stages, each after all that it reads; of those ready, the smallest first."""
-    missing = [sum(edge.target == stage for edge in edges) for stage in range(num_stages)]
-    ready = [stage for stage in range(num_stages) if not missing[stage]]
+    """Stages, each after all that it reads; of those ready, the smallest first. Raises SplitError for a cycle."""
+    sorter = TopologicalSorter[int](dict.fromkeys(range(num_stages), ()))
+    for edge in edges:
+        sorter.add(edge.target, edge.source)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        cycle: list[int] = error.args[1][:-1]
+        first = cycle.index(min(cycle))
+        around = " -> ".join(map(str, [*cycle[first:], *cycle[: first + 1]]))
+        raise SplitError(f"stages wait for each other in a cycle, {around}: remove one of these edges") from None
+    ready: list[int] = []
     order: list[int] = []
-    while ready:
-        stage = heapq.heappop(ready)
-        order.append(stage)
-        for edge in edges:
-            if edge.source == stage:
-                missing[edge.target] -= 1
-                if not missing[edge.target]:
-                    heapq.heappush(ready, edge.target)
-    if len(order) < num_stages:
-        cycle = " -> ".join(map(str, _find_cycle(edges, set(range(num_stages)) - set(order))))
-        raise SplitError(f"stages wait for each other in a cycle, {cycle}: remove one of these edges")
+    while sorter.is_active():
+        for stage in sorter.get_ready():
+            heapq.heappush(ready, stage)
+        order.append(heapq.heappop(ready))
+        sorter.done(order[-1])
     return tuple(order)
-
-
-def _find_cycle(edges: Sequence[StageEdge], stuck: set[int]) -> list[int]:
-    """One cycle among stages of which each still waits for another: [a, b, ..., a]."""
-    path = [min(stuck)]
-    while True:  # every stuck stage has a stuck predecessor, so walking back must meet itself
-        before = min(edge.source for edge in edges if edge.target == path[0] and edge.source in stuck)
-        path.insert(0, before)
-        if before in path[1:]:
-            return path[: path.index(before, 1) + 1]

@@ -1,6 +1,6 @@
 """What starts the ranks of a rehearsal: it has loaded torch and has no threads, so that a rank is a fork away.
 
-python -m rota.planning.rehearsal_server FOLDER
+python -m rota.planning.rehearsal.server FOLDER
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from rota.errors import LostRankError
 from rota.plan import Plan
-from rota.planning.rehearsal_processes import report_file, stderr_file
-from rota.planning.rehearsal_rank import run_rank
+from rota.planning.rehearsal.processes import report_file, stderr_file
+from rota.planning.rehearsal.rank import run_rank
 from rota.runtime.orphans import end_with_parent
 from rota.runtime.process_group import loopback
 

@@ -1,35 +1,35 @@
-"""The cut as text: one line a stage."""
+"""The cut as text: one line per stage."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
-from rota.models.traced import TracedStage
-
-if TYPE_CHECKING:
-    from rota.models.stages import Stages
+from rota.models.stage_edges import StageEdge
+from rota.models.traced_stages import TracedStage
 
 HEADER = ("stage", "holds", "parameters", "bytes", "reads", "sends to")
 NUMBERED = re.compile(r"((?:.*\.)?)(\d+)")
 
 
-def cut_table(stages: Stages) -> str:
+def cut_table(modules: Sequence[nn.Module], edges: Iterable[StageEdge], inputs: Sequence[Sequence[int | str]]) -> str:
     """What each stage holds, its parameters and their bytes, the inputs it reads and the stages it sends to."""
+    targets: list[list[str]] = [[] for _ in modules]
+    for edge in edges:
+        targets[edge.source].append(str(edge.target))
     rows = [HEADER]
-    for stage, module in enumerate(stages.modules):
+    for stage, module in enumerate(modules):
         num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
         rows.append(
             (
                 str(stage),
                 holds(module),
-                f"{stages.num_parameters(stage):,}",
+                f"{sum(parameter.numel() for parameter in module.parameters()):,}",
                 f"{num_bytes:,}",
-                ", ".join(map(str, stages.inputs[stage])) or "-",
-                ", ".join(str(edge.target) for edge in stages.outgoing(stage)) or "-",
+                ", ".join(map(str, inputs[stage])) or "-",
+                ", ".join(targets[stage]) or "-",
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -37,7 +37,7 @@ def cut_table(stages: Stages) -> str:
 
 
 def holds(module: nn.Module) -> str:
-    """What a stage holds, by name: `embed, blocks.0-2`; its class where nothing in it has one."""
+    """What a stage holds, by name: `embed, blocks.0-2`; its class if nothing in it has a name."""
     if not isinstance(module, TracedStage) and not any(module.children()):
         return type(module).__name__
     return ", ".join(condense(_names(module))) or "-"

@@ -10,10 +10,10 @@ from statistics import median
 from rota.checking import check
 from rota.errors import PipelineError
 from rota.plan import Plan
-from rota.planning.holding import parts_of, refuse_too_much
-from rota.planning.rehearsal_processes import run_ranks
-from rota.planning.rehearsal_rank import RankReport
-from rota.planning.rehearsal_result import LinkUse, MemoryUse, Overhead, Rehearsal
+from rota.planning.rehearsal.allocation import parts_of, refuse_too_much
+from rota.planning.rehearsal.outcome import LinkUse, MemoryUse, Overhead, Rehearsal
+from rota.planning.rehearsal.processes import run_ranks
+from rota.planning.rehearsal.rank import RankReport
 from rota.runtime.program import refuse_unsupported
 from rota.runtime.recorder import Record, merge
 from rota.simulation import simulate

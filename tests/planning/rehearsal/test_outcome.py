@@ -26,9 +26,9 @@ from rota import (
 )
 from rota.memory import task_changes
 from rota.placing import wave
-from rota.planning import holding
-from rota.planning.holding import Memory, parts_of, refuse_too_much
-from rota.planning.rehearsal_result import LinkUse, MemoryUse, Overhead
+from rota.planning.rehearsal import allocation
+from rota.planning.rehearsal.allocation import Memory, parts_of, refuse_too_much
+from rota.planning.rehearsal.outcome import LinkUse, MemoryUse, Overhead
 from rota.schedules import NAMED, gpipe, one_f_one_b
 
 
@@ -103,11 +103,11 @@ def test_memory_that_the_machine_does_not_have(allocate: bool, costs: dict[str, 
 
 
 def test_the_control_group_s_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holding, "available_bytes", lambda: 10)
+    monkeypatch.setattr(allocation, "available_bytes", lambda: 10)
     refuse_too_much(10, "they", "do without")
     with pytest.raises(PipelineError, match="they take 11 B, and this machine has 10 B to give; do without"):
         refuse_too_much(11, "they", "do without")
-    monkeypatch.setattr(holding, "available_bytes", lambda: None)  # the system does not tell
+    monkeypatch.setattr(allocation, "available_bytes", lambda: None)  # the system does not tell
     refuse_too_much(10**18, "they", "do without")
 
 

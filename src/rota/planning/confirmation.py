@@ -14,8 +14,8 @@ from rota.checking import check
 from rota.errors import PlanError, SearchError
 from rota.models import split
 from rota.planning.answer import Answer, Confirmed
-from rota.planning.bounding import placement_bound_us
-from rota.planning.evaluating import Found
+from rota.planning.evaluation import Found
+from rota.planning.layout_bounds import placement_bound_us
 from rota.profiling import profile, profile_here
 from rota.units import count_text
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from rota.layers import LayerCosts
 from rota.placement import Placement
-from rota.planning.candidates import Asked
+from rota.planning.candidate import Asked
 from rota.planning.layouts import Layout
 from rota.taskgraph import TaskGraph
 from rota.tasks import Kind

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from rota.models import Stages
 from rota.placement import Placement
 from rota.plan import Plan
-from rota.planning.holding import Memory, touched
+from rota.planning.rehearsal.allocation import Memory, touched
 from rota.runtime import spmd
 from rota.runtime.compute import Batch
 from rota.runtime.messages import Format

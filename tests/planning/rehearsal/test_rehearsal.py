@@ -21,9 +21,9 @@ from rota import Cluster, Costs, PipelineError, Placement, Plan, Timeline, place
 from rota.cli import main
 from rota.memory import task_changes
 from rota.placement import Edge
-from rota.planning import rehearsal_rank
-from rota.planning.rehearsal import measured_timeline
-from rota.planning.rehearsal_rank import RankReport, run_rank
+from rota.planning.rehearsal import rank as rehearsed_rank
+from rota.planning.rehearsal.rank import RankReport, run_rank
+from rota.planning.rehearsal.rehearsing import measured_timeline
 from rota.runtime.transport import Transport
 from rota.schedules import FAMILIES, NAMED
 from rota.shapes import SHAPES
@@ -109,7 +109,7 @@ def rehearse_each(rank: int, cases: list[tuple[Plan, bool]]) -> list[Outcome]:
             transport._backend = made[0]
             return transport
 
-        with mock.patch.object(rehearsal_rank, "Transport", counted):
+        with mock.patch.object(rehearsed_rank, "Transport", counted):
             report = run_rank(plan, NUM_STEPS, allocate, timeout_s=60)
         found.append((report, made[0].sent, made[0].received))
     return found

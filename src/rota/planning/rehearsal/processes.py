@@ -18,7 +18,7 @@ from typing import Any
 
 from rota.errors import PipelineError
 from rota.plan import Plan
-from rota.planning.rehearsal_rank import RankReport
+from rota.planning.rehearsal.rank import RankReport
 
 _PATIENCE_S = 10  # for the server to end its ranks
 # Of glibc's malloc: larger buffers are pages of their own, and go back to the system when they are freed. By itself it
@@ -36,7 +36,7 @@ def run_ranks(
         Path(folder, "options.json").write_text(json.dumps(options))
         with open(Path(folder, "stderr"), "w") as stderr:
             server = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rota.planning.rehearsal_server", folder],
+                [sys.executable, "-P", "-m", "rota.planning.rehearsal.server", folder],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

@@ -1,8 +1,8 @@
-"""A trace carved into stages: what runs where, what has to travel between, and who owns which parameter.
+"""A trace cut into stages: what runs where, what travels between them, and which parameters each owns.
 
-Every node of the trace has a home: the number of active cut points called before it. Inputs, parameters and
-buffers have none, they are read wherever they are used; nor has the device or dtype of a value, which is asked
-of the value itself wherever it is used.
+Every node of the trace has a home stage: the number of active cut points called before it. Inputs, parameters and
+buffers have none: they are read wherever they are used. Nor has the device or dtype of a value, which is read from the
+value itself wherever it is used.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from importlib import import_module
+from types import ModuleType
+from typing import Any, NamedTuple, final
 
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 from rota.errors import SplitError
-from rota.models.traced import TracedStage
+from rota.models.stage_edges import StageEdge
 from rota.models.tracer import describe, is_cut, is_trait
 from rota.models.tracing import Trace
-from rota.models.wiring import StageEdge
 
 
-class Carved(NamedTuple):
+class CutModel(NamedTuple):
     """What `Stages` is made of."""
 
     modules: list[nn.Module]
@@ -30,7 +31,7 @@ class Carved(NamedTuple):
     inputs: list[tuple[str, ...]]
 
 
-def carve(model: nn.Module, trace: Trace, active: Collection[int]) -> Carved:
+def cut_trace(model: nn.Module, trace: Trace, active: Collection[int]) -> CutModel:
     """Stages of `model`, a new one from each active cut point on (numbers in call order)."""
     layout = _Layout(trace.graph, active)
     num_stages = len(active) + 1
@@ -47,7 +48,7 @@ def carve(model: nn.Module, trace: Trace, active: Collection[int]) -> Carved:
         module.training = model.training
         _furnish(module, model, graph, trace.constants)
         modules.append(module)
-    return Carved(modules, edges, [layout.inputs(stage) for stage in range(num_stages)])
+    return CutModel(modules, edges, [layout.inputs(stage) for stage in range(num_stages)])
 
 
 class _Layout:
@@ -167,3 +168,39 @@ def _hang(owner: nn.Module, name: str, value: Any, original: nn.Module) -> None:
     else:
         saved = name in original._buffers and name not in original._non_persistent_buffers_set
         owner.register_buffer(name, value, persistent=saved)
+
+
+@final
+class TracedStage(nn.Module):
+    """A stretch of a model's forward as straight-line code over modules that keep their names in the model.
+
+    Unlike an `fx.GraphModule` it survives pickling as it is: without a second trace, and its buffers stay as they are.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        super().__init__()
+        code = graph.python_code(root_module="self")
+        self._code = code.src
+        self._imports = {name: value.__name__ for name, value in code.globals.items() if isinstance(value, ModuleType)}
+        self._globals = {name: value for name, value in code.globals.items() if name not in self._imports}
+        self._compile()
+
+    def _compile(self) -> None:
+        namespace = self._globals | {name: import_module(path) for name, path in self._imports.items()}
+        exec(compile(self._code, f"<stage code at {id(self):#x}>", "exec"), namespace)
+        self._run = namespace["forward"]
+
+    def forward(self, *values: Any) -> Any:
+        """The stage's output, given the values of its incoming edges and its inputs."""
+        return self._run(self, *values)
+
+    def extra_repr(self) -> str:
+        """The code: all that a stage is besides its modules."""
+        return self._code.strip()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_run"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._compile()

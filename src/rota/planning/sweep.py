@@ -13,10 +13,10 @@ from itertools import count
 from typing import final
 
 from rota.errors import PlacementError
-from rota.planning.bounding import layout_bound_us, placement_bound_us
-from rota.planning.candidates import Asked, Candidate
-from rota.planning.clock import Clock
-from rota.planning.evaluating import ANY_ORDER, Found, Misfit, evaluate, families, halves, misfit, seconds_of
+from rota.planning.candidate import Asked, Candidate
+from rota.planning.deadline import Clock
+from rota.planning.evaluation import ANY_ORDER, Found, Misfit, evaluate, families, halves, misfit, seconds_of
+from rota.planning.layout_bounds import layout_bound_us, placement_bound_us
 from rota.planning.layouts import Layout, cuts, is_chain, layouts
 from rota.schedules import Family
 from rota.stopping import Stopped, look
