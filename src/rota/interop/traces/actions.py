@@ -19,7 +19,7 @@ from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from rota.errors import FormatError
-from rota.interop.traces.reading import Event, RankTrace
+from rota.interop.traces.trace_files import Event, RankTrace
 from rota.reading import short
 from rota.tasks import Kind, Op
 

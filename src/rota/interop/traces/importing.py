@@ -11,8 +11,8 @@ from typing import NamedTuple
 from rota.costs import Cluster, Costs, Link
 from rota.errors import FormatError
 from rota.interop.traces.actions import Ran, Step, steps_of
-from rota.interop.traces.clocks import shifts_ns
-from rota.interop.traces.reading import RankTrace, read_trace
+from rota.interop.traces.clock_shifts import shifts_ns
+from rota.interop.traces.trace_files import RankTrace, read_trace
 from rota.placement import StepEnd
 from rota.placing import place
 from rota.plan import Plan

@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rota.layers import Shared
 from rota.models import StageEdge
-from rota.profiling.rounds import StageRound, tensors_of
-from rota.profiling.watching import Watching, copier
+from rota.profiling.peak_memory import StorageWatch, copier
+from rota.profiling.stage_run import StageRun, tensors_of
 from rota.runtime.gradients.forward_backward import Kept, over_tensors
 from rota.runtime.gradients.split_backward import WeightWork
 from rota.runtime.live_storages import LiveStorages
@@ -38,7 +38,7 @@ class Held:
 
 
 @dataclass(slots=True)
-class Keeping:
+class KeptStorages:
     """What a layer keeps after F, and leaves after I; `same`: gradients that it hands on as they came."""
 
     kept: Held
@@ -67,17 +67,17 @@ class _Named:
         return Held(named, sum(alive.values()) - sum(named.values()))
 
 
-def keeping_of(one: StageRound, incoming: tuple[StageEdge, ...], outgoing: tuple[StageEdge, ...]) -> Keeping:
+def kept_storages_of(one: StageRun, incoming: tuple[StageEdge, ...], outgoing: tuple[StageEdge, ...]) -> KeptStorages:
     """Of a layer whose backward is split: its inputs are held by nothing but what saved them."""
-    watching, named = Watching(), _Named()
-    with watching:
-        kept = _forward(one, watching.live, named)
-        held = named.held(watching.live.alive())
+    watch, named = StorageWatch(), _Named()
+    with watch:
+        kept = _forward(one, watch.live, named)
+        held = named.held(watch.live.alive())
         work, same = _input_backward(one, kept, named, incoming, outgoing)
         del kept
-        waiting = named.held(watching.live.alive())
+        waiting = named.held(watch.live.alive())
         del work
-    return Keeping(held, waiting, same)
+    return KeptStorages(held, waiting, same)
 
 
 def place_of(tensor: torch.Tensor) -> Name:
@@ -91,7 +91,7 @@ def gradient_of(edge: StageEdge, position: int) -> Name:
     return "gradient", edge.source, edge.target, position
 
 
-def _forward(one: StageRound, live: LiveStorages, named: _Named) -> Kept:
+def _forward(one: StageRun, live: LiveStorages, named: _Named) -> Kept:
     copy = copier(contiguous=False)
     received = [over_tensors(copy, value) for value in one.received]
     live.see(received)
@@ -108,7 +108,7 @@ def _name_values(named: _Named, values: list[Any], of_the_pass: list[Any]) -> No
 
 
 def _input_backward(
-    one: StageRound, kept: Kept, named: _Named, incoming: tuple[StageEdge, ...], outgoing: tuple[StageEdge, ...]
+    one: StageRun, kept: Kept, named: _Named, incoming: tuple[StageEdge, ...], outgoing: tuple[StageEdge, ...]
 ) -> tuple[WeightWork | None, list[tuple[Name, Name]]]:
     gradients = [[tensor.clone() for tensor in of] for of in one.gradients]
     if outgoing:

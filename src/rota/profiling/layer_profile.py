@@ -14,13 +14,12 @@ from rota.errors import PipelineError
 from rota.layers import LayerCosts
 from rota.models import Stages, finest
 from rota.profiles import Profile
-from rota.profiling.cache import Cache
 from rota.profiling.devices import DeviceModel, device_named
-from rota.profiling.identity import identity_of, inputs_of
-from rota.profiling.layering import HowTo, Layer, called, measured_layers
-from rota.profiling.layers import costs_of
+from rota.profiling.layer_costs import costs_of
+from rota.profiling.layer_measurement import HowTo, Layer, called, measure_layers
 from rota.profiling.optimizers import MakeOptimizer
-from rota.profiling.rounds import Given, LossFn, tensors_of
+from rota.profiling.profile_cache import ProfileCache, identity_of, inputs_of
+from rota.profiling.stage_run import Given, LossFn, tensors_of
 from rota.units import count_text, time_text
 
 Report = Callable[[str], None]
@@ -86,7 +85,7 @@ def profile_model(
     how = HowTo(repeats, None if device is None else device_named(device), optimizer)
     where = place_name(stages, how.device)
     identity = identity_of(stages, loss_fn, optimizer) | {"device": where}
-    cached = Cache.of(cache, f"{_class_name(model)}-{where}", identity, refresh)
+    cached = ProfileCache.of(cache, f"{_class_name(model)}-{where}", identity, refresh)
     for count in sorted({*rows}):
         batch, target = make_batch(count)
         if (given := num_rows(batch)) != count:
@@ -96,7 +95,7 @@ def profile_model(
             report(f"{count_text(count, 'row')}: from {cached.path}")
             continue
         layers: list[Layer] = []
-        for measured in measured_layers(Given(stages, batch, target, loss_fn), how):
+        for measured in measure_layers(Given(stages, batch, target, loss_fn), how):
             times = " ".join(f"{k} {time_text(round(us))}" for k, us in zip("FB", measured.times_us, strict=False))
             report(f"{called(stages, len(layers))}: {times}")
             layers.append(measured)

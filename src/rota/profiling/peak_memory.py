@@ -14,7 +14,7 @@ from rota.runtime.live_storages import LiveStorages
 
 
 @final
-class Watching(TorchDispatchMode):
+class StorageWatch(TorchDispatchMode):
     """While it is entered, every storage that an operation makes is in `live`."""
 
     def __init__(self) -> None:
@@ -42,9 +42,9 @@ def peaks(run: Run, on_cuda: bool) -> list[int]:
     if on_cuda:
         run(lambda: levels.append(_cuda_level()))
     else:
-        watching = Watching()
-        with watching:
-            run(lambda: levels.append(_level(watching.live)))
+        watch = StorageWatch()
+        with watch:
+            run(lambda: levels.append(_level(watch.live)))
     return [max(end.most_bytes - max(start.bytes, end.bytes), 0) for start, end in pairwise(levels)]
 
 

@@ -19,11 +19,11 @@ from rota.models.cut_table import holds
 from rota.models.randomness import random_state_kept
 from rota.profiling.clocks import Clock, CudaClock, Laps, Run, WallClock, timed
 from rota.profiling.devices import DeviceModel
-from rota.profiling.keeping import Keeping, Name, keeping_of, place_of
+from rota.profiling.kept_storages import KeptStorages, Name, kept_storages_of, place_of
 from rota.profiling.optimizers import MakeOptimizer, OptimizerCosts, optimizer_costs
+from rota.profiling.peak_memory import peaks
 from rota.profiling.roofline import Kernels, Roofline
-from rota.profiling.rounds import Given, StageRound, num_bytes, tensors_of
-from rota.profiling.watching import peaks
+from rota.profiling.stage_run import Given, StageRun, num_bytes, tensors_of
 from rota.runtime.gradients.forward_backward import over_tensors
 
 _RUN_NS = 5_000_000  # of one measurement: long against the clock, and nobody shares the core
@@ -48,7 +48,7 @@ class Layer:
     times_us: list[float]
     spread: float
     peaks: list[int]
-    keeping: Keeping
+    storages: KeptStorages
     changed_bytes: int
     optimizer: OptimizerCosts
     sizes: tuple[list[int], list[int]]
@@ -56,7 +56,7 @@ class Layer:
     sent: list[list[Name]]
 
 
-def measured_layers(given: Given, how: HowTo) -> Iterator[Layer]:
+def measure_layers(given: Given, how: HowTo) -> Iterator[Layer]:
     """Each stage of `given` is a layer. The caller's modules, gradients and random state are not touched.
 
     Raises PipelineError where a layer fails, with its number and what it holds.
@@ -122,8 +122,8 @@ def _with_a_copy(stages: Stages, layer: int, device: DeviceModel | None) -> Stag
 def _measured(given: Given, layer: int, received: list[Any], how: HowTo, clock: Clock) -> tuple[Layer, Any, list[Any]]:
     """The layer, its output, and the output's values by outgoing edge."""
     stages, module = given.stages, given.stages[layer]
-    whole = StageRound(given, layer, received)
-    halves = StageRound(given, layer, received, split=True)
+    whole = StageRun(given, layer, received)
+    halves = StageRun(given, layer, received, split=True)
     (f_us, _, b_us, _), spread = _laps(whole.run, how, clock)
     _, _, i_us, w_us = _laps(halves.run, how, clock).us
     changed = _changed_buffers(whole, module)
@@ -136,7 +136,7 @@ def _measured(given: Given, layer: int, received: list[Any], how: HowTo, clock: 
         [f_us, b_us, *split_us, again_us],
         spread,
         [f_peak, b_peak, i_peak, w_peak],
-        keeping_of(halves, stages.incoming(layer), stages.outgoing(layer)),
+        kept_storages_of(halves, stages.incoming(layer), stages.outgoing(layer)),
         num_bytes([*changed.values()]),
         optimizer_costs(module, how.optimizer, lambda run: _laps(run, how, clock)),
         whole.sizes,
@@ -154,7 +154,7 @@ def _laps(run: Run, how: HowTo, clock: Clock) -> Laps:
     return Laps([ns / 1000 for ns in clock.laps_ns()], 0.0)
 
 
-def _changed_buffers(one: StageRound, module: nn.Module) -> dict[str, torch.Tensor]:
+def _changed_buffers(one: StageRun, module: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of the buffers that a forward changes, from before it; without numbers, those of running statistics."""
     buffers = dict(module.named_buffers())
     if any(buffer.is_meta for buffer in buffers.values()):

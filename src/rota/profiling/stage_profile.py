@@ -22,8 +22,8 @@ from rota.models import Stages
 from rota.models.randomness import random_state_kept
 from rota.profiling.clocks import CudaClock, WallClock, timed
 from rota.profiling.optimizers import MakeOptimizer, optimizer_costs
-from rota.profiling.rounds import Given, LossFn, StageRound, static_bytes
-from rota.profiling.watching import peaks
+from rota.profiling.peak_memory import peaks
+from rota.profiling.stage_run import Given, LossFn, StageRun, static_bytes
 from rota.runtime.batches import num_examples
 from rota.runtime.gradients.forward_backward import forward, hand_over
 
@@ -254,7 +254,7 @@ def _answer(pipe: Connection, answer: dict[int, Any] | str) -> None:
     pipe.send_bytes(json.dumps(answer).encode())
 
 
-def _round_of(job: _Job, stage: int) -> StageRound:
+def _round_of(job: _Job, stage: int) -> StageRun:
     """The stage with what those before it send."""
     stages, outputs = job.given.stages, dict[int, Any]()
     for before in stages.order():
@@ -263,10 +263,10 @@ def _round_of(job: _Job, stage: int) -> StageRound:
             break
         # As a split backward begins: so a stage may write into what it receives.
         outputs[before] = hand_over(forward(stages, before, received, job.given.batch, split=True)[0])
-    return StageRound(job.given, stage, received, split=job.split, recompute=stage in job.recompute)
+    return StageRun(job.given, stage, received, split=job.split, recompute=stage in job.recompute)
 
 
-def _costs(one: StageRound, job: _Job) -> StageCosts:
+def _costs(one: StageRun, job: _Job) -> StageCosts:
     stages, stage = job.given.stages, one.stage
     clock = CudaClock() if one.on_cuda else WallClock()
     (f_us, r_us, b_us, w_us), spread = timed(one.run, clock, job.repeats, _RUN_NS, together=True)

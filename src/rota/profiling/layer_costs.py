@@ -9,8 +9,8 @@ from torch import nn
 
 from rota.layers import LayerCosts, Shared
 from rota.models import StageEdge, Stages
-from rota.profiling.keeping import Name, gradient_of, one_name, sharing
-from rota.profiling.layering import Layer
+from rota.profiling.kept_storages import Name, gradient_of, one_name, sharing
+from rota.profiling.layer_measurement import Layer
 
 
 def costs_of(stages: Stages, layers: Sequence[Layer], cuts: tuple[str, ...], rows: int, note: str) -> LayerCosts:
@@ -33,8 +33,8 @@ def costs_of(stages: Stages, layers: Sequence[Layer], cuts: tuple[str, ...], row
         weight_us=weights,
         recompute_us=again,
         optimizer_us=tuple(round(layer.optimizer.us) for layer in layers),
-        kept_bytes=tuple(layer.keeping.kept.total for layer in layers),
-        waiting_bytes=tuple(layer.keeping.waiting.total for layer in layers),
+        kept_bytes=tuple(layer.storages.kept.total for layer in layers),
+        waiting_bytes=tuple(layer.storages.waiting.total for layer in layers),
         changed_bytes=tuple(layer.changed_bytes for layer in layers),
         forward_peak_bytes=peaks[0],
         backward_peak_bytes=peaks[1],
@@ -48,8 +48,8 @@ def costs_of(stages: Stages, layers: Sequence[Layer], cuts: tuple[str, ...], row
         boundary_bytes=tuple(sizes[edge][0] for edge in edges),
         boundary_gradient_bytes=tuple(sizes[edge][1] for edge in edges),
         received_bytes=tuple(_held_by_nobody(edge, stages, layers) for edge in edges),
-        shared=sharing([layer.keeping.kept for layer in layers]),
-        waiting_shared=sharing([layer.keeping.waiting for layer in layers], one_name(_same(stages, layers))),
+        shared=sharing([layer.storages.kept for layer in layers]),
+        waiting_shared=sharing([layer.storages.waiting for layer in layers], one_name(_same(stages, layers))),
         tied=_tied(parameters, layers),
         spread=tuple(layer.spread for layer in layers),
         note=note,
@@ -69,7 +69,7 @@ def _held_by_nobody(edge: StageEdge, stages: Stages, layers: Sequence[Layer]) ->
 
 def _keeps(layer: int, name: Name, stages: Stages, layers: Sequence[Layer]) -> bool:
     """Whether the layer, or one that it hands the value on to, keeps it."""
-    if name in layers[layer].keeping.kept.named:
+    if name in layers[layer].storages.kept.named:
         return True
     handed_on = zip(stages.outgoing(layer), layers[layer].sent, strict=True)
     return any(name in names and _keeps(edge.target, name, stages, layers) for edge, names in handed_on)
@@ -78,7 +78,7 @@ def _keeps(layer: int, name: Name, stages: Stages, layers: Sequence[Layer]) -> b
 def _same(stages: Stages, layers: Sequence[Layer]) -> list[tuple[Name, Name]]:
     """Gradients that are one within a stage: a layer's comes as its only reader made it, or as that one got it."""
     readers = Counter(name for layer in layers for names in layer.sent for name in names)
-    same = [pair for layer in layers for pair in layer.keeping.same]
+    same = [pair for layer in layers for pair in layer.storages.same]
     summed = {
         gradient_of(edge, i)
         for s, layer in enumerate(layers)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 import torch
 
 from rota.models import Stages
-from rota.profiling.watching import Watching, copier
+from rota.profiling.peak_memory import StorageWatch, copier
 from rota.runtime.gradients.forward_backward import (
     Kept,
     backward,
@@ -45,7 +45,7 @@ class StageBytes(NamedTuple):
 
 
 @final
-class StageRound:
+class StageRun:
     """Of one stage that receives `received`, a value for each incoming edge. It runs once here, to warm up.
 
     `split`: F, I and W in place of F and B. `recompute`: F keeps nothing, and R comes before the backward.
@@ -140,9 +140,9 @@ class StageRound:
         `from_here`: for each incoming edge whether its value is handed over in memory, and not by a message.
         """
         copies = [copier(contiguous=not here) for here in from_here]
-        watching = Watching()
-        live = watching.live
-        with watching:
+        watch = StorageWatch()
+        live = watch.live
+        with watch:
             received = [over_tensors(copy, value) for copy, value in zip(copies, self.received, strict=True)]
             del copies
             live.see(received)
