@@ -159,7 +159,7 @@ def main() -> None:
     limit_bytes = int(_SHARE_OF_MODEL * sum(profiles[ROWS[0]].static_bytes))  # so that it takes both ranks
     links = links_of_started(2)
     answer = autoplan(profiles, Machine(2, limit_bytes, links), BATCH_ROWS, time_limit_s=30)
-    roomy = replace(answer.best.candidate, asked=replace(answer.asked, machine=Machine(2, None, links)))
+    roomy = replace(answer.best.candidate, request=replace(answer.request, machine=Machine(2, None, links)))
     usual = usual_plan(replace(answer.best, candidate=roomy))  # which need not fit
     answer = confirm(replace(answer, usual=usual), make_model(), make_batch, loss_fn, make_optimizer)
     print(answer.to_text())

@@ -171,7 +171,7 @@ def test_forward_that_a_trace_cannot_tell(middle: Callable[[Any, Any], Any], lin
     message = str(raised.value)
     assert re.search(WAY_OUT, message)
     if line:
-        assert re.search(rf"test_models_tracing\.py:\d+ \({re.escape(line)}", message)
+        assert re.search(rf"test_tracing\.py:\d+ \({re.escape(line)}", message)
     assert model.training
     assert set(vars(model)) == set(vars(Model(middle)))
     assert torch.equal(model.count, torch.zeros(2))
@@ -296,7 +296,7 @@ def test_model_is_left_as_it_was() -> None:
 
 def test_cut_point_called_twice() -> None:
     model = Model(lambda model, x: model.cuts[0](x))
-    with pytest.raises(SplitError, match=r"CutPoint cuts\[0\] is called twice, again at .*test_models_tracing.py:\d+"):
+    with pytest.raises(SplitError, match=r"CutPoint cuts\[0\] is called twice, again at .*test_tracing.py:\d+"):
         split(model, 2)
 
 

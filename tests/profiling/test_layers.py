@@ -273,7 +273,7 @@ def test_a_stale_profile_is_refused_by_what_differs(tmp_path: Path) -> None:
     assert profile_layers(double, batch.double(), **gpu(), cache=file, refresh=True).parameter_bytes == (320, 288)
     assert "model was" in told()
     file.write_text("{}")
-    with pytest.raises(FormatError, match=r"profile\.json: not a profile file: .*; remove it, or profile anew"):
+    with pytest.raises(FormatError, match=r"profile\.json: not a profile file: .*; remove it, or profile again"):
         profile_layers(wide, batch, **gpu(), cache=file)
 
 

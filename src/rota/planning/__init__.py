@@ -1,4 +1,4 @@
-"""Joins the rooms: autoplan, and rehearsals of plans."""
+"""autoplan, which chooses everything about a plan together, and rehearsals of plans."""
 
 from rota.planning.answer import Answer
 from rota.planning.autoplanning import autoplan

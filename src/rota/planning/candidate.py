@@ -1,4 +1,4 @@
-"""What was asked for, and one way to do it: a layout, a cut and what is recomputed, as a placement."""
+"""The request, and a candidate for it: a layout, a cut and what is recomputed, as a placement."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _MOST_ROWS = 10_000_000  # of a step
 
 
 @dataclass(frozen=True)
-class Asked:
-    """`profiles`: the model's layers by rows of a micro-batch; `batch_rows`: of a step, over all replicas."""
+class Request:
+    """Autoplan's arguments: `profiles` by rows per micro-batch, `batch_rows` of a step over all replicas."""
 
     profiles: Mapping[int, LayerCosts]
     machine: Machine
@@ -47,8 +47,8 @@ class Asked:
         recompute: bool = True,
         pipeline_ranks: int | None = None,
         copies: bool = True,
-    ) -> Asked:
-        """Raises PlacementError where a step cannot be made of these micro-batches, or no pipeline of these ranks."""
+    ) -> Request:
+        """Validate: PlacementError where no step can be made of these micro-batches, or no pipeline of these ranks."""
         if not profiles:
             raise PlacementError("profiles is empty: measure the layers for one number of rows or more")
         for rows, layers in profiles.items():
@@ -70,22 +70,22 @@ class Asked:
 
 
 def _forward_alone(layers: LayerCosts) -> LayerCosts:
-    """Inference has parameters and buffers, and no more."""
+    """The layers for inference: their forwards, parameters and buffers alone."""
     zeros = (0,) * layers.num_layers
     backward = ("backward_us", "input_us", "weight_us", "recompute_us", "optimizer_us")
     memory = ("kept_bytes", "waiting_bytes", "backward_peak_bytes", "input_peak_bytes", "weight_peak_bytes")
     columns: dict[str, Any] = dict.fromkeys((*backward, *memory, "gradient_bytes", "optimizer_bytes"), zeros)
     columns |= dict.fromkeys(("boundary_gradient_bytes", "received_bytes"), (0,) * len(layers.edges))
-    # What is shared may be of what is left out; parameters that are tied count with each layer.
+    # Shared storages may be among what is left out; tied parameters count with each layer.
     columns |= dict.fromkeys(("shared", "waiting_shared", "tied"), ())
     return replace(layers, **columns)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """All but the order of the ops; `measured`: the stages' own costs, where they were measured once more."""
+    """A plan but for the order of its ops; `measured`: the stages' own costs, if they were measured too."""
 
-    asked: Asked
+    request: Request
     layout: Layout
     boundaries: tuple[int, ...]
     splits_backward: bool = False
@@ -94,7 +94,7 @@ class Candidate:
 
     @property
     def layers(self) -> LayerCosts:
-        return self.asked.profiles[self.layout.rows]
+        return self.request.profiles[self.layout.rows]
 
     @property
     def has_equal_layers(self) -> bool:
@@ -111,19 +111,19 @@ class Candidate:
 
     @cached_property
     def costs(self) -> Costs:
-        """Of each stage of one copy of the model, on the rank that has it. Raises PlacementError."""
+        """Costs of each stage of one copy of the model, on its rank. Raises PlacementError."""
         costs = self.measured or self.layers.stages(
             self.boundaries, split_backward=self.splits_backward, recompute=self.recomputed
         )
-        slowdowns = self.asked.machine.slowdowns_of(self.layout.num_ranks, self.layout.num_replicas)
+        slowdowns = self.request.machine.slowdowns_of(self.layout.num_ranks, self.layout.num_replicas)
         factors = [slowdowns[rank] for rank in self.layout.ranks[: self.layout.num_stages]]
         times = {name: getattr(costs, name) for name in _TIMES}
         columns: dict[str, Any] = {name: _slowed(us, factors) for name, us in times.items() if us is not None}
         return replace(costs, **columns, reduce_us=self._reduce_us())
 
     def _reduce_us(self) -> tuple[int, ...]:
-        """Replicas add up their gradients, and so do the copies of a stage that runs in both directions."""
-        machine, n, replicas = self.asked.machine, self.layout.num_ranks, self.layout.num_replicas
+        """For each stage: replicas sum their gradients, and so do the two copies of a stage in a bidirectional plan."""
+        machine, n, replicas = self.request.machine, self.layout.num_ranks, self.layout.num_replicas
         times = []
         for stage, (a, b) in enumerate(pairwise(self.boundaries)):
             holders = [*machine.holders(n, replicas, self.layout.ranks[stage])]
@@ -134,19 +134,19 @@ class Candidate:
 
     @cached_property
     def placement(self) -> Placement:
-        """Raises PlacementError."""
-        cluster = self.asked.machine.cluster(self.layout.num_ranks, self.layout.num_replicas)
+        """Tasks and edges of one micro-batch. Raises PlacementError."""
+        cluster = self.request.machine.cluster(self.layout.num_ranks, self.layout.num_replicas)
         if self.layout.shape == "bidirectional":
             return bidirectional(self.costs, cluster)
         placement = place(self.costs, cluster, self.layout.ranks)
-        return placement.forward_only() if self.asked.inference else placement
+        return placement.forward_only() if self.request.inference else placement
 
 
 _TIMES = ("forward_us", "backward_us", "weight_us", "recompute_us", "optimizer_us")
 
 
 def _slowed(times_us: Sequence[int | None], factors: Sequence[float]) -> tuple[int | None, ...]:
-    """Whole µs, rounded up."""
+    """Times multiplied by each stage's factor, as whole µs, rounded up."""
     return tuple(
         None if us is None else us if factor == 1 else math.ceil(us * factor)
         for us, factor in zip(times_us, factors, strict=True)

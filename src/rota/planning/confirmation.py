@@ -1,4 +1,4 @@
-"""The best candidates' own stages, measured: what was added up from layers, made true before it is answered."""
+"""`confirm`: measures the best candidates' own stages, whose costs were sums of their layers' so far."""
 
 from __future__ import annotations
 
@@ -33,12 +33,24 @@ def confirm(
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Answer:
-    """The same answer, its best candidates planned with the costs of their own stages, measured as they will run.
+    """The same answer, with its best candidates planned by the costs of their own stages, measured as they will run.
 
-    `make_batch(rows)` returns inputs and targets. The fastest by what was measured is the best then, and the plan is
-    checked. Ctrl-C ends the measuring, and nothing is lost: what was measured by then counts, else the answer stays as
-    it was and says so. An answer that was stopped before is not measured at all. Raises SearchError where, as measured,
-    none of the candidates fits.
+    The fastest as measured becomes the best, and its plan is checked. Ctrl-C ends the measuring: what was measured by
+    then counts; if nothing was, the answer stays as it was and says so. An answer that Ctrl-C ended is not measured.
+
+    Args:
+        answer: What `autoplan` found.
+        model: The model, on the CPU.
+        make_batch: Makes inputs and targets of one micro-batch, given its rows.
+        loss_fn: Makes the loss of an output and a target; None: no loss.
+        make_optimizer: Makes an optimizer of a list of parameters; None: no optimizer.
+        report: Called with a line of text for each plan.
+
+    Returns:
+        The answer with `confirmed`, or with `is_unmeasured`.
+
+    Raises:
+        SearchError: Where no candidate fits as measured.
     """
     if answer.was_stopped:
         return replace(answer, is_unmeasured=True)
@@ -81,7 +93,7 @@ def _measured(
     loss_fn: LossFn | None,
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None,
 ) -> Found:
-    """The same orders on a placement with the stages' own costs."""
+    """The same orders on a placement with the stages' own measured costs."""
     candidate, layout = found.candidate, found.candidate.layout
     stages = split(model, layout.num_stages, candidate.usage.cuts)
     how: dict[str, Any] = {
@@ -92,7 +104,7 @@ def _measured(
     batch = *make_batch(layout.rows), loss_fn
     if layout.num_ranks <= len(os.sched_getaffinity(0)) and layout.shape != "bidirectional":
         costs = profile(stages, *batch, ranks=layout.ranks, **how)
-    else:  # they will run elsewhere: here they would wait for each other
+    else:  # they will run on other machines: on this one they would share cores
         costs = profile_here(stages, *batch, **how)
     candidate = replace(candidate, measured=costs)
     plan = replace(found.plan, placement=candidate.placement)

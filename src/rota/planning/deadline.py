@@ -1,4 +1,4 @@
-"""How long a search for plans may go on, and what it tells meanwhile."""
+"""How long a search for plans may go on, and how it reports its progress."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import NamedTuple, final
 from rota.stopping import guarded
 from rota.units import time_text
 
-_EVERY_S = 0.2  # how often progress is told where nothing better was found
+_EVERY_S = 0.2  # between reports where nothing better was found
 
 
 class Progress(NamedTuple):
-    """How far a search is: plans simulated so far, and the step time of the best (None: nothing fits yet)."""
+    """How far a search is: what it does, plans simulated so far, and the best step time (None: nothing fits yet)."""
 
     doing: str
     num_plans: int
@@ -26,18 +26,18 @@ class Progress(NamedTuple):
 
 
 @final
-class Clock:
+class Deadline:
     """Ends after `seconds`, or when it is stopped, by Ctrl-C or by an error of `progress`."""
 
     def __init__(self, seconds: float, progress: Callable[[Progress], None] | None) -> None:
         self.seconds = seconds
         self.stopped_by = ""
         self.progress_error: Exception | None = None
-        #: Whether something was left out for want of time.
+        #: Whether something was left out for lack of time.
         self.ran_out = False
         self._progress = guarded(progress, self)
         self._began = time.monotonic()
-        self._told = float("-inf")
+        self._reported_s = float("-inf")
 
     @property
     def elapsed_s(self) -> float:
@@ -48,12 +48,12 @@ class Clock:
         return 0.0 if self.stopped_by else max(self.seconds - self.elapsed_s, 0.0)
 
     def has(self, seconds: float) -> bool:
-        """Whether so much is left; what is not begun for want of time is remembered."""
+        """Whether more than `seconds` are left; if not, `ran_out` is set."""
         enough = self.left_s > seconds
         self.ran_out |= not enough
         return enough
 
-    def tell(self, doing: str, num_plans: int, best_us: int | None, at_once: bool = False) -> None:
-        if at_once or self.elapsed_s - self._told > _EVERY_S:
-            self._told = self.elapsed_s
+    def report(self, doing: str, num_plans: int, best_us: int | None, at_once: bool = False) -> None:
+        if at_once or self.elapsed_s - self._reported_s > _EVERY_S:
+            self._reported_s = self.elapsed_s
             self._progress(Progress(doing, num_plans, best_us, self.elapsed_s))

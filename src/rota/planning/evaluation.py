@@ -1,4 +1,4 @@
-"""The named schedules on a candidate, with as little recomputation as lets them fit."""
+"""Named schedules on a candidate, with as little recomputation as makes them fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rota.schedules import FAMILIES, Family
 from rota.simulation import simulate
 from rota.timeline import Timeline
 
-ANY_ORDER = "any order"  # of one micro-batch after the other
+ANY_ORDER = "any order"  # of the ops: what least_bytes rules out, no schedule can fit
 
 # The others take a chain.
 _SHAPE_OF: dict[object, Shape] = {
@@ -24,12 +24,12 @@ _SHAPE_OF: dict[object, Shape] = {
     wave: "wave",
     bidirectional: "bidirectional",
 }
-_SLOW = {"zb_auto": 0.0006, "v_half": 0.0002, "v_min": 0.0002}  # seconds that their own searches take an op, about
+_SLOW = {"zb_auto": 0.0006, "v_half": 0.0002, "v_min": 0.0002}  # seconds per op that their own searches take, roughly
 
 
 @dataclass(frozen=True)
 class Found:
-    """A plan that fits, what it is called, and a bound for its placement."""
+    """A plan that fits, its schedule's name, and a lower bound for its placement."""
 
     candidate: Candidate
     schedule: str
@@ -50,14 +50,14 @@ class Found:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """The faster, the smaller, and the fewer ranks, the better."""
+        """The smaller, the better: time, then memory, then processes."""
         layout = self.candidate.layout
         return self.makespan_us, self.peak_bytes, layout.num_ranks * layout.num_replicas
 
 
 @dataclass(frozen=True)
 class Misfit:
-    """What does not fit: the rank that is furthest over its limit, and what it would hold."""
+    """A plan that does not fit: the rank that is furthest over its limit, and what it would hold."""
 
     candidate: Candidate
     schedule: str
@@ -67,7 +67,7 @@ class Misfit:
 
 
 def families(layout: Layout, inference: bool) -> list[Family]:
-    """The named schedules to try on placements of this layout; some refuse one that they are not made for."""
+    """The named schedules to try on placements of this layout; some of them may still refuse."""
     if inference:
         return [family for family in FAMILIES if family.name == "forward_only"]
     here = [f for f in FAMILIES if f.name not in _SLOW or _SHAPE_OF.get(f.place, "chain") == layout.shape]
@@ -75,14 +75,14 @@ def families(layout: Layout, inference: bool) -> list[Family]:
 
 
 def seconds_of(family: Family, candidate: Candidate) -> float:
-    """What it takes to make a plan, as an order of magnitude; 0: not worth a thought."""
+    """Roughly how long it takes to make a plan; 0: too little to matter."""
     return _SLOW.get(family.name, 0.0) * candidate.layout.num_stages * candidate.layout.num_microbatches * 3
 
 
 def misfit(candidate: Candidate) -> Misfit | None:
-    """Whether not even one micro-batch at a time fits, whatever may be recomputed."""
+    """The rank that is over its limit even with one micro-batch at a time, whatever is recomputed; None: it may fit."""
     either = [candidate.placement]
-    if candidate.layout.recompute == "none" and candidate.asked.may_recompute:
+    if candidate.layout.recompute == "none" and candidate.request.may_recompute:
         either.append(candidate.recomputing(range(candidate.layout.num_stages)).placement)
     return _over(candidate, ANY_ORDER, least_bytes(*either))
 
@@ -95,11 +95,13 @@ def _over(candidate: Candidate, schedule: str, held_bytes: list[int] | tuple[int
 
 
 def evaluate(candidate: Candidate, family: Family, worst_us: float) -> Found | Misfit | None:
-    """The schedule's plan on the candidate, in its memory.
+    """The schedule's plan on the candidate, within its memory.
 
-    Where the layout recomputes nothing and the plan does not fit, stages are recomputed one after the other, on each
-    rank that is over its limit the one that saves most bytes a µs, until it fits, or cannot be faster than `worst_us`.
-    None: the schedule is not for this candidate, or too slow.
+    If the plan does not fit and the layout recomputes nothing, stages are recomputed one after another: on each rank
+    over its limit the one that saves the most bytes per µs, until the plan fits, or cannot be faster than `worst_us`.
+
+    Returns:
+        A plan that fits, or what is over its limit; None: the schedule does not suit the candidate, or is too slow.
     """
     while True:
         try:
@@ -112,7 +114,7 @@ def evaluate(candidate: Candidate, family: Family, worst_us: float) -> Found | M
             bound_us = placement_bound_us(candidate.placement, candidate.layout.num_microbatches)
             return Found(candidate, family.name, replace(plan, usage=candidate.usage), bound_us)
         more = _saving(candidate, timeline) if candidate.layout.recompute == "none" else frozenset()
-        if not more or not candidate.asked.may_recompute:
+        if not more or not candidate.request.may_recompute:
             return over
         candidate = candidate.recomputing(candidate.recomputed | more)
         if placement_bound_us(candidate.placement, candidate.layout.num_microbatches) >= worst_us:
@@ -120,7 +122,7 @@ def evaluate(candidate: Candidate, family: Family, worst_us: float) -> Found | M
 
 
 def _saving(candidate: Candidate, timeline: Timeline) -> frozenset[int]:
-    """On each rank that is over its limit, the next stage to recompute; empty where one has none left."""
+    """The next stage to recompute on each rank over its limit; empty if one of them has none left."""
     costs, layout = candidate.costs, candidate.layout
     again_us = candidate.layers.stages(candidate.boundaries, recompute=range(layout.num_stages)).recompute_us or ()
     saved = [held - kept for held, kept in zip(costs.activation_bytes, costs.checkpoint_bytes, strict=True)]
@@ -137,8 +139,8 @@ def _saving(candidate: Candidate, timeline: Timeline) -> frozenset[int]:
     return frozenset(chosen)
 
 
-def halves(candidate: Candidate, inference: bool) -> Iterator[Candidate]:
-    """With the backward whole, and split."""
+def whole_and_split(candidate: Candidate, inference: bool) -> Iterator[Candidate]:
+    """The candidate with its backward whole, and with it split."""
     yield candidate
     if not inference:
         yield replace(candidate, splits_backward=True)

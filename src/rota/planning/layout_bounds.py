@@ -1,8 +1,8 @@
-"""How early a step can end at best, and what it holds at least, before any order of the ops is looked at.
+"""Lower bounds on a step's time and memory that hold for every order of its ops.
 
-Both are proofs: what they rule out cannot be better, or cannot fit. A rank is done no sooner than it has waited for
-its first input, done all of its work, and what then follows has been done (docs/bounds.md has far sharper ones, for a
-single placement; these are for thousands of them).
+They are proofs: a layout that they rule out cannot be faster, or cannot fit. A rank cannot end before it has waited for
+its first input, done all its work, and seen what follows that. These are fast, for thousands of layouts; docs/bounds.md
+has far sharper ones for a single placement.
 """
 
 from __future__ import annotations
@@ -11,49 +11,51 @@ from collections.abc import Mapping, Sequence
 
 from rota.layers import LayerCosts
 from rota.placement import Placement
-from rota.planning.candidate import Asked
+from rota.planning.candidate import Request
 from rota.planning.layouts import Layout
 from rota.taskgraph import TaskGraph
 from rota.tasks import Kind
 
-_ROUNDING = 1 - 1e-9  # what sums of floats may be off
+_ROUNDING = 1 - 1e-9  # sums of floats may be off by so much
 
 
-def layout_bound_us(asked: Asked, layout: Layout) -> int:
-    """No step of this layout takes less, wherever the model is cut and whatever the order."""
-    layers = asked.profiles[layout.rows]
-    slowdowns = asked.machine.slowdowns_of(layout.num_ranks, layout.num_replicas)
+def layout_bound_us(request: Request, layout: Layout) -> int:
+    """A lower bound on a step of this layout, wherever the model is cut and whatever the order of its ops."""
+    layers = request.profiles[layout.rows]
+    slowdowns = request.machine.slowdowns_of(layout.num_ranks, layout.num_replicas)
     fastest, copies = min(slowdowns), 2 if layout.shape == "bidirectional" else 1
     work = _work_us(layers, layout)
     whole = layout.num_microbatches * sum(work) + copies * sum(layers.optimizer_us)
     speeds = sorted((1 / slowdown for slowdown in slowdowns), reverse=True)
-    heads = sorted(_longest_ways(layers) * copies)  # ranks begin with different layers; the faster wait longer, at best
+    heads = sorted(
+        _longest_heads(layers) * copies
+    )  # ranks begin with different layers; the faster wait longer, at best
     waits = fastest * sum(head * speed for head, speed in zip(heads, reversed(speeds), strict=False))
-    reduced = speeds[-1] * _reduced_us(asked, layout, layers)
+    reduced = speeds[-1] * _reduced_us(request, layout, layers)
     a_layer = layout.num_microbatches * max(work) * fastest / copies
     return int(max((whole + waits + reduced) / sum(speeds), a_layer) * _ROUNDING)
 
 
 def _work_us(layers: LayerCosts, layout: Layout) -> list[int]:
-    """Of a micro-batch, of each layer, at least: its backward whole or split."""
+    """A lower bound on each layer's work per micro-batch, with its backward whole or split."""
     columns = layers.forward_us, layers.backward_us, layers.input_us, layers.weight_us
     work = [f + min(b, i + w) for f, b, i, w in zip(*columns, strict=True)]
-    # A stage has a layer at least, so that this many come before the last one.
+    # Every stage has a layer, so at least this many come before the last stage.
     again = {"none": 0, "all": layers.num_layers}.get(layout.recompute, layout.num_stages - 1)
     return [us + (layers.recompute_us[i] if i < again else 0) for i, us in enumerate(work)]
 
 
-def _longest_ways(layers: LayerCosts) -> list[int]:
-    """For each layer how long the forwards take that come before it."""
+def _longest_heads(layers: LayerCosts) -> list[int]:
+    """For each layer the longest chain of forwards before it."""
     ways = [0] * layers.num_layers
     for source, target in sorted(layers.edges):
         ways[target] = max(ways[target], ways[source] + layers.forward_us[source])
     return ways
 
 
-def _reduced_us(asked: Asked, layout: Layout, layers: LayerCosts) -> float:
-    """What follows the ranks' last ops, for all ranks together: where each has one stage, all of the reductions."""
-    machine, n, replicas = asked.machine, layout.num_ranks, layout.num_replicas
+def _reduced_us(request: Request, layout: Layout, layers: LayerCosts) -> float:
+    """What follows the ranks' last ops, for all ranks together: all reductions, if each has one stage."""
+    machine, n, replicas = request.machine, layout.num_ranks, layout.num_replicas
     if layout.shape != "chain" or replicas == 1:
         return 0.0
     rings = (machine.ring(machine.holders(n, replicas, rank)) for rank in range(n))
@@ -64,11 +66,11 @@ def _reduced_us(asked: Asked, layout: Layout, layers: LayerCosts) -> float:
 
 
 def placement_bound_us(placement: Placement, num_microbatches: int) -> int:
-    """No order of this placement's ops takes less."""
+    """A lower bound on every order of this placement's ops."""
     tasks = range(len(placement.tasks))
     lags = [(edge.source, edge.target, 0) for edge in placement.edges]
     lags += [(route.source, route.target, route.duration_us) for route in placement.routes]
-    heads, tails = _ways(placement, lags), _ways(placement, [(b, a, lag) for a, b, lag in lags])
+    heads, tails = _longest_paths(placement, lags), _longest_paths(placement, [(b, a, lag) for a, b, lag in lags])
     ends = {end.stage: (end.reduce_us, end.optimizer_us) for end in placement.step_ends}
     counts = {s: len(placement.microbatches(s, num_microbatches)) for s in placement.stages}
     reduction = [ends[task.stage][0] if task.stage in ends else 0 for task in placement.tasks]
@@ -79,21 +81,21 @@ def placement_bound_us(placement: Placement, num_microbatches: int) -> int:
             stages = {placement.tasks[t].stage for t in here}
             optimizers = sum(ends[s][1] for s in stages if s in ends)
             work = sum(counts[placement.tasks[t].stage] * placement.tasks[t].duration_us for t in here)
-            # Behind its last op come the reduction of that one's stage, and then all optimizer steps.
+            # After its last op come the reduction of that op's stage and then all optimizer steps.
             last = min(max(tails[t], reduction[t] + optimizers) for t in _last(placement, here))
             longest = max(longest, min(heads[t] for t in here) + work + last)
     return longest
 
 
 def _last(placement: Placement, here: Sequence[int]) -> Sequence[int]:
-    """Of a rank's tasks those that its last op may be of: nothing on the rank waits for them."""
+    """The tasks of a rank that can be its last: no other task of the rank waits for them."""
     there = set(here)
     inside = {edge.source for edge in placement.edges if edge.source in there and edge.target in there}
     return [t for t in here if t not in inside]
 
 
-def _ways(placement: Placement, lags: Sequence[tuple[int, int, int]]) -> list[int]:
-    """For each task the longest way to its start."""
+def _longest_paths(placement: Placement, lags: Sequence[tuple[int, int, int]]) -> list[int]:
+    """For each task the longest path to its start."""
     inputs: list[list[tuple[int, int]]] = [[] for _ in placement.tasks]
     for source, target, lag in lags:
         inputs[target].append((source, lag))
@@ -101,10 +103,10 @@ def _ways(placement: Placement, lags: Sequence[tuple[int, int, int]]) -> list[in
 
 
 def least_bytes(*placements: Placement) -> list[int]:
-    """For each rank what it holds at least, whatever the order: one micro-batch, alone.
+    """For each rank a lower bound on the bytes that it holds, whatever the order: those of one micro-batch, alone.
 
-    Of several placements of the same stages, each stage may be as in one or the other. When a stage's backward begins,
-    the forwards that it follows from have been done, and keep what they keep.
+    With several placements of the same stages, each stage may be as in any of them. When a stage's backward begins, the
+    forwards before it have been done, and keep what they keep.
     """
     first = placements[0]
     before: dict[int, set[int]] = {stage: set() for stage in first.stages}
@@ -123,7 +125,7 @@ def least_bytes(*placements: Placement) -> list[int]:
 
 
 def _alone(placement: Placement, held: Mapping[tuple[int, Kind], int], others: Mapping[int, int]) -> dict[int, int]:
-    """For each stage the most that its tasks hold in turn, on top of what `others` keep."""
+    """For each stage the most that its tasks hold, one after another, on top of what `others` keep."""
     most = dict.fromkeys(placement.stages, 0)
     for task in placement.tasks:
         alive = task.peak_bytes

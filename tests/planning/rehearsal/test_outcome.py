@@ -27,7 +27,7 @@ from rota import (
 from rota.memory import task_changes
 from rota.placing import wave
 from rota.planning.rehearsal import allocation
-from rota.planning.rehearsal.allocation import Memory, parts_of, refuse_too_much
+from rota.planning.rehearsal.allocation import RankMemory, blocks_of, refuse_too_much
 from rota.planning.rehearsal.outcome import LinkUse, MemoryUse, Overhead
 from rota.schedules import NAMED, gpipe, one_f_one_b
 
@@ -128,7 +128,7 @@ def test_buffers_are_what_the_plan_says_op_by_op(costs: Costs) -> None:
     for rank, order in enumerate(plan.orders):
         changes = task_changes(plan.placement, rank)
         level = plan.placement.static_bytes[rank]
-        memory = Memory(plan.placement, rank)
+        memory = RankMemory(plan.placement, rank)
         assert memory.held_bytes == level
         most = level
         for op in order * 2:  # two steps
@@ -146,7 +146,7 @@ def test_buffers_are_what_the_plan_says_op_by_op(costs: Costs) -> None:
 
 def test_what_nothing_frees_goes_with_the_step() -> None:
     placement = Placement((Task(0, Kind.F, (0,), 1, held_bytes=8),), (), Cluster.uniform(1))
-    memory = Memory(placement, 0)
+    memory = RankMemory(placement, 0)
     for _ in range(2):
         memory.begin_step()
         for m in range(3):
@@ -157,7 +157,7 @@ def test_what_nothing_frees_goes_with_the_step() -> None:
 
 def test_the_process_grows_by_what_is_held() -> None:
     big = 64_000_000
-    memory = Memory(Placement((Task(0, Kind.F, (0,), 1, peak_bytes=big),), (), Cluster.uniform(1), (big,)), 0)
+    memory = RankMemory(Placement((Task(0, Kind.F, (0,), 1, peak_bytes=big),), (), Cluster.uniform(1), (big,)), 0)
     memory.op_starts(Op(0, Kind.F, 0))
     assert memory.process_bytes is None or memory.process_bytes >= 1.9 * big
 
@@ -166,7 +166,7 @@ def test_tasks_that_free_what_nothing_holds_are_refused() -> None:
     tasks = (Task(0, Kind.F, (0,), 1, held_bytes=10), Task(0, Kind.B, (0,), 1, held_bytes=-13))
     placement = Placement(tasks, (Edge(0, 1),), Cluster.uniform(1))
     with pytest.raises(PipelineError, match="task 0B frees 13 bytes, 3 more than the stage's tasks before it hold"):
-        parts_of(placement)
+        blocks_of(placement)
     plan = Plan(placement, 1, ((Op(0, Kind.F, 0), Op(0, Kind.B, 0)),))
     with pytest.raises(PipelineError, match="3 more"):
         rehearse(plan, allocate=True)

@@ -1,6 +1,6 @@
-"""Memory that a rehearsed rank really holds: each op's bytes, allocated and touched, and freed where the plan says.
+"""The memory that a rehearsed rank really holds: each op's bytes, allocated, and freed when the plan says.
 
-0F0  takes 10       ▕ 6 until 0W0 ▏▕ 4 until 0I0 ▏     what later ops free in parts is allocated in these parts
+0F0  keeps 10       ▕ 6 until 0W0 ▏▕ 4 until 0I0 ▏     one block for each later op that frees a part of them
 0I0  frees 4        ▕ 6 until 0W0 ▏
 0W0  frees 6
 """
@@ -20,28 +20,28 @@ from rota.units import size_text
 
 _IN_ORDER = "FRBIW"  # of a stage's ops of one micro-batch
 
-#: For each (stage, kind) what it takes: bytes, and the kind that frees them (None: nothing does in this step).
-Parts = dict[tuple[int, Kind], list[tuple[int, Kind | None]]]
+#: For each (stage, kind) the blocks that it allocates: bytes, and the kind that frees them (None: not in this step).
+Blocks = dict[tuple[int, Kind], list[tuple[int, Kind | None]]]
 
 
 def touched(num_bytes: int) -> torch.Tensor:
-    """New memory that is really there: the system gives it out page by page, when it is written to."""
+    """New memory that is written to: before, the system has not handed out its pages."""
     return torch.empty(num_bytes, dtype=torch.uint8).fill_(1)
 
 
-def parts_of(placement: Placement) -> Parts:
-    """What each task takes, in the parts in which later ones free it: the last taken first.
+def blocks_of(placement: Placement) -> Blocks:
+    """What each task allocates, one block for each later task that frees some of it; the newest is freed first.
 
-    Raises PipelineError where a task frees what none before it holds.
+    Raises PipelineError where a task frees more than the tasks before it hold.
     """
-    parts: Parts = {}
+    blocks: Blocks = {}
     for stage in placement.stages:
         held: list[tuple[Kind, int]] = []
         for kind in map(Kind, _IN_ORDER):
             task = placement.task(stage, kind)
             if task is None:
                 continue
-            parts[stage, kind] = []
+            blocks[stage, kind] = []
             if task.held_bytes > 0:
                 held.append((kind, task.held_bytes))
             left = -task.held_bytes
@@ -52,28 +52,28 @@ def parts_of(placement: Placement) -> Parts:
                         f"hold; correct its held_bytes, or rehearse without allocate"
                     )
                 by, num_bytes = held.pop()
-                parts[stage, by].append((min(num_bytes, left), kind))
+                blocks[stage, by].append((min(num_bytes, left), kind))
                 if num_bytes > left:
                     held.append((by, num_bytes - left))
                 left -= num_bytes
         for by, num_bytes in held:
-            parts[stage, by].append((num_bytes, None))
-    return parts
+            blocks[stage, by].append((num_bytes, None))
+    return blocks
 
 
 @final
-class Memory:
-    """What rank `rank` holds: its static bytes from now on, and what its ops hold; messages are the transport's.
+class RankMemory:
+    """What one rank holds: its static bytes from now on, and what its ops hold. Messages are the transport's.
 
-    `held_bytes` counts the buffers that are alive, `peak_bytes` the most there ever were, and `process_bytes` the most
-    that the process had more than when this was made, where the system tells (else None).
+    `held_bytes` are those of all buffers now, `peak_bytes` the most so far, and `process_bytes` the most by which the
+    process has grown since this was made (None where the system does not say).
     """
 
     def __init__(self, placement: Placement, rank: int) -> None:
         self._before_bytes = _resident_bytes()
         self.peak_bytes = 0
         self.process_bytes = None if self._before_bytes is None else 0
-        self._parts = parts_of(placement)
+        self._blocks = blocks_of(placement)
         self._needed = {(task.stage, task.kind): task.peak_bytes for task in placement.tasks}
         self._static = touched(placement.static_bytes[rank])
         self._held: dict[tuple[int, int], list[tuple[torch.Tensor, Kind | None]]] = {}  # by (stage, micro-batch)
@@ -86,12 +86,12 @@ class Memory:
         return sum(buffer.nbytes for buffer in (self._static, self._used, *held))
 
     def begin_step(self) -> None:
-        """What nothing freed in the step before goes."""
+        """Free what no op of the previous step freed."""
         self._held.clear()
 
     def op_starts(self, op: Op) -> None:
-        """Take what the op keeps, and what it needs while it runs."""
-        taken = [(touched(num_bytes), until) for num_bytes, until in self._parts[op.stage, op.kind]]
+        """Allocate what the op keeps, and what it needs while it runs."""
+        taken = [(touched(num_bytes), until) for num_bytes, until in self._blocks[op.stage, op.kind]]
         self._held.setdefault((op.stage, op.microbatch), []).extend(taken)
         self._used = touched(self._needed[op.stage, op.kind])
         self._look()
@@ -111,13 +111,13 @@ class Memory:
 
 
 def _resident_bytes() -> int | None:
-    """What the process has in memory; None where the system does not tell."""
+    """The process's memory; None where the system does not say."""
     status = Path("/proc/self/statm")
     return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if status.exists() else None
 
 
 def refuse_too_much(needed_bytes: int, what: str, remedy: str) -> None:
-    """Raises PipelineError where the machine has less memory to give."""
+    """Raises PipelineError where the machine has less memory available."""
     available = available_bytes()
     if available is not None and needed_bytes > available:
         raise PipelineError(
@@ -126,7 +126,7 @@ def refuse_too_much(needed_bytes: int, what: str, remedy: str) -> None:
 
 
 def available_bytes() -> int | None:
-    """What new processes can have: by the machine, and by the control group; None where the system does not tell."""
+    """What new processes can have, by the machine and by the control group; None where the system does not say."""
     found = []
     machine = Path("/proc/meminfo")
     if machine.exists():

@@ -1,4 +1,4 @@
-"""What came of a rehearsal, and how it is told: the verdict first, then what the difference is made of."""
+"""The result of a rehearsal and its report: the verdict first, then the causes of the difference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_ROWS = 8  # of ranks and pairs, the worst first; the others are counted
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """How long after its ops' ends rank `rank` got there, all in all, and at the worst of them (None: it has no op)."""
+    """How long after its ops' ends a rank got there: in total, and at the worst op (None: it has no op)."""
 
     rank: int
     late_us: int
@@ -25,7 +25,7 @@ class Overhead:
 
 @dataclass(frozen=True, slots=True)
 class LinkUse:
-    """The messages from `sender` to `receiver`: medians of what they took, and bytes per µs of all of them."""
+    """The messages from `sender` to `receiver`: their median times, and bytes per µs over all of them."""
 
     sender: int
     receiver: int
@@ -39,9 +39,9 @@ class LinkUse:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """The most that a rank held: as planned, in its ops' buffers (messages aside), and what the process grew by.
+    """The most that a rank held: as planned, in its ops' buffers (without messages), and by how much the process grew.
 
-    `process_bytes` is None where the system does not tell.
+    `process_bytes` is None where the system does not say.
     """
 
     rank: int
@@ -53,9 +53,15 @@ class MemoryUse:
 @final
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What came of it: `measured`, `overheads` and `links` are of the step with the median makespan.
+    """The result of `rehearse`.
 
-    `makespans_us`: of each step. `memory` is empty where nothing was allocated.
+    Attributes:
+        planned: The simulated timeline.
+        measured: The timeline of the step with the median makespan.
+        makespans_us: The makespan of each step.
+        overheads: For each rank how late it was at its ops' ends, in the same step.
+        links: For each pair of ranks how long its messages took, in the same step.
+        memory: For each rank what it held; empty unless memory was allocated.
     """
 
     planned: Timeline
@@ -97,7 +103,7 @@ def _difference(comparison: Comparison) -> str:
 
 
 def _overhead_table(rehearsal: Rehearsal) -> str:
-    """An op's end is fixed by when it could begin, so that only what comes later than that delays others."""
+    """An op's end is fixed by when it could begin: only what comes after that end delays other ranks."""
     rows = [
         f"  {o.rank:<4}{o.late_us:>15,}    " + (f"{o.worst} (+{o.worst_us:,} µs)" if o.worst is not None else "-")
         for o in sorted(rehearsal.overheads, key=lambda o: -o.late_us)
@@ -113,13 +119,13 @@ def _link_table(rehearsal: Rehearsal) -> str:
         for link in sorted(rehearsal.links, key=lambda link: link.planned_us - link.median_us)
     ]
     header = "  ranks    messages     bytes  planned µs  median µs    planned MB/s    real MB/s"
-    return _table("What messages took, the most beyond plan first:", header, rows) if rows else ""
+    return _table("What messages took, the latest against the plan first:", header, rows) if rows else ""
 
 
 def _memory_table(rehearsal: Rehearsal) -> str:
     rows = [
         f"  {m.rank:<4}{size_text(m.planned_bytes):>14}{size_text(m.held_bytes):>17}"
-        + (f"{size_text(m.process_bytes):>18}" if m.process_bytes is not None else f"{'not told':>18}")
+        + (f"{size_text(m.process_bytes):>18}" if m.process_bytes is not None else f"{'unknown':>18}")
         for m in sorted(rehearsal.memory, key=lambda m: m.planned_bytes - (m.process_bytes or 0))
     ]
     header = "  rank  planned peak    held by its ops    process grew by"

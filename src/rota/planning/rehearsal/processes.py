@@ -1,8 +1,8 @@
-"""Starts the processes of a rehearsal on this machine and brings back what they report; leaves none behind.
+"""Starts a rehearsal's processes on this machine and returns their reports; leaves no process behind.
 
 rehearse ──▶ server ──▶ rank 0, rank 1, …       the server loads torch once, and the ranks are forked from it
-    stdin: its end says that the caller is gone; all ranks are ended then
-    stdout: lines of progress, and in the end how it went
+    stdin: its end means that the caller is gone; the server then ends all ranks
+    stdout: lines of progress, and the result at the end
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from rota.plan import Plan
 from rota.planning.rehearsal.rank import RankReport
 
 _PATIENCE_S = 10  # for the server to end its ranks
-# Of glibc's malloc: larger buffers are pages of their own, and go back to the system when they are freed. By itself it
-# would keep many of them, and a process would have grown by more than its buffers.
+# For glibc's malloc: larger buffers get pages of their own, which go back to the system when they are freed. By default
+# it keeps many of them, and a process would grow by more than its buffers.
 _OWN_PAGES = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 def run_ranks(
     plan: Plan, num_steps: int, allocate: bool, timeout_s: float, step_ended: Callable[[int], None]
 ) -> list[RankReport]:
-    """`run_rank` in one new process a rank; the reports by rank. Raises PipelineError where one fails."""
+    """Call `run_rank` in one new process per rank; returns their reports by rank. Raises PipelineError if one fails."""
     with tempfile.TemporaryDirectory(prefix="rota-rehearsal-") as folder:
         Path(folder, "plan.json").write_text(plan.to_json())
         options = {"num_steps": num_steps, "allocate": allocate, "timeout_s": timeout_s}
@@ -41,7 +41,7 @@ def run_ranks(
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **(_OWN_PAGES if allocate else {})},
-                start_new_session=True,  # Ctrl-C is for the caller alone, who ends the server
+                start_new_session=True,  # Ctrl-C reaches the caller alone, which ends the server
             )
         try:
             _follow(server, folder, step_ended)
@@ -51,16 +51,16 @@ def run_ranks(
 
 
 def _follow(server: subprocess.Popen[bytes], folder: str, step_ended: Callable[[int], None]) -> None:
-    """Until the server says how it went."""
+    """Read the server's lines until it reports the result. Raises PipelineError for a failure."""
     assert server.stdout is not None
     for line in server.stdout:
-        told: dict[str, Any] = json.loads(line)
-        if "num_ended" in told:
-            step_ended(told["num_ended"])
-        elif told["rank"] is None:
+        message: dict[str, Any] = json.loads(line)
+        if "num_ended" in message:
+            step_ended(message["num_ended"])
+        elif message["rank"] is None:
             return
         else:
-            raise PipelineError(_tell_failure(told["rank"], told["code"], folder))
+            raise PipelineError(_failure_text(message["rank"], message["code"], folder))
     last = _last_words(Path(folder, "stderr"))
     raise PipelineError(f"the process that starts the ranks ended early{last}")
 
@@ -79,13 +79,13 @@ def _end(server: subprocess.Popen[bytes]) -> None:
         server.stdout.close()
 
 
-def _tell_failure(rank: int, code: int, folder: str) -> str:
+def _failure_text(rank: int, code: int, folder: str) -> str:
     ended = f"signal {-code}" if code < 0 else f"exit code {code}"
     return f"rank {rank} ended with {ended}, and the others were ended{_last_words(stderr_file(folder, rank))}"
 
 
 def _last_words(file: Path) -> str:
-    """The last message of ours, which may have several lines, else the last line."""
+    """The last error that Rota wrote to the file, which may have several lines, else its last line."""
     lines = file.read_text().strip().splitlines() if file.exists() else []
     ours = [i for i, line in enumerate(lines) if line.startswith("rota: ")]
     words = "\n".join(lines[ours[-1] if ours else -1 :])

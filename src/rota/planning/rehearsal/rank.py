@@ -1,4 +1,4 @@
-"""One rank of a rehearsal: the runtime's own loop over the plan, with timed waits in place of compute."""
+"""One rank of a rehearsal: the runtime's loop over the plan, with timed waits in place of compute."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import torch
 import torch.distributed as dist
 
 from rota.plan import Plan
-from rota.planning.rehearsal.allocation import Memory
-from rota.planning.rehearsal.timed_waits import Arrivals, Waiting, formats_of, sleep_until, stages_of
+from rota.planning.rehearsal.allocation import RankMemory
+from rota.planning.rehearsal.timed_waits import Arrivals, TimedWaits, formats_of, sleep_until, stages_of
 from rota.runtime.compute import Batch
 from rota.runtime.execution import Execution
 from rota.runtime.faults.watchdog import Watchdog
 from rota.runtime.meshes import Processes
 from rota.runtime.transport import Transport
 
-_HEAD_START_NS, _HEAD_START_A_RANK_NS = 2_000_000, 500_000  # for all ranks to hear when a step begins
+_HEAD_START_NS, _HEAD_START_A_RANK_NS = 2_000_000, 500_000  # for all ranks to learn when a step begins
 
 
 @dataclass(slots=True)
 class RankStep:
     """One step of one rank, in ns of the machine's monotonic clock.
 
-    By op in the rank's order; messages, sent and received here, as (route, position, time); the rank's step ends as
-    (start, end) of the reduction and of the optimizer step, in the order of `Plan.step_end_ranks`.
+    The first three are by op, in the rank's order. Messages are (route, position, time). Step ends are (start, end) of
+    the reduction and of the optimizer step, in the order of `Plan.step_end_ranks`.
     """
 
     starts_ns: list[int]
@@ -59,9 +59,9 @@ class RankReport:
 def run_rank(
     plan: Plan, num_steps: int, allocate: bool, timeout_s: float, step_ended: Callable[[int], None] = lambda _: None
 ) -> RankReport:
-    """Rehearse this process's rank of a checked plan, a step to warm up and `num_steps` more.
+    """Rehearse this process's rank of a checked plan: one step to warm up and `num_steps` more.
 
-    One process a rank must call it, in a default process group of them. `step_ended` is told how many steps ended.
+    Collective: every rank is one process of the default group. `step_ended` gets the number of steps that ended.
     """
     processes = Processes(None)
     rank, placement = processes.rank, plan.placement
@@ -69,8 +69,8 @@ def run_rank(
     transport = Transport(processes.pipeline, processes.everyone)
     arrivals = Arrivals()
     transport.watched = arrivals.watch
-    memory = Memory(placement, rank) if allocate else None
-    waiting = Waiting(plan, stages, rank, arrivals, memory)
+    memory = RankMemory(placement, rank) if allocate else None
+    waiting = TimedWaits(plan, stages, rank, arrivals, memory)
     execution = Execution(stages, plan, rank, transport, waiting)
     execution.formats = formats_of(plan, stages)
     watchdog = Watchdog(timeout_s)
@@ -81,7 +81,7 @@ def run_rank(
             report.steps.append(_step(execution, transport, watchdog, memory))
             step_ended(num_ended)
         with watchdog.watching("the other ranks to end their last step"):
-            _common_start_ns(transport)  # who goes earlier would be taken for lost
+            _common_start_ns(transport)  # a rank that leaves earlier would be taken for lost
     finally:
         watchdog.close()
         arrivals.close()
@@ -92,7 +92,9 @@ def run_rank(
     return report
 
 
-def _step(execution: Execution[Waiting], transport: Transport, watchdog: Watchdog, memory: Memory | None) -> RankStep:
+def _step(
+    execution: Execution[TimedWaits], transport: Transport, watchdog: Watchdog, memory: RankMemory | None
+) -> RankStep:
     waiting = execution.compute
     execution.awaited = "the other ranks to reach the same step"
     with watchdog.watching(execution.doing):
@@ -108,15 +110,15 @@ def _step(execution: Execution[Waiting], transport: Transport, watchdog: Watchdo
 
 
 def _common_start_ns(transport: Transport) -> int:
-    """A time shortly after all ranks have got here."""
+    """A time shortly after the last rank has reached this line."""
     head_start_ns = _HEAD_START_NS + _HEAD_START_A_RANK_NS * dist.get_world_size()
     start = torch.tensor([time.monotonic_ns() + head_start_ns])
     transport.all_reduce(start, dist.ReduceOp.MAX, "waiting for the others to begin the step")
     return int(start)
 
 
-def _step_ends_ns(execution: Execution[Waiting]) -> list[tuple[int, int, int, int]]:
-    """Reductions run beside the ops, each from its stage's last gradient on; then the optimizer steps follow."""
+def _step_ends_ns(execution: Execution[TimedWaits]) -> list[tuple[int, int, int, int]]:
+    """Reductions overlap the ops, each after its stage's last gradient; the optimizer steps follow."""
     plan, waiting, rank = execution.plan, execution.compute, execution.record.rank
     order = plan.orders[rank]
     ends = [plan.placement.step_ends[i] for i, of_rank in plan.step_end_ranks if of_rank == rank]

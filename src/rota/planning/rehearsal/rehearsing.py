@@ -1,4 +1,4 @@
-"""Runs a plan with real processes and real messages, and timed waits in place of compute."""
+"""`rehearse`: runs a plan on this machine and turns the ranks' records into one timeline."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import median
 from rota.checking import check
 from rota.errors import PipelineError
 from rota.plan import Plan
-from rota.planning.rehearsal.allocation import parts_of, refuse_too_much
+from rota.planning.rehearsal.allocation import blocks_of, refuse_too_much
 from rota.planning.rehearsal.outcome import LinkUse, MemoryUse, Overhead, Rehearsal
 from rota.planning.rehearsal.processes import run_ranks
 from rota.planning.rehearsal.rank import RankReport
@@ -20,8 +20,8 @@ from rota.simulation import simulate
 from rota.timeline import Timeline
 from rota.units import count_text, time_text
 
-_MOST_RANKS = 256  # each talks to all others, twice: beyond this the machine runs out of connections
-_PROCESS_BYTES = 50_000_000  # that a rank has of its own
+_MOST_RANKS = 256  # each has two connections to every other: more ranks exhaust the machine's connections
+_PROCESS_BYTES = 50_000_000  # of a rank's process itself
 
 
 def rehearse(
@@ -32,14 +32,24 @@ def rehearse(
     timeout_s: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Rehearsal:
-    """Run `plan` on this machine, one process a rank, with waits of the planned durations in place of its ops.
+    """Run `plan` on this machine, one process per rank, with waits of the planned durations in place of its ops.
 
-    Messages are real, and as large as planned; loop, transport and watchdog are those of `Pipeline`. After a step to
-    warm up come `num_steps`. `allocate`: ranks really hold what the plan says, static bytes too. A rank without
-    progress for `timeout_s` is ended (default: 20 simulated steps, at least 60 s). `progress` is told each step.
+    Messages are real and as large as planned; loop, transport and watchdog are those of `Pipeline`. No process is left
+    behind.
 
-    Raises PlanError where `check` does, PipelineError where `Pipeline` would refuse the plan, where the machine lacks
-    the memory, and where a rank hangs or dies. No process is left behind.
+    Args:
+        plan: The plan to run.
+        num_steps: Steps to measure, after one to warm up.
+        allocate: Whether ranks really hold the memory that the plan says, static bytes included.
+        timeout_s: A rank without progress for so long is ended; None: 20 simulated steps, at least 60 s.
+        progress: Called with a line of text at the start and after each step.
+
+    Returns:
+        The planned and the measured timeline, and what made the difference.
+
+    Raises:
+        PlanError: Where `check` raises it.
+        PipelineError: Where `Pipeline` would refuse the plan, the machine lacks the memory, or a rank hangs or dies.
     """
     check(plan)
     _refuse(plan, num_steps, allocate, timeout_s)
@@ -70,7 +80,7 @@ def rehearse(
 
 
 def _refuse(plan: Plan, num_steps: int, allocate: bool, timeout_s: float | None) -> None:
-    """What can be known to fail before a process is started."""
+    """Raises PipelineError for what is known to fail before a process is started."""
     placement = plan.placement
     if not isinstance(num_steps, int) or num_steps < 1:
         raise PipelineError(f"num_steps is {num_steps!r}; give a whole number of 1 or more")
@@ -84,7 +94,7 @@ def _refuse(plan: Plan, num_steps: int, allocate: bool, timeout_s: float | None)
     refuse_unsupported(plan, placement.stage_edges, placement.num_stages)
     held, what = placement, f"{count_text(plan.num_ranks, 'rank')} that allocate what the plan says"
     if allocate:
-        parts_of(placement)
+        blocks_of(placement)
     else:
         tasks = tuple(replace(task, held_bytes=0, peak_bytes=0) for task in placement.tasks)
         held, what = replace(placement, tasks=tasks, static_bytes=()), f"the messages of {plan.num_ranks} ranks"
@@ -94,7 +104,7 @@ def _refuse(plan: Plan, num_steps: int, allocate: bool, timeout_s: float | None)
 
 
 def measured_timeline(plan: Plan, reports: list[RankReport], step: int) -> Timeline:
-    """All ranks' records of one step, on the machine's one clock; messages arrive when their receiver has them."""
+    """All ranks' records of one step as a timeline; messages arrive when their receiver has them."""
     steps = [report.steps[step] for report in reports]
     arrived = {(route, position): ns for of_rank in steps for route, position, ns in of_rank.arrived}
     records = []

@@ -1,4 +1,4 @@
-"""What starts the ranks of a rehearsal: it has loaded torch and has no threads, so that a rank is a fork away.
+"""Starts the ranks of a rehearsal: it has loaded torch and has no threads, so that it can fork them.
 
 python -m rota.planning.rehearsal.server FOLDER
 """
@@ -34,17 +34,17 @@ _LET_FIRST_ERROR_BE_SEEN_S = 2.0
 
 
 def main() -> None:
-    """Start all ranks, and tell on standard output which one failed first (null: none), if the caller still lives."""
+    """Start all ranks and write to standard output which failed first (null: none), if the caller is still there."""
     (folder,) = sys.argv[1:]
     caller = os.dup(1)
-    os.dup2(2, 1)  # what anyone prints is not for the caller
+    os.dup2(2, 1)  # other output is not for the caller
     plan = Plan.from_json(Path(folder, "plan.json").read_text())
     os.environ["GLOO_SOCKET_IFNAME"] = loopback()  # no rank listens to other machines
     running: dict[int, int] = {}
     failed, code = None, 0
     try:
         for rank in range(plan.num_ranks):
-            running[_forked(plan, folder, rank, caller)] = rank
+            running[_fork(plan, folder, rank, caller)] = rank
         while running and failed is None:
             if select.select([0], [], [], _LOOK_EVERY_S)[0]:
                 break  # the caller has closed our input, or is gone
@@ -55,9 +55,9 @@ def main() -> None:
         for process in running:
             os.waitpid(process, 0)
     if running and failed is None:
-        shutil.rmtree(folder, ignore_errors=True)  # who would have done it may be gone
+        shutil.rmtree(folder, ignore_errors=True)  # the caller, which normally does it, may be gone
         return
-    _tell(caller, rank=failed, code=code)
+    _send(caller, rank=failed, code=code)
 
 
 def _reap(running: dict[int, int]) -> tuple[int | None, int]:
@@ -72,23 +72,23 @@ def _reap(running: dict[int, int]) -> tuple[int | None, int]:
     return None, 0
 
 
-def _tell(caller: int, **fields: int | None) -> None:
+def _send(caller: int, **fields: int | None) -> None:
     os.write(caller, f"{json.dumps(fields)}\n".encode())
 
 
-def _forked(plan: Plan, folder: str, rank: int, caller: int) -> int:
-    """The process of a new rank."""
+def _fork(plan: Plan, folder: str, rank: int, caller: int) -> int:
+    """Fork a new rank; returns its process id."""
     server = os.getpid()
     process = os.fork()
     if not process:
         end_with_parent(server)
         if sys.platform == "linux":
             _set_up(rank)
-        _be(plan, folder, rank, caller)
+        _run(plan, folder, rank, caller)
     return process
 
 
-def _be(plan: Plan, folder: str, rank: int, caller: int) -> NoReturn:
+def _run(plan: Plan, folder: str, rank: int, caller: int) -> NoReturn:
     os.dup2(os.open(stderr_file(folder, rank), os.O_WRONLY | os.O_CREAT), 2)
     try:
         torch.set_num_threads(1)
@@ -96,12 +96,12 @@ def _be(plan: Plan, folder: str, rank: int, caller: int) -> NoReturn:
         store = dist.FileStore(str(Path(folder, "store")), plan.num_ranks)  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=options["timeout_s"]))  # for all to join, and to leave
         dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.num_ranks)
-        step_ended = (lambda num_ended: _tell(caller, num_ended=num_ended)) if rank == 0 else lambda _: None
+        step_ended = (lambda num_ended: _send(caller, num_ended=num_ended)) if rank == 0 else lambda _: None
         report = run_rank(plan, **options, step_ended=step_ended)
         report_file(folder, rank).write_text(report.to_json())
         if store.add("done", 1) == plan.num_ranks:
             store.set("all done", "")
-        store.wait(["all done"])  # who goes earlier would be taken for lost
+        store.wait(["all done"])  # a rank that leaves earlier would be taken for lost
     except LostRankError as error:
         print(error, file=sys.stderr)
         time.sleep(_LET_FIRST_ERROR_BE_SEEN_S)
@@ -109,11 +109,11 @@ def _be(plan: Plan, folder: str, rank: int, caller: int) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    os._exit(0)  # at once: peers and threads have nothing left to do
+    os._exit(0)  # at once: nothing is left to clean up
 
 
 def _set_up(rank: int) -> None:
-    """Be known by name, and wake up in time."""
+    """Set the process's name and the precision of its sleeps."""
     prctl = ctypes.CDLL(None).prctl
     prctl(_PR_SET_NAME, f"rota rank {rank}".encode())
     prctl(_PR_SET_TIMERSLACK, 1)  # else a sleep lasts 50 µs longer

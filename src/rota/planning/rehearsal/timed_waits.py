@@ -1,11 +1,11 @@
-"""Timed waits in place of compute: a rank's device that is busy for as long as the plan says.
+"""Timed waits in place of compute: a simulated device that is busy for as long as the plan says.
 
     device    █ 0F1 █████ 0F2 ████            █ 0B0 ██████     busy from when it is free and the inputs are there
     process   ‥‥ asleep │‥‥ asleep │‥‥ waits  ‥‥ asleep   │    ‥ the runtime's own work, beside the op
 
-A GPU is told of an op while it still runs the one before. So an op here begins when the device is free and its inputs
-have arrived, also where the process gets to it later, and ends at a fixed time. Where the process gets there after
-that time, it was too late to tell a device: the op then ends late.
+A GPU gets an op while it still runs the previous one. So an op here begins when the device is free and its inputs
+have arrived, even if the process gets to it later, and ends at a fixed time. If the process gets there after that
+time, it would have been too late to submit the op: the op ends late.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from rota.models import Stages
 from rota.placement import Placement
 from rota.plan import Plan
-from rota.planning.rehearsal.allocation import Memory, touched
+from rota.planning.rehearsal.allocation import RankMemory, touched
 from rota.runtime import spmd
 from rota.runtime.compute import Batch
 from rota.runtime.messages import Format
@@ -31,14 +31,14 @@ from rota.tasks import Kind, Op
 
 
 @final
-class Waiting:
-    """What an `Execution` runs ops with. Every process of the group must make one: it makes groups of ranks.
+class TimedWaits:
+    """Runs an `Execution`'s ops as waits. Collective: it makes process groups of ranks.
 
-    Before each step set `start_ns`, when the device is free. `starts_ns`, `ends_ns` and `late_ns` (how long after an
-    op's end the process got there) are by op, in the rank's order; times are of the monotonic clock.
+    Set `start_ns`, when the device is free, before each step. `starts_ns`, `ends_ns` and `late_ns` (how long after an
+    op's end the process got there) are by op, in the rank's order, in ns of the monotonic clock.
     """
 
-    def __init__(self, plan: Plan, stages: Stages, rank: int, arrivals: Arrivals, memory: Memory | None) -> None:
+    def __init__(self, plan: Plan, stages: Stages, rank: int, arrivals: Arrivals, memory: RankMemory | None) -> None:
         tasks = plan.placement.tasks
         self.arrivals, self._memory = arrivals, memory
         self._tasks = {(task.stage, task.kind): task for task in tasks if rank in task.ranks}
@@ -56,8 +56,8 @@ class Waiting:
         self.arrivals.times_ns = {}
         self.starts_ns, self.ends_ns, self.late_ns = [], [], []
 
-    def run(self, op: Op, received: list[Any]) -> list[Any]:  # noqa: ARG002 - they have arrived, no more
-        """Be busy for the op's time; returns bytes in place of what it would make."""
+    def run(self, op: Op, received: list[Any]) -> list[Any]:  # noqa: ARG002 - nothing is computed
+        """Wait for the op's duration; returns bytes in place of its output."""
         task = self._tasks[op.stage, op.kind]
         ready_ns = max(self._free_ns, self.arrivals.latest_ns)
         if len(task.ranks) > 1:
@@ -78,7 +78,7 @@ class Waiting:
         return made if op.kind is Kind.F else [[gradient] for gradient in made]
 
     def _latest(self, ranks: tuple[int, ...], ready_ns: int) -> int:
-        """When the last of a task's ranks is ready, as the collectives inside such a task have it."""
+        """When the last of a task's ranks is ready: collectives inside such a task would wait for it."""
         latest = torch.tensor([ready_ns])
         with together(f"waiting for the other ranks of {ranks}"):
             dist.all_reduce(latest, dist.ReduceOp.MAX, self._groups[ranks])
@@ -86,7 +86,7 @@ class Waiting:
 
 
 def sleep_until(time_ns: int) -> bool:
-    """Whether there was time left to sleep."""
+    """Sleep until a time of the monotonic clock; returns whether it was still ahead."""
     left_ns = time_ns - time.monotonic_ns()
     if left_ns > 0:
         time.sleep(left_ns / 1e9)
@@ -98,12 +98,12 @@ def _untouched(num_bytes: int) -> torch.Tensor:
 
 
 def stages_of(placement: Placement) -> Stages:
-    """Stages with nothing in them, joined as the plan's are."""
+    """Empty stages with the plan's edges."""
     return Stages([torch.nn.Identity() for _ in placement.stages], placement.stage_edges)
 
 
 def formats_of(plan: Plan, stages: Stages) -> dict[ValueKey, Format]:
-    """Each boundary's values and gradients as bytes, as many as the plan says."""
+    """Formats of each boundary's values and gradients: as many bytes as the plan says."""
     sizes: dict[tuple[int, int, bool], int] = {}
     for source, target, num_bytes in plan.placement.edges:
         a, b = plan.placement.tasks[source], plan.placement.tasks[target]
@@ -117,7 +117,7 @@ def formats_of(plan: Plan, stages: Stages) -> dict[ValueKey, Format]:
 
 
 def _made_bytes(placement: Placement, stages: Stages, rank: int, stage: int, kind: Kind) -> list[int]:
-    """The size of all that an op makes, in the order of its edges; nothing where `rank` does not send it."""
+    """The bytes of each of an op's outputs, in the order of its edges; 0 where another rank sends it."""
     task = placement.index[stage, kind]
     sizes = {
         placement.tasks[r.target].stage: r.num_bytes for r in placement.routes if (r.source, r.sender) == (task, rank)
@@ -131,7 +131,7 @@ def _made_bytes(placement: Placement, stages: Stages, rank: int, stage: int, kin
 
 @final
 class Arrivals:
-    """When messages arrive, also those that nobody waits for yet: a thread for each sender waits for them in turn.
+    """When messages arrive, even before anything waits for them: one thread per sender waits for them in turn.
 
     `times_ns` is by (route, position) as in a timeline; `latest_ns` is the latest of those that were taken.
     """
@@ -142,7 +142,7 @@ class Arrivals:
         self._posted: dict[int, queue.SimpleQueue[_Arrival | None]] = {}
 
     def watch(self, message: Message, works: list[Any]) -> list[Any]:
-        """What to wait for in place of the works of a posted receive."""
+        """What to wait for in place of a posted receive's works."""
         sender = message.transfer.sender
         if sender not in self._posted:
             self._posted[sender] = queue.SimpleQueue()
@@ -173,7 +173,7 @@ class _Arrival:
 
 
 def _note(posted: queue.SimpleQueue[_Arrival | None]) -> None:
-    """Until the end: wait for what was posted, in the order in which it arrives."""
+    """Wait for all that is posted, in the order of its arrival, until None."""
     while (arrival := posted.get()) is not None:
         try:
             for work in arrival.works:
