@@ -1,7 +1,7 @@
-"""Which storages a layer keeps, by identity: what two layers of a stage keep both, the stage keeps once.
+"""Which storages a layer keeps, by identity: a storage that two layers of a stage keep, the stage keeps once.
 
-A storage that crosses a boundary has a name: a value's own address in the pass through the layers, so that a layer
-that hands on what it got, or a view of it, hands on the name; a gradient's edge and position.
+A storage that crosses a boundary has a name. A value's name is its own address in the pass through the layers: a layer
+that passes on what it received, or a view of it, passes on the name. A gradient's name is its edge and position.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Held:
 
 @dataclass(slots=True)
 class KeptStorages:
-    """What a layer keeps after F, and leaves after I; `same`: gradients that it hands on as they came."""
+    """What a layer keeps after F, and still after I; `same`: pairs of gradients that it passes on as they came."""
 
     kept: Held
     waiting: Held
@@ -48,13 +48,13 @@ class KeptStorages:
 
 @final
 class _Named:
-    """Storages by name; none of their addresses is used again while this is there."""
+    """Storages by name; while it exists, no other storage gets one of their addresses."""
 
     def __init__(self) -> None:
         self._places: dict[Name, tuple[int, StorageWeakRef]] = {}
 
     def add(self, name: Name, tensor: torch.Tensor) -> Name:
-        """Returns the name that it has already, if it has one."""
+        """Name a tensor's storage; returns its name, which is an older one if it has one."""
         storage = tensor.untyped_storage()
         known = next((other for other, (at, _) in self._places.items() if at == storage._cdata), None)
         if known is not None:
@@ -68,7 +68,7 @@ class _Named:
 
 
 def kept_storages_of(one: StageRun, incoming: tuple[StageEdge, ...], outgoing: tuple[StageEdge, ...]) -> KeptStorages:
-    """Of a layer whose backward is split: its inputs are held by nothing but what saved them."""
+    """What a layer with a split backward keeps; only what saved its inputs holds them."""
     watch, named = StorageWatch(), _Named()
     with watch:
         kept = _forward(one, watch.live, named)
@@ -126,7 +126,7 @@ def _input_backward(
 
 
 def sharing(held: Sequence[Held], named: Callable[[Name], Name] = lambda name: name) -> tuple[Shared, ...]:
-    """(a, b, bytes) for each storage that both keep, and no layer between them; `named` tells which names are one."""
+    """(a, b, bytes) for storages that both layers keep and none between them; `named` maps equal names to one."""
     last: dict[Name, int] = {}
     found: Counter[tuple[int, int]] = Counter()
     for layer, of in enumerate(held):
@@ -138,7 +138,7 @@ def sharing(held: Sequence[Held], named: Callable[[Name], Name] = lambda name: n
 
 
 def one_name(same: Iterable[tuple[Name, Name]]) -> Callable[[Name], Name]:
-    """For each name the one that stands for all that are the same as it."""
+    """A function from each name to the one that stands for all that are the same."""
     root: dict[Name, Name] = {}
 
     def find(name: Name) -> Name:

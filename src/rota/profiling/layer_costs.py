@@ -1,4 +1,4 @@
-"""Measured layers as LayerCosts: what is kept, waits or is there twice, counted once."""
+"""Measured layers as LayerCosts: storages that several layers keep are counted once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rota.profiling.layer_measurement import Layer
 
 
 def costs_of(stages: Stages, layers: Sequence[Layer], cuts: tuple[str, ...], rows: int, note: str) -> LayerCosts:
-    """`layers` are the stages' own, in their order."""
+    """The costs of `layers`, which are those of `stages`, in the same order."""
     modules, parameters = stages.modules, [[*module.parameters()] for module in stages.modules]
     forward, backward, inputs, weights, again = _columns(layer.times_us for layer in layers)
     peaks = _columns(layer.peaks for layer in layers)
@@ -61,14 +61,14 @@ def _columns(rows: Iterable[Sequence[float]]) -> list[tuple[int, ...]]:
 
 
 def _held_by_nobody(edge: StageEdge, stages: Stages, layers: Sequence[Layer]) -> int:
-    """Bytes of what arrives by `edge` and wants a gradient, which no layer that gets it there keeps."""
+    """Bytes of what arrives by `edge` and needs a gradient, and that no layer that receives it there keeps."""
     received = layers[edge.target].received[stages.incoming(edge.target).index(edge)]
     alone = {name: num_bytes for name, num_bytes in received if not _keeps(edge.target, name, stages, layers)}
     return sum(alone.values())
 
 
 def _keeps(layer: int, name: Name, stages: Stages, layers: Sequence[Layer]) -> bool:
-    """Whether the layer, or one that it hands the value on to, keeps it."""
+    """Whether the layer, or one that it passes the value on to, keeps it."""
     if name in layers[layer].storages.kept.named:
         return True
     handed_on = zip(stages.outgoing(layer), layers[layer].sent, strict=True)
@@ -76,7 +76,7 @@ def _keeps(layer: int, name: Name, stages: Stages, layers: Sequence[Layer]) -> b
 
 
 def _same(stages: Stages, layers: Sequence[Layer]) -> list[tuple[Name, Name]]:
-    """Gradients that are one within a stage: a layer's comes as its only reader made it, or as that one got it."""
+    """Gradients that are one storage within a stage: a layer gets its own as its only reader made or received it."""
     readers = Counter(name for layer in layers for names in layer.sent for name in names)
     same = [pair for layer in layers for pair in layer.storages.same]
     summed = {
@@ -90,7 +90,7 @@ def _same(stages: Stages, layers: Sequence[Layer]) -> list[tuple[Name, Name]]:
 
 
 def _tied(parameters: Sequence[Sequence[nn.Parameter]], layers: Sequence[Layer]) -> tuple[Shared, ...]:
-    """Of parameters of several layers: themselves, their gradients and the optimizer's state of them."""
+    """(a, b, bytes) for parameters of several layers, with their gradients and optimizer state."""
     last: dict[nn.Parameter, int] = {}
     found: Counter[tuple[int, int]] = Counter()
     for number, (of, layer) in enumerate(zip(parameters, layers, strict=True)):

@@ -1,4 +1,4 @@
-"""What each layer of a model takes, one after another and each alone, with what it gets in the whole model."""
+"""Measures each layer of a model, one after another and alone, on what it gets in the whole model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rota.profiling.roofline import Kernels, Roofline
 from rota.profiling.stage_run import Given, StageRun, num_bytes, tensors_of
 from rota.runtime.gradients.forward_backward import over_tensors
 
-_RUN_NS = 5_000_000  # of one measurement: long against the clock, and nobody shares the core
+_RUN_NS = 5_000_000  # of one measurement: long against the clock's resolution; no other rank shares the core
 
 
 class HowTo(NamedTuple):
@@ -41,8 +41,8 @@ class HowTo(NamedTuple):
 class Layer:
     """One layer as measured: `times_us` of F, B, I, W and R, `peaks` of F, B, I and W.
 
-    `sizes`: bytes by outgoing edge, and those of the gradients that come back. Of tensors that want a gradient,
-    `received` has names and bytes by incoming edge, and `sent` names by outgoing edge.
+    `sizes`: bytes of values and of their gradients, by outgoing edge. For tensors that need a gradient, `received` has
+    names and bytes by incoming edge, and `sent` names by outgoing edge.
     """
 
     times_us: list[float]
@@ -57,7 +57,7 @@ class Layer:
 
 
 def measure_layers(given: Given, how: HowTo) -> Iterator[Layer]:
-    """Each stage of `given` is a layer. The caller's modules, gradients and random state are not touched.
+    """Measure each stage of `given` as a layer. The caller's modules, gradients and random state are not touched.
 
     Raises PipelineError where a layer fails, with its number and what it holds.
     """
@@ -66,10 +66,10 @@ def measure_layers(given: Given, how: HowTo) -> Iterator[Layer]:
         given = given._replace(batch=_on_meta(given.batch), target=_on_meta(given.target))
     outputs: dict[int, Any] = {}
     last_reader = {edge.source: max(e.target for e in stages.outgoing(edge.source)) for edge in stages.edges}
-    names: list[StorageWeakRef] = []  # no other storage gets the address of one that was a name
-    with _kept_apart(stages, how) as clock:
+    names: list[StorageWeakRef] = []  # keep addresses that were names from being used again
+    with _set_up(stages, how) as clock:
         for layer in range(len(stages)):
-            with _told(stages, layer):
+            with _named_in_errors(stages, layer):
                 received = [edge.take(outputs[edge.source]) for edge in stages.incoming(layer)]
                 apart = given._replace(stages=_with_a_copy(stages, layer, how.device))
                 measured, outputs[layer], values = _measured(apart, layer, received, how, clock)
@@ -80,12 +80,12 @@ def measure_layers(given: Given, how: HowTo) -> Iterator[Layer]:
 
 
 def called(stages: Stages, layer: int) -> str:
-    """For people: "layer 7 of 32 (blocks.6)"."""
+    """A layer in an error or a report: "layer 7 of 32 (blocks.6)"."""
     return f"layer {layer + 1} of {len(stages)} ({holds(stages[layer])})"
 
 
 @contextmanager
-def _told(stages: Stages, layer: int) -> Iterator[None]:
+def _named_in_errors(stages: Stages, layer: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -94,8 +94,8 @@ def _told(stages: Stages, layer: int) -> Iterator[None]:
 
 
 @contextmanager
-def _kept_apart(stages: Stages, how: HowTo) -> Iterator[Clock]:
-    """One thread on the CPU, as in a run; the clock for where the model is."""
+def _set_up(stages: Stages, how: HowTo) -> Iterator[Clock]:
+    """One thread on the CPU, as in a run; yields the clock for the model's device."""
     cuda = sorted({p.device.index for module in stages.modules for p in module.parameters() if p.is_cuda})
     with ExitStack() as stack:
         stack.enter_context(random_state_kept(nn.ModuleList(stages.modules)))
@@ -130,7 +130,7 @@ def _measured(given: Given, layer: int, received: list[Any], how: HowTo, clock: 
     again_us = _laps(lambda mark: whole.run_again(mark, changed), how, clock).us[0] if changed else f_us
     f_peak, _, b_peak, _ = peaks(whole.run, whole.on_cuda)
     _, _, i_peak, w_peak = peaks(halves.run, whole.on_cuda)
-    # Nothing to do for I where nothing wants a gradient: the time is the runtime's own, and spent once a stage.
+    # I has no work where no input needs a gradient: what it takes is the runtime's own, once per stage.
     split_us = [i_us, w_us] if whole.wants_input_gradients else [0.0, b_us]
     measured = Layer(
         [f_us, b_us, *split_us, again_us],
@@ -155,7 +155,7 @@ def _laps(run: Run, how: HowTo, clock: Clock) -> Laps:
 
 
 def _changed_buffers(one: StageRun, module: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the buffers that a forward changes, from before it; without numbers, those of running statistics."""
+    """Copies of the buffers that a forward changes, from before it; on the meta device, of running statistics."""
     buffers = dict(module.named_buffers())
     if any(buffer.is_meta for buffer in buffers.values()):
         norms = [norm for norm in module.modules() if isinstance(norm, _NormBase) and norm.training]

@@ -38,17 +38,30 @@ def profile_layers(
     cache: str | Path | None = None,
     refresh: bool = False,
 ) -> LayerCosts:
-    """What each layer takes for one micro-batch: `model` cut at every place where it can be, or stages as layers.
+    """Measure or estimate the costs of each layer for one micro-batch.
 
-    `batch` and `target` are one micro-batch; `optimizer` makes one of a list of parameters. Times are medians of
-    `repeats` measurements where the model is, in this process and one layer after another: on the CPU with one thread,
-    on CUDA by events. `device`, a name of `rota.profiling.DEVICES`, estimates them instead from what each operation
-    computes and moves there; then nothing is computed, and the model may be on the meta device. Bytes are those of
-    storages, exact either way; peaks are without what a kernel allocates for itself alone, but on CUDA.
+    Layers are measured in this process, one after another: on the CPU with one thread, on CUDA by events. Bytes are
+    those of storages, exact either way; peaks leave out what a kernel allocates for itself, except on CUDA. The
+    caller's modules, gradients and random state are not touched.
 
-    `cache`: a file, or a folder with one file a model, for which nothing is measured twice. The caller's modules,
-    gradients and random state are not touched. Raises PipelineError if a layer fails, with what it holds, and where a
-    cached profile is of another model, device or version, if not to `refresh` it.
+    Args:
+        model: The model, cut wherever it can be cut, or stages as layers.
+        batch: Inputs of one micro-batch.
+        target: Its targets.
+        loss_fn: Makes the loss of an output and a target; None: the backward begins at the output.
+        optimizer: Makes an optimizer of a list of parameters; None: no optimizer.
+        repeats: Measurements of which the median counts.
+        device: A name in `rota.profiling.DEVICES`: estimate the times from what each operation computes and moves
+            there. Nothing is computed then, and the model may be on the meta device. None: measure where the model is.
+        report: Called with a line of text for each layer.
+        cache: A file, or a folder with one file per model, so that nothing is measured twice.
+        refresh: Whether to measure again what the cache has.
+
+    Returns:
+        The layers' times in µs, bytes and edges.
+
+    Raises:
+        PipelineError: If a layer fails, with what it holds, or if the cache is of another model, device or version.
     """
     rows = num_rows(batch)
     profile = profile_model(
@@ -79,7 +92,26 @@ def profile_model(
     cache: str | Path | None = None,
     refresh: bool = False,
 ) -> Profile:
-    """As `profile_layers`, for micro-batches of several sizes: `make_batch(rows)` returns inputs and targets."""
+    """As `profile_layers`, for micro-batches of several sizes.
+
+    Args:
+        model: As there.
+        make_batch: Makes inputs and targets of one micro-batch, given its rows.
+        rows: The numbers of rows.
+        loss_fn: As there, and so are all others.
+        optimizer: As there.
+        repeats: As there.
+        device: As there.
+        report: As there.
+        cache: As there.
+        refresh: As there.
+
+    Returns:
+        The layers' costs by rows.
+
+    Raises:
+        PipelineError: As there, and for a batch with another number of rows.
+    """
     stages, cuts = (model, tuple(map(str, range(1, len(model))))) if isinstance(model, Stages) else finest(model)
     _refuse(stages, device)
     how = HowTo(repeats, None if device is None else device_named(device), optimizer)
@@ -105,7 +137,7 @@ def profile_model(
 
 
 def num_rows(batch: Any) -> int:
-    """Of the first tensor in a batch. Raises PipelineError."""
+    """Rows of the first tensor in a batch. Raises PipelineError."""
     tensors = tensors_of(batch)
     if not tensors or not tensors[0].dim():
         raise PipelineError("the batch has no tensor with rows (dim 0); give one micro-batch as the model takes it")
@@ -113,7 +145,7 @@ def num_rows(batch: Any) -> int:
 
 
 def place_name(stages: Stages, device: DeviceModel | None) -> str:
-    """Of what the figures hold for: a named device, a GPU, or this machine's CPU."""
+    """What the costs are those of: a named device, a GPU, or this machine's CPU."""
     if device is not None:
         return device.name
     on_cuda = next((p.device for module in stages.modules for p in module.parameters() if p.is_cuda), None)

@@ -1,4 +1,4 @@
-"""Memory while a run goes on: the most at once in each of its parts, and what is left after them."""
+"""Memory during a run: the peak in each of its parts, and what is left after them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rota.runtime.live_storages import LiveStorages
 
 @final
 class StorageWatch(TorchDispatchMode):
-    """While it is entered, every storage that an operation makes is in `live`."""
+    """Inside, every storage that an operation makes is in `live`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -33,10 +33,10 @@ class _Level(NamedTuple):
 
 
 def peaks(run: Run, on_cuda: bool) -> list[int]:
-    """For each part of `run` the bytes that it needs on top of what is there before it or after it, if that is more.
+    """For each part of `run` the bytes that it needs on top of what is there before or after it, whichever is more.
 
-    On CUDA those of PyTorch's allocator; elsewhere those of all tensors that operations make, not what a kernel
-    allocates for itself alone.
+    On CUDA by PyTorch's allocator; elsewhere by all tensors that operations make, without what a kernel allocates for
+    itself.
     """
     levels: list[_Level] = []
     if on_cuda:
@@ -62,9 +62,9 @@ def _cuda_level() -> _Level:
 
 
 def copier(contiguous: bool) -> Callable[[Any], Any]:
-    """Copies tensors with their layout; those that share a storage share one again, or, `contiguous`, none do.
+    """A function that copies tensors: with their layout and shared storages, or each contiguous on its own.
 
-    A message arrives contiguous, a value of the same process as it was made.
+    A message arrives contiguous; a value of the same process stays as it was made.
     """
     made: dict[int, torch.UntypedStorage] = {}
 

@@ -27,11 +27,11 @@ from rota.profiling.stage_run import Given, LossFn, StageRun, static_bytes
 from rota.runtime.batches import num_examples
 from rota.runtime.gradients.forward_backward import forward, hand_over
 
-_RUN_NS = 60_000_000  # several of the scheduler's time slices: one op alone meets none of them, or a whole one
+_RUN_NS = 60_000_000  # several of the scheduler's time slices: a single op may meet none, or a whole one
 
 
 class _Job(NamedTuple):
-    """What is measured, and how: `on` has each stage's rank."""
+    """What to measure, and how; `on` is each stage's rank."""
 
     given: Given
     on: Sequence[int]
@@ -43,7 +43,7 @@ class _Job(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """One stage, measured: `times_us` of F, R, B (or I) and W, `peaks` of the same; bytes by outgoing edge."""
+    """One stage as measured: `times_us` and `peaks` of F, R, B (or I) and W; boundary bytes by outgoing edge."""
 
     times_us: tuple[int, ...]
     peaks: tuple[int, ...]
@@ -70,17 +70,32 @@ def profile(
     repeats: int = 7,
     report: Callable[[str], None] = lambda _: None,
 ) -> Costs:
-    """Costs of each stage for one micro-batch: `batch` and `target` as a micro-batch of the run will be.
+    """Measure the costs of each stage for one micro-batch.
 
-    Every rank is a process of its own with one thread, and all of them compute at once, as in a run: where ranks
-    share cores, their times say so (and `report` is told). `ranks[i]` is stage i's rank (default: rank i). F and B
-    are warmed up; the median of `repeats` runs counts, each long enough for ranks that share a core to have taken
-    turns. Activation bytes are those of the storages that are alive between F and B, parameters and `batch` left out;
-    static bytes are parameters, gradients, buffers, and the state of what `optimizer(parameters)` returns.
-    `split_backward` measures I and W in place of B: I takes 0 where a stage's inputs want no gradient, and frees what W
-    is not seen to keep, less than nothing where W keeps more than F did. The stages in `recompute` are measured with
-    R. Stages on CUDA are measured in this process, as by `profile_here`. The caller's modules, gradients and random
-    state are not touched. Raises PipelineError if a stage fails, with its number.
+    Every rank is a process of its own with one thread, and all compute at once, as in a run: ranks that share cores
+    take longer. Stages on CUDA are measured in this process, as by `profile_here`. F and B are warmed up; the median
+    run counts, each long enough for ranks that share a core to have taken turns. The caller's modules, gradients and
+    random state are not touched.
+
+    Args:
+        stages: The stages, on the CPU or on CUDA.
+        batch: Inputs of one micro-batch, as in the run.
+        target: Its targets.
+        loss_fn: Makes the loss of the last stage's output and the target; None: the backward begins at the output.
+        ranks: The rank of each stage; None: stage i is on rank i.
+        split_backward: Whether to measure I and W in place of B. I takes 0 µs where a stage's inputs need no gradient.
+            It frees what W is not seen to keep: less than nothing where W keeps more than F did.
+        recompute: The stages to measure with R.
+        optimizer: Makes an optimizer of a list of parameters; its state and its step count too.
+        repeats: Runs of which the median counts.
+        report: Called with a line of text.
+
+    Returns:
+        Times in µs and bytes per stage. Activation bytes are those of storages that are alive between F and B, without
+        parameters and `batch`; static bytes are parameters, gradients, buffers and the optimizer's state.
+
+    Raises:
+        PipelineError: If a stage fails, with its number.
     """
     _require(stages, ranks, recompute)
     on = list(range(len(stages)) if ranks is None else ranks)
@@ -94,7 +109,7 @@ def profile(
     report(f"measuring {len(stages)} stages, all ranks at once ({sharing})")
     measured = _measure_at_once(list(held.values()), job)
     rows = [measured[stage] for stage in range(len(stages))]
-    return _costs_of(job, rows, f"measured on CPU, 1 thread a rank; {sharing}", report)
+    return _costs_of(job, rows, f"measured on CPU, 1 thread per rank; {sharing}", report)
 
 
 def profile_here(
@@ -108,9 +123,9 @@ def profile_here(
     optimizer: MakeOptimizer | None = None,
     repeats: int = 7,
 ) -> Costs:
-    """As `profile`, but in this process, one stage after another: for a process that must not be forked.
+    """As `profile`, but in this process, one stage after another, so that no rank shares a core with another.
 
-    One that has joined others must not. No rank shares a core with another meanwhile. Raises what a stage raises.
+    For a process that must not be forked, such as one in a process group. Raises what a stage raises.
     """
     _require(stages, None, recompute)
     given = Given(stages, batch, target, loss_fn)
@@ -189,7 +204,7 @@ def _costs_of(job: _Job, rows: list[StageCosts], note: str, report: Callable[[st
 
 
 def _measure_at_once(held: list[list[int]], job: _Job) -> dict[int, StageCosts]:
-    """A process a rank, forked so that models and loss functions need no pickling; results by stage."""
+    """One process per rank, forked so that models and loss functions need no pickling; results by stage."""
     context = multiprocessing.get_context("fork")
     barrier, still_measuring = context.Barrier(len(held)), context.Value("i", len(held))
     workers = []
@@ -210,7 +225,7 @@ def _measure_at_once(held: list[list[int]], job: _Job) -> dict[int, StageCosts]:
                 answer = f"a profiling process ended with exit code {process.exitcode}"
             if isinstance(answer, dict):
                 results |= {int(stage): StageCosts(**fields) for stage, fields in answer.items()}
-            elif answer:  # empty: this one only gave up because another had failed
+            elif answer:  # empty: this one only stopped because another had failed
                 failures.append(answer)
     finally:
         for process, _ in workers:
@@ -250,12 +265,12 @@ def _work(pipe: Connection, stage_numbers: list[int], job: _Job, barrier: Any, s
 
 
 def _answer(pipe: Connection, answer: dict[int, Any] | str) -> None:
-    """By JSON: what a connection sends by itself is a pickle."""
+    """Send an answer as JSON: a connection by itself sends a pickle."""
     pipe.send_bytes(json.dumps(answer).encode())
 
 
 def _round_of(job: _Job, stage: int) -> StageRun:
-    """The stage with what those before it send."""
+    """The stage with what the stages before it send."""
     stages, outputs = job.given.stages, dict[int, Any]()
     for before in stages.order():
         received = [hand_over(edge.take(outputs[edge.source])) for edge in stages.incoming(before)]

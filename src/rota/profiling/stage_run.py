@@ -1,4 +1,4 @@
-"""Forward and backward of one stage, whole, split or recomputed, again and again, on what it gets in a run."""
+"""Runs one stage's forward and backward repeatedly, whole, split or recomputed, on what it gets in a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LossFn: TypeAlias = Callable[[Any, Any], torch.Tensor]
 
 
 class Given(NamedTuple):
-    """What a profile is of: the stages, and a micro-batch with what the loss is taken by."""
+    """What is profiled: the stages, one micro-batch, and the loss function."""
 
     stages: Stages
     batch: Any
@@ -37,7 +37,7 @@ class Given(NamedTuple):
 
 
 class StageBytes(NamedTuple):
-    """What a stage holds: after F, after I (0 for a whole backward), and after F if that is recomputed."""
+    """The bytes that a stage holds: after F, after I (0 for a whole backward), and after F if F is recomputed."""
 
     kept: int
     waiting: int
@@ -46,7 +46,7 @@ class StageBytes(NamedTuple):
 
 @final
 class StageRun:
-    """Of one stage that receives `received`, a value for each incoming edge. It runs once here, to warm up.
+    """One stage that receives `received`, one value per incoming edge. Making it runs it once, to warm up.
 
     `split`: F, I and W in place of F and B. `recompute`: F keeps nothing, and R comes before the backward.
     """
@@ -56,7 +56,7 @@ class StageRun:
     ) -> None:
         self.stage, self.received, self.split, self.recompute = stage, received, split, recompute
         self._given = given
-        #: The stage's output as it leaves it: one value for each outgoing edge, of the loss for none.
+        #: The stage's output, and the value that leaves by each outgoing edge.
         self.output, self.values, kept = self._forward(self._leaves(), split=True)
         del kept
         self.output, self.values = hand_over(self.output), [hand_over(value) for value in self.values]
@@ -76,12 +76,12 @@ class StageRun:
 
     @property
     def sizes(self) -> tuple[list[int], list[int]]:
-        """Bytes that leave it by outgoing edge, and those of the gradients that come back."""
+        """Bytes of values and of their gradients, by outgoing edge."""
         tensors = [tensors_of(value) for value in self.values]
         return [num_bytes(of) for of in tensors], [num_bytes([t for t in of if t.requires_grad]) for of in tensors]
 
     def run(self, mark: Callable[[], None]) -> None:
-        """Four parts: F, R, B or I, and W; those that are not asked for do nothing."""
+        """Run four parts: F, R, B or I, and W; those that were not asked for are empty."""
         mark()
         kept = self._first_forward(self._leaves())
         mark()
@@ -96,7 +96,7 @@ class StageRun:
         mark()
 
     def run_again(self, mark: Callable[[], None], buffers: dict[str, torch.Tensor]) -> None:
-        """One part: R, a forward that computes with `buffers`, and leaves the module's own alone."""
+        """Run one part: R, a forward that uses `buffers` and does not change the module's own."""
         leaves = self._leaves()
         mark()
         self.forward(leaves, buffers)
@@ -135,9 +135,9 @@ class StageRun:
         return [hand_over(value) for value in self.received]
 
     def bytes(self, from_here: list[bool]) -> StageBytes:
-        """Of all storages that are alive at these times, and were not before: parameters and the batch were.
+        """What the stage holds, without what was there before, such as parameters and the batch.
 
-        `from_here`: for each incoming edge whether its value is handed over in memory, and not by a message.
+        `from_here` says for each incoming edge whether its value is passed in memory, not by a message.
         """
         copies = [copier(contiguous=not here) for here in from_here]
         watch = StorageWatch()
@@ -168,12 +168,12 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def num_bytes(tensors: list[torch.Tensor]) -> int:
-    """Of their elements, as a message carries them."""
+    """Bytes of the tensors' elements, as a message carries them."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def static_bytes(module: torch.nn.Module) -> int:
-    """Parameters, their gradients, and buffers; an optimizer's state comes on top."""
+    """Bytes of parameters, their gradients and buffers, without an optimizer's state."""
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return num_bytes([*module.parameters(), *trainable, *module.buffers()])
 

@@ -198,7 +198,7 @@ def test_the_text_begins_with_the_verdict_and_tells_the_worst_first() -> None:
         ["0→1", "4", "4", "kB", "10", "12", "100", "83"]
     )
     assert ["0", "3", "kB", "2", "kB", "4", "kB"] in rows
-    assert ["1", "3", "kB", "2", "kB", "not", "told"] in rows
+    assert ["1", "3", "kB", "2", "kB", "unknown"] in rows
 
 
 def test_one_step_and_many_ranks_are_told_in_few_lines() -> None:

@@ -60,7 +60,7 @@ class AutoConfig:
         """(number of stages, micro-batch size, seconds of a step) of the fastest."""
         if not self._found:
             raise SearchError(
-                f"nothing fits into {self._limit_bytes} bytes a rank; profile smaller micro-batches, or add ranks"
+                f"nothing fits into {self._limit_bytes} bytes per rank; profile smaller micro-batches, or add ranks"
             )
         depth = min(self._found, key=lambda depth: (self._found[depth].step_us, depth))
         return depth, self._found[depth].chunk_size, self.batch_times[depth]
@@ -77,8 +77,10 @@ class AutoConfig:
             if step_us is not None:
                 choices.append(_Choice(step_us, size))
             if self._verbose:
-                told = "does not fit" if step_us is None else f"{step_us / 1e6:g} s"
-                print(f"{num_stages} stages x {self.num_replicas(num_stages)} replicas, {size} a micro-batch: {told}")
+                result = "does not fit" if step_us is None else f"{step_us / 1e6:g} s"
+                print(
+                    f"{num_stages} stages x {self.num_replicas(num_stages)} replicas, {size} per micro-batch: {result}"
+                )
         return min(choices, default=None)
 
     def _step_us(self, costs: Costs, num_stages: int, chunk_size: int) -> int | None:

@@ -39,7 +39,7 @@ def cut(
         if edge.target != edge.source + 1:
             raise SplitError(
                 f"stage {edge.target} uses what stage {edge.source} makes, past the stages between; let it go through "
-                f"the CutPoints, make it anew, or cut elsewhere"
+                f"the CutPoints, compute it again, or cut elsewhere"
             )
     return stages
 
@@ -102,8 +102,9 @@ def share(model: nn.Module, pairs: Collection[tuple[str, str]], stages: Iterable
             raise SplitError(f"shared_weights has {pair!r}; give pairs of parameter names")
         kept, dropped = (_parameter(model, name) for name in pair)
         if (kept.shape, kept.dtype) != (dropped.shape, dropped.dtype):
-            told = " and ".join(f"{n!r} is {[*p.shape]}, {p.dtype}" for n, p in zip(pair, (kept, dropped), strict=True))
-            raise SplitError(f"{told}, so they cannot be shared; make them alike")
+            both = zip(pair, (kept, dropped), strict=True)
+            sizes = " and ".join(f"{name!r} is {[*p.shape]}, {p.dtype}" for name, p in both)
+            raise SplitError(f"{sizes}, so they cannot be shared; make them alike")
         for module in everywhere:
             for name, parameter in module._parameters.items():
                 if parameter is dropped:

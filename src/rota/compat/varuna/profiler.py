@@ -44,8 +44,8 @@ class Profile(NamedTuple):
         for size, costs in self.costs.items():
             write_text(folder / f"compute-profile-{size}.json", costs.to_json())
         links = {"link": self.link, "long_link": self.long_link}
-        told = {name: [link.latency_us, link.bytes_per_us] for name, link in links.items()}
-        text = reading.dump("communication", {**told, "reduced_bytes": list(self.reduced_bytes)})
+        fields = {name: [link.latency_us, link.bytes_per_us] for name, link in links.items()}
+        text = reading.dump("communication", {**fields, "reduced_bytes": list(self.reduced_bytes)})
         write_text(folder / "comm-profile.json", text)
 
     @classmethod
@@ -57,7 +57,7 @@ class Profile(NamedTuple):
         if not costs:
             raise FormatError(f"no profile in {folder}; make one by Profiler(…, out_folder=…).profile_all(sizes)")
         if not (path := folder / "comm-profile.json").exists():
-            raise FormatError(f"the profile in {folder} is not whole: there is no {path.name}; make it anew")
+            raise FormatError(f"the profile in {folder} is not whole: there is no {path.name}; profile again")
         links = _read(path, _links)
         return cls(dict(sorted(costs.items())), *links)
 
@@ -70,12 +70,12 @@ def _read(path: Path, parse: Callable[[str], _Read]) -> _Read:
     try:
         return parse(text)
     except (FormatError, PlacementError) as error:
-        raise FormatError(f"{path}: {error}; make the profile anew") from None
+        raise FormatError(f"{path}: {error}; profile again") from None
 
 
 def _links(text: str) -> tuple[tuple[int, ...], Link, Link]:
-    told = reading.parse(text, "communication")
-    return told["reduced_bytes"].integers(0), _link(told["link"]), _link(told["long_link"])
+    fields = reading.parse(text, "communication")
+    return fields["reduced_bytes"].integers(0), _link(fields["link"]), _link(fields["long_link"])
 
 
 def _link(field: reading.Field) -> Link:

@@ -191,8 +191,8 @@ class Varuna(nn.Module):
         Each weight is written once, `shard` or not.
         """
         scaler = self._precision.scaler
-        told = {} if scaler is None else {"loss_scaler": scaler.state_dict()}
-        self._store(global_store, tempdir is not None).save(self.iteration if step is None else step, **told)
+        extra = {} if scaler is None else {"loss_scaler": scaler.state_dict()}
+        self._store(global_store, tempdir is not None).save(self.iteration if step is None else step, **extra)
 
     def load_checkpoint(self, global_store: str | Path, iteration: int, check_complete: bool = True) -> None:  # noqa: ARG002
         """Set all that `checkpoint` saved as step `iteration`, with any number of stages and replicas. Collective.

@@ -26,5 +26,5 @@ def shifts_ns(at_least_ns: Mapping[tuple[int, int], int], num_ranks: int) -> lis
     (sender, receiver), least = max(at_least_ns.items(), key=lambda entry: entry[1])
     raise FormatError(
         f"the traces contradict each other: rank {receiver} reads a message of rank {sender} {least / 1000:,.0f} µs "
-        f"before it is made, and no moving of the clocks mends that; give traces of one run, all of the same steps"
+        f"before it is made, and no shift of the clocks explains that; give traces of one run, all of the same steps"
     )

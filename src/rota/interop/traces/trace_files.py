@@ -1,4 +1,4 @@
-"""One rank's torch.profiler trace, which somebody else wrote: read, checked, and nothing kept that is not needed."""
+"""One rank's torch.profiler trace, which may be hostile: read, checked, and only what is needed kept."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def read_trace(path: str) -> RankTrace:
 
 
 def _told(info: object, host: object) -> tuple[int, str]:
-    """How many processes there were, and the machine, where the trace tells."""
+    """How many processes there were, and the machine, where the trace says."""
     world_size = info.get("world_size") if isinstance(info, dict) else None
     printable = isinstance(host, str) and len(host) <= LONGEST_NAME and host.isprintable()
     return world_size if _is_whole(world_size) else 1, str(host) if printable else ""
