@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from rota.checking import check
-from rota.compat.varuna.cutting import stage_costs
+from rota.compat.varuna.cutting import plan_of, stage_costs
 from rota.compat.varuna.profiler import Profile
-from rota.compat.varuna.schedule import plan_of
 from rota.costs import Cluster, Costs
 from rota.errors import PlanError, SearchError
 from rota.simulation import simulate
@@ -23,12 +22,23 @@ class _Choice(NamedTuple):
 
 @final
 class AutoConfig:
-    """The fastest use of `num_gpus` ranks, `gpus_per_vm` of them on a node, for steps of `batch_size` examples.
+    """The fastest numbers of stages and micro-batch sizes, by simulating Varuna's schedule.
 
-    For each number of stages there are as many replicas as fit, and divide the batch. Pieces are cut as `Varuna(…,
-    costs=…)` cuts them. `gpu_memory_capacity` is in bytes, None for no limit. `num_pstages`: how many pieces the
-    profile must be of. `verbose` prints what is tried. Raises SearchError where nothing fits, FormatError for
-    a profile that is not one.
+    For each number of stages there are as many replicas as fit and divide the batch. Pieces are cut as by `Varuna(…,
+    costs=…)`.
+
+    Args:
+        num_gpus: Ranks in all.
+        gpus_per_vm: Ranks per node.
+        batch_size: Examples of a step, over all replicas.
+        num_pstages: How many pieces the profile must have; None: any number.
+        profile_folder: Where `Profiler` wrote.
+        gpu_memory_capacity: Bytes per rank; None: no limit.
+        verbose: Whether to print what is tried.
+
+    Raises:
+        SearchError: For numbers that make no sense, and in `get_min` where nothing fits.
+        FormatError: For a profile that cannot be read.
     """
 
     def __init__(
