@@ -122,14 +122,14 @@ def test_a_cluster_is_a_file() -> None:
 
 def test_what_a_cached_profile_says_is_told_in_one_line(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    from rota.profiling.cache import Cache
+    from rota.profiling.profile_cache import ProfileCache
 
     path = tmp_path / "profile.json"
     path.write_text(Profile((layers(),), (("device", "\x1b[2J\n" + "x" * 5000),)).to_json())
     with pytest.raises(PipelineError, match="is stale: device was ") as error:
-        Cache.of(path, "model", {"device": "a GPU"}, refresh=False)
+        ProfileCache.of(path, "model", {"device": "a GPU"}, refresh=False)
     assert str(error.value).isprintable()
     assert len(str(error.value)) < 1000
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(FormatError, match="not a text file in UTF-8"):
-        Cache.of(path, "model", {}, refresh=False)
+        ProfileCache.of(path, "model", {}, refresh=False)

@@ -27,8 +27,8 @@ import rota
 from rota.demo.gpt import NUM_BYTES, Block
 from rota.planning import Machine, autoplan
 from rota.planning.autoplanning import usual_plan
-from rota.planning.confirming import confirm
-from rota.planning.evaluating import Found
+from rota.planning.confirmation import confirm
+from rota.planning.evaluation import Found
 from rota.planning.model_file import load_model_file, profile_file
 from rota.profiling.link_processes import links_of_started
 from rota.runtime.launching.launch import launch
@@ -159,7 +159,7 @@ def main() -> None:
     limit_bytes = int(_SHARE_OF_MODEL * sum(profiles[ROWS[0]].static_bytes))  # so that it takes both ranks
     links = links_of_started(2)
     answer = autoplan(profiles, Machine(2, limit_bytes, links), BATCH_ROWS, time_limit_s=30)
-    roomy = replace(answer.best.candidate, asked=replace(answer.asked, machine=Machine(2, None, links)))
+    roomy = replace(answer.best.candidate, request=replace(answer.request, machine=Machine(2, None, links)))
     usual = usual_plan(replace(answer.best, candidate=roomy))  # which need not fit
     answer = confirm(replace(answer, usual=usual), make_model(), make_batch, loss_fn, make_optimizer)
     print(answer.to_text())

@@ -21,7 +21,7 @@ from rota import Link, Machine, RotaError, autoplan, check, simulate
 from rota.cutting import uniform
 from rota.layers import LayerCosts
 from rota.planning import Answer
-from rota.planning.candidates import Asked, Candidate
+from rota.planning.candidate import Candidate, Request
 from rota.planning.layouts import is_chain, layouts
 from rota.schedules import NAMED
 
@@ -102,9 +102,9 @@ class Workload:
     edges: tuple[tuple[int, int], ...] | None = None
     inference: bool = False
 
-    def asked(self) -> Asked:
+    def request(self) -> Request:
         profiles = {rows: costs(self.layers, rows, self.edges) for rows in self.rows}
-        return Asked.checked(profiles, self.machine, self.batch_rows, self.inference)
+        return Request.checked(profiles, self.machine, self.batch_rows, self.inference)
 
 
 def branches(first: int, second: int) -> tuple[tuple[int, int], ...]:
@@ -138,14 +138,14 @@ def workloads() -> list[Workload]:
     ]
 
 
-def usual(asked: Asked, names: Iterable[str]) -> int | None:
+def usual(request: Request, names: Iterable[str]) -> int | None:
     """The best step of these schedules on equal layers, on all ranks: any depth, v, rows, all recomputed or nothing."""
     best_us: int | None = None
     families = [NAMED[name] for name in names]
-    for rows, layers in asked.profiles.items():
-        of = {"is_chain": is_chain(layers), "inference": asked.inference}
-        for layout in layouts([rows], layers.num_layers, asked.machine, asked.batch_rows, **of):
-            if layout.num_ranks * layout.num_replicas < asked.machine.num_ranks or layout.recompute not in (
+    for rows, layers in request.profiles.items():
+        of = {"is_chain": is_chain(layers), "inference": request.inference}
+        for layout in layouts([rows], layers.num_layers, request.machine, request.batch_rows, **of):
+            if layout.num_ranks * layout.num_replicas < request.machine.num_ranks or layout.recompute not in (
                 "none",
                 "all",
             ):
@@ -153,7 +153,7 @@ def usual(asked: Asked, names: Iterable[str]) -> int | None:
             boundaries = tuple(uniform(layers.num_layers, layout.num_stages))
             for family in families:
                 again = frozenset(layout.recomputed)
-                candidate = Candidate(asked, layout, boundaries, family.backward == "split", again)
+                candidate = Candidate(request, layout, boundaries, family.backward == "split", again)
                 try:
                     plan = family(candidate.placement, layout.num_microbatches)
                     check(plan)
@@ -165,19 +165,21 @@ def usual(asked: Asked, names: Iterable[str]) -> int | None:
 
 
 def row(workload: Workload) -> str:
-    asked = workload.asked()
+    request = workload.request()
     began = time.perf_counter()
-    answer = autoplan(asked.profiles, asked.machine, asked.batch_rows, inference=asked.inference, time_limit_s=60)
+    answer = autoplan(
+        request.profiles, request.machine, request.batch_rows, inference=request.inference, time_limit_s=60
+    )
     took_s = time.perf_counter() - began
-    interleaved = usual(asked, ["forward_only"] if asked.inference else ["interleaved_1f1b", "1f1b"])
-    zero_bubble = None if asked.inference else usual(asked, ["zb_h1", "zb_v", "zb_auto"])
+    interleaved = usual(request, ["forward_only"] if request.inference else ["interleaved_1f1b", "1f1b"])
+    zero_bubble = None if request.inference else usual(request, ["zb_h1", "zb_v", "zb_auto"])
     return " | ".join(
         [
             f"| {workload.name}",
             told(answer),
             f"{answer.best.makespan_us / 1000:,.0f}",
             gain(interleaved, answer),
-            "–" if asked.inference or workload.edges else gain(zero_bubble, answer),
+            "–" if request.inference or workload.edges else gain(zero_bubble, answer),
             f"{took_s:.0f} |",
         ]
     )

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from rota import Cluster, Costs, Kind, Link, Op, Placement, Plan, place
-from rota.planning.rehearsal import rehearse
-from rota.planning.rehearsal_result import Rehearsal
+from rota.planning.rehearsal import Rehearsal, rehearse
 from rota.profiling.links import measure_link
 from rota.schedules import FAMILIES, NAMED
 

@@ -45,8 +45,7 @@ _HOMES = {
     "rota.runtime": ("Pipeline", "given_plan", "mesh", "spmd"),
     "rota.runtime.checkpoints": ("Checkpoints",),
     "rota.planning": ("Machine", "autoplan"),
-    "rota.planning.rehearsal": ("rehearse",),
-    "rota.planning.rehearsal_result": ("Rehearsal",),
+    "rota.planning.rehearsal": ("Rehearsal", "rehearse"),
     "rota.drawing": ("draw",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -99,8 +98,8 @@ if TYPE_CHECKING:
     from rota.plan import Transfer as Transfer
     from rota.planning import Machine as Machine
     from rota.planning import autoplan as autoplan
+    from rota.planning.rehearsal import Rehearsal as Rehearsal
     from rota.planning.rehearsal import rehearse as rehearse
-    from rota.planning.rehearsal_result import Rehearsal as Rehearsal
     from rota.profiles import Profile as Profile
     from rota.profiling import profile as profile
     from rota.profiling import profile_layers as profile_layers

@@ -374,14 +374,9 @@ def _spread(name: str, value: object, count: int, gaps: bool = False, signed: bo
 
 
 #: What is assumed of a stage of which nothing is known: so much that sharing it between stages rounds nothing.
-ASSUMED_FORWARD_US, ASSUMED_BACKWARD_US, ASSUMED_ACTIVATION_BYTES = 1000, 2000, 1000
+ASSUMED_COSTS = {"forward_us": 1000, "backward_us": 2000, "activation_bytes": 1000}
 
 
 def assumed_costs(num_stages: int, **given: int) -> Costs:
-    """Costs of equal stages of which only what is `given` is known: the other fields have the assumed values."""
-    assumed = {
-        "forward_us": ASSUMED_FORWARD_US,
-        "backward_us": ASSUMED_BACKWARD_US,
-        "activation_bytes": ASSUMED_ACTIVATION_BYTES,
-    }
-    return Costs.uniform(num_stages, **(assumed | given))
+    """Costs of equal stages of which only what is `given` is known; other fields have the assumed values."""
+    return Costs.uniform(num_stages, **(ASSUMED_COSTS | given))

@@ -10,7 +10,9 @@ import pytest
 
 from rota import Cluster, Costs, Plan, Timeline, place, simulate
 from rota.cli import main
-from rota.cli.main import _COMMANDS
+from rota.cli.commands import COMMANDS
+from rota.cli.main import make_parser
+from rota.cli.parser import Command
 from rota.cli.sizes import parse_bytes
 from rota.schedules import FAMILIES, NAMED
 from rota.usage import Usage
@@ -273,7 +275,7 @@ def test_binary_files_and_folders_are_told(tmp_path: Path, capsys: pytest.Captur
     assert "directory" in run(capsys, "show", tmp_path)[2]
 
 
-@pytest.mark.parametrize("command", _COMMANDS)
+@pytest.mark.parametrize("command", [command.name for command in COMMANDS])
 def test_help_teaches_by_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, command, "--help")
     assert code == 0
@@ -312,3 +314,13 @@ def test_sizes(text: str, size: int) -> None:
 def test_no_sizes(text: str) -> None:
     with pytest.raises(ValueError, match=f"^{text!r} is no "):
         parse_bytes(text)
+
+
+def test_argparse_still_keeps_options_where_the_parser_reads_them() -> None:
+    assert make_parser().options == ["--help", "--version"], "argparse has changed; correct Parser.options"
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=[command.name for command in COMMANDS])
+def test_a_command_is_in_the_file_of_its_name(command: Command) -> None:
+    file = {"import": "import_plan"}.get(command.name, command.name.replace("-", "_"))
+    assert command.add_arguments.__module__ == f"rota.cli.commands.{file}"

@@ -32,7 +32,7 @@ OPTIMIZER = "def make_optimizer(parameters):\n    return torch.optim.AdamW(param
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rota.profiling.layering._RUN_NS", 0)
+    monkeypatch.setattr("rota.profiling.layer_measurement._RUN_NS", 0)
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ LAYERS = "nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))"
     [
         (
             MODEL.replace("def make_batch", "def batches"),
-            "no function make_batch; it needs such as:\n    def make_model",
+            "no function make_batch; it needs:\n    def make_model",
         ),
         ("import nothing_there", "cannot be run: ModuleNotFoundError: No module named 'nothing_there' (line 1)"),
         (MODEL.replace("nn.Linear(4, 8)", "nn.Linear(4, -8)"), "make_model failed: RuntimeError: "),
@@ -133,7 +133,7 @@ def test_times_that_say_nothing_are_told(
         run(clock.mark)
         return Laps([1.0] * (len(clock.laps_ns())), spread)
 
-    monkeypatch.setattr("rota.profiling.layering.timed", timed)
+    monkeypatch.setattr("rota.profiling.layer_measurement.timed", timed)
     code, out, _ = run(capsys, model, "--repeats", 9, "--cache", model.parent / "cache")
     assert (code, {*asked}) == (0, {9})
     advice = "Measurements that vary by 657% are nothing to plan by: close other programs, and measure more often, by "

@@ -303,7 +303,7 @@ def test_the_choice_is_the_fastest_of_all_simulated(tmp_path: Path, capsys: pyte
     profile.save(tmp_path)
     assert Profile.load(tmp_path) == profile
     found = AutoConfig(4, 2, 16, 4, tmp_path)
-    assert "3 stages x 1 replicas, 2 a micro-batch: " in capsys.readouterr().out
+    assert "3 stages x 1 replicas, 2 per micro-batch: " in capsys.readouterr().out
     by_hand = {}
     for num_stages, replicas in ((1, 4), (2, 2), (3, 1), (4, 1)):
         cuts = [*combinations(range(1, 4), num_stages - 1)]
@@ -325,7 +325,7 @@ def test_what_does_not_fit_is_not_chosen(tmp_path: Path) -> None:
     assert {*free.batch_times} == {1, 2, 3, 4}
     assert 0 < len(tight.batch_times) < 4
     assert not none.batch_times
-    with pytest.raises(SearchError, match="nothing fits into 60 bytes a rank"):
+    with pytest.raises(SearchError, match="nothing fits into 60 bytes per rank"):
         none.get_min()
 
 

@@ -37,7 +37,7 @@ from torch import nn
 from fuzz import verdicts
 from fuzz.mutating import byte_mutants, json_mutants, text_mutants
 from rota import Checkpoints, Cluster, Costs, Pipeline, PipelineError, RotaError, Stages, place
-from rota.cli.checkpoints import ACTIONS
+from rota.cli.commands.checkpoint import ACTIONS
 from rota.runtime.checkpoints.files import read_saved
 from rota.runtime.checkpoints.manifest import digest
 from rota.runtime.checkpoints.reading import damages, find

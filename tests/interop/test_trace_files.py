@@ -15,7 +15,7 @@ from rota import schedules
 from rota.costs import Cluster, Costs
 from rota.errors import FormatError, RotaError
 from rota.interop import import_traces
-from rota.interop.traces import reading
+from rota.interop.traces import trace_files
 from rota.placing import place
 from rota.plan import Plan, Transfer
 from rota.tasks import Kind
@@ -189,7 +189,7 @@ def test_gzip_is_unpacked_and_what_is_none_or_too_large_is_told(
     path.write_bytes(packed[:-20])
     with pytest.raises(FormatError, match=r"trace.json.gz: cannot be (unpacked|read)"):
         import_traces([str(path)])
-    monkeypatch.setattr(reading, "LARGEST_BYTES", 10_000)
+    monkeypatch.setattr(trace_files, "LARGEST_BYTES", 10_000)
     path.write_bytes(gzip.compress(b" " * 10_001))
     with pytest.raises(FormatError, match=r"trace.json.gz: more than 10000 bytes unpacked; profile fewer steps"):
         import_traces([str(path)])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rota.errors import PipelineError, SplitError
 from rota.models import CutPoint, StageEdge, Stages
-from rota.models.table import condense
+from rota.models.cut_table import condense
 
 
 class Fork(nn.Module):

@@ -22,9 +22,9 @@ from rota.cutting import uniform
 from rota.errors import PlacementError, RotaError, SearchError
 from rota.layers import LayerCosts
 from rota.planning import Machine, Progress, autoplan, finalists
-from rota.planning.bounding import layout_bound_us, least_bytes, placement_bound_us
-from rota.planning.candidates import Asked, Candidate
-from rota.planning.evaluating import Found, Misfit, evaluate
+from rota.planning.candidate import Candidate, Request
+from rota.planning.evaluation import Found, Misfit, evaluate
+from rota.planning.layout_bounds import layout_bound_us, least_bytes, placement_bound_us
 from rota.planning.layouts import Layout, layouts
 from rota.planning.reasons import parts_of, why_slower
 from rota.schedules import FAMILIES, NAMED
@@ -77,7 +77,7 @@ def layer_costs(
 
 
 @st.composite
-def questions(draw: st.DrawFn) -> Asked:
+def questions(draw: st.DrawFn) -> Request:
     num_layers = draw(st.integers(1, 6))
     forward = tuple(draw(st.lists(st.integers(0, 9), min_size=num_layers, max_size=num_layers)))
     sizes = {
@@ -92,19 +92,21 @@ def questions(draw: st.DrawFn) -> Asked:
     slowdowns = draw(st.sampled_from([(), tuple(1 + 0.25 * (rank % 2) for rank in range(num_ranks))]))
     links = {"ranks_per_node": 2, "node_link": Link(3, 1)} if draw(st.booleans()) else {}
     machine = Machine(num_ranks, limit, Link(draw(st.integers(0, 2)), 2), **links, slowdowns=slowdowns)
-    return Asked.checked(profiles, machine, draw(st.sampled_from([2, 6, 12])), draw(st.booleans()))
+    return Request.checked(profiles, machine, draw(st.sampled_from([2, 6, 12])), draw(st.booleans()))
 
 
-def brute_force(asked: Asked) -> Iterator[tuple[Layout, Candidate, rota.Plan]]:
+def brute_force(request: Request) -> Iterator[tuple[Layout, Candidate, rota.Plan]]:
     """Every named schedule on equal layers, for all layouts, in the memory or not."""
-    for rows, layers in asked.profiles.items():
-        for layout in layouts([rows], layers.num_layers, asked.machine, asked.batch_rows, inference=asked.inference):
+    for rows, layers in request.profiles.items():
+        for layout in layouts(
+            [rows], layers.num_layers, request.machine, request.batch_rows, inference=request.inference
+        ):
             boundaries = tuple(uniform(layers.num_layers, layout.num_stages))
             for family in FAMILIES:
-                if asked.inference != (family.name == "forward_only"):
+                if request.inference != (family.name == "forward_only"):
                     continue
                 again = frozenset(layout.recomputed)
-                candidate = Candidate(asked, layout, boundaries, family.backward == "split", again)
+                candidate = Candidate(request, layout, boundaries, family.backward == "split", again)
                 try:
                     plan = family(candidate.placement, layout.num_microbatches)
                     assert plan.nodes
@@ -120,13 +122,13 @@ def fits(plan: rota.Plan) -> bool:
 
 @settings(max_examples=20, deadline=None)
 @given(questions())
-def test_never_worse_than_a_named_schedule_on_equal_layers(asked: Asked) -> None:
+def test_never_worse_than_a_named_schedule_on_equal_layers(request: Request) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(finalists, "can_search", lambda: False)  # by what it proves, not by what it searches
-        best_us = min((simulate(plan).makespan_us for *_, plan in brute_force(asked) if fits(plan)), default=math.inf)
+        best_us = min((simulate(plan).makespan_us for *_, plan in brute_force(request) if fits(plan)), default=math.inf)
         try:
-            given = asked.profiles, asked.machine, asked.batch_rows
-            answer = autoplan(*given, inference=asked.inference, time_limit_s=LONG_S)
+            given = request.profiles, request.machine, request.batch_rows
+            answer = autoplan(*given, inference=request.inference, time_limit_s=LONG_S)
         except SearchError:
             assert best_us == math.inf
             return
@@ -138,15 +140,15 @@ def test_never_worse_than_a_named_schedule_on_equal_layers(asked: Asked) -> None
 
 @settings(max_examples=20, deadline=None)
 @given(questions())
-def test_no_plan_beats_a_bound(asked: Asked) -> None:
-    for layout, candidate, plan in brute_force(asked):
+def test_no_plan_beats_a_bound(request: Request) -> None:
+    for layout, candidate, plan in brute_force(request):
         timeline = simulate(plan)
         of_placement = placement_bound_us(candidate.placement, layout.num_microbatches)
-        assert layout_bound_us(asked, layout) <= timeline.makespan_us
+        assert layout_bound_us(request, layout) <= timeline.makespan_us
         assert of_placement <= timeline.makespan_us
         held = zip(least_bytes(candidate.placement), timeline.peak_memory_bytes, strict=True)
         assert all(least <= peak for least, peak in held)
-        if layout.recompute == "none" and not asked.inference:
+        if layout.recompute == "none" and not request.inference:
             again = candidate.recomputing(range(layout.num_stages))
             either = least_bytes(candidate.placement, again.placement)
             some = candidate.recomputing(range(layout.num_stages // 2))
@@ -161,8 +163,8 @@ def test_as_little_is_recomputed_as_lets_it_fit() -> None:
     layers, layout = layer_costs(1, kept=20), Layout(4, 1, 1, 8)
 
     def evaluated(limit: int) -> Found | Misfit | None:
-        asked = Asked.checked({1: layers}, Machine(4, limit), 8)
-        return evaluate(Candidate(asked, layout, (0, 2, 4, 6, 8)), NAMED["1f1b"], math.inf)
+        request = Request.checked({1: layers}, Machine(4, limit), 8)
+        return evaluate(Candidate(request, layout, (0, 2, 4, 6, 8)), NAMED["1f1b"], math.inf)
 
     free, over = evaluated(160), evaluated(59)
     assert isinstance(free, Found)
@@ -174,7 +176,7 @@ def test_as_little_is_recomputed_as_lets_it_fit() -> None:
     assert tight.candidate.recomputed == {0}
     assert tight.peak_bytes <= 159
     assert tight.makespan_us > free.makespan_us
-    without = Asked.checked({1: layers}, Machine(4, 159), 8, recompute=False)
+    without = Request.checked({1: layers}, Machine(4, 159), 8, recompute=False)
     assert isinstance(evaluate(Candidate(without, layout, (0, 2, 4, 6, 8)), NAMED["1f1b"], math.inf), Misfit)
     answer = autoplan({1: layers}, Machine(4, 159), 8, recompute=False, time_limit_s=30)
     assert not any(found.candidate.recomputed for found in answer.candidates)
@@ -302,9 +304,9 @@ def test_branches_are_placed_as_the_graph_that_they_are() -> None:
     ],
 )
 def test_what_cannot_be_asked(change: dict[str, object], told: str) -> None:
-    asked = {"profiles": {2: layer_costs(2), 4: layer_costs(4)}, "machine": Machine(2), "batch_rows": 8}
+    request = {"profiles": {2: layer_costs(2), 4: layer_costs(4)}, "machine": Machine(2), "batch_rows": 8}
     with pytest.raises(RotaError, match=told):
-        autoplan(**(asked | change))  # type: ignore[arg-type]
+        autoplan(**(request | change))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -357,7 +359,7 @@ def test_an_error_of_progress_loses_no_plan() -> None:
 
 @pytest.mark.parametrize("num_measured", [0, 1, 2])
 def test_ctrl_c_while_plans_are_measured_loses_none(num_measured: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rota.planning import confirming
+    from rota.planning import confirmation
 
     answer = autoplan({1: layer_costs(1, UNEVEN)}, Machine(4, 40), 16, time_limit_s=LONG_S)
     measured = []
@@ -368,14 +370,14 @@ def test_ctrl_c_while_plans_are_measured_loses_none(num_measured: int, monkeypat
         measured.append(found)
         return found
 
-    monkeypatch.setattr(confirming, "_measured", measure)
-    stopped = confirming.confirm(answer, nn.Linear(1, 1), lambda rows: (None, None), None)
+    monkeypatch.setattr(confirmation, "_measured", measure)
+    stopped = confirmation.confirm(answer, nn.Linear(1, 1), lambda rows: (None, None), None)
     check(stopped.plan)
     assert stopped.was_stopped
     assert "stopped by Ctrl-C" in stopped.to_text()
     assert [one.found for one in stopped.confirmed] == sorted(measured, key=lambda found: found.key)
     assert stopped.is_unmeasured == ("own stages were not measured" in stopped.to_text()) == (num_measured == 0)
-    assert confirming.confirm(stopped, nn.Linear(1, 1), lambda rows: (None, None), None).is_unmeasured  # not again
+    assert confirmation.confirm(stopped, nn.Linear(1, 1), lambda rows: (None, None), None).is_unmeasured  # not again
     assert len(measured) == num_measured
 
 
@@ -386,6 +388,6 @@ def test_it_loads_nothing_heavy_before_it_searches() -> None:
 
 
 def test_what_was_not_looked_at_is_not_said_not_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rota.planning.clock.Clock.left_s", property(lambda clock: 0.0))
+    monkeypatch.setattr("rota.planning.deadline.Deadline.left_s", property(lambda deadline: 0.0))
     with pytest.raises(SearchError, match=r"found no plan|layouts not looked at: give a longer --time-limit"):
         autoplan({1: layer_costs(1, kept=20)}, Machine(4, 30), 8, time_limit_s=1)

@@ -23,8 +23,8 @@ from support.layered_models import MAKE, Case, case
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times are of no interest here."""
-    monkeypatch.setattr("rota.profiling.layering._RUN_NS", 0)
-    monkeypatch.setattr("rota.profiling.measuring._RUN_NS", 0)
+    monkeypatch.setattr("rota.profiling.layer_measurement._RUN_NS", 0)
+    monkeypatch.setattr("rota.profiling.stage_profile._RUN_NS", 0)
 
 
 class Alive(TorchDispatchMode):

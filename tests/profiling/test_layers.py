@@ -27,8 +27,8 @@ from support.layered_models import MAKE, case
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rota.profiling.layering._RUN_NS", 0)
-    monkeypatch.setattr("rota.profiling.measuring._RUN_NS", 0)
+    monkeypatch.setattr("rota.profiling.layer_measurement._RUN_NS", 0)
+    monkeypatch.setattr("rota.profiling.stage_profile._RUN_NS", 0)
 
 
 def gpu(name: str = "h100") -> dict[str, Any]:
@@ -257,7 +257,7 @@ def test_a_stale_profile_is_refused_by_what_differs(tmp_path: Path) -> None:
     profile_layers(wide, batch, **gpu(), cache=file)
 
     def told(model: nn.Module = wide, x: torch.Tensor = batch, device: str = "h100", **options: Any) -> str:
-        with pytest.raises(PipelineError, match=r"is stale: .*\. Profile anew by refresh=True \(--refresh\)") as error:
+        with pytest.raises(PipelineError, match=r"is stale: .*\. Profile again by refresh=True \(--refresh\)") as error:
             profile_layers(model, x, device=device, cache=file, **options)
         return str(error.value)
 
@@ -273,7 +273,7 @@ def test_a_stale_profile_is_refused_by_what_differs(tmp_path: Path) -> None:
     assert profile_layers(double, batch.double(), **gpu(), cache=file, refresh=True).parameter_bytes == (320, 288)
     assert "model was" in told()
     file.write_text("{}")
-    with pytest.raises(FormatError, match=r"profile\.json: not a profile file: .*; remove it, or profile anew"):
+    with pytest.raises(FormatError, match=r"profile\.json: not a profile file: .*; remove it, or profile again"):
         profile_layers(wide, batch, **gpu(), cache=file)
 
 

@@ -1,4 +1,4 @@
-"""Profiling runs stages of all sorts, also real models' blocks, and watching changes none of their gradients."""
+"""Profiling runs stages of all sorts, also real models' blocks, and a storage watch changes none of their gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rota import Stages
 from rota.profiling import profile_here, profile_layers
-from rota.profiling.watching import Watching
+from rota.profiling.peak_memory import StorageWatch
 from rota.runtime.gradients.forward_backward import backward_inputs, forward
 from support.odd_stages import ROWS, STAGES, WIDTH, Calls
 
@@ -21,8 +21,8 @@ LENGTH, HIDDEN = 5, 8
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times are of no interest here."""
-    monkeypatch.setattr("rota.profiling.layering._RUN_NS", 0)
-    monkeypatch.setattr("rota.profiling.measuring._RUN_NS", 0)
+    monkeypatch.setattr("rota.profiling.layer_measurement._RUN_NS", 0)
+    monkeypatch.setattr("rota.profiling.stage_profile._RUN_NS", 0)
 
 
 def sum_of(output: Any, target: Any) -> Tensor:
@@ -81,7 +81,7 @@ def test_transformers(make: Callable[[Any], tuple[list[nn.Module], Tensor]]) -> 
     assert profile_layers(stages, batch, None, sum_of, repeats=1).num_layers == len(stages)
 
 
-def test_watching_changes_no_gradient() -> None:
+def test_a_storage_watch_changes_no_gradient() -> None:
     torch.manual_seed(3)
     module = STAGES["numbers"]().double()
     x, gradient = torch.randn(2, ROWS, WIDTH, dtype=torch.float64).unbind()
@@ -89,7 +89,7 @@ def test_watching_changes_no_gradient() -> None:
     module(x).backward(gradient)
     expected = [x.grad, *(parameter.grad for parameter in module.parameters())]
     module.zero_grad(set_to_none=True)
-    with Watching():
+    with StorageWatch():
         _, _, kept = forward(Stages([nn.Identity(), module, nn.Identity()]), 1, [x], None, split=True)
         (of_inputs,), work = backward_inputs(kept, [[gradient]])
         work.run()

@@ -97,11 +97,9 @@ TABLE = {
                 "rota.interop",
                 "rota.interop.cuts",
                 *TRAINERS,
-                "rota.cli.models",
             ),
         ),
     ),
-    "rota.cli.models": Row((*CORE, "rota.cli"), lazy=("torch",)),
 }
 
 

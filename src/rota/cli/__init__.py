@@ -1,8 +1,8 @@
-"""The command line: `rota …`. Every arrow between its commands is a readable file."""
+"""The command line, `rota …`: one file per command in `commands/`, and what they share beside it."""
 
-from rota.cli.interrupts import told_at_once
+from rota.cli.interrupts import exit_on_ctrl_c
 
-with told_at_once():
+with exit_on_ctrl_c():
     from rota.cli.main import main
 
 __all__ = ["main"]

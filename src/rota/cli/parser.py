@@ -1,4 +1,4 @@
-"""How arguments are read: as argparse does it, but for what it says when they are wrong."""
+"""argparse with better errors: one line that names the nearest correct word, or an example."""
 
 from __future__ import annotations
 
@@ -6,65 +6,133 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
 
 @final
-class Parser(argparse.ArgumentParser):
-    """Usage errors end with 2, in one line, with the nearest word that would have been right, or an example."""
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One sub-command.
 
-    _words: Sequence[str] = ()  # what is being read
+    `name` is what the user types, `summary` its line in the help. `rota NAME --help` shows summary, `details` and
+    `example`. `add_arguments` declares the arguments on the sub-command's parser; `run` returns the exit
+    code (None: the command has sub-commands, which have it).
+    """
+
+    name: str
+    summary: str
+    example: str
+    add_arguments: Callable[[Parser], None]
+    run: Callable[[argparse.Namespace], int] | None = None
+    details: str = ""
+
+
+@final
+class UnknownChoiceError(Exception):
+    """A word that is none of an argument's choices. argparse lets it through to `Parser.parse_known_args`."""
+
+    def __init__(self, option: str, wrong: str, choices: Iterable[str]) -> None:
+        super().__init__(wrong)
+        self.option, self.wrong, self.choices = option, wrong, tuple(choices)
+
+
+def one_of(choices: Iterable[str], option: str = "", *, any_case: bool = False) -> Callable[[str], str]:
+    """An argument type that takes these words alone; `option` is the argument's name if it is no positional."""
+    known = tuple(choices)
+
+    def parse(text: str) -> str:
+        word = text.lower() if any_case else text
+        if word not in known:
+            raise UnknownChoiceError(option, word, known)
+        return word
+
+    return parse
+
+
+@final
+class Parser(argparse.ArgumentParser):
+    """Errors of usage end the process with exit code 2 and one line on standard error.
+
+    A sub-command's arguments are declared when the sub-command is parsed, so one command's mistake costs no other.
+    """
+
+    def __init__(self, *, add_arguments: Callable[[Parser], None] | None = None, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, exit_on_error=False, **options)
+        self._add_arguments = add_arguments
+        self._commands: list[str] = []
+        self._words: Sequence[str] = ()  # what is being parsed
+
+    def add_commands(self, commands: Iterable[Command], metavar: str, dest: str, required: bool = False) -> None:
+        """Declare sub-commands; `run` of the one that was chosen becomes the namespace's `function`."""
+        subparsers = self.add_subparsers(metavar=metavar, dest=dest, required=required)
+        for command in commands:
+            sub = subparsers.add_parser(
+                command.name,
+                help=command.summary,
+                description=f"{command.summary[0].upper()}{command.summary[1:]}.{command.details}",
+                epilog=f"example:\n  {command.example}",
+                add_arguments=command.add_arguments,
+            )
+            if command.run is not None:
+                sub.set_defaults(function=command.run)
+            self._commands.append(command.name)
+
+    @property
+    def options(self) -> list[str]:
+        """The long options that this parser takes. The only use of what argparse keeps to itself."""
+        return [option for option in self._option_string_actions if option.startswith("--")]
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuses what it does not know: here, as only a command's own parser knows the command's options."""
+        if self._add_arguments is not None:
+            self._add_arguments(self)
+            self._add_arguments = None
         self._words = sys.argv[1:] if args is None else list(args)
-        found, unknown = super().parse_known_args(args, namespace)
+        try:
+            self._check_command()
+            found, unknown = super().parse_known_args(args, namespace)
+        except UnknownChoiceError as error:
+            self._end_with_choices(error)
+        except argparse.ArgumentError as error:
+            if error.argument_name is None:
+                self.error(error.message)
+            self._end(str(error))
         if unknown:
             self._refuse_misspelt(unknown)
             options = [word for word in unknown if word.startswith("-")]
-            told = f"there is no option {options[0]}" if options else f"{unknown[0]!r} is one word too many"
-            self.error(f"{told}; see {self.prog} --help")
+            what = f"there is no option {options[0]}" if options else f"{unknown[0]!r} is one word too many"
+            self._end(f"{what}; see {self.prog} --help")
         return found, unknown
 
+    def _check_command(self) -> None:
+        """The first word that is no option must be a sub-command, if there are any."""
+        first = next((word for word in self._words if not word.startswith("-")), None)
+        if self._commands and first is not None and first not in self._commands:
+            raise UnknownChoiceError("", first, self._commands)
+
     def error(self, message: str) -> NoReturn:
-        choice = re.fullmatch(r"argument (.+?): invalid choice: '?(.*?)'? \(choose from .*", message, re.DOTALL)
-        # An option that is not known leaves its value behind, which then stands where another word belongs.
-        if message.startswith("the following arguments are required") or (choice and not choice[1].startswith("-")):
+        """What argparse calls for an error that is no single argument's: a required one is missing."""
+        self._refuse_misspelt(self._words)
+        _, _, examples = (self.epilog or "").partition("example:\n")
+        self._end(message + (f"; for example: {examples.splitlines()[0].strip()}" if examples else ""))
+
+    def _end_with_choices(self, error: UnknownChoiceError) -> NoReturn:
+        if not error.option:  # an unknown option leaves its value where a positional argument belongs
             self._refuse_misspelt(self._words)
-        if choice is not None:
-            message = self._told_of_choice(*choice.groups())
-        elif message.startswith("the following arguments are required"):
-            message += self._example()
-        self._end(message)
+        near = _nearest(error.wrong, error.choices)
+        hint = f"did you mean {near}?" if near else f"see {self.prog} --help"
+        self._end(f"{error.option} {error.wrong!r} is not one of {', '.join(error.choices)}; {hint}".strip())
 
     def _refuse_misspelt(self, words: Sequence[str]) -> None:
-        """Ends with the first unknown option among `words` that is much like a known one, if there is one."""
-        known = [option[2:] for option in self._option_string_actions if option.startswith("--")]
+        """Ends with the first unknown option among `words` that resembles a known one, if any does."""
+        known = [option.removeprefix("--") for option in self.options]
         given = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
-        for name in given:  # the beginning of an option's name is enough for argparse
+        for name in given:  # argparse takes the beginning of an option's name for it
             near = None if any(option.startswith(name) for option in known) else _nearest(name, known)
             if near is not None:
                 self._end(f"there is no option --{name}; did you mean --{near}?")
-
-    def _told_of_choice(self, name: str, wrong: str) -> str:
-        choices = self._choices(name)
-        near = _nearest(wrong, choices)
-        hint = f"did you mean {near}?" if near else f"see {self.prog} --help"
-        option = f"{name} " if name.startswith("-") else ""
-        return f"{option}{wrong!r} is not one of {', '.join(choices)}; {hint}"
-
-    def _choices(self, name: str) -> list[str]:
-        """Of the argument that argparse's errors call so."""
-        for action in self._actions:
-            if name in ("/".join(action.option_strings), action.metavar, action.dest):
-                return [str(choice) for choice in action.choices or ()]
-        return []
-
-    def _example(self) -> str:
-        """The first one of the help."""
-        _, _, examples = (self.epilog or "").partition("example:\n")
-        return f"; for example: {examples.splitlines()[0].strip()}" if examples else ""
 
     def _end(self, message: str) -> NoReturn:
         print(f"{self.prog}: error: {message}", file=sys.stderr)

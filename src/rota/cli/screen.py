@@ -6,11 +6,12 @@ import os
 import shutil
 import sys
 
+from rota.plan import Plan
 from rota.timeline import Timeline
 
 
 def print_timeline(timeline: Timeline, width: int | None = None) -> None:
-    """As a chart as wide as the terminal, in colour where there is one."""
+    """Print a chart as wide as the terminal, in colour if it has any."""
     from rota.drawing import to_text
 
     columns = width or max(shutil.get_terminal_size((100, 24)).columns, 20)
@@ -18,18 +19,24 @@ def print_timeline(timeline: Timeline, width: int | None = None) -> None:
 
 
 def _wants_color() -> bool:
-    """In a terminal that can show it, unless the user says no (no-color.org)."""
+    """Whether this is a terminal with colours and the user does not object (no-color.org)."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
+def print_replicas(plan: Plan, done: str) -> None:
+    """Say that a plan is one pipeline, if it is meant for several replicas of it."""
+    if plan.usage is not None and plan.usage.num_replicas > 1:
+        print(f"This {done} one of {plan.usage.num_replicas} replicas: all of them run the same pipeline.")
+
+
 def show_progress(doing: object) -> None:
-    """One line in a terminal, overwritten, and "" takes it away; nothing elsewhere, where it would fill a log."""
+    """Overwrite one line of a terminal; "" clears it. Nothing elsewhere, where it would fill a log."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{str(doing)[: _columns() - 1]}", end="", file=sys.stderr, flush=True)
 
 
 def _columns() -> int:
-    """Of the terminal that shows progress: standard output may go elsewhere."""
+    """The width of the terminal that shows progress: standard output may go elsewhere."""
     try:
         columns = os.get_terminal_size(sys.stderr.fileno()).columns
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What the layouts of other trainers have in common: boundaries between layers, and files that others wrote."""
+"""What the layouts of other trainers share: boundaries between layers, and reading files that others wrote."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def read_limited(path: str | Path, most_bytes: int) -> str:
         with Path(path).open("rb") as file:
             data = read_bytes(file.read, most_bytes)
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
-        told = error.strerror if isinstance(error, OSError) else error
-        raise FormatError(f"cannot read {path}: {told}; check the path") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise FormatError(f"cannot read {path}: {reason}; check the path") from None
     if len(data) > most_bytes:
         raise FormatError(f"{path} has more than {most_bytes:,} bytes, far more than such a file needs; check the path")
     try:
@@ -33,16 +33,16 @@ def read_limited(path: str | Path, most_bytes: int) -> str:
 def require_boundaries(boundaries: Sequence[int], num_stages: int | None = None) -> tuple[int, ...]:
     """As `rota.cutting` gives them: 0, where each further part begins, the number of layers. Raises SplitError."""
     cut = tuple(boundaries)
-    told = f"boundaries {_short(cut)}"
+    given = f"boundaries {_short(cut)}"
     if len(cut) < 2 or cut[0] != 0 or cut[-1] < 1:
-        raise SplitError(f"{told} must begin with 0 and end with the number of layers, such as 0,4,8")
+        raise SplitError(f"{given} must begin with 0 and end with the number of layers, such as 0,4,8")
     if cut[-1] > MOST_LAYERS or len(cut) > MOST_LAYERS:
-        raise SplitError(f"{told} have {max(cut[-1], len(cut)):,} layers or stages; {MOST_LAYERS:,} at most")
+        raise SplitError(f"{given} have {max(cut[-1], len(cut)):,} layers or stages; {MOST_LAYERS:,} at most")
     for at, (before, after) in enumerate(pairwise(cut), 1):
         if after < before:
-            raise SplitError(f"{told} fall from {before} to {after} at entry {at}; sort them")
+            raise SplitError(f"{given} fall from {before} to {after} at entry {at}; sort them")
     if num_stages is not None and len(cut) - 1 != num_stages:
-        raise SplitError(f"{told} make {len(cut) - 1} parts for {num_stages} stages; give {num_stages + 1} entries")
+        raise SplitError(f"{given} make {len(cut) - 1} parts for {num_stages} stages; give {num_stages + 1} entries")
     return cut
 
 

@@ -28,8 +28,8 @@ def read_boundaries(text: str) -> tuple[int, ...]:
     try:
         entries = json.loads(text)
     except (ValueError, RecursionError) as error:
-        told = "nested too deep" if isinstance(error, RecursionError) else error
-        raise FormatError(f"no list of boundaries ({told}); write such as [0, 4, 8]") from None
+        reason = "nested too deep" if isinstance(error, RecursionError) else error
+        raise FormatError(f"no list of boundaries ({reason}); write such as [0, 4, 8]") from None
     return require_boundaries(Field("boundaries", entries).integers(0))
 
 

@@ -1,4 +1,4 @@
-"""Names for what PyTorch's schedules of one stage a rank do, which they do not give themselves."""
+"""Names for the ops of PyTorch's schedules with one stage per rank, which do not name them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.profiler import record_function
 def named_actions(schedule: Any) -> Iterator[None]:
     """Within it, a profiler sees the ops of a PyTorch schedule by name, as `rota import-trace` reads them.
 
-    For Schedule1F1B and its like; schedules of several stages a rank name their actions themselves, and stay as they
-    are.
+    For Schedule1F1B and others with one stage per rank. Schedules with several name their actions themselves: they stay
+    unchanged.
     """
     if not isinstance(schedule, PipelineScheduleSingle):
         yield

@@ -1,4 +1,4 @@
-"""What PyTorch's pipeline engine cannot run, told before anything runs."""
+"""Refuses what PyTorch's pipeline engine cannot run, before anything runs."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def refuse_what_torch_cannot_run(stages: Stages, plan: Plan, dynamic_shapes: boo
         raise PipelineError(str(error)) from None
     chain = {(stage, stage + 1) for stage in range(num_stages - 1)}
     for a, b in sorted(chain ^ {edge[:2] for edge in stages.edges}):
-        told = "lacks" if (a, b) in chain else "has"
+        verb = "lacks" if (a, b) in chain else "has"
         raise PipelineError(
-            f"PyTorch's engine runs a chain of stages 0, 1, …, but the model {told} the edge {a} -> {b}: split it into "
+            f"PyTorch's engine runs a chain of stages 0, 1, …, but the model {verb} the edge {a} -> {b}: split it into "
             f"a chain, {_REMEDY}"
         )
     _refuse_ties(stages, plan)
@@ -50,7 +50,7 @@ def refuse_options(**given: object) -> None:
     """Raises PipelineError where one is given that only Rota's engine has."""
     for name, value in given.items():
         if value is not None:
-            raise PipelineError(f"{name}={value!r} is nothing that PyTorch's engine does here: leave it out, {_REMEDY}")
+            raise PipelineError(f"{name}={value!r} is no option of PyTorch's engine here: leave it out, {_REMEDY}")
 
 
 def _refuse_ties(stages: Stages, plan: Plan) -> None:

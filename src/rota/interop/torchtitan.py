@@ -201,17 +201,17 @@ def _config(path: str | Path) -> Field:
     return Field("parallelism", document["parallelism"])
 
 
-def _in_line(told: str) -> str:
+def _in_line(text: str) -> str:
     """What Python says of a text, which may quote much of it."""
-    return told if told.isprintable() and len(told) <= 200 else short(told)
+    return text if text.isprintable() and len(text) <= 200 else short(text)
 
 
 def _parts(config: Field) -> Parts:
     given = [name for name in (_PARTS, _PARTS_IN_0_2) if name in config and config[name].value is not None]
     if len(given) != 1:
-        told = "both" if given else "neither"
+        found = "both" if given else "neither"
         raise FormatError(
-            f"{config.path} has {told} of {_PARTS} and {_PARTS_IN_0_2}; give one, a list of names a stage"
+            f"{config.path} has {found} of {_PARTS} and {_PARTS_IN_0_2}; give one, a list of names a stage"
         )
     parts = [[name.text() for name in part] for part in config[given[0]]]
     if not 0 < len(parts) <= MOST_LAYERS:
@@ -235,10 +235,10 @@ def _plan(csv: str, config: Field, parts: Parts, costs: Costs | None, cluster: C
         )
     schedule = _text(config, "pipeline_parallel_schedule", _LOOP)
     if on != (homes := _homes(schedule, len(on), num_ranks)):
-        told = "not at all" if homes is None else f"on {short(homes).strip('[]')}"
+        placed = "not at all" if homes is None else f"on {short(homes).strip('[]')}"
         raise FormatError(
             f"the CSV has the stages on the ranks {short(on).strip('[]')}, but for {short(schedule)} torchtitan puts "
-            f"them {told}; change pipeline_parallel_schedule ({_LOOP} or {_V}) or the CSV"
+            f"them {placed}; change pipeline_parallel_schedule ({_LOOP} or {_V}) or the CSV"
         )
     costs = assumed_costs(len(parts)) if costs is None else stage_costs(costs, _boundaries(parts))
     placement = _placed(orders, costs, cluster or Cluster.uniform(num_ranks), on)

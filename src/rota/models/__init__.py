@@ -5,7 +5,7 @@ from __future__ import annotations
 from rota.models.cutpoint import CutPoint
 from rota.models.local import keep_local
 from rota.models.splitting import finest, split
+from rota.models.stage_edges import StageEdge
 from rota.models.stages import Stages
-from rota.models.wiring import StageEdge
 
 __all__ = ["CutPoint", "StageEdge", "Stages", "finest", "keep_local", "split"]

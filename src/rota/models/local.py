@@ -1,4 +1,4 @@
-"""What a process keeps of a model of which it runs some stages: the weights of the others are let go."""
+"""Frees the weights of stages that a process does not run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rota.models.stages import Stages
 
 @torch.no_grad()
 def keep_local(stages: Stages, local: Iterable[int]) -> None:
-    """Put weights and buffers that no `local` stage uses on the meta device, where they take no memory.
+    """Put weights and buffers that no `local` stage uses on the meta device, where they need no memory.
 
-    Shapes, names and ties stay as they are. The modules are changed in place, so in the model that was cut, too.
+    Shapes, names and ties stay as they are. It changes the modules in place, so the model that was cut too.
     """
     kept = {tensor for stage in local for tensor in _tensors(stages[stage])}
     shapes: dict[torch.Tensor, torch.Tensor] = {}

@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from rota.errors import SplitError
-from rota.models.carving import carve
 from rota.models.cutpoint import find_cut_points
 from rota.models.stages import Stages
+from rota.models.traced_stages import cut_trace
 from rota.models.tracer import BY_HAND
 from rota.models.tracing import honours_none, trace
 
@@ -23,15 +23,22 @@ Cuts: TypeAlias = Iterable[int | str]
 
 
 def split(model: nn.Module, num_stages: int, cuts: Cuts | None = None) -> Stages:
-    """Cut `model` into `num_stages` stages that together do what it does, with its own parameters.
+    """Cut `model` into stages that together do what it does, with its own parameters.
 
-    It is cut at CutPoints that its forward calls: at those in `cuts`, by number in call order or by attribute path
-    (`"cutpoints[2]"`). An `nn.Sequential` without CutPoints is cut before the children in `cuts`, with no tracing.
-    By default the cuts are spread: the n possible ones leave n + 1 pieces, and no stage gets two pieces more than
-    another.
+    Stages read the forward's inputs where they use them. The inputs' defaults hold, unless the trace cannot follow what
+    the forward does with them (`mask=None`, and `if mask is None` in the forward): then a batch must have that input.
 
-    Inputs of the forward are read where they are used. Their defaults hold, unless the trace cannot tell what the
-    forward does with them (`mask=None`, and `if mask is None` in the forward): then a batch must have that input.
+    Args:
+        model: A model whose forward calls CutPoints, or an `nn.Sequential`, which is cut without tracing.
+        num_stages: The number of stages, 1 or more.
+        cuts: The CutPoints to cut at, by number in call order or by attribute path (`"cutpoints[2]"`), or the children
+            of an `nn.Sequential` to cut before. None: spread so that no stage has two pieces more than another.
+
+    Returns:
+        The stages, with `cuts` set to the names of these cuts.
+
+    Raises:
+        SplitError: Where the model cannot be cut so, with the place in its forward.
     """
     if num_stages < 1:
         raise SplitError(f"num_stages is {num_stages}: give at least 1")
@@ -49,7 +56,7 @@ def split(model: nn.Module, num_stages: int, cuts: Cuts | None = None) -> Stages
         kept = {
             name: value for name, value in defaults.items() if value is not None or honours_none(model, name, whole)
         }
-        stages = Stages(*carve(model, whole, chosen), input_names=signature, input_defaults=kept)
+        stages = Stages(*cut_trace(model, whole, chosen), input_names=signature, input_defaults=kept)
         stages.cuts = tuple(whole.cut_names[number] for number in chosen)
         return stages
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:

@@ -8,8 +8,8 @@ from typing import Any, Final, TypeAlias, final
 from torch import nn
 
 from rota.errors import PipelineError, SplitError
-from rota.models.table import cut_table
-from rota.models.wiring import StageEdge, parse_edges, topological_order
+from rota.models.cut_table import cut_table
+from rota.models.stage_edges import StageEdge, parse_edges, topological_order
 
 Input: TypeAlias = int | str
 Tie: TypeAlias = tuple[tuple[int, str], ...]
@@ -20,16 +20,20 @@ Inputs: TypeAlias = Sequence[Input | Iterable[Input]] | Mapping[int, Input | Ite
 class Stages:
     """The modules of a pipeline as a DAG.
 
-    Stage i is called `modules[i](*values of its incoming edges, *its inputs)`, both in the order given.
+    Stage i is called `modules[i](*values of its incoming edges, *its inputs)`, both in the order given. Values that
+    travel along edges are tensors, tuples, lists and dicts of tensors, ints, floats, bools and None.
 
-    - `edges`: `(source, target)` hands over the source's whole output, `(source, target, key)` hands over
-      `output[key]`. At most one edge joins two stages. Default: a chain.
-    - `inputs[i]`: what stage i reads of a batch, by position (int) or name (str). Default: input 0 for every
-      stage without incoming edges, nothing for the others.
-    - `input_names`: the inputs' names by position, so that named inputs can be read out of a tuple.
-    - `input_defaults`: values of inputs that a batch may leave out.
+    Args:
+        modules: One module per stage.
+        edges: `(source, target)` passes on the source's whole output, `(source, target, key)` passes on `output[key]`.
+            At most one edge joins two stages. None: a chain.
+        inputs: What each stage reads of a batch, by position (int) or name (str). None: input 0 for every stage
+            without incoming edges, nothing for the others.
+        input_names: The inputs' names by position, to read named inputs out of a tuple.
+        input_defaults: Values of inputs that a batch may leave out.
 
-    Values that travel are tensors, tuples, lists and dicts of tensors, ints, floats, bools and None.
+    Raises:
+        SplitError: For edges or inputs that do not fit the modules.
     """
 
     def __init__(
@@ -51,9 +55,9 @@ class Stages:
         self.input_defaults: Final = dict(input_defaults or {})
         roots = {stage: 0 for stage in range(len(self.modules)) if not self.incoming(stage)}
         self.inputs: Final = _parse_inputs(roots if inputs is None else inputs, len(self.modules), self.input_names)
-        #: How many copies these stages are of one model, see `repeated`.
+        #: The number of copies of one model that these stages are, see `repeated`.
         self.num_components = 1
-        #: The names of the cuts by which `split` made them; None for stages made by hand.
+        #: The names of the cuts that `split` made; None for stages made by hand.
         self.cuts: tuple[str, ...] | None = None
 
     def __len__(self) -> int:
@@ -76,7 +80,7 @@ class Stages:
 
     @property
     def sinks(self) -> tuple[int, ...]:
-        """For each copy of the model the one stage whose output goes to no other: the loss is taken there."""
+        """For each copy of the model the stage whose output no other reads: its output makes the loss."""
         sinks = tuple(stage for stage in range(len(self)) if not self.outgoing(stage))
         if len(sinks) > self.num_components:
             raise SplitError(
@@ -87,12 +91,12 @@ class Stages:
 
     @property
     def sink(self) -> int:
-        """The first of `sinks`, mostly the only one."""
+        """The first of `sinks`, usually the only one."""
         return self.sinks[0]
 
     @property
     def ties(self) -> tuple[Tie, ...]:
-        """Parameters that several stages use: for each one all (stage, name in that stage's module)."""
+        """For each parameter that several stages use all (stage, name in that stage's module)."""
         places: dict[nn.Parameter, list[tuple[int, str]]] = {}
         for stage, module in enumerate(self.modules):
             for name, parameter in module.named_parameters():
@@ -100,7 +104,7 @@ class Stages:
         return tuple(tuple(of_one) for of_one in places.values() if len(of_one) > 1)
 
     def repeated(self, times: int) -> Stages:
-        """The streams of a bidirectional plan: `times` copies that share all weights.
+        """The components of a bidirectional plan: `times` copies that share all weights.
 
         Stage c * n + s is copy c of stage s; micro-batch m passes through copy m mod `times`.
         """
@@ -164,7 +168,7 @@ class Stages:
         return outputs[self.sink]
 
     def num_parameters(self, stage: int) -> int:
-        """How many trainable and frozen numbers `stage` holds in its parameters."""
+        """The number of elements of the parameters of `stage`, trainable or frozen."""
         return sum(parameter.numel() for parameter in self.modules[stage].parameters())
 
     def named_parameters(self, of: Iterable[int] | None = None) -> Iterator[tuple[str, nn.Parameter]]:
@@ -189,8 +193,8 @@ class Stages:
                 yield (f"{stage}.{name}" if clash else name), parameter
 
     def table(self) -> str:
-        """The cut as text, one line a stage: what it holds, its size, what it reads and where it sends."""
-        return cut_table(self)
+        """The cut as text, one line per stage: what it holds, its size, what it reads and where it sends."""
+        return cut_table(self.modules, self.edges, self.inputs)
 
 
 def _check_modules(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
@@ -208,7 +212,7 @@ def _parse_inputs(inputs: Inputs, num_stages: int, names: tuple[str, ...]) -> tu
     """For each stage the inputs it reads, checked."""
     if not isinstance(inputs, Mapping):
         if len(inputs) != num_stages:
-            raise SplitError(f"inputs has {len(inputs)} entries for {num_stages} stages: give one a stage, or a dict")
+            raise SplitError(f"inputs has {len(inputs)} entries for {num_stages} stages: give one per stage, or a dict")
         inputs = dict(enumerate(inputs))
     for stage in inputs:
         if not 0 <= stage < num_stages:

@@ -105,7 +105,7 @@ def _without_draws(model: nn.Module, run: Callable[[], fx.Graph]) -> fx.Graph:
 
 @contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
-    """Restore the attributes of all modules on leaving; yields what tells the paths of those set meanwhile."""
+    """Restore the attributes of all modules on leaving; yields a function for the paths of those set meanwhile."""
     before = [
         (path, attributes, dict(attributes))
         for path, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""What autoplan answers: the best plan, others beside it, and why each of them is slower."""
+"""The answer of autoplan: the best plan, others beside it, and why each of them is slower."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from rota import notebook
 from rota.plan import Plan
-from rota.planning.candidates import Asked
-from rota.planning.evaluating import Found, Misfit
+from rota.planning.candidate import Request
+from rota.planning.evaluation import Found, Misfit
 from rota.planning.reasons import why_slower
 from rota.timeline import Timeline
 from rota.units import count_text, size_text, time_text
@@ -26,7 +26,7 @@ _MOST_ALIKE = 2  # rows with the same ranks and replicas
 
 
 class Counts(NamedTuple):
-    """Layouts in all; that cannot be faster than the best; that do not fit; that no time was left for. And plans."""
+    """How many layouts: all, those that cannot beat the best, do not fit, or were left out; and how many plans."""
 
     layouts: int
     slower: int
@@ -36,7 +36,7 @@ class Counts(NamedTuple):
 
 
 class Confirmed(NamedTuple):
-    """A plan with its stages' costs as measured, and how long its step was said to take before."""
+    """A plan with its stages' measured costs, and its step's time by the layers' costs."""
 
     before_us: int
     found: Found
@@ -44,14 +44,22 @@ class Confirmed(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """`candidates`: the best of each kind, fastest first; `usual`: 1F1B on equal layers with the best one's sizes.
+    """What `autoplan` found.
 
-    No layout's step takes less than `bound_us`. `ran_out`: whether something was left out for want of time.
-    `stopped_by`: Ctrl-C, or an error of `progress`, where that ended the search or the measuring.
-    `confirmed`: those of the candidates whose own stages were measured; `is_unmeasured`: Ctrl-C came before.
+    Attributes:
+        request: What was asked for.
+        candidates: The best plan of each kind, fastest first.
+        usual: 1F1B on equal layers, with the sizes of the best plan; None for inference.
+        counts: How many layouts and plans were looked at.
+        bound_us: A lower bound on the step time of every layout.
+        elapsed_s: Seconds that the search took.
+        stopped_by: What ended the search or the measuring early: Ctrl-C, or an error of `progress`; else "".
+        ran_out: Whether something was left out for lack of time.
+        confirmed: The candidates whose own stages were measured.
+        is_unmeasured: Whether Ctrl-C came before any was.
     """
 
-    asked: Asked
+    request: Request
     candidates: tuple[Found, ...]
     usual: Found | Misfit | None
     counts: Counts
@@ -80,11 +88,11 @@ class Answer:
 
     @property
     def rows_per_s(self) -> float:
-        return rows_per_s(self.asked, self.best)
+        return rows_per_s(self.request, self.best)
 
     @property
     def shown(self) -> tuple[Found, ...]:
-        """The best few, no more than two of them on the same ranks and replicas."""
+        """The best six, at most two of them with the same numbers of ranks and replicas."""
         shown: list[Found] = []
         for found in self.candidates:
             layout = found.candidate.layout
@@ -95,12 +103,12 @@ class Answer:
         return tuple(shown[:_MOST_ROWS])
 
     def to_text(self) -> str:
-        """The best plan, a table of the best few, and for each the reason why it loses."""
+        """The best plan, a table of the best few, and why each of the others is slower."""
         return "\n".join([*self._headline(), "", *self._table(), "", *self._search()])
 
     def _headline(self) -> list[str]:
         best, layout = self.best, self.best.candidate.layout
-        used, ranks = layout.num_ranks * layout.num_replicas, self.asked.machine.num_ranks
+        used, ranks = layout.num_ranks * layout.num_replicas, self.request.machine.num_ranks
         sizes = [b - a for a, b in pairwise(best.candidate.boundaries)]
         several = f"{layout.shape}, {layout.stages_a_rank} a rank" if layout.stages_a_rank > 1 else layout.shape
         again = sorted(best.candidate.recomputed)
@@ -133,14 +141,14 @@ class Answer:
         stages = layout.num_stages
         gap = max(found.makespan_us - found.bound_us, 0) / found.makespan_us if found.makespan_us else 0.0
         cells = (
-            f"{mark} {time_text(found.makespan_us):>10}{rows_per_s(self.asked, found):>10,.4g}  {found.schedule:<16}"
+            f"{mark} {time_text(found.makespan_us):>10}{rows_per_s(self.request, found):>10,.4g}  {found.schedule:<16}"
             f"{f'{layout.num_ranks} x {layout.num_replicas}':>8}{stages:>8}"
             f"{f'{layout.num_microbatches} x {layout.rows}':>15}{len(found.candidate.recomputed) or '-':>7}"
             f"{found.timeline.bubble_fraction:>8.1%}{gap:>5.1%}  {memory_text(found):>9}"
         )
         equal = "1F1B on equal layers: " if mark == "·" else ""
-        told = equal + why_slower(found, self.best) if found is not self.best else ""
-        return [cells.rstrip(), *([f"      {told}"] if told else [])]
+        reason = equal + why_slower(found, self.best) if found is not self.best else ""
+        return [cells.rstrip(), *([f"      {reason}"] if reason else [])]
 
     def _search(self) -> list[str]:
         counts = self.counts
@@ -167,9 +175,9 @@ class Answer:
         return notebook.document(self.timeline.to_snippet("Best plan"), notebook.preformatted(self.to_text()))
 
 
-def rows_per_s(asked: Asked, found: Found) -> float:
-    """Of all replicas."""
-    return asked.batch_rows * 1e6 / max(found.makespan_us, 1)
+def rows_per_s(request: Request, found: Found) -> float:
+    """Rows per second of all replicas together."""
+    return request.batch_rows * 1e6 / max(found.makespan_us, 1)
 
 
 def _fullest(found: Found) -> int:
@@ -181,7 +189,7 @@ def _fullest(found: Found) -> int:
 
 
 def memory_text(found: Found) -> str:
-    """Of the fullest rank, and its limit."""
+    """The peak memory of the fullest rank, and its limit."""
     rank = _fullest(found)
     limit = found.plan.placement.cluster.limit_bytes[rank]
     peak = size_text(found.timeline.peak_memory_bytes[rank])
@@ -189,6 +197,6 @@ def memory_text(found: Found) -> str:
 
 
 def _runs(numbers: Sequence[int]) -> str:
-    """A few numbers in full, more of them shortened."""
-    told = " ".join(map(str, numbers[:32]))
-    return told + (f" … ({len(numbers)})" if len(numbers) > 32 else "")
+    """The numbers, shortened if there are many."""
+    text = " ".join(map(str, numbers[:32]))
+    return text + (f" … ({len(numbers)})" if len(numbers) > 32 else "")

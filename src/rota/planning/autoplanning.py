@@ -10,13 +10,13 @@ from rota.checking import check
 from rota.errors import PlacementError, SearchError
 from rota.layers import LayerCosts
 from rota.planning.answer import Answer, Counts
-from rota.planning.candidates import Asked, Candidate
-from rota.planning.clock import Clock, Progress
-from rota.planning.evaluating import Found, Misfit, evaluate, families
+from rota.planning.candidate import Candidate, Request
+from rota.planning.deadline import Deadline, Progress
+from rota.planning.evaluation import Found, Misfit, evaluate, families
 from rota.planning.finalists import search_finalists
 from rota.planning.layouts import cuts
 from rota.planning.machine import Machine
-from rota.planning.sweeping import Sweep
+from rota.planning.sweep import Sweep
 from rota.stopping import ended_by_ctrl_c, watched
 from rota.units import size_text
 
@@ -33,21 +33,35 @@ def autoplan(
     time_limit_s: float = 60.0,
     progress: Callable[[Progress], None] | None = None,
 ) -> Answer:
-    """The fastest way found to do steps of `batch_rows` rows of a model on a machine, and why others are slower.
+    """Find the fastest way to do training steps of a model on a machine.
 
-    `profiles`: its layers, by rows of a micro-batch (`rota.profiles.Profile` is one). All that there is to choose is
-    chosen together: how many ranks make a pipeline and how many of these replicas there are, where the model is cut,
-    how many stages a rank has and in which shape, the rows of a micro-batch, what is recomputed, and the schedule.
-    Never slower, as simulated, than any named schedule on equal layers, with nothing recomputed or everything, unless
-    time runs out: then the answer says so. With the search extra the best candidates' orders are searched, too.
+    It chooses together: ranks per pipeline and replicas, cuts, stages per rank and their shape, rows per micro-batch,
+    recomputation, and the schedule. As simulated, the plan is never slower than any named schedule on equal layers,
+    with nothing or everything recomputed, unless time runs out: then the answer says so. With the search extra it also
+    searches the orders of the best candidates.
 
-    Without `recompute` no stage does: PyTorch's schedule CSV, and so torchtitan, cannot say it. With `pipeline_ranks`
-    every pipeline has so many ranks. Without `copies` no stage is on two ranks, as in pipelines of both directions; nor
-    is any on a machine whose links have no rate, as it is not known there what summing their gradients costs.
+    Ctrl-C ends the search with the best plan so far. So does an error that `progress` raises: it becomes a warning and
+    the answer's `stopped_by`, or is raised if there is no plan yet. A search that ends by itself gives the same answer
+    every time.
 
-    Ctrl-C ends it with the best so far. So does an error that `progress` raises: it is warned of and told in
-    `stopped_by`, and raised where there is no plan yet. The same on every run where it ends by itself. Raises
-    PlacementError for what cannot be asked, and SearchError where nothing was found that fits, with what would.
+    Args:
+        profiles: The model's layers by rows per micro-batch, such as a `rota.profiles.Profile`.
+        machine: The processes, their memory, speed and links.
+        batch_rows: Rows of a step, over all replicas.
+        inference: Whether there are forwards alone.
+        recompute: Whether stages may recompute. PyTorch's schedule CSV, and so torchtitan, cannot express it.
+        pipeline_ranks: Ranks of every pipeline; None: any number.
+        copies: Whether a stage may be on two ranks, as in bidirectional pipelines. Never on a machine whose links have
+            no rate, where the cost of summing gradients is unknown.
+        time_limit_s: Seconds to search for.
+        progress: Called several times per second.
+
+    Returns:
+        The best plan, others of different kinds, and why each of them is slower.
+
+    Raises:
+        PlacementError: For arguments that make no sense together.
+        SearchError: Where nothing fits; the message says what would.
     """
     if not isinstance(profiles, Mapping):
         raise PlacementError(
@@ -55,50 +69,53 @@ def autoplan(
         )
     if not 0 < time_limit_s < math.inf:
         raise SearchError(f"time_limit_s is {time_limit_s!r}; give a number of seconds above 0")
-    asked = Asked.checked(profiles, machine, batch_rows, inference, recompute, pipeline_ranks, copies)
-    clock = Clock(time_limit_s, progress)
-    sweep = Sweep(asked, clock)
-    with ended_by_ctrl_c(clock):
-        with watched(lambda: clock.left_s <= 0):
+    request = Request.checked(profiles, machine, batch_rows, inference, recompute, pipeline_ranks, copies)
+    deadline = Deadline(time_limit_s, progress)
+    sweep = Sweep(request, deadline)
+    with ended_by_ctrl_c(deadline):
+        with watched(lambda: deadline.left_s <= 0):
             sweep.run()
             search_finalists(sweep)
         best = sweep.best
         if best is None:
-            raise clock.progress_error or _nothing_fits(sweep)
+            raise deadline.progress_error or _nothing_fits(sweep)
         usual = usual_plan(best)
     check(best.plan)
     counts = Counts(sweep.num_layouts, sweep.num_pruned, sweep.num_misfits, sweep.num_left, sweep.num_plans)
     found = sorted(sweep.found.values(), key=lambda found: found.key)
-    return Answer(asked, tuple(found), usual, counts, sweep.bound_us, clock.elapsed_s, clock.stopped_by, clock.ran_out)
+    return Answer(
+        request, tuple(found), usual, counts, sweep.bound_us, deadline.elapsed_s, deadline.stopped_by, deadline.ran_out
+    )
 
 
 def usual_plan(best: Found) -> Found | Misfit | None:
-    """1F1B on equal layers, one stage a rank, with the ranks, replicas and micro-batches of the best plan."""
-    asked, layout = best.candidate.asked, replace(best.candidate.layout, shape="chain", stages_a_rank=1)
-    if asked.inference:
+    """1F1B on equal layers, one stage per rank, with the ranks, replicas and micro-batches of the best plan."""
+    request, layout = best.candidate.request, replace(best.candidate.layout, shape="chain", stages_a_rank=1)
+    if request.inference:
         return None
     layout = replace(layout, recompute="none")
-    boundaries = cuts(best.candidate.layers, layout, asked.machine)[0]
+    boundaries = cuts(best.candidate.layers, layout, request.machine)[0]
     one_f_one_b = next(family for family in families(layout, False) if family.name == "1f1b")
-    return evaluate(Candidate(asked, layout, boundaries), one_f_one_b, math.inf)
+    return evaluate(Candidate(request, layout, boundaries), one_f_one_b, math.inf)
 
 
 def _nothing_fits(sweep: Sweep) -> SearchError:
-    """With the smallest memory that would do, of all that was looked at, and where."""
-    ran_out = sweep.clock.ran_out or sweep.num_left > 0
+    """The error that names the smallest memory that would suffice, of all that was tried, and on which rank."""
+    ran_out = sweep.deadline.ran_out or sweep.num_left > 0
+    elapsed_s = sweep.deadline.elapsed_s
     closest = sweep.closest()
     if closest is None:
         return SearchError(
-            f"found no plan in {sweep.clock.elapsed_s:.0f} s; give more time, or fewer numbers of rows to choose from"
+            f"found no plan in {elapsed_s:.0f} s; give more time, or fewer numbers of rows to choose from"
         )
     candidate, layout = closest.candidate, closest.candidate.layout
     again = len(candidate.recomputed)
     recomputing = "full recomputation" if again == layout.num_stages else f"{again} recomputed stages"
     rows = f"micro-batches of {layout.rows} row{'s' if layout.rows > 1 else ''}"
-    smaller = "smaller micro-batches (--rows), " if min(sweep.asked.profiles) > 1 else ""
-    # What was not looked at may need less.
+    smaller = "smaller micro-batches (--rows), " if min(sweep.request.profiles) > 1 else ""
+    # What was not tried may need less.
     nothing = (
-        f"found nothing that fits in {sweep.clock.elapsed_s:.0f} s, with {sweep.num_left:,} of {sweep.num_layouts:,} "
+        f"found nothing that fits in {elapsed_s:.0f} s, with {sweep.num_left:,} of {sweep.num_layouts:,} "
         f"layouts not looked at: give a longer --time-limit. So far the least"
         if ran_out
         else "found nothing that fits: the least"

@@ -1,4 +1,4 @@
-"""The best candidates once more, their orders searched instead of named."""
+"""The best candidates again, with searched orders in place of named schedules."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from rota.errors import SearchError
-from rota.planning.bounding import placement_bound_us
-from rota.planning.candidates import Candidate
-from rota.planning.evaluating import Found
-from rota.planning.sweeping import Sweep
+from rota.planning.candidate import Candidate
+from rota.planning.evaluation import Found
+from rota.planning.layout_bounds import placement_bound_us
+from rota.planning.sweep import Sweep
 from rota.stopping import ended_by_ctrl_c
 
 _MOST = 3  # finalists
-_SHARE, _MOST_S = 0.05, 3.0  # of the time limit, for each, in nominal seconds of the search
-_WORTH = 0.001  # a candidate whose bound is so near to the best plan's time has nothing to gain
+_SHARE, _MOST_S = 0.05, 3.0  # for each: a share of the time limit, in nominal seconds of the search
+_WORTH = 0.001  # of the best time: a smaller gain is not worth a search
 
 
 def can_search() -> bool:
@@ -23,11 +23,11 @@ def can_search() -> bool:
 
 
 def search_finalists(sweep: Sweep) -> None:
-    """Look for better orders on the best candidates; without the search extra, or time, they stay as they are."""
+    """Search for better orders of the best candidates, if the search extra is installed and time is left."""
     if not can_search():
         return
     for candidate in list(_finalists(sweep)):
-        if not sweep.clock.has(_seconds(sweep)):
+        if not sweep.deadline.has(_seconds(sweep)):
             return
         found = _searched(sweep, candidate)
         if found is not None:
@@ -35,11 +35,11 @@ def search_finalists(sweep: Sweep) -> None:
 
 
 def _seconds(sweep: Sweep) -> float:
-    return min(_SHARE * sweep.clock.seconds, _MOST_S)
+    return min(_SHARE * sweep.deadline.seconds, _MOST_S)
 
 
 def _finalists(sweep: Sweep) -> Iterator[Candidate]:
-    """The fastest ones that may become faster than the best; those that are near to fit where nothing does."""
+    """The fastest that could beat the best plan; if nothing fits, those that nearly do."""
     if sweep.best is None:
         yield from sweep.almost_fitting[:_MOST]
         return
@@ -49,16 +49,18 @@ def _finalists(sweep: Sweep) -> Iterator[Candidate]:
 
 
 def _searched(sweep: Sweep, candidate: Candidate) -> Found | None:
-    """As `rota.find_plan` would, with a fixed amount of work, so that the answer is the same on every run."""
+    """The plan of a search with a fixed amount of work, so that the answer is the same every time."""
     from rota.search.budget import Budget
     from rota.search.finding import compile_once
     from rota.search.portfolio import Portfolio
 
-    layout, clock = candidate.layout, sweep.clock
+    layout, deadline = candidate.layout, sweep.deadline
     best_us = None if sweep.best is None else sweep.best.makespan_us
-    clock.tell(f"searching {layout.num_ranks} ranks x {layout.num_replicas}", sweep.num_plans, best_us, at_once=True)
+    deadline.report(
+        f"searching {layout.num_ranks} ranks x {layout.num_replicas}", sweep.num_plans, best_us, at_once=True
+    )
     compile_once()
-    budget = Budget(_seconds(sweep), deterministic=True, latest_s=clock.left_s)
+    budget = Budget(_seconds(sweep), deterministic=True, latest_s=deadline.left_s)
     try:
         with ended_by_ctrl_c(budget):
             search = Portfolio(candidate.placement, layout.num_microbatches, "makespan", budget, 0, lambda _: None)
@@ -66,7 +68,7 @@ def _searched(sweep: Sweep, candidate: Candidate) -> Found | None:
             result = search.result()
     except SearchError:
         return None  # nothing fits
-    clock.stopped_by = clock.stopped_by or budget.stopped_by
-    clock.ran_out |= budget.elapsed_s >= budget.latest_s
+    deadline.stopped_by = deadline.stopped_by or budget.stopped_by
+    deadline.ran_out |= budget.elapsed_s >= budget.latest_s
     bound_us = max(int(result.bound_us), placement_bound_us(candidate.placement, layout.num_microbatches))
     return Found(candidate, "searched", replace(result.plan, usage=candidate.usage), bound_us)

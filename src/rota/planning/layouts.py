@@ -1,4 +1,4 @@
-"""How a model and a batch may be dealt to a machine: all that is chosen but the order of the ops."""
+"""Layouts: how a model and a batch can be divided among a machine's ranks, before cuts and orders."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rota.planning.machine import Machine
 Shape = Literal["chain", "interleaved", "wave", "bidirectional"]
 Recompute = Literal["none", "all", "all but the last"]
 
-_STAGES_A_RANK = (2, 3, 4, 6, 8)  # besides one; more make transfers, and win little
+_STAGES_A_RANK = (2, 3, 4, 6, 8)  # besides one; more cost transfers and gain little
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`num_replicas` pipelines on `num_ranks` ranks each, with `stages_a_rank` stages on one.
+    """`num_replicas` pipelines on `num_ranks` ranks each, with `stages_a_rank` stages per rank.
 
-    Each pipeline does `num_microbatches` of `rows` rows. `recompute` says which stages do their forwards again.
+    Each pipeline does `num_microbatches` of `rows` rows. `recompute` says which stages recompute their forwards.
     """
 
     num_ranks: int
@@ -35,12 +35,12 @@ class Layout:
 
     @property
     def num_stages(self) -> int:
-        """Of one copy of the model."""
+        """Stages of one copy of the model."""
         return self.num_ranks * self.stages_a_rank
 
     @property
     def ranks(self) -> list[int]:
-        """Of each stage; with two copies of the model, first those of the one."""
+        """The rank of each stage; of two copies of the model, first those of the first."""
         n = self.num_ranks
         down_and_up = [*range(n), *reversed(range(n))]
         if self.shape == "bidirectional":
@@ -51,7 +51,7 @@ class Layout:
 
     @property
     def recomputed(self) -> range:
-        """The stages that `recompute` says."""
+        """The stages that `recompute` names."""
         return range({"none": 0, "all": self.num_stages}.get(self.recompute, self.num_stages - 1))
 
 
@@ -67,9 +67,9 @@ def layouts(
     pipeline_ranks: int | None = None,
     copies: bool = True,
 ) -> Iterator[Layout]:
-    """All that there are, for micro-batches of these rows. Only a chain of stages has more than one on a rank.
+    """All layouts for micro-batches of these rows. Only a chain has several stages per rank.
 
-    Stages are there twice only with `copies`, and where it is known what summing their gradients costs.
+    Stages are on two ranks only with `copies`, and only if the cost of summing their gradients is known.
     """
     for num_ranks in range(1, min(machine.num_ranks, num_layers) + 1):
         if pipeline_ranks not in (None, num_ranks):
@@ -112,21 +112,21 @@ def _recomputes(num_stages: int, recompute: bool) -> Iterator[Recompute]:
 
 
 def is_chain(layers: LayerCosts) -> bool:
-    """Whether what any stage sends goes to the next one alone, wherever the model is cut."""
+    """Whether every stage sends to the next one alone, wherever the model is cut."""
     return all(target == source + 1 for source, target in layers.edges)
 
 
 def cuts(layers: LayerCosts, layout: Layout, machine: Machine) -> list[tuple[int, ...]]:
-    """Boundaries worth a try: equal layers, and the most even ones, within the memory limits too if they can be."""
+    """Cuts to try: equal layers, the best balanced, and the best balanced within the memory limits, if there is one."""
     slowdowns = machine.slowdowns_of(layout.num_ranks, layout.num_replicas)
     limits = machine.cluster(layout.num_ranks, layout.num_replicas).limit_bytes
     num_stages = layout.num_stages
     in_flight = tuple(min(num_stages - stage, layout.num_microbatches) for stage in range(num_stages))  # 1F1B's
     placed = "chain" if layout.shape == "bidirectional" else layout.shape
-    most_even = (layers, layout.num_ranks, layout.stages_a_rank, placed, slowdowns, layout.recomputed)
-    found = [tuple(cutting.uniform(layers.num_layers, num_stages)), _cut(*most_even)]
+    balanced = (layers, layout.num_ranks, layout.stages_a_rank, placed, slowdowns, layout.recomputed)
+    found = [tuple(cutting.uniform(layers.num_layers, num_stages)), _cut(*balanced)]
     if any(limit is not None for limit in limits):
-        found.append(_cut(*most_even, limits, in_flight))
+        found.append(_cut(*balanced, limits, in_flight))
     return list(dict.fromkeys(boundaries for boundaries in found if boundaries))
 
 
@@ -141,7 +141,7 @@ def _cut(
     limits: tuple[int | None, ...] | None = None,
     in_flight: tuple[int, ...] | None = None,
 ) -> tuple[int, ...]:
-    """Nothing where no cut is within the limits."""
+    """The balanced cut's boundaries; empty if no cut is within the limits."""
     try:
         boundaries = cutting.cut(
             layers,

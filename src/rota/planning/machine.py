@@ -1,4 +1,4 @@
-"""What a plan may use: processes, their memory and speed, and what joins them."""
+"""What a plan may use: processes, their memory and speed, and the links between them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,27 @@ from dataclasses import dataclass
 from rota.costs import Cluster, Link, whole
 from rota.errors import PlacementError
 
-_ANY_LINK = Link()  # as fast as you like
-_MOST_RANKS = 100_000  # more than any machine trains one model with; looking at a layout takes a time of them all
+_ANY_LINK = Link()  # infinitely fast
+_MOST_RANKS = 100_000  # more than any machine has; the time to look at a layout grows with them
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`num_ranks` processes; a plan takes some or all of them, numbered as by `rota.mesh`.
+    """The processes that a plan may use some or all of, numbered as by `rota.mesh`.
 
-    Rank r of replica k, of pipelines on p ranks, is process k · p + r. `limit_bytes`: what a process may hold, one
-    number, or one for each (None: no limit). Processes of a node (`ranks_per_node` neighbours; None: all are) are
-    joined by `link`, others by `node_link`; a Cluster for `link` has the links of all pairs, as measured
-    (`rota.profiling.measure_links`), and limits, if it has any. `slowdowns`: by what a process's times are
-    multiplied, none: by 1.
-    Raises PlacementError.
+    Rank r of replica k, of pipelines on p ranks, is process k · p + r.
+
+    Attributes:
+        num_ranks: The number of processes.
+        limit_bytes: What a process may hold: one number, or one per process (None: no limit).
+        link: Joins the processes of a node. A Cluster instead has the links of all pairs, as measured by
+            `rota.profiling.measure_links`, and may have limits.
+        ranks_per_node: Neighbouring processes on one node (None: all are).
+        node_link: Joins processes of different nodes (None: `link` does).
+        slowdowns: What each process's times are multiplied by (empty: 1).
+
+    Raises:
+        PlacementError: For values that make no machine.
     """
 
     num_ranks: int
@@ -47,7 +54,7 @@ class Machine:
         object.__setattr__(self, "slowdowns", tuple(self.slowdowns) or (1.0,) * self.num_ranks)
         for name in ("limit_bytes", "slowdowns"):
             if (count := len(getattr(self, name))) != self.num_ranks:
-                raise PlacementError(f"{name} has {count} entries for {self.num_ranks} ranks; give one a rank")
+                raise PlacementError(f"{name} has {count} entries for {self.num_ranks} ranks; give one per rank")
         for rank, slowdown in enumerate(self.slowdowns):
             if not 0 < slowdown < math.inf:
                 raise PlacementError(f"slowdowns[{rank}] is {slowdown}: give 1 for ordinary speed, 2 for half of it")
@@ -57,7 +64,7 @@ class Machine:
             raise PlacementError("node_link joins nodes: say how many ranks one has, by ranks_per_node")
 
     def _take(self, measured: Cluster) -> None:
-        """What it has of the ranks besides links, too."""
+        """Take a measured cluster's limits. Raises PlacementError where other arguments contradict it."""
         if self.node_link is not None or self.ranks_per_node is not None:
             raise PlacementError("node_link and ranks_per_node are too much: a cluster has the links of all pairs")
         if measured.num_ranks < self.num_ranks:
@@ -71,17 +78,17 @@ class Machine:
 
     @property
     def has_rates(self) -> bool:
-        """Whether it is known what sums over processes cost."""
+        """Whether the cost of sums over processes is known."""
         return isinstance(self.link, Cluster) or self.link.bytes_per_us is not None
 
     @property
     def limits(self) -> tuple[int | None, ...]:
-        """Of each process."""
+        """The limit of each process."""
         assert isinstance(self.limit_bytes, tuple)
         return self.limit_bytes
 
     def between(self, a: int, b: int) -> Link:
-        """From process to process."""
+        """The link from process `a` to process `b`."""
         if isinstance(self.link, Cluster):
             return self.link.link_between(a, b)
         size = self.ranks_per_node
@@ -90,16 +97,16 @@ class Machine:
         return self.node_link
 
     def holders(self, num_ranks: int, num_replicas: int, rank: int) -> range:
-        """The processes that are a pipeline's rank `rank`, one a replica."""
+        """The processes that are rank `rank` of a pipeline, one per replica."""
         return range(rank, num_ranks * num_replicas, num_ranks)
 
     def slowdowns_of(self, num_ranks: int, num_replicas: int) -> tuple[float, ...]:
-        """Of each rank of a pipeline: that of the slowest replica, for which the others wait."""
+        """The slowdown of each rank of a pipeline: that of its slowest replica, for which the others wait."""
         end = num_ranks * num_replicas
         return tuple(max(self.slowdowns[rank:end:num_ranks]) for rank in range(num_ranks))
 
     def cluster(self, num_ranks: int, num_replicas: int) -> Cluster:
-        """A pipeline's ranks: of all replicas the lowest limits and the slowest links."""
+        """The cluster of one pipeline's ranks, with the lowest limits and the slowest links of all replicas."""
         limits = []
         for rank in range(num_ranks):
             there = [self.limits[process] for process in self.holders(num_ranks, num_replicas, rank)]
@@ -116,18 +123,18 @@ class Machine:
 
     @property
     def _are_alike(self) -> bool:
-        """Whether one link joins all."""
+        """Whether one link joins all pairs."""
         return self.node_link is None and not (isinstance(self.link, Cluster) and self.link.links)
 
     def ring(self, processes: Sequence[int]) -> Link:
-        """The slowest link of a ring of these processes, for parts of what they reduce of any size."""
+        """The slowest link of a ring of these processes: its highest latency and its lowest rate."""
         if self._are_alike:
             return self.between(0, 1)
         pairs = zip(processes, [*processes[1:], processes[0]], strict=True)
         return _slowest({self.between(a, b) for a, b in pairs})
 
     def reduce_us(self, num_bytes: int, processes: Sequence[int]) -> int:
-        """An all-reduce of `num_bytes` by these processes, as a ring.
+        """The time of a ring all-reduce of `num_bytes` by these processes.
 
         Each of the n processes sends n - 1 parts of 1/n to sum, and as many again to share, over the slowest link:
         2 (n - 1) (latency + bytes / n / rate).
@@ -139,6 +146,6 @@ class Machine:
 
 
 def _slowest(links: Collection[Link]) -> Link:
-    """The latency of the slowest, and the rate of the slowest."""
+    """A link with the highest latency and the lowest rate of these."""
     rates = [link.bytes_per_us for link in links if link.bytes_per_us is not None]
     return Link(max(link.latency_us for link in links), min(rates, default=None))

@@ -1,12 +1,14 @@
-"""MODEL.py: how a user's model, batches, loss and optimizer reach `rota profile` and `rota autoplan`."""
+"""The user's Python files: MODEL.py of `rota profile` and `rota autoplan`, and FILE.py:FUNCTION of `rota export`."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -15,11 +17,12 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from rota import reading
 from rota.errors import FormatError
 from rota.profiles import Profile
 from rota.profiling import profile_model
 from rota.profiling.optimizers import MakeOptimizer
-from rota.profiling.rounds import LossFn
+from rota.profiling.stage_run import LossFn
 from rota.runtime.gradients.forward_backward import over_tensors
 
 _REAL = ("cpu", "cuda")  # devices that compute
@@ -51,11 +54,11 @@ class ModelFile:
 
 
 def load_model_file(path: str) -> ModelFile:
-    """Run the file, as `python path` would but under another name. Raises FormatError for what it lacks."""
+    """Run the file, as `python path` would, but under another name. Raises FormatError for what it lacks."""
     module = _module(path)
     for name in ("make_model", "make_batch", "loss_fn"):
         if not callable(getattr(module, name, None)):
-            raise FormatError(f"{path} defines no function {name}; it needs such as:\n{EXAMPLE}")
+            raise FormatError(f"{path} defines no function {name}; it needs:\n{EXAMPLE}")
     optimizer = getattr(module, "make_optimizer", None)
     return ModelFile(path, module.make_model, module.make_batch, module.loss_fn, optimizer)
 
@@ -67,13 +70,11 @@ def _module(path: str) -> ModuleType:
         raise FormatError(f"{path} is no Python file; give one that ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where the sources of its classes are looked up
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # as `python path` has it
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise FormatError(f"{path} cannot be run: {_told(error, path)}") from error
-    finally:
-        sys.path.pop(0)
+    with _importing_beside(path):
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            raise FormatError(f"{path} cannot be run: {_with_line(error, path)}") from error
     return module
 
 
@@ -87,9 +88,10 @@ def profile_file(
     cache: str | Path | None = None,
     refresh: bool = False,
 ) -> Profile:
-    """The layers of its model for micro-batches of `rows` rows: measured on "cpu" (default) or "cuda", else estimated.
+    """Costs of the model's layers for micro-batches of `rows` rows: measured on "cpu" (default) or "cuda",
+    else estimated.
 
-    For an estimate the model is made on the meta device, where it takes no memory.
+    For an estimate the model is made on the meta device, where it needs no memory.
     """
     measured = device is None or device in _REAL
     with torch.device("meta" if not measured else device or "cpu"):
@@ -123,10 +125,62 @@ def _made(file: ModelFile, what: str, make: Callable[[], Any]) -> Any:
     try:
         return make()
     except Exception as error:
-        raise FormatError(f"{file.path}: {what} failed: {_told(error, file.path)}") from error
+        raise FormatError(f"{file.path}: {what} failed: {_with_line(error, file.path)}") from error
 
 
-def _told(error: Exception, path: str) -> str:
-    """With the line of the file at `path` that it comes from."""
+def _with_line(error: Exception, path: str) -> str:
+    """The error with the line of the file at `path` that raised it."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")
+
+
+def load_model_shape(spec: str) -> nn.Module:
+    """The model that `spec`, FILE.py:FUNCTION, makes on the meta device, where weights need no memory.
+
+    The file is run as `python FILE.py` would run it: it can import what is beside it. Where the function needs
+    numbers, the weights are made after all, with a note on standard error. Raises FormatError where there is no such
+    function, or where it fails or returns no module.
+    """
+    path, colon, name = spec.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        raise FormatError(f"--model {spec}: give FILE.py:FUNCTION, such as model.py:make_model")
+    reading.read_text(path)
+    with _importing_beside(path):
+        try:
+            found = runpy.run_path(path, run_name="rota_model")
+        except Exception as error:
+            raise FormatError(f"--model {spec}: running {path} raised {_one_line(error)}") from error
+        make = found.get(name)
+        if not callable(make):
+            raise FormatError(f"--model {spec}: {path} has no function {name!r}; define it, or name another")
+        try:
+            model = _made_on_meta(make, name)
+        except Exception as error:
+            raise FormatError(f"--model {spec}: {name}() raised {_one_line(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise FormatError(f"--model {spec}: {name}() returned a {type(model).__name__}; return an nn.Module")
+    return model
+
+
+def _made_on_meta(make: Callable[[], object], name: str) -> object:
+    try:
+        with torch.device("meta"):
+            return make()
+    except RuntimeError as error:  # such as by asking a tensor without numbers for one
+        print(f"{name}() makes its weights, as on the meta device it raised {_one_line(error)}", file=sys.stderr)
+    return make()
+
+
+@contextmanager
+def _importing_beside(path: str) -> Iterator[None]:
+    """Modules beside the file at `path` can be imported, as with `python path`."""
+    folder = os.path.dirname(os.path.abspath(path))
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,22 +1,22 @@
-"""Why one plan is slower than another: the parts of a step, side by side."""
+"""Why one plan is slower than another: the parts of their steps, side by side."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from rota.planning.evaluating import Found
+from rota.planning.evaluation import Found
 from rota.tasks import Kind
 from rota.units import count_text, time_text
 
-_SAME = 0.001  # of a step: not worth a reason
-_ALSO = 0.3  # of the difference: worth a second reason
+_SAME = 0.001  # of a step: a smaller difference needs no reason
+_ALSO = 0.3  # of the difference: a part as large as this is a reason too
 
 
-class Parts(NamedTuple):
-    """Of a step, on the mean rank, in µs; they add up to the makespan.
+class StepParts(NamedTuple):
+    """The parts of a step on the mean rank, in µs; they add up to the makespan.
 
-    Forwards and backwards; forwards done again; waiting for other ranks; and what follows the last op of all. The
+    Forwards and backwards; recomputed forwards; waiting for other ranks; and what follows the last op of all ranks. The
     bubble, all idle time, is the last two.
     """
 
@@ -26,7 +26,8 @@ class Parts(NamedTuple):
     ending_us: float
 
 
-def parts_of(found: Found) -> Parts:
+def parts_of(found: Found) -> StepParts:
+    """Divide a plan's step into its parts."""
     timeline, ranks = found.timeline, found.plan.num_ranks
     last_us = max((ends[-1] for ends in timeline.ends_us if ends), default=0)
     again = sum(
@@ -35,7 +36,7 @@ def parts_of(found: Found) -> Parts:
         if task.kind is Kind.R
     )
     busy = sum(timeline.busy_us)
-    return Parts((busy - again) / ranks, again / ranks, last_us - busy / ranks, timeline.makespan_us - last_us)
+    return StepParts((busy - again) / ranks, again / ranks, last_us - busy / ranks, timeline.makespan_us - last_us)
 
 
 def _count(found: Found) -> int:
@@ -43,18 +44,18 @@ def _count(found: Found) -> int:
 
 
 def why_slower(found: Found, best: Found) -> str:
-    """What takes longer than in the best plan, largest first."""
+    """What takes longer than in the best plan, the largest part first."""
     slower_us = found.makespan_us - best.makespan_us
     if slower_us <= _SAME * best.makespan_us:
         more = found.peak_bytes > best.peak_bytes
         return "as fast" + (", but holds more" if more else ", on as many ranks or more")
     mine, theirs = parts_of(found), parts_of(best)
     more_us = [a - b for a, b in zip(mine, theirs, strict=True)]
-    told = [_compute, _again, _waiting, _ending]
+    texts = [_compute, _again, _waiting, _ending]
     order = sorted(range(4), key=lambda part: -more_us[part])
-    reasons = [told[part](found, best) for part in order if more_us[part] >= _ALSO * slower_us]
+    reasons = [texts[part](found, best) for part in order if more_us[part] >= _ALSO * slower_us]
     slower = f"{slower_us / best.makespan_us:+.1%}: "
-    return slower + "; ".join(reasons or [told[order[0]](found, best)])
+    return slower + "; ".join(reasons or [texts[order[0]](found, best)])
 
 
 def _compute(found: Found, best: Found) -> str:
@@ -77,13 +78,13 @@ def _again(found: Found, best: Found) -> str:
 
 def _waiting(found: Found, best: Found) -> str:
     mine, theirs = parts_of(found).waiting_us, parts_of(best).waiting_us
-    told = f"waits {mine / found.makespan_us:.1%} of its step, not {theirs / best.makespan_us:.1%}"
+    text = f"waits {mine / found.makespan_us:.1%} of its step, not {theirs / best.makespan_us:.1%}"
     causes = list(_causes(found, best))
-    return f"{told}: {', '.join(causes)}" if causes else told
+    return f"{text}: {', '.join(causes)}" if causes else text
 
 
 def _causes(found: Found, best: Found) -> Iterator[str]:
-    """Of waiting longer."""
+    """Causes of waiting longer."""
     mine, theirs = found.candidate.layout, best.candidate.layout
     if mine.num_microbatches < theirs.num_microbatches:
         yield f"fewer micro-batches ({mine.num_microbatches}, not {theirs.num_microbatches})"
@@ -101,7 +102,7 @@ def _causes(found: Found, best: Found) -> Iterator[str]:
 
 
 def _unevenness(found: Found) -> float:
-    """By how much the busiest rank works longer than the mean."""
+    """By what share the busiest rank works longer than the mean."""
     busy = found.timeline.busy_us
     return max(busy) * len(busy) / max(sum(busy), 1) - 1
 

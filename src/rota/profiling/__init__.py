@@ -1,9 +1,9 @@
 """Costs of a model's layers, its stages and links between processes, measured where the model will run."""
 
 from rota.profiling.devices import DEVICES, DeviceModel
+from rota.profiling.layer_profile import profile_layers, profile_model
 from rota.profiling.links import measure_link, measure_links
-from rota.profiling.measuring import profile, profile_here
-from rota.profiling.profiles import profile_layers, profile_model
+from rota.profiling.stage_profile import profile, profile_here
 
 __all__ = [
     "DEVICES",

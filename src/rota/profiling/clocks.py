@@ -1,4 +1,4 @@
-"""How long the parts of a run take: by the wall clock, or by events where they run on a GPU."""
+"""Measures the parts of a run: by the wall clock, or by events on a GPU."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import NamedTuple, Protocol, TypeAlias, final
 
 import torch
 
-#: A run of some parts; it calls what it is given before the first part, between them, and after the last.
+#: Runs some parts; it calls its argument before the first part, between parts, and after the last.
 Run: TypeAlias = Callable[[Callable[[], None]], None]
 
 
 class Clock(Protocol):
-    """Takes the time between marks."""
+    """Measures the time between marks."""
 
     def mark(self) -> None:
-        """One part ends here, and the next begins."""
+        """One part ends here and the next begins."""
 
     def laps_ns(self) -> list[float]:
-        """The times between the marks so far, which are forgotten."""
+        """The times between the marks so far; clears the marks."""
 
 
 @final
 class WallClock:
-    """For what is done when it returns."""
+    """For work that is done when its call returns."""
 
     def __init__(self) -> None:
         self._marks: list[int] = []
@@ -42,7 +42,7 @@ class WallClock:
 
 @final
 class CudaClock:
-    """For kernels on the current CUDA stream: the time on the device, whatever the process does meanwhile."""
+    """For kernels on the current CUDA stream: time on the device, whatever the process does meanwhile."""
 
     def __init__(self) -> None:
         self._marks: list[torch.cuda.Event] = []
@@ -60,17 +60,17 @@ class CudaClock:
 
 
 class Laps(NamedTuple):
-    """The median time of each part, and how far apart a whole run's times were, as a part of their median."""
+    """The median time of each part, and the interquartile range of whole runs as a share of their median."""
 
     us: list[float]
     spread: float
 
 
 def timed(run: Run, clock: Clock, repeats: int, least_ns: int, together: bool) -> Laps:
-    """Of `repeats` measurements after a warm-up, each of as many runs as take `least_ns`.
+    """Measure `repeats` times after a warm-up, each time as many runs as take `least_ns`.
 
-    The runs of a measurement count `together`, with all that comes between them, such as other processes on the core;
-    or each alone, so that what comes in between is in few of them, and not in the median.
+    The runs of a measurement count `together`, with all interruptions, such as other processes on the core; or each
+    alone, so that interruptions are in few of them and not in the median.
     """
     run(clock.mark)
     clock.laps_ns()

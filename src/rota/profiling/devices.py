@@ -1,11 +1,11 @@
-"""Devices by name: how fast each can be, by its maker's figures, and how much of that a model gets.
+"""Devices by name: their peak speed by the maker's data sheet, and how much of it a model reaches.
 
-The figures are those of the makers' data sheets: dense peaks (no sparsity), with the matrix units where the dtype has
-them by default, and the bandwidth of the device's own memory.
+The figures are dense peaks (no sparsity), with the matrix units where the dtype uses them by default, and the bandwidth
+of the device's own memory.
 
 The two efficiencies are judgements, not data: large matrix multiplications reach some 60 to 75 % of the peak on these
-devices, and element-wise kernels some 80 % of the bandwidth. What is estimated by them is good for choosing
-between cuts and schedules; measure on the device itself where you can.
+devices, and element-wise kernels some 80 % of the bandwidth. Such estimates are good enough to choose between cuts and
+schedules; measure on the device itself if you can.
 """
 
 from __future__ import annotations
@@ -23,9 +23,16 @@ from rota.errors import PipelineError
 @final
 @dataclass(frozen=True, slots=True)
 class DeviceModel:
-    """Peak `flops_per_s` by dtype, `tf32` among them where float32 may be rounded; `bytes_per_s` of its memory.
+    """One kind of device.
 
-    No operation takes less than `least_op_us`: a kernel has to be started.
+    Attributes:
+        name: What `device=` and `--device` take.
+        flops_per_s: Peak by dtype, with `tf32` where float32 may be rounded.
+        bytes_per_s: Bandwidth of its memory.
+        is_gpu: Whether it runs kernels, such as fused attention, that only GPUs have.
+        compute_efficiency: Share of the peak that operations reach.
+        memory_efficiency: Share of the bandwidth that operations reach.
+        least_op_us: The time to start a kernel: no operation takes less.
     """
 
     name: str
@@ -37,7 +44,7 @@ class DeviceModel:
     least_op_us: float = 4.0
 
     def op_us(self, num_flops: int, num_bytes: int, dtype: torch.dtype) -> float:
-        """The roofline: an operation is as slow as what it computes, or what it moves, or its start."""
+        """The roofline: the longest of the times to compute, to move bytes, and to start a kernel."""
         compute_us = 1e6 * num_flops / (self._rate(dtype) * self.compute_efficiency)
         return max(compute_us, 1e6 * num_bytes / (self.bytes_per_s * self.memory_efficiency), self.least_op_us)
 

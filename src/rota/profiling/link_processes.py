@@ -1,4 +1,4 @@
-"""Links between processes that are started for it, on this machine; or between those that a launcher has started.
+"""Measures links between processes that it starts on this machine, or between those that a launcher started.
 
 python -m rota.profiling.link_processes FOLDER
 """
@@ -32,7 +32,7 @@ def is_launched() -> bool:
 
 
 def links_of_launched() -> Cluster | None:
-    """Of the launcher's processes, on the first of them; None on the others."""
+    """The links of the launcher's processes, on the first of them; None on the others."""
     owns = join()
     try:
         cluster = measure_links()
@@ -43,7 +43,7 @@ def links_of_launched() -> Cluster | None:
 
 
 def links_of_started(num_processes: int) -> Cluster:
-    """Of `num_processes` on this machine, by Gloo. Raises PipelineError."""
+    """The links of `num_processes` new processes on this machine, over Gloo. Raises PipelineError."""
     if num_processes < 2:
         raise PipelineError(f"num_processes is {num_processes}: a link needs 2")
     with run_folder("rota-links-") as folder, Requests() as requests, Ranks(folder, requests) as ranks:

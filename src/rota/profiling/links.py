@@ -17,26 +17,40 @@ _BIG_BYTES = 4_000_000
 
 
 def measure_link(sender: int, receiver: int, repeats: int = 7) -> Link:
-    """The link between two processes of the default group, with nothing else on it. Collective; the same on all.
+    """Measure the link between two processes of the default group while nothing else uses it. Collective.
 
-    Latency is half of a one-byte message's way there and back, the rate that of 4 MB; the fastest of `repeats` counts,
-    as whatever else goes on only makes them slower.
+    Args:
+        sender: One process.
+        receiver: The other.
+        repeats: Round trips of which the fastest counts, as other load only makes them slower.
+
+    Returns:
+        The same link on all processes: half of a one-byte message's round trip as latency, and the rate of 4 MB.
+
+    Raises:
+        PipelineError: Where these are not two processes of the group.
     """
     size, mine = dist.get_world_size(), dist.get_rank()
     if sender == receiver or not {sender, receiver} <= {*range(size)}:
         raise PipelineError(f"no link from process {sender} to {receiver}; give two different ones of 0 to {size - 1}")
-    told = None
+    found = None
     if mine in (sender, receiver):
-        told = _measured(receiver if mine == sender else sender, mine == sender, repeats)
-    with _telling_group() as group:
-        return Link(*broadcast_json(_fields(told) if told else None, sender, group))
+        found = _measured(receiver if mine == sender else sender, mine == sender, repeats)
+    with _cpu_group() as group:
+        return Link(*broadcast_json(_fields(found) if found else None, sender, group))
 
 
 def measure_links(repeats: int = 7) -> Cluster:
-    """All pairs of the default group as a cluster without memory limits. Collective; the same on all processes.
+    """Measure the links between all pairs of processes of the default group. Collective.
 
-    Measured in rounds in which every process has one peer: pairs of a round are on the wire at once, as in a run, and
-    share what they share there. A pair's two directions are taken for equal. `link` is the one in the middle.
+    In each round every process has one peer: the pairs of a round use the wires at once, as in a run. The two
+    directions of a pair count as equal.
+
+    Args:
+        repeats: Round trips per pair, of which the fastest counts.
+
+    Returns:
+        The same cluster on all processes, without memory limits; its `link` is the median one.
     """
     size, mine = dist.get_world_size(), dist.get_rank()
     found: dict[int, Link] = {}
@@ -45,9 +59,9 @@ def measure_links(repeats: int = 7) -> Cluster:
         for a, b in pairs:
             if mine in (a, b):
                 found[a + b - mine] = _measured(a + b - mine, mine == a, repeats)
-    with _telling_group() as group:
-        told = all_gather_json({str(peer): _fields(link) for peer, link in found.items()}, group)
-    links = {(a, b): Link(*told[a][str(b)]) for pairs in rounds(size) for a, b in pairs}
+    with _cpu_group() as group:
+        gathered = all_gather_json({str(peer): _fields(link) for peer, link in found.items()}, group)
+    links = {(a, b): Link(*gathered[a][str(b)]) for pairs in rounds(size) for a, b in pairs}
     return cluster_of(size, links)
 
 
@@ -56,8 +70,8 @@ def _fields(link: Link) -> tuple[int, int | None]:
 
 
 @contextmanager
-def _telling_group() -> Iterator[dist.ProcessGroup | None]:
-    """A group for values on the CPU: the default one, unless it is NCCL's."""
+def _cpu_group() -> Iterator[dist.ProcessGroup | None]:
+    """A group for values on the CPU: the default one, unless that is NCCL's."""
     group = dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else None
     try:
         yield group
@@ -67,8 +81,8 @@ def _telling_group() -> Iterator[dist.ProcessGroup | None]:
 
 
 def rounds(size: int) -> Iterator[list[tuple[int, int]]]:
-    """Each pair of `size` processes once, none of them twice in a round (a round-robin tournament)."""
-    circle = [*range(size + size % 2)]  # with a place that is nobody's, where they are odd
+    """Every pair of `size` processes once, no process twice in a round (a round-robin tournament)."""
+    circle = [*range(size + size % 2)]  # with an empty place if their number is odd
     for _ in range(len(circle) - 1):
         half = len(circle) // 2
         pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
@@ -77,7 +91,7 @@ def rounds(size: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def cluster_of(size: int, links: dict[tuple[int, int], Link]) -> Cluster:
-    """The middle one as the link of all pairs, and those that differ one by one, in both directions."""
+    """The median link for all pairs, and those that differ from it one by one, in both directions."""
     ordered = sorted(links.values(), key=lambda link: link.transfer_us(_BIG_BYTES))
     middle = ordered[len(ordered) // 2] if ordered else Link()
     others = ((*pair, link) for (a, b), link in sorted(links.items()) if link != middle for pair in ((a, b), (b, a)))
@@ -90,7 +104,7 @@ def _measured(peer: int, starts: bool, repeats: int) -> Link:
 
 
 def link_of(small_us: float, big_us: float, big_bytes: int = _BIG_BYTES) -> Link:
-    """The link on which one byte takes `small_us`, and `big_bytes` take `big_us`."""
+    """The link on which one byte takes `small_us` and `big_bytes` take `big_us`."""
     return Link(round(small_us), max(round(big_bytes / max(big_us - small_us, 1)), 1))
 
 

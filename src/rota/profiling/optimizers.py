@@ -1,4 +1,4 @@
-"""What an optimizer keeps and takes, learned from real steps of it."""
+"""The memory and time of an optimizer, learned from real steps."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class OptimizerCosts(NamedTuple):
-    """`bytes_of` the state, by position among the module's parameters; `us` of a step."""
+    """`bytes_of`: the state's bytes per parameter of the module; `us`: the time of a step."""
 
     bytes_of: list[int]
     us: float
 
 
 def optimizer_costs(module: nn.Module, make: MakeOptimizer | None, measure: Callable[[Run], Laps]) -> OptimizerCosts:
-    """Of an optimizer over the module's trainable parameters, which it changes; nothing without one.
+    """Costs of an optimizer of the module's trainable parameters, which it changes; zeros without one.
 
-    `measure` takes a step's time.
+    `measure` measures a step's time.
     """
     parameters = [*module.parameters()]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -34,7 +34,7 @@ def optimizer_costs(module: nn.Module, make: MakeOptimizer | None, measure: Call
     for parameter in trained:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # it makes its state in its first one
+    optimizer.step()  # the first step makes its state
 
     def run(mark: Callable[[], None]) -> None:
         mark()

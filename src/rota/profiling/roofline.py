@@ -1,4 +1,4 @@
-"""Times of a model without numbers (on the meta device), from what each operation computes and moves on a device."""
+"""Estimates the times of a model on the meta device from what each operation computes and moves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SAME_FLOPS = {
 
 @final
 class Roofline(TorchDispatchMode):
-    """A clock that runs on by what the operations take that it sees while it is entered."""
+    """A clock that advances by the estimated time of each operation inside it."""
 
     def __init__(self, device: DeviceModel) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -60,16 +60,16 @@ class Roofline(TorchDispatchMode):
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
-    """What a kernel reads or writes of it: the same element of an expanded tensor once."""
+    """Bytes of a tensor that a kernel reads or writes: an expanded element counts once."""
     numbers = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
     return int(torch.Size(numbers).numel()) * tensor.element_size() if tensor.numel() else 0
 
 
 @final
 class Kernels(TorchFunctionMode):
-    """Takes the kernels that PyTorch takes on the device itself, where the meta device would take others.
+    """Chooses the kernels that PyTorch uses on the device itself, where the meta device would use others.
 
-    Attention in one kernel, which keeps no matrix of weights; on GPUs dropout that keeps a byte an element.
+    Attention in one kernel, which keeps no matrix of weights; on GPUs dropout that keeps one byte per element.
     """
 
     def __init__(self, device: DeviceModel) -> None:
@@ -99,7 +99,7 @@ class Kernels(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
-        """None where no such kernel takes these."""
+        """Attention in one kernel; None where no such kernel takes these arguments."""
         plain = query.dim() == 4 and query.shape[-1] == value.shape[-1] and not enable_gqa
         if not plain or (attn_mask is not None and attn_mask.requires_grad):
             return None

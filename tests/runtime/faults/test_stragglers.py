@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rota import Cluster, Costs, FormatError, Plan, place
-from rota.cli import commands
+from rota.cli.commands.run import _report_end
 from rota.runtime.faults.stragglers import Straggler, stragglers
 from rota.runtime.launcher_files import collect, leave_record
 from rota.runtime.launching.launch import Run
@@ -98,8 +98,8 @@ def test_a_record_is_checked(
 
 def test_the_command_tells_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     slow = [Straggler(2, 1.31, 1.0, 18, 20)]
-    assert commands._told_how_it_went(Run(None, slow, None), "t.json") == 0
+    assert _report_end(Run(None, slow, None), "t.json") == 0
     assert "plan with measured costs: rota calibrate t.json -o better.json" in capsys.readouterr().err
-    assert commands._told_how_it_went(Run(None, slow, signal.SIGUSR1), None) == 0
+    assert _report_end(Run(None, slow, signal.SIGUSR1), None) == 0
     assert "measure by --timeline measured.json, and plan with" in capsys.readouterr().err
-    assert commands._told_how_it_went(Run(None, [], signal.SIGTERM), None) == 143
+    assert _report_end(Run(None, [], signal.SIGTERM), None) == 143

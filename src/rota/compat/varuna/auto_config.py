@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from rota.checking import check
-from rota.compat.varuna.cutting import stage_costs
+from rota.compat.varuna.cutting import plan_of, stage_costs
 from rota.compat.varuna.profiler import Profile
-from rota.compat.varuna.schedule import plan_of
 from rota.costs import Cluster, Costs
 from rota.errors import PlanError, SearchError
 from rota.simulation import simulate
@@ -23,12 +22,23 @@ class _Choice(NamedTuple):
 
 @final
 class AutoConfig:
-    """The fastest use of `num_gpus` ranks, `gpus_per_vm` of them on a node, for steps of `batch_size` examples.
+    """The fastest numbers of stages and micro-batch sizes, by simulating Varuna's schedule.
 
-    For each number of stages there are as many replicas as fit, and divide the batch. Pieces are cut as `Varuna(…,
-    costs=…)` cuts them. `gpu_memory_capacity` is in bytes, None for no limit. `num_pstages`: how many pieces the
-    profile must be of. `verbose` prints what is tried. Raises SearchError where nothing fits, FormatError for
-    a profile that is not one.
+    For each number of stages there are as many replicas as fit and divide the batch. Pieces are cut as by `Varuna(…,
+    costs=…)`.
+
+    Args:
+        num_gpus: Ranks in all.
+        gpus_per_vm: Ranks per node.
+        batch_size: Examples of a step, over all replicas.
+        num_pstages: How many pieces the profile must have; None: any number.
+        profile_folder: Where `Profiler` wrote.
+        gpu_memory_capacity: Bytes per rank; None: no limit.
+        verbose: Whether to print what is tried.
+
+    Raises:
+        SearchError: For numbers that make no sense, and in `get_min` where nothing fits.
+        FormatError: For a profile that cannot be read.
     """
 
     def __init__(
@@ -60,7 +70,7 @@ class AutoConfig:
         """(number of stages, micro-batch size, seconds of a step) of the fastest."""
         if not self._found:
             raise SearchError(
-                f"nothing fits into {self._limit_bytes} bytes a rank; profile smaller micro-batches, or add ranks"
+                f"nothing fits into {self._limit_bytes} bytes per rank; profile smaller micro-batches, or add ranks"
             )
         depth = min(self._found, key=lambda depth: (self._found[depth].step_us, depth))
         return depth, self._found[depth].chunk_size, self.batch_times[depth]
@@ -77,8 +87,10 @@ class AutoConfig:
             if step_us is not None:
                 choices.append(_Choice(step_us, size))
             if self._verbose:
-                told = "does not fit" if step_us is None else f"{step_us / 1e6:g} s"
-                print(f"{num_stages} stages x {self.num_replicas(num_stages)} replicas, {size} a micro-batch: {told}")
+                result = "does not fit" if step_us is None else f"{step_us / 1e6:g} s"
+                print(
+                    f"{num_stages} stages x {self.num_replicas(num_stages)} replicas, {size} per micro-batch: {result}"
+                )
         return min(choices, default=None)
 
     def _step_us(self, costs: Costs, num_stages: int, chunk_size: int) -> int | None:

@@ -1,4 +1,4 @@
-"""A model cut at its CutPoints into Varuna's stages, each with its own weights and one activation to hand on."""
+"""A model cut at its CutPoints into Varuna's stages, each with its own weights and one output; and their plan."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from rota.costs import Costs
+from rota.costs import Cluster, Costs
 from rota.cutting import balanced, merge
 from rota.errors import SplitError
 from rota.models import CutPoint, Stages, split
 from rota.models.cutpoint import find_cut_points
 from rota.models.randomness import random_state_kept
+from rota.placing import place
+from rota.plan import Plan
+from rota.schedules import varuna
 
 _SHARE = "register a Parameter of its own for each side and give shared_weights=[(one name, the other)]"
 
@@ -23,9 +26,10 @@ _SHARE = "register a Parameter of its own for each side and give shared_weights=
 def cut(
     model: nn.Module, num_stages: int, shared_weights: Collection[tuple[str, str]], cuts: list[int] | None
 ) -> Stages:
-    """Raises SplitError, also where stages share a weight that is not in `shared_weights`, or hand on past each other.
+    """Cut at the CutPoints with the numbers `cuts`, in call order; None: evenly.
 
-    `cuts`: the numbers of the CutPoints, in call order; None for an even cut.
+    Raises SplitError, also where stages share a weight that is not in `shared_weights`, or where a stage reads the
+    output of one that is not its neighbour.
     """
     stages = split(model, num_stages, cuts)
     share(model, shared_weights, stages.modules)  # a trace of shared ones would know one name alone
@@ -39,7 +43,7 @@ def cut(
         if edge.target != edge.source + 1:
             raise SplitError(
                 f"stage {edge.target} uses what stage {edge.source} makes, past the stages between; let it go through "
-                f"the CutPoints, make it anew, or cut elsewhere"
+                f"the CutPoints, compute it again, or cut elsewhere"
             )
     return stages
 
@@ -74,7 +78,7 @@ def boundaries(costs: Costs, num_stages: int) -> list[int]:
 
 
 def stage_costs(costs: Costs, num_stages: int) -> Costs:
-    """Of the stages that these pieces are cut into; all but the last recompute, from what they received."""
+    """Costs of the stages that these pieces are cut into; all but the last recompute, from what they received."""
     merged = merge(costs, boundaries(costs, num_stages))
     crossing = merged.boundary_bytes
     received = (0, *((crossing,) * (num_stages - 1) if isinstance(crossing, int) else crossing))
@@ -91,8 +95,15 @@ def stage_costs(costs: Costs, num_stages: int) -> Costs:
     )
 
 
+def plan_of(num_stages: int, num_microbatches: int, costs: Costs | None = None, cluster: Cluster | None = None) -> Plan:
+    """Varuna's schedule as a plan: the same order for all costs; None: its own ticks, 1 for F and R, 2 for B."""
+    if costs is None:
+        costs = Costs.uniform(num_stages, 1, 2, recompute_us=(*(1,) * (num_stages - 1), None))
+    return varuna(place(costs, cluster or Cluster.uniform(num_stages)), num_microbatches)
+
+
 def share(model: nn.Module, pairs: Collection[tuple[str, str]], stages: Iterable[nn.Module] = ()) -> None:
-    """Make the weights of each pair of names one, with the first one's value, in the model and its stages.
+    """Make each pair of named weights one parameter, with the first one's value, in the model and its stages.
 
     Raises SplitError.
     """
@@ -102,8 +113,9 @@ def share(model: nn.Module, pairs: Collection[tuple[str, str]], stages: Iterable
             raise SplitError(f"shared_weights has {pair!r}; give pairs of parameter names")
         kept, dropped = (_parameter(model, name) for name in pair)
         if (kept.shape, kept.dtype) != (dropped.shape, dropped.dtype):
-            told = " and ".join(f"{n!r} is {[*p.shape]}, {p.dtype}" for n, p in zip(pair, (kept, dropped), strict=True))
-            raise SplitError(f"{told}, so they cannot be shared; make them alike")
+            both = zip(pair, (kept, dropped), strict=True)
+            sizes = " and ".join(f"{name!r} is {[*p.shape]}, {p.dtype}" for name, p in both)
+            raise SplitError(f"{sizes}, so they cannot be shared; make them alike")
         for module in everywhere:
             for name, parameter in module._parameters.items():
                 if parameter is dropped:
@@ -121,9 +133,9 @@ def _parameter(model: nn.Module, name: str) -> nn.Parameter:
 
 @torch.no_grad()
 def dry_run(model: nn.Module, inputs: Mapping[str, Any], num_examples: int) -> int:
-    """One forward, which leaves the model as it was, to see what goes into its CutPoints: how many it calls.
+    """Run one forward to look at what CutPoints are given; returns how many it calls. The model stays as it was.
 
-    Raises SplitError where that is not one tensor, once, with the examples along dim 0.
+    Raises SplitError where a CutPoint gets anything but one tensor, once, with the examples along dim 0.
     """
     names = find_cut_points(model)
     called: set[CutPoint] = set()

@@ -16,7 +16,7 @@ from torch import nn
 from rota import reading
 from rota.compat.varuna.cutting import dry_run
 from rota.compat.varuna.inputs import GetBatch, num_rows, sample_of
-from rota.compat.varuna.precision import MixedPrecision
+from rota.compat.varuna.mixed_precision import MixedPrecision
 from rota.costs import Costs, Link
 from rota.errors import FormatError, PipelineError, PlacementError
 from rota.models import split
@@ -28,7 +28,7 @@ _REPEATS = 5
 
 
 class Profile(NamedTuple):
-    """`costs[size]`: of all pieces at that micro-batch size. Links within a node, and between nodes.
+    """`costs[size]`: of all pieces at that micro-batch size; `link` within a node, `long_link` between nodes.
 
     `reduced_bytes`: of each piece's gradients, which replicas average.
     """
@@ -44,8 +44,8 @@ class Profile(NamedTuple):
         for size, costs in self.costs.items():
             write_text(folder / f"compute-profile-{size}.json", costs.to_json())
         links = {"link": self.link, "long_link": self.long_link}
-        told = {name: [link.latency_us, link.bytes_per_us] for name, link in links.items()}
-        text = reading.dump("communication", {**told, "reduced_bytes": list(self.reduced_bytes)})
+        fields = {name: [link.latency_us, link.bytes_per_us] for name, link in links.items()}
+        text = reading.dump("communication", {**fields, "reduced_bytes": list(self.reduced_bytes)})
         write_text(folder / "comm-profile.json", text)
 
     @classmethod
@@ -57,7 +57,7 @@ class Profile(NamedTuple):
         if not costs:
             raise FormatError(f"no profile in {folder}; make one by Profiler(…, out_folder=…).profile_all(sizes)")
         if not (path := folder / "comm-profile.json").exists():
-            raise FormatError(f"the profile in {folder} is not whole: there is no {path.name}; make it anew")
+            raise FormatError(f"the profile in {folder} is not whole: there is no {path.name}; profile again")
         links = _read(path, _links)
         return cls(dict(sorted(costs.items())), *links)
 
@@ -70,12 +70,12 @@ def _read(path: Path, parse: Callable[[str], _Read]) -> _Read:
     try:
         return parse(text)
     except (FormatError, PlacementError) as error:
-        raise FormatError(f"{path}: {error}; make the profile anew") from None
+        raise FormatError(f"{path}: {error}; profile again") from None
 
 
 def _links(text: str) -> tuple[tuple[int, ...], Link, Link]:
-    told = reading.parse(text, "communication")
-    return told["reduced_bytes"].integers(0), _link(told["link"]), _link(told["long_link"])
+    fields = reading.parse(text, "communication")
+    return fields["reduced_bytes"].integers(0), _link(fields["link"]), _link(fields["long_link"])
 
 
 def _link(field: reading.Field) -> Link:
@@ -86,11 +86,19 @@ def _link(field: reading.Field) -> Link:
 
 @final
 class Profiler:
-    """Of `model`; every process makes one, or a process alone, which has no links to measure.
+    """Measures a model's pieces and the links. Every process makes one, or a single process, which has no links.
 
-    `get_batch(size)` returns inputs of that many examples as a dictionary. `gpus_per_node`: processes on one node,
-    default all. Profiles are kept in `out_folder`, in which `add_to_existing` keeps other sizes' too. Measured on the
-    CPU by the first process: `device` and `from_cache` change nothing.
+    The first process measures, on the CPU.
+
+    Args:
+        model: A model with CutPoints.
+        get_batch: Returns inputs as a dictionary, given the number of examples.
+        device: Changes nothing.
+        gpus_per_node: Processes on one node; None: all.
+        fp16: Whether forwards compute in float16.
+        out_folder: Where the profile is written.
+        from_cache: Changes nothing.
+        add_to_existing: Whether to keep the folder's profiles of other sizes.
     """
 
     def __init__(
@@ -110,7 +118,7 @@ class Profiler:
         self._state_share = 0.0
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Its state counts as memory. Learned from a step of a copy, so nothing changes here."""
+        """Count its state as memory, learned from a step of a copy: the optimizer itself does not change."""
         tried = copy.deepcopy(optimizer)
         parameters = [parameter for group in tried.param_groups for parameter in group["params"]]
         for parameter in parameters:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rota.compat.varuna.cutting import cut, cuts_by, dry_run
+from rota.compat.varuna.cutting import cut, cuts_by, dry_run, plan_of
 from rota.compat.varuna.inputs import (
     GetBatch,
     MicroBatches,
@@ -26,8 +26,7 @@ from rota.compat.varuna.inputs import (
     stages_to_ranks,
     to_micro_batches,
 )
-from rota.compat.varuna.precision import MixedPrecision
-from rota.compat.varuna.schedule import plan_of
+from rota.compat.varuna.mixed_precision import MixedPrecision
 from rota.costs import Costs
 from rota.errors import PipelineError
 from rota.models import keep_local
@@ -38,17 +37,28 @@ from rota.runtime.process_group import join
 
 @final
 class Varuna(nn.Module):
-    """This process's stage of `model`, whose forward returns the mean loss; every process makes one, collectively.
+    """This process's stage of `model`. Collective: every process makes one.
 
-    `stage_to_rank_map`: "0,2;1,3;", for each stage its ranks, one a replica. `get_batch_fn(size)` returns sample inputs
-    as a dictionary, or is one, for a look at the model before it is cut. `batch_size` is that of a step over all
-    replicas, `chunk_size` that of a micro-batch. `fp16`: float16 forwards and a loss scale. `shared_weights`: pairs of
-    names of parameters that are to be one weight, which begins with the first one's value. `costs` of all pieces
-    between CutPoints, as `Profiler` finds them: cut so that the slowest stage is as fast as can be, else evenly.
+    Make the optimizer afterwards, of `parameters()`, and pass it to `set_optimizer`. The weights of other stages are
+    freed, in `model` too.
 
-    The optimizer is made afterwards, of `parameters()`, and given to `set_optimizer`. Runs on CPUs: `local_rank`,
-    `device` and `from_cache` change nothing. Weights of other stages are let go, in `model` too. Raises PipelineError
-    and SplitError.
+    Args:
+        model: A model with CutPoints whose forward returns the mean loss.
+        stage_to_rank_map: For each stage its ranks, one per replica, such as "0,2;1,3;".
+        get_batch_fn: Returns sample inputs as a dictionary, given their number; or such a dictionary.
+        batch_size: Examples of a step, over all replicas.
+        chunk_size: Examples of a micro-batch.
+        fp16: Whether forwards compute in float16, with a loss scale.
+        local_rank: Changes nothing: Varuna on Rota runs on CPUs.
+        device: Changes nothing.
+        shared_weights: Pairs of names of parameters that become one weight, with the first one's value.
+        from_cache: Changes nothing.
+        costs: Costs of all pieces between CutPoints, as `Profiler` finds them: the cut makes the slowest stage as fast
+            as possible. None: an even cut.
+
+    Raises:
+        PipelineError: Where map, sizes and processes do not fit.
+        SplitError: Where the model cannot be cut so.
     """
 
     def __init__(
@@ -88,12 +98,12 @@ class Varuna(nn.Module):
         self._optimizer_set = False
         #: Steps done, over all runs that were resumed.
         self.iteration = 0
-        # Its beginning is collective, and makes weights equal.
+        # Making it is collective, and makes weights equal.
         self._first = self._pipeline_of(self._num_microbatches(batch_size))
         self._other: Pipeline | None = None  # for batches of another size
 
     def _num_examples(self, batch_size: int) -> int:
-        """Of one replica."""
+        """Examples of one replica."""
         if batch_size < 1 or self.chunk_size < 1 or batch_size % self.num_replicas:
             raise PipelineError(
                 f"batch_size is {batch_size}, chunk_size {self.chunk_size}; give at least 1 each, a batch_size "
@@ -108,7 +118,7 @@ class Varuna(nn.Module):
         return Pipeline(self.stages, plan_of(self.num_stages, num_microbatches), _loss_of, mesh=self._mesh)
 
     def _pipeline_for(self, num_microbatches: int) -> Pipeline:
-        """The first pipeline, or one for another number, which takes the place of the last such one."""
+        """The first pipeline, or the one for another number of micro-batches, which replaces the last such one."""
         for pipeline in (self._first, self._other):
             if pipeline is not None and pipeline.plan.num_microbatches == num_microbatches:
                 return pipeline
@@ -191,8 +201,8 @@ class Varuna(nn.Module):
         Each weight is written once, `shard` or not.
         """
         scaler = self._precision.scaler
-        told = {} if scaler is None else {"loss_scaler": scaler.state_dict()}
-        self._store(global_store, tempdir is not None).save(self.iteration if step is None else step, **told)
+        extra = {} if scaler is None else {"loss_scaler": scaler.state_dict()}
+        self._store(global_store, tempdir is not None).save(self.iteration if step is None else step, **extra)
 
     def load_checkpoint(self, global_store: str | Path, iteration: int, check_complete: bool = True) -> None:  # noqa: ARG002
         """Set all that `checkpoint` saved as step `iteration`, with any number of stages and replicas. Collective.

@@ -19,7 +19,7 @@ from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from rota.errors import FormatError
-from rota.interop.traces.reading import Event, RankTrace
+from rota.interop.traces.trace_files import Event, RankTrace
 from rota.reading import short
 from rota.tasks import Kind, Op
 
@@ -82,7 +82,7 @@ class _Range(NamedTuple):
 
 
 def steps_of(trace: RankTrace, position: int, is_last: bool) -> list[Step]:
-    """The steps of a trace in turn. `position`: the rank's in the pipeline, its stage where the names tell none.
+    """The steps of a trace in turn. `position`: the rank's in the pipeline, its stage where the names give none.
 
     Raises FormatError where nothing is named.
     """
@@ -107,8 +107,8 @@ def _named(trace: RankTrace) -> Iterator[_Range]:
             ops = _ops(trace.path, pair[1])
             backward = [op for op in trace.host_ops if op.name.startswith("autograd::") and _within(op, event)]
             if len(ops) != 2 or not backward:
-                told = short(event.name)
-                raise FormatError(f"{trace.path}: {told} holds no forward and backward that can be told apart")
+                quoted = short(event.name)
+                raise FormatError(f"{trace.path}: {quoted} holds no forward and backward that can be told apart")
             middle = backward[0].start_ns
             for op, start, end in zip(ops, (event.start_ns, middle), (middle, event.end_ns), strict=True):
                 yield _Range(start, end, op.stage, str(op.kind), op.microbatch, event.thread)
@@ -176,7 +176,7 @@ class _Clock:
         self._receives = [event for event in trace.annotations if _RECEIVES.fullmatch(event.name)]
 
     def ran(self, one: _Range) -> tuple[int, int]:
-        """The part of a range in which something was computed; all of it where nothing tells."""
+        """The part of a range in which something was computed; all of it where that is unknown."""
         inside = [event for event in self._launched(*one[:2]) if not event.name.startswith(_COMMUNICATION)]
         if not self._has_kernels:
             events = self._computing.get(one.thread, [])

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from rota.costs import Cluster, Costs, Link
 from rota.errors import FormatError
 from rota.interop.traces.actions import Ran, Step, steps_of
-from rota.interop.traces.clocks import shifts_ns
-from rota.interop.traces.reading import RankTrace, read_trace
+from rota.interop.traces.clock_shifts import shifts_ns
+from rota.interop.traces.trace_files import RankTrace, read_trace
 from rota.placement import StepEnd
 from rota.placing import place
 from rota.plan import Plan
@@ -29,8 +29,8 @@ class ImportedTrace:
     """A measured timeline, and how it came about.
 
     `step` of `num_steps` was taken. `clock_shifts_us`: by how much each rank's clock was moved ahead, so that no
-    message arrives before it is sent. `hosts`: the machine of each rank, "" where the trace does not tell.
-    `world_size`: how many processes the run had, as far as the traces tell.
+    message arrives before it is sent. `hosts`: the machine of each rank, "" where the trace does not say.
+    `world_size`: how many processes the run had, as far as the traces say.
     """
 
     timeline: Timeline
@@ -62,18 +62,27 @@ class ImportedTrace:
 
 
 def import_traces(paths: Sequence[str], step: int | None = None) -> ImportedTrace:
-    """Read one torch.profiler trace a rank of a run on PyTorch's pipeline engine.
+    """Read torch.profiler traces of a run on PyTorch's pipeline engine.
 
-    Ranks are ordered as the traces say, else as `paths` are. `step`: which of the profiled ones, from 0; default the
-    last. The plan is rebuilt from what ran; its costs are the medians of what was measured, without memory. Raises
-    FormatError or PlanError.
+    The plan is rebuilt from what ran; its costs are the medians of what was measured, without memory.
+
+    Args:
+        paths: One trace per rank, .json or .json.gz. Ranks are ordered as the traces say, else as the paths are.
+        step: Which of the profiled steps, from 0; None: the last.
+
+    Returns:
+        The measured timeline, and what was done to make it.
+
+    Raises:
+        FormatError: For traces that cannot be read, or that contradict each other.
+        PlanError: Where what ran is no correct plan.
     """
     traces = _in_order([read_trace(path) for path in paths])
     by_rank = [steps_of(trace, rank, rank == len(traces) - 1) for rank, trace in enumerate(traces)]
     counts = {len(steps) for steps in by_rank}
     if len(counts) > 1:
-        told = ", ".join(f"{trace.path} {len(steps)}" for trace, steps in zip(traces, by_rank, strict=True))
-        raise FormatError(f"the traces have different numbers of steps ({told}); profile the same steps on every rank")
+        found = ", ".join(f"{trace.path} {len(steps)}" for trace, steps in zip(traces, by_rank, strict=True))
+        raise FormatError(f"the traces have different numbers of steps ({found}); profile the same steps on every rank")
     (num_steps,) = counts
     chosen = num_steps - 1 if step is None else step
     if not 0 <= chosen < num_steps:

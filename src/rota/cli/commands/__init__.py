@@ -1,0 +1,46 @@
+"""The commands of `rota`, one file each: its arguments and what it does. Heavy libraries are imported inside `run`."""
+
+from rota.cli.commands import (
+    autoplan,
+    bound,
+    calibrate,
+    check,
+    checkpoint,
+    compare,
+    demo,
+    explain,
+    export,
+    frontier,
+    import_plan,
+    import_trace,
+    plan,
+    profile,
+    rehearse,
+    run,
+    schedules,
+    show,
+    simulate,
+)
+
+#: In the order of `rota --help`.
+COMMANDS = (
+    demo.COMMAND,
+    autoplan.COMMAND,
+    profile.COMMAND,
+    plan.COMMAND,
+    schedules.COMMAND,
+    bound.COMMAND,
+    frontier.COMMAND,
+    check.COMMAND,
+    simulate.COMMAND,
+    rehearse.COMMAND,
+    show.COMMAND,
+    explain.COMMAND,
+    run.COMMAND,
+    compare.COMMAND,
+    calibrate.COMMAND,
+    import_trace.COMMAND,
+    export.COMMAND,
+    import_plan.COMMAND,
+    checkpoint.COMMAND,
+)

@@ -1,0 +1,188 @@
+"""`rota autoplan`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rota import reading
+from rota.cli import input_files, output_files
+from rota.cli.arguments import add_output, add_time_limit, link, number, rows, size
+from rota.cli.parser import Command, Parser
+from rota.cli.requirements import InputError, require
+from rota.cli.screen import print_timeline, show_progress
+from rota.costs import Cluster, Link
+from rota.errors import PlacementError
+from rota.layers import LayerCosts
+
+if TYPE_CHECKING:
+    from rota.planning import Answer, Machine
+    from rota.planning.model_file import ModelFile
+
+_ANY_LINK = (0, None)
+_ROWS = (1, 2, 4, 8)  # of a micro-batch, where nothing else is asked for
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL.py",
+        help="Python file with make_model(), make_batch(rows), loss_fn and, if need be, make_optimizer(parameters)",
+    )
+    parser.add_argument("--ranks", type=number(1), required=True, help="processes that there are, in all")
+    parser.add_argument("--batch", type=number(1), required=True, help="rows of a step, over all replicas")
+    parser.add_argument("--memory", type=_memory, help="of each rank, such as 40GB (default: no limit)")
+    parser.add_argument("--profile", metavar="FILE", help="written by `rota profile`, in place of measuring")
+    parser.add_argument("--device", help="estimate for this device, such as h100, in place of measuring")
+    help_text = "of a micro-batch, to choose from, such as 1,2,4 (default: 1,2,4,8; of --profile all)"
+    parser.add_argument("--rows", type=rows, help=help_text)
+    help_text = "between ranks: latency and rate, such as 5us,50GB/s (default: none and any)"
+    parser.add_argument("--link", type=link, default=_ANY_LINK, metavar="LINK", help=help_text)
+    parser.add_argument("--node", type=number(1), metavar="N", help="ranks of a node (default: all are on one)")
+    help_text = "between nodes, such as 20us,12GB/s (default: as --link)"
+    parser.add_argument("--node-link", type=link, metavar="LINK", help=help_text)
+    help_text = "measured by `rota profile links -o cluster.json`, in place of --link"
+    parser.add_argument("--links", metavar="FILE", help=help_text)
+    help_text = "for ranks that differ: what times are multiplied by on each, such as 1,1,1.5,1.5"
+    parser.add_argument("--slowdowns", type=_slowdowns, default=(), metavar="X,…", help=help_text)
+    parser.add_argument("--inference", action="store_true", help="forwards alone")
+    help_text = "what `rota export` can say to other trainers: nothing is recomputed, and no stage is on two ranks"
+    parser.add_argument("--exportable", action="store_true", help=help_text)
+    help_text = "ranks of a pipeline, where that is decided; the others are replicas (default: the best)"
+    parser.add_argument("--pipeline", type=number(1), metavar="N", help=help_text)
+    add_time_limit(parser, "of the search, in seconds (default: 60)", default=60.0)
+    parser.add_argument("--cache", metavar="PATH", help="file or folder that keeps what was measured")
+    parser.add_argument("--refresh", action="store_true", help="measure again what the cache has")
+    add_output(parser, "FILE", "write the plan as JSON")
+
+
+def _memory(text: str) -> int:
+    """Of a real machine, where a number alone is a forgotten unit."""
+    num_bytes = size(text)
+    if text.strip()[-1].isdigit():
+        raise argparse.ArgumentTypeError(f"{text} of what? write such as {text}GB, or {text}B for bytes")
+    return num_bytes
+
+
+def _slowdowns(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be numbers, one per rank, such as 1,1,1.5,1.5") from None
+
+
+def run(arguments: Namespace) -> int:
+    if arguments.model is None and arguments.profile is None:
+        raise InputError("what is to be planned? give MODEL.py, or --profile of `rota profile`, or both")
+    from rota.planning import autoplan
+
+    machine = _machine(arguments)
+    model_file = None if arguments.model is None else _model_file(arguments.model)
+    try:
+        profiles = _measured(arguments, model_file) if arguments.profile is None else _read(arguments)
+        if all(layers.num_layers == 1 for layers in profiles.values()) and machine.num_ranks > 1:
+            print(
+                "rota autoplan: warning: the model has no place where it may be cut, so there is no pipeline, only "
+                "replicas: call a rota.CutPoint() of its own between blocks in its forward, x = self.cuts[i](x)",
+                file=sys.stderr,
+            )
+        answer = autoplan(
+            profiles,
+            machine,
+            arguments.batch,
+            inference=arguments.inference,
+            recompute=not arguments.exportable,
+            copies=not arguments.exportable,
+            pipeline_ranks=arguments.pipeline,
+            time_limit_s=arguments.time_limit,
+            progress=show_progress,
+        )
+        if model_file is not None and arguments.device in (None, "cpu") and not arguments.inference:
+            answer = _confirmed(answer, model_file)
+    finally:
+        show_progress("")
+    _print_answer(answer, arguments)
+    return 0
+
+
+def _print_answer(answer: Answer, arguments: Namespace) -> None:
+    print_timeline(answer.timeline)
+    print(answer.to_text())
+    if arguments.output is None:
+        print("Not written; use -o plan.json to keep it.")
+    else:
+        output_files.write(arguments.output, answer.plan.to_json())
+        print(f"Wrote {arguments.output}; use it by `rota run {arguments.output} train.py`. There, the model is cut by")
+        print("rota.split(model, plan.num_stages, plan.cuts), of plan = rota.given_plan().")
+
+
+def _machine(arguments: Namespace) -> Machine:
+    from rota.planning import Machine
+
+    if arguments.node_link is not None and arguments.node is None:
+        raise InputError("--node-link is between nodes: say how many ranks one has, by --node")
+    link: Link | Cluster = Link(*arguments.link)
+    if arguments.links is not None:
+        if arguments.link != _ANY_LINK or arguments.node is not None:
+            raise InputError(f"--links {arguments.links} has all links; leave --link and --node out")
+        link = input_files.read_cluster(arguments.links)
+    try:
+        return Machine(
+            arguments.ranks,
+            arguments.memory,
+            link,
+            arguments.node,
+            None if arguments.node_link is None else Link(*arguments.node_link),
+            arguments.slowdowns,
+        )
+    except PlacementError as error:
+        raise InputError(f"the machine: {error}") from None
+
+
+def _model_file(path: str) -> ModelFile:
+    require("torch", "torch")
+    from rota.planning.model_file import load_model_file
+
+    reading.read_text(path)
+    if path.lower().endswith(".json"):
+        raise InputError(f"{path} is no Python file; a profile is given by --profile {path}")
+    return load_model_file(path)
+
+
+def _read(arguments: Namespace) -> Mapping[int, LayerCosts]:
+    """From `--profile`, those of `--rows`."""
+    profile = input_files.read_profile(arguments.profile)
+    for num_rows in arguments.rows or ():
+        if num_rows not in profile:
+            there = ", ".join(map(str, profile))
+            raise InputError(f"--rows {num_rows}: {arguments.profile} has {there}; profile it with `--rows {num_rows}`")
+    return {n: layers for n, layers in profile.items() if not arguments.rows or n in arguments.rows}
+
+
+def _measured(arguments: Namespace, model_file: ModelFile | None) -> Mapping[int, LayerCosts]:
+    assert model_file is not None
+    from rota.planning.model_file import profile_file
+
+    sizes = arguments.rows or [num_rows for num_rows in _ROWS if arguments.batch % num_rows == 0]
+    how = {"device": arguments.device, "cache": arguments.cache, "refresh": arguments.refresh}
+    return profile_file(model_file, sizes, report=show_progress, **how)
+
+
+def _confirmed(answer: Answer, model_file: ModelFile) -> Answer:
+    from rota.planning.confirmation import confirm
+
+    functions = model_file.make_batch, model_file.loss_fn, model_file.make_optimizer
+    return confirm(answer, model_file.make_model(), *functions, report=show_progress)
+
+
+COMMAND = Command(
+    "autoplan",
+    "choose cuts, replicas, micro-batches, recomputation and schedule together, for a model and a machine",
+    "rota autoplan model.py --ranks 8 --memory 40GB --batch 512 -o plan.json",
+    add_arguments,
+    run,
+)

@@ -1,0 +1,49 @@
+"""`rota bound`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from rota import simulation
+from rota.cli import input_files
+from rota.cli.parser import Command, Parser
+from rota.cli.requirements import require_search
+from rota.timeline import Timeline
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("plan", help="plan.json, or a schedule CSV (F 1 ms, B 2 ms)")
+
+
+def run(arguments: Namespace) -> int:
+    loaded = input_files.read_plan_or_timeline(arguments.plan)
+    planned = loaded.plan if isinstance(loaded, Timeline) else loaded
+    require_search()
+    from rota.search import bounds_of, gap
+
+    timeline = simulation.simulate(planned)
+    if isinstance(loaded, Timeline):
+        _print_measured(loaded, timeline)
+    for objective, value_us in (("makespan", timeline.makespan_us), ("span", timeline.span_us)):
+        bounds = bounds_of(planned.placement, planned.num_microbatches, objective)
+        best = bounds[0].us
+        proof = "proven optimal" if value_us <= best else f"at most {gap(value_us, best):.2%} from the best possible"
+        print(f"{objective} {value_us:,} µs; no plan for this placement has less than {best:,}: {proof}")
+        highest = {one.name: one for one in reversed(bounds) if one.us}
+        for one in sorted(highest.values(), key=lambda one: -one.us):
+            print(f"  {one.us:>12,} µs  {one.name}: {one.why}")
+    return 0
+
+
+def _print_measured(timeline: Timeline, planned: Timeline) -> None:
+    """Say what was measured: the bounds are those of the plan's own costs."""
+    if (timeline.makespan_us, timeline.span_us) != (planned.makespan_us, planned.span_us):
+        print(
+            f"measured makespan {timeline.makespan_us:,} µs, span {timeline.span_us:,} µs; planned, and bounded below, "
+            f"are {planned.makespan_us:,} and {planned.span_us:,} (`rota compare` tells what was slower)"
+        )
+
+
+COMMAND = Command(
+    "bound", "how far a plan is at most from the best possible, and why", "rota bound plan.json", add_arguments, run
+)

@@ -1,0 +1,68 @@
+"""`rota calibrate`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from rota import calibration
+from rota.cli import input_files, output_files
+from rota.cli.arguments import add_output, add_time_limit
+from rota.cli.parser import Command, Parser, one_of
+from rota.cli.requirements import InputError
+from rota.cli.screen import show_progress
+from rota.cli.searching import SEARCH, search_plan
+from rota.schedules import NAMED
+from rota.timeline import Timeline
+
+
+def add_arguments(parser: Parser) -> None:
+    help_text = "measured timeline.json, such as `rota run --timeline` writes; of several the median counts"
+    parser.add_argument("timelines", nargs="+", metavar="MEASURED", help=help_text)
+    parser.add_argument(
+        "--plan",
+        dest="schedule",
+        type=one_of((SEARCH, *NAMED), "--plan", any_case=True),
+        metavar="NAME",
+        help="a schedule's name, or search for the best order (default: the fastest named one that fits)",
+    )
+    add_time_limit(parser, "for --plan search: at most this many seconds (default: 10)")
+    parser.add_argument("--costs", metavar="FILE", help="write the measured costs as JSON, for `rota plan --costs`")
+    add_output(parser, "FILE", "write the better plan as JSON")
+    parser.set_defaults(written={"output": "file", "costs": "file"})
+
+
+def run(arguments: Namespace) -> int:
+    if arguments.time_limit is not None and arguments.schedule != SEARCH:
+        raise InputError("--time-limit is for --plan search; leave it out, or search")
+    timelines = [_measured(path) for path in arguments.timelines]
+    named = None if arguments.schedule == SEARCH else arguments.schedule
+    found = calibration.calibrate(timelines, named, lambda name: show_progress(f"planning {name} …"))
+    show_progress("")
+    if arguments.schedule == SEARCH:
+        result = search_plan(found.plan.placement, found.plan.num_microbatches, arguments.time_limit)
+        found = found.with_plan(f"{SEARCH} ({result.how})", result.plan)
+    print(found.to_text())
+    if arguments.costs is not None:
+        note = f"calibrated by {', '.join(arguments.timelines)}"
+        output_files.write(arguments.costs, calibration.costs_of(found.plan.placement, note).to_json())
+        print(f"Wrote {arguments.costs}.")
+    if arguments.output is not None:
+        output_files.write(arguments.output, found.chosen.to_json())
+        print(f"Wrote {arguments.output}.")
+    return 0
+
+
+def _measured(path: str) -> Timeline:
+    loaded = input_files.read_plan_or_timeline(path)
+    if not isinstance(loaded, Timeline):
+        raise InputError(f"{path} is a plan, which says what was expected; give timelines, what was measured")
+    return loaded
+
+
+COMMAND = Command(
+    "calibrate",
+    "plan again by what a run has measured, or keep the plan",
+    "rota calibrate measured.json -o better.json",
+    add_arguments,
+    run,
+)

@@ -1,0 +1,107 @@
+"""`rota checkpoint`: what is in a folder of checkpoints."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rota.cli.arguments import add_output
+from rota.cli.parser import Command, Parser, one_of
+from rota.cli.requirements import InputError, require
+from rota.errors import PipelineError
+from rota.reading import printable, short
+
+if TYPE_CHECKING:
+    from rota.runtime.checkpoints.files import Saved
+
+_HELP = """ls      what is in FOLDER, in the order in which it was saved
+verify  compare every file with its hash, and look whether every tensor is covered
+export  the model of one checkpoint, the newest of FOLDER, as one safetensors file
+
+None of them runs anything that is in a checkpoint: use them on checkpoints that you do not trust."""
+
+
+def add_arguments(parser: Parser) -> None:
+    actions = parser.add_argument_group("actions", _HELP)
+    actions.add_argument("action", type=one_of(ACTIONS), metavar="ACTION", help="ls, verify or export")
+    help_text = "folder of rota.Checkpoints, or one checkpoint: FOLDER/step-N"
+    actions.add_argument("folder", metavar="FOLDER", help=help_text)
+    add_output(parser, "FILE", "for export: model.safetensors")
+
+
+def run(arguments: Namespace) -> int:
+    if (arguments.output is None) is (arguments.action == "export"):
+        remedy = "needs -o FILE" if arguments.output is None else f"writes no file: leave out -o {arguments.output}"
+        raise InputError(f"{arguments.action} {remedy}")
+    require("torch", "torch")
+    return ACTIONS[arguments.action](arguments)
+
+
+def _ls(arguments: Namespace) -> int:
+    for saved in _readable(arguments.folder)[0]:
+        manifest = saved.manifest
+        extra = ", ".join(f"{printable(name)}={short(value)}" for name, value in manifest.extra.items())
+        line = (
+            f"{_name(saved.path)}  {manifest.num_ranks} ranks × {manifest.num_replicas}  "
+            f"{len(manifest.weights):,} weights and buffers  {saved.num_bytes:,} bytes  {extra}"
+        )
+        print(line.rstrip())
+    return 0
+
+
+def _verify(arguments: Namespace) -> int:
+    from rota.runtime.checkpoints.reading import damages
+
+    whole, damaged = _readable(arguments.folder)
+    for saved in whole:
+        found = damages(saved)
+        whole_text = f"whole: {len(saved.manifest.files)} files, {saved.num_bytes:,} bytes"
+        print(f"{_name(saved.path)}  {printable('; '.join(found) or whole_text)}")
+        damaged += [saved.path.name] * bool(found)
+    if damaged:
+        raise PipelineError(f"damaged: {', '.join(damaged)}; remove them to go on from those before them")
+    return 0
+
+
+def _readable(folder: str) -> tuple[list[Saved], list[str]]:
+    """All checkpoints that can be read, and the names of those that cannot; prints one line for each of these."""
+    from rota.runtime.checkpoints.folder import unfinished_ones
+    from rota.runtime.checkpoints.reading import find
+
+    found, damaged = find(Path(folder))
+    for path in unfinished_ones(Path(folder)):
+        print(f"{_name(path)}  not whole, left out by load")
+    for path, error in damaged:
+        print(f"{_name(path)}  unreadable: {printable(str(error))}")
+    return found, [path.name for path, _ in damaged]
+
+
+def _name(path: Path) -> str:
+    return f"{printable(path.name):<12}"
+
+
+def _export(arguments: Namespace) -> int:
+    require("safetensors", "checkpoint")
+    from rota.runtime.checkpoints.reading import export, find
+
+    found, damaged = find(Path(arguments.folder))
+    if not found:
+        raise damaged[0][1]
+    for _, error in damaged:
+        print(f"rota checkpoint: left out: {printable(str(error))}", file=sys.stderr)
+    num_tensors = export(found[-1], Path(arguments.output))
+    print(printable(f"Wrote {num_tensors:,} weights and buffers of {found[-1].path} to {arguments.output}."))
+    return 0
+
+
+ACTIONS = {"ls": _ls, "verify": _verify, "export": _export}
+
+COMMAND = Command(
+    "checkpoint",
+    "list, verify or export what rota.Checkpoints saved",
+    "rota checkpoint export run/step-100 -o model.safetensors",
+    add_arguments,
+    run,
+)

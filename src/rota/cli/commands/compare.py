@@ -1,0 +1,38 @@
+"""`rota compare`."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+
+from rota import comparison
+from rota.cli import input_files
+from rota.cli.arguments import add_cores, add_output
+from rota.cli.parser import Command, Parser
+from rota.cli.pictures import draw, is_measured
+from rota.cli.requirements import InputError
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("planned", help="plan.json (simulated first) or timeline.json")
+    parser.add_argument("measured", help="timeline.json, such as `rota run --timeline` writes")
+    add_cores(parser)
+    add_output(parser, "PICTURE", "draw both, as a .png, .svg, .pdf or .html, too")
+
+
+def run(arguments: Namespace) -> int:
+    planned, measured = input_files.read_timeline(arguments.planned), input_files.read_timeline(arguments.measured)
+    if is_measured(planned):
+        if not is_measured(measured):
+            raise InputError(
+                f"{arguments.planned} has measured times, {arguments.measured} planned ones: the plan comes first, as "
+                f"in `rota compare {arguments.measured} {arguments.planned}`"
+            )
+        print(f"rota compare: {arguments.planned} has measured times, which count as planned here", file=sys.stderr)
+    print(comparison.compare(planned, measured, arguments.cores).to_text())
+    if arguments.output is not None:
+        draw(measured, arguments.output, planned, (arguments.planned, arguments.measured))
+    return 0
+
+
+COMMAND = Command("compare", "planned against measured", "rota compare plan.json measured.json", add_arguments, run)

@@ -1,0 +1,27 @@
+"""`rota demo`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from rota.cli import output_files
+from rota.cli.arguments import add_output, number
+from rota.cli.parser import Command, Parser
+from rota.cli.requirements import require
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("--steps", type=number(1), default=60, help="training steps (default: 60)")
+    add_output(parser, "FOLDER", "folder for its files (default: rota-demo)", default="rota-demo", writes="folder")
+
+
+def run(arguments: Namespace) -> int:
+    require("torch", "torch")
+    from rota.demo.main import run_demo
+
+    output_files.make_folder(arguments.output)
+    run_demo(arguments.output, arguments.steps)
+    return 0
+
+
+COMMAND = Command("demo", "train a small GPT on 4 processes, planned against measured", "rota demo", add_arguments, run)

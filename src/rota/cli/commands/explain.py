@@ -1,0 +1,43 @@
+"""`rota explain`."""
+
+from __future__ import annotations
+
+import argparse
+
+from rota import accounting
+from rota.cli import input_files
+from rota.cli.arguments import add_cores
+from rota.cli.parser import Command, Parser
+from rota.cli.requirements import InputError
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("timeline", help="timeline.json, or a plan (simulated first)")
+    parser.add_argument("second", nargs="?", help=argparse.SUPPRESS)  # refused, with the right command
+    help_text = "what ops should take (default: what the timeline's plan says)"
+    parser.add_argument("--planned", metavar="FILE", help=help_text)
+    add_cores(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.second is not None:
+        a, b = arguments.timeline, arguments.second
+        raise InputError(
+            f"explain tells of one file, not of {a} and {b}; for what was planned and what was measured give "
+            f"`rota explain measured.json --planned plan.json`; `rota compare` sets the two side by side"
+        )
+    timeline = input_files.read_timeline(arguments.timeline)
+    planned = timeline.plan if arguments.planned is None else input_files.read_timeline(arguments.planned)
+    explanation = accounting.explain(timeline, planned, arguments.cores)
+    print(explanation.to_json() if arguments.json else explanation.to_text() + "\n", end="")
+    return 0
+
+
+COMMAND = Command(
+    "explain",
+    "why ranks are idle, worst first, and what would help",
+    "rota explain timeline.json",
+    add_arguments,
+    run,
+)

@@ -1,0 +1,251 @@
+"""`rota export`: plans and cuts for torchtitan, Megatron and DeepSpeed."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from rota import checking, cutting
+from rota.cli import input_files, output_files
+from rota.cli.arguments import add_output, argument_type, comma_separated
+from rota.cli.parser import Command, Parser
+from rota.cli.requirements import InputError, require
+from rota.plan import Plan
+
+#: What a model needs to have stages there, and that not every model does.
+_TITAN_LEAVES_NONE = (
+    "In a stage, torchtitan puts None in the place of modules that other stages have: the model's forward must pass "
+    "over them, as those of torchtitan's own models do."
+)
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_commands(_FORMATS, metavar="FORMAT", dest="format", required=True)
+
+
+def _add_torchtitan(parser: Parser) -> None:
+    parser.add_argument("plan", help="plan.json, or a schedule CSV")
+    help_text = "a function that returns the model"
+    parser.add_argument("--model", required=True, metavar="FILE.py:FUNCTION", help=help_text)
+    help_text = (
+        "its CutPoints to cut at, by number or name; without any, the modules that stages begin with (default: the "
+        "plan's cuts; where it has none, CutPoints that are spread)"
+    )
+    parser.add_argument("--cuts", type=argument_type(_split), metavar="NAME,…", help=help_text)
+    add_output(parser, "FOLDER", "for the files; made if need be", required=True, writes="files in a folder")
+
+
+def _add_megatron(parser: Parser) -> None:
+    parser.add_argument("plan", help="plan.json, or a schedule CSV")
+    help_text = (
+        "0, where each further stage begins, the number of layers; E, each t, each m and L count as one, or, with "
+        "--layers, each of these (default: with --layers the plan's, where autoplan counted them)"
+    )
+    parser.add_argument("--boundaries", type=_integers, metavar="0,N,…", help=help_text)
+    help_text = (
+        "the layers' classes, in order; before the transformer layers is the embedding (E), behind them the loss (L)"
+    )
+    parser.add_argument("--layers", type=_layers, metavar="NAME*N,…", help=help_text)
+    help_text = "for --layers: the transformer layers have this regular expression in their class's name"
+    parser.add_argument("--type", metavar="REGEX", help=help_text)
+    parser.add_argument("--mtp", type=int, default=0, metavar="N", help="layers of multi-token prediction")
+    add_output(parser, "FILE", "write it there")
+
+
+def _add_deepspeed(parser: Parser) -> None:
+    parser.add_argument("plan", help="plan.json, or a schedule CSV")
+    help_text = (
+        "0, where each further stage begins, the number of layers (default: the plan's, where autoplan counted them)"
+    )
+    parser.add_argument("--boundaries", type=_integers, metavar="0,N,…", help=help_text)
+    help_text = "instead: as many layers in each stage whose class has this regular expression in its name"
+    parser.add_argument("--type", metavar="REGEX", help=help_text)
+    help_text = "for --type: the layers' classes, in order"
+    parser.add_argument("--layers", type=_layers, metavar="NAME*N,…", help=help_text)
+    add_output(parser, "FILE", "write it there")
+
+
+def _split(text: str) -> list[str]:
+    """The words between commas."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise ValueError(f"{text!r} has nothing between two commas; write such as a,b")
+    return words
+
+
+@argument_type
+def _integers(text: str) -> list[int]:
+    """Numbers of layers, such as 0,4,8."""
+    words = _split(text)
+    for word in words:
+        if not (word.isascii() and word.isdecimal() and len(word) < 10):
+            raise ValueError(f"{word!r} in {text!r} is no number of layers; write such as 0,4,8")
+    return [*map(int, words)]
+
+
+@argument_type
+def _layers(text: str) -> list[str]:
+    """Names of layers; Block*8 is eight of them."""
+    layers: list[str] = []
+    for word in _split(text):
+        name, star, times = word.partition("*")
+        if not name or (star and not (times.isascii() and times.isdecimal() and len(times) < 6)):
+            raise ValueError(f"{word!r} is no layer; write such as Block, or Block*8 for eight of them")
+        layers += [name] * (int(times) if star else 1)
+    return layers
+
+
+def _checked_plan(arguments: Namespace) -> Plan:
+    """The plan to export. Raises PlanError where it is wrong."""
+    planned = input_files.read_plan(arguments.plan)
+    checking.check(planned)
+    return planned
+
+
+def _to_torchtitan(arguments: Namespace) -> int:
+    planned = _checked_plan(arguments)
+    from rota.interop import torchtitan
+
+    for name in torchtitan.FILES:  # the folder itself may be there
+        output_files.refuse_taken(Path(arguments.output, name), arguments.force)
+    parts = _parts(arguments.model, arguments.cuts or planned.cuts, planned.num_stages)
+    texts = torchtitan.render(parts, planned, arguments.output)
+    output_files.make_folder(arguments.output)
+    for path, text in texts.items():
+        output_files.write(str(path), text)
+        print(f"Wrote {path}.")
+    for stage, names in enumerate(parts):
+        print(f"stage {stage}: {' '.join(names)}")
+    print(f"torchtitan must get {planned.num_microbatches} micro-batches a step; docs/other-trainers.md says how.")
+    print(_TITAN_LEAVES_NONE)
+    return 0
+
+
+def _parts(spec: str, cuts: Sequence[str] | None, num_stages: int) -> tuple[tuple[str, ...], ...]:
+    """By CutPoints where the model has some; else a stage begins with each of the modules in `cuts`."""
+    require("torch", "torch")
+    from rota.interop import module_parts, parts_beginning_with
+    from rota.models import split
+    from rota.models.cutpoint import find_cut_points
+    from rota.planning.model_file import load_model_shape
+
+    model = load_model_shape(spec)
+    if find_cut_points(model):
+        chosen = None if cuts is None else [int(cut) if cut.isdecimal() else cut for cut in cuts]
+        return module_parts(model, split(model, num_stages, chosen))
+    if cuts is None:
+        raise InputError(
+            f"--model {spec}: the model has no CutPoint; give --cuts, the module that each stage after the first "
+            f"begins with, such as --cuts layers.2,layers.4"
+        )
+    return parts_beginning_with(model, cuts)
+
+
+def _to_megatron(arguments: Namespace) -> int:
+    planned = _checked_plan(arguments)
+    from rota.interop import megatron
+
+    remedy = "give --boundaries, where E, each t and L count as one"
+    if (arguments.type is None) is not (arguments.layers is None):
+        raise InputError("--type and --layers go together; give both, or --boundaries alone")
+    if arguments.layers is not None and arguments.mtp:
+        raise InputError("--layers cannot tell layers of multi-token prediction; give --mtp with --boundaries alone")
+    if arguments.layers is not None:
+        boundaries = arguments.boundaries or _planned_boundaries(arguments, planned, "give --boundaries too")
+        layout = megatron.layout_of_layers(planned, boundaries, arguments.layers, arguments.type)
+    elif arguments.boundaries is not None:
+        layout = megatron.layout_for(planned, arguments.boundaries, arguments.mtp)
+    else:
+        cut = comma_separated(_planned_boundaries(arguments, planned, remedy))
+        raise InputError(
+            f"which of the layers that {arguments.plan} cuts at {cut} are transformer layers? Give --layers and --type"
+            f", such as --layers 'Embed,Block*8,Norm,Head' --type block, or {remedy}"
+        )
+    text = megatron.write_layout(layout)
+    mtp = f" --mtp-num-layers {arguments.mtp}" if arguments.mtp else ""
+    print(
+        f"--num-layers {layout.num_layers}{mtp} --pipeline-model-parallel-size {layout.num_ranks} "
+        f'--pipeline-model-parallel-layout "{text}"'
+    )
+    if not megatron.runs_in_this_order(planned):
+        print("Megatron does these stages in its own order, (interleaved) 1F1B, not in the plan's.")
+    return _write(arguments, text + "\n")
+
+
+def _to_deepspeed(arguments: Namespace) -> int:
+    planned = _checked_plan(arguments)
+    from rota.interop import deepspeed
+
+    remedy = "give --boundaries, or --type and --layers"
+    if (arguments.type is None) is not (arguments.layers is None):
+        raise InputError(f"--type and --layers go together; {remedy}")
+    if arguments.boundaries is not None:
+        boundaries = arguments.boundaries
+    elif arguments.type is not None:
+        boundaries = cutting.by_regex(arguments.layers, arguments.type, planned.num_stages)
+    else:
+        boundaries = _planned_boundaries(arguments, planned, remedy)
+        print(
+            f"Cut as planned, at the boundaries {comma_separated(boundaries)}: each of autoplan's layers is taken for "
+            f"one of the PipelineModule; where it is not, give --boundaries."
+        )
+    text = deepspeed.write_boundaries(deepspeed.boundaries_for(planned, boundaries))
+    for stage, (before, after) in enumerate(pairwise(boundaries)):
+        print(f"stage {stage}: layers {before} to {after - 1}" if before < after else f"stage {stage}: no layer")
+    if deepspeed.is_uniform(boundaries):
+        print('PipelineModule(…, partition_method="uniform") makes this cut by itself.')
+    if not deepspeed.runs_in_this_order(planned):
+        print("DeepSpeed does these stages in its own order, 1F1B, not in the plan's.")
+    return _write(arguments, text)
+
+
+def _planned_boundaries(arguments: Namespace, planned: Plan, remedy: str) -> tuple[int, ...]:
+    """Where autoplan cut the model."""
+    boundaries = None if planned.usage is None else planned.usage.boundaries
+    if boundaries is None:
+        raise InputError(f"where is the cut? {arguments.plan} does not say; {remedy}")
+    return boundaries
+
+
+def _write(arguments: Namespace, text: str) -> int:
+    if arguments.output is None:
+        print(f"Not written; use -o to keep: {text}", end="")
+    else:
+        output_files.write(arguments.output, text)
+        print(f"Wrote {arguments.output}.")
+    return 0
+
+
+_FORMATS = (
+    Command(
+        "torchtitan",
+        "schedule.csv and the modules of each stage, as torchtitan's config names them",
+        "rota export torchtitan plan.json --model model.py:make_model --cuts layers.2,layers.4,layers.6 -o titan",
+        _add_torchtitan,
+        _to_torchtitan,
+        details=f" {_TITAN_LEAVES_NONE}",
+    ),
+    Command(
+        "megatron",
+        "--pipeline-model-parallel-layout: the layers of each stage",
+        "rota export megatron plan.json --boundaries 0,4,6,8,10 -o layout.txt",
+        _add_megatron,
+        _to_megatron,
+    ),
+    Command(
+        "deepspeed",
+        "the boundaries of a PipelineModule's stages in its list of layers",
+        "rota export deepspeed plan.json --layers 'Embed,Block*8,Norm,Head' --type block -o parts.json",
+        _add_deepspeed,
+        _to_deepspeed,
+    ),
+)
+
+COMMAND = Command(
+    "export",
+    "a plan and its cut for torchtitan, Megatron or DeepSpeed",
+    "rota export torchtitan plan.json --model model.py:make_model -o titan",
+    add_arguments,
+)

@@ -1,0 +1,61 @@
+"""`rota frontier`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import TYPE_CHECKING
+
+from rota.cli.arguments import add_output, add_time_limit, number
+from rota.cli.cost_options import add_costs, add_shape, shaped
+from rota.cli.parser import Command, Parser
+from rota.cli.requirements import require, require_search
+from rota.cli.screen import show_progress
+from rota.cli.searching import STARTING
+from rota.units import size_text
+
+if TYPE_CHECKING:
+    from rota.search import Point
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("--stages", type=number(1), help="stages (default: as many as the shape needs)")
+    add_costs(parser, "a stage")
+    add_shape(parser, default="v")
+    add_time_limit(parser, "at most this many seconds (default: 60)", default=60.0)
+    add_output(parser, "PICTURE", "draw the curve as .png, .svg or .pdf")
+
+
+def run(arguments: Namespace) -> int:
+    require_search()
+    from rota.search import find_frontier
+
+    if arguments.output is not None:
+        require("matplotlib", "draw")
+    placement = shaped(arguments, None)
+    show_progress(STARTING)
+    try:
+        found = find_frontier(placement, time_limit_s=arguments.time_limit, progress=_show_point)
+    finally:
+        show_progress("")
+    print(found.to_text())
+    if arguments.output is not None:
+        from rota.drawing import save_frontier
+
+        points = [(point.limit_bytes, float(point.us_per_microbatch)) for point in found.points]
+        save_frontier(points, [(limit, float(us)) for limit, us in found.bounds], arguments.output)
+        print(f"Wrote {arguments.output}.")
+    return 0
+
+
+def _show_point(point: Point) -> None:
+    limit, us = size_text(point.limit_bytes), float(point.us_per_microbatch)
+    show_progress(f"{limit} per rank: {us:,.1f} µs per micro-batch")
+
+
+COMMAND = Command(
+    "frontier",
+    "what memory buys: the least time per micro-batch for each memory limit",
+    "rota frontier --shape wave --ranks 8 --forward-us 93 --backward-us 91 --weight-us 47 --activation 2",
+    add_arguments,
+    run,
+)

@@ -1,0 +1,126 @@
+"""`rota import`: plans from the configurations of torchtitan, Megatron and DeepSpeed."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+
+from rota import checking
+from rota.cli import input_files, output_files
+from rota.cli.arguments import add_output, comma_separated
+from rota.cli.parser import Command, Parser
+from rota.cli.screen import print_timeline
+from rota.costs import Costs, assumed_costs
+from rota.plan import Plan
+from rota.simulation import simulate
+
+_MOST_LAYOUT_BYTES = 2**20
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_commands(_FORMATS, metavar="FORMAT", dest="format", required=True)
+
+
+def _add_torchtitan(parser: Parser) -> None:
+    parser.add_argument("file", help="a job config's .toml, or a .json of parallelism's fields")
+    _add_costs_and_output(parser)
+
+
+def _add_megatron(parser: Parser) -> None:
+    parser.add_argument("file", help="a text file with the layout alone, such as Et*3|(tt|)*29,m|L")
+    parser.add_argument("--ranks", type=int, required=True, help="Megatron's --pipeline-model-parallel-size")
+    parser.add_argument("--microbatches", type=int, required=True, help="micro-batches per step")
+    _add_costs_and_output(parser)
+
+
+def _add_deepspeed(parser: Parser) -> None:
+    parser.add_argument("file", help="a JSON list, such as [0, 4, 8]: PipelineModule.parts")
+    parser.add_argument("--microbatches", type=int, required=True, help="micro-batches per step")
+    _add_costs_and_output(parser)
+
+
+def _add_costs_and_output(parser: Parser) -> None:
+    help_text = "costs of the stages, or of their layers (default: F 1 ms, B 2 ms per stage)"
+    parser.add_argument("--costs", metavar="FILE", help=help_text)
+    add_output(parser, "FILE", "write the plan as JSON")
+
+
+def _from_torchtitan(arguments: Namespace) -> int:
+    from rota.interop import torchtitan
+
+    imported = torchtitan.load(arguments.file, _costs(arguments))
+    for stage, names in enumerate(imported.parts):
+        print(f"stage {stage}: {' '.join(names)}")
+    return _check_and_write(arguments, imported.plan, imported.boundaries)
+
+
+def _from_megatron(arguments: Namespace) -> int:
+    from rota.interop import cuts, megatron
+
+    costs = _costs(arguments)
+    text = cuts.read_limited(arguments.file, _MOST_LAYOUT_BYTES)
+    with input_files.named(arguments.file):
+        layout = megatron.read_layout(text, arguments.ranks)
+    for stage, letters in enumerate(layout.stages):
+        print(f"stage {stage} on rank {layout.ranks[stage]}: {letters or 'empty'}")
+    planned = megatron.plan_of(layout, costs or assumed_costs(len(layout.stages)), arguments.microbatches)
+    return _check_and_write(arguments, planned, layout.boundaries)
+
+
+def _from_deepspeed(arguments: Namespace) -> int:
+    from rota.interop import cuts, deepspeed
+
+    costs = _costs(arguments)
+    text = cuts.read_limited(arguments.file, _MOST_LAYOUT_BYTES)
+    with input_files.named(arguments.file):
+        boundaries = deepspeed.read_boundaries(text)
+    planned = deepspeed.plan_of(boundaries, costs or assumed_costs(len(boundaries) - 1), arguments.microbatches)
+    return _check_and_write(arguments, planned, boundaries)
+
+
+def _costs(arguments: Namespace) -> Costs | None:
+    return None if arguments.costs is None else input_files.read_costs(arguments.costs)
+
+
+def _check_and_write(arguments: Namespace, planned: Plan, boundaries: Sequence[int]) -> int:
+    checking.check(planned)
+    print_timeline(simulate(planned))
+    print(f"Cut at the boundaries {comma_separated(boundaries)}.")
+    if arguments.output is None:
+        print("Not written; use -o plan.json to keep it.")
+    else:
+        output_files.write(arguments.output, planned.to_json())
+        print(f"Wrote {arguments.output}.")
+    return 0
+
+
+_FORMATS = (
+    Command(
+        "torchtitan",
+        "a job config's parts and the schedule CSV beside it, as a plan",
+        "rota import torchtitan titan/parallelism.toml --costs costs.json -o plan.json",
+        _add_torchtitan,
+        _from_torchtitan,
+    ),
+    Command(
+        "megatron",
+        "a --pipeline-model-parallel-layout, as the plan that Megatron runs",
+        "rota import megatron layout.txt --ranks 2 --microbatches 8 --costs costs.json -o plan.json",
+        _add_megatron,
+        _from_megatron,
+    ),
+    Command(
+        "deepspeed",
+        "a PipelineModule's boundaries, as the plan that DeepSpeed runs",
+        "rota import deepspeed parts.json --microbatches 8 --costs costs.json -o plan.json",
+        _add_deepspeed,
+        _from_deepspeed,
+    ),
+)
+
+COMMAND = Command(
+    "import",
+    "a cut and its plan from torchtitan, Megatron or DeepSpeed",
+    "rota import torchtitan titan/parallelism.toml --costs costs.json -o plan.json",
+    add_arguments,
+)

@@ -1,0 +1,42 @@
+"""`rota import-trace`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from rota import accounting
+from rota.cli import output_files
+from rota.cli.arguments import add_cores, add_output, number
+from rota.cli.parser import Command, Parser
+
+
+def add_arguments(parser: Parser) -> None:
+    help_text = "of one rank, from torch.profiler; .json or .json.gz"
+    parser.add_argument("traces", nargs="+", metavar="TRACE", help=help_text)
+    parser.add_argument("--step", type=number(0), help="which of the profiled steps, from 0 (default: the last)")
+    add_cores(parser)
+    add_output(parser, "FILE", "write the timeline as JSON", writes="timeline")
+
+
+def run(arguments: Namespace) -> int:
+    from rota.interop import import_traces
+
+    imported = import_traces(arguments.traces, arguments.step)
+    print(imported.to_text())
+    print()
+    print(accounting.explain(imported.timeline, imported.timeline.plan, arguments.cores).to_text())
+    if arguments.output is None:
+        print("Not written; use -o timeline.json to keep it.")
+    else:
+        output_files.write(arguments.output, imported.timeline.to_json())
+        print(f"Wrote {arguments.output}; see it by `rota show {arguments.output} -o timeline.html`.")
+    return 0
+
+
+COMMAND = Command(
+    "import-trace",
+    "torch.profiler traces of PyTorch's pipeline engine as a timeline, explained",
+    "rota import-trace rank*.json.gz -o timeline.json",
+    add_arguments,
+    run,
+)

@@ -1,0 +1,117 @@
+"""`rota plan`."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+
+from rota import checking, simulation
+from rota.cli import output_files
+from rota.cli.arguments import add_output, add_time_limit, number
+from rota.cli.cost_options import add_costs, add_shape, add_step, cluster_of, costs_of, shaped
+from rota.cli.parser import Command, Parser, one_of
+from rota.cli.requirements import InputError, require_search
+from rota.cli.screen import print_timeline
+from rota.cli.searching import SEARCH, search_plan
+from rota.costs import Costs
+from rota.plan import Plan
+from rota.schedules import NAMED
+from rota.tasks import Kind
+
+_OBJECTIVES = ("makespan", "span", "period")
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "schedule", type=one_of((SEARCH, *NAMED), any_case=True), metavar="SCHEDULE", help="one of those below"
+    )
+    add_step(parser)
+    parser.add_argument("--stages", type=number(1), help="stages, placed as the schedule wants (default: its least)")
+    add_costs(parser, "a stage")
+    add_shape(parser, group="for search")
+    parser.add_argument(
+        "--objective",
+        type=one_of(_OBJECTIVES, "--objective"),
+        choices=_OBJECTIVES,
+        help="for search: what is to be least",
+    )
+    add_time_limit(parser, "for search: at most this many seconds (default: 10)")
+    add_output(parser, "FILE", "write the plan: .json, or .csv for PyTorch's form", writes="plan")
+    width = max(map(len, NAMED))
+    named = [f"{SEARCH:<{width}}  the best order there is, for any placement, and how good it is"]
+    named += [f"{name:<{width}}  {family.summary}" for name, family in NAMED.items()]
+    parser.add_argument_group("schedules", "\n".join(named))
+
+
+def run(arguments: Namespace) -> int:
+    planned = _searched(arguments) if arguments.schedule == SEARCH else _named(arguments)
+    _warn_of_idle_ranks(planned)
+    if arguments.output is None:
+        print("Not written; use -o plan.json to keep it.")
+    else:
+        text = planned.to_csv() if arguments.output.endswith(".csv") else planned.to_json()
+        output_files.write(arguments.output, text)
+        print(f"Wrote {arguments.output}.")
+    return 0
+
+
+def _named(arguments: Namespace) -> Plan:
+    """By the named schedule that was asked for."""
+    for option in ("shape", "objective", "time_limit", "split_backward"):
+        if getattr(arguments, option):
+            name = "--" + option.replace("_", "-")
+            raise InputError(f"{name} is for `rota plan search`; leave it out for {arguments.schedule}")
+    family = NAMED[arguments.schedule]
+    given = costs_of(arguments, family.stages_a_rank)
+    costs = family.adapted(given)
+    cluster = cluster_of(arguments, costs.num_stages, arguments.limit)
+    planned = family(family.place(costs, cluster), arguments.microbatches)
+    checking.check(planned)
+    print_timeline(simulation.simulate(planned))
+    _print_assumed(given, costs)
+    return planned
+
+
+def _searched(arguments: Namespace) -> Plan:
+    """In the best order that was found."""
+    require_search()
+    arguments.shape = arguments.shape or "v"
+    placement = shaped(arguments, arguments.limit)
+    result = search_plan(placement, arguments.microbatches, arguments.time_limit, arguments.objective or "makespan")
+    print_timeline(result.timeline)
+    print(result.to_text())
+    if any(task.kind is Kind.B for task in placement.tasks):
+        print("The backward is whole; --split-backward halves it into I and W, as the zero-bubble schedules do.")
+    return result.plan
+
+
+def _print_assumed(given: Costs, adapted: Costs) -> None:
+    """What the schedule needs and the costs lack, in one line."""
+    assumed = []
+    if given.weight_us is None and adapted.weight_us is not None:
+        assumed.append("I and W each take half of the backward, as the costs have no weight_us")
+    if given.weight_us is not None and adapted.weight_us is None:
+        assumed.append("B takes as long as I and W together")
+    if given.recompute_us is None and adapted.recompute_us is not None:
+        assumed.append("R takes as long as F, as the costs have no recompute_us")
+    if assumed:
+        print(f"Assumed: {'; '.join(assumed)}.")
+
+
+def _warn_of_idle_ranks(planned: Plan) -> None:
+    busy = sum(map(bool, planned.orders))
+    if busy < planned.num_ranks:
+        print(
+            f"rota plan: warning: {planned.num_ranks - busy} of {planned.num_ranks} ranks have nothing to do; give "
+            f"more stages, or --ranks {busy}",
+            file=sys.stderr,
+        )
+
+
+COMMAND = Command(
+    "plan",
+    "make a plan, by name or by search, check it and show it",
+    "rota plan 1f1b --ranks 4 --microbatches 8 --forward-us 100 --backward-us 200 -o plan.json",
+    add_arguments,
+    run,
+)

@@ -1,0 +1,124 @@
+"""`rota profile`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from rota import reading
+from rota.cli import output_files
+from rota.cli.arguments import add_output, number, rows
+from rota.cli.parser import Command, Parser
+from rota.cli.requirements import InputError, require
+from rota.cli.screen import show_progress
+from rota.costs import Cluster
+from rota.layers import LayerCosts
+from rota.units import count_text, size_text, time_text
+
+LINKS = "links"
+_REPEATS = 7
+_TOO_FAR_APART = 1.0  # the middle half of the measurements, as a part of their median
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL.py",
+        help="file that defines make_model, make_batch, loss_fn; or links, for how fast processes reach each other",
+    )
+    parser.add_argument("--rows", type=rows, metavar="N,N,…", help="rows of a micro-batch (default: 1)")
+    parser.add_argument(
+        "--device",
+        metavar="NAME",
+        help="cpu or cuda to measure there (default: cpu), or one to estimate for, such as h100, computing nothing",
+    )
+    help_text = f"of each measurement, of which the median counts (default: {_REPEATS})"
+    parser.add_argument("--repeats", type=number(1), metavar="N", help=help_text)
+    parser.add_argument("--processes", type=number(2), help="for links: to start on this machine (default: 2)")
+    parser.add_argument("--cache", metavar="PATH", help="file or folder for which nothing is measured twice")
+    parser.add_argument("--refresh", action="store_true", help="measure again what the cache has")
+    add_output(parser, "FILE", "write the profile, or the cluster, as JSON")
+
+
+def run(arguments: Namespace) -> int:
+    require("torch", "torch")
+    return _links(arguments) if arguments.model == LINKS else _layers(arguments)
+
+
+def _layers(arguments: Namespace) -> int:
+    if arguments.processes is not None:
+        raise InputError(f"--processes is for `rota profile {LINKS}`; leave it out for {arguments.model}")
+    reading.read_text(arguments.model)
+    from rota.planning.model_file import load_model_file, profile_file
+
+    how = {"device": arguments.device, "cache": arguments.cache, "refresh": arguments.refresh}
+    repeats = arguments.repeats or _REPEATS
+    try:
+        model_file = load_model_file(arguments.model)
+        found = profile_file(model_file, arguments.rows or (1,), repeats=repeats, report=show_progress, **how)
+    finally:
+        show_progress("")
+    for layers in found.values():
+        print(_summary(layers))
+    worst = max((spread for layers in found.values() for spread in layers.spread), default=0.0)
+    if worst > _TOO_FAR_APART:
+        refresh = " --refresh" if arguments.cache else ""
+        print(
+            f"Measurements that vary by {worst:.0%} are nothing to plan by: close other programs, and measure more "
+            f"often, by --repeats {3 * repeats}{refresh}."
+        )
+    _write(arguments, found.to_json(), f"plan with it by `rota autoplan --profile {arguments.output} …`")
+    return 0
+
+
+def _summary(layers: LayerCosts) -> str:
+    """The layers as a table."""
+    header = ("layer", "F", "B", "kept", "static", "ends at")
+    ends = (*layers.cuts, "-")
+    columns = layers.forward_us, layers.backward_us, layers.kept_bytes, layers.static_bytes, ends
+    rows = [
+        (str(i), time_text(f_us), time_text(b_us), size_text(kept), size_text(static), end)
+        for i, (f_us, b_us, kept, static, end) in enumerate(zip(*columns, strict=True))
+    ]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    table = "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in (header, *rows))
+    spread = f"; F and B vary by {max(layers.spread):.0%} at most" if any(layers.spread) else ""
+    return f"{count_text(layers.rows, 'row')} a micro-batch, {layers.note}{spread}\n{table}"
+
+
+def _links(arguments: Namespace) -> int:
+    from rota.profiling import link_processes
+
+    for option in ("rows", "device", "repeats", "cache", "refresh"):
+        if getattr(arguments, option):
+            raise InputError(f"--{option} is for a model; leave it out for {LINKS}")
+    if not link_processes.is_launched():
+        cluster: Cluster | None = link_processes.links_of_started(arguments.processes or 2)
+    elif arguments.processes is not None:
+        raise InputError("--processes: the launcher has started them; leave it out")
+    else:
+        cluster = link_processes.links_of_launched()
+    if cluster is None:  # the first process prints it
+        return 0
+    pairs = [(a, b) for b in range(cluster.num_ranks) for a in range(b)]
+    for a, b in pairs:
+        link = cluster.link_between(a, b)
+        print(f"{a} - {b}: {time_text(link.latency_us)}, {size_text((link.bytes_per_us or 0) * 1_000_000)}/s")
+    _write(arguments, cluster.to_json(), "it is a rota.Cluster: Cluster.from_json reads it")
+    return 0
+
+
+def _write(arguments: Namespace, text: str, hint: str) -> None:
+    if arguments.output is None:
+        print("Not written; use -o to keep it.")
+    else:
+        output_files.write(arguments.output, text)
+        print(f"Wrote {arguments.output}; {hint}.")
+
+
+COMMAND = Command(
+    "profile",
+    "what each layer of a model takes, measured here or estimated for a device; or how fast links are",
+    "rota profile model.py --rows 1,2,4,8 -o profile.json\n  rota profile links --processes 4 -o cluster.json",
+    add_arguments,
+    run,
+)

@@ -1,0 +1,52 @@
+"""`rota rehearse`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from rota.cli import input_files, output_files
+from rota.cli.arguments import add_output, number, seconds
+from rota.cli.parser import Command, Parser
+from rota.cli.requirements import require
+from rota.cli.screen import print_replicas, show_progress
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("plan", help="plan.json")
+    parser.add_argument("--steps", type=number(1), default=5, help="steps, after one to warm up (default: 5)")
+    parser.add_argument("--allocate", action="store_true", help="really hold the memory that the plan says")
+    help_text = "end a rank that makes no progress for so long (default: 20 simulated steps, at least 60)"
+    parser.add_argument("--timeout", type=seconds, metavar="S", help=help_text)
+    add_output(parser, "FILE", "write the median step's timeline as JSON")
+
+
+def run(arguments: Namespace) -> int:
+    planned = input_files.read_plan(arguments.plan)
+    require("torch", "torch")
+    from rota.planning import rehearsal
+
+    try:
+        rehearsed = rehearsal.rehearse(
+            planned,
+            num_steps=arguments.steps,
+            allocate=arguments.allocate,
+            timeout_s=arguments.timeout,
+            progress=show_progress,
+        )
+    finally:
+        show_progress("")
+    print(rehearsed.to_text())
+    print_replicas(planned, "rehearsed")
+    if arguments.output is not None:
+        output_files.write(arguments.output, rehearsed.measured.to_json())
+        print(f"\nWrote {arguments.output}; see it by `rota show {arguments.output}`.")
+    return 0
+
+
+COMMAND = Command(
+    "rehearse",
+    "run a plan with real processes and messages, and timed waits in place of compute",
+    "rota rehearse plan.json --steps 5 -o rehearsed.json",
+    add_arguments,
+    run,
+)

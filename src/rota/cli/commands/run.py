@@ -1,0 +1,117 @@
+"""`rota run`."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from rota import reading, schedule_csv
+from rota.cli import input_files, output_files
+from rota.cli.arguments import add_force, mesh, number, seconds
+from rota.cli.parser import Command, Parser, one_of
+from rota.cli.requirements import InputError, require
+from rota.errors import PipelineError
+
+if TYPE_CHECKING:
+    from rota.runtime.launching.launch import Run
+
+_MOST_PROCESSES = 1024  # that `rota run` starts
+_WORKERS = {"rota": "rota.runtime.launching.worker", "torch": "rota.interop.torch_worker"}  # by engine
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("plan", help="plan.json")
+    parser.add_argument("script", help="Python file to run on every rank; it calls rota.given_plan()")
+    # Before Python 3.13, argparse says of the rest that it is required.
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the script").required = False
+    parser.add_argument("--timeline", metavar="FILE", help="write the last step's measured timeline")
+    add_force(parser)
+    parser.set_defaults(written={"timeline": "timeline"})
+    help_text = "processes: pp ranks of the plan, dp replicas (default: the plan's) and tp shards of each weight"
+    parser.add_argument("--mesh", type=mesh, default={}, metavar="pp=N,dp=N,tp=N", help=help_text)
+    help_text = "when a rank fails, start all again, up to N times in a row without a newer checkpoint (default: 0)"
+    parser.add_argument("--max-restarts", type=number(0), default=0, metavar="N", help=help_text)
+    help_text = "limit on no progress, where the script gives no timeout_s (default: 20 simulated steps, at least 60 s)"
+    parser.add_argument("--timeout", type=seconds, metavar="S", help=help_text)
+    parser.add_argument(
+        "--engine",
+        type=one_of(_WORKERS, "--engine"),
+        choices=_WORKERS,
+        default="rota",
+        help="torch: PyTorch's own, for chains",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    planned = input_files.read_plan(arguments.plan)
+    require("torch", "torch")
+    from rota.runtime.launching.launch import EndedBySignal, launch
+
+    reading.read_text(arguments.script)
+    if arguments.engine == "torch":
+        schedule_csv.require_chain(planned.placement, "or use --engine rota")
+    replicas = 1 if planned.usage is None else planned.usage.num_replicas
+    dp, tp = arguments.mesh.get("dp", replicas), arguments.mesh.get("tp", 1)
+    if (pp := arguments.mesh.get("pp", planned.num_ranks)) != planned.num_ranks:
+        raise InputError(f"--mesh pp={pp}: {arguments.plan} is for {planned.num_ranks} ranks; leave pp out")
+    if (num_processes := planned.num_ranks * dp * tp) > _MOST_PROCESSES:
+        raise InputError(f"--mesh: {num_processes:,} processes on this machine; give {_MOST_PROCESSES:,} at most")
+    if arguments.engine == "torch" and dp * tp > 1:
+        raise InputError(f"--mesh dp={dp},tp={tp}: PyTorch's engine runs one pipeline; use --engine rota")
+    if arguments.timeline is not None and arguments.engine == "torch":
+        raise InputError(f"--timeline {arguments.timeline}: PyTorch's engine records none; use --engine rota")
+    for option in ("--timeline", "--force", "--mesh", "--max-restarts", "--timeout", "--engine"):
+        if option in arguments.arguments:
+            print(f"rota run: {option} behind the script goes to the script; for rota put it first", file=sys.stderr)
+    try:
+        done = launch(
+            planned,
+            arguments.script,
+            arguments.arguments,
+            worker=_WORKERS[arguments.engine],
+            dp=dp,
+            tp=tp,
+            max_restarts=arguments.max_restarts,
+            timeout_s=arguments.timeout,
+            report=_report,
+        )
+    except EndedBySignal as error:
+        _report(str(error))
+        return 128 + error.number
+    if arguments.timeline is not None:
+        if done.timeline is None:
+            raise PipelineError(
+                f"{arguments.script} ran no step of a Pipeline: there is no timeline to write to {arguments.timeline}"
+            )
+        output_files.write(arguments.timeline, done.timeline.to_json())
+        print(f"Wrote {arguments.timeline}; see it by `rota compare {arguments.plan} {arguments.timeline}`.")
+    return _report_end(done, arguments.timeline)
+
+
+def _report_end(done: Run, timeline: str | None) -> int:
+    """Report stragglers and an early end. Returns the exit code: as in a shell for SIGTERM, 0 for SIGUSR1."""
+    for straggler in done.stragglers:
+        first = "" if timeline else "measure by --timeline measured.json, and "
+        _report(
+            f"{straggler.to_text()}; {first}plan with measured costs: rota calibrate {timeline or 'measured.json'} "
+            f"-o better.json"
+        )
+    if done.ended_by is None:
+        return 0
+    _report(f"{done.ended_by.name}: all ranks have ended after the step that was running")
+    return 128 + done.ended_by if done.ended_by == signal.SIGTERM else 0
+
+
+def _report(line: str) -> None:
+    print(f"rota run: {line}", file=sys.stderr, flush=True)
+
+
+COMMAND = Command(
+    "run",
+    "start a script on every rank of a plan, on this machine",
+    "rota run --timeline measured.json plan.json train.py --steps 100",
+    add_arguments,
+    run,
+)

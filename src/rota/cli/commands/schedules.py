@@ -1,0 +1,48 @@
+"""`rota schedules`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from rota.cli.cost_options import add_costs, add_step, cluster_of, measured, uniform
+from rota.cli.parser import Command, Parser
+from rota.cli.requirements import InputError
+from rota.cli.screen import show_progress
+from rota.schedules import table
+
+
+def add_arguments(parser: Parser) -> None:
+    add_step(parser)
+    add_costs(parser, "a rank; families with several stages per rank divide it among them")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON")
+    form.add_argument("--csv", action="store_true", help="print CSV")
+
+
+def run(arguments: Namespace) -> int:
+    if arguments.costs is None and arguments.ranks is None:
+        raise InputError("how many ranks? give --ranks or --costs")
+    costs = measured(arguments) if arguments.costs else uniform(arguments, arguments.ranks)
+    if arguments.ranks not in (None, costs.num_stages):
+        raise InputError(
+            f"{arguments.costs} has {costs.num_stages} stages for --ranks {arguments.ranks}; the table takes one a rank"
+        )
+    cluster = cluster_of(arguments, costs.num_stages, arguments.limit)
+    rows = table.compare_schedules(
+        costs, cluster, arguments.microbatches, progress=lambda name: show_progress(f"planning {name} …")
+    )
+    show_progress("")
+    if arguments.json or arguments.csv:
+        print(table.to_json(rows) if arguments.json else table.to_csv(rows), end="")
+    else:
+        print(table.to_text(rows, arguments.limit))
+    return 0
+
+
+COMMAND = Command(
+    "schedules",
+    "all named schedules side by side: time, bubble, memory, what fits",
+    "rota schedules --ranks 8 --microbatches 24 --forward-us 1000 --backward-us 2000 --activation 1GB --limit 8GB",
+    add_arguments,
+    run,
+)

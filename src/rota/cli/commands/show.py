@@ -1,0 +1,48 @@
+"""`rota show`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from rota.cli import input_files
+from rota.cli.arguments import add_output, number
+from rota.cli.parser import Command, Parser
+from rota.cli.pictures import draw, is_measured
+from rota.cli.requirements import InputError, require
+from rota.cli.screen import print_timeline
+from rota.timeline import Timeline
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("file", help="plan.json (simulated first), timeline.json, or a schedule CSV")
+    parser.add_argument("--width", type=number(20), help="columns (default: the terminal's)")
+    add_output(parser, "PICTURE", "write a .png, .svg, .pdf or .html instead, or a .json for Perfetto")
+    parser.add_argument("--above", metavar="FILE", help="for -o: a second one, over the first and aligned in time")
+    parser.add_argument("--bound", action="store_true", help="for -o: say how far the plan is from the best possible")
+
+
+def run(arguments: Namespace) -> int:
+    timeline = input_files.read_timeline(arguments.file)
+    if arguments.output is not None:
+        above = None if arguments.above is None else input_files.read_timeline(arguments.above)
+        bound_us = _bound_us(timeline, arguments.file) if arguments.bound else None
+        draw(timeline, arguments.output, above, (str(arguments.above), arguments.file), bound_us)
+    elif arguments.above is not None or arguments.bound:
+        option = "--bound" if arguments.above is None else f"--above {arguments.above}"
+        raise InputError(f"{option} is for pictures: name one by -o, such as -o plan.html")
+    else:
+        print_timeline(timeline, arguments.width)
+    return 0
+
+
+def _bound_us(timeline: Timeline, name: str) -> int:
+    """A lower bound with the plan's own costs. Raises InputError for measured times, which may be below it."""
+    if is_measured(timeline):
+        raise InputError(f"--bound: {name} has measured times, the bound has planned ones; show the plan instead")
+    require("ortools", "search")
+    from rota.search import bounds_of
+
+    return bounds_of(timeline.plan.placement, timeline.plan.num_microbatches)[0].us
+
+
+COMMAND = Command("show", "a plan or timeline as a chart", "rota show plan.json -o plan.html", add_arguments, run)

@@ -1,0 +1,34 @@
+"""`rota simulate`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from rota import simulation
+from rota.cli import input_files, output_files
+from rota.cli.arguments import add_output
+from rota.cli.parser import Command, Parser
+from rota.cli.screen import print_timeline
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("plan", help="plan.json, or a schedule CSV (F 1 ms, B 2 ms)")
+    add_output(parser, "FILE", "write the timeline as JSON", writes="timeline")
+
+
+def run(arguments: Namespace) -> int:
+    timeline = simulation.simulate(input_files.read_plan(arguments.plan))
+    print_timeline(timeline)
+    if arguments.output is not None:
+        output_files.write(arguments.output, timeline.to_json())
+        print(f"Wrote {arguments.output}.")
+    return 0
+
+
+COMMAND = Command(
+    "simulate",
+    "what a plan takes if everything takes what it should",
+    "rota simulate plan.json -o timeline.json",
+    add_arguments,
+    run,
+)

@@ -1,0 +1,37 @@
+"""`find_plan` with its progress on the screen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rota.cli.requirements import require_search
+from rota.cli.screen import show_progress
+from rota.placement import Placement
+
+if TYPE_CHECKING:
+    from rota.search import SearchResult
+    from rota.search.result import Objective
+
+#: What stands for a schedule's name where the best order is to be searched for.
+SEARCH = "search"
+STARTING = "starting (the first search on a machine compiles for some ten seconds)"
+
+
+def search_plan(
+    placement: Placement, num_microbatches: int, time_limit_s: float | None, objective: Objective = "makespan"
+) -> SearchResult:
+    """The best plan that `find_plan` finds; a `time_limit_s` of None means 10."""
+    require_search()
+    from rota.search import find_plan
+
+    show_progress(STARTING)
+    try:
+        return find_plan(
+            placement,
+            num_microbatches,
+            objective=objective,
+            time_limit_s=time_limit_s or 10.0,
+            progress=show_progress,
+        )
+    finally:
+        show_progress("")

@@ -1,0 +1,153 @@
+"""The request, and a candidate for it: a layout, a cut and what is recomputed, as a placement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from rota.costs import Costs, whole
+from rota.errors import PlacementError
+from rota.layers import LayerCosts
+from rota.placement import Placement
+from rota.placing import bidirectional, place
+from rota.planning.layouts import Layout
+from rota.planning.machine import Machine
+from rota.usage import Usage
+
+_MOST_ROWS = 10_000_000  # of a step
+
+
+@dataclass(frozen=True)
+class Request:
+    """Autoplan's arguments: `profiles` by rows per micro-batch, `batch_rows` of a step over all replicas."""
+
+    profiles: Mapping[int, LayerCosts]
+    machine: Machine
+    batch_rows: int
+    inference: bool = False
+    recompute: bool = True  # whether stages may
+    pipeline_ranks: int | None = None  # None: any number
+    copies: bool = True  # whether stages may be on two ranks each
+
+    @property
+    def may_recompute(self) -> bool:
+        return self.recompute and not self.inference
+
+    @classmethod
+    def checked(
+        cls,
+        profiles: Mapping[int, LayerCosts],
+        machine: Machine,
+        batch_rows: int,
+        inference: bool = False,
+        recompute: bool = True,
+        pipeline_ranks: int | None = None,
+        copies: bool = True,
+    ) -> Request:
+        """Validate: PlacementError where no step can be made of these micro-batches, or no pipeline of these ranks."""
+        if not profiles:
+            raise PlacementError("profiles is empty: measure the layers for one number of rows or more")
+        for rows, layers in profiles.items():
+            if layers.rows != rows:
+                raise PlacementError(f"profiles[{rows}] is of micro-batches of {layers.rows} rows; give it as that")
+        fits = isinstance(batch_rows, int) and not all(batch_rows % rows for rows in profiles)
+        if not fits or not 1 <= batch_rows <= _MOST_ROWS:
+            raise PlacementError(
+                f"batch_rows is {batch_rows!r}: give a multiple of one of the rows that were measured, "
+                f"{', '.join(map(str, sorted(profiles)))}, of at most {_MOST_ROWS:,}"
+            )
+        most = min(machine.num_ranks, max(layers.num_layers for layers in profiles.values()))
+        if pipeline_ranks is not None and not 1 <= whole("pipeline_ranks", pipeline_ranks) <= most:
+            raise PlacementError(
+                f"a pipeline of {pipeline_ranks} ranks: give 1 to {most}, as there are ranks, and layers for them"
+            )
+        of = {rows: _forward_alone(layers) if inference else layers for rows, layers in sorted(profiles.items())}
+        return cls(of, machine, batch_rows, inference, recompute, pipeline_ranks, copies)
+
+
+def _forward_alone(layers: LayerCosts) -> LayerCosts:
+    """The layers for inference: their forwards, parameters and buffers alone."""
+    zeros = (0,) * layers.num_layers
+    backward = ("backward_us", "input_us", "weight_us", "recompute_us", "optimizer_us")
+    memory = ("kept_bytes", "waiting_bytes", "backward_peak_bytes", "input_peak_bytes", "weight_peak_bytes")
+    columns: dict[str, Any] = dict.fromkeys((*backward, *memory, "gradient_bytes", "optimizer_bytes"), zeros)
+    columns |= dict.fromkeys(("boundary_gradient_bytes", "received_bytes"), (0,) * len(layers.edges))
+    # Shared storages may be among what is left out; tied parameters count with each layer.
+    columns |= dict.fromkeys(("shared", "waiting_shared", "tied"), ())
+    return replace(layers, **columns)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan but for the order of its ops; `measured`: the stages' own costs, if they were measured too."""
+
+    request: Request
+    layout: Layout
+    boundaries: tuple[int, ...]
+    splits_backward: bool = False
+    recomputed: frozenset[int] = frozenset()
+    measured: Costs | None = None
+
+    @property
+    def layers(self) -> LayerCosts:
+        return self.request.profiles[self.layout.rows]
+
+    @property
+    def has_equal_layers(self) -> bool:
+        sizes = [b - a for a, b in pairwise(self.boundaries)]
+        return max(sizes) - min(sizes) <= 1
+
+    @property
+    def usage(self) -> Usage:
+        num_layers = tuple(b - a for a, b in pairwise(self.boundaries))
+        return Usage(self.layers.cuts_at(self.boundaries), self.layout.rows, self.layout.num_replicas, num_layers)
+
+    def recomputing(self, stages: Collection[int]) -> Candidate:
+        return replace(self, recomputed=frozenset(stages))
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Costs of each stage of one copy of the model, on its rank. Raises PlacementError."""
+        costs = self.measured or self.layers.stages(
+            self.boundaries, split_backward=self.splits_backward, recompute=self.recomputed
+        )
+        slowdowns = self.request.machine.slowdowns_of(self.layout.num_ranks, self.layout.num_replicas)
+        factors = [slowdowns[rank] for rank in self.layout.ranks[: self.layout.num_stages]]
+        times = {name: getattr(costs, name) for name in _TIMES}
+        columns: dict[str, Any] = {name: _slowed(us, factors) for name, us in times.items() if us is not None}
+        return replace(costs, **columns, reduce_us=self._reduce_us())
+
+    def _reduce_us(self) -> tuple[int, ...]:
+        """For each stage: replicas sum their gradients, and so do the two copies of a stage in a bidirectional plan."""
+        machine, n, replicas = self.request.machine, self.layout.num_ranks, self.layout.num_replicas
+        times = []
+        for stage, (a, b) in enumerate(pairwise(self.boundaries)):
+            holders = [*machine.holders(n, replicas, self.layout.ranks[stage])]
+            if self.layout.shape == "bidirectional":
+                holders += machine.holders(n, replicas, n - 1 - stage)
+            times.append(machine.reduce_us(sum(self.layers.gradient_bytes[a:b]), sorted(holders)))
+        return tuple(times)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Tasks and edges of one micro-batch. Raises PlacementError."""
+        cluster = self.request.machine.cluster(self.layout.num_ranks, self.layout.num_replicas)
+        if self.layout.shape == "bidirectional":
+            return bidirectional(self.costs, cluster)
+        placement = place(self.costs, cluster, self.layout.ranks)
+        return placement.forward_only() if self.request.inference else placement
+
+
+_TIMES = ("forward_us", "backward_us", "weight_us", "recompute_us", "optimizer_us")
+
+
+def _slowed(times_us: Sequence[int | None], factors: Sequence[float]) -> tuple[int | None, ...]:
+    """Times multiplied by each stage's factor, as whole µs, rounded up."""
+    return tuple(
+        None if us is None else us if factor == 1 else math.ceil(us * factor)
+        for us, factor in zip(times_us, factors, strict=True)
+    )

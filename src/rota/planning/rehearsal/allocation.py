@@ -1,0 +1,138 @@
+"""The memory that a rehearsed rank really holds: each op's bytes, allocated, and freed when the plan says.
+
+0F0  keeps 10       ▕ 6 until 0W0 ▏▕ 4 until 0I0 ▏     one block for each later op that frees a part of them
+0I0  frees 4        ▕ 6 until 0W0 ▏
+0W0  frees 6
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import final
+
+import torch
+
+from rota.errors import PipelineError
+from rota.placement import Placement
+from rota.tasks import Kind, Op
+from rota.units import size_text
+
+_IN_ORDER = "FRBIW"  # of a stage's ops of one micro-batch
+
+#: For each (stage, kind) the blocks that it allocates: bytes, and the kind that frees them (None: not in this step).
+Blocks = dict[tuple[int, Kind], list[tuple[int, Kind | None]]]
+
+
+def touched(num_bytes: int) -> torch.Tensor:
+    """New memory that is written to: before, the system has not handed out its pages."""
+    return torch.empty(num_bytes, dtype=torch.uint8).fill_(1)
+
+
+def blocks_of(placement: Placement) -> Blocks:
+    """What each task allocates, one block for each later task that frees some of it; the newest is freed first.
+
+    Raises PipelineError where a task frees more than the tasks before it hold.
+    """
+    blocks: Blocks = {}
+    for stage in placement.stages:
+        held: list[tuple[Kind, int]] = []
+        for kind in map(Kind, _IN_ORDER):
+            task = placement.task(stage, kind)
+            if task is None:
+                continue
+            blocks[stage, kind] = []
+            if task.held_bytes > 0:
+                held.append((kind, task.held_bytes))
+            left = -task.held_bytes
+            while left > 0:
+                if not held:
+                    raise PipelineError(
+                        f"task {task} frees {-task.held_bytes} bytes, {left} more than the stage's tasks before it "
+                        f"hold; correct its held_bytes, or rehearse without allocate"
+                    )
+                by, num_bytes = held.pop()
+                blocks[stage, by].append((min(num_bytes, left), kind))
+                if num_bytes > left:
+                    held.append((by, num_bytes - left))
+                left -= num_bytes
+        for by, num_bytes in held:
+            blocks[stage, by].append((num_bytes, None))
+    return blocks
+
+
+@final
+class RankMemory:
+    """What one rank holds: its static bytes from now on, and what its ops hold. Messages are the transport's.
+
+    `held_bytes` are those of all buffers now, `peak_bytes` the most so far, and `process_bytes` the most by which the
+    process has grown since this was made (None where the system does not say).
+    """
+
+    def __init__(self, placement: Placement, rank: int) -> None:
+        self._before_bytes = _resident_bytes()
+        self.peak_bytes = 0
+        self.process_bytes = None if self._before_bytes is None else 0
+        self._blocks = blocks_of(placement)
+        self._needed = {(task.stage, task.kind): task.peak_bytes for task in placement.tasks}
+        self._static = touched(placement.static_bytes[rank])
+        self._held: dict[tuple[int, int], list[tuple[torch.Tensor, Kind | None]]] = {}  # by (stage, micro-batch)
+        self._used = touched(0)  # while an op runs
+        self._look()
+
+    @property
+    def held_bytes(self) -> int:
+        held = [buffer for buffers in self._held.values() for buffer, _ in buffers]
+        return sum(buffer.nbytes for buffer in (self._static, self._used, *held))
+
+    def begin_step(self) -> None:
+        """Free what no op of the previous step freed."""
+        self._held.clear()
+
+    def op_starts(self, op: Op) -> None:
+        """Allocate what the op keeps, and what it needs while it runs."""
+        taken = [(touched(num_bytes), until) for num_bytes, until in self._blocks[op.stage, op.kind]]
+        self._held.setdefault((op.stage, op.microbatch), []).extend(taken)
+        self._used = touched(self._needed[op.stage, op.kind])
+        self._look()
+
+    def op_ends(self, op: Op) -> None:
+        """Free what the op frees."""
+        self._used = touched(0)
+        key = op.stage, op.microbatch
+        self._held[key] = [(buffer, until) for buffer, until in self._held[key] if until is not op.kind]
+        if not self._held[key]:
+            del self._held[key]
+
+    def _look(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        if self._before_bytes is not None and self.process_bytes is not None:
+            self.process_bytes = max(self.process_bytes, (_resident_bytes() or 0) - self._before_bytes)
+
+
+def _resident_bytes() -> int | None:
+    """The process's memory; None where the system does not say."""
+    status = Path("/proc/self/statm")
+    return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if status.exists() else None
+
+
+def refuse_too_much(needed_bytes: int, what: str, remedy: str) -> None:
+    """Raises PipelineError where the machine has less memory available."""
+    available = available_bytes()
+    if available is not None and needed_bytes > available:
+        raise PipelineError(
+            f"{what} take {size_text(needed_bytes)}, and this machine has {size_text(available)} to give; {remedy}"
+        )
+
+
+def available_bytes() -> int | None:
+    """What new processes can have, by the machine and by the control group; None where the system does not say."""
+    found = []
+    machine = Path("/proc/meminfo")
+    if machine.exists():
+        lines = dict(line.split(":") for line in machine.read_text().splitlines())
+        found.append(1024 * int(lines["MemAvailable"].split()[0]))
+    group = Path("/sys/fs/cgroup")
+    if (group / "memory.max").exists() and (limit := (group / "memory.max").read_text().strip()) != "max":
+        found.append(int(limit) - int((group / "memory.current").read_text()))
+    return min(found, default=None)

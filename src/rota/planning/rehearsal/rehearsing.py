@@ -1,0 +1,142 @@
+"""`rehearse`: runs a plan on this machine and turns the ranks' records into one timeline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+
+from rota.checking import check
+from rota.errors import PipelineError
+from rota.plan import Plan
+from rota.planning.rehearsal.allocation import blocks_of, refuse_too_much
+from rota.planning.rehearsal.outcome import LinkUse, MemoryUse, Overhead, Rehearsal
+from rota.planning.rehearsal.processes import run_ranks
+from rota.planning.rehearsal.rank import RankReport
+from rota.runtime.program import refuse_unsupported
+from rota.runtime.recorder import Record, merge
+from rota.simulation import simulate
+from rota.timeline import Timeline
+from rota.units import count_text, time_text
+
+_MOST_RANKS = 256  # each has two connections to every other: more ranks exhaust the machine's connections
+_PROCESS_BYTES = 50_000_000  # of a rank's process itself
+
+
+def rehearse(
+    plan: Plan,
+    *,
+    num_steps: int = 5,
+    allocate: bool = False,
+    timeout_s: float | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Rehearsal:
+    """Run `plan` on this machine, one process per rank, with waits of the planned durations in place of its ops.
+
+    Messages are real and as large as planned; loop, transport and watchdog are those of `Pipeline`. No process is left
+    behind.
+
+    Args:
+        plan: The plan to run.
+        num_steps: Steps to measure, after one to warm up.
+        allocate: Whether ranks really hold the memory that the plan says, static bytes included.
+        timeout_s: A rank without progress for so long is ended; None: 20 simulated steps, at least 60 s.
+        progress: Called with a line of text at the start and after each step.
+
+    Returns:
+        The planned and the measured timeline, and what made the difference.
+
+    Raises:
+        PlanError: Where `check` raises it.
+        PipelineError: Where `Pipeline` would refuse the plan, the machine lacks the memory, or a rank hangs or dies.
+    """
+    check(plan)
+    _refuse(plan, num_steps, allocate, timeout_s)
+    planned = simulate(plan)
+    if timeout_s is None:
+        timeout_s = max(20e-6 * planned.makespan_us, 60)
+    steps = count_text(num_steps, "step")
+
+    def step_ended(num_ended: int) -> None:
+        progress("warm-up ended" if num_ended == 1 else f"step {num_ended - 1} of {num_steps} ended")
+
+    progress(f"starting {count_text(plan.num_ranks, 'process', 'es')} for {steps} of {time_text(planned.makespan_us)}")
+    reports = run_ranks(plan, num_steps, allocate, timeout_s, step_ended)
+    timelines = [measured_timeline(plan, reports, step) for step in range(num_steps)]
+    middle = sorted(range(num_steps), key=lambda step: timelines[step].makespan_us)[(num_steps - 1) // 2]
+    return Rehearsal(
+        planned,
+        timelines[middle],
+        tuple(timeline.makespan_us for timeline in timelines),
+        tuple(_overhead(plan, report, middle) for report in reports),
+        _links(timelines[middle]),
+        tuple(
+            MemoryUse(report.rank, planned.peak_memory_bytes[report.rank], report.held_bytes, report.process_bytes)
+            for report in reports
+            if report.held_bytes is not None
+        ),
+    )
+
+
+def _refuse(plan: Plan, num_steps: int, allocate: bool, timeout_s: float | None) -> None:
+    """Raises PipelineError for what is known to fail before a process is started."""
+    placement = plan.placement
+    if not isinstance(num_steps, int) or num_steps < 1:
+        raise PipelineError(f"num_steps is {num_steps!r}; give a whole number of 1 or more")
+    if timeout_s is not None and not (isinstance(timeout_s, int | float) and 0 < timeout_s < math.inf):
+        raise PipelineError(f"timeout_s is {timeout_s!r}; give seconds above 0, or None for 20 simulated steps")
+    if plan.num_ranks > _MOST_RANKS:
+        raise PipelineError(
+            f"the plan has {plan.num_ranks:,} ranks, and one machine rehearses {_MOST_RANKS} at most; simulate it, or "
+            f"rehearse the same schedule on fewer ranks"
+        )
+    refuse_unsupported(plan, placement.stage_edges, placement.num_stages)
+    held, what = placement, f"{count_text(plan.num_ranks, 'rank')} that allocate what the plan says"
+    if allocate:
+        blocks_of(placement)
+    else:
+        tasks = tuple(replace(task, held_bytes=0, peak_bytes=0) for task in placement.tasks)
+        held, what = replace(placement, tasks=tasks, static_bytes=()), f"the messages of {plan.num_ranks} ranks"
+    needed_bytes = sum(simulate(replace(plan, placement=held)).peak_memory_bytes)
+    remedy = "rehearse without allocate, or with smaller sizes" if allocate else "plan with smaller messages"
+    refuse_too_much(needed_bytes + plan.num_ranks * _PROCESS_BYTES, what, remedy)
+
+
+def measured_timeline(plan: Plan, reports: list[RankReport], step: int) -> Timeline:
+    """All ranks' records of one step as a timeline; messages arrive when their receiver has them."""
+    steps = [report.steps[step] for report in reports]
+    arrived = {(route, position): ns for of_rank in steps for route, position, ns in of_rank.arrived}
+    records = []
+    for rank, of_rank in enumerate(steps):
+        sent = {(route, position): ns for route, position, ns in of_rank.sent}
+        through = {column: arrived[column] for column in sent}
+        records.append(Record(rank, 0, of_rank.starts_ns, of_rank.ends_ns, sent, through))
+    origin_ns = min(of_rank.starts_ns[0] for of_rank in steps if of_rank.starts_ns)
+    step_ends = []
+    for of_rank in steps:
+        for times_ns in of_rank.step_ends_ns:
+            a, b, c, d = (max(ns - origin_ns + 500, 0) // 1000 for ns in times_ns)
+            step_ends.append((a, b, c, d))
+    return replace(merge(plan, records), step_ends_us=tuple(step_ends))
+
+
+def _overhead(plan: Plan, report: RankReport, step: int) -> Overhead:
+    late_us = [ns // 1000 for ns in report.steps[step].late_ns]
+    worst = max(range(len(late_us)), key=late_us.__getitem__, default=None)
+    if worst is None:
+        return Overhead(report.rank, 0, None, 0)
+    return Overhead(report.rank, sum(late_us), plan.orders[report.rank][worst], late_us[worst])
+
+
+def _links(timeline: Timeline) -> tuple[LinkUse, ...]:
+    messages: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for route, starts, ends in zip(timeline.plan.placement.routes, timeline.sent_us, timeline.arrived_us, strict=True):
+        of_pair = messages.setdefault((route.sender, route.receiver), [])
+        of_pair += [(route.num_bytes, route.duration_us, end - start) for start, end in zip(starts, ends, strict=True)]
+    uses = []
+    for pair, of_pair in sorted(messages.items()):
+        sizes, planned, took = zip(*of_pair, strict=True)
+        rates = sum(sizes) / max(sum(planned), 1), sum(sizes) / max(sum(took), 1)
+        uses.append(LinkUse(*pair, len(sizes), sum(sizes), round(median(planned)), round(median(took)), *rates))
+    return tuple(uses)

@@ -1,0 +1,123 @@
+"""Starts the ranks of a rehearsal: it has loaded torch and has no threads, so that it can fork them.
+
+python -m rota.planning.rehearsal.server FOLDER
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from rota.errors import LostRankError
+from rota.plan import Plan
+from rota.planning.rehearsal.processes import report_file, stderr_file
+from rota.planning.rehearsal.rank import run_rank
+from rota.runtime.orphans import end_with_parent
+from rota.runtime.process_group import loopback
+
+_PR_SET_NAME, _PR_SET_TIMERSLACK = 15, 29  # linux/prctl.h
+_LOOK_EVERY_S = 0.05
+_LET_FIRST_ERROR_BE_SEEN_S = 2.0
+
+
+def main() -> None:
+    """Start all ranks and write to standard output which failed first (null: none), if the caller is still there."""
+    (folder,) = sys.argv[1:]
+    caller = os.dup(1)
+    os.dup2(2, 1)  # other output is not for the caller
+    plan = Plan.from_json(Path(folder, "plan.json").read_text())
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback()  # no rank listens to other machines
+    running: dict[int, int] = {}
+    failed, code = None, 0
+    try:
+        for rank in range(plan.num_ranks):
+            running[_fork(plan, folder, rank, caller)] = rank
+        while running and failed is None:
+            if select.select([0], [], [], _LOOK_EVERY_S)[0]:
+                break  # the caller has closed our input, or is gone
+            failed, code = _reap(running)
+    finally:
+        for process in running:
+            os.kill(process, signal.SIGKILL)
+        for process in running:
+            os.waitpid(process, 0)
+    if running and failed is None:
+        shutil.rmtree(folder, ignore_errors=True)  # the caller, which normally does it, may be gone
+        return
+    _send(caller, rank=failed, code=code)
+
+
+def _reap(running: dict[int, int]) -> tuple[int | None, int]:
+    """Take out the processes that have ended; returns the first one that failed, if any, and its exit code."""
+    while running:
+        process, status = os.waitpid(-1, os.WNOHANG)
+        if not process:
+            break
+        rank, code = running.pop(process), os.waitstatus_to_exitcode(status)
+        if code:
+            return rank, code
+    return None, 0
+
+
+def _send(caller: int, **fields: int | None) -> None:
+    os.write(caller, f"{json.dumps(fields)}\n".encode())
+
+
+def _fork(plan: Plan, folder: str, rank: int, caller: int) -> int:
+    """Fork a new rank; returns its process id."""
+    server = os.getpid()
+    process = os.fork()
+    if not process:
+        end_with_parent(server)
+        if sys.platform == "linux":
+            _set_up(rank)
+        _run(plan, folder, rank, caller)
+    return process
+
+
+def _run(plan: Plan, folder: str, rank: int, caller: int) -> NoReturn:
+    os.dup2(os.open(stderr_file(folder, rank), os.O_WRONLY | os.O_CREAT), 2)
+    try:
+        torch.set_num_threads(1)
+        options = json.loads(Path(folder, "options.json").read_text())
+        store = dist.FileStore(str(Path(folder, "store")), plan.num_ranks)  # type: ignore[attr-defined]
+        store.set_timeout(timedelta(seconds=options["timeout_s"]))  # for all to join, and to leave
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.num_ranks)
+        step_ended = (lambda num_ended: _send(caller, num_ended=num_ended)) if rank == 0 else lambda _: None
+        report = run_rank(plan, **options, step_ended=step_ended)
+        report_file(folder, rank).write_text(report.to_json())
+        if store.add("done", 1) == plan.num_ranks:
+            store.set("all done", "")
+        store.wait(["all done"])  # a rank that leaves earlier would be taken for lost
+    except LostRankError as error:
+        print(error, file=sys.stderr)
+        time.sleep(_LET_FIRST_ERROR_BE_SEEN_S)
+        os._exit(1)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # at once: nothing is left to clean up
+
+
+def _set_up(rank: int) -> None:
+    """Set the process's name and the precision of its sleeps."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_NAME, f"rota rank {rank}".encode())
+    prctl(_PR_SET_TIMERSLACK, 1)  # else a sleep lasts 50 µs longer
+
+
+if __name__ == "__main__":
+    main()

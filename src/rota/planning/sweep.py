@@ -1,0 +1,211 @@
+"""Tries all layouts, those with the lowest bounds first, until no bound left is below the best plan's time.
+
+layouts, by bound ─▶ cuts, backward whole or split ─▶ candidates, by bound ─▶ named schedules ─▶ the best plans
+        │                          │                        │
+        └── cannot be faster       └── does not fit         └── cannot be faster
+"""
+
+from __future__ import annotations
+
+import math
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import final
+
+from rota.errors import PlacementError
+from rota.planning.candidate import Candidate, Request
+from rota.planning.deadline import Deadline
+from rota.planning.evaluation import ANY_ORDER, Found, Misfit, evaluate, families, misfit, seconds_of, whole_and_split
+from rota.planning.layout_bounds import layout_bound_us, placement_bound_us
+from rota.planning.layouts import Layout, cuts, is_chain, layouts
+from rota.schedules import Family
+from rota.stopping import Stopped, look
+
+_KEPT = 24  # best plans, each of another kind
+_CLOSEST = 6  # plans that nearly fit, to find out what would
+
+_RESERVED = 0.3  # of the time, for the search of the finalists' orders
+
+_OTHERS = 5  # numbers of ranks and replicas to compare the best with
+_OTHERS_TRIED = 200
+
+Heap = list[tuple[int, int, Layout | Candidate]]  # bound, a number that decides ties, what it is a bound of
+Kind = tuple[int, int, str, bool]
+
+
+@final
+class Sweep:
+    """Call `run`, then read what it found. Deterministic unless the deadline ends it."""
+
+    def __init__(self, request: Request, deadline: Deadline) -> None:
+        self.request = request
+        self.deadline = deadline
+        #: The best plan of each kind; only the best kinds.
+        self.found: dict[Kind, Found] = {}
+        self.num_layouts = self.num_pruned = self.num_misfits = self.num_left = self.num_plans = 0
+        #: A lower bound on every layout's step.
+        self.bound_us = 0
+        self._numbers = count()
+        self._slow: list[tuple[int, int, Candidate, Family]] = []
+        self._fitting: set[Layout] = set()
+        self._over: set[Layout] = set()
+        self._closest: list[tuple[int, int, Misfit]] = []
+        self._reserve_s = _RESERVED * deadline.seconds
+
+    @property
+    def best(self) -> Found | None:
+        return min(self.found.values(), key=lambda found: found.key, default=None)
+
+    @property
+    def worst_us(self) -> float:
+        """The time that a plan has to beat."""
+        return float("inf") if self.best is None else self.best.makespan_us
+
+    def run(self) -> None:
+        heap: Heap = []
+        for rows, layers in self.request.profiles.items():
+            for layout in layouts(
+                [rows],
+                layers.num_layers,
+                self.request.machine,
+                self.request.batch_rows,
+                is_chain=is_chain(layers),
+                inference=self.request.inference,
+                recompute=self.request.may_recompute,
+                pipeline_ranks=self.request.pipeline_ranks,
+                copies=self.request.copies,
+            ):
+                if not self.deadline.has(0.0):
+                    break
+                heap.append((layout_bound_us(self.request, layout), next(self._numbers), layout))
+        heapify(heap)
+        self.bound_us = heap[0][0] if heap else 0
+        self.num_layouts = len(heap)
+        while heap and heap[0][0] < self.worst_us and self.deadline.has(self._reserve_s):
+            self._look_at(heap, self.worst_us)
+        left = sum(isinstance(item, Layout) for *_, item in heap)
+        self.num_pruned = left if heap and heap[0][0] >= self.worst_us else 0
+        self.num_left = left - self.num_pruned
+        self._try_slow()
+        self.num_misfits = len(self._over - self._fitting)
+        self._others(heap)
+
+    def _look_at(self, heap: Heap, worst_us: float) -> None:
+        bound_us, _, item = heappop(heap)
+        if isinstance(item, Layout):
+            for candidate_us, candidate in self._candidates(item, bound_us, worst_us):
+                heappush(heap, (candidate_us, next(self._numbers), candidate))
+        else:
+            self._try_families(item, bound_us, worst_us)
+
+    def _others(self, heap: Heap) -> None:
+        """Find plans to compare the best with: the most promising on other numbers of ranks."""
+        known = {kind[:2] for kind in self.found}
+        if self.best is None:
+            return
+        for bound_us, number, item in sorted(heap, key=lambda entry: entry[:2])[:_OTHERS_TRIED]:
+            layout = item if isinstance(item, Layout) else item.layout
+            if len(known) >= _OTHERS or not self.deadline.left_s > self._reserve_s:
+                return
+            if (layout.num_ranks, layout.num_replicas) in known:
+                continue
+            one = [(bound_us, number, item)]
+            while one:
+                self._look_at(one, math.inf)
+            known = {kind[:2] for kind in self.found}
+
+    def _candidates(self, layout: Layout, bound_us: int, worst_us: float) -> list[tuple[int, Candidate]]:
+        """The layout's candidates with their bounds, without those that cannot fit or cannot be faster."""
+        self._report(f"{layout.num_ranks} ranks x {layout.num_replicas}, {layout.rows} rows, {layout.shape}")
+        made = []
+        layers = self.request.profiles[layout.rows]
+        for boundaries in cuts(layers, layout, self.request.machine):
+            if self.deadline.left_s <= 0:
+                break
+            whole = Candidate(self.request, layout, boundaries, recomputed=frozenset(layout.recomputed))
+            for candidate in whole_and_split(whole, self.request.inference):
+                try:
+                    over = misfit(candidate)
+                except PlacementError:  # a shape that is not for these stages
+                    continue
+                if over is not None:
+                    self._over.add(layout)
+                    self._remember(over)
+                    continue
+                us = max(bound_us, placement_bound_us(candidate.placement, layout.num_microbatches))
+                if us < worst_us:
+                    made.append((us, candidate))
+        return made
+
+    def _remember(self, over: Misfit) -> None:
+        entry = over.over_bytes, next(self._numbers), over
+        self._closest = sorted([*self._closest, entry], key=lambda entry: entry[:2])[:_CLOSEST]
+
+    def _try_families(self, candidate: Candidate, bound_us: int, worst_us: float) -> None:
+        for family in families(candidate.layout, self.request.inference):
+            if (family.backward == "split") != candidate.splits_backward:
+                continue
+            if seconds_of(family, candidate):
+                self._slow.append((bound_us, next(self._numbers), candidate, family))
+            else:
+                self.take(self._evaluated(candidate, family, worst_us))
+
+    def _try_slow(self) -> None:
+        """Try the schedules that are searches themselves, where they can still win."""
+        for bound_us, _, candidate, family in sorted(self._slow, key=lambda entry: entry[:2]):
+            if bound_us < self.worst_us and self.deadline.has(self._reserve_s + seconds_of(family, candidate)):
+                self._report(family.name)
+                self.take(self._evaluated(candidate, family, self.worst_us))
+
+    def _evaluated(self, candidate: Candidate, family: Family, worst_us: float) -> Found | Misfit | None:
+        """As `evaluate`; also None if the time is over before the result is known."""
+        try:
+            look()
+            return evaluate(candidate, family, worst_us)
+        except Stopped:
+            self.deadline.ran_out = True
+            return None
+
+    def take(self, result: Found | Misfit | None) -> None:
+        """Keep a plan if it is the best of its kind; remember what does not fit."""
+        self.num_plans += result is not None
+        if isinstance(result, Misfit):
+            self._over.add(result.candidate.layout)
+            self._remember(result)
+        elif result is not None:
+            self._fitting.add(result.candidate.layout)
+            kind, best_us = kind_of(result), self.worst_us
+            if kind not in self.found or result.key < self.found[kind].key:
+                self.found[kind] = result
+            if len(self.found) > _KEPT:
+                del self.found[max(self.found, key=lambda kind: self.found[kind].key)]
+            if result.makespan_us < best_us:
+                self._report(result.schedule, at_once=True)
+
+    @property
+    def almost_fitting(self) -> list[Candidate]:
+        """Candidates that no named schedule fits, though another order might."""
+        return [over.candidate for _, _, over in self._closest if over.schedule != ANY_ORDER]
+
+    def closest(self) -> Misfit | None:
+        """The plan that is least over the limits, whatever the bounds say; for when nothing fits."""
+        found: list[Misfit] = []
+        for _, _, over in self._closest:
+            every = [candidate := over.candidate]
+            if candidate.layout.recompute == "none" and self.request.may_recompute:
+                every.append(candidate.recomputing(range(candidate.layout.num_stages)))
+            for one in every:
+                for family in families(one.layout, self.request.inference):
+                    result = self._evaluated(one, family, 0) if self.deadline.left_s > seconds_of(family, one) else None
+                    found += [result] if isinstance(result, Misfit) else []
+        return min(found, key=lambda misfit: misfit.over_bytes, default=None)
+
+    def _report(self, doing: str, at_once: bool = False) -> None:
+        best = self.best
+        self.deadline.report(doing, self.num_plans, None if best is None else best.makespan_us, at_once)
+
+
+def kind_of(found: Found) -> Kind:
+    """Ranks, replicas, shape, and whether anything is recomputed: plans alike in these are variants of one."""
+    layout = found.candidate.layout
+    return layout.num_ranks, layout.num_replicas, layout.shape, bool(found.candidate.recomputed)

@@ -1,0 +1,152 @@
+"""Which storages a layer keeps, by identity: a storage that two layers of a stage keep, the stage keeps once.
+
+A storage that crosses a boundary has a name. A value's name is its own address in the pass through the layers: a layer
+that passes on what it received, or a view of it, passes on the name. A gradient's name is its edge and position.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, final
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from rota.layers import Shared
+from rota.models import StageEdge
+from rota.profiling.peak_memory import StorageWatch, copier
+from rota.profiling.stage_run import StageRun, tensors_of
+from rota.runtime.gradients.forward_backward import Kept, over_tensors
+from rota.runtime.gradients.split_backward import WeightWork
+from rota.runtime.live_storages import LiveStorages
+
+Name: TypeAlias = Hashable
+
+
+@dataclass(slots=True)
+class Held:
+    """Bytes of storages with a name, by name, and of all others together."""
+
+    named: dict[Name, int] = field(default_factory=dict)
+    private: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.private + sum(self.named.values())
+
+
+@dataclass(slots=True)
+class KeptStorages:
+    """What a layer keeps after F, and still after I; `same`: pairs of gradients that it passes on as they came."""
+
+    kept: Held
+    waiting: Held
+    same: list[tuple[Name, Name]]
+
+
+@final
+class _Named:
+    """Storages by name; while it exists, no other storage gets one of their addresses."""
+
+    def __init__(self) -> None:
+        self._places: dict[Name, tuple[int, StorageWeakRef]] = {}
+
+    def add(self, name: Name, tensor: torch.Tensor) -> Name:
+        """Name a tensor's storage; returns its name, which is an older one if it has one."""
+        storage = tensor.untyped_storage()
+        known = next((other for other, (at, _) in self._places.items() if at == storage._cdata), None)
+        if known is not None:
+            return known
+        self._places[name] = storage._cdata, StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        return name
+
+    def held(self, alive: dict[int, int]) -> Held:
+        named = {name: alive[at] for name, (at, _) in self._places.items() if at in alive}
+        return Held(named, sum(alive.values()) - sum(named.values()))
+
+
+def kept_storages_of(one: StageRun, incoming: tuple[StageEdge, ...], outgoing: tuple[StageEdge, ...]) -> KeptStorages:
+    """What a layer with a split backward keeps; only what saved its inputs holds them."""
+    watch, named = StorageWatch(), _Named()
+    with watch:
+        kept = _forward(one, watch.live, named)
+        held = named.held(watch.live.alive())
+        work, same = _input_backward(one, kept, named, incoming, outgoing)
+        del kept
+        waiting = named.held(watch.live.alive())
+        del work
+    return KeptStorages(held, waiting, same)
+
+
+def place_of(tensor: torch.Tensor) -> Name:
+    """The name of a value in the pass through the layers."""
+    place: int = tensor.untyped_storage()._cdata
+    return place
+
+
+def gradient_of(edge: StageEdge, position: int) -> Name:
+    """The name of the gradient of the value's tensor at `position` of those that want one."""
+    return "gradient", edge.source, edge.target, position
+
+
+def _forward(one: StageRun, live: LiveStorages, named: _Named) -> Kept:
+    copy = copier(contiguous=False)
+    received = [over_tensors(copy, value) for value in one.received]
+    live.see(received)
+    _name_values(named, received, one.received)
+    values, kept = one.forward(received)
+    _name_values(named, values, one.values)
+    return kept
+
+
+def _name_values(named: _Named, values: list[Any], of_the_pass: list[Any]) -> None:
+    for value, original in zip(values, of_the_pass, strict=True):
+        for tensor, like in zip(tensors_of(value), tensors_of(original), strict=True):
+            named.add(place_of(like), tensor)
+
+
+def _input_backward(
+    one: StageRun, kept: Kept, named: _Named, incoming: tuple[StageEdge, ...], outgoing: tuple[StageEdge, ...]
+) -> tuple[WeightWork | None, list[tuple[Name, Name]]]:
+    gradients = [[tensor.clone() for tensor in of] for of in one.gradients]
+    if outgoing:
+        for edge, of in zip(outgoing, gradients, strict=True):
+            for i, tensor in enumerate(of):
+                named.add(gradient_of(edge, i), tensor)
+    returned, work = one.backward(kept, gradients)
+    same = []
+    for edge, of in zip(incoming, returned, strict=True):
+        for i, tensor in enumerate(of):
+            mine = gradient_of(edge, i)
+            if (name := named.add(mine, tensor)) != mine:
+                same.append((mine, name))
+    return work, same
+
+
+def sharing(held: Sequence[Held], named: Callable[[Name], Name] = lambda name: name) -> tuple[Shared, ...]:
+    """(a, b, bytes) for storages that both layers keep and none between them; `named` maps equal names to one."""
+    last: dict[Name, int] = {}
+    found: Counter[tuple[int, int]] = Counter()
+    for layer, of in enumerate(held):
+        for name, num_bytes in {named(name): size for name, size in of.named.items()}.items():
+            if name in last:
+                found[last[name], layer] += num_bytes
+            last[name] = layer
+    return tuple((*pair, num_bytes) for pair, num_bytes in sorted(found.items()))
+
+
+def one_name(same: Iterable[tuple[Name, Name]]) -> Callable[[Name], Name]:
+    """A function from each name to the one that stands for all that are the same."""
+    root: dict[Name, Name] = {}
+
+    def find(name: Name) -> Name:
+        while name in root:
+            name = root[name]
+        return name
+
+    for a, b in same:
+        if (x := find(a)) != (y := find(b)):
+            root[x] = y
+    return find

@@ -1,0 +1,101 @@
+"""Measured layers as LayerCosts: storages that several layers keep are counted once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from rota.layers import LayerCosts, Shared
+from rota.models import StageEdge, Stages
+from rota.profiling.kept_storages import Name, gradient_of, one_name, sharing
+from rota.profiling.layer_measurement import Layer
+
+
+def costs_of(stages: Stages, layers: Sequence[Layer], cuts: tuple[str, ...], rows: int, note: str) -> LayerCosts:
+    """The costs of `layers`, which are those of `stages`, in the same order."""
+    modules, parameters = stages.modules, [[*module.parameters()] for module in stages.modules]
+    forward, backward, inputs, weights, again = _columns(layer.times_us for layer in layers)
+    peaks = _columns(layer.peaks for layer in layers)
+    edges = sorted(stages.edges, key=lambda edge: edge[:2])
+    sizes = {
+        edge: size
+        for s, layer in enumerate(layers)
+        for edge, *size in zip(stages.outgoing(s), *layer.sizes, strict=True)
+    }
+    return LayerCosts(
+        rows=rows,
+        cuts=cuts,
+        forward_us=forward,
+        backward_us=backward,
+        input_us=inputs,
+        weight_us=weights,
+        recompute_us=again,
+        optimizer_us=tuple(round(layer.optimizer.us) for layer in layers),
+        kept_bytes=tuple(layer.storages.kept.total for layer in layers),
+        waiting_bytes=tuple(layer.storages.waiting.total for layer in layers),
+        changed_bytes=tuple(layer.changed_bytes for layer in layers),
+        forward_peak_bytes=peaks[0],
+        backward_peak_bytes=peaks[1],
+        input_peak_bytes=peaks[2],
+        weight_peak_bytes=peaks[3],
+        parameter_bytes=tuple(sum(p.nbytes for p in of) for of in parameters),
+        gradient_bytes=tuple(sum(p.nbytes for p in of if p.requires_grad) for of in parameters),
+        buffer_bytes=tuple(sum(buffer.nbytes for buffer in module.buffers()) for module in modules),
+        optimizer_bytes=tuple(sum(layer.optimizer.bytes_of) for layer in layers),
+        edges=tuple((edge.source, edge.target) for edge in edges),
+        boundary_bytes=tuple(sizes[edge][0] for edge in edges),
+        boundary_gradient_bytes=tuple(sizes[edge][1] for edge in edges),
+        received_bytes=tuple(_held_by_nobody(edge, stages, layers) for edge in edges),
+        shared=sharing([layer.storages.kept for layer in layers]),
+        waiting_shared=sharing([layer.storages.waiting for layer in layers], one_name(_same(stages, layers))),
+        tied=_tied(parameters, layers),
+        spread=tuple(layer.spread for layer in layers),
+        note=note,
+    )
+
+
+def _columns(rows: Iterable[Sequence[float]]) -> list[tuple[int, ...]]:
+    return [tuple(map(round, column)) for column in zip(*rows, strict=True)]
+
+
+def _held_by_nobody(edge: StageEdge, stages: Stages, layers: Sequence[Layer]) -> int:
+    """Bytes of what arrives by `edge` and needs a gradient, and that no layer that receives it there keeps."""
+    received = layers[edge.target].received[stages.incoming(edge.target).index(edge)]
+    alone = {name: num_bytes for name, num_bytes in received if not _keeps(edge.target, name, stages, layers)}
+    return sum(alone.values())
+
+
+def _keeps(layer: int, name: Name, stages: Stages, layers: Sequence[Layer]) -> bool:
+    """Whether the layer, or one that it passes the value on to, keeps it."""
+    if name in layers[layer].storages.kept.named:
+        return True
+    handed_on = zip(stages.outgoing(layer), layers[layer].sent, strict=True)
+    return any(name in names and _keeps(edge.target, name, stages, layers) for edge, names in handed_on)
+
+
+def _same(stages: Stages, layers: Sequence[Layer]) -> list[tuple[Name, Name]]:
+    """Gradients that are one storage within a stage: a layer gets its own as its only reader made or received it."""
+    readers = Counter(name for layer in layers for names in layer.sent for name in names)
+    same = [pair for layer in layers for pair in layer.storages.same]
+    summed = {
+        gradient_of(edge, i)
+        for s, layer in enumerate(layers)
+        for edge, names in zip(stages.outgoing(s), layer.sent, strict=True)
+        for i, name in enumerate(names)
+        if readers[name] > 1
+    }
+    return [(a, b) for a, b in same if a not in summed]
+
+
+def _tied(parameters: Sequence[Sequence[nn.Parameter]], layers: Sequence[Layer]) -> tuple[Shared, ...]:
+    """(a, b, bytes) for parameters of several layers, with their gradients and optimizer state."""
+    last: dict[nn.Parameter, int] = {}
+    found: Counter[tuple[int, int]] = Counter()
+    for number, (of, layer) in enumerate(zip(parameters, layers, strict=True)):
+        for parameter, state_bytes in zip(of, layer.optimizer.bytes_of, strict=True):
+            if parameter in last:
+                found[last[parameter], number] += (1 + parameter.requires_grad) * parameter.nbytes + state_bytes
+            last[parameter] = number
+    return tuple((*pair, num_bytes) for pair, num_bytes in sorted(found.items()))

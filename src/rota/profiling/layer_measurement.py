@@ -1,0 +1,170 @@
+"""Measures each layer of a model, one after another and alone, on what it gets in the whole model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _NormBase
+
+from rota.errors import PipelineError
+from rota.models import Stages
+from rota.models.cut_table import holds
+from rota.models.randomness import random_state_kept
+from rota.profiling.clocks import Clock, CudaClock, Laps, Run, WallClock, timed
+from rota.profiling.devices import DeviceModel
+from rota.profiling.kept_storages import KeptStorages, Name, kept_storages_of, place_of
+from rota.profiling.optimizers import MakeOptimizer, OptimizerCosts, optimizer_costs
+from rota.profiling.peak_memory import peaks
+from rota.profiling.roofline import Kernels, Roofline
+from rota.profiling.stage_run import Given, StageRun, num_bytes, tensors_of
+from rota.runtime.gradients.forward_backward import over_tensors
+
+_RUN_NS = 5_000_000  # of one measurement: long against the clock's resolution; no other rank shares the core
+
+
+class HowTo(NamedTuple):
+    """Measure `repeats` times where the model is, or estimate for `device`."""
+
+    repeats: int
+    device: DeviceModel | None
+    optimizer: MakeOptimizer | None
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer as measured: `times_us` of F, B, I, W and R, `peaks` of F, B, I and W.
+
+    `sizes`: bytes of values and of their gradients, by outgoing edge. For tensors that need a gradient, `received` has
+    names and bytes by incoming edge, and `sent` names by outgoing edge.
+    """
+
+    times_us: list[float]
+    spread: float
+    peaks: list[int]
+    storages: KeptStorages
+    changed_bytes: int
+    optimizer: OptimizerCosts
+    sizes: tuple[list[int], list[int]]
+    received: list[list[tuple[Name, int]]]
+    sent: list[list[Name]]
+
+
+def measure_layers(given: Given, how: HowTo) -> Iterator[Layer]:
+    """Measure each stage of `given` as a layer. The caller's modules, gradients and random state are not touched.
+
+    Raises PipelineError where a layer fails, with its number and what it holds.
+    """
+    stages = given.stages
+    if how.device is not None:
+        given = given._replace(batch=_on_meta(given.batch), target=_on_meta(given.target))
+    outputs: dict[int, Any] = {}
+    last_reader = {edge.source: max(e.target for e in stages.outgoing(edge.source)) for edge in stages.edges}
+    names: list[StorageWeakRef] = []  # keep addresses that were names from being used again
+    with _set_up(stages, how) as clock:
+        for layer in range(len(stages)):
+            with _named_in_errors(stages, layer):
+                received = [edge.take(outputs[edge.source]) for edge in stages.incoming(layer)]
+                apart = given._replace(stages=_with_a_copy(stages, layer, how.device))
+                measured, outputs[layer], values = _measured(apart, layer, received, how, clock)
+            names += [StorageWeakRef(t.untyped_storage()) for of in values for t in tensors_of(of)]  # type: ignore[no-untyped-call]
+            del received, apart, values
+            outputs = {source: value for source, value in outputs.items() if last_reader.get(source, 0) > layer}
+            yield measured
+
+
+def called(stages: Stages, layer: int) -> str:
+    """A layer in an error or a report: "layer 7 of 32 (blocks.6)"."""
+    return f"layer {layer + 1} of {len(stages)} ({holds(stages[layer])})"
+
+
+@contextmanager
+def _named_in_errors(stages: Stages, layer: int) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise PipelineError(f"{called(stages, layer)} failed while profiling: {reason}") from error
+
+
+@contextmanager
+def _set_up(stages: Stages, how: HowTo) -> Iterator[Clock]:
+    """One thread on the CPU, as in a run; yields the clock for the model's device."""
+    cuda = sorted({p.device.index for module in stages.modules for p in module.parameters() if p.is_cuda})
+    with ExitStack() as stack:
+        stack.enter_context(random_state_kept(nn.ModuleList(stages.modules)))
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+        if how.device is not None:
+            stack.enter_context(Kernels(how.device))
+            yield Roofline(how.device)
+        else:
+            yield CudaClock() if cuda else WallClock()
+
+
+def _with_a_copy(stages: Stages, layer: int, device: DeviceModel | None) -> Stages:
+    """The stages with a copy of the module of `layer`, so that only one copy is there at a time."""
+    module: nn.Module = copy.deepcopy(stages[layer])
+    if device is not None:
+        module = module.to("meta")
+    for parameter in module.parameters():
+        parameter.grad = None
+    modules = (*stages.modules[:layer], module, *stages.modules[layer + 1 :])
+    return Stages(modules, stages.edges, stages.inputs, stages.input_names, stages.input_defaults)
+
+
+def _measured(given: Given, layer: int, received: list[Any], how: HowTo, clock: Clock) -> tuple[Layer, Any, list[Any]]:
+    """The layer, its output, and the output's values by outgoing edge."""
+    stages, module = given.stages, given.stages[layer]
+    whole = StageRun(given, layer, received)
+    halves = StageRun(given, layer, received, split=True)
+    (f_us, _, b_us, _), spread = _laps(whole.run, how, clock)
+    _, _, i_us, w_us = _laps(halves.run, how, clock).us
+    changed = _changed_buffers(whole, module)
+    again_us = _laps(lambda mark: whole.run_again(mark, changed), how, clock).us[0] if changed else f_us
+    f_peak, _, b_peak, _ = peaks(whole.run, whole.on_cuda)
+    _, _, i_peak, w_peak = peaks(halves.run, whole.on_cuda)
+    # I has no work where no input needs a gradient: what it takes is the runtime's own, once per stage.
+    split_us = [i_us, w_us] if whole.wants_input_gradients else [0.0, b_us]
+    measured = Layer(
+        [f_us, b_us, *split_us, again_us],
+        spread,
+        [f_peak, b_peak, i_peak, w_peak],
+        kept_storages_of(halves, stages.incoming(layer), stages.outgoing(layer)),
+        num_bytes([*changed.values()]),
+        optimizer_costs(module, how.optimizer, lambda run: _laps(run, how, clock)),
+        whole.sizes,
+        [[(place_of(t), num_bytes([t])) for t in tensors_of(of) if t.requires_grad] for of in received],
+        [[place_of(tensor) for tensor in tensors_of(of) if tensor.requires_grad] for of in halves.values],
+    )
+    return measured, halves.output, halves.values  # those whose storages it has named
+
+
+def _laps(run: Run, how: HowTo, clock: Clock) -> Laps:
+    if not isinstance(clock, Roofline):
+        return timed(run, clock, how.repeats, _RUN_NS, together=False)
+    with clock:
+        run(clock.mark)
+    return Laps([ns / 1000 for ns in clock.laps_ns()], 0.0)
+
+
+def _changed_buffers(one: StageRun, module: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the buffers that a forward changes, from before it; on the meta device, of running statistics."""
+    buffers = dict(module.named_buffers())
+    if any(buffer.is_meta for buffer in buffers.values()):
+        norms = [norm for norm in module.modules() if isinstance(norm, _NormBase) and norm.training]
+        running = {id(buffer) for norm in norms if norm.track_running_stats for buffer in norm.buffers(recurse=False)}
+        return {name: buffer.clone() for name, buffer in buffers.items() if id(buffer) in running}
+    before = {name: buffer.clone() for name, buffer in buffers.items()}
+    one.run(lambda: None)
+    return {name: old for name, old in before.items() if not torch.equal(old, buffers[name])}
+
+
+def _on_meta(value: Any) -> Any:
+    return over_tensors(lambda tensor: tensor.to("meta"), value)

@@ -1,0 +1,178 @@
+"""profile_layers and profile_model: a model's layers, measured or estimated, at one or several micro-batch sizes."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rota.errors import PipelineError
+from rota.layers import LayerCosts
+from rota.models import Stages, finest
+from rota.profiles import Profile
+from rota.profiling.devices import DeviceModel, device_named
+from rota.profiling.layer_costs import costs_of
+from rota.profiling.layer_measurement import HowTo, Layer, called, measure_layers
+from rota.profiling.optimizers import MakeOptimizer
+from rota.profiling.profile_cache import ProfileCache, identity_of, inputs_of
+from rota.profiling.stage_run import Given, LossFn, tensors_of
+from rota.units import count_text, time_text
+
+Report = Callable[[str], None]
+
+
+def profile_layers(
+    model: nn.Module | Stages,
+    batch: Any,
+    target: Any = None,
+    loss_fn: LossFn | None = None,
+    *,
+    optimizer: MakeOptimizer | None = None,
+    repeats: int = 7,
+    device: str | None = None,
+    report: Report = lambda _: None,
+    cache: str | Path | None = None,
+    refresh: bool = False,
+) -> LayerCosts:
+    """Measure or estimate the costs of each layer for one micro-batch.
+
+    Layers are measured in this process, one after another: on the CPU with one thread, on CUDA by events. Bytes are
+    those of storages, exact either way; peaks leave out what a kernel allocates for itself, except on CUDA. The
+    caller's modules, gradients and random state are not touched.
+
+    Args:
+        model: The model, cut wherever it can be cut, or stages as layers.
+        batch: Inputs of one micro-batch.
+        target: Its targets.
+        loss_fn: Makes the loss of an output and a target; None: the backward begins at the output.
+        optimizer: Makes an optimizer of a list of parameters; None: no optimizer.
+        repeats: Measurements of which the median counts.
+        device: A name in `rota.profiling.DEVICES`: estimate the times from what each operation computes and moves
+            there. Nothing is computed then, and the model may be on the meta device. None: measure where the model is.
+        report: Called with a line of text for each layer.
+        cache: A file, or a folder with one file per model, so that nothing is measured twice.
+        refresh: Whether to measure again what the cache has.
+
+    Returns:
+        The layers' times in µs, bytes and edges.
+
+    Raises:
+        PipelineError: If a layer fails, with what it holds, or if the cache is of another model, device or version.
+    """
+    rows = num_rows(batch)
+    profile = profile_model(
+        model,
+        {rows: (batch, target)}.__getitem__,
+        [rows],
+        loss_fn,
+        optimizer=optimizer,
+        repeats=repeats,
+        device=device,
+        report=report,
+        cache=cache,
+        refresh=refresh,
+    )
+    return profile[rows]
+
+
+def profile_model(
+    model: nn.Module | Stages,
+    make_batch: Callable[[int], tuple[Any, Any]],
+    rows: Iterable[int],
+    loss_fn: LossFn | None = None,
+    *,
+    optimizer: MakeOptimizer | None = None,
+    repeats: int = 7,
+    device: str | None = None,
+    report: Report = lambda _: None,
+    cache: str | Path | None = None,
+    refresh: bool = False,
+) -> Profile:
+    """As `profile_layers`, for micro-batches of several sizes.
+
+    Args:
+        model: As there.
+        make_batch: Makes inputs and targets of one micro-batch, given its rows.
+        rows: The numbers of rows.
+        loss_fn: As there, and so are all others.
+        optimizer: As there.
+        repeats: As there.
+        device: As there.
+        report: As there.
+        cache: As there.
+        refresh: As there.
+
+    Returns:
+        The layers' costs by rows.
+
+    Raises:
+        PipelineError: As there, and for a batch with another number of rows.
+    """
+    stages, cuts = (model, tuple(map(str, range(1, len(model))))) if isinstance(model, Stages) else finest(model)
+    _refuse(stages, device)
+    how = HowTo(repeats, None if device is None else device_named(device), optimizer)
+    where = place_name(stages, how.device)
+    identity = identity_of(stages, loss_fn, optimizer) | {"device": where}
+    cached = ProfileCache.of(cache, f"{_class_name(model)}-{where}", identity, refresh)
+    for count in sorted({*rows}):
+        batch, target = make_batch(count)
+        if (given := num_rows(batch)) != count:
+            raise PipelineError(f"the batch for {count} rows has {given}; return as many as asked for")
+        inputs = {f"inputs of {count_text(count, 'row')}": inputs_of(batch, target)}
+        if cached.has(count, inputs):
+            report(f"{count_text(count, 'row')}: from {cached.path}")
+            continue
+        layers: list[Layer] = []
+        for measured in measure_layers(Given(stages, batch, target, loss_fn), how):
+            times = " ".join(f"{k} {time_text(round(us))}" for k, us in zip("FB", measured.times_us, strict=False))
+            report(f"{called(stages, len(layers))}: {times}")
+            layers.append(measured)
+        note = f"estimated for {where}" if how.device else f"measured on {where}, one layer after another"
+        cached.add(costs_of(stages, layers, cuts, count, note), inputs)
+    return cached.profile
+
+
+def num_rows(batch: Any) -> int:
+    """Rows of the first tensor in a batch. Raises PipelineError."""
+    tensors = tensors_of(batch)
+    if not tensors or not tensors[0].dim():
+        raise PipelineError("the batch has no tensor with rows (dim 0); give one micro-batch as the model takes it")
+    return tensors[0].size(0)
+
+
+def place_name(stages: Stages, device: DeviceModel | None) -> str:
+    """What the costs are those of: a named device, a GPU, or this machine's CPU."""
+    if device is not None:
+        return device.name
+    on_cuda = next((p.device for module in stages.modules for p in module.parameters() if p.is_cuda), None)
+    if on_cuda is not None:
+        return torch.cuda.get_device_name(on_cuda)
+    return f"{_cpu_name()}, 1 thread"
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _class_name(model: nn.Module | Stages) -> str:
+    return f"{len(model)}-stages" if isinstance(model, Stages) else type(model).__name__
+
+
+def _refuse(stages: Stages, device: str | None) -> None:
+    backward = next((edge for edge in stages.edges if edge.source > edge.target), None)
+    if backward is not None:
+        raise PipelineError(f"edge {backward} leads back; number the stages in the order in which they run")
+    tensors = {t for module in stages.modules for t in (*module.parameters(), *module.buffers())}
+    if device is None and any(tensor.is_meta for tensor in tensors):
+        raise PipelineError(
+            "the model is on the meta device, which computes nothing; name one to estimate for: device="
+        )

@@ -1,0 +1,90 @@
+"""Memory during a run: the peak in each of its parts, and what is left after them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, NamedTuple, final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rota.profiling.clocks import Run
+from rota.runtime.live_storages import LiveStorages
+
+
+@final
+class StorageWatch(TorchDispatchMode):
+    """Inside, every storage that an operation makes is in `live`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = LiveStorages()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.live.see(made, (args, kwargs))
+        return made
+
+
+class _Level(NamedTuple):
+    most_bytes: int  # in the part that ends here
+    bytes: int  # here
+
+
+def peaks(run: Run, on_cuda: bool) -> list[int]:
+    """For each part of `run` the bytes that it needs on top of what is there before or after it, whichever is more.
+
+    On CUDA by PyTorch's allocator; elsewhere by all tensors that operations make, without what a kernel allocates for
+    itself.
+    """
+    levels: list[_Level] = []
+    if on_cuda:
+        run(lambda: levels.append(_cuda_level()))
+    else:
+        watch = StorageWatch()
+        with watch:
+            run(lambda: levels.append(_level(watch.live)))
+    return [max(end.most_bytes - max(start.bytes, end.bytes), 0) for start, end in pairwise(levels)]
+
+
+def _level(live: LiveStorages) -> _Level:
+    now, most = live.num_bytes(), live.peak_bytes
+    live.peak_bytes = 0
+    return _Level(max(now, most), now)
+
+
+def _cuda_level() -> _Level:
+    torch.cuda.synchronize()
+    level = _Level(torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated())
+    torch.cuda.reset_peak_memory_stats()
+    return level
+
+
+def copier(contiguous: bool) -> Callable[[Any], Any]:
+    """A function that copies tensors: with their layout and shared storages, or each contiguous on its own.
+
+    A message arrives contiguous; a value of the same process stays as it was made.
+    """
+    made: dict[int, torch.UntypedStorage] = {}
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            if contiguous:
+                copied = tensor.clone(memory_format=torch.contiguous_format)
+            else:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in made:
+                    made[storage._cdata] = _copy_of(storage)
+                copied = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                copied.set_(made[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
+        return copied.requires_grad_(tensor.requires_grad)
+
+    return copy
+
+
+def _copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    if storage.device.type == "meta":
+        return torch.UntypedStorage(storage.nbytes(), device="meta")  # type: ignore[no-untyped-call]
+    copied: torch.UntypedStorage = storage.clone()  # type: ignore[no-untyped-call]
+    return copied

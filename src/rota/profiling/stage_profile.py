@@ -1,0 +1,306 @@
+"""Forward and backward, whole or split, of each stage, measured on this machine while all ranks compute at once."""
+
+from __future__ import annotations
+
+import copy
+import json
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from threading import BrokenBarrierError
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from rota.costs import Costs
+from rota.errors import PipelineError
+from rota.models import Stages
+from rota.models.randomness import random_state_kept
+from rota.profiling.clocks import CudaClock, WallClock, timed
+from rota.profiling.optimizers import MakeOptimizer, optimizer_costs
+from rota.profiling.peak_memory import peaks
+from rota.profiling.stage_run import Given, LossFn, StageRun, static_bytes
+from rota.runtime.batches import num_examples
+from rota.runtime.gradients.forward_backward import forward, hand_over
+
+_RUN_NS = 60_000_000  # several of the scheduler's time slices: a single op may meet none, or a whole one
+
+
+class _Job(NamedTuple):
+    """What to measure, and how; `on` is each stage's rank."""
+
+    given: Given
+    on: Sequence[int]
+    split: bool
+    recompute: Collection[int]
+    optimizer: MakeOptimizer | None
+    repeats: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """One stage as measured: `times_us` and `peaks` of F, R, B (or I) and W; boundary bytes by outgoing edge."""
+
+    times_us: tuple[int, ...]
+    peaks: tuple[int, ...]
+    spread: float
+    activation_bytes: int
+    waiting_bytes: int
+    checkpoint_bytes: int
+    static_bytes: int
+    optimizer_us: int
+    boundary_bytes: list[int]
+    gradient_bytes: list[int]
+
+
+def profile(
+    stages: Stages,
+    batch: Any,
+    target: Any = None,
+    loss_fn: LossFn | None = None,
+    *,
+    ranks: Sequence[int] | None = None,
+    split_backward: bool = False,
+    recompute: Collection[int] = (),
+    optimizer: MakeOptimizer | None = None,
+    repeats: int = 7,
+    report: Callable[[str], None] = lambda _: None,
+) -> Costs:
+    """Measure the costs of each stage for one micro-batch.
+
+    Every rank is a process of its own with one thread, and all compute at once, as in a run: ranks that share cores
+    take longer. Stages on CUDA are measured in this process, as by `profile_here`. F and B are warmed up; the median
+    run counts, each long enough for ranks that share a core to have taken turns. The caller's modules, gradients and
+    random state are not touched.
+
+    Args:
+        stages: The stages, on the CPU or on CUDA.
+        batch: Inputs of one micro-batch, as in the run.
+        target: Its targets.
+        loss_fn: Makes the loss of the last stage's output and the target; None: the backward begins at the output.
+        ranks: The rank of each stage; None: stage i is on rank i.
+        split_backward: Whether to measure I and W in place of B. I takes 0 µs where a stage's inputs need no gradient.
+            It frees what W is not seen to keep: less than nothing where W keeps more than F did.
+        recompute: The stages to measure with R.
+        optimizer: Makes an optimizer of a list of parameters; its state and its step count too.
+        repeats: Runs of which the median counts.
+        report: Called with a line of text.
+
+    Returns:
+        Times in µs and bytes per stage. Activation bytes are those of storages that are alive between F and B, without
+        parameters and `batch`; static bytes are parameters, gradients, buffers and the optimizer's state.
+
+    Raises:
+        PipelineError: If a stage fails, with its number.
+    """
+    _require(stages, ranks, recompute)
+    on = list(range(len(stages)) if ranks is None else ranks)
+    job = _Job(Given(stages, batch, target, loss_fn), on, split_backward, recompute, optimizer, repeats)
+    if _cuda_devices(stages):
+        report(f"measuring {len(stages)} stages on CUDA, one after another")
+        return _measured_here(job, report)
+    held = {rank: [s for s in range(len(stages)) if on[s] == rank] for rank in sorted(set(on))}
+    cores = len(os.sched_getaffinity(0))
+    sharing = f"{len(held)} ranks share {cores} cores" if len(held) > cores else f"{len(held)} ranks on {cores} cores"
+    report(f"measuring {len(stages)} stages, all ranks at once ({sharing})")
+    measured = _measure_at_once(list(held.values()), job)
+    rows = [measured[stage] for stage in range(len(stages))]
+    return _costs_of(job, rows, f"measured on CPU, 1 thread per rank; {sharing}", report)
+
+
+def profile_here(
+    stages: Stages,
+    batch: Any,
+    target: Any = None,
+    loss_fn: LossFn | None = None,
+    *,
+    split_backward: bool = False,
+    recompute: Collection[int] = (),
+    optimizer: MakeOptimizer | None = None,
+    repeats: int = 7,
+) -> Costs:
+    """As `profile`, but in this process, one stage after another, so that no rank shares a core with another.
+
+    For a process that must not be forked, such as one in a process group. Raises what a stage raises.
+    """
+    _require(stages, None, recompute)
+    given = Given(stages, batch, target, loss_fn)
+    return _measured_here(_Job(given, range(len(stages)), split_backward, recompute, optimizer, repeats))
+
+
+def _measured_here(job: _Job, report: Callable[[str], None] = lambda _: None) -> Costs:
+    stages = job.given.stages
+    cuda = _cuda_devices(stages)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with random_state_kept(nn.ModuleList(stages.modules)):
+            copied = job._replace(given=job.given._replace(stages=copy.deepcopy(stages)))
+            rows = [_costs(_round_of(copied, stage), copied) for stage in range(len(stages))]
+    finally:
+        torch.set_num_threads(num_threads)
+    where = "on CUDA" if cuda else "on CPU, 1 thread"
+    return _costs_of(job, rows, f"measured {where}, one stage after another", report)
+
+
+def _require(stages: Stages, ranks: Sequence[int] | None, recompute: Collection[int]) -> None:
+    if not isinstance(stages, Stages):
+        raise PipelineError(
+            f"profile takes Stages, not a {type(stages).__name__}; use rota.split(model, num_stages) first"
+        )
+    if ranks is not None and len(ranks) != len(stages):
+        raise PipelineError(f"ranks has {len(ranks)} entries for {len(stages)} stages; give each stage's rank")
+    for stage in recompute:
+        if stage not in range(len(stages)):
+            raise PipelineError(f"recompute has stage {stage!r}, but there are stages 0 to {len(stages) - 1}")
+    for stage, module in enumerate(stages.modules):
+        kinds = {tensor.device.type for tensor in module.state_dict().values()} - {"cpu", "cuda"}
+        if kinds:
+            raise PipelineError(
+                f"stage {stage} is on {min(kinds)}; only stages on CPU or CUDA can be measured. Estimate by "
+                f"profile_layers(model, …, device=…)"
+            )
+
+
+def _cuda_devices(stages: Stages) -> list[int]:
+    return sorted({p.device.index for module in stages.modules for p in module.parameters() if p.is_cuda})
+
+
+def _costs_of(job: _Job, rows: list[StageCosts], note: str, report: Callable[[str], None]) -> Costs:
+    stages, split = job.given.stages, job.split
+    per_edge: dict[tuple[int, int], tuple[int, int]] = {}
+    for stage, row in enumerate(rows):
+        for edge, *sizes in zip(stages.outgoing(stage), row.boundary_bytes, row.gradient_bytes, strict=True):
+            per_edge[edge.source, edge.target] = sizes[0], sizes[1]
+    edges = [(edge.source, edge.target) for edge in stages.edges]
+    report(
+        f"F and B of a stage vary by {max(row.spread for row in rows):.0%} at most (the middle half of {job.repeats})"
+    )
+    forward, again, backward, weight = zip(*(row.times_us for row in rows), strict=True)
+    peaks = [*zip(*(row.peaks for row in rows), strict=True)]
+    return Costs(
+        forward_us=forward,
+        backward_us=backward,
+        weight_us=weight if split else None,
+        input_frees_bytes=tuple(row.activation_bytes - row.waiting_bytes for row in rows) if split else None,
+        activation_bytes=tuple(row.activation_bytes for row in rows),
+        boundary_bytes=tuple(per_edge[edge][0] for edge in edges),
+        gradient_bytes=tuple(per_edge[edge][1] for edge in edges),
+        forward_peak_bytes=tuple(map(max, peaks[0], peaks[1])),  # R has no column of its own
+        backward_peak_bytes=peaks[2],
+        weight_peak_bytes=peaks[3],
+        static_bytes=tuple(row.static_bytes for row in rows),
+        optimizer_us=tuple(row.optimizer_us for row in rows),
+        recompute_us=tuple(us if s in job.recompute else None for s, us in enumerate(again)) if job.recompute else None,
+        checkpoint_bytes=tuple(row.checkpoint_bytes for row in rows),
+        edges=tuple(edges),
+        note=note,
+        microbatch_rows=num_examples(job.given.batch) or None,
+    )
+
+
+def _measure_at_once(held: list[list[int]], job: _Job) -> dict[int, StageCosts]:
+    """One process per rank, forked so that models and loss functions need no pickling; results by stage."""
+    context = multiprocessing.get_context("fork")
+    barrier, still_measuring = context.Barrier(len(held)), context.Value("i", len(held))
+    workers = []
+    for stage_numbers in held:
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_work, args=(theirs, stage_numbers, job, barrier, still_measuring))
+        process.start()
+        theirs.close()
+        workers.append((process, ours))
+    results: dict[int, StageCosts] = {}
+    failures = []
+    try:
+        for process, pipe in workers:
+            try:
+                answer = json.loads(pipe.recv_bytes())
+            except EOFError:
+                process.join()
+                answer = f"a profiling process ended with exit code {process.exitcode}"
+            if isinstance(answer, dict):
+                results |= {int(stage): StageCosts(**fields) for stage, fields in answer.items()}
+            elif answer:  # empty: this one only stopped because another had failed
+                failures.append(answer)
+    finally:
+        for process, _ in workers:
+            process.terminate()
+            process.join()
+    if failures:
+        raise PipelineError(failures[0])
+    return results
+
+
+def _work(pipe: Connection, stage_numbers: list[int], job: _Job, barrier: Any, still_measuring: Any) -> None:
+    torch.set_num_threads(1)  # as in a run; and a forked process must not use the parent's thread pool
+    stage = -1
+    try:
+        rounds = []
+        for stage in stage_numbers:
+            rounds.append(_round_of(job, stage))
+        barrier.wait()
+        costs = {}
+        for stage, one in zip(stage_numbers, rounds, strict=True):
+            costs[stage] = _costs(one, job)
+        with still_measuring.get_lock():
+            still_measuring.value -= 1
+        while still_measuring.value > 0:  # the others measure: keep the machine as busy as it will be
+            for one in rounds:
+                one.run(lambda: None)
+        _answer(pipe, {stage: asdict(row) for stage, row in costs.items()})
+    except BrokenBarrierError:
+        _answer(pipe, "")
+    except Exception as error:
+        barrier.abort()
+        with still_measuring.get_lock():
+            still_measuring.value -= 1
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"({last.filename}:{last.lineno})"
+        _answer(pipe, f"stage {stage} failed while profiling: {type(error).__name__}: {error} {where}")
+
+
+def _answer(pipe: Connection, answer: dict[int, Any] | str) -> None:
+    """Send an answer as JSON: a connection by itself sends a pickle."""
+    pipe.send_bytes(json.dumps(answer).encode())
+
+
+def _round_of(job: _Job, stage: int) -> StageRun:
+    """The stage with what the stages before it send."""
+    stages, outputs = job.given.stages, dict[int, Any]()
+    for before in stages.order():
+        received = [hand_over(edge.take(outputs[edge.source])) for edge in stages.incoming(before)]
+        if before == stage:
+            break
+        # As a split backward begins: so a stage may write into what it receives.
+        outputs[before] = hand_over(forward(stages, before, received, job.given.batch, split=True)[0])
+    return StageRun(job.given, stage, received, split=job.split, recompute=stage in job.recompute)
+
+
+def _costs(one: StageRun, job: _Job) -> StageCosts:
+    stages, stage = job.given.stages, one.stage
+    clock = CudaClock() if one.on_cuda else WallClock()
+    (f_us, r_us, b_us, w_us), spread = timed(one.run, clock, job.repeats, _RUN_NS, together=True)
+    if job.split and not one.wants_input_gradients:
+        b_us = 0.0
+    held = one.bytes([job.on[edge.source] == job.on[stage] for edge in stages.incoming(stage)])
+    part_peaks = peaks(one.run, one.on_cuda)
+    module = stages[stage]
+    state, step_us = optimizer_costs(
+        module, job.optimizer, lambda run: timed(run, clock, job.repeats, _RUN_NS, together=True)
+    )
+    return StageCosts(
+        tuple(map(round, (f_us, r_us, b_us, w_us))),
+        tuple(part_peaks),
+        spread,
+        max(held.kept, held.checkpoint),  # of a stage that saves less than it receives
+        held.waiting,
+        held.checkpoint,
+        static_bytes(module) + sum(state),
+        round(step_us),
+        *one.sizes,
+    )

@@ -1,0 +1,182 @@
+"""Runs one stage's forward and backward repeatedly, whole, split or recomputed, on what it gets in a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias, final
+
+import torch
+
+from rota.models import Stages
+from rota.profiling.peak_memory import StorageWatch, copier
+from rota.runtime.gradients.forward_backward import (
+    Kept,
+    backward,
+    backward_inputs,
+    forward,
+    gradient_edges,
+    hand_over,
+    over_tensors,
+    take_loss,
+)
+from rota.runtime.gradients.recompute import Again, without_activations
+from rota.runtime.gradients.split_backward import WeightWork
+from rota.runtime.messages import flatten
+from rota.runtime.precision import ambient_autocast, without_autocast
+
+LossFn: TypeAlias = Callable[[Any, Any], torch.Tensor]
+
+
+class Given(NamedTuple):
+    """What is profiled: the stages, one micro-batch, and the loss function."""
+
+    stages: Stages
+    batch: Any
+    target: Any
+    loss_fn: LossFn | None
+
+
+class StageBytes(NamedTuple):
+    """The bytes that a stage holds: after F, after I (0 for a whole backward), and after F if F is recomputed."""
+
+    kept: int
+    waiting: int
+    checkpoint: int
+
+
+@final
+class StageRun:
+    """One stage that receives `received`, one value per incoming edge. Making it runs it once, to warm up.
+
+    `split`: F, I and W in place of F and B. `recompute`: F keeps nothing, and R comes before the backward.
+    """
+
+    def __init__(
+        self, given: Given, stage: int, received: list[Any], *, split: bool = False, recompute: bool = False
+    ) -> None:
+        self.stage, self.received, self.split, self.recompute = stage, received, split, recompute
+        self._given = given
+        #: The stage's output, and the value that leaves by each outgoing edge.
+        self.output, self.values, kept = self._forward(self._leaves(), split=True)
+        del kept
+        self.output, self.values = hand_over(self.output), [hand_over(value) for value in self.values]
+        roots = self.values if given.stages.outgoing(stage) else [] if given.loss_fn else [self.output]
+        self.gradients = [
+            [torch.randn_like(tensor) for tensor in tensors_of(value) if tensor.requires_grad] for value in roots
+        ]
+        self.on_cuda = any(tensor.is_cuda for tensor in (*self._module().parameters(), *tensors_of(received)))
+        self.run(_nothing)
+
+    def _module(self) -> torch.nn.Module:
+        return self._given.stages[self.stage]
+
+    @property
+    def wants_input_gradients(self) -> bool:
+        return any(tensor.requires_grad for tensor in tensors_of(self.received))
+
+    @property
+    def sizes(self) -> tuple[list[int], list[int]]:
+        """Bytes of values and of their gradients, by outgoing edge."""
+        tensors = [tensors_of(value) for value in self.values]
+        return [num_bytes(of) for of in tensors], [num_bytes([t for t in of if t.requires_grad]) for of in tensors]
+
+    def run(self, mark: Callable[[], None]) -> None:
+        """Run four parts: F, R, B or I, and W; those that were not asked for are empty."""
+        mark()
+        kept = self._first_forward(self._leaves())
+        mark()
+        if isinstance(kept, Again):
+            kept = self.forward(kept.received, kept.buffers)[1]
+        mark()
+        work = self.backward(kept, self.gradients)[1]
+        del kept
+        mark()
+        if work is not None:
+            work.run()
+        mark()
+
+    def run_again(self, mark: Callable[[], None], buffers: dict[str, torch.Tensor]) -> None:
+        """Run one part: R, a forward that uses `buffers` and does not change the module's own."""
+        leaves = self._leaves()
+        mark()
+        self.forward(leaves, buffers)
+        mark()
+
+    def forward(self, received: list[Any], buffers: dict[str, torch.Tensor] | None = None) -> tuple[list[Any], Kept]:
+        """The values that leave the stage, and what is kept for the backward."""
+        _, values, kept = self._forward(received, split=self.split, buffers=buffers)
+        return values, kept
+
+    def _forward(self, received: list[Any], **options: Any) -> tuple[Any, list[Any], Kept]:
+        given = self._given
+        output, values, kept = forward(given.stages, self.stage, received, given.batch, **options)
+        if not values and given.loss_fn is not None:
+            take_loss(kept, given.loss_fn, output, given.target, 1.0)
+        elif not values:  # without a loss the backward starts from the last stage's output
+            kept.outputs = [gradient_edges(output, f"stage {self.stage}")]
+        return output, values, kept
+
+    def backward(
+        self, kept: Kept, gradients: list[list[torch.Tensor]]
+    ) -> tuple[list[list[torch.Tensor]], WeightWork | None]:
+        """The gradients of what was received, and what is left to W."""
+        with without_autocast(ambient_autocast()):
+            return backward_inputs(kept, gradients) if self.split else (backward(kept, gradients), None)
+
+    def _first_forward(self, received: list[Any]) -> Kept | Again:
+        if not self.recompute:
+            return self.forward(received)[1]
+        inputs = self._given.stages.pick_inputs(self.stage, self._given.batch)
+        with without_activations(self._module(), received, inputs, f"stage {self.stage}") as again:
+            self.forward(received)
+        return again
+
+    def _leaves(self) -> list[Any]:
+        return [hand_over(value) for value in self.received]
+
+    def bytes(self, from_here: list[bool]) -> StageBytes:
+        """What the stage holds, without what was there before, such as parameters and the batch.
+
+        `from_here` says for each incoming edge whether its value is passed in memory, not by a message.
+        """
+        copies = [copier(contiguous=not here) for here in from_here]
+        watch = StorageWatch()
+        live = watch.live
+        with watch:
+            received = [over_tensors(copy, value) for copy, value in zip(copies, self.received, strict=True)]
+            del copies
+            live.see(received)
+            kept = self._first_forward(received)
+            del received
+            checkpoint = live.num_bytes() if isinstance(kept, Again) else 0
+            if isinstance(kept, Again):
+                kept = self.forward(kept.received, kept.buffers)[1]
+            held = live.num_bytes()
+            if not self.split:
+                return StageBytes(held, 0, checkpoint)
+            gradients = [[*map(copier(contiguous=True), of)] for of in self.gradients]
+            work = self.backward(kept, gradients)[1]
+            del kept, gradients
+            waiting = live.num_bytes()
+            del work
+        return StageBytes(held, waiting, checkpoint)
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """All tensors in a value that crosses a boundary."""
+    return flatten(value, "a stage")[0]
+
+
+def num_bytes(tensors: list[torch.Tensor]) -> int:
+    """Bytes of the tensors' elements, as a message carries them."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def static_bytes(module: torch.nn.Module) -> int:
+    """Bytes of parameters, their gradients and buffers, without an optimizer's state."""
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return num_bytes([*module.parameters(), *trainable, *module.buffers()])
+
+
+def _nothing() -> None:
+    pass
