@@ -51,8 +51,7 @@ def _finalists(sweep: Sweep) -> Iterator[Candidate]:
 def _searched(sweep: Sweep, candidate: Candidate) -> Found | None:
     """As `rota.find_plan` would, with a fixed amount of work, so that the answer is the same on every run."""
     from rota.search.budget import Budget
-    from rota.search.finding import compile_once
-    from rota.search.portfolio import Portfolio
+    from rota.search.portfolio import Portfolio, compile_once
 
     layout, clock = candidate.layout, sweep.clock
     best_us = None if sweep.best is None else sweep.best.makespan_us

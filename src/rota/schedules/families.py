@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from rota.costs import Cluster, Costs
-from rota.errors import PlacementError
+from rota.errors import PlacementError, RotaError
 from rota.placement import Placement
 from rota.placing import bidirectional, interleaved, place, wave
 from rota.plan import Plan
@@ -23,6 +23,7 @@ from rota.schedules.varuna import varuna
 from rota.schedules.zb_v import zb_v
 from rota.schedules.zero_bubble import zb_h1, zb_h2
 from rota.schedules.zero_bubble_auto import zb_auto
+from rota.stopping import look
 
 
 class Sizes(NamedTuple):
@@ -287,3 +288,32 @@ FAMILIES = (
 
 #: By the names that the command line uses.
 NAMED: Mapping[str, Family] = {family.name: family for family in FAMILIES}
+
+
+def named_plans(
+    placement: Placement, num_microbatches: int, progress: Callable[[str], None]
+) -> Iterator[tuple[str, Plan]]:
+    """The named schedules that a placement allows, as candidates and for comparison.
+
+    `zb_auto` is left out, for it is a search itself.
+
+    Args:
+        placement: Any placement.
+        num_microbatches: Micro-batches per step.
+        progress: Called with each name before its plan is made.
+
+    Yields:
+        (name, plan) of each schedule that is defined here.
+    """
+    for family in FAMILIES:
+        if family.name == "zb_auto":
+            continue
+        progress(family.name)
+        look()
+        try:
+            plan = family(placement, num_microbatches)
+            assert plan.nodes  # raises PlanError where a schedule did not expect this placement
+        except RotaError:
+            continue  # for another placement, or other numbers
+        look()
+        yield family.name, plan
