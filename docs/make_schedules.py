@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -25,7 +26,7 @@ A family is a function `(placement, num_microbatches) -> Plan`. `rota schedules`
 {{table}}
 ```
 
-A rank's work is dealt evenly to its stages; a time of fewer µs than stages is refused. By default, F lasts 1 ms,
+A rank's work is divided evenly among its stages; a time of fewer µs than stages is refused. By default, F lasts 1 ms,
 B 2 ms, and F keeps 1 kB. "bubble" is the idle share of makespan × ranks, here and wherever Rota says
 it. The columns behind it are for one rank: the idle time that a formula gives, beside what the simulator finds for the
 rank that idles least: within the makespan, for `zb_h2` and `zb_v` within the span (the busy window of one rank). The
@@ -52,13 +53,14 @@ def section(family: Family) -> str:
     """The family's own words: the docstrings of its module and function."""
     module = sys.modules[family.schedule.__module__].__doc__ or ""
     citation = module.strip().partition("\n\n")[2].partition("\n\n")[0]
-    says = " ".join((family.schedule.__doc__ or "").split())
+    summary, _, sections = (family.schedule.__doc__ or "").partition("Args:")
+    says = " ".join(summary.split())
+    arguments = {name: " ".join(text.split()) for name, text in re.findall(r"(\w+): (.*(?:\n {12}.*)*)", sections)}
     cite = " ".join(citation.split())
-    where = family.place.__name__.strip("_")
-    shape = {"dealt": "place", "dealt_forward": "place, then .forward_only()"}.get(where, where)
     return (
-        f"## {family.name}\n\n{says}\n\n{cite or family.source}\n\nPlacement: `rota.{shape}`. "
-        f"Function: `rota.schedules.{family.schedule.__name__}`.\n\n![{family.name}](pictures/{family.name}.png)\n"
+        f"## {family.name}\n\n{says}\n\n{cite or family.source}\n\nPlacement: {arguments['placement']} "
+        f"Micro-batches: {arguments['num_microbatches']} Function: `rota.schedules.{family.schedule.__name__}`.\n\n"
+        f"![{family.name}](pictures/{family.name}.png)\n"
     )
 
 

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from rota.schedules.defined import named_plans
 
 from rota import Cluster, Costs, Placement, check, find_plan, place
 from rota.placing import wave
 from rota.schedules import NAMED, zb_auto
-from rota.schedules.defined import named_plans
 from rota.search import find_frontier, find_repeating
 from rota.search.budget import Budget
-from rota.search.finding import compile_once
+from rota.search.portfolio import compile_once
 from rota.stopping import Stopped, look, watched
 
 MOST_CALLS = 60_000  # of Python functions between two looks: some hundredths of a second
@@ -154,7 +154,7 @@ def test_an_error_of_progress_loses_nothing() -> None:
 def test_an_error_of_progress_is_raised_where_there_is_nothing_to_lose(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = Budget(10)
     budget.progress_error, budget.stopped_by = ValueError("the screen is gone"), "ValueError in progress"
-    monkeypatch.setattr("rota.search.finding.Budget", lambda *_: budget)
+    monkeypatch.setattr("rota.search.portfolio.Budget", lambda *_: budget)
     monkeypatch.setattr("rota.search.portfolio.serial", lambda _: None)
     with pytest.raises(ValueError, match="the screen is gone"):
         find_plan(split_chain(4, 8), 8)

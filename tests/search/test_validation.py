@@ -10,8 +10,7 @@ import pytest
 from rota import Cluster, Costs, Op, Placement, Plan, Task, check, place, simulate
 from rota.errors import SearchError
 from rota.schedules import one_f_one_b
-from rota.search import bounds_of, find_plan
-from rota.search import validation as asked
+from rota.search import bounds_of, find_plan, validation
 from rota.search.bounds.memory_bounds import period_bound
 from rota.tasks import Kind
 
@@ -40,7 +39,7 @@ def test_placement(value: Any, told: str) -> None:
         with pytest.raises(SearchError, match=f"placement is {told}"):
             function(value, 2)
     with pytest.raises(SearchError, match=f"placement is {told}"):
-        asked.refuse_wrong_curve(value, 1)
+        validation.refuse_wrong_curve(value, 1)
 
 
 @pytest.mark.parametrize(
@@ -61,9 +60,9 @@ def test_options(name: str, values: list[Any], told: str) -> None:
 @pytest.mark.parametrize("value", [0, -1, 1.5, "2", True, 1000])
 def test_microbatches_per_period(value: Any) -> None:
     with pytest.raises(SearchError, match=f"microbatches_per_period is {value!r}; give a whole number from 1 to 64"):
-        asked.refuse_wrong_curve(CHAIN, value)
-    asked.refuse_wrong_curve(CHAIN, 64)
-    asked.refuse_wrong_curve(CHAIN, None)
+        validation.refuse_wrong_curve(CHAIN, value)
+    validation.refuse_wrong_curve(CHAIN, 64)
+    validation.refuse_wrong_curve(CHAIN, None)
 
 
 @pytest.mark.parametrize("size", [10**18, 10**19, 10**400])

@@ -13,7 +13,7 @@ from rota.checking import check
 from rota.errors import PlanError
 from rota.plan import Plan
 from rota.schedules import NAMED
-from rota.schedules.defined import named_plans
+from rota.schedules.families import named_plans
 from rota.simulation import simulate
 from rota.timeline import Timeline
 from rota.units import count_text

@@ -51,8 +51,7 @@ def _finalists(sweep: Sweep) -> Iterator[Candidate]:
 def _searched(sweep: Sweep, candidate: Candidate) -> Found | None:
     """The plan of a search with a fixed amount of work, so that the answer is the same every time."""
     from rota.search.budget import Budget
-    from rota.search.finding import compile_once
-    from rota.search.portfolio import Portfolio
+    from rota.search.portfolio import Portfolio, compile_once
 
     layout, deadline = candidate.layout, sweep.deadline
     best_us = None if sweep.best is None else sweep.best.makespan_us

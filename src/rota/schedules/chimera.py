@@ -1,7 +1,7 @@
 """Chimera: two 1F1B pipelines in opposite directions, each in the bubbles of the other.
 
 Li and Hoefler, "Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional Pipelines", 2021, section
-3.1. With more micro-batches than ranks units of as many as there are ranks follow each other: section 3.5, direct
+3.1. With more micro-batches than ranks, units of one micro-batch per rank follow each other: section 3.5, direct
 concatenation. Even micro-batches go down the ranks, odd ones up.
 
     4 ranks, 6 micro-batches: a unit of 4 and one of 2, whose forwards are in the bubbles of the first.
@@ -25,9 +25,17 @@ from rota.tasks import Kind, Op
 
 
 def chimera(placement: Placement, num_microbatches: int) -> Plan:
-    """Two chains in opposite directions (`rota.bidirectional`), an even number of ranks and of micro-batches.
+    """Two chains in opposite directions. With a split backward W follows I at once.
 
-    The last unit may be smaller. With a split backward W follows I at once.
+    Args:
+        placement: Made by `rota.bidirectional`, on an even number of ranks.
+        num_microbatches: An even number; the last unit may be smaller.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ScheduleError: The placement or the number of micro-batches does not fit.
     """
     require_bidirectional("chimera", placement, num_microbatches)
     p = placement.num_ranks

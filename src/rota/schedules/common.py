@@ -1,9 +1,10 @@
-"""What several families share: a look at the placement, and the pattern that most of them follow."""
+"""What several families share: checks of the placement, and the pattern that most of them follow."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from graphlib import TopologicalSorter
 
 from rota.errors import ScheduleError
 from rota.placement import Placement
@@ -13,25 +14,24 @@ BACKWARD_KINDS = (Kind.R, Kind.B, Kind.I, Kind.W)
 
 
 def depth(placement: Placement) -> dict[int, int]:
-    """For each stage the number of edges on its longest way forward to a last stage."""
-    after: dict[int, list[int]] = {stage: [] for stage in placement.stages}
-    for source, target in placement.stage_edges:
-        after[source].append(target)
+    """For each stage, the number of edges on its longest path forward to a last stage."""
+    after = stages_after(placement)
     depths: dict[int, int] = {}
-    pending = list(placement.stages)
-    while pending:
-        stage = pending[-1]
-        missing = [target for target in after[stage] if target not in depths]
-        if missing:
-            pending += missing
-        else:
-            depths[stage] = max((depths[target] + 1 for target in after[stage]), default=0)
-            pending.pop()
+    for stage in TopologicalSorter(after).static_order():  # last stages first
+        depths[stage] = max((depths[target] + 1 for target in after[stage]), default=0)
     return depths
 
 
+def stages_after(placement: Placement) -> dict[int, list[int]]:
+    """For each stage, the stages that its forward edges lead to."""
+    after: dict[int, list[int]] = {stage: [] for stage in placement.stages}
+    for source, target in placement.stage_edges:
+        after[source].append(target)
+    return after
+
+
 def backward_ops(placement: Placement, stage: int, microbatch: int) -> list[Op]:
-    """What follows a forward: (R) B, or (R) I W."""
+    """The ops that follow a forward: (R) B, or (R) I W."""
     return [Op(stage, kind, microbatch) for kind in BACKWARD_KINDS if (stage, kind) in placement.index]
 
 
@@ -45,7 +45,7 @@ def alternate(
     """One rank's order: `warmup` forwards, then forward and backward in turn, then the backwards that are left.
 
     `forwards` and `backwards` are (stage, micro-batch) in order. With a split backward each round does one W, the
-    oldest, but in `rounds_without_weight`; what is left is done at the end.
+    oldest, except in `rounds_without_weight`; the W that are left come at the end.
 
         warmup 2:  F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 …        without W in round 0:  F0 F1 F2 I0 F3 I1 W0 I2 W1 … W2
     """
@@ -62,12 +62,13 @@ def alternate(
 
 
 def require_microbatches(name: str, num_microbatches: int) -> None:
+    """Raises ScheduleError for fewer than one micro-batch."""
     if num_microbatches < 1:
         raise ScheduleError(f"{name}: num_microbatches is {num_microbatches}; give 1 or more")
 
 
 def require_split(name: str, placement: Placement) -> None:
-    """Every stage has I and W."""
+    """Raises ScheduleError unless every stage has I and W."""
     for stage in placement.stages:
         if not {(stage, Kind.I), (stage, Kind.W)} <= placement.index.keys():
             raise ScheduleError(
@@ -76,7 +77,7 @@ def require_split(name: str, placement: Placement) -> None:
 
 
 def require_chain_on(name: str, placement: Placement, ranks: Sequence[int], shape: str) -> None:
-    """The stages are a chain, stage i on `ranks[i]`; `shape` says how to make such a placement."""
+    """Raises ScheduleError unless the stages are a chain with stage i on `ranks[i]`; `shape` says how to place them."""
     stages = placement.stages
     chain = {(a, a + 1) for a in stages[:-1]}
     if stages != tuple(range(len(ranks))) or set(placement.stage_edges) != chain:
@@ -90,7 +91,7 @@ def require_chain_on(name: str, placement: Placement, ranks: Sequence[int], shap
 
 
 def num_rounds(name: str, placement: Placement, step: int, shape: str) -> int:
-    """How many times the stages go round the ranks, `step` stages a time."""
+    """How often the stages go round the ranks, `step` stages each time; ScheduleError if that is no whole number."""
     if placement.num_stages % step:
         raise ScheduleError(
             f"{name}: {placement.num_stages} stages do not go round {placement.num_ranks} ranks; place a multiple of "

@@ -1,4 +1,4 @@
-"""Your own schedule: say what one stage does, and get checker, simulator, pictures and runtime for nothing."""
+"""Your own schedule: say what one stage does; checker, simulator, pictures and runtime work with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from rota.tasks import Op
 
 
 class PipeSchedule(ABC):
-    """Subclass it and yield a stage's ops, first to last; one stage a rank. For several, make a `Plan` of orders.
+    """A schedule with one stage per rank: subclass it and yield a stage's ops, first to last.
+
+    For several stages per rank, make a `Plan` of orders.
 
     class Mine(PipeSchedule):
         def steps(self, stage):
@@ -22,6 +24,13 @@ class PipeSchedule(ABC):
                 yield Op(stage, Kind.B, m)
 
     plan = Mine(placement, num_microbatches=8).plan()
+
+    Args:
+        placement: At most one stage per rank.
+        num_microbatches: Micro-batches per step.
+
+    Raises:
+        ScheduleError: `num_microbatches` is less than 1.
     """
 
     def __init__(self, placement: Placement, num_microbatches: int) -> None:
@@ -38,11 +47,15 @@ class PipeSchedule(ABC):
         return self.placement.microbatches(stage, self.num_microbatches)
 
     def stages_after(self, stage: int) -> int:
-        """How many stages follow on the longest way to the end: 1F1B's warm-up."""
+        """How many stages follow on the longest path to the end: 1F1B's warm-up."""
         return depth(self.placement)[stage]
 
     def plan(self) -> Plan:
-        """The plan of all stages; `rota.check` tells whether it is complete and can run."""
+        """The plan of all stages; `rota.check` says whether it is complete and can run.
+
+        Raises:
+            ScheduleError: A rank has several stages.
+        """
         orders = []
         for rank in range(self.placement.num_ranks):
             stages = self.placement.stages_on(rank)

@@ -1,8 +1,9 @@
-"""DualPipe: micro-batches enter at both ends, so that one's forward always runs beside another one's backward.
+"""DualPipe: micro-batches enter at both ends, so that a forward always runs beside the backward of another one.
 
 DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.2.1, and the eight steps published with it (github.com,
 deepseek-ai/DualPipe). DualPipeV is one half of it, in which the middle of the pipeline becomes the turn of a V: "Cut-
-in-half" (Sea AI Lab, 2025). W runs right behind I, but for the last backwards, where it is put off to fill the drain.
+in-half" (Sea AI Lab, 2025). W runs right after I, except in the last backwards, where it is postponed to fill the
+drain.
 
     4 ranks, 8 micro-batches, all ops equally long. Ranks 3 and 2 mirror these; DualPipeV's 2 ranks do the same in a V.
 
@@ -20,9 +21,17 @@ from rota.schedules.zb_v import count_off, require_v
 
 
 def dualpipe(placement: Placement, num_microbatches: int) -> Plan:
-    """Two chains in opposite directions (`rota.bidirectional`) with a split backward.
+    """Two chains in opposite directions with a split backward.
 
-    An even number of ranks, and of micro-batches, of which there are two a rank or more.
+    Args:
+        placement: Made by `rota.bidirectional`, on an even number of ranks.
+        num_microbatches: An even number, two or more per rank.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ScheduleError: The placement or the number of micro-batches does not fit.
     """
     p = placement.num_ranks
     require_bidirectional("dualpipe", placement, num_microbatches, least=2 * p)
@@ -37,7 +46,18 @@ def dualpipe(placement: Placement, num_microbatches: int) -> Plan:
 
 
 def dualpipe_v(placement: Placement, num_microbatches: int) -> Plan:
-    """A V (`rota.wave`, two stages a rank) with a split backward; two micro-batches a rank or more. PyTorch's order."""
+    """One half of DualPipe on a V. It has PyTorch's order.
+
+    Args:
+        placement: A V: `rota.wave` with two stages per rank and a split backward.
+        num_microbatches: Two or more per rank.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ScheduleError: The placement or the number of micro-batches does not fit.
+    """
     p = placement.num_ranks
     require_v("dualpipe_v", placement, num_microbatches)
     if num_microbatches < 2 * p:
@@ -54,10 +74,10 @@ def dualpipe_v(placement: Placement, num_microbatches: int) -> Plan:
 def _steps(rank: int, p: int, num_microbatches: int) -> list[str]:
     """The eight steps, for `zb_v.count_off`: 0 is the stage nearer to the start of its chain, 1 the other one.
 
-    For a rank of a V over `p` ranks, or of one half, with 2p ranks, of a bidirectional pipeline.
+    They are for a rank of a V over `p` ranks, or of one half of a bidirectional pipeline over 2p ranks.
     """
     before, after = rank, p - 1 - rank  # the ranks on either side
-    last = ["1", "0"] * (before + 1)  # the stages of the backwards behind the last F; the second half puts W off
+    last = ["1", "0"] * (before + 1)  # the stages of the backwards after the last F; the second half postpones W
     put_off = [*last[before + 1 :], *["0"] * after]
     return [
         *["F0"] * (2 * after),
@@ -73,7 +93,7 @@ def _steps(rank: int, p: int, num_microbatches: int) -> list[str]:
 
 
 def require_bidirectional(name: str, placement: Placement, num_microbatches: int, least: int = 2) -> None:
-    """Two chains in opposite directions over an even number of ranks, and an even number of micro-batches."""
+    """Raises ScheduleError unless two opposite chains are on an even number of ranks, with even micro-batches."""
     require_microbatches(name, num_microbatches)
     p = placement.num_ranks
     if p % 2:

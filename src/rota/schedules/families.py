@@ -1,13 +1,13 @@
-"""All named schedules: which placement each one takes, and what its paper says of the bubble."""
+"""All named schedules: which placement each one takes, and the bubble that its paper states."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from rota.costs import Cluster, Costs
-from rota.errors import PlacementError
+from rota.errors import PlacementError, RotaError
 from rota.placement import Placement
 from rota.placing import bidirectional, interleaved, place, wave
 from rota.plan import Plan
@@ -23,10 +23,11 @@ from rota.schedules.varuna import varuna
 from rota.schedules.zb_v import zb_v
 from rota.schedules.zero_bubble import zb_h1, zb_h2
 from rota.schedules.zero_bubble_auto import zb_auto
+from rota.stopping import look
 
 
 class Sizes(NamedTuple):
-    """p ranks, m micro-batches, v stages a rank, and a rank's F, whole backward and W time of one micro-batch."""
+    """p ranks, m micro-batches, v stages per rank, and a rank's F, whole backward and W time per micro-batch in µs."""
 
     p: int
     m: int
@@ -38,7 +39,12 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bubble:
-    """The idle time that a rank has in a step, without transfers: as published, or as `docs/schedules.md` says."""
+    """The idle time of a rank in a step without transfers, as published or as `docs/schedules.md` says.
+
+    Attributes:
+        text: The formula.
+        us: Its value in µs.
+    """
 
     text: str
     us: Callable[[Sizes], float]
@@ -48,9 +54,17 @@ class Bubble:
 class Family:
     """A named schedule: `family(placement, num_microbatches)` makes its plan.
 
-    `summary`: a few words, for a list. `place` makes the placement it takes, by default from costs with
-    `stages_a_rank` stages a rank. `backward`: "whole" (B), "split" (I and W) or "any". `bubble` counts the idle time
-    within the span where `of_span`, else within the makespan.
+    Attributes:
+        name: As on the command line.
+        summary: A few words, for a list.
+        schedule: Makes the plan from a placement and a number of micro-batches.
+        place: Makes the placement from costs with `stages_a_rank` stages per rank, and a cluster.
+        source: The paper.
+        backward: "whole" (B), "split" (I and W) or "any".
+        stages_a_rank: Stages per rank.
+        recomputes: Whether all stages but the last do their forwards again before the backward.
+        bubble: The published idle time; None without a formula.
+        of_span: Whether `bubble` counts the idle time within the span; else within the makespan.
     """
 
     name: str
@@ -68,35 +82,41 @@ class Family:
         return self.schedule(placement, num_microbatches)
 
     def costs_from(self, costs: Costs) -> Costs:
-        """A chain of one stage a rank, cut and split as this family's paper has it.
+        """A chain of one stage per rank, cut and split as this family's paper has it.
 
-        Each rank's time and memory is dealt evenly to its stages; their sum stays. A backward that must be split and
-        is not is halved; one that is split and must be whole is joined. Raises PlacementError if the costs' edges are
-        no chain, and where a rank has fewer µs than stages to deal them to.
+        Args:
+            costs: One stage per rank.
+
+        Returns:
+            Costs with `stages_a_rank` stages per rank: each rank's time and memory is divided evenly among its stages,
+            and their sum stays. A whole backward that must be split is halved; one that must be whole is joined.
+
+        Raises:
+            PlacementError: The costs' edges are no chain, or a rank has fewer µs than stages to share them.
         """
         costs = costs.as_chain()
-        # As its paper has it: a backward that need not be split is whole.
+        # As in the paper: a backward that need not be split is whole.
         costs = _joined(costs) if self.backward == "any" else self.adapted(costs)
         return costs if self.stages_a_rank == 1 else _cut(costs, self.stages_a_rank, self.place is wave)
 
     def adapted(self, costs: Costs) -> Costs:
-        """The same stages, their backward split, halved or joined, or their forwards recomputed, as needed here."""
+        """The same stages with their backward halved or joined, or forwards recomputed, as this family needs."""
         if self.recomputes and costs.recompute_us is None:
             sent = _largest(costs.boundary_bytes)
-            kept = tuple(min(sent, held) for held in costs.activation_bytes)  # what came in, to begin again from
+            kept = tuple(min(sent, held) for held in costs.activation_bytes)  # the input, to start again from
             costs = replace(costs, recompute_us=(*costs.forward_us[:-1], None), checkpoint_bytes=kept)
         if self.backward == "any":
             return costs
         return _joined(costs) if self.backward == "whole" else costs.with_split_backward()
 
 
-def _dealt(costs: Costs, cluster: Cluster) -> Placement:
-    """Any number of stages, dealt to the ranks in turn."""
+def _in_turn(costs: Costs, cluster: Cluster) -> Placement:
+    """Any number of stages, stage s on rank s modulo the number of ranks."""
     return place(costs, cluster, [stage % cluster.num_ranks for stage in range(costs.num_stages)])
 
 
-def _dealt_forward(costs: Costs, cluster: Cluster) -> Placement:
-    return _dealt(costs, cluster).forward_only()
+def _in_turn_forward(costs: Costs, cluster: Cluster) -> Placement:
+    return _in_turn(costs, cluster).forward_only()
 
 
 def _joined(costs: Costs) -> Costs:
@@ -107,7 +127,7 @@ def _joined(costs: Costs) -> Costs:
 
 
 def _cut(costs: Costs, parts: int, up_and_down: bool) -> Costs:
-    """`parts` stages a rank; what a rank has is dealt evenly to its stages."""
+    """`parts` stages per rank; what a rank has is divided evenly among its stages."""
     n = costs.num_stages
     ranks = [s % n if not up_and_down or s // n % 2 == 0 else n - 1 - s % n for s in range(n * parts)]
     values: dict[str, object] = {}
@@ -152,12 +172,12 @@ _HANAYO = Bubble("2(p−1)B/v", lambda s: 2 * (s.p - 1) * s.b / s.v)
 _NONE = Bubble("0 if F=I=W", lambda _: 0)
 
 FAMILIES = (
-    Family("gpipe", "all forwards, then all backwards", gpipe, _dealt, "Huang et al. 2019", bubble=_1F1B),
+    Family("gpipe", "all forwards, then all backwards", gpipe, _in_turn, "Huang et al. 2019", bubble=_1F1B),
     Family(
         "1f1b",
         "a forward and a backward in turn; holds few micro-batches",
         one_f_one_b,
-        _dealt,
+        _in_turn,
         "Narayanan et al. 2021",
         bubble=_1F1B,
     ),
@@ -165,7 +185,7 @@ FAMILIES = (
         "eager_1f1b",
         "1f1b with twice the warm-up, so that transfers are hidden",
         eager_one_f_one_b,
-        _dealt,
+        _in_turn,
         "Zhuang et al. 2022",
         bubble=_1F1B,
     ),
@@ -282,8 +302,37 @@ FAMILIES = (
         "whole",
         recomputes=True,
     ),
-    Family("forward_only", "no backwards: inference", forward_only, _dealt_forward, "inference"),
+    Family("forward_only", "no backwards: inference", forward_only, _in_turn_forward, "inference"),
 )
 
 #: By the names that the command line uses.
 NAMED: Mapping[str, Family] = {family.name: family for family in FAMILIES}
+
+
+def named_plans(
+    placement: Placement, num_microbatches: int, progress: Callable[[str], None]
+) -> Iterator[tuple[str, Plan]]:
+    """The named schedules that a placement allows, as candidates and for comparison.
+
+    `zb_auto` is left out, for it is a search itself.
+
+    Args:
+        placement: Any placement.
+        num_microbatches: Micro-batches per step.
+        progress: Called with each name before its plan is made.
+
+    Yields:
+        (name, plan) of each schedule that is defined here.
+    """
+    for family in FAMILIES:
+        if family.name == "zb_auto":
+            continue
+        progress(family.name)
+        look()
+        try:
+            plan = family(placement, num_microbatches)
+            assert plan.nodes  # raises PlanError where a schedule did not expect this placement
+        except RotaError:
+            continue  # for another placement, or other numbers
+        look()
+        yield family.name, plan

@@ -14,7 +14,18 @@ from rota.tasks import Kind, Op
 
 
 def forward_only(placement: Placement, num_microbatches: int) -> Plan:
-    """A placement with F tasks alone (`placement.forward_only()`); several stages on a rank take turns."""
+    """Every micro-batch forward, in order; several stages on a rank take turns.
+
+    Args:
+        placement: F tasks only: `placement.forward_only()`.
+        num_microbatches: Any number.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ScheduleError: A task is not F.
+    """
     require_microbatches("forward_only", num_microbatches)
     for task in placement.tasks:
         if task.kind is not Kind.F:

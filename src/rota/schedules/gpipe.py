@@ -15,7 +15,20 @@ from rota.tasks import Kind, Op
 
 
 def gpipe(placement: Placement, num_microbatches: int) -> Plan:
-    """Any placement. Several stages on a rank run one after the other, each with all its micro-batches."""
+    """All forwards, then all backwards.
+
+    Several stages on a rank run one after the other, each with all its micro-batches.
+
+    Args:
+        placement: Any.
+        num_microbatches: Any number.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ScheduleError: `num_microbatches` is less than 1.
+    """
     require_microbatches("gpipe", num_microbatches)
     depths = depth(placement)
     orders = []

@@ -1,8 +1,8 @@
-"""A list scheduler: whenever a rank is free it starts, of what it could do, what comes first in an ideal schedule.
+"""A list scheduler: a free rank starts, of the ops that it could do, the one that comes first in an ideal schedule.
 
 Graham, "Bounds on Multiprocessing Timing Anomalies", 1969. In the ideal schedule every op has its turn, a slot, as if
-all took one slot. Here ops and transfers take what the placement says, and a forward waits until there is room for what
-it keeps.
+all ops took one slot. Here ops and transfers last as long as the placement says, and a forward waits until there is
+memory for what it keeps.
 
     turns of a rank      F0  .  .  I0 F1 .  .  I1        slots
     what becomes of it   F0 .  .  .  .  F1 F1 I0 I0 W0   F1 overtakes I0, whose gradient is late; W fills gaps
@@ -21,36 +21,36 @@ from rota.schedules.common import BACKWARD_KINDS
 from rota.stopping import Stopped, look
 from rota.tasks import Kind, Op
 
-_WEIGHT = -1  # in place of a leg: the oldest W that was put off
+_WEIGHT = -1  # in place of a leg: the oldest W that was postponed
 
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """A part of the way that each micro-batch takes, down a chain and back: kinds of one stage, done in one go."""
+    """A part of the path of each micro-batch, down a chain and back: kinds of one stage, done in one go."""
 
     rank: int
     stage: int
     kinds: tuple[Kind, ...]
     duration_us: int
     lag_us: int  #: until the next leg can start
-    puts_off_weight: bool
-    weight_us: int  #: of the W that is put off
+    postpones_weight: bool
+    weight_us: int  #: of the W that is postponed
     is_forward: bool
 
 
-def way_through(placement: Placement, puts_off_weights: bool) -> list[Leg]:
-    """A chain's legs: each stage's F; then, last stage first, its (R) B, or (R) I W, or (R) I where W is put off."""
+def path_through(placement: Placement, postpones_weights: bool) -> list[Leg]:
+    """A chain's legs: each stage's F; then, last stage first, its (R) B, or (R) I W, or (R) I where W is postponed."""
     there = [(stage, (Kind.F,)) for stage in placement.stages]
-    backward = [kind for kind in BACKWARD_KINDS if not (puts_off_weights and kind is Kind.W)]
+    backward = [kind for kind in BACKWARD_KINDS if not (postpones_weights and kind is Kind.W)]
     back = [(s, tuple(k for k in backward if (s, k) in placement.index)) for s in reversed(placement.stages)]
     lags_us: dict[tuple[int, int], int] = {}
     for route in placement.routes:
         ends = placement.tasks[route.source].stage, placement.tasks[route.target].stage
         lags_us[ends] = max(route.duration_us, lags_us.get(ends, 0))
-    legs, way = [], there + back
-    for (stage, kinds), (following, _) in zip(way, [*way[1:], way[-1]], strict=True):
+    legs, path = [], there + back
+    for (stage, kinds), (following, _) in zip(path, [*path[1:], path[-1]], strict=True):
         tasks = [placement.tasks[placement.index[stage, kind]] for kind in kinds]
-        weight = placement.task(stage, Kind.W) if puts_off_weights and kinds != (Kind.F,) else None
+        weight = placement.task(stage, Kind.W) if postpones_weights and kinds != (Kind.F,) else None
         legs.append(
             Leg(
                 rank=tasks[0].ranks[0],
@@ -58,7 +58,7 @@ def way_through(placement: Placement, puts_off_weights: bool) -> list[Leg]:
                 kinds=kinds,
                 duration_us=sum(task.duration_us for task in tasks),
                 lag_us=lags_us.get((stage, following), 0),
-                puts_off_weight=weight is not None,
+                postpones_weight=weight is not None,
                 weight_us=weight.duration_us if weight else 0,
                 is_forward=kinds == (Kind.F,),
             )
@@ -70,21 +70,27 @@ def way_through(placement: Placement, puts_off_weights: bool) -> list[Leg]:
 class _Rank:
     """How far a rank is."""
 
-    agenda: list[tuple[int, int, int]]  #: (turn, leg, micro-batch) of all that it does, as they are due
+    agenda: list[tuple[int, int, int]]  #: (turn, leg, micro-batch) of all that it does, in the order of turns
     left_us: int  #: work not yet started
     num_done: int = 0  #: of the agenda; all before this one have started
     free_us: int = 0
     held: int = 0  #: forwards whose last backward has not begun
-    weights: deque[tuple[Leg, int]] = field(default_factory=deque)  #: put off, with the micro-batch
+    weights: deque[tuple[Leg, int]] = field(default_factory=deque)  #: postponed, with the micro-batch
     order: list[tuple[int, tuple[Kind, ...], int]] = field(default_factory=list)  #: (stage, kinds, micro-batch) as done
 
 
 class ListScheduler:
-    """Takes micro-batches along `legs`, each leg in order; `turns[leg][microbatch]` rises along the way.
+    """Moves micro-batches along `legs`, each leg in micro-batch order.
 
-    An op may start while another one of its rank, due up to `slots_ahead` slots before it, cannot. A forward needs
-    room: fewer than `stage_limits[stage]` micro-batches held by its stage (default: no limit) and fewer than
-    `rank_limit` by all stages of its rank. W that is put off runs where it makes nothing else late, and to make room.
+    A postponed W runs where it delays nothing else, and to free memory.
+
+    Args:
+        placement: A chain of stages.
+        legs: As `path_through` makes them.
+        turns: [leg][micro-batch]: slots, which rise along the path.
+        slots_ahead: An op may start while another op of its rank, due up to so many slots before it, cannot.
+        rank_limit: A forward starts only while all stages of its rank hold fewer micro-batches.
+        stage_limits: Per stage, a forward starts only while the stage holds fewer micro-batches; default: no limit.
     """
 
     def __init__(
@@ -116,7 +122,7 @@ class ListScheduler:
         return max(rank.free_us for rank in self.ranks)
 
     def plan(self, sooner_than_us: int | None = None) -> Plan | None:
-        """None if nothing more has room, or if it would take `sooner_than_us` or longer."""
+        """None if nothing more fits, or if the plan would last `sooner_than_us` or longer."""
         wakes = [(0, rank) for rank in range(len(self.ranks))]  # a heap: when to look at which rank
         while wakes:
             look()
@@ -142,15 +148,15 @@ class ListScheduler:
         agenda, started, arrivals_us = rank.agenda, self.started, self.arrivals_us
         while rank.num_done < len(agenda) and agenda[rank.num_done][2] < started[agenda[rank.num_done][1]]:
             rank.num_done += 1
-        room_needed, soon_us = False, []
+        memory_needed, soon_us = False, []
         for position in range(rank.num_done, len(agenda)):
             turn, i, m = agenda[position]
             if turn > agenda[rank.num_done][0] + self.slots_ahead:
                 break
             if m == started[i] and m < len(arrivals_us[i]):  # the leg before has begun, its end is known
                 arrival_us = arrivals_us[i][m]
-                if not self._has_room(rank, self.legs[i]):
-                    room_needed |= arrival_us <= now_us
+                if not self._fits(rank, self.legs[i]):
+                    memory_needed |= arrival_us <= now_us
                 elif arrival_us <= now_us:
                     return i
                 else:
@@ -158,9 +164,9 @@ class ListScheduler:
         if not rank.weights:
             return None
         end_us = now_us + rank.weights[0][0].weight_us
-        return _WEIGHT if room_needed or end_us <= min(soon_us, default=end_us) else None
+        return _WEIGHT if memory_needed or end_us <= min(soon_us, default=end_us) else None
 
-    def _has_room(self, rank: _Rank, leg: Leg) -> bool:
+    def _fits(self, rank: _Rank, leg: Leg) -> bool:
         return not leg.is_forward or (
             rank.held < self.rank_limit and self.held[leg.stage] < self.stage_limits[leg.stage]
         )
@@ -169,7 +175,7 @@ class ListScheduler:
         leg, microbatch = self.legs[i], self.started[i]
         self.started[i] += 1
         self._do(rank, leg, leg.kinds, microbatch, now_us, leg.duration_us)
-        if leg.puts_off_weight:
+        if leg.postpones_weight:
             rank.weights.append((leg, microbatch))
         else:
             self._hold(rank, leg, 1 if leg.is_forward else -1)
@@ -195,7 +201,7 @@ class ListScheduler:
 
 
 def fastest(schedulers: Iterable[ListScheduler]) -> Plan:
-    """The plan that takes the least time; the first scheduler must find one. Of those tried until a search is over."""
+    """The fastest plan of those tried until a search around it is over; the first scheduler must find one."""
     best: tuple[Plan, int] | None = None
     try:
         for scheduler in schedulers:

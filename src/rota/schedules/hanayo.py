@@ -1,4 +1,4 @@
-"""Hanayo: the chain runs down the ranks and back up in waves, each of which fills and drains the pipeline in less time.
+"""Hanayo: the chain runs down the ranks and back up in waves, each of which fills and drains the pipeline faster.
 
 Liu, Cheng, Zhou and You, "Hanayo: Harnessing Wave-like Pipeline Parallelism for Enhanced Large Model Training
 Efficiency", 2023, section 3. It is Chimera without a second copy of the weights: one wave over p ranks is one half of
@@ -20,16 +20,25 @@ from rota.errors import ScheduleError
 from rota.placement import Placement
 from rota.plan import Plan
 from rota.schedules.common import backward_ops, num_rounds, require_chain_on, require_microbatches
-from rota.schedules.greedy import ListScheduler, fastest, way_through
+from rota.schedules.greedy import ListScheduler, fastest, path_through
 
 _SHAPE = "rota.wave(costs, cluster)"
 
 
 def hanayo(placement: Placement, num_microbatches: int) -> Plan:
-    """w waves are 2w stages a rank, by `rota.wave`; any number of micro-batches. W follows I at once.
+    """Waves; a rank keeps no more than the activations of p micro-batches, as in 1F1B. W follows I at once.
 
-    A rank keeps no more than the activations of p micro-batches, as in 1F1B. Of several ways to deal with what does not
-    fill a unit, and to let late ops be overtaken, the fastest is taken.
+    Several ways to handle a last unit that is not full, and to let ops overtake late ones, are tried; the fastest wins.
+
+    Args:
+        placement: `rota.wave` with 2w stages per rank.
+        num_microbatches: Any number.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ScheduleError: The placement is not made of whole waves, or has no backward.
     """
     name = "hanayo"
     require_microbatches(name, num_microbatches)
@@ -42,9 +51,9 @@ def hanayo(placement: Placement, num_microbatches: int) -> Plan:
 
 
 def _schedulers(placement: Placement, num_microbatches: int) -> Iterator[ListScheduler]:
-    """The first one keeps to the turns, in which a rank never has more than it may."""
+    """The first one keeps the turns, in which a rank never holds more than it may."""
     p, num_stages = placement.num_ranks, placement.num_stages
-    legs = way_through(placement, puts_off_weights=False)
+    legs = path_through(placement, postpones_weights=False)
     left_over = num_microbatches % p or p
     for first_unit, steps_ahead in ((p, 0), (p, 1), (left_over, num_stages // 2), (left_over, num_stages)):
         turns = _turns(p, num_stages, num_microbatches, first_unit)
@@ -52,7 +61,7 @@ def _schedulers(placement: Placement, num_microbatches: int) -> Iterator[ListSch
 
 
 def _turns(p: int, num_stages: int, num_microbatches: int, first_unit: int) -> list[list[int]]:
-    """Half steps: of each leg (F of stage 0, 1, …, B of …, 1, 0) for each micro-batch; F is a step's first half."""
+    """[leg][micro-batch], in half steps: legs are F of stage 0, 1, …, then B of …, 1, 0; F is a step's first half."""
     starts = []
     for m in range(num_microbatches):
         unit, k = divmod(m + p - first_unit, p)

@@ -1,4 +1,4 @@
-"""Several stages a rank, dealt in turn: the pipeline fills and drains in steps of a fraction of a rank's work.
+"""Several stages per rank, assigned in turn: the pipeline fills and drains in steps of a fraction of a rank's work.
 
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021, section 2.2
 (interleaved 1F1B, depth first); Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2023, section 4 (looped BFS); Qi et
@@ -25,8 +25,19 @@ _SHAPE = "rota.interleaved(costs, cluster)"
 def interleaved_one_f_one_b(placement: Placement, num_microbatches: int, group_size: int | None = None) -> Plan:
     """Micro-batches go through a rank's stages in groups, a forward and a backward in turn.
 
-    `group_size` is Megatron's microbatch_group_size_per_vp_stage; by default there are as many groups as can be, of
-    equal size where that is possible (then PyTorch's). With one stage a rank this is 1F1B.
+    With one stage per rank this is 1F1B.
+
+    Args:
+        placement: A chain of stages with several stages per rank: `rota.interleaved`.
+        num_microbatches: Any number.
+        group_size: Megatron's microbatch_group_size_per_vp_stage. Default: as many groups as possible, of equal size
+            where that is possible (then PyTorch's).
+
+    Returns:
+        The plan.
+
+    Raises:
+        ScheduleError: The placement is no such chain, or `group_size` does not cut the micro-batches.
     """
     name = "interleaved_1f1b"
     rounds = _rounds(name, placement, num_microbatches)
@@ -42,7 +53,19 @@ def interleaved_one_f_one_b(placement: Placement, num_microbatches: int, group_s
 
 
 def interleaved_zero_bubble(placement: Placement, num_microbatches: int, group_size: int | None = None) -> Plan:
-    """Interleaved 1F1B with half the warm-up, and W of a micro-batch `rank` rounds behind its I (ZB1P in PyTorch)."""
+    """Interleaved 1F1B with half the warm-up, and W of a micro-batch `rank` rounds after its I (ZB1P in PyTorch).
+
+    Args:
+        placement: A chain of stages with several stages per rank: `rota.interleaved`, with a split backward.
+        num_microbatches: Any number.
+        group_size: As in `interleaved_one_f_one_b`.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ScheduleError: The placement is no such chain, or `group_size` does not cut the micro-batches.
+    """
     name = "interleaved_zb"
     rounds = _rounds(name, placement, num_microbatches)
     require_split(name, placement)
@@ -58,7 +81,18 @@ def interleaved_zero_bubble(placement: Placement, num_microbatches: int, group_s
 
 
 def looped_bfs(placement: Placement, num_microbatches: int) -> Plan:
-    """All micro-batches through a rank's first stage, then through the next; backwards in the opposite order."""
+    """All micro-batches through a rank's first stage, then through the next; backwards in the opposite order.
+
+    Args:
+        placement: A chain of stages with several stages per rank: `rota.interleaved`.
+        num_microbatches: Any number.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ScheduleError: The placement is no such chain.
+    """
     rounds = _rounds("looped_bfs", placement, num_microbatches)
     p = placement.num_ranks
     orders = []
@@ -77,7 +111,7 @@ def _rounds(name: str, placement: Placement, num_microbatches: int) -> int:
 
 
 def _groups(name: str, placement: Placement, num_microbatches: int, size: int | None) -> list[range]:
-    """The micro-batches in groups that go through a rank's stages together, none smaller than the number of ranks."""
+    """Groups of micro-batches that go through a rank's stages together, each with one or more per rank."""
     least = min(placement.num_ranks, num_microbatches)
     if size is None:
         even, larger = divmod(num_microbatches, num_microbatches // least)

@@ -19,17 +19,38 @@ from rota.tasks import Op
 
 
 def one_f_one_b(placement: Placement, num_microbatches: int) -> Plan:
-    """At most one stage a rank; any DAG of stages.
+    """1F1B on any DAG of stages.
 
-    A stage warms up with one forward for each stage on its longest way to the end. Along an edge that way shrinks
-    by at least one, so with h = its length, running F of micro-batch m at 2m - h and B at 2m + h + 1 contradicts
+    A stage warms up with one forward for each stage on its longest path to the end. Along an edge that path shrinks
+    by at least one. So with h = its length, running F of micro-batch m at 2m - h and B at 2m + h + 1 contradicts
     neither data nor orders: no DAG deadlocks.
+
+    Args:
+        placement: At most one stage per rank.
+        num_microbatches: Any number.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ScheduleError: A rank has several stages.
     """
     return _warmed_up("1f1b", placement, num_microbatches, forwards_a_hop=1)
 
 
 def eager_one_f_one_b(placement: Placement, num_microbatches: int) -> Plan:
-    """1F1B with two forwards of warm-up for each stage that follows; up to 2(p - s) - 1 micro-batches in flight."""
+    """1F1B with two forwards of warm-up for each stage that follows; up to 2(p - s) - 1 micro-batches in flight.
+
+    Args:
+        placement: At most one stage per rank.
+        num_microbatches: Any number.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ScheduleError: A rank has several stages.
+    """
     return _warmed_up("eager_1f1b", placement, num_microbatches, forwards_a_hop=2)
 
 

@@ -1,7 +1,7 @@
-"""Ready first: 1F1B for any placement. A free rank starts, of what is ready, a backward rather than a forward.
+"""Ready first: 1F1B for any placement. Of what is ready, a free rank starts a backward rather than a forward.
 
 List scheduling: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969. A stage starts a forward only while it
-keeps fewer micro-batches than its limit, which is what 1F1B's warm-up amounts to: one, and one more for each rank that
+keeps fewer micro-batches than its limit. That is what 1F1B's warm-up amounts to: one, and one more for each rank that
 follows. Every piece of work takes its micro-batches in order and limits are 1 or more, so the oldest micro-batch can
 always go on: no deadlock.
 """
@@ -11,21 +11,31 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
 from heapq import heappop, heappush
 from typing import final
 
 from rota.placement import Placement
 from rota.plan import Plan
-from rota.schedules.common import require_microbatches
+from rota.schedules.common import require_microbatches, stages_after
 from rota.stopping import look
 from rota.tasks import Kind, Op
 
 
 def ready_first(placement: Placement, num_microbatches: int, forwards_a_hop: int = 1) -> Plan:
-    """Any DAG of stages, any number of them on a rank. Of a stage on several ranks, the first one's time counts.
+    """Any DAG of stages, any number of them per rank. W fills gaps, and frees memory where a forward needs it.
 
-    A stage keeps at most `1 + forwards_a_hop` × (ranks that follow on the way to the end) micro-batches: 0 is the least
-    memory, 2 hides transfers. W fills gaps, and makes room where a forward needs it.
+    Args:
+        placement: Any. For a stage on several ranks, the time of the first rank counts.
+        num_microbatches: Any number.
+        forwards_a_hop: A stage keeps at most `1 + forwards_a_hop` × (ranks that follow on the path to the end) micro-
+            batches: 0 needs least memory, 2 hides transfers.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ScheduleError: `num_microbatches` is less than 1.
     """
     require_microbatches("ready_first", num_microbatches)
     return _Scheduler(placement, num_microbatches, forwards_a_hop).plan()
@@ -42,8 +52,8 @@ class _Piece:
     holds: int  #: micro-batches that the stage keeps more (or less) from its start on
     microbatches: range
     following: dict[int, int] = field(default_factory=dict)  #: piece -> lag in µs
-    arrivals_us: list[int] = field(default_factory=list)  #: by position in `microbatches`
-    missing: list[int] = field(default_factory=list)  #: likewise: pieces before it that have not started
+    arrivals_us: list[int] = field(default_factory=list)  #: µs, by position in `microbatches`
+    missing: list[int] = field(default_factory=list)  #: by position: pieces before it that have not started
     num_started: int = 0
 
     @property
@@ -52,7 +62,7 @@ class _Piece:
 
     @property
     def is_coming(self) -> bool:
-        """Whether it is known when all that the next micro-batch needs is there."""
+        """Whether it is known when everything that the next micro-batch needs is there."""
         return self.num_started < len(self.microbatches) and not self.missing[self.num_started]
 
     @property
@@ -86,15 +96,15 @@ class _Scheduler:
         """What a free rank starts now; None to wait for what comes."""
         coming = [piece for piece in pieces if piece.is_coming]
         ready = [piece for piece in coming if piece.arrival_us <= now_us]
-        startable = [piece for piece in ready if self._has_room(piece)]
+        startable = [piece for piece in ready if self._fits(piece)]
         piece = min(startable, key=self._urgency, default=None)
-        if piece is None or not piece.is_weight or len(startable) < len(ready):  # there, W makes room
+        if piece is None or not piece.is_weight or len(startable) < len(ready):  # W frees memory for those
             return piece
-        # In a gap, W must not make late what is known to come; the rank is looked at again then.
-        others = (other.arrival_us for other in coming if not other.is_weight and self._has_room(other))
+        # In a gap, W must not delay what is known to come; the rank is woken again then.
+        others = (other.arrival_us for other in coming if not other.is_weight and self._fits(other))
         return piece if now_us + piece.duration_us <= min(others, default=math.inf) else None
 
-    def _has_room(self, piece: _Piece) -> bool:
+    def _fits(self, piece: _Piece) -> bool:
         return piece.holds <= 0 or self.held[piece.stage] < self.limits[piece.stage]
 
     def _urgency(self, piece: _Piece) -> tuple[int, int, int]:
@@ -146,7 +156,7 @@ def _pieces(placement: Placement, num_microbatches: int) -> list[_Piece]:
 
 
 def _groups(placement: Placement, stage: int) -> Iterator[tuple[Kind, ...]]:
-    """R goes with the backward that it is for: done any sooner, it would hold memory for nothing."""
+    """R goes with its backward: done sooner, it would hold memory for nothing."""
     for kinds in ((Kind.F,), (Kind.R, Kind.B, Kind.I), (Kind.W,)):
         there = tuple(kind for kind in kinds if (stage, kind) in placement.index)
         if there:
@@ -154,20 +164,10 @@ def _groups(placement: Placement, stage: int) -> Iterator[tuple[Kind, ...]]:
 
 
 def _hops(placement: Placement) -> dict[int, int]:
-    """For each stage, how often the longest way forward to a last stage changes ranks."""
-    after: dict[int, list[int]] = {stage: [] for stage in placement.stages}
-    before = dict.fromkeys(placement.stages, 0)
-    for source, target in placement.stage_edges:
-        after[source].append(target)
-        before[target] += 1
-    order = [stage for stage, count in before.items() if not count]
-    for stage in order:  # grows meanwhile
-        for target in after[stage]:
-            before[target] -= 1
-            if not before[target]:
-                order.append(target)
+    """For each stage, how often the longest path forward to a last stage changes ranks."""
+    after = stages_after(placement)
     hops: dict[int, int] = {}
-    for stage in reversed(order):
+    for stage in TopologicalSorter(after).static_order():  # last stages first
         crossing = [hops[t] + (placement.ranks_of(t) != placement.ranks_of(stage)) for t in after[stage]]
         hops[stage] = max(crossing, default=0)
     return hops

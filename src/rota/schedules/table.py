@@ -20,10 +20,20 @@ from rota.units import size_text, time_text
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A schedule's figures. `activation_bytes`: the most that any rank holds above its static bytes.
+    """A schedule's figures; those that are unknown are None.
 
-    `formula_us`: the bubble by the family's formula, for these sizes and the ranks' mean costs, None where there is
-    none. `fits`: within every rank's limit. `problem`: why there are no figures.
+    Attributes:
+        name: The schedule.
+        stages_a_rank: Stages per rank.
+        makespan_us: Time of a step.
+        span_us: Longest busy window of a rank.
+        bubble_fraction: Idle share of makespan × ranks.
+        activation_bytes: The most that any rank holds above its static bytes.
+        formula: The family's formula for the bubble.
+        formula_us: Its value for these sizes and the ranks' mean costs.
+        bubble_us: The idle time of the rank that idles least, as simulated.
+        fits: Whether it is within every rank's limit.
+        problem: Why there are no figures, or why it does not fit.
     """
 
     name: str
@@ -46,9 +56,20 @@ def compare_schedules(
     families: Iterable[Family] = FAMILIES,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Row]:
-    """Every family on `costs` (a chain of one stage a rank, cut and split as each family needs), fastest first.
+    """Every family on the same costs, the fastest that fits first.
 
-    Raises PlacementError if the costs' edges are no chain.
+    Args:
+        costs: A chain of one stage per rank; it is cut and split as each family needs.
+        cluster: One rank per stage.
+        num_microbatches: Micro-batches per step.
+        families: What to compare.
+        progress: Called with each family's name.
+
+    Returns:
+        One row per family.
+
+    Raises:
+        PlacementError: The costs' edges are no chain.
     """
     costs = costs.as_chain()
     rows = []
@@ -62,7 +83,7 @@ def compare_schedules(
 
 
 def best(rows: Iterable[Row]) -> Row | None:
-    """The fastest that fits; of equal ones the one that holds least."""
+    """The fastest that fits; of equally fast ones, the one that holds least. None if none fits."""
     fitting = [row for row in rows if row.fits and row.makespan_us is not None]
     return min(fitting, key=lambda row: (row.makespan_us, row.activation_bytes), default=None)
 
@@ -138,7 +159,7 @@ def to_text(rows: list[Row], limit_bytes: int | None = None) -> str:
 
 
 def to_csv(rows: list[Row]) -> str:
-    """One line a schedule, the fields of Row as columns."""
+    """One line per schedule, with the fields of `Row` as columns."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(asdict(Row("", 1))), lineterminator="\n")
     writer.writeheader()
@@ -147,6 +168,6 @@ def to_csv(rows: list[Row]) -> str:
 
 
 def to_json(rows: list[Row]) -> str:
-    """A list of objects, the fields of Row; `best` marks the fastest that fits."""
+    """A list of objects with the fields of `Row`; `best` marks the fastest that fits."""
     winner = best(rows)
     return json.dumps([{**asdict(row), "best": row is winner} for row in rows], indent=1) + "\n"

@@ -1,4 +1,4 @@
-"""Varuna: activations are made again just in time for the gradient, and whatever frees memory goes first.
+"""Varuna: activations are recomputed just in time for the gradient, and whatever frees memory goes first.
 
 Athlur et al., "Varuna: Scalable, Low-cost Training of Massive Deep Learning Models", EuroSys 2022, section 3.2. In
 ticks of F = R = 1 and B = 2, a rank takes what it can in the order: second half of a backward, backward, recompute,
@@ -23,7 +23,18 @@ _FIRST_TO_LAST = (Kind.B, Kind.R, Kind.F)
 
 
 def varuna(placement: Placement, num_microbatches: int) -> Plan:
-    """One stage a rank; all stages but the last recompute: costs with `recompute_us=(…, None)`."""
+    """One stage per rank; all stages but the last recompute.
+
+    Args:
+        placement: A chain with one stage per rank, of costs with `recompute_us=(…, None)` and no `weight_us`.
+        num_microbatches: Any number.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ScheduleError: The placement is no such chain.
+    """
     require_microbatches("varuna", num_microbatches)
     p = placement.num_ranks
     require_chain_on("varuna", placement, range(p), "rota.place(costs, cluster)")

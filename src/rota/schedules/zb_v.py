@@ -1,4 +1,4 @@
-"""ZB-V: two stages a rank in a V, so that W can fill all bubbles in the memory of 1F1B.
+"""ZB-V: two stages per rank in a V, so that W can fill all bubbles in the memory of 1F1B.
 
 Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", 2023, section 6. The chain runs down the ranks and back up.
 The rank that a micro-batch enters first is the one that it leaves last, and both its backwards start early.
@@ -23,9 +23,17 @@ _SHAPE = "rota.wave(costs, cluster), with two stages a rank"
 
 
 def zb_v(placement: Placement, num_microbatches: int) -> Plan:
-    """A V (`rota.wave`, two stages a rank) with a split backward; any number of micro-batches. PyTorch's order.
+    """ZB-V in PyTorch's order. Fewer than 2p - 1 micro-batches go as the first ones of 2p - 1 would.
 
-    Fewer than 2p - 1 micro-batches do as the first ones of 2p - 1 would.
+    Args:
+        placement: A V: `rota.wave` with two stages per rank and a split backward.
+        num_microbatches: Any number.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ScheduleError: The placement is no such V.
     """
     require_v("zb_v", placement, num_microbatches)
     p = placement.num_ranks
@@ -55,9 +63,10 @@ def _steps(rank: int, p: int, num_microbatches: int) -> list[str]:
 def count_off(
     placement: Placement, stages: Sequence[int], steps: Iterable[str], num_microbatches: int
 ) -> tuple[Op, ...]:
-    """A rank's ops. The step "F1" is F of the next micro-batch of `stages[1]`; so are "I1" (with R before it) and "W1".
+    """A rank's ops in order.
 
-    "B1" is I and W. What would be one micro-batch too many for a stage is left out.
+    The step "F1" is F of the next micro-batch of `stages[1]`; "I1" (with R before it) and "W1" mean the same for I and
+    W, and "B1" is I and W. A step for more micro-batches than a stage has is left out.
     """
     batches = [placement.microbatches(stage, num_microbatches) for stage in stages]
     done: Counter[tuple[str, int]] = Counter()
@@ -73,7 +82,7 @@ def count_off(
 
 
 def require_v(name: str, placement: Placement, num_microbatches: int) -> None:
-    """Two stages on each rank s: stage s and stage 2p - 1 - s. All of them with I and W."""
+    """Raises ScheduleError unless each rank s has the stages s and 2p - 1 - s, all of them with I and W."""
     require_microbatches(name, num_microbatches)
     down = range(placement.num_ranks)
     require_chain_on(name, placement, [*down, *reversed(down)], _SHAPE)

@@ -17,14 +17,35 @@ _SHAPE = "rota.place(costs, cluster)"
 
 
 def zb_h1(placement: Placement, num_microbatches: int) -> Plan:
-    """1F1B's warm-up; rank r does W r rounds behind I, so that all ranks hold as much as rank 0 does in 1F1B."""
+    """1F1B's warm-up; rank r does W r rounds after I, so that all ranks hold as much as rank 0 does in 1F1B.
+
+    Args:
+        placement: A chain with one stage per rank (`rota.place`) and a split backward.
+        num_microbatches: Any number.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ScheduleError: The placement is no such chain.
+    """
     return _by_hand("zb_h1", placement, num_microbatches, forwards_a_hop=1)
 
 
 def zb_h2(placement: Placement, num_microbatches: int) -> Plan:
     """Forwards until the first gradient comes back, 2(p - r) - 1 of them.
 
-    When rank 0 has no forwards left it takes gradients faster, so the ranks behind put off W to deliver them.
+    When rank 0 has no forwards left it takes gradients faster, so the ranks after it postpone W to deliver them.
+
+    Args:
+        placement: A chain with one stage per rank (`rota.place`) and a split backward.
+        num_microbatches: Any number.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ScheduleError: The placement is no such chain.
     """
     return _by_hand("zb_h2", placement, num_microbatches, forwards_a_hop=2)
 
@@ -40,8 +61,8 @@ def _by_hand(name: str, placement: Placement, num_microbatches: int, forwards_a_
     for rank in range(p):
         batches = [(rank, m) for m in range(num_microbatches)]
         warmup = min(forwards_a_hop * (p - 1 - rank), num_microbatches)
-        put_off = (
+        postponed = (
             range(rank) if forwards_a_hop == 1 else range(first_has_forwards - rank, num_microbatches - warmup - 1)
         )
-        orders.append(alternate(placement, batches, batches, warmup, put_off))
+        orders.append(alternate(placement, batches, batches, warmup, postponed))
     return Plan(placement, num_microbatches, tuple(orders))

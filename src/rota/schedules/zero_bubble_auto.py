@@ -2,8 +2,8 @@
 
 Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", 2023, section 3, set the task: a chain of stages, one a
 rank, F, I and W each in micro-batch order, and the shortest span (longest busy window of a rank) that memory allows.
-Here orders are built under many policies, the schedules by hand join in, and the best is improved along its critical
-path until it meets a lower bound or the moves are used up.
+Here orders are built under many policies, zb_h1, zb_h2 and 1F1B are candidates too, and the best is improved along its
+critical path until it meets a lower bound or the moves are used up.
 """
 
 from __future__ import annotations
@@ -38,19 +38,29 @@ from rota.tasks import Kind, Op
 from rota.units import size_text
 
 _KINDS = {Kind.F: FORWARD, Kind.I: INPUT, Kind.W: WEIGHT}
-_HEAT = 0.002  # how much longer, as a part of the span, a move may readily make it at first
-_MOVED_OPS = 1_200_000  # how long an improvement takes: moves tried times ops of the plan
+_HEAT = 0.002  # by what fraction a move may readily lengthen the span at first
+_MOVED_OPS = 1_200_000  # length of an improvement: moves tried times ops of the plan
 _STARTS = 3  # how many orders are improved
-_MOST_ROOMS = 20  # how often the room for what transfers hold is guessed anew
+_MOST_RESERVES = 20  # how often to guess the memory reserved for transfers
 
 Score = tuple[int, int]
 
 
 def zb_auto(placement: Placement, num_microbatches: int) -> Plan:
-    """A chain, one stage a rank, backward split; never over `placement.cluster.limit_bytes`.
+    """The shortest span found; of equal ones, the shortest makespan.
 
-    The shortest span found, of equal ones the shortest makespan; no longer than that of zb_h1, zb_h2 and 1f1b where
-    these fit. Where a search around it is over, the best of what was tried by then.
+    It is no longer than that of zb_h1, zb_h2 and 1f1b where these fit, and never over `placement.cluster.limit_bytes`.
+    When a search around it is over, the best of what was tried by then is taken.
+
+    Args:
+        placement: A chain with one stage per rank (`rota.place`) and a split backward.
+        num_microbatches: Any number.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ScheduleError: The placement is no such chain, or nothing fits in the memory limit.
     """
     name, shape = "zb_auto", "rota.place(costs, cluster)"
     require_microbatches(name, num_microbatches)
@@ -62,7 +72,7 @@ def zb_auto(placement: Placement, num_microbatches: int) -> Plan:
     for orders in (one_at_a_time, *(_letters(plan) for plan in by_hand)):
         search.offer(orders)
     try:
-        search.leave_room_for_buffers()
+        search.reserve_buffers()
         search.try_policies()
         if search.best is None:
             raise _nothing_fits(_plan(placement, num_microbatches, one_at_a_time))
@@ -74,7 +84,7 @@ def zb_auto(placement: Placement, num_microbatches: int) -> Plan:
 
 
 class _Search:
-    """The best orders so far, and ways to better ones."""
+    """The best orders so far, and how to improve them."""
 
     def __init__(self, placement: Placement, num_microbatches: int) -> None:
         self.placement = placement
@@ -90,7 +100,7 @@ class _Search:
         return self.best_score[0] <= self.least_span_us
 
     def offer(self, orders: Orders) -> None:
-        """Takes them if they are better, and fit."""
+        """Takes the orders if they are better, and fit."""
         fitted = [order for r, letters in enumerate(orders) if (order := self.pipe.fitted(r, letters)) is not None]
         timing = time_orders(self.pipe, fitted) if len(fitted) == len(orders) else None
         if timing is not None:
@@ -101,25 +111,25 @@ class _Search:
             self.best, self.best_score = orders, timing.score
 
     def overflow(self, orders: Orders) -> list[int]:
-        """Bytes over the limit on each rank: the pipe's rooms leave out what transfers hold."""
+        """[num_ranks]: bytes over the limit, with what transfers hold, which the pipe does not count."""
         if not self.has_buffers:
             return [0] * len(orders)
         plan = _plan(self.placement, self.pipe.num_microbatches, orders)
         limits = self.placement.cluster.limit_bytes
         return [0 if limit is None else max(0, peak - limit) for peak, limit in zip(_peaks(plan), limits, strict=True)]
 
-    def leave_room_for_buffers(self) -> None:
-        """Shrinks the rooms until a first policy's orders fit with what transfers hold."""
-        for _ in range(_MOST_ROOMS if self.has_buffers else 0):
+    def reserve_buffers(self) -> None:
+        """Reduces the headroom until the first policy's orders fit with what transfers hold."""
+        for _ in range(_MOST_RESERVES if self.has_buffers else 0):
             orders = build(self.pipe, next(self.policies(self.least_span_us)))
             over = self.overflow(orders) if orders else []
             if not any(over):
                 break
-            rooms = (room - more for room, more in zip(self.pipe.room_bytes, over, strict=True))
-            self.pipe = replace(self.pipe, room_bytes=tuple(rooms))
+            headroom = (left - more for left, more in zip(self.pipe.headroom_bytes, over, strict=True))
+            self.pipe = replace(self.pipe, headroom_bytes=tuple(headroom))
 
     def try_policies(self) -> None:
-        """Aims at the least span there could be, then at some between that and the best found."""
+        """Aims at the least possible span, then at some between that and the best found."""
         least = self.least_span_us
         for eighths in (0, 1, 2, 4):
             aim = least + eighths * (min(self.best_score[0], 2 * least) - least) // 8
@@ -133,7 +143,7 @@ class _Search:
                 break
 
     def policies(self, span_us: int) -> Iterator[Policy]:
-        """Caps: as many forwards as fill a part of the round trip. Spacings: what a rank may do for a micro-batch."""
+        """Caps are forwards that fill a part of the round trip; spacings are what a rank may do per micro-batch."""
         pipe = self.pipe
         forward, back, weight = (max(times) for times in zip(*pipe.times_us, strict=True))
         spacings = (back, back + weight, forward + back, forward + back + weight)
@@ -143,14 +153,14 @@ class _Search:
             yield Policy(caps, span_us, spacing, urgent_first)
 
     def improve_all(self) -> None:
-        """The best of all, and those next to it that policies made."""
+        """Improves the best of all, and the next best ones that policies made."""
         assert self.best is not None
         others = [self.found[score] for score in sorted(self.found) if score != self.best_score]
         for orders in (self.best, *others[: _STARTS - 1]):
             self.improve(orders)
 
     def improve(self, orders: Orders) -> None:
-        """Simulated annealing (Kirkpatrick et al., 1983): moves ops of the critical path, ever less for the worse."""
+        """Simulated annealing (Kirkpatrick et al., 1983): moves ops of the critical path, worse ones less and less."""
         random = Random(0).random
         timing = time_orders(self.pipe, orders)
         assert timing is not None
@@ -169,11 +179,11 @@ class _Search:
                 self.take(orders, timing)
 
     def _move(self, orders: Orders, blocks: list[tuple[int, int, int]], random: Callable[[], float]) -> Orders | None:
-        """An op of a block to the next place, or to before or after the block. None if it changes or fits nothing."""
+        """Moves an op of a block to the next place, or before or after the block. None if nothing changes or fits."""
         r, first, end = blocks[int(random() * len(blocks))]
         at = first + int(random() * (end - first))
-        way, further = int(random() * 3), int(random() * 3)
-        to = (at + 1, first - further, end - 1 + further)[way]
+        where, further = int(random() * 3), int(random() * 3)
+        to = (at + 1, first - further, end - 1 + further)[where]
         order = bytearray(orders[r])
         order.insert(min(max(to, 0), len(order) - 1), order.pop(at))
         fitted = self.pipe.fitted(r, order) if order != orders[r] else None
@@ -200,7 +210,7 @@ def _critical_blocks(orders: Orders, timing: Timing) -> list[tuple[int, int, int
 
 
 def _pipe(placement: Placement, num_microbatches: int) -> Pipe:
-    """R, where a stage has it, is taken for a part of I: done right before it, from when it leaves no gap."""
+    """The placement as a pipe. R, where a stage has it, counts as a part of I, for it is done right before I."""
     index = placement.index
     times, needs, keeps, again = [], [], [], []
     for stage in placement.stages:
@@ -216,8 +226,8 @@ def _pipe(placement: Placement, num_microbatches: int) -> Pipe:
     down = [lags[index[r - 1, Kind.F], index[r, Kind.F]] for r in placement.stages[1:]]
     up = [lags.get((index[r + 1, Kind.I], index[r, Kind.I]), 0) - again[r] for r in placement.stages[:-1]]
     limits = zip(placement.cluster.limit_bytes, placement.static_bytes, strict=True)
-    rooms = tuple(NEVER if limit is None else limit - static for limit, static in limits)
-    return Pipe(num_microbatches, tuple(times), (0, *down), (*up, 0), rooms, tuple(needs), tuple(keeps))
+    headroom = tuple(NEVER if limit is None else limit - static for limit, static in limits)
+    return Pipe(num_microbatches, tuple(times), (0, *down), (*up, 0), headroom, tuple(needs), tuple(keeps))
 
 
 def _letters(plan: Plan) -> Orders:

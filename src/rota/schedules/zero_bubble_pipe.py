@@ -1,8 +1,8 @@
 """A chain of stages in plain integers, for the automatic zero-bubble scheduler: build orders, and time them.
 
-A rank's order is a `bytearray` of FORWARD, INPUT and WEIGHT. Each kind is done in micro-batch order, so that the
-letters alone say which op is meant. A rank's first op is a forward that starts as soon as it can: when its busy window
-opens is given, and a short span is an early end.
+A rank's order is a `bytearray` of FORWARD, INPUT and WEIGHT. Each kind is done in micro-batch order, so the letters
+alone say which op is meant. A rank's first op is a forward that starts as soon as it can, so it is given when its busy
+window opens, and a short span means an early end.
 
     rank 0  F0 F1 F2 F3 .  .  I0 W0 …          round trip of rank 0: end of its F0 to start of its I0
     rank 1  .  F0 F1 .  I0 F2 W0 I1 …
@@ -26,17 +26,23 @@ Orders = list[bytearray]
 
 @dataclass(frozen=True)
 class Pipe:
-    """What the ranks take, one entry a rank; times and bytes are tuples over FORWARD, INPUT and WEIGHT.
+    """Time and memory of the ranks, one entry per rank; inner tuples are over FORWARD, INPUT and WEIGHT.
 
-    An activation takes `down_us[r]` to rank r, a gradient `up_us[r]`. `room_bytes` is the limit less what is always
-    there; an op starts when `needs_bytes` of it are free, and keeps (negative: frees) `keeps_bytes` after it.
+    Attributes:
+        num_microbatches: Micro-batches per step.
+        times_us: Durations.
+        down_us: How long an activation takes to the rank.
+        up_us: How long a gradient takes to the rank.
+        headroom_bytes: The limit less static bytes.
+        needs_bytes: What has to be free for an op to start.
+        keeps_bytes: What an op keeps after it; negative: frees.
     """
 
     num_microbatches: int
     times_us: tuple[tuple[int, int, int], ...]
     down_us: tuple[int, ...]
     up_us: tuple[int, ...]
-    room_bytes: tuple[int, ...]
+    headroom_bytes: tuple[int, ...]
     needs_bytes: tuple[tuple[int, int, int], ...]
     keeps_bytes: tuple[tuple[int, int, int], ...]
 
@@ -63,7 +69,7 @@ class Pipe:
 
     @cached_property
     def admits_bytes(self) -> tuple[int, ...]:
-        """What must be free for a forward, so that all that follows from it can be done after it in any case."""
+        """What must be free for a forward, so that everything that follows from it can be done after it in any case."""
         admits = []
         for needs, keeps in zip(self.needs_bytes, self.keeps_bytes, strict=True):
             after = max(needs[INPUT], needs[WEIGHT], keeps[INPUT] + needs[WEIGHT])
@@ -71,22 +77,24 @@ class Pipe:
         return tuple(admits)
 
     def least_span_us(self) -> int:
-        """No orders have a shorter span.
+        """A lower bound for the span of all orders.
 
-        Head: before a rank's first input gradient is back it can only do the forwards that fit. Tail: between its last
-        forward and that micro-batch's input gradient, only what memory then holds. Path: to rank k, all its forwards
-        and input gradients, and back.
+        Head: before a rank's first input gradient is back, it can only do the forwards that fit. Tail: between its last
+        forward and that micro-batch's input gradient, it can only do what memory then holds. Path: to rank k, all its
+        forwards and input gradients, and back.
         """
         m = self.num_microbatches
         least, heads = 0, []
         for r, trip in enumerate(self.round_trips_us):
-            (forward, back, weight), room, held = self.times_us[r], self.room_bytes[r], self.keeps_bytes[r][FORWARD]
-            fit = max(1, min(m, 1 + (room - self.admits_bytes[r]) // held if held > 0 else m))
+            forward, back, weight = self.times_us[r]
+            headroom, held = self.headroom_bytes[r], self.keeps_bytes[r][FORWARD]
+            fit = max(1, min(m, 1 + (headroom - self.admits_bytes[r]) // held if held > 0 else m))
             heads.append(max(0, trip - (fit - 1) * forward))
             by_weight = -self.keeps_bytes[r][WEIGHT]
             left = (m - 1) * (back + weight)
             if held > 0 and by_weight > 0:
-                left = min(left, max((back + weight) * (room - held) // held, weight * (room - held) // by_weight))
+                free = headroom - held
+                left = min(left, max((back + weight) * free // held, weight * free // by_weight))
             tail = max(0, trip - left)
             least = max(least, m * sum(self.times_us[r]) + (heads[r] + tail if fit < m else max(heads[r], tail)))
         for r in range(self.num_ranks):
@@ -99,11 +107,11 @@ class Pipe:
         return least
 
     def fitted(self, r: int, order: bytearray) -> bytearray | None:
-        """The order of rank `r`, with weight gradients done sooner where memory asks for it; boundary buffers apart.
+        """The order of rank `r`, with weight gradients done sooner where memory requires it, without boundary buffers.
 
         None if that is not enough, or if an op comes before what it needs on its rank.
         """
-        room, needs, keeps = self.room_bytes[r], self.needs_bytes[r], self.keeps_bytes[r]
+        headroom, needs, keeps = self.headroom_bytes[r], self.needs_bytes[r], self.keeps_bytes[r]
         result, done, held, done_sooner = bytearray(), [0, 0, 0], 0, 0
         for due in order:
             if due == WEIGHT and done_sooner:
@@ -111,9 +119,9 @@ class Pipe:
                 continue
             kind = -1
             while kind != due:
-                sooner = due != WEIGHT and held + needs[due] > room and done[WEIGHT] < done[INPUT]
+                sooner = due != WEIGHT and held + needs[due] > headroom and done[WEIGHT] < done[INPUT]
                 kind = WEIGHT if sooner else due
-                if held + needs[kind] > room or (kind and done[kind] == done[kind - 1]):
+                if held + needs[kind] > headroom or (kind and done[kind] == done[kind - 1]):
                     return None
                 result.append(kind)
                 done[kind] += 1
@@ -132,24 +140,24 @@ class Timing:
 
     @property
     def windows_us(self) -> list[int]:
-        """The ranks' busy windows."""
+        """Length of each rank's busy window."""
         return [end - opens for end, opens in zip(self.ends_us, self.pipe.opens_us, strict=True)]
 
     @property
     def score(self) -> tuple[int, int]:
-        """(span, makespan), both to be small."""
+        """(span, makespan): lower is better."""
         return max(self.windows_us), max(self.ends_us)
 
 
 def time_orders(pipe: Pipe, orders: Orders) -> Timing | None:
-    """Everything as soon as it can start; None where the orders wait in a cycle. The orders have passed `fitted`."""
+    """Starts everything as soon as it can; None where the orders wait in a cycle. The orders have passed `fitted`."""
     m, last = pipe.num_microbatches, pipe.num_ranks - 1
     activations = [[0] * m, *([NEVER] * m for _ in range(last))]  # when they are there
     gradients = [[NEVER] * m for _ in orders]
     starts: list[list[int]] = [[] for _ in orders]
     clocks, forwards, inputs = [0] * (last + 1), [0] * (last + 1), [0] * (last + 1)
     pending = list(range(last, -1, -1))
-    while pending:  # each rank goes as far as it can, then those that it fed
+    while pending:  # each rank goes as far as it can, then the ranks that it fed do
         look()
         r = pending.pop()
         now, f, i = clocks[r], forwards[r], inputs[r]
@@ -186,8 +194,14 @@ def time_orders(pipe: Pipe, orders: Orders) -> Timing | None:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How `build` decides: `caps[r]` micro-batches in flight on rank r at most; `spacing_us` from one micro-batch to
-    the next in the end, so that the last is done by `span_us`; forwards first, or what is more urgent for that."""
+    """How `build` decides.
+
+    Attributes:
+        caps: Most micro-batches in flight, per rank.
+        span_us: When the last micro-batch should be done.
+        spacing_us: From one micro-batch to the next in the end, so that this is reached.
+        urgent_first: Whether the more urgent op for that goes first; else forwards do.
+    """
 
     caps: tuple[int, ...]
     span_us: int
@@ -196,7 +210,7 @@ class Policy:
 
 
 def build(pipe: Pipe, policy: Policy) -> Orders | None:
-    """Orders that fit, boundary buffers apart; None where memory leaves a rank nothing that it could do."""
+    """Orders that fit, without boundary buffers; None where memory leaves a rank nothing that it could do."""
     builder = _Builder(pipe, policy)
     while builder.heap:
         look()
@@ -207,10 +221,10 @@ def build(pipe: Pipe, policy: Policy) -> Orders | None:
 
 
 class _Builder:
-    """Ranks decide in order of time.
+    """Ranks decide in the order of time.
 
-    What others wait for goes first. In a gap, a weight gradient. Where none fits into it, one that makes the rank late
-    for what comes next, if that can still be in time for the span aimed at, or if the rank may not idle any longer.
+    What others wait for goes first. In a gap, the rank does a weight gradient. Where none fits into the gap, it does
+    one that delays what comes next, if that can still be in time for the span aimed at, or if it may not idle longer.
     """
 
     def __init__(self, pipe: Pipe, policy: Policy) -> None:
@@ -229,7 +243,7 @@ class _Builder:
         self.heap = [(0, 0)]
 
     def _latest_starts(self) -> list[tuple[int, int]]:
-        """By rank, when the forward and the input gradient of micro-batch 0 must start."""
+        """Per rank, when the forward and the input gradient of micro-batch 0 must start."""
         pipe, later = self.pipe, (self.pipe.num_microbatches - 1) * self.policy.spacing_us
         by = self.policy.span_us - pipe.times_us[0][WEIGHT] - later
         inputs = []
@@ -243,14 +257,15 @@ class _Builder:
         return list(zip(reversed(forwards), inputs, strict=True))
 
     def decide(self, now: int, r: int) -> None:
+        """Starts an op on rank `r`, or says when the rank decides next."""
         pipe, policy = self.pipe, self.policy
         f, i, w = self.done[r]
         activation = self.activations[r][f] if f - i < policy.caps[r] else NEVER
         gradient = self.gradients[r][i]
         latest_forward = self.latest[r][FORWARD] + f * policy.spacing_us
         latest_input = self.latest[r][INPUT] + i * policy.spacing_us
-        room, (_, input_needs, weight_needs) = pipe.room_bytes[r] - self.held[r], pipe.needs_bytes[r]
-        fits = room >= pipe.admits_bytes[r]
+        headroom, (_, input_needs, weight_needs) = pipe.headroom_bytes[r] - self.held[r], pipe.needs_bytes[r]
+        fits = headroom >= pipe.admits_bytes[r]
         kind = -1
         if activation <= now and fits:
             yields = policy.urgent_first and gradient <= now and latest_input < latest_forward
@@ -259,7 +274,7 @@ class _Builder:
             kind = INPUT
         elif activation <= now and w < i:
             kind = WEIGHT
-        if kind == INPUT and room < max(input_needs, pipe.keeps_bytes[r][INPUT] + weight_needs):
+        if kind == INPUT and headroom < max(input_needs, pipe.keeps_bytes[r][INPUT] + weight_needs):
             kind = WEIGHT if w < i else -1
         if kind < 0:
             wake, latest = gradient, latest_input
@@ -296,7 +311,7 @@ class _Builder:
             fed = r - 1
         else:
             return
-        if self.free_at[fed] <= now and len(self.orders[fed]) < 3 * m:  # it idles, and may want to decide anew
+        if self.free_at[fed] <= now and len(self.orders[fed]) < 3 * m:  # it idles, and may decide otherwise now
             self._decide_at(now, fed)
 
     def _decide_at(self, time: int, r: int) -> None:

@@ -1,19 +1,24 @@
-"""How long a search may go on, counted in a way that can be repeated."""
+"""How long a search may go on, counted so that it can be repeated."""
 
 from __future__ import annotations
 
 import time
 
-NOMINAL_OPS_PER_S = 20_000_000  # ops that the compiled loops time in a nominal second
+NOMINAL_OPS_PER_S = 20_000_000  #: ops that the compiled loops time in a nominal second
 
 
 class Budget:
-    """Nominal seconds of work, and seconds on the clock.
+    """Nominal seconds of work, and real seconds.
 
-    Work is counted, not timed: `spend` is told what was done, as the seconds that it takes on an ordinary machine.
-    Shares of a search are cut by this count alone, so that they are the same on every run. The clock only ends the
-    search as a whole, and `deterministic` leaves it out: then `seconds` are nominal ones. What must not be waited for
-    longer than `latest_s`, on the clock, ends then all the same.
+    Work is counted, not timed: `spend` adds up what was done, as the seconds that it costs on an ordinary machine.
+    Shares of a search depend on this count alone, so that they are the same on every run. Real time only ends the
+    search as a whole.
+
+    Args:
+        seconds: How long the search may go on: real seconds, or nominal ones if `deterministic`.
+        deterministic: Whether only nominal seconds count.
+        whole: The budget that this is a share of.
+        latest_s: Real seconds after which the search ends in any case.
     """
 
     def __init__(
@@ -27,30 +32,30 @@ class Budget:
         self.deterministic = deterministic
         self.latest_s = latest_s if deterministic else min(seconds, latest_s)
         self.spent_s = 0.0
-        self.stopped_by = ""  #: Ctrl-C, or an error of the caller's
+        self.stopped_by = ""  #: Ctrl-C, or an error of the caller
         self.progress_error: Exception | None = None
         self._whole = whole
         self._began = time.monotonic()
 
     def share(self, nominal_s: float) -> Budget:
-        """A part of it, which what is spent there is taken from."""
+        """A part of this budget; what is spent there is spent here too."""
         return Budget(nominal_s, True, self)
 
     @property
     def elapsed_s(self) -> float:
-        """On the clock."""
+        """Real seconds since the beginning."""
         return time.monotonic() - self._began
 
     @property
     def must_stop(self) -> bool:
-        """Whether the clock, Ctrl-C or an error of the caller's has ended the whole."""
+        """Whether real time, Ctrl-C or an error of the caller has ended the search as a whole."""
         if self._whole is not None:
             return self._whole.must_stop
         return bool(self.stopped_by) or self.elapsed_s >= self.latest_s
 
     @property
     def left_s(self) -> float:
-        """0 when the search, or this share of it, has to end."""
+        """Seconds left; 0 when the search, or this share of it, has to end."""
         if self.must_stop:
             return 0.0
         left = self.seconds - (self.spent_s if self.deterministic else self.elapsed_s)
@@ -58,13 +63,15 @@ class Budget:
 
     @property
     def is_over(self) -> bool:
+        """Whether nothing is left."""
         return self.left_s <= 0
 
     def spend(self, nominal_s: float) -> None:
+        """Counts work that costs so many seconds on an ordinary machine."""
         self.spent_s += nominal_s
         if self._whole is not None:
             self._whole.spend(nominal_s)
 
     def spend_ops(self, num_ops: int) -> None:
-        """Of compiled loops."""
+        """Counts ops that a compiled loop has timed."""
         self.spend(num_ops / NOMINAL_OPS_PER_S)

@@ -1,14 +1,17 @@
-"""List scheduling: whenever a rank is free it starts, of what is there and fits, what has the best priority.
+"""List scheduling: a free rank starts, of the ops whose inputs are there and that fit, the one of best priority.
 
-Graham, "Bounds on Multiprocessing Timing Anomalies", 1969; waiting for something better that is due soon, as in Giffler
-and Thompson, "Algorithms for Solving Production-Scheduling Problems", 1960, keeps all good orders within reach. Memory
-is granted as by Dijkstra's banker ("Cooperating Sequential Processes", 1965): an op that takes memory starts only if
-after it each rank can still finish its micro-batches one by one, oldest first. Then nothing gets stuck, unless what
-micro-batches leave behind for good fills the memory in an unlucky order.
+Graham, "Bounds on Multiprocessing Timing Anomalies", 1969. A rank may also wait for a better op that is due soon, as in
+Giffler and Thompson, "Algorithms for Solving Production-Scheduling Problems", 1960: that keeps all good orders within
+reach. Memory is granted as by Dijkstra's banker ("Cooperating Sequential Processes", 1965): an op that takes memory
+starts only if after it each rank can still finish its micro-batches one by one, oldest first. Then nothing gets stuck,
+unless what micro-batches leave behind for good fills the memory in an unlucky order.
+
+Good priorities are the times at which ops would start in an ideal steady state: `guesses`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
@@ -21,49 +24,52 @@ from rota.search.problem import NO_LIMIT, Integers, Orders, Problem, Rows
 from rota.search.timing import Tables
 from rota.stopping import look
 
-Priorities = NDArray[np.float64]  #: one a node, the lowest goes first
+Priorities = NDArray[np.float64]  #: float64[num_ops]: per node, the lowest goes first
 
-_MOST_STATES = 10_000  # looked at for the one order of a micro-batch that needs least memory
+OPS_A_DISPATCH = 20  #: list scheduling costs as much per op as a replay costs for this many
+
+_MOST_STATES = 10_000  # tried to find the one order of a micro-batch that needs least memory
 _NEVER = 1 << 61
-_OPS_A_CALL = 20_000  # of the compiled loop, which hears of nothing meanwhile
+_OPS_A_CALL = 20_000  # of the compiled loop, which cannot be interrupted
 
 # Overflow, tasks left, a number, the set of tasks done, levels, tasks that can follow, tasks done in order.
 _State = tuple[int, int, int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 class Memory(NamedTuple):
-    """What the banker knows. Row r * num_components + s: rank r's tasks of stream s, as `one_at_a_time` has them."""
+    """What the banker knows, for compiled loops."""
 
-    limits_bytes: Integers
-    held_bytes: Integers
-    peak_bytes: Integers
-    first_row: Integers
+    limits_bytes: Integers  #: int64[num_ranks], or NO_LIMIT
+    held_bytes: Integers  #: int64[num_tasks]
+    peak_bytes: Integers  #: int64[num_tasks]
+    first_row: Integers  #: int64[num_ranks * num_components + 1], as in `Rows`
+    #: int64[...]: row r * num_components + c has rank r's tasks of component c, in the order of `one_at_a_time`.
     rows: Integers
-    component_of: Integers
+    component_of: Integers  #: int64[num_tasks]
 
     @classmethod
     def of(cls, problem: Problem) -> Memory:
         placement, order = problem.placement, one_at_a_time(problem)
         tasks, component_of = placement.tasks, placement.component_of
-        pairs = ((rank, stream) for rank in range(placement.num_ranks) for stream in range(placement.num_components))
-        rows = Rows.of([[t for t in order if r in tasks[t].ranks and component_of[t] == s] for r, s in pairs])
-        streams = np.array(component_of, np.int64)
-        return cls(problem.limits_bytes, problem.held_bytes, problem.peak_bytes, rows.first, rows.values, streams)
+        pairs = ((rank, c) for rank in range(placement.num_ranks) for c in range(placement.num_components))
+        rows = Rows.of([[t for t in order if r in tasks[t].ranks and component_of[t] == c] for r, c in pairs])
+        components = np.array(component_of, np.int64)
+        return cls(problem.limits_bytes, problem.held_bytes, problem.peak_bytes, rows.first, rows.values, components)
 
 
 class State(NamedTuple):
-    """How far a dispatch is; by rank, by task, or as named."""
+    """How far a dispatch is, for compiled loops. Micro-batches are numbered as in the plan."""
 
-    orders: Orders
-    next_op: Integers
-    free_us: Integers
-    wake_us: Integers
-    started: Integers  #: by task
-    ends_us: Integers  #: by node
-    levels: Integers
-    oldest: Integers
-    newest: Integers
-    due_us: Integers  #: by task
+    orders: Orders  #: int32[num_ops]
+    next_op: Integers  #: int64[num_ranks]: where in `orders` the rank's next op goes
+    free_us: Integers  #: int64[num_ranks]: when the rank is free
+    wake_us: Integers  #: int64[num_ranks]: when to look at the rank again
+    started: Integers  #: int64[num_tasks]: how many ops of the task have started
+    ends_us: Integers  #: int64[num_ops], per node
+    levels: Integers  #: int64[num_ranks]: bytes held
+    oldest: Integers  #: int64[num_ranks]: the rank has finished all micro-batches before this one
+    newest: Integers  #: int64[num_ranks]: the last micro-batch that the rank has begun, -1: none
+    due_us: Integers  #: int64[num_tasks]: when the task's next op could start
 
     @classmethod
     def of(cls, tables: Tables) -> State:
@@ -86,7 +92,7 @@ class State(NamedTuple):
 
 
 class Dispatcher:
-    """A problem made ready for many dispatches."""
+    """Makes orders of a problem from priorities, many times."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -96,10 +102,13 @@ class Dispatcher:
     def __call__(
         self, priorities: Priorities, patience: float = 0.0, limits_bytes: Integers | None = None
     ) -> Orders | None:
-        """None if memory lets nothing start.
+        """The orders, or None where memory lets nothing more start.
 
-        A rank waits for a better op rather than start a worse one that would delay it, if it idles less than
-        `patience` times that delay. `limits_bytes`: less than the problem's, to keep fewer micro-batches in flight.
+        Args:
+            priorities: float64[num_ops], per node; the lowest goes first.
+            patience: A rank waits for a better op rather than start a worse one that would delay it, if it idles less
+                than `patience` times that delay.
+            limits_bytes: int64[num_ranks], lower than the problem's limits to keep fewer micro-batches in flight.
         """
         memory = self.memory if limits_bytes is None else self.memory._replace(limits_bytes=limits_bytes)
         state = State.of(self.tables)
@@ -110,7 +119,7 @@ class Dispatcher:
 
 
 def serial(problem: Problem) -> Orders:
-    """One micro-batch at a time, in the order that needs least memory over the limits."""
+    """One micro-batch at a time, in the order that exceeds the limits least."""
     order, placement = one_at_a_time(problem), problem.placement
     rows: list[list[int]] = [[] for _ in range(placement.num_ranks)]
     for microbatch in range(problem.num_microbatches):
@@ -122,10 +131,10 @@ def serial(problem: Problem) -> Orders:
 
 
 def one_at_a_time(problem: Problem) -> tuple[int, ...]:
-    """The tasks of one micro-batch, one after the other, so that the most that any rank holds over its limit is least.
+    """The tasks of one micro-batch in the order that minimizes the most that any rank holds over its limit.
 
-    Dijkstra's algorithm over the sets of tasks done, where the longest step counts, not the sum; where that takes too
-    long, from then on only the best set goes on.
+    Dijkstra's algorithm over the sets of tasks done, where the largest step counts, not the sum. After `_MOST_STATES`
+    sets, only the best one is followed.
     """
     tasks, limits = problem.placement.tasks, problem.limits_bytes.tolist()
     outputs: list[list[int]] = [[] for _ in tasks]
@@ -150,7 +159,7 @@ def one_at_a_time(problem: Problem) -> tuple[int, ...]:
         for t in ready:
             need = max(tasks[t].held_bytes, 0) + tasks[t].peak_bytes
             overs[t] = max(over, *(levels[rank] + need - limits[rank] for rank in tasks[t].ranks))
-        harmless = [t for t in ready if tasks[t].held_bytes <= 0 and overs[t] <= over]  # no later place is better
+        harmless = [t for t in ready if tasks[t].held_bytes <= 0 and overs[t] <= over]  # doing it later is no better
         for t in harmless[:1] or ready:
             now_done = done | 1 << t
             after = list(levels)
@@ -161,9 +170,63 @@ def one_at_a_time(problem: Problem) -> tuple[int, ...]:
             heappush(heap, (overs[t], -len(state[-1]), next(tie_breaker), *state))
 
 
+def from_starts(problem: Problem, starts_us: NDArray[np.float64], period_us: float) -> Priorities:
+    """Task t would start its k-th micro-batch at `starts_us[t]` + k · `period_us`; `starts_us`: float64[num_tasks]."""
+    task_of, nth = _nodes(problem)
+    return starts_us[task_of] + nth * period_us
+
+
+def guesses(problem: Problem) -> Iterator[Priorities]:
+    """Priorities from ideal steady states without ranks: each task as early as its micro-batch allows, or as late.
+
+    Tasks that nothing reads (weight gradients) come when their turn comes, a period later, or last of all.
+    """
+    heads, tails = heads_us(problem), _tails(problem)
+    whole = float((heads + tails).max(initial=0))
+    period = busiest_us(problem)
+    read_by_none = problem.outputs.first[1:] == problem.outputs.first[:-1]
+    for put_off in (0.0, period, 4 * whole + period * problem.num_microbatches):
+        for pace in (1.0, 0.5, 0.0):  # 0: what is deepest in the pipeline goes first
+            for early in (True, False):
+                starts = (heads if early else whole - tails).astype(np.float64)
+                if pace == 0:
+                    starts = -starts
+                starts = starts + put_off * read_by_none
+                yield from_starts(problem, starts, period * pace if pace else 1e-3)
+
+
+def _nodes(problem: Problem) -> tuple[Integers, Integers]:
+    """(int64[num_ops], int64[num_ops]): the task of each node, and which of its task's micro-batches it is."""
+    task_of = np.repeat(np.arange(len(problem.counts)), problem.counts)
+    return task_of, np.arange(len(task_of)) - problem.first_node[task_of]
+
+
+def heads_us(problem: Problem) -> Integers:
+    """int64[num_tasks]: how long after its micro-batch's start each task can start."""
+    heads = np.zeros(len(problem.counts), np.int64)
+    for task in problem.topological:
+        for source, lag in problem.inputs[task].reshape(-1, 2):
+            heads[task] = max(heads[task], heads[source] + problem.durations_us[source] + lag)
+    return heads
+
+
+def _tails(problem: Problem) -> Integers:
+    """int64[num_tasks]: least time from the task's start to the end of its micro-batch."""
+    tails = problem.durations_us.copy()
+    for task in reversed(problem.topological):
+        for target, lag in problem.outputs[task].reshape(-1, 2):
+            tails[task] = max(tails[task], problem.durations_us[task] + lag + tails[target])
+    return tails
+
+
+def busiest_us(problem: Problem) -> float:
+    """Work of the busiest rank for one micro-batch of each component in µs; 1 where nothing lasts."""
+    return float(max(problem.durations_us[tasks].sum() for tasks in problem.tasks_on)) or 1.0
+
+
 @njit(cache=True, nogil=True)
 def run(tables, memory, priorities, patience, state, most_ops):  # type: ignore[no-untyped-def]
-    """Starts `most_ops` ops; False when there are no more, or memory lets nothing start."""
+    """Starts `most_ops` ops; False when no ops are left, or memory lets nothing start."""
     _, first_node, durations, first_rank, ranks, _, _, first_output, outputs, first_on, on = tables
     orders, next_op, free_us, wake_us, started, ends_us, levels, oldest, newest, due_us = state
     num_ranks = len(free_us)
@@ -227,7 +290,7 @@ def run(tables, memory, priorities, patience, state, most_ops):  # type: ignore[
 
 @njit(cache=True, nogil=True)
 def due(tables, task, started, ends_us, free_us):  # type: ignore[no-untyped-def]
-    """When the task's next op could start: its inputs there, its ranks free. _NEVER if that is not known yet."""
+    """When the task's next op could start: its inputs are there, its ranks free. _NEVER if that is not known yet."""
     k = started[task]
     if k == tables.first_node[task + 1] - tables.first_node[task]:
         return _NEVER
@@ -244,7 +307,7 @@ def due(tables, task, started, ends_us, free_us):  # type: ignore[no-untyped-def
 
 @njit(cache=True, nogil=True)
 def admits(memory, rank, task, started, levels, oldest, newest, num_components):  # type: ignore[no-untyped-def]
-    """Whether the rank has room for the task's next op, and after it for the rest of its micro-batches one by one."""
+    """Whether the task's next op fits on the rank, and after it the rest of the rank's micro-batches one by one."""
     limit, held_bytes, peak_bytes = memory.limits_bytes[rank], memory.held_bytes, memory.peak_bytes
     held = held_bytes[task]
     if levels[rank] + max(held, 0) + peak_bytes[task] > limit:
@@ -256,8 +319,8 @@ def admits(memory, rank, task, started, levels, oldest, newest, num_components):
     is_safe, is_oldest = True, True
     last = max(newest[rank], (started[task] - 1) * num_components + memory.component_of[task])
     for microbatch in range(oldest[rank], last + 1):
-        stream, k = microbatch % num_components, microbatch // num_components
-        row = rank * num_components + stream
+        component, k = microbatch % num_components, microbatch // num_components
+        row = rank * num_components + component
         for i in range(memory.first_row[row], memory.first_row[row + 1]):
             other = memory.rows[i]
             if started[other] <= k:

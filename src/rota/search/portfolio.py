@@ -1,10 +1,10 @@
-"""The methods of a search, in turn, on one incumbent.
+"""`find_plan`: several methods take turns, the best plan is kept, and a proven bound says how good it is.
 
     list scheduling ─▶ named schedules ─▶ steady state ─▶ local search ─▶ exact, if small ─▶ windows ─▶ hold less
                                                 ▲                                               │
                                                 └─────────────── longer and longer ─────────────┘
 
-Each hands over orders; `Incumbent` keeps the best. The search ends when it meets the proven bound.
+Each method hands over orders, and `Incumbent` keeps the best. The search ends when the best is at the proven bound.
 """
 
 from __future__ import annotations
@@ -12,50 +12,108 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from fractions import Fraction
+from functools import cache
 from itertools import islice, product
-from typing import Literal
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from rota.checking import check
+from rota.costs import Cluster, Costs
 from rota.errors import RotaError, SearchError
 from rota.placement import Placement
+from rota.placing import wave
 from rota.plan import Plan
 from rota.schedules import zb_auto
-from rota.schedules.defined import named_plans
+from rota.schedules.families import named_plans
 from rota.search import bounds, exact
 from rota.search.bounds.memory_bounds import period_reason
 from rota.search.budget import Budget
-from rota.search.dispatching import Dispatcher, Priorities, serial
-from rota.search.incumbent import Incumbent
+from rota.search.dispatching import OPS_A_DISPATCH, Dispatcher, Priorities, guesses, serial
 from rota.search.infeasibility import nothing_found, refuse_too_little_memory
 from rota.search.local import improving, neighbourhood
-from rota.search.local.policies import OPS_A_DISPATCH
-from rota.search.periodic.steady_search import SteadyResult, find_steady
-from rota.search.priorities import guesses
-from rota.search.problem import Orders, Problem, with_more_room
+from rota.search.periodic.steady import SteadyResult, find_steady
+from rota.search.problem import NO_LIMIT, Integers, Orders, Problem, reserving
 from rota.search.result import NamedPlan, Objective, Progress, SearchResult
-from rota.search.timing import fits, peaks, score, start_times
-from rota.stopping import Stopped, look, watched
+from rota.search.timing import Score, fits, peaks, score, start_times
+from rota.search.validation import refuse_wrong, refuse_wrong_options, seconds_of
+from rota.simulation import simulate
+from rota.stopping import Stopped, ended_by_ctrl_c, guarded, look, watched
 
 _PATIENCES = (0.0, 1.0)  # of list scheduling: never wait for a better op, or do
-_CAPS = (1.0, 0.75, 0.5)  # parts of the memory limit: fewer micro-batches in flight are at times faster
+_CAPS = (1.0, 0.75, 0.5)  # parts of the memory limit: fewer micro-batches in flight are sometimes faster
 _DISPATCH_SHARE = 0.1  # of the whole budget
-_FIRST_SHARE, _GROWTH = 0.03, 1.5  # of the whole budget for a method's first turn; from turn to turn
-_EXACT_TIMES = 3  # that share for a proof
-_TURN_S = 0.01  # a turn's own, so that turns in which nothing is done come to an end
-_AUTO_S_AN_OP = 0.0006  # nominal seconds that zb_auto takes
+_FIRST_SHARE, _GROWTH = 0.03, 1.5  # of the whole budget for a method's first turn, and its growth from turn to turn
+_EXACT_TIMES = 3  # times that share for a proof
+_TURN_S = 0.01  # nominal cost of a turn itself, so that turns in which nothing is done come to an end
+_AUTO_S_AN_OP = 0.0006  # nominal seconds that zb_auto costs per op
 _HALVINGS = 5
-_FEW_OPS, _FEW_GUESSES = 3_000, 4  # on longer steps fewer policies are tried for holding less
-_EXACT_OPS = 400  # up to which CP-SAT may prove a whole step
-_MOST_ROOMS = 20  # how often the room for what transfers hold is guessed anew
+_FEW_OPS, _FEW_GUESSES = 3_000, 4  # in longer steps fewer priorities are tried for holding less
+_EXACT_OPS = 400  # up to here CP-SAT may prove a whole step
+_MOST_RESERVES = 20  # how often to guess the memory reserved for transfers
 
 _Measure = Literal["makespan", "span"]
 _Improve = Callable[[Problem, Orders, _Measure, int, Budget, int], Orders]
 
 
+def find_plan(
+    placement: Placement,
+    num_microbatches: int,
+    *,
+    objective: Objective = "makespan",
+    time_limit_s: float = 10.0,
+    seed: int = 0,
+    deterministic: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+) -> SearchResult:
+    """The order that finishes first, for any placement, and how far from the best possible it may still be.
+
+    The plan is never worse than a named schedule that fits. Ctrl-C ends the search with the best so far; a second one
+    aborts. An answer that is proven optimal is the same on every run; another one depends on how far the search gets in
+    `time_limit_s`, unless it is `deterministic`. The very first search compiles for some ten seconds, which do not
+    count.
+
+    Args:
+        placement: The tasks of one micro-batch, and the cluster with its memory limits.
+        num_microbatches: Micro-batches per step.
+        objective: What is minimized: "makespan"; "span", the longest busy window of a rank; or "period", the time per
+            micro-batch in steady state.
+        time_limit_s: How long to search, in seconds.
+        seed: Of all random choices.
+        deterministic: Do `time_limit_s` nominal seconds of work, however long they last; the answer is then the same
+            on every run.
+        progress: Called with each better plan and each method's turn. An error that it raises ends the search like
+            Ctrl-C: it is warned of and reported in `stopped_by`, or raised if no plan was found by then.
+
+    Returns:
+        The best plan found, checked, with a proven bound.
+
+    Raises:
+        SearchError: An argument is invalid, or no plan that fits was found.
+    """
+    refuse_wrong(placement, num_microbatches, objective, get_args(Objective))
+    refuse_wrong_options(seed, progress)
+    seconds = seconds_of(time_limit_s)
+    compile_once()
+    budget = Budget(seconds, deterministic)
+    with ended_by_ctrl_c(budget):
+        search = Portfolio(placement, num_microbatches, objective, budget, seed, guarded(progress, budget))
+        search.run()
+        return search.result()
+
+
+@cache
+def compile_once() -> None:
+    """Compiles all code that needs it by a small search; later processes load it from disk."""
+    costs = Costs.uniform(4, 3, 2, 2, activation_bytes=2)
+    placement = wave(costs, Cluster.uniform(2, 4, latency_us=1))
+    for objective in get_args(Objective):
+        search = Portfolio(placement, 5, objective, Budget(0.02, deterministic=True), 0, lambda _: None)
+        search.run()
+
+
 class Portfolio:
-    """`run`, then `result`."""
+    """One search: `run`, then `result`."""
 
     def __init__(
         self,
@@ -67,7 +125,7 @@ class Portfolio:
         progress: Callable[[Progress], None],
     ) -> None:
         self.problem = Problem(placement, num_microbatches)
-        self.roomy = self.problem  # with room for what transfers hold
+        self.with_reserve = self.problem  # the same, with memory reserved for what transfers hold
         self.objective = objective
         self.budget = budget
         self.seed = seed
@@ -80,7 +138,7 @@ class Portfolio:
         self.steady: SteadyResult | None = None
         self.has_tried_all = False  #: whether no orders are better, of those with each task's micro-batches in order
         self.num_ops = int(self.problem.first_node[-1])
-        self.incumbent = Incumbent(self.problem, objective == "span", self.tell)
+        self.incumbent = Incumbent(self.problem, objective == "span", self.report)
 
     @property
     def is_proven(self) -> bool:
@@ -90,19 +148,20 @@ class Portfolio:
     def is_over(self) -> bool:
         return self.budget.is_over or self.is_proven
 
-    def tell(self) -> None:
+    def report(self) -> None:
+        """Calls `progress`, if there is a plan."""
         if self.incumbent.key is not None:
             self.progress(Progress(self.doing, self.incumbent.value_us, self.bound_us, self.budget.elapsed_s))
 
     def turn_to(self, doing: str) -> None:
         self.doing = doing
-        self.tell()
+        self.report()
 
     def share(self, part: float) -> Budget:
         return self.budget.share(part * self.budget.seconds)
 
     def run(self) -> None:
-        """Until the best is proven, or the budget over. Raises SearchError if nothing fits."""
+        """Searches until the best is proven or the budget is used up. Raises SearchError if nothing fits."""
         with watched(lambda: self.budget.must_stop), suppress(Stopped):
             self._run()
         if self.incumbent.orders is None or (self.objective == "period" and self.steady is None):
@@ -150,7 +209,7 @@ class Portfolio:
         self.incumbent.offer(orders, name)
 
     def _take_auto(self) -> None:
-        """`zb_auto` is a search itself: it is left out where it would take all of the time."""
+        """`zb_auto` is a search itself: it is left out where it would use up the time."""
         auto_s = _AUTO_S_AN_OP * self.num_ops
         if auto_s > self.budget.left_s:
             return
@@ -162,13 +221,13 @@ class Portfolio:
         self.budget.spend(auto_s)
 
     def _dispatch(self, all_priorities: Iterable[Priorities], how: str = "list scheduling") -> None:
-        """Where transfers hold too much, with ever more room left for them."""
+        """Tries list scheduling; where transfers hold too much, again with more memory reserved for them."""
         self.turn_to(how)
         all_priorities, share = list(all_priorities), self.share(_DISPATCH_SHARE)
-        for _ in range(_MOST_ROOMS):
+        for _ in range(_MOST_RESERVES):
             look()
-            dispatcher = Dispatcher(self.roomy)
-            least, limits = peaks(self.roomy, serial(self.roomy)), self.roomy.limits_bytes
+            dispatcher = Dispatcher(self.with_reserve)
+            least, limits = peaks(self.with_reserve, serial(self.with_reserve)), self.with_reserve.limits_bytes
             for cap, priorities, patience in product(_CAPS, all_priorities, _PATIENCES):
                 capped = np.minimum(limits, np.maximum(least, (limits * cap).astype(np.int64)))
                 look()
@@ -176,24 +235,24 @@ class Portfolio:
                 share.spend_ops(OPS_A_DISPATCH * self.num_ops)
                 if self.is_proven or share.is_over:
                     break
-            if not self._leave_room():
+            if not self._reserve_more():
                 return
 
-    def _leave_room(self) -> bool:
-        """Whether there has to be more of it, as nothing fitted with what its transfers hold."""
+    def _reserve_more(self) -> bool:
+        """Reserves more if nothing fitted because of what transfers hold; whether it did."""
         over = self.incumbent.most_over_bytes
         if self.incumbent.orders is not None or not over.any():
             return False
-        self.roomy = with_more_room(self.roomy, over)
+        self.with_reserve = reserving(self.with_reserve, over)
         self.incumbent.most_over_bytes = np.zeros_like(over)
         return True
 
     def _find_period(self) -> None:
-        """The whole budget for the steady state; its plan is the best that comes of it."""
+        """Spends the whole budget on the steady state, which the plan then follows."""
         self._unroll(1.0, 0)
 
     def _unroll(self, part: float, turn: int) -> None:
-        """The best steady state, from its first micro-batch to its last; and as priorities."""
+        """Tries the best steady state, unrolled, and as priorities of list scheduling."""
         if self.steady is not None and self.steady.is_optimal:
             return
         self.turn_to("steady state")
@@ -206,7 +265,7 @@ class Portfolio:
         self._dispatch([np.concatenate(flat).astype(np.float64)], "list scheduling by the steady state")
 
     def _find_steady(self, share: Budget, turn: int) -> SteadyResult | None:
-        """Its unrolled plan is a candidate."""
+        """Looks for a steady state, and offers its unrolled plan."""
         found = find_steady(
             self.problem.placement,
             share,
@@ -226,24 +285,24 @@ class Portfolio:
         self._better("windows", neighbourhood.improve, part, turn)
 
     def _better(self, doing: str, improve: _Improve, part: float, turn: int) -> None:
-        """With the room for transfers, if the best leaves it."""
+        """Improves the best, within what is not reserved for transfers if the best is within it."""
         orders = self.incumbent.orders
         if orders is None:
             return
         self.turn_to(doing)
-        problem = self.roomy if fits(self.roomy, orders) else self.problem
+        problem = self.with_reserve if fits(self.with_reserve, orders) else self.problem
         share, seed = self.share(part), self.seed + turn
         self.incumbent.offer(improve(problem, orders, self.measure, self.bound_us, share, seed), doing)
 
     def _prove(self, part: float, turn: int) -> None:
-        """The whole step at once, if it is small."""
+        """Searches the whole step at once, if it is small."""
         if self.num_ops > _EXACT_OPS:
             return
         self.turn_to("exact search")
         share, seed = self.share(_EXACT_TIMES * part), self.seed + turn
-        found = exact.solve(self.roomy, self.measure, self.incumbent.orders, self.bound_us, share, seed)
+        found = exact.solve(self.with_reserve, self.measure, self.incumbent.orders, self.bound_us, share, seed)
         self.incumbent.offer(found.orders, "exact search")
-        if self.roomy is self.problem and found.bound_us > self.bound_us:
+        if self.with_reserve is self.problem and found.bound_us > self.bound_us:
             self.bound_us, self.why = found.bound_us, "CP-SAT has tried all orders"
         if self.incumbent.transfers_hold and self.num_ops <= exact.MOST_TIMED_OPS and not self.is_over:
             share = self.share(_EXACT_TIMES * part)
@@ -252,7 +311,7 @@ class Portfolio:
             self.has_tried_all |= ended and (is_kept or orders is None)
 
     def _take_turns(self) -> None:
-        """Each method with ever larger shares, so that none is waited for long."""
+        """Gives each method a turn with ever larger shares, so that none keeps the others waiting for long."""
         turn, part = 0, _FIRST_SHARE
         while not self.is_over and not (self.has_tried_all and self.incumbent.orders is None):
             for method in (self._unroll, self._improve, self._prove, self._windows):
@@ -262,16 +321,16 @@ class Portfolio:
             turn, part = turn + 1, part * _GROWTH
 
     def _hold_less(self) -> None:
-        """The same value with less memory: list scheduling under ever lower limits, for as long as it keeps up."""
+        """Looks for the same value with less memory: list scheduling under lower and lower limits."""
         self.turn_to("holding less")
         orders, how = self.incumbent.orders, self.incumbent.how
         assert orders is not None
-        dispatcher = Dispatcher(self.roomy)
+        dispatcher = Dispatcher(self.with_reserve)
         starts = start_times(dispatcher.tables, orders)
         assert starts is not None
         most = None if self.num_ops <= _FEW_OPS else _FEW_GUESSES
         all_priorities = [starts.astype(np.float64), *islice(guesses(self.problem), most)]
-        low, high = peaks(self.roomy, serial(self.roomy)), peaks(self.problem, orders)
+        low, high = peaks(self.with_reserve, serial(self.with_reserve)), peaks(self.problem, orders)
         part, step = 1.0, 0.5
         for _ in range(_HALVINGS):
             if self.budget.is_over:
@@ -288,10 +347,10 @@ class Portfolio:
                 part += step
             step /= 2
 
-    # --- what comes of it -----------------------------------------------------------------------------------------
+    # --- the result -----------------------------------------------------------------------------------------------
 
     def result(self) -> SearchResult:
-        """Every plan is checked again before it is handed out."""
+        """The answer; the plan is checked again first."""
         assert self.incumbent.orders is not None
         plan = self.problem.to_plan(self.incumbent.orders)
         check(plan)
@@ -312,3 +371,83 @@ class Portfolio:
             self.budget.elapsed_s,
             self.budget.stopped_by,
         )
+
+
+class Key(NamedTuple):
+    """What makes a plan better, most important first."""
+
+    value_us: int
+    other_us: int
+    peak_bytes: int
+    held_bytes: int  #: by all ranks, at their peaks
+
+
+class Incumbent:
+    """Takes candidates and keeps the best one that fits.
+
+    It compares makespan, then memory; or span, then makespan, then memory. What transfers hold is only known from the
+    times: where it was too much, `most_over_bytes` (int64[num_ranks]) is the most by which a limit was exceeded.
+    """
+
+    def __init__(self, problem: Problem, of_span: bool, on_better: Callable[[], None]) -> None:
+        self.problem = problem
+        self.of_span = of_span
+        self.orders: Orders | None = None
+        self.key: Key | None = None
+        self.how = ""
+        placement = problem.placement
+        limits = placement.cluster.limit_bytes
+        self._limits_bytes = np.array([NO_LIMIT if limit is None else limit for limit in limits], np.int64)
+        #: Whether some transfer's bytes count on a rank with a limit.
+        self.transfers_hold = any(route.num_bytes for route in placement.routes)
+        self.most_over_bytes = np.zeros(placement.num_ranks, np.int64)
+        self._on_better = on_better
+
+    @property
+    def value_us(self) -> int:
+        assert self.key is not None
+        return self.key.value_us
+
+    def offer(self, orders: Orders | None, how: str) -> bool:
+        """Whether the orders are better, fit, and are kept; `how` names where they come from."""
+        timed = None if orders is None else score(self.problem, orders)
+        if orders is None or timed is None:
+            return False
+        key = self._key(timed, orders)
+        if (self.key is not None and key >= self.key) or not self._fits(orders):
+            return False
+        self.orders, self.key, self.how = orders, key, how
+        self._on_better()
+        return True
+
+    def _key(self, timed: Score, orders: Orders) -> Key:
+        held = peaks(self.problem, orders)
+        most, all_ranks = int(held.max(initial=0)), int(held.sum())
+        if self.of_span:
+            return Key(timed.span_us, timed.makespan_us, most, all_ranks)
+        return Key(timed.makespan_us, 0, most, all_ranks)
+
+    def _fits(self, orders: Orders) -> bool:
+        if (peaks(self.problem, orders) > self.problem.limits_bytes).any():
+            return False
+        if not self.transfers_hold:
+            return True
+        over = self.over_bytes(orders)
+        self.most_over_bytes = np.maximum(self.most_over_bytes, over)
+        return not over.any()
+
+    def over_bytes(self, orders: Orders) -> Integers:
+        """int64[num_ranks]: by how much each rank exceeds its limit."""
+        over: Integers = np.maximum(self.peaks_bytes(orders) - self._limits_bytes, 0)
+        return over
+
+    def peaks_bytes(self, orders: Orders) -> Integers:
+        """int64[num_ranks]: the most that each rank holds at any time, static bytes included."""
+        placement = self.problem.placement
+        if not self.transfers_hold:
+            return peaks(self.problem, orders) + np.array(placement.static_bytes, np.int64)
+        plan = self.problem.to_plan(orders)
+        look()
+        timeline = simulate(plan)
+        look()
+        return np.array(timeline.peak_memory_bytes, np.int64)

@@ -1,89 +1,138 @@
 """A placement and a number of micro-batches as flat arrays, for compiled loops.
 
-Micro-batches pass through a task in order: as all are alike, two of them in the wrong order can be exchanged without
-making anything later or holding more. So a rank's order is a row of task indices: the k-th time that a task appears
-there is the k-th micro-batch of its stream. All orders of a plan are one array, rank after rank.
+Micro-batches pass through a task in order: all are alike, so exchanging two that are in the wrong order makes nothing
+later and holds no more memory. A rank's order is therefore a row of task indices: the k-th time that a task appears
+there is the k-th micro-batch of its component. All orders of a plan are one array, rank after rank.
+
+Words of this room: a *task* is an index into `Placement.tasks`; a *node* is one op, task t's k-th micro-batch, with the
+number `first_node[t] + k`; a *component* is a part of the placement that no edge joins to the rest (a data stream).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from graphlib import TopologicalSorter
+from heapq import heappop, heappush
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rota.costs import Cluster
 from rota.placement import Placement
 from rota.plan import Plan
 from rota.tasks import Op
 
 Integers = NDArray[np.int64]
-Orders = NDArray[np.int32]  #: task indices; rank r's are those from `Problem.first_op[r]` to `first_op[r + 1]`
+Flags = NDArray[np.bool_]
+#: int32[num_ops], tasks; those of rank r are from `Problem.first_op[r]` to `first_op[r + 1]`.
+Orders = NDArray[np.int32]
 
-NO_LIMIT = 1 << 60
+NO_LIMIT = 1 << 60  #: stands for "no limit" in arrays of bytes
 
 
 @dataclass(frozen=True)
 class Rows:
     """Rows of different lengths in one array: row i is `values[first[i] : first[i + 1]]`."""
 
-    first: Integers
-    values: Integers
+    first: Integers  #: int64[num_rows + 1]
+    values: Integers  #: int64[total length of all rows]
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> Rows:
         first = np.array([0, *accumulate(len(row) for row in rows)], dtype=np.int64)
         return cls(first, np.array([*chain.from_iterable(rows)], dtype=np.int64))
 
+    def __getitem__(self, row: int) -> Integers:
+        return self.values[self.first[row] : self.first[row + 1]]
+
+    def __len__(self) -> int:
+        return len(self.first) - 1
+
+    def __iter__(self) -> Iterator[Integers]:
+        return (self[row] for row in range(len(self)))
+
+
+class StepEnds(NamedTuple):
+    """The reductions and optimizer steps of all ranks; those of rank r are `first[r]` to `first[r + 1]`.
+
+    The weight gradients that step end e waits for come from the tasks `gradients[first_gradient[e] :
+    first_gradient[e + 1]]`, on that rank or elsewhere.
+    """
+
+    first: Integers  #: int64[num_ranks + 1]
+    reduce_us: Integers  #: int64[num_step_ends]
+    optimizer_us: Integers  #: int64[num_step_ends]
+    first_gradient: Integers  #: int64[num_step_ends + 1]
+    gradients: Integers  #: int64[...], tasks
+
+    def of_rank(self, rank: int) -> range:
+        """Indices of the rank's step ends."""
+        return range(int(self.first[rank]), int(self.first[rank + 1]))
+
+    def optimizers_us(self, rank: int) -> int:
+        """Duration of all of the rank's optimizer steps."""
+        return int(self.optimizer_us[self.first[rank] : self.first[rank + 1]].sum())
+
+    def gradients_of(self, end: int) -> Integers:
+        """int64[...]: the tasks that make the gradients of one step end."""
+        return self.gradients[self.first_gradient[end] : self.first_gradient[end + 1]]
+
 
 @dataclass(frozen=True)
 class Problem:
-    """`room_bytes[rank]` is kept free for what transfers hold, which no order alone tells."""
+    """What to schedule: `num_microbatches` through `placement`.
+
+    `reserved_bytes[rank]` of the limit are set apart for what transfers hold, which depends on times, not on orders.
+    """
 
     placement: Placement
     num_microbatches: int
-    room_bytes: tuple[int, ...] = ()
+    reserved_bytes: tuple[int, ...] = ()
 
     @cached_property
     def counts(self) -> Integers:
-        """For each task its micro-batches."""
+        """int64[num_tasks]: number of micro-batches per task."""
         batches = (self.placement.microbatches(task.stage, self.num_microbatches) for task in self.placement.tasks)
         return np.array([len(range_) for range_ in batches], dtype=np.int64)
 
     @cached_property
     def first_node(self) -> Integers:
-        """Task t's micro-batch k is node first_node[t] + k, as in `Plan`; one entry more, the number of ops."""
+        """int64[num_tasks + 1]: micro-batch k of task t is node first_node[t] + k, as in `Plan`; last, num_ops."""
         return np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int64)
 
     @cached_property
     def durations_us(self) -> Integers:
+        """int64[num_tasks]."""
         return np.array([task.duration_us for task in self.placement.tasks], dtype=np.int64)
 
     @cached_property
     def held_bytes(self) -> Integers:
+        """int64[num_tasks]."""
         return np.array([task.held_bytes for task in self.placement.tasks], dtype=np.int64)
 
     @cached_property
     def peak_bytes(self) -> Integers:
+        """int64[num_tasks]."""
         return np.array([task.peak_bytes for task in self.placement.tasks], dtype=np.int64)
 
     @cached_property
     def ranks(self) -> Rows:
-        """For each task its ranks."""
+        """One row per task: its ranks."""
         return Rows.of([task.ranks for task in self.placement.tasks])
 
     @cached_property
     def tasks_on(self) -> Rows:
-        """For each rank its tasks."""
+        """One row per rank: its tasks."""
         tasks = self.placement.tasks
         return Rows.of([[i for i, t in enumerate(tasks) if r in t.ranks] for r in range(self.placement.num_ranks)])
 
     @cached_property
     def lags_us(self) -> dict[tuple[int, int], int]:
-        """For each edge between tasks how long until the last rank has its data."""
+        """(source, target) -> µs from the end of the source until the last rank of the target has its data."""
         lags = {(edge.source, edge.target): 0 for edge in self.placement.edges}
         for route in self.placement.routes:
             lags[route.source, route.target] = max(lags[route.source, route.target], route.duration_us)
@@ -91,7 +140,7 @@ class Problem:
 
     @cached_property
     def inputs(self) -> Rows:
-        """For each task, source and lag in µs of each of its edges: s0 l0 s1 l1 …"""
+        """One row per task: source and lag in µs of each edge into it, s0 l0 s1 l1 …"""
         rows: list[list[int]] = [[] for _ in self.placement.tasks]
         for (source, target), lag in self.lags_us.items():
             rows[target] += [source, lag]
@@ -99,7 +148,7 @@ class Problem:
 
     @cached_property
     def outputs(self) -> Rows:
-        """For each task, target and lag in µs of each of its edges: t0 l0 t1 l1 …"""
+        """One row per task: target and lag in µs of each edge out of it, t0 l0 t1 l1 …"""
         rows: list[list[int]] = [[] for _ in self.placement.tasks]
         for (source, target), lag in self.lags_us.items():
             rows[source] += [target, lag]
@@ -107,75 +156,75 @@ class Problem:
 
     @cached_property
     def topological(self) -> tuple[int, ...]:
-        """All tasks, each after those that it reads; of several, the lowest first."""
-        waiting = Counter(target for _, target in self.lags_us)
-        ready = [t for t in range(len(self.placement.tasks)) if not waiting[t]]
+        """All tasks, each after those that it reads; of several that could come next, the lowest first."""
+        sources: dict[int, list[int]] = {task: [] for task in range(len(self.placement.tasks))}
+        for source, target in self.lags_us:
+            sources[target].append(source)
+        sorter = TopologicalSorter(sources)
+        sorter.prepare()
+        ready: list[int] = []
         result: list[int] = []
-        while ready:
-            task = min(ready)
-            ready.remove(task)
-            result.append(task)
-            for source, target in self.lags_us:
-                if source == task:
-                    waiting[target] -= 1
-                    if not waiting[target]:
-                        ready.append(target)
+        while sorter.is_active():
+            for task in sorter.get_ready():
+                heappush(ready, task)
+            result.append(heappop(ready))
+            sorter.done(result[-1])
         return tuple(result)
 
     @cached_property
+    def after(self) -> Flags:
+        """bool[num_tasks, num_tasks]: `after[t, u]` is set where task u depends on task t, directly or not."""
+        after = np.zeros((len(self.counts),) * 2, np.bool_)
+        for task in reversed(self.topological):
+            for target in self.outputs[task][::2]:
+                after[task] |= after[target]
+                after[task, target] = True
+        return after
+
+    @cached_property
     def limits_bytes(self) -> Integers:
-        """What each rank's ops may hold, static bytes and room taken off; NO_LIMIT without a limit."""
-        room = self.room_bytes or (0,) * self.placement.num_ranks
-        rows = zip(self.placement.cluster.limit_bytes, self.placement.static_bytes, room, strict=True)
+        """int64[num_ranks]: what a rank's ops may hold: its limit less static and reserved bytes, or NO_LIMIT."""
+        reserved = self.reserved_bytes or (0,) * self.placement.num_ranks
+        rows = zip(self.placement.cluster.limit_bytes, self.placement.static_bytes, reserved, strict=True)
         return np.array([NO_LIMIT if limit is None else limit - static - r for limit, static, r in rows], np.int64)
 
     @cached_property
     def first_op(self) -> Integers:
-        """Where in `Orders` each rank's ops begin; one entry more, the length."""
-        on, counts = self.tasks_on, self.counts
-        sizes = [counts[on.values[on.first[r] : on.first[r + 1]]].sum() for r in range(self.placement.num_ranks)]
+        """int64[num_ranks + 1]: where in `Orders` each rank's ops begin; the last entry is the length."""
+        sizes = [self.counts[tasks].sum() for tasks in self.tasks_on]
         return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
     @cached_property
-    def step_ends(self) -> Rows:
-        """For each rank, of each stage that ends there: gradient task (-1: none), reduction, optimizer step in µs."""
-        rows: list[list[int]] = [[] for _ in range(self.placement.num_ranks)]
-        for end in self.placement.step_ends:
-            gradients = [
-                i
-                for (stage, kind), i in self.placement.index.items()
-                if stage == end.stage and kind.makes_weight_gradients
-            ]
-            for rank in self.placement.gradient_ranks(end.stage):
-                rows[rank] += [next(iter(gradients), -1), end.reduce_us, end.optimizer_us]
-        return Rows.of(rows)
-
-    @cached_property
-    def gradients(self) -> Rows:
-        """For each of `step_ends`, all tasks that make its weight gradients, on that rank or elsewhere."""
-        tasks = enumerate(self.placement.tasks)
-        of_stage: dict[int, list[int]] = {}
-        for i, task in tasks:
+    def step_ends(self) -> StepEnds:
+        """What each rank does after its ops, stage by stage."""
+        gradients: dict[int, list[int]] = {}
+        for i, task in enumerate(self.placement.tasks):
             if task.kind.makes_weight_gradients:
-                of_stage.setdefault(task.stage, []).append(i)
-        ranks = range(self.placement.num_ranks)
-        ends = self.placement.step_ends
-        return Rows.of(
-            [of_stage.get(e.stage, []) for r in ranks for e in ends if r in self.placement.gradient_ranks(e.stage)]
-        )
+                gradients.setdefault(task.stage, []).append(i)
+        ranks_of = {end.stage: self.placement.gradient_ranks(end.stage) for end in self.placement.step_ends}
+        rows = [
+            [end for end in self.placement.step_ends if rank in ranks_of[end.stage]]
+            for rank in range(self.placement.num_ranks)
+        ]
+        first = np.array([0, *accumulate(map(len, rows))], np.int64)
+        ends = [*chain.from_iterable(rows)]
+        reduce_us = np.array([end.reduce_us for end in ends], np.int64)
+        optimizer_us = np.array([end.optimizer_us for end in ends], np.int64)
+        tasks = Rows.of([gradients.get(end.stage, []) for end in ends])
+        return StepEnds(first, reduce_us, optimizer_us, tasks.first, tasks.values)
 
     def to_orders(self, plan: Plan) -> Orders:
-        """The plan's orders as one array. Its micro-batches are taken to be in order in each task."""
+        """The plan's orders as one array, int32[num_ops]. Assumes that each task does its micro-batches in order."""
         index = self.placement.index
         tasks = (index[stage, kind] for order in plan.orders for stage, kind, _ in order)
         return np.fromiter(tasks, dtype=np.int32, count=int(self.first_op[-1]))
 
     def to_plan(self, orders: Orders) -> Plan:
         """The plan of these orders."""
-        streams = self.placement.num_components
+        num_components = self.placement.num_components
         ops = [
-            [Op(task.stage, task.kind, m) for m in range(stream, self.num_microbatches, streams)]
-            for task, stream in zip(self.placement.tasks, self.placement.component_of, strict=True)
+            [Op(task.stage, task.kind, m) for m in range(component, self.num_microbatches, num_components)]
+            for task, component in zip(self.placement.tasks, self.placement.component_of, strict=True)
         ]
         rows = []
         for rank in range(self.placement.num_ranks):
@@ -188,7 +237,27 @@ class Problem:
         return row
 
 
-def with_more_room(problem: Problem, room_bytes: Integers) -> Problem:
-    """The same with `room_bytes` more on each rank."""
-    room = room_bytes + np.array(problem.room_bytes or 0, np.int64)
-    return replace(problem, room_bytes=tuple(room.tolist()))
+def reserving(problem: Problem, more_bytes: Integers) -> Problem:
+    """The same problem with `more_bytes` (int64[num_ranks]) more set apart for transfers on each rank."""
+    reserved = more_bytes + np.array(problem.reserved_bytes or 0, np.int64)
+    return replace(problem, reserved_bytes=tuple(reserved.tolist()))
+
+
+def without_common_tasks(problem: Problem) -> tuple[Problem, int]:
+    """The problem without the time in which all ranks work together, and without transfers; then that time in µs.
+
+    Nothing else runs while all ranks work together. Cut these times out of any timeline, and what is left is a timeline
+    in which such tasks take no time. Transfers and reductions go on meanwhile, so they take no time in it either.
+    """
+    placement = problem.placement
+    busy = {rank for task in placement.tasks for rank in task.ranks}
+    common = [len(task.ranks) == len(busy) > 1 for task in placement.tasks]
+    together_us = int((problem.counts * problem.durations_us)[common].sum())
+    if not together_us:
+        return problem, 0
+    tasks = (replace(task, duration_us=0) if c else task for task, c in zip(placement.tasks, common, strict=True))
+    ends = (replace(end, reduce_us=0) for end in placement.step_ends)
+    apart = Placement(
+        tuple(tasks), placement.edges, Cluster(placement.cluster.limit_bytes), placement.static_bytes, tuple(ends)
+    )
+    return Problem(apart, problem.num_microbatches, problem.reserved_bytes), together_us

@@ -1,8 +1,15 @@
-"""A step with a middle that can be done again and again: fill, one period of a steady state, drain.
+"""A step with a middle that can be repeated: fill, one period of a steady state, drain.
 
 Lin et al., "Tessel: Boosting Distributed Execution of Large DNN Models via Flexible Schedule Search", HPCA 2024, search
-the three one by one and put them end to end. Here the least period is found first; then one model has the whole step,
-in which fill, period and drain of different ranks overlap.
+the three one by one and put them end to end. Here the least period is found first; then one model, on top of
+`Ordering`, has the whole step, in which fill, period and drain of different ranks overlap.
+
+In that model, one micro-batch of each task is in the middle; those before it come before the middle on all of its
+ranks, those after it come after. On each rank the middle lasts at most a period. So that more periods may come in
+between, what a task reads must also be there when the source is a different number of periods on than the target.
+
+Every op has two starts. With its flat start the middle repeats; `Ordering` has the start in the step alone, where an op
+need not wait for that and may start sooner. The orders are the same, and the end of the step alone is minimized.
 """
 
 from __future__ import annotations
@@ -11,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 from ortools.sat.python import cp_model
 
@@ -18,30 +26,39 @@ from rota.errors import SearchError
 from rota.placement import Placement
 from rota.plan import Plan
 from rota.search.budget import Budget
-from rota.search.composing import compose
-from rota.search.exact import cpsat
-from rota.search.finding import compile_once
+from rota.search.critical_path import CriticalPath
+from rota.search.exact import cpsat, whole_step
+from rota.search.exact.ordering import Ordering
 from rota.search.periodic.retiming import Wait, retime
-from rota.search.periodic.steady_search import SteadyResult, find_steady
-from rota.search.periodic.steady_state import Steady
+from rota.search.periodic.steady import Steady, SteadyResult, find_steady
+from rota.search.portfolio import compile_once
 from rota.search.problem import Problem
 from rota.search.validation import refuse_wrong, seconds_of
 from rota.simulation import simulate
-from rota.stopping import Stopped, ended_by_ctrl_c, watched
+from rota.stopping import Stopped, ended_by_ctrl_c, look, watched
 from rota.tasks import Op
 
 _CUT_S = 1.0  # nominal, for CP-SAT to cut a rhythm whose period is known
-_MOST_OPS = 512  # of one model; of a longer step a shorter one is searched, and its middle repeated
+_MOST_OPS = 512  # of one model; for a longer step, a shorter one is searched and its middle repeated
+
+Starts = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
 class Repeating:
-    """`starts_us[i][k]`: when task i does the k-th micro-batch of its stream; `middle[i]`: the k that is repeated.
+    """A step with a middle that can be repeated.
 
-    With more micro-batches the tasks of the middle are done again `period_us` later, and what follows is put off by as
-    much. A plan runs its ops as soon as it can, which may be sooner than at `starts_us`: those leave room for more
-    periods. `is_least`: it is proven that no step of as many micro-batches has a middle of a shorter period;
-    `is_optimal`: that no step whose middle repeats with this period is shorter as a whole.
+    With more micro-batches the tasks of the middle are done again `period_us` later, and what follows is postponed by
+    as much. A plan runs its ops as soon as it can, which may be sooner than at `starts_us`: those leave time for more
+    periods.
+
+    Attributes:
+        placement: Its tasks.
+        period_us: After how long the middle repeats.
+        starts_us: [num_tasks][...]: `starts_us[i][k]` is when task i starts its k-th micro-batch.
+        middle: `middle[i]` is the k of task i that is repeated.
+        is_least: It is proven that no step of as many micro-batches has a middle of a shorter period.
+        is_optimal: It is proven that no step whose middle repeats with this period is shorter as a whole.
     """
 
     placement: Placement
@@ -53,21 +70,26 @@ class Repeating:
 
     @property
     def num_microbatches(self) -> int:
+        """Micro-batches of the step."""
         return len(self.starts_us[0]) * self.placement.num_components
 
     @cached_property
     def makespan_us(self) -> int:
-        """Of `plan`, as simulated without reductions and optimizer steps."""
+        """Makespan of `plan`, simulated without reductions and optimizer steps."""
         return simulate(replace(self.plan, placement=replace(self.placement, step_ends=()))).makespan_us
 
     def unroll(self, num_microbatches: int) -> Repeating:
-        """With the middle repeated. Raises SearchError for fewer micro-batches than there are, or part of a round."""
-        streams = self.placement.num_components
-        more, rest = divmod(num_microbatches - self.num_microbatches, streams)
+        """The step of `num_microbatches`, with the middle repeated.
+
+        Raises:
+            SearchError: That is fewer micro-batches than there are, or not a multiple of the data streams.
+        """
+        num_components = self.placement.num_components
+        more, rest = divmod(num_microbatches - self.num_microbatches, num_components)
         if more < 0 or rest:
             raise SearchError(
                 f"num_microbatches is {num_microbatches}: this step has {self.num_microbatches} micro-batches, and can "
-                f"take any number of {streams} more"
+                f"take any number of {num_components} more"
             )
         if not more:
             return self
@@ -81,18 +103,18 @@ class Repeating:
     @cached_property
     def plan(self) -> Plan:
         """Each rank does its ops in the order of their starts."""
-        tasks, streams = self.placement.tasks, self.placement.num_components
+        tasks, num_components = self.placement.tasks, self.placement.num_components
 
         def op(task: int, k: int) -> Op:
             stage, kind = tasks[task].stage, tasks[task].kind
-            return Op(stage, kind, k * streams + self.placement.component_of[task])
+            return Op(stage, kind, k * num_components + self.placement.component_of[task])
 
         orders = orders_of(self.placement, self.starts_us)
         return Plan(self.placement, self.num_microbatches, tuple(tuple(op(*pair) for pair in row) for row in orders))
 
 
-def orders_of(placement: Placement, starts_us: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
-    """For each rank the (task, k) in the order of their starts."""
+def orders_of(placement: Placement, starts_us: Starts) -> list[list[tuple[int, int]]]:
+    """Per rank, the (task, k) in the order of their starts."""
     rows: list[list[tuple[int, int, int]]] = [[] for _ in range(placement.num_ranks)]
     for i, (task, starts) in enumerate(zip(placement.tasks, starts_us, strict=True)):
         for rank in task.ranks:
@@ -107,29 +129,39 @@ def find_repeating(
     time_limit_s: float = 10.0,
     seed: int = 0,
 ) -> Repeating | None:
-    """The shortest step of `num_microbatches` whose middle repeats with the least period; None if none was found.
+    """The shortest step whose middle repeats with the least period. Reductions and optimizer steps do not count.
 
-    Default: the fewest micro-batches with which the period is the least of all. Reductions and optimizer steps are not
-    counted. `time_limit_s` counts nominal seconds: the answer is the same on every run, if not stopped by Ctrl-C.
-    Raises SearchError for a `num_microbatches` that is no multiple of the streams, for tasks that take no time, and
-    where transfers hold bytes on a rank with a limit, which orders do not tell.
+    Args:
+        placement: The tasks of one micro-batch, and the cluster with its memory limits.
+        num_microbatches: Micro-batches per step; None: the fewest with which the period is the least of all.
+        time_limit_s: Nominal seconds of work: the answer is the same on every run unless Ctrl-C stops it.
+        seed: Of all random choices.
+
+    Returns:
+        The step, or None if none was found.
+
+    Raises:
+        SearchError: `num_microbatches` is not a multiple of the data streams, a task has no duration, or transfers hold
+            bytes on a rank with a limit, which does not follow from orders.
     """
-    streams = placement.num_components
-    refuse_wrong(placement, streams if num_microbatches is None else num_microbatches, "period", ("period",))
-    if num_microbatches is not None and num_microbatches % streams:
-        raise SearchError(f"num_microbatches is {num_microbatches}; give {streams} or a multiple of it")
+    num_components = placement.num_components
+    refuse_wrong(placement, num_components if num_microbatches is None else num_microbatches, "period", ("period",))
+    if num_microbatches is not None and num_microbatches % num_components:
+        raise SearchError(f"num_microbatches is {num_microbatches}; give {num_components} or a multiple of it")
     _refuse_unknown(placement)
     seconds = seconds_of(time_limit_s)
     compile_once()
     budget = Budget(seconds, deterministic=True)
     with ended_by_ctrl_c(budget), watched(lambda: budget.must_stop):
-        rounds = _fewest_rounds(placement, budget, seed) if num_microbatches is None else num_microbatches // streams
+        rounds = (
+            _fewest_rounds(placement, budget, seed) if num_microbatches is None else num_microbatches // num_components
+        )
         if rounds is None:
             return None
         searched = min(rounds, max(_MOST_OPS // len(placement.tasks), 1))
         found = _steady(placement, searched, budget, seed)
         flat = None if found is None else _at_flat_starts(found.steady, searched, found.proven_for)
-        return None if flat is None else _shortest(flat, budget, seed).unroll(rounds * streams)
+        return None if flat is None else _shortest(flat, budget, seed).unroll(rounds * num_components)
 
 
 def _refuse_unknown(placement: Placement) -> None:
@@ -148,13 +180,13 @@ def _refuse_unknown(placement: Placement) -> None:
 
 
 def _steady(placement: Placement, rounds: int | None, budget: Budget, seed: int) -> SteadyResult | None:
-    """In part of the time, or nothing would be left for the whole."""
+    """Uses half of the time, so that some is left for the whole step."""
     share = budget.share(budget.left_s / 2)
     return find_steady(placement, share, microbatches_per_period=1, in_flight=rounds, seed=seed)
 
 
 def _fewest_rounds(placement: Placement, budget: Budget, seed: int) -> int | None:
-    """Micro-batches of each stream that a period of the least length has to mix."""
+    """How many micro-batches of each component a period of the least length has to mix."""
     free = _steady(placement, None, budget, seed)
     if free is None:
         return None
@@ -168,7 +200,7 @@ def _fewest_rounds(placement: Placement, budget: Budget, seed: int) -> int | Non
 
 
 def _at_flat_starts(steady: Steady, rounds: int, is_least: bool) -> Repeating | None:
-    """Fill and drain as if all micro-batches before and after were there; None if the rhythm cannot be cut so."""
+    """Fill and drain as if all micro-batches before and after existed; None if the rhythm cannot be cut that way."""
     model, T = cp_model.CpModel(), steady.period_us
     starts = [row[0] for row in steady.starts_us]
     longest = max(starts) + 2 * T
@@ -189,21 +221,21 @@ def _at_flat_starts(steady: Steady, rounds: int, is_least: bool) -> Repeating | 
 
 
 def _shortest(flat: Repeating, budget: Budget, seed: int) -> Repeating:
-    """Of the same period; not longer than `flat`."""
+    """The shortest step found of the same period; not longer than `flat`."""
     best = flat
     try:
         best = early = replace(flat, starts_us=_as_early(flat))
-        found = compose(early.plan, early.period_us, early.starts_us, early.middle, budget, seed)
+        found = _compose(early.plan, early.period_us, early.starts_us, early.middle, budget, seed)
         if found is not None:
             best = replace(flat, starts_us=found.starts_us, middle=found.middle, is_optimal=found.is_optimal)
             best = replace(best, starts_us=_as_early(best))
     except Stopped:
-        pass  # what there was by then holds
+        pass  # what was found by then holds
     return best
 
 
 def _as_early(step: Repeating) -> tuple[tuple[int, ...], ...]:
-    """Everything as early as it may be in these orders, so that the middle still repeats."""
+    """Starts everything as early as these orders allow if the middle is still to repeat."""
     width, durations = len(step.starts_us[0]), [task.duration_us for task in step.placement.tasks]
     waits = []
     for order in orders_of(step.placement, step.starts_us):
@@ -223,3 +255,132 @@ def _as_early(step: Repeating) -> tuple[tuple[int, ...], ...]:
     assert rhythm is not None, "the starts as they are fit"
     assert rhythm.period_us == step.period_us, "the starts as they are fit"
     return tuple(rhythm.starts_us[i : i + width] for i in range(0, len(rhythm.starts_us), width))
+
+
+class _Composed(NamedTuple):
+    """As in `Repeating`."""
+
+    starts_us: tuple[tuple[int, ...], ...]
+    middle: tuple[int, ...]
+    is_optimal: bool
+
+
+def _compose(
+    plan: Plan, period_us: int, starts_us: Starts, middle: Sequence[int], budget: Budget, seed: int
+) -> _Composed | None:
+    """The shortest step with a middle of this period, no longer than the given one; None if the budget is too small."""
+    model = _WholeStep(plan, period_us, starts_us)
+    budget.spend(model.ordering.nominal_s)
+    if model.ordering.is_impossible:
+        return None
+    model.add_flat_starts()
+    model.add_middle()
+    model.add_repetition()
+    model.ordering.minimize()
+    model.hint(starts_us, middle)
+    status, solver = cpsat.solve(model.ordering.model, budget, seed)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return None
+    return _Composed(*model.read(solver), status == cp_model.OPTIMAL)
+
+
+class _WholeStep:
+    """The model of the whole step. All tasks have a duration, so that a tick is a µs."""
+
+    def __init__(self, plan: Plan, period_us: int, starts_us: Starts) -> None:
+        self.problem = Problem(replace(plan.placement, step_ends=()), plan.num_microbatches)
+        critical_path = CriticalPath(self.problem, of_span=False)
+        window, value_us = whole_step(critical_path, self.problem.to_orders(plan))
+        assert value_us is not None
+        self.ordering = Ordering(window, 0, value_us)
+        assert critical_path.ticks == 1, "tasks take time"
+        self.period_us, self.num_rounds = period_us, len(starts_us[0])
+        self.lengths: list[int] = self.problem.durations_us.tolist()
+        #: No flat start has to be later: on a path of waits each op comes once, after at most a lag and all rounds.
+        rounds_us = period_us * self.num_rounds * len(self.lengths)
+        self.longest_us = self.num_rounds * (sum(self.lengths) + sum(self.problem.lags_us.values()) + rounds_us)
+
+    def add_flat_starts(self) -> None:
+        """Flat starts follow the same orders, and read what is there."""
+        model, window = self.ordering.model, self.ordering.window
+        self.flat = {node: model.new_int_var(0, self.longest_us, f"flat{node}") for node in window.sequence}
+        for a, b, lag in self.ordering.certain.edges:
+            model.add(self.flat[b] >= self.flat[a] + window.lengths[a] + lag)
+        for (a, b), is_before in self.ordering.literals.items():
+            model.add(self.flat[b] >= self.flat[a] + window.lengths[a]).only_enforce_if(is_before)
+            model.add(self.flat[a] >= self.flat[b] + window.lengths[b]).only_enforce_if(~is_before)
+
+    def add_middle(self) -> None:
+        """One micro-batch of each task is in the middle, which lasts at most a period per rank; the rest is outside."""
+        model, rounds = self.ordering.model, range(self.num_rounds)
+        self.starts = [[self.flat[node] for node in nodes] for _, nodes in self._nodes()]
+        self.is_middle = [[model.new_bool_var(f"m{task}.{k}") for k in rounds] for task, _ in self._nodes()]
+        longest = self.longest_us
+        self.middle: list[Any] = []  #: its start
+        self.index: list[Any] = []
+        windows = [[model.new_int_var(0, longest, f"{name}{rank}") for name in ("from", "to")] for rank in self._ranks]
+        for first, last in windows:
+            model.add(last - first <= self.period_us)
+        for task, is_middle in enumerate(self.is_middle):
+            model.add_exactly_one(is_middle)
+            self.index.append(sum(k * chosen for k, chosen in enumerate(is_middle)))
+            self.middle.append(model.new_int_var(0, longest, f"middle{task}"))
+            for start, chosen in zip(self.starts[task], is_middle, strict=True):
+                model.add(self.middle[task] == start).only_enforce_if(chosen)
+            for rank in self.problem.placement.tasks[task].ranks:
+                self._add_window(task, *windows[rank])
+
+    @property
+    def _ranks(self) -> range:
+        return range(self.problem.placement.num_ranks)
+
+    def _nodes(self) -> list[tuple[int, range]]:
+        return sorted(self.ordering.window.nodes_of.items())
+
+    def _add_window(self, task: int, first: Any, last: Any) -> None:
+        model, length, starts = self.ordering.model, self.lengths[task], self.starts[task]
+        model.add(first <= self.middle[task])
+        model.add(self.middle[task] + length <= last)
+        for k, chosen in enumerate(self.is_middle[task]):
+            if k:
+                model.add(starts[k - 1] + length <= first).only_enforce_if(chosen)
+            if k + 1 < self.num_rounds:
+                model.add(starts[k + 1] >= last).only_enforce_if(chosen)
+
+    def add_repetition(self) -> None:
+        """What is read is there in time with any number of periods between fill and drain."""
+        model, T, n = self.ordering.model, self.period_us, self.num_rounds
+        before = [self._sums(row, lambda k: range(k + 1, n), "before") for row in self.is_middle]
+        after = [self._sums(row, lambda k: range(k), "after") for row in self.is_middle]
+        for (a, b), lag in self.problem.lags_us.items():
+            least = self.lengths[a] + lag
+            made, read, i, j = self.middle[a], self.middle[b], self.index[a], self.index[b]
+            model.add(read + T * (i - j) >= made + least)
+            for k in range(1, n - 1):
+                look()
+                both = [before[a][k], after[b][k]]
+                model.add(read + T * (k - j) >= self.starts[a][k] + least).only_enforce_if(both)
+                model.add(self.starts[b][k] >= made + T * (k - i) + least).only_enforce_if(both)
+                for later in range(k + 1, n):
+                    late = model.add(self.starts[b][k] + T * (later - k) >= self.starts[a][later] + least)
+                    late.only_enforce_if([before[a][later], after[b][k]])
+
+    def _sums(self, row: Sequence[Any], others: Any, name: str) -> list[Any]:
+        literals = []
+        for k in range(len(row)):
+            literal = self.ordering.model.new_bool_var(name)
+            self.ordering.model.add(literal == sum(row[other] for other in others(k)))
+            literals.append(literal)
+        return literals
+
+    def hint(self, starts_us: Starts, middle: Sequence[int]) -> None:
+        model = self.ordering.model
+        self.ordering.hint()
+        for task, row in enumerate(starts_us):
+            for k, start in enumerate(row):
+                model.add_hint(self.starts[task][k], start)
+                model.add_hint(self.is_middle[task][k], k == middle[task])
+
+    def read(self, solver: cp_model.CpSolver) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+        starts = tuple(tuple(solver.value(start) for start in row) for row in self.starts)
+        return starts, tuple([solver.value(chosen) for chosen in row].index(1) for row in self.is_middle)

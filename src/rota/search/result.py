@@ -1,4 +1,4 @@
-"""What a search answers with."""
+"""What a search returns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ Objective = Literal["makespan", "span", "period"]
 
 
 class Progress(NamedTuple):
-    """How far a search is. `doing` names the method at work; `best` and `bound` are in µs of the objective."""
+    """How far a search is.
+
+    Attributes:
+        doing: The method at work.
+        best: Of the best plan, in µs of the objective.
+        bound: The proven lower bound, in µs of the objective.
+        elapsed_s: Seconds since the search began.
+    """
 
     doing: str
     best: float
@@ -26,6 +33,7 @@ class Progress(NamedTuple):
 
     @property
     def gap(self) -> float:
+        """(best - bound) / best; 0 where the plan is proven to be optimal."""
         return gap(self.best, self.bound)
 
     def __str__(self) -> str:
@@ -34,13 +42,21 @@ class Progress(NamedTuple):
 
 
 def gap(value: float | Fraction, bound: float | Fraction) -> float:
-    """By how much `value` may still be too long, as a part of it: 0 is proven optimal."""
+    """By how much `value` may still be too long, as a fraction of it: 0 is proven optimal."""
     return float((value - bound) / value) if value > bound else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class NamedPlan:
-    """A named schedule on the same placement. `peak_bytes`: of the rank that holds most."""
+    """A named schedule on the same placement.
+
+    Attributes:
+        name: The schedule, as in `rota.schedules.NAMED`.
+        makespan_us: Its makespan.
+        span_us: Its span.
+        peak_bytes: Most bytes held, by the rank that holds most.
+        fits: Whether it is within the memory limits.
+    """
 
     name: str
     makespan_us: int
@@ -53,10 +69,17 @@ class NamedPlan:
 class SearchResult:
     """A plan with its proof.
 
-    `value_us` is the objective's: makespan, span, or time per micro-batch in steady state; no plan for this placement
-    has less than `bound_us`, because of `why`. `how` names the method that found the plan. `period_us`: the least time
-    per micro-batch that a steady state was found for, None where none was looked for. `named`: the named schedules on
-    this placement, fastest first. `stopped_by`: Ctrl-C, or an error of `progress`, where that ended the search.
+    Attributes:
+        plan: The plan, which was checked.
+        objective: What was minimized.
+        value_us: Its value: makespan, span, or time per micro-batch in steady state, in µs.
+        bound_us: No plan for this placement has less.
+        why: The reason for the bound, in one line.
+        how: The method that found the plan.
+        period_us: Least time per micro-batch of the steady states found; None if none was sought.
+        named: The named schedules on this placement, fastest first.
+        elapsed_s: How long the search lasted.
+        stopped_by: Ctrl-C, or an error of `progress`; empty if the search ended by itself.
     """
 
     plan: Plan
@@ -72,24 +95,27 @@ class SearchResult:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """As simulated."""
+        """The plan, simulated."""
         return simulate(self.plan)
 
     @property
     def makespan_us(self) -> int:
+        """Makespan of the plan."""
         return self.timeline.makespan_us
 
     @property
     def span_us(self) -> int:
+        """Longest busy window of a rank."""
         return self.timeline.span_us
 
     @property
     def peak_memory_bytes(self) -> tuple[int, ...]:
-        """The most that each rank holds."""
+        """[num_ranks]: the most that each rank holds at any time."""
         return self.timeline.peak_memory_bytes
 
     @property
     def was_stopped(self) -> bool:
+        """Whether Ctrl-C or an error ended the search."""
         return bool(self.stopped_by)
 
     @property
@@ -99,6 +125,7 @@ class SearchResult:
 
     @property
     def is_optimal(self) -> bool:
+        """Whether the plan is proven to be the best possible."""
         return self.value_us <= self.bound_us
 
     def to_text(self) -> str:
@@ -112,7 +139,7 @@ class SearchResult:
             f"holds at most {size_text(max(self.peak_memory_bytes))} on a rank",
         ]
         period_us = None if self.objective == "period" else self.period_us
-        # One that was given up on before it got good says nothing.
+        # A steady state that was abandoned before it became good says nothing.
         if period_us is not None and period_us * self.plan.num_microbatches <= self.makespan_us:
             lines.append(f"steady state: {_us(period_us)} a micro-batch")
         for named in self.named:

@@ -1,7 +1,7 @@
 """When everything happens in given orders, and what memory they need: the simulator's answer, compiled.
 
-Ranks go as far as they can, then those that they fed: linear in ops and edges. An op of several ranks starts when it is
-next on all of them.
+Each rank goes as far as it can, then the ranks that it fed do: the time is linear in ops and edges. An op of several
+ranks starts when it is next on all of them.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ _NEVER = 1 << 61
 
 
 class Tables(NamedTuple):
-    """A problem for compiled loops; each `first_…` says where the rows of what follows it begin."""
+    """A problem for compiled loops. `first_x` and the field after it are the `first` and `values` of `Rows`."""
 
-    first_op: Integers
-    first_node: Integers
-    durations_us: Integers
-    first_rank: Integers
-    ranks: Integers
-    first_input: Integers
-    inputs: Integers
-    first_output: Integers
-    outputs: Integers
-    first_on: Integers
-    on: Integers  #: each rank's tasks
+    first_op: Integers  #: int64[num_ranks + 1], as `Problem.first_op`
+    first_node: Integers  #: int64[num_tasks + 1], as `Problem.first_node`
+    durations_us: Integers  #: int64[num_tasks]
+    first_rank: Integers  #: int64[num_tasks + 1]
+    ranks: Integers  #: int64[...]: each task's ranks
+    first_input: Integers  #: int64[num_tasks + 1]
+    inputs: Integers  #: int64[2 * num_edges]: source, lag in µs, source, lag … per task
+    first_output: Integers  #: int64[num_tasks + 1]
+    outputs: Integers  #: int64[2 * num_edges]: target, lag in µs, target, lag … per task
+    first_on: Integers  #: int64[num_ranks + 1]
+    on: Integers  #: int64[...]: each rank's tasks
 
     @classmethod
     def of(cls, problem: Problem) -> Tables:
@@ -38,39 +38,25 @@ class Tables(NamedTuple):
         return cls(problem.first_op, problem.first_node, problem.durations_us, *columns)
 
 
-class StepEnds(NamedTuple):
-    """`Problem.step_ends` and `Problem.gradients` for compiled loops."""
-
-    first: Integers
-    values: Integers
-    first_gradient: Integers
-    gradients: Integers
-
-    @classmethod
-    def of(cls, problem: Problem) -> StepEnds:
-        ends, gradients = problem.step_ends, problem.gradients
-        return cls(ends.first, ends.values, gradients.first, gradients.values)
-
-
 class Score(NamedTuple):
-    """As `Timeline` has them; step ends count to the makespan alone."""
+    """As `Timeline` has them: step ends count for the makespan, not for the span."""
 
     makespan_us: int
     span_us: int
 
 
 def score(problem: Problem, orders: Orders) -> Score | None:
-    """None where the orders wait in a cycle."""
+    """Makespan and span of the orders; None where they wait in a cycle."""
     tables = Tables.of(problem)
     starts_us = start_times(tables, orders)
     if starts_us is None:
         return None
-    makespan_us, span_us = measure(tables, StepEnds.of(problem), orders, starts_us)
+    makespan_us, span_us = measure(tables, problem.step_ends, orders, starts_us)
     return Score(int(makespan_us), int(span_us))
 
 
 def start_times(tables: Tables, orders: Orders) -> Integers | None:
-    """The earliest start of each node; None where the orders wait in a cycle."""
+    """int64[num_ops]: the earliest start of each node in µs; None where the orders wait in a cycle."""
     num_ranks = len(tables.first_op) - 1
     next_op, free_us = tables.first_op[:-1].copy(), np.zeros(num_ranks, np.int64)
     started = np.zeros(len(tables.durations_us), np.int64)
@@ -80,7 +66,7 @@ def start_times(tables: Tables, orders: Orders) -> Integers | None:
 
 
 def peaks(problem: Problem, orders: Orders) -> Integers:
-    """The most that each rank's ops hold, static bytes and transfers apart."""
+    """int64[num_ranks]: the most that each rank's ops hold, without static bytes and transfers."""
     result: Integers = walk_memory(orders, problem.first_op, problem.held_bytes, problem.peak_bytes)
     return result
 
@@ -92,10 +78,10 @@ def fits(problem: Problem, orders: Orders) -> bool:
 
 @njit(cache=True, nogil=True)
 def replay(tables, orders, next_op, free_us, latest_us, started, starts_us):  # type: ignore[no-untyped-def]
-    """Goes on from where `next_op`, `free_us` (by rank) and `started` (by task) say; whether it got to the end.
+    """Continues from `next_op`, `free_us` (per rank) and `started` (per task) on; whether it reached the end.
 
-    It stops in a cycle, and where a rank is late: `latest_us` is when the rank's next op has to start if all that
-    follow it there come without a gap.
+    It stops in a cycle, and where a rank is late: `latest_us` is when the rank's next op has to start if all ops that
+    follow it on the rank come without a gap.
     """
     first_op, first_node, durations, first_rank, ranks, first_input, inputs, first_output, outputs, _, _ = tables
     num_ranks = len(first_op) - 1
@@ -151,7 +137,7 @@ def replay(tables, orders, next_op, free_us, latest_us, started, starts_us):  # 
 
 @njit(cache=True, nogil=True)
 def measure(tables, step_ends, orders, starts_us):  # type: ignore[no-untyped-def]
-    """Makespan and span."""
+    """(makespan, span) in µs."""
     first_op, first_node, durations = tables.first_op, tables.first_node, tables.durations_us
     makespan = span = np.int64(0)
     for r in range(len(first_op) - 1):
@@ -168,11 +154,11 @@ def measure(tables, step_ends, orders, starts_us):  # type: ignore[no-untyped-de
 
 @njit(cache=True, nogil=True)
 def end_step(tables, step_ends, orders, starts_us, rank, free):  # type: ignore[no-untyped-def]
-    """When a rank that has done its ops at `free` has done its step ends too.
+    """When a rank whose ops end at `free` has done its step ends too, in µs.
 
     Reductions follow each other in the order of their last gradients, then come all optimizer steps.
     """
-    first, after = step_ends.first[rank] // 3, step_ends.first[rank + 1] // 3
+    first, after = step_ends.first[rank], step_ends.first[rank + 1]
     last_at = np.full(len(tables.durations_us), -1)
     for i in range(tables.first_op[rank], tables.first_op[rank + 1]):
         last_at[orders[i]] = i
@@ -185,14 +171,14 @@ def end_step(tables, step_ends, orders, starts_us, rank, free):  # type: ignore[
         if complete_at[e] >= 0:
             task = orders[complete_at[e]]
             reduced = max(reduced, starts_us[tables.first_node[task + 1] - 1] + tables.durations_us[task])
-        reduced += step_ends.values[3 * (first + e) + 1]
-        optimizers += step_ends.values[3 * (first + e) + 2]
+        reduced += step_ends.reduce_us[first + e]
+        optimizers += step_ends.optimizer_us[first + e]
     return max(free, reduced) + optimizers
 
 
 @njit(cache=True, nogil=True)
 def walk_memory(orders, first_op, held_bytes, peak_bytes):  # type: ignore[no-untyped-def]
-    """For each rank the most that is held, in order alone."""
+    """int64[num_ranks]: the most that each rank's ops hold, which follows from their order alone."""
     num_ranks = len(first_op) - 1
     peaks = np.zeros(num_ranks, np.int64)
     for r in range(num_ranks):

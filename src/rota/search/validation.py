@@ -1,4 +1,4 @@
-"""What callers may ask for."""
+"""Checks of what callers ask for."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rota.plan import Plan
 from rota.timeline import Timeline
 
 _TOO_LARGE = 1 << 53  # of µs and bytes: numbers up to here are exact in floats, and their sums fit into 64 bits
-_MOST_OPS = 10_000_000  # in a few GB of memory
-_MOST_SEED = (1 << 30) - 1  # turns are added to it, and CP-SAT takes 31 bits
+_MOST_OPS = 10_000_000  # these need a few GB of memory
+_MOST_SEED = (1 << 30) - 1  # numbers of turns are added to it, and CP-SAT allows 31 bits
 _MOST_A_PERIOD = 64
 
 _INSTEAD = {
@@ -35,8 +35,8 @@ def refuse_wrong_curve(placement: Placement, microbatches_per_period: int | None
     """Raises SearchError."""
     _refuse_no_placement(placement)
     if microbatches_per_period is not None:
-        told = f"give a whole number from 1 to {_MOST_A_PERIOD}, or None for one and more"
-        _refuse_no_whole("microbatches_per_period", microbatches_per_period, 1, _MOST_A_PERIOD, told)
+        remedy = f"give a whole number from 1 to {_MOST_A_PERIOD}, or None for one and more"
+        _refuse_no_whole("microbatches_per_period", microbatches_per_period, 1, _MOST_A_PERIOD, remedy)
     refuse_too_large(placement, _MOST_A_PERIOD * placement.num_components)
 
 
@@ -48,7 +48,7 @@ def refuse_wrong_options(seed: object, progress: object) -> None:
 
 
 def seconds_of(time_limit_s: float) -> float:
-    """Raises SearchError where no time is given."""
+    """The limit in seconds. Raises SearchError where it is not more than 0."""
     is_number = isinstance(time_limit_s, (int, float)) and not isinstance(time_limit_s, bool)
     if not is_number or not time_limit_s > 0:
         raise SearchError(f"time_limit_s is {_short(time_limit_s)}; give the search more than 0 seconds, as a number")
@@ -56,7 +56,7 @@ def seconds_of(time_limit_s: float) -> float:
 
 
 def refuse_too_large(placement: Placement, num_microbatches: int) -> None:
-    """Raises SearchError where times or sizes, all added up, or the ops, could become more than a search can take."""
+    """Raises SearchError where the sum of all times or sizes, or the number of ops, is too large for a search."""
     ops = len(placement.tasks) * -(-num_microbatches // placement.num_components)
     if ops > _MOST_OPS:
         raise SearchError(
@@ -65,8 +65,8 @@ def refuse_too_large(placement: Placement, num_microbatches: int) -> None:
         )
     ranks = range(placement.num_ranks)
     ends_us = sum(end.reduce_us + end.optimizer_us for end in placement.step_ends) * len(ranks)
-    way_us = sum(task.duration_us for task in placement.tasks) + sum(route.duration_us for route in placement.routes)
-    if (most_us := way_us * num_microbatches + ends_us) >= _TOO_LARGE:
+    path_us = sum(task.duration_us for task in placement.tasks) + sum(route.duration_us for route in placement.routes)
+    if (most_us := path_us * num_microbatches + ends_us) >= _TOO_LARGE:
         raise SearchError(
             f"durations are too large to search: {len(ranks)} ranks x {num_microbatches} micro-batches could take up "
             f"to {_power(most_us)} µs, {_power(_TOO_LARGE)} or more; use a coarser unit"
@@ -105,9 +105,9 @@ def _refuse_no_placement(placement: object) -> None:
         raise SearchError(f"placement is {given}, no Placement; {instead}")
 
 
-def _refuse_no_whole(name: str, value: object, least: int, most: int | None, told: str) -> None:
+def _refuse_no_whole(name: str, value: object, least: int, most: int | None, remedy: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
-        raise SearchError(f"{name} is {_short(value)}; {told}")
+        raise SearchError(f"{name} is {_short(value)}; {remedy}")
 
 
 def _short(value: object) -> str:

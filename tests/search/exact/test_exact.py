@@ -108,7 +108,7 @@ def test_optimizer_steps_follow_the_last_gradients() -> None:
 
 def test_leaves_room() -> None:
     placement = v_shape(Costs.uniform(2, **_UNIT), Cluster.uniform(2, 3))
-    full, less = Problem(placement, 4), Problem(placement, 4, room_bytes=(2, 0))
+    full, less = Problem(placement, 4), Problem(placement, 4, reserved_bytes=(2, 0))
     limited = Problem(replace(placement, cluster=Cluster((1, 3))), 4)
     values = [_proven(p, "makespan", solve(p, "makespan", None, 0, Budget(10))) for p in (full, less, limited)]
     assert values[0] < values[1] == values[2]

@@ -17,7 +17,7 @@ from rota.search.dispatching import Memory, serial
 from rota.search.local.improving import improve
 from rota.search.local.moves import State, anneal
 from rota.search.problem import Problem
-from rota.search.timing import Score, StepEnds, Tables, fits, peaks, score
+from rota.search.timing import Score, Tables, fits, peaks, score
 from support import core_strategies as strategies
 from support.core_strategies import with_limits
 
@@ -35,7 +35,7 @@ def test_moves_keep_times_exact_and_memory_within_limits(plan: Plan) -> None:
         assert first is not None
         best = np.array(first[::-1] if is_span else first)
         heats = np.array([2.0, 1.0])
-        anneal(Tables.of(problem), StepEnds.of(problem), Memory.of(problem), state, best, is_span, heats, 3_000, 0)
+        anneal(Tables.of(problem), problem.step_ends, Memory.of(problem), state, best, is_span, heats, 3_000, 0)
         for found in (state.best, state.orders):
             assert fits(problem, found)
         assert score(problem, state.best) == Score(*(best[::-1] if is_span else best).tolist())

@@ -15,9 +15,9 @@ from rota.checking import check
 from rota.costs import Cluster, Costs
 from rota.placing import wave
 from rota.search.budget import Budget
+from rota.search.critical_path import CriticalPath
 from rota.search.local import neighbourhood
 from rota.search.local.neighbourhood import improve, reorder, window_at
-from rota.search.paths import Clock
 from rota.search.problem import Orders, Problem
 from rota.search.timing import fits, score
 from rota.shapes import v_shape
@@ -55,16 +55,18 @@ def _value(problem: Problem, orders: Orders, objective: str = "makespan") -> int
 def test_heads_and_tails(plan: object, objective: str) -> None:
     """Each way through a node is as long as its head, its length and its tail, and the longest is what is measured."""
     problem = Problem(plan.placement, plan.num_microbatches)  # type: ignore[attr-defined]
-    orders, clock = _serial(problem), Clock(problem, objective == "span")
-    paths = clock.paths(orders)
+    orders, critical_path = _serial(problem), CriticalPath(problem, objective == "span")
+    paths = critical_path.paths(orders)
     assert paths is not None
     timeline = simulate(problem.to_plan(orders))
     assert paths.value_us == (timeline.span_us if objective == "span" else timeline.makespan_us)
-    assert (paths.starts // clock.ticks).tolist() == list(timeline.plan.earliest.starts_us[: timeline.plan.num_ops])
-    through = paths.starts + clock.lengths[clock.task_of] + paths.tails
-    assert (through // clock.ticks <= paths.value_us).all()
+    assert (paths.starts // critical_path.ticks).tolist() == list(
+        timeline.plan.earliest.starts_us[: timeline.plan.num_ops]
+    )
+    through = paths.starts + critical_path.lengths[critical_path.task_of] + paths.tails
+    assert (through // critical_path.ticks <= paths.value_us).all()
     if not problem.placement.step_ends or objective == "span":
-        assert (through // clock.ticks).max() == paths.value_us
+        assert (through // critical_path.ticks).max() == paths.value_us
 
 
 @pytest.mark.parametrize("objective", ["makespan", "span"])
@@ -114,9 +116,9 @@ def test_some_ranks_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows on a few ranks, the others' orders as they were."""
     problem, free = _v(16, 16, 8), []
 
-    def record(clock: Clock, paths: object, begin: int, end: int, is_free: Sequence[bool]) -> object:
+    def record(critical_path: CriticalPath, paths: object, begin: int, end: int, is_free: Sequence[bool]) -> object:
         free.append(sum(is_free))
-        return window_at(clock, paths, begin, end, is_free)  # type: ignore[arg-type]
+        return window_at(critical_path, paths, begin, end, is_free)  # type: ignore[arg-type]
 
     monkeypatch.setattr(neighbourhood, "window_at", record)
     orders = improve(problem, _serial(problem), "makespan", 0, Budget(0.5, deterministic=True))
@@ -128,13 +130,13 @@ def test_some_ranks_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_window_keeps_what_is_held_before_it() -> None:
     """Memory for two: in the second half of the step, with two held before, no further forward comes first."""
     problem = _v(2, 2, 4)
-    clock = Clock(problem, False)
+    critical_path = CriticalPath(problem, False)
     orders = improve(problem, _serial(problem), "makespan", 0, Budget(0.1, deterministic=True))
-    paths = clock.paths(orders)
+    paths = critical_path.paths(orders)
     assert paths is not None
     for begin in range(int(paths.starts.max()) + 1):
-        window = window_at(clock, paths, begin, paths.value_us, [True, True])
+        window = window_at(critical_path, paths, begin, paths.value_us, [True, True])
         _, rows = reorder(window, 0, paths.value_us, Budget(1, deterministic=True), 0)
         assert rows is not None
         kept = [[n for n in row.tolist() if paths.starts[n] < begin] for row in paths.rows]
-        assert fits(problem, clock.orders([before + row for before, row in zip(kept, rows, strict=True)]))
+        assert fits(problem, critical_path.orders([before + row for before, row in zip(kept, rows, strict=True)]))

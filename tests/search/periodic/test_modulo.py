@@ -9,10 +9,10 @@ from rota import Cluster, Costs, place
 from rota.placing import wave
 from rota.search.budget import Budget
 from rota.search.periodic.loop import Loop
-from rota.search.periodic.modulo import Period, Window
+from rota.search.periodic.modulo import Interval, Period
 from rota.search.periodic.offsets import anneal
 from rota.search.periodic.retiming import Wait, retime
-from rota.search.periodic.steady_state import Steady
+from rota.search.periodic.steady import Steady
 from support.core_strategies import placed
 
 
@@ -42,8 +42,8 @@ def test_at_the_same_instant_who_is_waited_for_comes_first():
 @pytest.mark.parametrize(("limit", "period"), [(4, 4), (3, 8), (2, 8), (1, 16)])
 def test_one_micro_batch_a_period_is_proven(limit: int, period: int):
     loop = v_loop(4, limit)
-    below = Period(Window(loop, 1, period - 1)).solve(Budget(1))
-    found = Period(Window(loop, 1, period)).solve(Budget(1)).rhythm
+    below = Period(Interval(loop, 1, period - 1)).solve(Budget(1))
+    found = Period(Interval(loop, 1, period)).solve(Budget(1)).rhythm
     assert below.rhythm is None
     assert below.is_proven
     assert found is not None
@@ -51,7 +51,7 @@ def test_one_micro_batch_a_period_is_proven(limit: int, period: int):
 
 
 def test_three_micro_batches_a_period_use_memory_that_one_cannot():
-    found = Period(Window(v_loop(4, 3), 3, 16)).solve(Budget(5)).rhythm
+    found = Period(Interval(v_loop(4, 3), 3, 16)).solve(Budget(5)).rhythm
     assert found is not None
     Steady.of(v_loop(4, 3).placement, 3, found).verify()
 
@@ -65,18 +65,18 @@ def test_every_edge_of_a_chain_is_a_bridge():
 def test_annealing_packs_a_full_period_on_tight_memory():
     costs = Costs.uniform(8, 93, 91, 47, activation_bytes=2)
     loop = Loop(wave(costs, Cluster.uniform(4, 12, latency_us=6)))
-    rhythm = anneal(Window(loop, 1, 462), Budget(5, deterministic=True))
+    rhythm = anneal(Interval(loop, 1, 462), Budget(5, deterministic=True))
     assert rhythm is not None
     assert rhythm.period_us == 462
     Steady.of(loop.placement, 1, rhythm).verify()
-    assert anneal(Window(loop, 1, 462), Budget(5, deterministic=True)) == rhythm
+    assert anneal(Interval(loop, 1, 462), Budget(5, deterministic=True)) == rhythm
 
 
 @settings(max_examples=12, deadline=None)
 @given(placed())
 def test_what_is_found_is_true_for_any_placement(placement):
     loop = Loop(placement)
-    window = Window(loop, 2, max(2 * loop.work_us, 1) + 3)
+    window = Interval(loop, 2, max(2 * loop.work_us, 1) + 3)
     for rhythm in (
         Period(window).solve(Budget(0.2, deterministic=True)).rhythm,
         anneal(window, Budget(0.001, deterministic=True)),

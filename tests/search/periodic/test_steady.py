@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from rota import Cluster, Costs, PlanError, check, place, simulate
 from rota.placing import bidirectional
 from rota.search.budget import Budget
-from rota.search.periodic.steady_search import find_steady
+from rota.search.periodic.steady import find_steady
 from support.core_strategies import placed
 
 

@@ -1,7 +1,7 @@
-"""Proofs of how early a step can end, whatever the order: `docs/bounds.md` has the argument of each.
+"""Lower bounds for the time of a step, whatever the order: `docs/bounds.md` has the proof of each.
 
-One-machine bounds with heads and tails are Carlier's ("The one-machine sequencing problem", 1982); here the heads of a
-rank's ops know of its memory limit too, and what they wait for is idle time, which adds up over the step.
+One-machine bounds with heads and tails are Carlier's ("The one-machine sequencing problem", 1982). Here the heads of a
+rank's ops take its memory limit into account too, and what they wait for is idle time, which adds up over the step.
 """
 
 from __future__ import annotations
@@ -12,23 +12,27 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rota.placement import Placement
-from rota.search.bounds import heads_tails as waiting
-from rota.search.bounds.heads_tails import Waits
-from rota.search.bounds.memory_bounds import Need, least_memory, period_bound, steady
-from rota.search.bounds.memory_headroom import Room, find_room
-from rota.search.bounds.view import View, views, without_common_tasks
-from rota.search.problem import NO_LIMIT, Problem
+from rota.search.bounds.heads_tails import Heads, MemoryHeadroom, Side, both_sides, find_heads, ranks_after
+from rota.search.bounds.memory_bounds import Need, least_memory, period_bound, rank_loads
+from rota.search.bounds.memory_headroom import find_headroom
+from rota.search.problem import NO_LIMIT, Problem, without_common_tasks
 from rota.search.validation import refuse_wrong
 from rota.tasks import Op
 
 __all__ = ["Bound", "Need", "best", "bounds_of", "every", "least_memory", "period_bound"]
 
-_MOST_BEGINNINGS = 12  # ranks whose span is looked at
+_MOST_BEGINNINGS = 12  # ranks whose own window is tried for the span
 
 
 @dataclass(frozen=True)
 class Bound:
-    """No plan takes less than `us`; `why` is one line for people."""
+    """A lower bound.
+
+    Attributes:
+        us: No plan takes less time, in µs.
+        name: Which argument it comes from.
+        why: The reason, in one line for people.
+    """
 
     us: int
     name: str
@@ -36,7 +40,19 @@ class Bound:
 
 
 def bounds_of(placement: Placement, num_microbatches: int, objective: str = "makespan") -> list[Bound]:
-    """Bounds on a placement's "makespan" or "span", the highest first. Raises SearchError."""
+    """Lower bounds for all plans of a placement, the highest first.
+
+    Args:
+        placement: The tasks of one micro-batch, and the cluster.
+        num_microbatches: Micro-batches per step.
+        objective: What is bounded, "makespan" or "span", in µs.
+
+    Returns:
+        At least one bound. If no plan is within the memory limits (see `least_memory`), they say nothing.
+
+    Raises:
+        SearchError: An argument is invalid.
+    """
     refuse_wrong(placement, num_microbatches, objective, ("makespan", "span"))
     return every(Problem(placement, num_microbatches), objective)
 
@@ -47,69 +63,66 @@ def best(problem: Problem, objective: str = "makespan") -> Bound:
 
 
 def every(problem: Problem, objective: str = "makespan") -> list[Bound]:
-    """Bounds on "makespan" or "span" for plans within the memory limits, the highest first.
-
-    If no plan is within the limits (see `least_memory`), they say nothing.
-    """
+    """What `bounds_of` returns, of a problem."""
     found = [Bound(0, "nothing", "a step without work takes no time")]
     if objective == "makespan":
         found += _step_ends(problem)
     found += _of_part(problem, objective)
     apart, together_us = without_common_tasks(problem)
     if together_us:
-        told = f"all ranks work together for {together_us:,} µs; besides, "
+        prefix = f"all ranks work together for {together_us:,} µs; besides, "
         for bound in _of_part(apart, objective):
-            found.append(replace(bound, us=bound.us + together_us, why=told + bound.why))
+            found.append(replace(bound, us=bound.us + together_us, why=prefix + bound.why))
     return sorted(found, key=lambda bound: -bound.us)
 
 
 def _of_part(problem: Problem, objective: str) -> list[Bound]:
-    """Without memory limits, which is easier to follow, and with them."""
+    """Bounds without memory limits, whose reasons are easier to follow, and with them."""
     bounds = _makespans if objective == "makespan" else _spans
     found = [*bounds(problem, False)]
     if np.any(problem.limits_bytes != NO_LIMIT):
         found += bounds(problem, True)
-        found += _holdings(problem, objective, max((bound.us for bound in found), default=0))
+        found += _memory_held(problem, objective, max((bound.us for bound in found), default=0))
     return found
 
 
 @dataclass(frozen=True)
-class _Sides:
+class _BothSides:
     """A problem seen from both ends, and what memory makes each place wait for."""
 
     problem: Problem
-    first: View
-    last: View
-    first_room: Room
-    last_room: Room
+    first: Side
+    last: Side
+    first_headroom: MemoryHeadroom
+    last_headroom: MemoryHeadroom
     name: str
 
     @classmethod
-    def of(cls, problem: Problem, limits: bool, step_ends: bool) -> _Sides:
-        first, last = views(problem, step_ends, limits)
+    def of(cls, problem: Problem, limits: bool, step_ends: bool) -> _BothSides:
+        first, last = both_sides(problem, step_ends, limits)
         name = " under the memory limit" if limits else ""
-        return cls(problem, first, last, find_room(first), find_room(last), name)
+        return cls(problem, first, last, find_headroom(first), find_headroom(last), name)
 
-    def waits(self, beginning: int | None = None, alone: bool = False) -> tuple[Waits, Waits]:
-        ends = ((self.first, self.first_room), (self.last, self.last_room))
-        first, last = (waiting.waits(view, room, beginning, alone) for view, room in ends)
-        return first, last
+    def heads(self, beginning: int | None = None, alone: bool = False) -> tuple[Heads, Heads]:
+        """Heads from the first side and from the last one, which are tails."""
+        first = find_heads(self.first, self.first_headroom, beginning, alone)
+        return first, find_heads(self.last, self.last_headroom, beginning, alone)
 
     def op(self, task: int, k: int) -> Op:
         placement = self.problem.placement
         stage = placement.tasks[task].stage
         return Op(stage, placement.tasks[task].kind, placement.microbatches(stage, self.problem.num_microbatches)[k])
 
-    def path(self, waits: tuple[Waits, Waits]) -> Bound | None:
-        """The longest way: head, op and tail."""
-        first, last = waits[0].heads_us, waits[1].heads_us
+    def path(self, heads: tuple[Heads, Heads]) -> Bound | None:
+        """The longest path: head, op and tail."""
+        first, last = heads[0].heads_us, heads[1].heads_us
         longest, where = -1, (0, 0)
         for task, count in enumerate(self.first.counts.tolist()):
             if count:
-                ways = first[:count, task] + last[count - 1 :: -1, task][:count]
-                k = int(ways.argmax())
-                if ways[k] + self.first.durations_us[task] > longest:
-                    longest, where = int(ways[k] + self.first.durations_us[task]), (task, k)
+                paths = first[:count, task] + last[count - 1 :: -1, task][:count]
+                k = int(paths.argmax())
+                if paths[k] + self.first.durations_us[task] > longest:
+                    longest, where = int(paths[k] + self.first.durations_us[task]), (task, k)
         if longest < 0:
             return None
         task, k = where
@@ -118,8 +131,8 @@ class _Sides:
         why = f"{self.op(task, k)} cannot start before {head:,} µs, takes {duration:,} and is followed by {tail:,}"
         return Bound(longest, "longest way" + self.name, why)
 
-    def load(self, waits: tuple[Waits, Waits], rank: int) -> Bound | None:
-        """Work and idle time of a rank: what it waits before an op, and what after it."""
+    def load(self, heads: tuple[Heads, Heads], rank: int) -> Bound | None:
+        """A rank's work, and its idle time before an op and after it."""
         first, end = int(self.first.places.first[rank]), int(self.first.places.first[rank + 1])
         backward = {int(self.last.places.values[place]): place for place in range(first, end)}
         longest, where = -1, (0, 0, 0, 0)
@@ -128,8 +141,8 @@ class _Sides:
             count = int(self.first.counts[task])
             if count:
                 before, after = (
-                    waits[0].idle_us[:count, place],
-                    waits[1].idle_us[count - 1 :: -1, backward[task]][:count],
+                    heads[0].idle_us[:count, place],
+                    heads[1].idle_us[count - 1 :: -1, backward[task]][:count],
                 )
                 k = int((before + after).argmax())
                 if before[k] + after[k] > longest:
@@ -144,22 +157,22 @@ class _Sides:
 
 
 def _makespans(problem: Problem, limits: bool) -> Iterator[Bound]:
-    """The load of the rank that has to work and to wait longest, and the longest way."""
-    sides = _Sides.of(problem, limits, step_ends=True)
-    waits = sides.waits()
+    """The load of the rank that has to work and to wait longest, and the longest path."""
+    sides = _BothSides.of(problem, limits, step_ends=True)
+    heads = sides.heads()
     by_work = np.argsort(-sides.first.work_us, kind="stable").tolist()
-    yield from _highest([sides.load(waits, rank) for rank in by_work])
-    yield from _highest([sides.path(waits)])
+    yield from _highest([sides.load(heads, rank) for rank in by_work])
+    yield from _highest([sides.path(heads)])
 
 
 def _spans(problem: Problem, limits: bool) -> Iterator[Bound]:
     """The same, counted from a rank's first op to its last.
 
-    A bound of the whole step is no less than that of a rank's own window, so some ranks need not be looked at. One
-    rank, the one that most others depend on, is also asked for the way through the others.
+    A rank's bound over the whole step is never below the bound of its own window, so some ranks can be left out. For
+    one rank, the one that most others depend on, paths through the others count too.
     """
-    sides = _Sides.of(problem, limits, step_ends=False)
-    whole = sides.waits()
+    sides = _BothSides.of(problem, limits, step_ends=False)
+    whole = sides.heads()
     most = {}
     for rank in range(problem.placement.num_ranks):
         load = sides.load(whole, rank)
@@ -169,18 +182,18 @@ def _spans(problem: Problem, limits: bool) -> Iterator[Bound]:
         return
     center = max(most, key=lambda rank: (_reach(sides, rank), most[rank]))
     found: list[Bound | None] = []
-    through, around = sides.waits(center), waiting.reached(sides.first, center) & waiting.reached(sides.last, center)
+    through, around = sides.heads(center), ranks_after(sides.first, center) & ranks_after(sides.last, center)
     found += [sides.path(through)]
     found += [sides.load(through, rank) for rank in np.flatnonzero(around).tolist()]
     for rank in sorted(most, key=lambda rank: -sides.first.work_us[rank])[:_MOST_BEGINNINGS]:
         if rank != center and most[rank] > max(bound.us for bound in found if bound):
-            alone = sides.waits(rank, alone=True)
+            alone = sides.heads(rank, alone=True)
             found += [sides.path(alone), sides.load(alone, rank)]
     yield from _highest(found)
 
 
-def _reach(sides: _Sides, rank: int) -> int:
-    return int(waiting.reached(sides.first, rank).sum() + waiting.reached(sides.last, rank).sum())
+def _reach(sides: _BothSides, rank: int) -> int:
+    return int(ranks_after(sides.first, rank).sum() + ranks_after(sides.last, rank).sum())
 
 
 def _highest(bounds: list[Bound | None]) -> list[Bound]:
@@ -189,32 +202,31 @@ def _highest(bounds: list[Bound | None]) -> list[Bound]:
 
 
 def _step_ends(problem: Problem) -> Iterator[Bound]:
-    """Of step ends alone, for ranks without work."""
+    """Bounds from step ends alone, for ranks without work."""
     for rank in range(problem.placement.num_ranks):
         ends = problem.step_ends
-        row = ends.values[ends.first[rank] : ends.first[rank + 1]].reshape(-1, 3)
-        if len(row):
-            us = int(row[:, 1:].sum())
+        if own := ends.of_rank(rank):
+            us = int(ends.reduce_us[own.start : own.stop].sum()) + ends.optimizers_us(rank)
             yield Bound(us, "step end", f"rank {rank} reduces gradients and does its optimizer steps for {us:,} µs")
 
 
-def _holdings(problem: Problem, objective: str, known_us: int) -> Iterator[Bound]:
-    """Bytes times µs that the fullest rank has to hold, over what it may hold. `known_us` is another bound."""
+def _memory_held(problem: Problem, objective: str, known_us: int) -> Iterator[Bound]:
+    """Bytes times µs that the fullest rank has to hold, over the bytes it may hold. `known_us` is another bound."""
     rounds = problem.num_microbatches // problem.placement.num_components
     if not rounds:
         return
     what = "micro-batches" if problem.placement.num_components == 1 else "rounds of micro-batches"
     found: list[Bound | None] = []
-    for rank in steady(problem, whole_step=objective == "makespan"):
-        if not rank.held_byte_us or rank.room_bytes <= 0:
+    for rank in rank_loads(problem, whole_step=objective == "makespan"):
+        if not rank.held_byte_us or rank.headroom_bytes <= 0:
             continue
         held = rounds * rank.held_byte_us
-        least, more = (-(-byte_us // rank.room_bytes) for byte_us in (held, held + rank.unused_byte_us))
-        # In a step that is as long as its two ends at least, both are unused; in a shorter one they may overlap.
+        least, more = (-(-byte_us // rank.headroom_bytes) for byte_us in (held, held + rank.unused_byte_us))
+        # In a step at least as long as its two ends, both are unused; in a shorter one they may overlap.
         us = more if max(least, known_us) >= rank.ends_us else least
         why = (
             f"rank {rank.rank} holds {rank.held_byte_us:,} byte-µs for each of {rounds:,} {what}, and has room for "
-            f"{rank.room_bytes:,} bytes, less while it fills and empties"
+            f"{rank.headroom_bytes:,} bytes, less while it fills and empties"
         )
         found.append(Bound(us, "memory held", why))
     yield from _highest(found)

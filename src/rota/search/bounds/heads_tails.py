@@ -1,65 +1,207 @@
-"""How early each op can start and how long a rank has to be idle before it, whatever the order.
+"""How early each op can start and how long its rank idles before it, whatever the order: heads, and backwards, tails.
 
-Arrays are indexed by [micro-batch, task] or [micro-batch, place]; micro-batch k of a task is the k-th that it does.
+Everything is said of one `Side`: the problem seen from the beginning or from the end of the step. Seen from the end,
+time runs backwards: what an op held is free before it and what it freed is held, inputs become outputs, and the step
+ends come first. So every argument about heads is one about tails too.
+
+A *place* is a task on one of its ranks. Arrays are indexed by [micro-batch, task] or [micro-batch, place], where
+micro-batch k of a task is the k-th that it does, seen from this side.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
 
-from rota.search.bounds.memory_headroom import Room
-from rota.search.bounds.view import Flags, View
-from rota.search.problem import Integers
+from rota.search.problem import NO_LIMIT, Flags, Integers, Problem, Rows
 
 NEVER = -(1 << 60)  #: the head of an op that does not come after what heads are counted from
-_ROUNDS = 2  # how often what ranks wait for is passed on to others
+_ROUNDS = 2  # how often the idle times of ranks are passed on to other ranks
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Waits:
-    """`heads_us[k, t]`: how long after the beginning the op starts; `idle_us[k, p]`: idle before it; each at least."""
+class Side:
+    """A problem seen from one end of the step; "after" and "before" are as seen from there."""
 
-    heads_us: Integers
-    idle_us: Integers
+    counts: Integers  #: int64[num_tasks], micro-batches
+    durations_us: Integers  #: int64[num_tasks]
+    held_bytes: Integers  #: int64[num_tasks]
+    peak_bytes: Integers  #: int64[num_tasks]
+    inputs: Rows  #: one row per task: source, lag in µs, source, lag …
+    order: Integers  #: int64[num_tasks], tasks in topological order
+    after: Flags  #: bool[num_tasks, num_tasks]: [t, u] is set where u comes after t, directly or not
+    component_of: Integers  #: int64[num_tasks]
+    release_us: Integers  #: int64[num_tasks]: no op of the task starts before
+    headroom_bytes: Integers  #: int64[num_ranks]: what the rank's ops may hold, or NO_LIMIT
+    grain_bytes: Integers  #: int64[num_ranks]: what the rank's ops hold is always a multiple of this
+    places: Rows  #: one row per rank: its tasks, each after those that come before it
+
+    @cached_property
+    def needed_bytes(self) -> Integers:
+        """int64[num_tasks]: what has to be free when an op of the task starts."""
+        return np.maximum(self.held_bytes, 0) + self.peak_bytes
+
+    @cached_property
+    def parents(self) -> Integers:
+        """int64[num_places]: the place's deepest ancestor on its rank, counted from the rank's first; -1: none."""
+        parents = np.full(len(self.places.values), -1, np.int64)
+        for rank, tasks in enumerate(self.places):
+            before = self.after[np.ix_(tasks, tasks)]
+            depth = before.sum(axis=0)
+            for i in np.flatnonzero(depth):
+                deepest = max(np.flatnonzero(before[:, i]), key=lambda j: (depth[j], j))
+                parents[self.places.first[rank] + i] = deepest
+        return parents
+
+    @cached_property
+    def work_us(self) -> Integers:
+        """int64[num_ranks]: duration of all of the rank's ops together."""
+        sums = np.concatenate([[0], np.cumsum((self.counts * self.durations_us)[self.places.values])])
+        return np.diff(sums[self.places.first])
 
 
-def waits(view: View, room: Room, beginning: int | None = None, alone: bool = False) -> Waits:
-    """Counted from the step's beginning, or from that of the first op of the rank `beginning`.
+@dataclass(frozen=True)
+class MemoryHeadroom:
+    """What a memory limit makes each place wait for, seen from one side; `memory_headroom.find_headroom` finds it.
 
-    `alone`: idle times of that rank only. Else they are also known of each rank that `reached` tells.
+    Row (place, task, source place, source task, a, b, c) of `arcs` says: before micro-batch k of the task starts,
+    ceil((a + b k) / c) micro-batches of the source, but no more than k, are over. The lines (a, b) of `most` and
+    `least` say: before micro-batch k of the place, the rank works at most, and at least, a + b k µs.
     """
-    heads = np.empty((int(view.counts.max(initial=1)), len(view.counts)), np.int64)
-    idle = np.zeros((len(heads), len(view.places.values)), np.int64)
-    heads[:] = view.release_us if beginning is None else NEVER
-    ranks = np.arange(len(view.places.first) - 1)
+
+    arcs_first: Integers  #: int64[num_tasks + 1]: the arcs of task t are rows `arcs_first[t]` to `arcs_first[t + 1]`
+    arcs: Integers  #: int64[num_arcs, 7]
+    most: Floats  #: float64[num_places, num_prices, 2]
+    least: Floats  #: float64[num_places, num_prices, 2]
+    frees: Flags  #: bool[num_places]: the place frees memory, or comes after a place of its rank that does
+    fill_us: Integers  #: int64[num_ranks]: the most work before the first of the rank's ops that `frees`
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Lower bounds for every order."""
+
+    heads_us: Integers  #: int64[num_microbatches, num_tasks]: from what heads are counted from to the op's start
+    idle_us: Integers  #: int64[num_microbatches, num_places]: idle time of the rank before the op
+
+
+def both_sides(problem: Problem, step_ends: bool = True, limits: bool = True) -> tuple[Side, Side]:
+    """From the beginning and from the end, with or without step ends and memory limits."""
+    num_tasks, after = len(problem.counts), problem.after
+    order = np.array(problem.topological, np.int64)
+    position = np.argsort(order)
+    headroom, grain, total = _headroom_and_grain(problem)
+    if not limits:
+        headroom[:] = NO_LIMIT
+    component_of = np.array(problem.placement.component_of, np.int64)
+    forward = Side(
+        counts=problem.counts,
+        durations_us=problem.durations_us,
+        held_bytes=problem.held_bytes,
+        peak_bytes=problem.peak_bytes,
+        inputs=problem.inputs,
+        order=order,
+        after=after,
+        component_of=component_of,
+        release_us=np.zeros(num_tasks, np.int64),
+        headroom_bytes=headroom,
+        grain_bytes=grain,
+        places=_sorted(problem.tasks_on, position),
+    )
+    backward = Side(
+        counts=problem.counts,
+        durations_us=problem.durations_us,
+        held_bytes=-problem.held_bytes,
+        peak_bytes=problem.peak_bytes,
+        inputs=problem.outputs,
+        order=order[::-1].copy(),
+        after=after.T.copy(),
+        component_of=component_of,
+        release_us=_step_end_tails(problem) if step_ends else np.zeros(num_tasks, np.int64),
+        headroom_bytes=np.where(headroom == NO_LIMIT, NO_LIMIT, headroom - total),
+        grain_bytes=grain,
+        places=_sorted(problem.tasks_on, -position),
+    )
+    return forward, backward
+
+
+def _headroom_and_grain(problem: Problem) -> tuple[Integers, Integers, Integers]:
+    """int64[num_ranks] each: the limit, the greatest common divisor of what ops hold, what is held in the end."""
+    held = problem.held_bytes
+    grain = np.array([max(int(np.gcd.reduce(held[tasks], initial=0)), 1) for tasks in problem.tasks_on], np.int64)
+    total = np.array([int((held[tasks] * problem.counts[tasks]).sum()) for tasks in problem.tasks_on], np.int64)
+    return problem.limits_bytes.copy(), grain, total
+
+
+def _sorted(tasks_on: Rows, position: Integers) -> Rows:
+    return Rows(tasks_on.first, np.concatenate([tasks[np.argsort(position[tasks])] for tasks in tasks_on]))
+
+
+def _step_end_tails(problem: Problem) -> Integers:
+    """int64[num_tasks]: what follows any op of the task: its stage's and later reductions, its rank's optimizer steps.
+
+    A rank reduces in the order in which the stages' last gradients are there, one stage after the other.
+    """
+    tails = np.zeros(len(problem.counts), np.int64)
+    ends, after = problem.step_ends, problem.after
+    for rank, here in enumerate(problem.tasks_on):
+        own = ends.of_rank(rank)
+        optimizers_us = ends.optimizers_us(rank)
+        tails[here] = np.maximum(tails[here], optimizers_us)
+        reducing = [end for end in own if len(ends.gradients_of(end))]
+        lasts = [ends.gradients_of(end)[0] for end in reducing]
+        for end, last in zip(reducing, lasts, strict=True):
+            later = after[ends.gradients_of(end)][:, lasts].all(axis=0)
+            later_us = ends.reduce_us[np.array(reducing)[later]].sum()
+            tails[last] = max(tails[last], ends.reduce_us[end] + later_us + optimizers_us)
+    return tails
+
+
+def find_heads(side: Side, headroom: MemoryHeadroom, beginning: int | None = None, alone: bool = False) -> Heads:
+    """Heads and idle times, counted from the step's beginning or from the first op of the rank `beginning`.
+
+    Args:
+        side: The problem, seen from one end.
+        headroom: What memory limits make its places wait for.
+        beginning: A rank; None counts from the beginning of the step.
+        alone: Find the idle times of the rank `beginning` only, not those of all `ranks_after` it.
+    """
+    heads = np.empty((int(side.counts.max(initial=1)), len(side.counts)), np.int64)
+    idle = np.zeros((len(heads), len(side.places.values)), np.int64)
+    heads[:] = side.release_us if beginning is None else NEVER
+    ranks = np.arange(len(side.places))
     if beginning is not None:
-        heads[:, view.tasks_on(beginning)] = 0
-        ranks = np.array([beginning]) if alone else np.flatnonzero(reached(view, beginning))
-    graph = (view.counts, view.durations_us, view.order, view.inputs.first, view.inputs.values)
-    places = (view.places.first, view.places.values, view.after, view.counts)
+        heads[:, side.places[beginning]] = 0
+        ranks = np.array([beginning]) if alone else np.flatnonzero(ranks_after(side, beginning))
+    graph = (side.counts, side.durations_us, side.order, side.inputs.first, side.inputs.values)
+    places = (side.places.first, side.places.values, side.after, side.counts)
+    arcs = (headroom.arcs_first, headroom.arcs)
     for _ in range(1 if alone else _ROUNDS):
-        _pass_on(heads, *graph, room.arcs_first, room.arcs)
-        _wait(heads, idle, ranks, *places, room.arcs_first, room.arcs, room.most, room.least, room.frees, room.fill_us)
+        _pass_on(heads, *graph, *arcs)
+        _wait(heads, idle, ranks, *places, *arcs, headroom.most, headroom.least, headroom.frees, headroom.fill_us)
     if not alone:
-        _pass_on(heads, *graph, room.arcs_first, room.arcs)
-    return Waits(heads, idle)
+        _pass_on(heads, *graph, *arcs)
+    return Heads(heads, idle)
 
 
-def reached(view: View, beginning: int) -> Flags:
-    """The ranks all of whose tasks come after one of the rank `beginning`; the rank itself is one."""
-    own = view.tasks_on(beginning)
-    after = view.after[own].any(axis=0) | (view.counts == 0)
-    ranks = np.array([bool(after[view.tasks_on(rank)].all()) for rank in range(len(view.places.first) - 1)])
+def ranks_after(side: Side, beginning: int) -> Flags:
+    """bool[num_ranks]: the ranks all of whose tasks come after one of the rank `beginning`, and that rank itself."""
+    own = side.places[beginning]
+    after = side.after[own].any(axis=0) | (side.counts == 0)
+    ranks = np.array([bool(after[tasks].all()) for tasks in side.places])
     ranks[beginning] = True
     return ranks
 
 
 @njit(cache=True)
 def _pass_on(heads, counts, durations, order, inputs_first, inputs, arcs_first, arcs):  # type: ignore[no-untyped-def]
-    """Raise heads along inputs, along the micro-batches of each task, and along the arcs of memory."""
+    """Raises heads along inputs, along the micro-batches of each task, and along the arcs of memory."""
     for k in range(len(heads)):
         for task in order:
             if k >= counts[task]:
@@ -80,7 +222,7 @@ def _pass_on(heads, counts, durations, order, inputs_first, inputs, arcs_first, 
 
 @njit(cache=True)
 def _wait(heads, idle, ranks, first, values, after, counts, arcs_first, arcs, most, least, frees, fills):  # type: ignore[no-untyped-def]
-    """Raise `idle` to head less most work before; raise heads to idle and least work before."""
+    """Raises `idle` to the head less the most work before, and heads to `idle` and the least work before."""
     num_prices = most.shape[1]
     for rank in ranks:
         at_once = at_free = -NEVER

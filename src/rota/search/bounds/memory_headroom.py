@@ -1,77 +1,52 @@
 """What a memory limit makes each op of a rank wait for, and how much the rank can work before it.
 
-Seen from one rank, the micro-batches of a step are layers, and what it has done at any time is in each layer a closed
-set of its tasks: one that contains, with a task, all that come before it. A price on memory (a Lagrange multiplier)
-parts the layers from each other, and each then takes its best closed set on its own. For this the tasks before a task
-are cut down to the deepest of them, so that they form a forest: that can only add sets, and weaken a bound.
-
-A place is a task on one of its ranks.
+Seen from one rank, the micro-batches of a step are layers. At any time, what the rank has done in a layer is a closed
+set of its tasks: a set that contains, with each task, all tasks before it. A price on memory (a Lagrange multiplier)
+separates the layers, and each layer then takes its best closed set on its own. For this, of the tasks before a task
+only the deepest is kept, so that they form a forest: that can only add sets, and so weaken a bound.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
-from rota.search.bounds.view import Flags, View
-from rota.search.problem import NO_LIMIT, Integers
+from rota.search.bounds.heads_tails import Floats, MemoryHeadroom, Side
+from rota.search.problem import NO_LIMIT
 
 _MOST_PRICES = 16
-_ROUNDING = 1e-12  # of the numbers that are added; lines are moved by as much, to the safe side
-
-Floats = NDArray[np.float64]
+_ROUNDING = 1e-12  # relative to the numbers that are added: lines are moved by this much to the safe side
 
 
-@dataclass(frozen=True)
-class Room:
-    """What memory makes each place wait for.
-
-    `arcs` rows (place, task, source place, source task, a, b, c): before micro-batch k of the task starts, ceil((a +
-    b k) / c) of the source, at most k, are over. `most[p, i]` and `least[p, i]`: lines (a, b), of which each says that
-    before micro-batch k the rank works at most, and at least, a + b k. `frees[p]`: the place frees memory, or comes
-    after one of the rank that does; before the first of these the rank works at most `fill_us`.
-    """
-
-    arcs_first: Integers
-    arcs: Integers
-    most: Floats
-    least: Floats
-    frees: Flags
-    fill_us: Integers
-
-
-def find_room(view: View) -> Room:
-    """Depends on the placement alone, not on when anything starts."""
-    prices, load = _prices(view), view.durations_us.astype(np.float64)
-    places = (view.places.first, view.places.values, view.parents, view.after, view.counts)
-    memory = (view.held_bytes, view.needed_bytes, view.room_bytes)
-    arcs = _memory_arcs(*places, view.stream, *memory)
+def find_headroom(side: Side) -> MemoryHeadroom:
+    """This depends on the placement alone, not on when anything starts."""
+    prices, load = _prices(side), side.durations_us.astype(np.float64)
+    places = (side.places.first, side.places.values, side.parents, side.after, side.counts)
+    memory = (side.held_bytes, side.needed_bytes, side.headroom_bytes)
+    arcs = _memory_arcs(*places, side.component_of, *memory)
     arcs = arcs[np.argsort(arcs[:, 1], kind="stable")]
-    first = np.searchsorted(arcs[:, 1], np.arange(len(view.counts) + 1)).astype(np.int64)
-    most = _lines(*places, view.stream, *memory, view.grain_bytes, load, prices)
-    least = -_lines(*places, view.stream, *memory, view.grain_bytes, -load, prices)
+    first = np.searchsorted(arcs[:, 1], np.arange(len(side.counts) + 1)).astype(np.int64)
+    most = _lines(*places, side.component_of, *memory, side.grain_bytes, load, prices)
+    least = -_lines(*places, side.component_of, *memory, side.grain_bytes, -load, prices)
     frees = np.zeros(len(most), np.bool_)
-    fill = _fills(*places, *memory, view.grain_bytes, load, prices, frees)
-    return Room(first, arcs, most, least, frees, fill)
+    fill = _fills(*places, *memory, side.grain_bytes, load, prices, frees)
+    return MemoryHeadroom(first, arcs, most, least, frees, fill)
 
 
-def _prices(view: View) -> Floats:
-    """For each rank prices of a byte in µs, where a part of a chain of its tasks just pays."""
-    prices = np.zeros((len(view.places.first) - 1, _MOST_PRICES))
+def _prices(side: Side) -> Floats:
+    """float64[num_ranks, _MOST_PRICES]: prices of a byte in µs at which a part of a chain of tasks just pays."""
+    prices = np.zeros((len(side.places.first) - 1, _MOST_PRICES))
     for rank in range(len(prices)):
-        if view.room_bytes[rank] == NO_LIMIT:
+        if side.headroom_bytes[rank] == NO_LIMIT:
             continue
-        first, end = int(view.places.first[rank]), int(view.places.first[rank + 1])
-        tasks, parents = view.places.values[first:end].tolist(), view.parents[first:end].tolist()
+        first, end = int(side.places.first[rank]), int(side.places.first[rank + 1])
+        tasks, parents = side.places.values[first:end].tolist(), side.parents[first:end].tolist()
         found = set()
         for i in range(len(tasks)):
             work, memory, j = 0, 0, i
             while j >= 0:
-                work += int(view.durations_us[tasks[j]])
-                memory += int(view.held_bytes[tasks[j]])
+                work += int(side.durations_us[tasks[j]])
+                memory += int(side.held_bytes[tasks[j]])
                 if work and memory:
                     found.add(work / abs(memory))
                 j = parents[j]
@@ -84,7 +59,7 @@ def _prices(view: View) -> Floats:
 
 @njit(cache=True)
 def _best_closed(weights, parents, forced, times):  # type: ignore[no-untyped-def]
-    """The largest weight of a closed set in a forest; `forced` 1: in it, -1: not. Trees count `times[root]`."""
+    """The largest weight of a closed set in a forest; `forced` 1: in it, -1: not. Trees count `times[root]` times."""
     sums = np.zeros_like(weights)
     total = weights[0] * 0
     for i in range(len(weights) - 1, -1, -1):
@@ -99,27 +74,28 @@ def _best_closed(weights, parents, forced, times):  # type: ignore[no-untyped-de
 
 
 @njit(cache=True)
-def _layer(i, tasks, after, stream, done, forced):  # type: ignore[no-untyped-def]
-    """Fill `forced` for a layer in which place i is done (2), is next (1) or is still to come (0)."""
+def _layer(i, tasks, after, component_of, done, forced):  # type: ignore[no-untyped-def]
+    """Fills `forced` for a layer in which place i is done (2), is next (1) or is still to come (0)."""
     task = tasks[i]
     for j in range(len(tasks)):
         other = tasks[j]
         forced[j] = 0
-        if stream[other] != stream[task] or (done < 2 and (j == i or after[task, other])):
+        if component_of[other] != component_of[task] or (done < 2 and (j == i or after[task, other])):
             forced[j] = -1
         elif done > 0 and (j == i or after[other, task]):
             forced[j] = 1
 
 
 @njit(cache=True)
-def _other_streams(i, tasks, stream, forced):  # type: ignore[no-untyped-def]
+def _other_components(i, tasks, component_of, forced):  # type: ignore[no-untyped-def]
+    """Fills `forced` for all layers of components other than that of place i."""
     for j in range(len(tasks)):
-        forced[j] = -1 if stream[tasks[j]] == stream[tasks[i]] else 0
+        forced[j] = -1 if component_of[tasks[j]] == component_of[tasks[i]] else 0
 
 
 @njit(cache=True)
-def _lines(first, values, all_parents, after, counts, stream, held, needed, limits, grains, load, prices):  # type: ignore[no-untyped-def]
-    """For each place and price a line (a, b): before its micro-batch k, at most a + b k of `load` is done."""
+def _lines(first, values, all_parents, after, counts, component_of, held, needed, limits, grains, load, prices):  # type: ignore[no-untyped-def]
+    """float64[num_places, num_prices, 2], lines (a, b): before micro-batch k, at most a + b k of `load` is done."""
     lines = np.zeros((len(values), prices.shape[1], 2))
     for rank in range(len(first) - 1):
         tasks, parents = values[first[rank] : first[rank + 1]], all_parents[first[rank] : first[rank + 1]]
@@ -133,13 +109,13 @@ def _lines(first, values, all_parents, after, counts, stream, held, needed, limi
             for p in range(prices.shape[1]):
                 price = prices[rank, p]
                 weights = load[tasks] - price * held[tasks]
-                _layer(i, tasks, after, stream, 2, forced)
+                _layer(i, tasks, after, component_of, 2, forced)
                 done = _best_closed(weights, parents, forced, once)
-                _layer(i, tasks, after, stream, 1, forced)
+                _layer(i, tasks, after, component_of, 1, forced)
                 now = _best_closed(weights, parents, forced, once)
-                _layer(i, tasks, after, stream, 0, forced)
+                _layer(i, tasks, after, component_of, 0, forced)
                 later = _best_closed(weights, parents, forced, once)
-                _other_streams(i, tasks, stream, forced)
+                _other_components(i, tasks, component_of, forced)
                 others = _best_closed(weights, parents, forced, times)
                 paid = price * free if price > 0 else 0.0
                 a, b = paid + now + (count - 1) * later + others, done - later
@@ -151,7 +127,7 @@ def _lines(first, values, all_parents, after, counts, stream, held, needed, limi
 
 @njit(cache=True)
 def _fills(first, values, all_parents, after, counts, held, needed, limits, grains, load, prices, frees):  # type: ignore[no-untyped-def]
-    """Mark `frees`; for each rank the most work before the first of them, all streams together."""
+    """Marks `frees`; int64[num_ranks]: the most work before the first of them, all components together."""
     fills = np.zeros(len(first) - 1, np.int64)
     for rank in range(len(first) - 1):
         tasks, parents = values[first[rank] : first[rank + 1]], all_parents[first[rank] : first[rank + 1]]
@@ -181,11 +157,11 @@ def _fills(first, values, all_parents, after, counts, held, needed, limits, grai
 
 
 @njit(cache=True)
-def _memory_arcs(first, values, all_parents, after, counts, stream, held, needed, limits):  # type: ignore[no-untyped-def]
-    """See `Room.arcs`.
+def _memory_arcs(first, values, all_parents, after, counts, component_of, held, needed, limits):  # type: ignore[no-untyped-def]
+    """int64[num_arcs, 7]: see `MemoryHeadroom.arcs`.
 
-    If only y of the source are over when micro-batch k of the task starts, then the least that is held is y P + (k - y)
-    Q + R + (count - k - 1) S, with one letter for each sort of layer: done, done but for the source, next, to come.
+    If only y of the source are over when micro-batch k of the task starts, then at least y P + (k - y) Q + R + (count -
+    k - 1) S bytes are held, with one letter for each sort of layer: done, done but for the source, next, to come.
     """
     found = []
     for rank in range(len(first) - 1):
@@ -196,16 +172,16 @@ def _memory_arcs(first, values, all_parents, after, counts, stream, held, needed
         weights, once, times = -held[tasks], np.ones(len(tasks), np.int64), counts[tasks]
         for i in range(len(tasks)):
             task = tasks[i]
-            _layer(i, tasks, after, stream, 2, forced)
+            _layer(i, tasks, after, component_of, 2, forced)
             done = _best_closed(weights, parents, forced, once)
-            _other_streams(i, tasks, stream, forced)
+            _other_components(i, tasks, component_of, forced)
             free = limits[rank] - needed[task] + _best_closed(weights, parents, forced, times)
             for j in range(len(tasks)):
                 source = tasks[j]
-                if j == i or stream[source] != stream[task] or after[source, task]:
+                if j == i or component_of[source] != component_of[task] or after[source, task]:
                     continue
                 for state in range(3):
-                    _layer(i, tasks, after, stream, state, forced)
+                    _layer(i, tasks, after, component_of, state, forced)
                     for other in range(len(tasks)):
                         if other == j or after[source, tasks[other]]:
                             forced[other] = -1

@@ -12,22 +12,22 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from rota.search.budget import Budget
+from rota.search.critical_path import CriticalPath, last_gradients
 from rota.search.exact import cpsat
 from rota.search.exact.ordering import Ordering
-from rota.search.exact.transfer_memory import Carry, Level, Point, Times
-from rota.search.exact.window import StepEnd, Window
-from rota.search.paths import Clock, last_gradients
+from rota.search.exact.transfer_memory import Carry, Level, TimePoint, Times
+from rota.search.exact.window import StepEndTimes, Window
 from rota.search.problem import NO_LIMIT, Orders, Problem
 from rota.stopping import look
 
-MOST_TIMED_OPS = 100  # up to which a span's model has all ops start as soon as possible; beyond, it is a relaxation
+MOST_TIMED_OPS = 100  # up to here all ops of a span's model start as soon as possible; larger ones are relaxations
 
 _ENDED = (cp_model.OPTIMAL, cp_model.INFEASIBLE)
 
 
 @dataclass(frozen=True)
 class Exact:
-    """Orders that are better than those given, None where none were found; and what no orders are below."""
+    """Orders that are better than those given (None: none were found), and a lower bound for all orders."""
 
     orders: Orders | None
     bound_us: int
@@ -42,19 +42,29 @@ def solve(
     seed: int = 0,
     on_better: Callable[[Orders], None] | None = None,
 ) -> Exact:
-    """Looks for orders better than `best`, and for a proof that there are none. `bound_us`: known to be none below.
+    """Looks for orders better than `best`, and for a proof that there are none.
 
-    Without `best`, and when no orders fit at all, the bound is longer than any step.
+    Args:
+        problem: The step.
+        objective: What is minimized.
+        best: The best orders known, which fit; None: none are known.
+        bound_us: A lower bound for all orders.
+        budget: What CP-SAT may spend.
+        seed: Of CP-SAT.
+        on_better: Called with the orders that were found.
+
+    Returns:
+        The orders and a lower bound. When no orders fit at all, the bound is longer than any step.
     """
-    clock = Clock(problem, objective == "span")
-    window, value_us = whole_step(clock, best)
+    critical_path = CriticalPath(problem, objective == "span")
+    window, value_us = whole_step(critical_path, best)
     horizon_us = _longest_us(problem)
     most_us = horizon_us if value_us is None else value_us - 1
-    ordering = Ordering(window, bound_us, most_us, horizon_us if clock.of_span else None)
+    ordering = Ordering(window, bound_us, most_us, horizon_us if critical_path.of_span else None)
     budget.spend(ordering.nominal_s)
     if ordering.is_impossible:
         return Exact(None, max(bound_us, most_us + 1))
-    if clock.of_span:
+    if critical_path.of_span:
         _measure_span(ordering)
     else:
         ordering.minimize()
@@ -65,68 +75,70 @@ def solve(
     bound_us = max(bound_us, ceil(solver.best_objective_bound))
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Exact(None, bound_us)
-    orders = clock.orders(ordering.rows(solver.value))
+    orders = critical_path.orders(ordering.rows(solver.value))
     if on_better is not None:
         on_better(orders)
     return Exact(orders, bound_us)
 
 
-def whole_step(clock: Clock, best: Orders | None) -> tuple[Window, int | None]:
-    """Every op, free on every rank, in the order of `best` or one micro-batch at a time; the value of `best`."""
-    problem, value_us = clock.problem, None
+def whole_step(critical_path: CriticalPath, best: Orders | None) -> tuple[Window, int | None]:
+    """(all ops in the order of `best`, or one micro-batch at a time, free on every rank; the value of `best`)."""
+    problem, value_us = critical_path.problem, None
     if best is None:
-        place = np.argsort(problem.topological)[clock.task_of]
-        sequence = np.lexsort((place, np.arange(len(place)) - problem.first_node[clock.task_of]))
+        place = np.argsort(problem.topological)[critical_path.task_of]
+        sequence = np.lexsort((place, np.arange(len(place)) - problem.first_node[critical_path.task_of]))
     else:
-        paths = clock.paths(best)
+        paths = critical_path.paths(best)
         assert paths is not None
         sequence, value_us = np.argsort(paths.starts), paths.value_us
     place_of = np.argsort(sequence)
-    rows = tuple(tuple(nodes[np.argsort(place_of[nodes])].tolist()) for nodes in clock.nodes_on)
+    rows = tuple(tuple(nodes[np.argsort(place_of[nodes])].tolist()) for nodes in critical_path.nodes_on)
     nodes = sequence.tolist()
     tails = dict.fromkeys(nodes, 0)
-    if not clock.of_span:
+    if not critical_path.of_span:
         for rank, row in enumerate(rows):
-            tails.update((node, max(tails[node], clock.optimizers(rank))) for node in row)
-    step_ends = tuple(((), 0) if clock.of_span else _step_ends(problem, rank, row) for rank, row in enumerate(rows))
+            tails.update((node, max(tails[node], critical_path.optimizer_ticks(rank))) for node in row)
+    step_ends = tuple(
+        ((), 0) if critical_path.of_span else _step_ends(problem, rank, row) for rank, row in enumerate(rows)
+    )
     is_free, levels, heads = (True,) * len(rows), (0,) * len(rows), dict.fromkeys(nodes, 0)
-    return Window(clock, tuple(nodes), rows, is_free, levels, heads, tails, step_ends), value_us
+    return Window(critical_path, tuple(nodes), rows, is_free, levels, heads, tails, step_ends), value_us
 
 
-def _step_ends(problem: Problem, rank: int, row: tuple[int, ...]) -> tuple[tuple[StepEnd, ...], int]:
-    first, after = problem.step_ends.first[rank : rank + 2].tolist()
-    ends, optimizers_us = [], 0
-    for i in range(first // 3, after // 3):
-        _, reduce_us, optimizer_us = problem.step_ends.values[3 * i : 3 * i + 3].tolist()
-        gradients = tuple(node for node in last_gradients(problem, i) if node in row)
-        ends.append(StepEnd(gradients, reduce_us))
-        optimizers_us += optimizer_us
-    return tuple(ends), optimizers_us
+def _step_ends(problem: Problem, rank: int, row: tuple[int, ...]) -> tuple[tuple[StepEndTimes, ...], int]:
+    """The rank's step ends, and the µs of its optimizer steps."""
+    ends = problem.step_ends
+    times = []
+    for end in ends.of_rank(rank):
+        gradients = tuple(node for node in last_gradients(problem, end) if node in row)
+        times.append(StepEndTimes(gradients, int(ends.reduce_us[end])))
+    return tuple(times), ends.optimizers_us(rank)
 
 
 def _longest_us(problem: Problem) -> int:
-    """No step whose ops start as soon as possible takes longer: all in a row."""
-    ends = problem.step_ends.values
-    lags = sum(lag * int(problem.counts[source]) for (source, _), lag in problem.lags_us.items())
-    return int((problem.durations_us * problem.counts).sum() + ends[1::3].sum() + ends[2::3].sum()) + lags
+    """An upper bound for a step whose ops start as soon as possible: everything in a row."""
+    ends_us = int(problem.step_ends.reduce_us.sum() + problem.step_ends.optimizer_us.sum())
+    lags_us = sum(lag * int(problem.counts[source]) for (source, _), lag in problem.lags_us.items())
+    return int((problem.durations_us * problem.counts).sum()) + ends_us + lags_us
 
 
 def find_fitting(
     problem: Problem, objective: Literal["makespan", "span"], best: Orders | None, budget: Budget, seed: int = 0
 ) -> tuple[Orders | None, bool]:
-    """(orders that are better than `best` and fit with all that transfers hold, whether it is proven to be over).
+    """(orders that are better than `best` and fit with all that transfers hold, whether the search is complete).
 
-    For a small step alone: ops start as soon as they can, as in a plan, and every level is counted. Proven is that
-    nothing better fits in which tasks do their micro-batches in order; where transfers hold bytes, others may.
+    This is for small steps: ops start as soon as they can, as in a plan, and every level is counted. A complete search
+    proves that nothing better fits in which tasks do their micro-batches in order; where transfers hold bytes, orders
+    without this may fit.
     """
-    clock = Clock(problem, objective == "span")
-    window, value_us = whole_step(clock, best)
+    critical_path = CriticalPath(problem, objective == "span")
+    window, value_us = whole_step(critical_path, best)
     horizon_us = _longest_us(problem)
     ordering = Ordering(window, 0, horizon_us if value_us is None else value_us - 1, horizon_us)
     budget.spend(ordering.nominal_s)
     if ordering.is_impossible:
         return None, True
-    if clock.of_span:
+    if critical_path.of_span:
         _measure_span(ordering)
     else:
         ordering.minimize()
@@ -134,23 +146,23 @@ def find_fitting(
     budget.spend(_count_transfers(ordering))
     status, solver = cpsat.solve(ordering.model, budget, seed)
     found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
-    return clock.orders(ordering.rows(solver.value)) if found else None, status in _ENDED
+    return critical_path.orders(ordering.rows(solver.value)) if found else None, status in _ENDED
 
 
 def _count_transfers(ordering: Ordering) -> float:
-    """Levels by time, on each rank with a limit where transfers hold bytes; the nominal seconds that this has taken."""
+    """Limits levels by time on each rank with a limit where transfers hold bytes; returns nominal seconds."""
     window, model, ticks = ordering.window, ordering.model, ordering.ticks
-    problem = window.clock.problem
+    problem = window.critical_path.problem
     longest = ordering.certain.most
     most_us = longest + max((route.duration_us for route in problem.placement.routes), default=0)
 
-    def point(time: Any) -> Point:
-        """Of a time in ticks."""
+    def point(time: Any) -> TimePoint:
+        """The point of a time in ticks."""
         if ticks == 1:
-            return Point(time, 0)
+            return TimePoint(time, 0)
         us = model.new_int_var(0, most_us, "us")
         model.add_linear_constraint(time - ticks * us, 0, ticks - 1)
-        return Point(us, 0)
+        return TimePoint(us, 0)
 
     times = Times(
         model,
@@ -178,7 +190,7 @@ def _count_transfers(ordering: Ordering) -> float:
 
 
 def _measure_span(ordering: Ordering) -> None:
-    """What is measured is the longest time from a rank's first start to its last end."""
+    """Minimizes the longest time from a rank's first start to its last end."""
     window, model = ordering.window, ordering.model
     longest = ordering.certain.most
     for tasks in window.tasks_on:
@@ -193,7 +205,7 @@ def _measure_span(ordering: Ordering) -> None:
 
 
 def _start_as_soon_as_possible(ordering: Ordering) -> None:
-    """Each op starts at 0, or when something that it waits for is there. For a span, to start later can be shorter."""
+    """Each op starts at 0, or when something that it waits for is there. A later start could make a span shorter."""
     window, model = ordering.window, ordering.model
     waits = {(a, b, lag) for a, b, lag in window.edges}
     for row in window.rows:

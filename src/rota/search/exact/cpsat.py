@@ -1,4 +1,4 @@
-"""CP-SAT as this search uses it: the same answer on every run, within a budget, ended by Ctrl-C."""
+"""How this search calls CP-SAT: the same answer on every run, within a budget, and Ctrl-C ends it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from ortools.sat.python import cp_model
 
 from rota.search.budget import Budget
 
-_S_A_UNIT = 2.0  # an ordinary machine's seconds for one unit of CP-SAT's own count of work
-_LOOK_EVERY_S = 0.05  # whether the search as a whole is over
+_S_A_UNIT = 2.0  # seconds of an ordinary machine per unit of CP-SAT's own count of work
+_LOOK_EVERY_S = 0.05  # how often to look whether the search as a whole is over
 
 
 def solve(model: cp_model.CpModel, budget: Budget, seed: int = 0) -> tuple[int, cp_model.CpSolver]:
-    """(status, solver), when the model is solved or the budget over.
+    """(status, solver), when the model is solved or the budget is used up.
 
-    One worker: what it finds depends on the count of its steps alone, and on models of this size it was the fastest.
+    With one worker, what is found depends only on the number of steps; on models of this size it was also the fastest.
     """
     solver = cp_model.CpSolver()
     parameters = solver.parameters
@@ -28,7 +28,7 @@ def solve(model: cp_model.CpModel, budget: Budget, seed: int = 0) -> tuple[int, 
     def run() -> None:
         status[0] = int(solver.solve(model))
 
-    thread = Thread(target=run, daemon=True)  # beside the main thread, which alone hears of Ctrl-C
+    thread = Thread(target=run, daemon=True)  # the main thread stays free, for only it receives Ctrl-C
     thread.start()
     while thread.is_alive():
         thread.join(_LOOK_EVERY_S)

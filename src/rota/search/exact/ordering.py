@@ -1,8 +1,8 @@
-"""A CP-SAT model that puts the ops of a window in order, exactly.
+"""A CP-SAT model that re-orders the ops of a window, exactly.
 
 Starts, no-overlap on each rank, and for two ops of a rank a literal that says which comes first (Manne, "On the
 job-shop scheduling problem", Operations Research, 1960). Memory counts these literals: before an op starts its rank
-holds what the ops before it have left. Micro-batches are in order in each task, so that the literals of two tasks
+holds what the ops before it have left there. Micro-batches are in order in each task, so that the literals of two tasks
 imply each other.
 """
 
@@ -13,22 +13,26 @@ from itertools import pairwise
 
 from ortools.sat.python import cp_model
 
-from rota.search.exact.window import Certain, StepEnd, Window
+from rota.search.exact.window import Certain, StepEndTimes, Window
 from rota.search.problem import NO_LIMIT
 from rota.stopping import look
 
-_S_A_NODE, _S_A_LITERAL = 1e-5, 2e-5  # nominal seconds to deduce what is certain, and to build the model
+_S_A_NODE, _S_A_LITERAL = (
+    1e-5,
+    2e-5,
+)  # nominal seconds per node and literal to deduce what is certain and build the model
 
 
 class Ordering:
-    """The orders of a window in which every end plus its tail is at most `end_us`, and that at most `most_us`.
+    """The orders of a window in which every end plus its tail is at most `end_us`, a variable from `least_us` on.
 
-    `is_impossible`: there are none, and no model.
+    Where there are none, `is_impossible` is set and there is no model.
     """
 
     def __init__(self, window: Window, least_us: int, most_us: int, horizon_us: int | None = None) -> None:
+        """The model for `least_us` <= `end_us` <= `most_us`; no op ends after `horizon_us` (default: `most_us`)."""
         self.window = window
-        self.ticks = window.clock.ticks
+        self.ticks = window.critical_path.ticks
         horizon = ((most_us if horizon_us is None else horizon_us) + 1) * self.ticks - 1
         self.certain = Certain(window, horizon)
         self.is_impossible = self.certain.is_impossible or least_us > most_us
@@ -53,11 +57,11 @@ class Ordering:
 
     @property
     def nominal_s(self) -> float:
-        """What making it has taken."""
+        """Nominal seconds that it costs to make the model."""
         return _S_A_NODE * len(self.window.sequence) + (0 if self.is_impossible else _S_A_LITERAL * len(self.literals))
 
     def before(self, a: int, b: int) -> cp_model.LiteralT:
-        """Whether node `a` comes before node `b`, both on one rank that is free."""
+        """Whether node `a` comes before node `b`, both on one free rank."""
         if self.certain.is_before(a, b) or self.certain.is_before(b, a):
             return int(self.certain.is_before(a, b))
         if (b, a) in self.literals:
@@ -70,7 +74,7 @@ class Ordering:
         return self.literals[a, b]
 
     def minimize(self) -> None:
-        """The end of all: each end with its tail, and the step ends."""
+        """Minimizes `end_us`: the latest of the nodes' ends with their tails, and of the step ends."""
         for node, tail in self.window.tails.items():
             self.require_end(self.ends[node] + tail)
         for ends, later_us in self.window.step_ends:
@@ -85,8 +89,8 @@ class Ordering:
                     self.require_end(self.ends[node] + follow)
         self.model.minimize(self.end_us)
 
-    def _is_later(self, end: StepEnd, other: StepEnd, by_index: bool) -> cp_model.LiteralT:
-        """Whether the last gradient of `other` comes after all of those of `end`; stages without any come first."""
+    def _is_later(self, end: StepEndTimes, other: StepEndTimes, by_index: bool) -> cp_model.LiteralT:
+        """Whether the last gradient of `other` comes after all gradients of `end`; stages without any come first."""
         if end.gradients == other.gradients:
             return int(by_index)
         if not end.gradients or not other.gradients:
@@ -97,7 +101,7 @@ class Ordering:
         return is_later
 
     def require_end(self, end: cp_model.LinearExprT) -> None:
-        """`end_us` is no earlier than `end` in ticks; the ticks of ops of no length do not fill a µs."""
+        """Requires `end_us` not to be before `end` in ticks; the ticks of ops of no duration do not fill a µs."""
         self.model.add(end < (self.end_us + 1) * self.ticks)
 
     def _add_edges(self) -> None:
@@ -114,7 +118,7 @@ class Ordering:
                 self.before(a, b)
 
     def _add_memory(self, rank: int, row: tuple[int, ...]) -> None:
-        problem = self.window.clock.problem
+        problem = self.window.critical_path.problem
         limit = int(problem.limits_bytes[rank]) - self.window.levels_bytes[rank]
         if problem.limits_bytes[rank] == NO_LIMIT:
             return
@@ -127,7 +131,7 @@ class Ordering:
                 self.model.add(sum(kept) + needed <= limit)
 
     def _add_implications(self) -> None:
-        """What comes before an op comes before its task's next one; what an op follows, so does the next one."""
+        """What comes before an op comes before its task's next op; what an op follows, its next op follows."""
         nodes_of, task_of = self.window.nodes_of, self.window.task_of
         for (a, b), literal in self.literals.items():
             if b + 1 in nodes_of[task_of[b]]:
@@ -142,7 +146,7 @@ class Ordering:
             self.model.add_implication(literal, ~self.literals[b, a])
 
     def hint(self) -> None:
-        """The rows as they are."""
+        """Hints at the rows as they are."""
         window = self.window
         times = dict(self.certain.heads)
         following: dict[int, list[tuple[int, int]]] = {node: [] for node in window.sequence}

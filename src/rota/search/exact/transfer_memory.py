@@ -1,7 +1,8 @@
 """What transfers hold: points of time in a CP-SAT model of a period or of a whole step, and a rank's level at each.
 
-A rank sends from an op's end for as long as the transfer takes, and holds what it receives from the transfer's start
-to the end of the op that reads it. Levels rise when ops start and when transfers start, so those points are looked at.
+A rank holds what it sends from the op's end for as long as the transfer lasts, and what it receives from the transfer's
+start to the end of the op that reads it. Levels rise only when ops start and when transfers start, so only these points
+count.
 """
 
 from __future__ import annotations
@@ -14,49 +15,49 @@ from ortools.sat.python import cp_model
 
 from rota.stopping import look
 
-_S_A_LITERAL = 1e-4  # nominal seconds
+_S_A_LITERAL = 1e-4  # nominal seconds per literal
 
 
-class Point(NamedTuple):
-    """A time, as an offset in the period and a round; both vary. Of a whole step, which has one round, in µs."""
+class TimePoint(NamedTuple):
+    """A time, as an offset in the period in µs and a round; both are variables. A whole step has one round."""
 
     offset: Any
     round: Any
 
 
 class Carry(NamedTuple):
-    """A transfer: `source` and `target` are nodes, `lag_us` is how long it takes."""
+    """A transfer from node `source` to node `target`, which lasts `lag_us`."""
 
     source: int
     target: int
     num_bytes: int
     lag_us: int
-    is_sent: bool  #: by the rank that is looked at, else received
+    is_sent: bool  #: the rank in question sends it; else it receives it
 
 
 @dataclass(frozen=True)
 class Times:
-    """A model's variables. `ends(node, lag_us)`: so long after the node's end; `before(a, b)`: on one rank."""
+    """A model's variables. `ends(node, lag_us)`: `lag_us` after the node's end; `before(a, b)`: both on one rank."""
 
     model: cp_model.CpModel
-    starts: Mapping[int, Point]
-    ends: Callable[[int, int], Point]
+    starts: Mapping[int, TimePoint]
+    ends: Callable[[int, int], TimePoint]
     before: Callable[[int, int], Any]
     takes_time: Callable[[int], bool]
 
 
 class Level:
-    """What a rank holds at a point: terms of CP-SAT, for nodes that do not overlap."""
+    """What a rank holds at a point of time: CP-SAT terms, for nodes that do not overlap."""
 
     def __init__(self, times: Times, nodes: Sequence[int], carries: Sequence[Carry]) -> None:
         self.nodes, self.carries = nodes, carries
         self.times, self.starts, self.before = times, times.starts, times.before
-        self._points: dict[tuple[int, int], Point] = {}
+        self._points: dict[tuple[int, int], TimePoint] = {}
         self._until: dict[tuple[int, int], Any] = {}
 
     @property
     def nominal_s(self) -> float:
-        """What making it has taken."""
+        """Nominal seconds that it costs to make the terms."""
         return _S_A_LITERAL * len(self._until)
 
     def all(self, held_bytes: Mapping[int, int], peak_bytes: Mapping[int, int]) -> Iterator[Any]:
@@ -86,14 +87,14 @@ class Level:
             level += carry.num_bytes * (begun - sent)
         return level
 
-    def later(self, node: int, lag_us: int) -> Point:
-        """So long after the node's end."""
+    def later(self, node: int, lag_us: int) -> TimePoint:
+        """The point `lag_us` after the node's end."""
         if (node, lag_us) not in self._points:
             self._points[node, lag_us] = self.times.ends(node, lag_us)
         return self._points[node, lag_us]
 
-    def is_until(self, early: Point, late: Point) -> Any:
-        """Whether `early` comes before `late` in the period, or with it."""
+    def is_until(self, early: TimePoint, late: TimePoint) -> Any:
+        """Whether `early` comes before `late` in the period, or at the same time."""
         key = id(early), id(late)
         if key not in self._until:
             model = self.times.model
@@ -106,7 +107,7 @@ class Level:
 
 @dataclass(frozen=True)
 class _AtStart:
-    """When `node` starts: what ended until then has ended, and other ops of the rank do not run."""
+    """The point where `node` starts: earlier ops of the rank have ended, and no other op of it runs."""
 
     level: Level
     node: int
@@ -117,13 +118,13 @@ class _AtStart:
     def ended(self, node: int) -> Any:
         return (0 if node == self.node else self.level.before(node, self.node)) - self.level.starts[node].round
 
-    def passed(self, point: Point) -> Any:
+    def passed(self, point: TimePoint) -> Any:
         return self.level.is_until(point, self.level.starts[self.node]) - point.round
 
 
 @dataclass(frozen=True)
 class _AtEnd:
-    """When `node` has ended and what it made is sent. Where that is in the next period, all has come once less."""
+    """The point where `node` has ended and its result is sent. In the next period, everything has come once less."""
 
     level: Level
     node: int
@@ -136,23 +137,23 @@ class _AtEnd:
     def ended(self, node: int) -> Any:
         return self.started(node)
 
-    def passed(self, point: Point) -> Any:
+    def passed(self, point: TimePoint) -> Any:
         here = self.level.later(self.node, 0)
         return (1 if point is here else self.level.is_until(point, here)) - point.round
 
 
 @dataclass(frozen=True)
 class _Elsewhere:
-    """When `node`, of another rank or of no time, has ended and its transfer starts; the rank may do anything then.
+    """The point where `node`, of another rank or of no duration, has ended and its transfer starts.
 
-    At one instant, transfers start before ops do.
+    The rank may do anything then. At one instant, transfers start before ops do.
     """
 
     level: Level
     node: int
 
     @property
-    def here(self) -> Point:
+    def here(self) -> TimePoint:
         return self.level.later(self.node, 0)
 
     def started(self, node: int) -> Any:
@@ -165,5 +166,5 @@ class _Elsewhere:
             return self.passed(end)
         return 1 - self.level.is_until(self.here, end) - end.round  # at one instant, transfers start first
 
-    def passed(self, point: Point) -> Any:
+    def passed(self, point: TimePoint) -> Any:
         return (1 if point is self.here else self.level.is_until(point, self.here)) - point.round

@@ -1,24 +1,35 @@
-"""Local search, round after round, each one longer: on what list scheduling is told, then on the orders themselves."""
+"""Local search, round after round, each one longer: on the policies of list scheduling, then on the orders themselves.
+
+A policy says when tasks would like to start, how patient ranks are, and what they may hold. A change of it moves whole
+rows of ops at once, on many ranks, where moving one op would only make it late.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rota.search.budget import NOMINAL_OPS_PER_S, Budget
+from rota.search.dispatching import OPS_A_DISPATCH, Dispatcher, busiest_us, from_starts, heads_us
 from rota.search.local.moves import State, anneal
-from rota.search.local.policies import Climb, Key
-from rota.search.problem import Orders, Problem
-from rota.search.timing import Score, StepEnds, score
+from rota.search.problem import Integers, Orders, Problem
+from rota.search.timing import Score, score
 from rota.stopping import Stopped
 
 _CHUNK = NOMINAL_OPS_PER_S // 20  # ops timed between two looks at the budget
-_FIRST_ROUND = 600  # times the ops of the problem: how many are timed in the first round's annealing
+_FIRST_ROUND = 600  # times the ops of the problem: ops timed in the first round's annealing
 _CLIMB_PART = 0.5  # of that for policies
-_HEATS = (0.1, 0.3)  # by turns: how many mean ops longer a move may readily make it at first
+_HEATS = (0.1, 0.3)  # in turn: by how many mean ops a move may readily lengthen the step at first
+_SPREADS = (1.6, 1.3, 2.0, 1.0, 3.0, 0.7)  # how much longer a micro-batch may last than it has to
+_PATIENCES = (2.0, 1.0, 0.5, 0.25, 0.0)
+
+Objectives = tuple[int, int]  #: µs of the objective, then of the other one of makespan and span
 
 
 def improve(
@@ -30,9 +41,19 @@ def improve(
     seed: int = 0,
     on_better: Callable[[Orders, Score], None] | None = None,
 ) -> Orders:
-    """The best orders found until the budget is over or the objective at its bound; at least as good as `orders`.
+    """Local search until the budget is used up or the objective is at its bound.
 
-    `orders` must fit and have no cycle; so do all that are found. Of equal objective, the other one counts.
+    Args:
+        problem: The step.
+        orders: Where to begin. They fit and have no cycle; so do all orders that are found.
+        objective: What is minimized; where it is equal, the other one counts.
+        bound_us: A lower bound for it.
+        budget: What the search may spend.
+        seed: Of all random choices.
+        on_better: Called with every better order.
+
+    Returns:
+        The best orders found, or `orders`.
     """
     search = _Improvement(problem, orders, objective == "span", budget, seed, bound_us, on_better)
     with suppress(Stopped):
@@ -41,7 +62,7 @@ def improve(
 
 
 class _Improvement:
-    """The best so far. In each round policies, then annealing of what they found, if that is new, and of the best."""
+    """The best so far. Each round tries policies, then anneals what they found, if that is new, and the best."""
 
     def __init__(
         self,
@@ -60,11 +81,11 @@ class _Improvement:
         self.best = orders
         timed = score(problem, orders)
         assert timed is not None
-        self.key: Key = (timed.span_us, timed.makespan_us) if is_span else (timed.makespan_us, timed.span_us)
+        self.key: Objectives = (timed.span_us, timed.makespan_us) if is_span else (timed.makespan_us, timed.span_us)
         self.mean_us = float((problem.counts * problem.durations_us).sum() / problem.counts.sum())
         self.climb = Climb(problem, is_span, seed)
         self.tables, self.memory = self.climb.dispatcher.tables, self.climb.dispatcher.memory
-        self.step_ends = StepEnds.of(problem)
+        self.step_ends = problem.step_ends
         self.state = State.of(problem, orders, seed)
 
     @property
@@ -92,8 +113,8 @@ class _Improvement:
             if self.climb.orders is not None and self.climb.key is not None and self.climb.key < self.key:
                 self._take(self.climb.orders, self.climb.key)
 
-    def _anneal(self, orders: Orders, key: Key, most_work: int, heat: float) -> None:
-        """In chunks, cooling down to 0."""
+    def _anneal(self, orders: Orders, key: Objectives, most_work: int, heat: float) -> None:
+        """Anneals in chunks, cooling down to 0."""
         state, best, done = self.state, np.array(key, np.int64), 0
         state.orders[:] = state.best[:] = orders
         while done < most_work and not self.is_over:
@@ -106,7 +127,82 @@ class _Improvement:
             if tuple(best) < self.key:
                 self._take(state.best.copy(), (int(best[0]), int(best[1])))
 
-    def _take(self, orders: Orders, key: Key) -> None:
+    def _take(self, orders: Orders, key: Objectives) -> None:
         self.best, self.key = orders, key
         if self.on_better:
             self.on_better(orders, Score(*(key[::-1] if self.is_span else key)))
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Task t would like to start its k-th op at `starts_us[t]` + k · `period_us`; see `Dispatcher` for the rest."""
+
+    starts_us: NDArray[np.float64]  #: float64[num_tasks]
+    period_us: float
+    patience: float
+    limits_bytes: Integers  #: int64[num_ranks]
+
+
+class Climb:
+    """Hill climbing on policies: the best of some plain ones, then changes of it that are no worse."""
+
+    def __init__(self, problem: Problem, is_span: bool, seed: int) -> None:
+        self.problem = problem
+        self.is_span = is_span
+        self.random = np.random.default_rng(seed)
+        self.dispatcher = Dispatcher(problem)
+        self.largest_held_bytes = _largest_held_bytes(problem)
+        self.period_us = busiest_us(problem)
+        self.plain = self._plain()
+        self.policy = next(self._plain())
+        self.key: Objectives | None = None
+        self.orders: Orders | None = None
+
+    @property
+    def work_a_try(self) -> int:
+        """How many ops could be timed instead."""
+        return OPS_A_DISPATCH * int(self.problem.first_op[-1])
+
+    def try_one(self) -> None:
+        """Tries the next plain policy; when there are no more, a change of the best."""
+        policy = next(self.plain, None) or self._changed()
+        priorities = from_starts(self.problem, policy.starts_us, policy.period_us)
+        orders = self.dispatcher(priorities, policy.patience, policy.limits_bytes)
+        timed = None if orders is None else score(self.problem, orders)
+        if timed is None:
+            return
+        key = (timed.span_us, timed.makespan_us) if self.is_span else (timed.makespan_us, timed.span_us)
+        if self.key is None or key <= self.key:
+            self.policy, self.key, self.orders = policy, key, orders
+
+    def _plain(self) -> Iterator[Policy]:
+        """Tasks that nothing waits for come last of all, or when their turn comes."""
+        problem = self.problem
+        heads = heads_us(problem).astype(np.float64)
+        is_read = problem.outputs.first[1:] > problem.outputs.first[:-1]
+        last = 4 * heads.max(initial=0) + self.period_us * problem.num_microbatches
+        for put_off, spread, patience in product((0.0,) if is_read.all() else (last, 0.0), _SPREADS, _PATIENCES):
+            yield Policy(spread * heads + put_off * ~is_read, self.period_us, patience, problem.limits_bytes)
+
+    def _changed(self) -> Policy:
+        """Changes the patience, the starts of some adjacent tasks, or what one rank may hold."""
+        policy, random = self.policy, self.random
+        what = random.integers(4)
+        if what == 0:
+            return replace(policy, patience=max(0.0, policy.patience + 0.3 * random.normal()))
+        if what == 1:
+            limits = policy.limits_bytes.copy()
+            rank = random.integers(len(limits))
+            more = self.largest_held_bytes[rank] * random.integers(-2, 3)
+            limits[rank] = min(self.problem.limits_bytes[rank], limits[rank] + more)
+            return replace(policy, limits_bytes=limits)
+        starts = policy.starts_us.copy()
+        first = random.integers(len(starts))
+        num_tasks = 1 if what == 2 else random.integers(1, self.problem.placement.num_ranks + 1)
+        starts[first : first + num_tasks] += self.period_us * random.normal() * (2 if what == 2 else 1)
+        return replace(policy, starts_us=starts)
+
+
+def _largest_held_bytes(problem: Problem) -> Integers:
+    """int64[num_ranks]: the most that one op keeps."""
+    return np.array([problem.held_bytes[tasks].max(initial=0) for tasks in problem.tasks_on], np.int64)

@@ -1,9 +1,9 @@
-"""Local search on the ranks' orders, compiled: move an op of the critical path, time anew what follows, keep or undo.
+"""Local search on the ranks' orders, compiled: move an op of the critical path, time what follows again, keep or undo.
 
 Critical blocks as in Nowicki and Smutnicki, "A Fast Taboo Search Algorithm for the Job Shop Problem", 1996: as long as
 the ops that follow each other without a gap on the longest path stay the same blocks with the same ends, nothing gets
-faster; so an op moves to its block's border, or beyond. Accepted as in Kirkpatrick et al., "Optimization by Simulated
-Annealing", 1983: whatever takes no longer, and ever less of the rest.
+faster. So an op moves to the border of its block, or further. Moves are accepted as in Kirkpatrick et al.,
+"Optimization by Simulated Annealing", 1983: all that make nothing longer, and fewer and fewer of the others.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from rota.search.problem import Integers, Orders, Problem
 from rota.search.timing import measure, replay
 
 _NO_LATEST = 1 << 61
-_BEYOND = 3  # how many places beyond its block an op may go
+_BEYOND = 3  # by how many places an op may leave its block
 
 
 class State(NamedTuple):
-    """Orders and their times, kept alike by all functions here."""
+    """Orders and their times, for compiled loops; all functions here keep them consistent."""
 
-    orders: Orders
-    indexes: Integers  #: beside `orders`: which of its task's ops each one is
-    places: Integers  #: where in `orders` an op is: on its task's i-th rank, `first_place[first_rank[task] + i] + k`
-    first_place: Integers
-    starts_us: Integers  #: by node
-    kept_us: Integers  #: the same, to go back to
-    work_us: Integers  #: of each rank
-    began: Integers  #: how many ops of each task were timed when `retime` began …
-    started: Integers  #: … and when it ended
-    best: Orders
-    random: NDArray[np.uint64]  #: the generator's state, one word
+    orders: Orders  #: int32[num_ops]
+    indexes: Integers  #: int64[num_ops], beside `orders`: which of its task's ops each one is
+    #: int64[...]: where in `orders` an op is: of its task's i-th rank, `places[first_place[first_rank[task] + i] + k]`.
+    places: Integers
+    first_place: Integers  #: int64[len(Tables.ranks) + 1]
+    starts_us: Integers  #: int64[num_ops], per node
+    kept_us: Integers  #: int64[num_ops]: the same before a move, to go back to
+    work_us: Integers  #: int64[num_ranks]
+    began: Integers  #: int64[num_tasks]: how many ops of the task were timed when `retime` began …
+    started: Integers  #: int64[num_tasks]: … and when it ended
+    best: Orders  #: int32[num_ops]
+    random: NDArray[np.uint64]  #: uint64[1]: state of the generator
 
     @classmethod
     def of(cls, problem: Problem, orders: Orders, seed: int) -> State:
-        counts, on, work = problem.counts, problem.tasks_on, problem.counts * problem.durations_us
-        works = [work[on.values[a:b]].sum() for a, b in zip(on.first[:-1], on.first[1:], strict=True)]
+        counts, work = problem.counts, problem.counts * problem.durations_us
+        works = [work[tasks].sum() for tasks in problem.tasks_on]
         sizes = np.repeat(counts, np.diff(problem.ranks.first))
         first_place = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
@@ -63,7 +64,7 @@ class State(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def draw(random, below):  # type: ignore[no-untyped-def]
-    """A whole number from 0 to `below` - 1. Marsaglia's xorshift, 2003, and a multiplication after it."""
+    """A whole number from 0 to `below` - 1: Marsaglia's xorshift, 2003, followed by a multiplication."""
     x = random[0]
     x ^= x >> np.uint64(12)
     x ^= x << np.uint64(25)
@@ -74,7 +75,7 @@ def draw(random, below):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def anneal(tables, step_ends, memory, state, best_score, is_span, heats_us, most_work, stop_at_us):  # type: ignore[no-untyped-def]
-    """Moves until `most_work` ops were timed, the heat going from the first to the second of `heats_us`.
+    """Tries moves until `most_work` ops were timed, while the heat goes from the first to the second of `heats_us`.
 
     Leaves better orders in `state.best` and their (objective, other) in `best_score`; returns the work done.
     """
@@ -129,14 +130,14 @@ def anneal(tables, step_ends, memory, state, best_score, is_span, heats_us, most
 
 @njit(cache=True, nogil=True)
 def rate(tables, step_ends, state, is_span):  # type: ignore[no-untyped-def]
-    """The objective, and the other one."""
+    """(objective, other one), in µs."""
     makespan, span = measure(tables, step_ends, state.orders, state.starts_us)
     return (span, makespan) if is_span else (makespan, span)
 
 
 @njit(cache=True, nogil=True)
 def index(tables, state, rank):  # type: ignore[no-untyped-def]
-    """Brings `indexes` and `places` of a rank up to date."""
+    """Updates `indexes` and `places` of a rank."""
     counts = np.zeros(len(tables.durations_us), np.int64)
     for at in range(tables.first_op[rank], tables.first_op[rank + 1]):
         task = state.orders[at]
@@ -159,7 +160,7 @@ def end_at(tables, state, at):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def place_for(at, first, end, way, beyond):  # type: ignore[no-untyped-def]
-    """The next place, or before or after the block."""
+    """Where the op at `at` goes: to the next place, or to before or after its block."""
     if way == 0:
         return at + 1
     return first - beyond if way == 1 else end - 1 + beyond
@@ -167,7 +168,7 @@ def place_for(at, first, end, way, beyond):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def shift(orders, at, to):  # type: ignore[no-untyped-def]
-    """Moves an op, and those between by one; False if that changes nothing."""
+    """Moves an op, and all ops between by one place; False if that changes nothing."""
     task, step, differs = orders[at], 1 if to > at else -1, False
     for i in range(at, to, step):
         differs |= orders[i + step] != task
@@ -180,7 +181,7 @@ def shift(orders, at, to):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def repair(tables, memory, state, rank, low):  # type: ignore[no-untyped-def]
-    """From `low` on, ops that free come sooner where memory asks for it. False if that is not enough."""
+    """From `low` on, moves ops that free memory forward where memory requires it. False if that is not enough."""
     orders, held_bytes, end = state.orders, memory.held_bytes, tables.first_op[rank + 1]
     done, level = np.zeros(len(tables.durations_us), np.int64), np.int64(0)
     for i in range(tables.first_op[rank], end):
@@ -215,7 +216,7 @@ def may_follow(tables, memory, rank, task, done, level):  # type: ignore[no-unty
 
 @njit(cache=True, nogil=True)
 def retime(tables, state, since, opens_us, most_us):  # type: ignore[no-untyped-def]
-    """Times all that started at `since` or later; whether it ended, no rank later than `most_us` after it opens."""
+    """Times all ops from `since` on: (whether all ranks end within `most_us` after `opens_us`, ops timed)."""
     num_ranks, num_timed = len(tables.first_op) - 1, np.int64(0)
     for task in range(len(tables.durations_us)):
         first, end = tables.first_node[task], tables.first_node[task + 1]
@@ -248,7 +249,7 @@ def settle(tables, state, is_kept):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def find_blocks(tables, state, is_span, blocks):  # type: ignore[no-untyped-def]
-    """Fills `blocks` with (rank, first, end) of the longest path, last to first, and returns how many there are."""
+    """Fills `blocks` with (rank, first, end) of the longest path, last to first, and returns their number."""
     first_op = tables.first_op
     longest, rank = np.int64(-1), 0
     for r in range(len(first_op) - 1):
@@ -270,7 +271,7 @@ def find_blocks(tables, state, is_span, blocks):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def waited_for(tables, state, at):  # type: ignore[no-untyped-def]
-    """Rank and place of what a block's first op waited for, an input or another of its ranks; (-1, -1): nothing."""
+    """(rank, place) of what a block's first op waited for: an input or another of its ranks; (-1, -1): nothing."""
     task, k, start = state.orders[at], state.indexes[at], start_at(tables, state, at)
     if start == 0:
         return np.int64(-1), np.int64(-1)

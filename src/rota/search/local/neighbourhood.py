@@ -1,8 +1,8 @@
 """Large-neighbourhood search (Shaw, "Using constraint programming and local search methods", CP 1998).
 
-All orders stay, but for the ops of a window of time, on some ranks that are next to each other. CP-SAT puts these into
-a better order, exactly and under the memory limit. Ways into the window are heads, ways out of it tails: what brings
-all its ends forward ends the step earlier.
+All orders stay, except for the ops of a window of time on some adjacent ranks. CP-SAT puts these into a better order,
+exactly and under the memory limit. Paths into the window are heads, paths out of it are tails: what makes all its ends
+earlier ends the step earlier.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from rota.search.budget import Budget
+from rota.search.critical_path import CriticalPath, Paths, last_gradients
 from rota.search.exact import cpsat
 from rota.search.exact.ordering import Ordering
-from rota.search.exact.window import StepEnd, Window
-from rota.search.paths import Clock, Paths, last_gradients
+from rota.search.exact.window import StepEndTimes, Window
 from rota.search.problem import Orders, Problem
 from rota.stopping import Stopped
 
-_FIRST_SIZE, _LEAST_SIZE, _MOST_SIZE = 60, 20, 400  # ops that a window may put in order
-_OPS_A_RANK = 12  # in a window, or there is little to exchange: with many ranks only some are free
+_FIRST_SIZE, _LEAST_SIZE, _MOST_SIZE = 60, 20, 400  # ops of a window that are re-ordered
+_OPS_A_RANK = 12  # of a window on average; with fewer there is little to exchange, so only some ranks are free
 _WINDOW_S = 1.0  # nominal seconds for one window
 _GROW, _SHRINK = 1.06, 0.9  # the size, after a window that was easy, and after one that was too hard
 
@@ -37,26 +37,36 @@ def improve(
     seed: int = 0,
     on_better: Callable[[Orders], None] | None = None,
 ) -> Orders:
-    """The best orders found until the budget is over or the objective at its bound; at least as good as `orders`.
+    """Re-orders one window after the other, until the budget is used up or the objective is at its bound.
 
-    `orders` must fit and have no cycle; so do all that are found.
+    Args:
+        problem: The step.
+        orders: Where to begin. They fit and have no cycle; so do all orders that are found.
+        objective: What is minimized.
+        bound_us: A lower bound for it.
+        budget: What the search may spend.
+        seed: Of the choice of windows, and of CP-SAT.
+        on_better: Called with every better order.
+
+    Returns:
+        The best orders found, or `orders`.
     """
-    clock, turn, size = Clock(problem, objective == "span"), Random(seed), float(_FIRST_SIZE)
-    paths = clock.paths(orders)
+    critical_path, turn, size = CriticalPath(problem, objective == "span"), Random(seed), float(_FIRST_SIZE)
+    paths = critical_path.paths(orders)
     assert paths is not None
     while paths.value_us > bound_us and not budget.is_over:
         budget.spend_ops(len(orders))  # to find the window
         share = budget.share(_WINDOW_S)
-        window = window_at(clock, paths, *_choose(clock, paths, int(size), turn))
+        window = window_at(critical_path, paths, *_choose(critical_path, paths, int(size), turn))
         try:
             status, rows = reorder(window, bound_us, paths.value_us - 1, share, turn.randrange(1 << 30))
         except Stopped:
             break
         if rows is not None:
-            better = clock.orders(_replaced(paths, window, rows))
-            found = clock.paths(better)
+            better = critical_path.orders(_replaced(paths, window, rows))
+            found = critical_path.paths(better)
             assert found is not None
-            if found.value_us < paths.value_us:  # a span may have grown elsewhere: see `Clock.paths`
+            if found.value_us < paths.value_us:  # a span may have grown elsewhere: see `CriticalPath.paths`
                 orders, paths = better, found
                 if on_better is not None:
                     on_better(orders)
@@ -70,7 +80,7 @@ def improve(
 def reorder(
     window: Window, least_us: int, most_us: int, budget: Budget, seed: int
 ) -> tuple[int, list[list[int]] | None]:
-    """(status of CP-SAT, the window's rows in an order that ends by `most_us`, or None where none was found)"""
+    """(status of CP-SAT, the window's rows in an order that ends by `most_us`, or None where none was found)."""
     ordering = Ordering(window, least_us, most_us)
     budget.spend(ordering.nominal_s)
     if ordering.is_impossible:
@@ -82,9 +92,9 @@ def reorder(
     return status, ordering.rows(solver.value) if found else None
 
 
-def _choose(clock: Clock, paths: Paths, size: int, turn: Random) -> tuple[int, int, list[bool]]:
-    """Begin and end in ticks, and which ranks are free: `size` ops where a rank idles, or nothing can be gained."""
-    rank, at = _idle(clock, paths, turn)
+def _choose(critical_path: CriticalPath, paths: Paths, size: int, turn: Random) -> tuple[int, int, list[bool]]:
+    """(begin, end, which ranks are free), in ticks: `size` ops around an idle time, where there is time to gain."""
+    rank, at = _idle(critical_path, paths, turn)
     num_ranks = len(paths.rows)
     width = min(max(size // _OPS_A_RANK, 2), num_ranks)
     first = min(max(rank - turn.randrange(width), 0), num_ranks - width)
@@ -96,26 +106,26 @@ def _choose(clock: Clock, paths: Paths, size: int, turn: Random) -> tuple[int, i
     return int(starts[begin]), int(starts[last]) + 1, [r in free for r in range(num_ranks)]
 
 
-def _idle(clock: Clock, paths: Paths, turn: Random) -> tuple[int, int]:
-    """A rank, and the start of its op after an idle time; long ones are likelier. After the last op: that op's."""
+def _idle(critical_path: CriticalPath, paths: Paths, turn: Random) -> tuple[int, int]:
+    """(rank, start of its op after an idle time, or of its last op); long idle times are more likely."""
     rank = turn.choice([r for r, row in enumerate(paths.rows) if len(row)])
     starts = paths.starts[paths.rows[rank]]
-    ends = starts + clock.lengths[clock.task_of[paths.rows[rank]]]
-    over = max(paths.value_us * clock.ticks, int(ends[-1]))
+    ends = starts + critical_path.lengths[critical_path.task_of[paths.rows[rank]]]
+    over = max(paths.value_us * critical_path.ticks, int(ends[-1]))
     idle = np.cumsum(np.append(starts, over) - np.insert(ends, 0, 0))
     place = int(np.searchsorted(idle, turn.random() * idle[-1], side="right"))
     return rank, int(starts[min(place, len(starts) - 1)])
 
 
-def window_at(clock: Clock, paths: Paths, begin: int, end: int, is_free: Sequence[bool]) -> Window:
-    """The ops that start from `begin` on and before `end` (ticks)."""
-    problem, starts, tails_of, lengths = clock.problem, paths.starts, paths.tails, clock.lengths
+def window_at(critical_path: CriticalPath, paths: Paths, begin: int, end: int, is_free: Sequence[bool]) -> Window:
+    """The window of all ops that start from `begin` on and before `end`, in ticks."""
+    problem, starts, tails_of, lengths = critical_path.problem, paths.starts, paths.tails, critical_path.lengths
     rows, levels, step_ends = [], [], []
     heads: dict[int, int] = {}
     tails: dict[int, int] = {}
     for rank, row in enumerate(paths.rows):
         first, after = np.searchsorted(starts[row], (begin, end))
-        nodes, tasks = row[first:after].tolist(), clock.task_of[row]
+        nodes, tasks = row[first:after].tolist(), critical_path.task_of[row]
         head = int(starts[row[first - 1]] + lengths[tasks[first - 1]]) if first else 0
         tail = int(lengths[tasks[after]] + tails_of[row[after]] if after < len(row) else paths.after[rank])
         for node in nodes:
@@ -124,35 +134,37 @@ def window_at(clock: Clock, paths: Paths, begin: int, end: int, is_free: Sequenc
         rows.append(tuple(nodes))
         levels.append(int(problem.held_bytes[tasks[:first]].sum()))
         step_ends.append(_step_ends_in(problem, paths.step_ends[rank], first, after, nodes))
-    _add_ways(clock, paths, heads, tails)
+    _add_paths(critical_path, paths, heads, tails)
     sequence = sorted(heads, key=starts.__getitem__)
-    return Window(clock, tuple(sequence), tuple(rows), tuple(is_free), tuple(levels), heads, tails, tuple(step_ends))
+    return Window(
+        critical_path, tuple(sequence), tuple(rows), tuple(is_free), tuple(levels), heads, tails, tuple(step_ends)
+    )
 
 
 def _step_ends_in(
     problem: Problem, step_ends: Sequence[tuple[int, int]], first: int, after: int, nodes: Sequence[int]
-) -> tuple[tuple[StepEnd, ...], int]:
-    """Those with their last gradients at places `first` to `after`, and the time of what follows them."""
+) -> tuple[tuple[StepEndTimes, ...], int]:
+    """Those with their last gradients at positions `first` to `after` of the row, and the µs of what follows them."""
     ends, later_us = [], 0
     for place, end in step_ends:
-        _, reduce_us, optimizer_us = problem.step_ends.values[3 * end : 3 * end + 3].tolist()
-        later_us += optimizer_us
+        reduce_us = int(problem.step_ends.reduce_us[end])
+        later_us += int(problem.step_ends.optimizer_us[end])
         if place >= after:
             later_us += reduce_us
         elif place >= first:
             gradients = tuple(node for node in last_gradients(problem, end) if node in nodes)
-            ends.append(StepEnd(gradients, reduce_us))
+            ends.append(StepEndTimes(gradients, reduce_us))
     return tuple(ends), later_us
 
 
-def _add_ways(clock: Clock, paths: Paths, heads: dict[int, int], tails: dict[int, int]) -> None:
-    """Data that comes into the window, and that goes out of it."""
-    first, starts, tails_of = clock.problem.first_node.tolist(), paths.starts, paths.tails
-    lengths, ticks = clock.lengths.tolist(), clock.ticks
-    tasks = clock.task_of[list(heads)].tolist()
+def _add_paths(critical_path: CriticalPath, paths: Paths, heads: dict[int, int], tails: dict[int, int]) -> None:
+    """Raises heads by data that comes into the window, and tails by data that leaves it."""
+    first, starts, tails_of = critical_path.problem.first_node.tolist(), paths.starts, paths.tails
+    lengths, ticks = critical_path.lengths.tolist(), critical_path.ticks
+    tasks = critical_path.task_of[list(heads)].tolist()
     outgoing: dict[int, list[tuple[int, int]]] = {}
     incoming: dict[int, list[tuple[int, int]]] = {}
-    for (source, target), lag in clock.problem.lags_us.items():
+    for (source, target), lag in critical_path.problem.lags_us.items():
         outgoing.setdefault(source, []).append((target, lag * ticks))
         incoming.setdefault(target, []).append((source, lag * ticks))
     for node, task in zip(list(heads), tasks, strict=True):
@@ -167,7 +179,7 @@ def _add_ways(clock: Clock, paths: Paths, heads: dict[int, int], tails: dict[int
 
 
 def _replaced(paths: Paths, window: Window, rows: list[list[int]]) -> list[list[int]]:
-    """All nodes of each rank, the window's in their new order."""
+    """All nodes of each rank in order, with the window's in their new order."""
     result = []
     for old, before, row in zip(paths.rows, window.rows, rows, strict=True):
         nodes: list[int] = old.tolist()

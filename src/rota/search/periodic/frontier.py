@@ -11,39 +11,52 @@ from rota.errors import SearchError
 from rota.placement import Placement
 from rota.search.bounds.memory_bounds import least_memory, period_bound
 from rota.search.budget import Budget
-from rota.search.periodic.steady_search import SteadyResult, find_steady
+from rota.search.periodic.steady import SteadyResult, find_steady
 from rota.search.problem import Problem
 from rota.search.validation import refuse_wrong_curve, refuse_wrong_options, seconds_of
 from rota.stopping import ended_by_ctrl_c, guarded, watched
 
 _MOST_POINTS = 64
-_HOPE = 0.1  # that a range where both ends are as fast has something better between them
+_HOPE = 0.1  # weight of the chance that a range whose ends are equally fast has something better in between
 
 
 @dataclass(frozen=True)
 class Point:
-    """With `limit_bytes` on every rank a micro-batch takes `us_per_microbatch`, and no less than `bound_us`."""
+    """What one memory limit allows.
+
+    Attributes:
+        limit_bytes: The limit of every rank.
+        us_per_microbatch: Time per micro-batch in the best steady state found.
+        bound_us: A lower bound for it.
+        peak_bytes: Most bytes held, by the rank that holds most.
+        result: The steady state.
+    """
 
     limit_bytes: int
     us_per_microbatch: Fraction
     bound_us: Fraction
-    peak_bytes: int  #: of the rank that holds most
+    peak_bytes: int
     result: SteadyResult
 
 
 @dataclass(frozen=True)
 class Frontier:
-    """Points of rising limit, each faster than those before; no steady state within `bounds[i][0]` bytes a rank takes
-    less µs a micro-batch than `bounds[i][1]`. `untried`: ranges of limits that the time was too short for.
+    """The curve of memory limit against period.
+
+    Attributes:
+        points: Points of rising limit, each faster than those before.
+        bounds: (limit in bytes per rank, µs per micro-batch): no steady state within the limit takes less time.
+        untried: Ranges of limits in bytes that there was no time for.
+        stopped_by: Ctrl-C, or an error of `progress`; empty if the search ended by itself.
     """
 
     points: tuple[Point, ...]
     bounds: tuple[tuple[int, Fraction], ...]
     untried: tuple[tuple[int, int], ...]
-    stopped_by: str = ""  #: Ctrl-C, or an error of `progress`
+    stopped_by: str = ""
 
     def to_text(self) -> str:
-        """One line a point."""
+        """One line per point."""
         lines = ["memory of a rank   time a micro-batch   at least   over the fastest"]
         least = float(self.points[-1].us_per_microbatch)
         for point in self.points:
@@ -66,12 +79,25 @@ def find_frontier(
     deterministic: bool = False,
     progress: Callable[[Point], None] | None = None,
 ) -> Frontier:
-    """The curve of memory limit against period: from the least memory in which a micro-batch fits to where the busiest
-    rank's work is met. The placement's own limits do not count.
+    """The curve of memory limit against period, from the least memory that one micro-batch needs to where the busiest
+    rank never idles.
 
-    Only limits that ops can reach are tried, most promising first, until nothing can be better or the time is up.
-    `microbatches_per_period` None: one and more, as tight memory needs. `deterministic` as in `find_plan`; Ctrl-C
-    ends it with the points so far, and so does an error that `progress` raises, of which is warned. Raises SearchError.
+    Only limits that ops can reach are tried, most promising first, until nothing can be better or the time is up. The
+    placement's own limits do not count. Ctrl-C ends the search with the points so far.
+
+    Args:
+        placement: The tasks of one micro-batch, and the cluster.
+        time_limit_s: How long to search, in seconds.
+        microbatches_per_period: Of each data stream; None tries one and more, which tight memory needs.
+        seed: Of all random choices.
+        deterministic: As in `find_plan`.
+        progress: Called with each point. An error that it raises ends the search like Ctrl-C, with a warning.
+
+    Returns:
+        The points found, and bounds for all limits tried.
+
+    Raises:
+        SearchError: An argument is invalid, or no steady state was found.
     """
     refuse_wrong_curve(placement, microbatches_per_period)
     refuse_wrong_options(seed, progress)
@@ -111,7 +137,7 @@ class _Curve:
         return Frontier(tuple(rising), bounds, tuple(untried), self.budget.stopped_by)
 
     def _fill(self, limits: list[int]) -> list[tuple[int, int]]:
-        """Halves the range that promises most, again and again; those that the time was too short for."""
+        """Halves the most promising range, again and again; returns the ranges that there was no time for."""
         ranges = [(0, len(limits) - 1)]
         untried = []
         while ranges:
@@ -128,20 +154,20 @@ class _Curve:
         return sorted(untried)
 
     def _promise(self, limits: list[int], low: int, high: int) -> float:
-        """How much time there may be to save between two limits, times how many there are; 0: nothing."""
+        """How much time could be saved between two limits, times the number of limits between them; 0: nothing."""
         slow, fast = (self._least_us(limits[end]) for end in (low, high))
         least = float(self._bound(limits[high]))
         likely, possible = slow - fast, slow - least
         return max(likely + _HOPE * possible, 0.0) * (high - low) if possible > 0 else 0.0
 
     def _least_us(self, limit: int) -> float:
-        """With at most this limit, of what was found."""
+        """The least time per micro-batch found with at most this limit."""
         self._at(limit)
         points = (point for tried, point in self.points.items() if point is not None and tried <= limit)
         return min((float(point.us_per_microbatch) for point in points), default=float("inf"))
 
     def _limits(self) -> list[int]:
-        """From the least in which one micro-batch fits to what the fastest found without a limit holds."""
+        """Limits from the least in which one micro-batch fits to what the fastest found without a limit holds."""
         unlimited = self._with_limit(None)
         least = max(need.num_bytes for need in least_memory(Problem(unlimited, unlimited.num_components)))
         free = find_steady(unlimited, self._share(), microbatches_per_period=1, seed=self.seed)

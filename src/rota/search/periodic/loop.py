@@ -1,4 +1,4 @@
-"""A placement as a loop: what one micro-batch of each stream asks, again and again, a period after the last one."""
+"""A placement as a loop: the tasks of one micro-batch of each component, repeated every period."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rota.search.problem import NO_LIMIT, Problem
 
 @dataclass(frozen=True)
 class Loop:
-    """Tasks of one micro-batch of each stream, and what they wait for. `room_bytes` as in `Problem`."""
+    """The tasks of one micro-batch of each component, and what they wait for; `reserved_bytes` as in `Problem`."""
 
     placement: Placement
-    room_bytes: tuple[int, ...] = ()
+    reserved_bytes: tuple[int, ...] = ()
 
     @cached_property
     def problem(self) -> Problem:
-        return Problem(self.placement, self.placement.num_components, self.room_bytes)
+        return Problem(self.placement, self.placement.num_components, self.reserved_bytes)
 
     @property
     def num_tasks(self) -> int:
@@ -31,18 +31,17 @@ class Loop:
 
     @cached_property
     def tasks_on(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank its tasks."""
-        tasks = self.placement.tasks
-        return tuple(tuple(i for i, t in enumerate(tasks) if r in t.ranks) for r in range(self.placement.num_ranks))
+        """The tasks of each rank."""
+        return tuple(tuple(tasks.tolist()) for tasks in self.problem.tasks_on)
 
     @cached_property
     def limits_bytes(self) -> tuple[int | None, ...]:
-        """What each rank's ops may hold; None without a limit."""
+        """What the ops of each rank may hold; None without a limit."""
         return tuple(None if limit == NO_LIMIT else int(limit) for limit in self.problem.limits_bytes)
 
     @cached_property
     def carried(self) -> tuple[tuple[Route, ...], ...]:
-        """For each rank with a limit the transfers that hold bytes there."""
+        """Per rank, the transfers that hold bytes there; none where the rank has no limit."""
         routes = [route for route in self.placement.routes if route.num_bytes]
         return tuple(
             tuple(route for route in routes if limit is not None and rank in (route.sender, route.receiver))
@@ -50,7 +49,7 @@ class Loop:
         )
 
     def left_bytes(self, rank: int) -> int:
-        """What a micro-batch leaves behind on a rank; where there is a limit, more than 0 does not last."""
+        """Bytes that a micro-batch leaves behind on a rank; with a limit, more than 0 cannot go on forever."""
         return sum(self.placement.tasks[i].held_bytes for i in self.tasks_on[rank])
 
     @cached_property
@@ -62,7 +61,7 @@ class Loop:
 
     @cached_property
     def _reach_us(self) -> tuple[dict[int, int], ...]:
-        """For each task, each task that follows from it, and how much later that one starts at least (itself: 0)."""
+        """Per task, each task that depends on it, and how much later that one starts at least (itself: 0)."""
         reach: list[dict[int, int]] = [{task: 0} for task in range(self.num_tasks)]
         outputs: list[list[tuple[int, int]]] = [[] for _ in range(self.num_tasks)]
         for (source, target), lag in self.problem.lags_us.items():
@@ -74,12 +73,12 @@ class Loop:
         return tuple(reach)
 
     def apart_us(self, source: int, target: int) -> int | None:
-        """How much later than `source` the task `target` starts at least; None if it does not follow from it."""
+        """How much later than `source` the task `target` starts at least; None if it does not depend on it."""
         return self._reach_us[source].get(target)
 
     @cached_property
     def waits(self) -> tuple[tuple[int, int, int], ...]:
-        """(source, target, least µs from start to start) of each edge that no longer path implies."""
+        """(source, target, least µs from start to start) of each edge that is not implied by a longer path."""
         inputs: list[list[int]] = [[] for _ in range(self.num_tasks)]
         for source, target in self.problem.lags_us:
             inputs[target].append(source)
@@ -96,12 +95,12 @@ class Loop:
 
     @cached_property
     def bridges(self) -> frozenset[tuple[int, int]]:
-        """Edges whose data wait less than a period in some best schedule, so that all of them may be asked to.
+        """Edges whose data wait less than a period in some best schedule, so that a search may require it of all.
 
-        Take all that follows from `target`. If no other edge leads there, it may all start a period earlier whenever
-        the data wait a period or more: offsets stay, and memory does not grow if what moves frees at least what it
-        takes. The same holds for all that `source` follows from, a period later. Each move makes the waits on all
-        edges together shorter, so moves come to an end, where every bridge is short.
+        Take all that depends on `target`. If no other edge leads there, it may all start a period earlier whenever the
+        data wait a period or more: offsets stay, and memory does not grow if what moves frees at least what it takes.
+        The same holds for all that `source` depends on, a period later. Each move shortens the sum of the waits on all
+        edges, so moves come to an end, and then every bridge is short.
         """
         following = [set(reach) for reach in self._reach_us]
         before: list[set[int]] = [set() for _ in range(self.num_tasks)]
@@ -120,14 +119,14 @@ class Loop:
         return frozenset(result)
 
     def _held_by(self, tasks: set[int]) -> Iterator[int]:
-        """What `tasks` leave on each rank with a limit."""
+        """Bytes that `tasks` leave on each rank with a limit."""
         for rank, limit in enumerate(self.limits_bytes):
             if limit is not None:
                 yield sum(self.placement.tasks[i].held_bytes for i in self.tasks_on[rank] if i in tasks)
 
     @cached_property
     def parts(self) -> tuple[tuple[int, ...], ...]:
-        """The tasks joined by edges, part by part, each in topological order."""
+        """The tasks that edges join, part by part, each in topological order."""
         part = list(range(self.num_tasks))
         for source, target, _ in self.waits:
             old, new = part[target], part[source]
@@ -139,5 +138,5 @@ class Loop:
 
     @cached_property
     def critical_us(self) -> int:
-        """The least time in which a micro-batch passes."""
+        """Least time in which a micro-batch passes through all tasks."""
         return max(least + self.durations_us[target] for reach in self._reach_us for target, least in reach.items())

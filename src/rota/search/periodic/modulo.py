@@ -1,10 +1,10 @@
 """One period of the steady state as modulo scheduling, solved by CP-SAT.
 
 Software pipelining (Rau and Glaeser, 1981; with memory: Eichenberger, Davidson and Abraham, 1995): in a period T a task
-starts at t = s + T·k with an offset s in [0, T) and a round k, and T later for each next micro-batch. On a rank offsets
-alone say who comes before whom; what a rank holds follows from rounds and these orders.
+starts at t = s + T·k with an offset s in [0, T) and a round k, and T later for each next micro-batch. On a rank,
+offsets alone say what comes before what. What a rank holds follows from rounds and these orders.
 
-A period may take u micro-batches of each stream: a task then has u copies, in order. Node `task * u + j` is copy j.
+A period may have u micro-batches of each component: a task then has u copies, in order. Node `task * u + j` is copy j.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ortools.sat.python import cp_model
 
 from rota.search.budget import Budget
 from rota.search.exact import cpsat
-from rota.search.exact.transfer_memory import Carry, Level, Point, Times
+from rota.search.exact.transfer_memory import Carry, Level, TimePoint, Times
 from rota.search.periodic.loop import Loop
 from rota.search.periodic.retiming import Rhythm, Wait, retime
 from rota.stopping import look
 
-_TOO_LARGE = 1 << 60  # CP-SAT takes no sums that might exceed 64 bits
+_TOO_LARGE = 1 << 60  # CP-SAT refuses sums that might exceed 64 bits
 
 
 class Answer(NamedTuple):
-    """A rhythm, or None; `is_proven`: there is no (better) one.
+    """A rhythm, or None; `is_proven`: no rhythm is better, or none exists.
 
-    `as_solved`: the same orders with the model's own starts, where the earliest ones may hold more than these:
-    what transfers hold depends on the times.
+    `as_solved` has the same orders with the model's own starts. The earliest starts may hold more than these, for what
+    transfers hold depends on the times.
     """
 
     rhythm: Rhythm | None
@@ -39,11 +39,16 @@ class Answer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Window:
-    """`num_copies` micro-batches of each stream in a period of `period_us`, all within `latency_us` if given.
+class Interval:
+    """The interval that repeats (the initiation interval of modulo scheduling), and what is asked of it.
 
-    `in_flight`: of each stream a period mixes at most so many micro-batches. Each rank's period may be cut where it
-    likes, so that it has every task once (or `num_copies` times) between two cuts.
+    Attributes:
+        loop: The tasks.
+        num_copies: Micro-batches of each component per period.
+        period_us: Its length.
+        latency_us: All tasks of a period's micro-batches are within this time; None: in any time.
+        in_flight: Most micro-batches of each component that a period mixes; None: any number. Each rank's period may be
+            cut anywhere, so that it has every task `num_copies` times between two cuts.
     """
 
     loop: Loop
@@ -56,12 +61,12 @@ class Window:
         return [task * self.num_copies + j for task in tasks for j in range(self.num_copies)]
 
 
-def rhythm_of(window: Window, starts_us: Sequence[int], ties: Sequence[int], at_least_us: int = 1) -> Rhythm | None:
+def rhythm_of(interval: Interval, starts_us: Sequence[int], ties: Sequence[int], at_least_us: int = 1) -> Rhythm | None:
     """The least period of the orders that these starts make on each rank, and the earliest starts.
 
-    `ties[node]`: its place among those that start with it. None if the orders contradict what waits for what.
+    `ties[node]` is its place among the nodes that start with it. None if the orders contradict what waits for what.
     """
-    loop, u, period_us = window.loop, window.num_copies, window.period_us
+    loop, u, period_us = interval.loop, interval.num_copies, interval.period_us
     waits = [Wait(source * u + j, target * u + j, least, 0) for source, target, least in loop.waits for j in range(u)]
     durations = [duration for duration in loop.durations_us for _ in range(u)]
     rounds = [start // period_us for start in starts_us]
@@ -70,7 +75,7 @@ def rhythm_of(window: Window, starts_us: Sequence[int], ties: Sequence[int], at_
         return starts_us[node] % period_us, durations[node] > 0, ties[node]
 
     for tasks in loop.tasks_on:
-        order = sorted(window.nodes(tasks), key=place)
+        order = sorted(interval.nodes(tasks), key=place)
         for a, b in pairwise([*order, *order[:1]]):
             after = 1 if b == order[0] else 0
             waits.append(Wait(a, b, durations[a], rounds[a] - rounds[b] + after))
@@ -78,32 +83,32 @@ def rhythm_of(window: Window, starts_us: Sequence[int], ties: Sequence[int], at_
 
 
 class Period:
-    """The model of a window; `solve` it once. Goals: any rhythm, one of least latency, or one that holds least."""
+    """The model of an interval; `solve` it once. Goals: any rhythm, one of least latency, or one that holds least."""
 
-    def __init__(self, window: Window, goal: Literal["any", "latency", "memory"] = "any") -> None:
-        self.window, self.loop, self.goal = window, window.loop, goal
+    def __init__(self, interval: Interval, goal: Literal["any", "latency", "memory"] = "any") -> None:
+        self.interval, self.loop, self.goal = interval, interval.loop, goal
         self.model = cp_model.CpModel()
-        self.durations_us = [d for d in self.loop.durations_us for _ in range(window.num_copies)]
-        self.nominal_s = 0.0  #: for what transfers hold; the rest takes little
+        self.durations_us = [d for d in self.loop.durations_us for _ in range(interval.num_copies)]
+        self.nominal_s = 0.0  #: for what transfers hold; the rest costs little
         self.num_ties = max(sum(d == 0 for d in self.durations_us), 1)
         self._add_starts()
         self._add_waits()
         self._add_ranks()
-        points = dict(enumerate(map(Point, self.offsets, self.rounds)))
+        points = dict(enumerate(map(TimePoint, self.offsets, self.rounds)))
         durations, before = self.durations_us, self.before
         self.times = Times(self.model, points, self._end, lambda a, b: before[a, b], lambda node: durations[node] > 0)
         for rank in range(self.loop.placement.num_ranks):
             self._add_memory(rank)
         self._add_latency()
-        if window.in_flight is not None:
-            self._add_in_flight(window.in_flight)
+        if interval.in_flight is not None:
+            self._add_in_flight(interval.in_flight)
 
     def _add_starts(self) -> None:
-        """Offset and round of each node, and a tie where it takes no time.
+        """Offset and round of each node, and a tie where it has no duration.
 
-        Parts may be moved by whole periods: a root of each is in round 0 (but for latency, which may ask for less).
+        Parts may be moved by whole periods: a root of each is in round 0 (except for latency, which may need less).
         """
-        T, count, new = self.window.period_us, len(self.durations_us), self.model.new_int_var
+        T, count, new = self.interval.period_us, len(self.durations_us), self.model.new_int_var
         longest = sum(least + T for *_, least in self.loop.waits) + T
         self.most_rounds = most = longest // T + 1
         self.most_bytes: list[Any] = []  # of each rank, for "memory"
@@ -111,11 +116,11 @@ class Period:
         self.rounds: list[Any] = [new(-most, most, f"k{i}") for i in range(count)]
         self.ties: list[Any] = [0 if d else new(0, self.num_ties - 1, f"p{i}") for i, d in enumerate(self.durations_us)]
         for number, part in enumerate(self.loop.parts):
-            root = part[0] * self.window.num_copies
+            root = part[0] * self.interval.num_copies
             if number == 0:
                 self.model.add(self.offsets[root] == 0)
             least = -1 if number and self.goal != "any" else 0
-            if number == 0 or (self._is_balanced(part) and self.window.in_flight is None):
+            if number == 0 or (self._is_balanced(part) and self.interval.in_flight is None):
                 self.model.add_linear_constraint(self.rounds[root], least, 0)
         self.starts = [s + T * k for s, k in zip(self.offsets, self.rounds, strict=True)]
 
@@ -129,7 +134,7 @@ class Period:
         )
 
     def _not_before(self, late: Any, early: Any, a: int, b: int, literal: Any = None) -> None:
-        """`late` ≥ `early` in µs, where b starts at the one and a ends at the other; of no time both, a goes first."""
+        """`late` ≥ `early` in µs, where b starts at `late` and a ends at `early`; if neither lasts, a goes first."""
         if self.durations_us[a] or self.durations_us[b]:
             constraint = self.model.add(late >= early)
         else:
@@ -139,11 +144,11 @@ class Period:
             constraint.only_enforce_if(literal)
 
     def _add_waits(self) -> None:
-        u, T, t, d = self.window.num_copies, self.window.period_us, self.starts, self.durations_us
+        u, T, t, d = self.interval.num_copies, self.interval.period_us, self.starts, self.durations_us
         for source, target, least in self.loop.waits:
             for a, b in zip(range(source * u, source * u + u), range(target * u, target * u + u), strict=True):
                 self._not_before(t[b], t[a] + least, a, b)
-                if (source, target) in self.loop.bridges and self.window.in_flight is None:
+                if (source, target) in self.loop.bridges and self.interval.in_flight is None:
                     self.model.add(t[b] <= t[a] + least + T - 1)
         for task in range(self.loop.num_tasks if u > 1 else 0):
             copies = range(task * u, task * u + u)
@@ -161,10 +166,10 @@ class Period:
     def _add_ranks(self) -> None:
         """A literal for each pair on a rank, whether the first comes before the second in the period; no overlap."""
         self.before: dict[tuple[int, int], Any] = {}
-        T, s, d = self.window.period_us, self.offsets, self.durations_us
+        T, s, d = self.interval.period_us, self.offsets, self.durations_us
         for tasks in self.loop.tasks_on:
             look()
-            nodes = self.window.nodes(tasks)
+            nodes = self.interval.nodes(tasks)
             for a, b in combinations(nodes, 2):
                 if (a, b) not in self.before:
                     first = self.model.new_bool_var(f"{a}<{b}")
@@ -177,14 +182,15 @@ class Period:
             self.model.add_no_overlap(lasting)
 
     def _add_memory(self, rank: int) -> None:
-        """The level when an op starts, and what the rank holds on average, which follows from it, but is seen earlier;
-        the least most of it for "memory".
+        """Limits the level when an op starts, or minimizes the highest level for the goal "memory".
+
+        What the rank holds on average follows from that, but as a constraint of its own it is found earlier.
         """
-        limit, u = self.loop.limits_bytes[rank], self.window.num_copies
+        limit, u = self.loop.limits_bytes[rank], self.interval.num_copies
         look()
         if self.loop.left_bytes(rank) or (limit is None and self.goal != "memory"):
-            return  # what grows is refused elsewhere; what shrinks is highest at the beginning
-        tasks, nodes = self.loop.placement.tasks, self.window.nodes(self.loop.tasks_on[rank])
+            return  # growing levels are refused elsewhere; shrinking ones are highest at the beginning
+        tasks, nodes = self.loop.placement.tasks, self.interval.nodes(self.loop.tasks_on[rank])
         held = {i: tasks[i // u].held_bytes for i in nodes}
         peak = {i: tasks[i // u].peak_bytes for i in nodes}
         carries = [
@@ -207,23 +213,24 @@ class Period:
             self._add_levels(nodes, held, peak, most)
         sizes = [*map(abs, held.values()), *(carry.num_bytes for carry in carries)]
         byte_us = sum(sizes) * (self.most_rounds + 2) + sum(peak.values()) + (limit or 0)
-        if limit is not None and byte_us * self.window.period_us < _TOO_LARGE:
+        if limit is not None and byte_us * self.interval.period_us < _TOO_LARGE:
             ends = sum(-held[i] * (self.starts[i] + (self.durations_us[i] if held[i] < 0 else 0)) for i in nodes)
             for carry in carries:
                 received_us = self.starts[carry.target] + self.durations_us[carry.target] - self.starts[carry.source]
                 received_us -= self.durations_us[carry.source]
                 ends += carry.num_bytes * (carry.lag_us if carry.is_sent else received_us)
-            self.model.add(ends + sum(peak[i] * self.durations_us[i] for i in nodes) <= limit * self.window.period_us)
+            self.model.add(ends + sum(peak[i] * self.durations_us[i] for i in nodes) <= limit * self.interval.period_us)
 
-    def _end(self, node: int, lag_us: int) -> Point:
-        T, later = self.window.period_us, self.durations_us[node] + lag_us
+    def _end(self, node: int, lag_us: int) -> TimePoint:
+        """The point `lag_us` after the node's end."""
+        T, later = self.interval.period_us, self.durations_us[node] + lag_us
         offset = self.model.new_int_var(0, T - 1, f"s{node}+{later}")
         more = self.model.new_int_var(0, later // T + 1, f"k{node}+{later}")
         self.model.add(offset + T * more == self.offsets[node] + later)
-        return Point(offset, self.rounds[node] + more)
+        return TimePoint(offset, self.rounds[node] + more)
 
     def _add_levels(self, nodes: Sequence[int], held: dict[int, int], peak: dict[int, int], most: Any) -> None:
-        """Where transfers hold nothing, orders alone tell what is held."""
+        """Where transfers hold nothing, what is held follows from orders alone."""
         base = -sum(held[i] * self.rounds[i] for i in nodes)
         for b in nodes:
             if held[b] > 0 or peak[b] > 0:
@@ -231,38 +238,40 @@ class Period:
                 self.model.add(base + earlier + max(held[b], 0) + peak[b] <= most)
 
     def _add_latency(self) -> None:
-        if self.goal == "any" and self.window.latency_us is None:
+        if self.goal == "any" and self.interval.latency_us is None:
             return
-        longest = sum(least + self.window.period_us for *_, least in self.loop.waits) + 2 * self.window.period_us
+        longest = sum(least + self.interval.period_us for *_, least in self.loop.waits) + 2 * self.interval.period_us
         first, last = (self.model.new_int_var(-longest, longest, name) for name in ("first", "last"))
         for start, duration in zip(self.starts, self.durations_us, strict=True):
             self.model.add(first <= start)
             self.model.add(last >= start + duration)
         self.model.add(last - first >= self.loop.critical_us)
-        if self.window.latency_us is not None:
-            self.model.add(last - first <= self.window.latency_us)
+        if self.interval.latency_us is not None:
+            self.model.add(last - first <= self.interval.latency_us)
         if self.goal == "latency":
             self.model.minimize(last - first)
 
     def _add_in_flight(self, most: int) -> None:
-        """Between two cuts of a rank each node is `turns` periods late; these are less than `most` apart."""
-        T, longest = self.window.period_us, (self.most_rounds + 2) * self.window.period_us
+        """Between two cuts of a rank each node is `turns` periods late; these differ by less than `most`."""
+        T, longest = self.interval.period_us, (self.most_rounds + 2) * self.interval.period_us
         first = self.model.new_int_var(-self.most_rounds - 2, self.most_rounds + 2, "first turn")
         turns = [first + self.model.new_int_var(0, most - 1, f"q{i}") for i in range(len(self.starts))]
         for rank, tasks in enumerate(self.loop.tasks_on):
             cut = self.model.new_int_var(-longest, longest, f"cut{rank}")
-            for node in self.window.nodes(tasks):
+            for node in self.interval.nodes(tasks):
                 since_cut = self.starts[node] - T * turns[node] - cut
                 self.model.add_linear_constraint(since_cut, 0, T - self.durations_us[node])
 
     def hint(self, starts_us: Sequence[int]) -> None:
-        T = self.window.period_us
-        root = starts_us[self.loop.parts[0][0] * self.window.num_copies]
+        """Hints at these starts, per node."""
+        T = self.interval.period_us
+        root = starts_us[self.loop.parts[0][0] * self.interval.num_copies]
         for offset, round_, start in zip(self.offsets, self.rounds, starts_us, strict=True):
             self.model.add_hint(offset, (start - root) % T)
             self.model.add_hint(round_, (start - root) // T)
 
     def solve(self, budget: Budget, seed: int = 0) -> Answer:
+        """Runs CP-SAT within the budget."""
         if self.goal == "memory":
             self.model.minimize(sum(self.most_bytes))
         budget.spend(self.nominal_s)
@@ -272,5 +281,5 @@ class Period:
             return Answer(None, proven)
         starts = [solver.value(start) for start in self.starts]
         ties = [0 if d else solver.value(tie) for d, tie in zip(self.durations_us, self.ties, strict=True)]
-        as_solved = Rhythm(self.window.period_us, tuple(starts), tuple(ties))
-        return Answer(rhythm_of(self.window, starts, ties), proven, as_solved)
+        as_solved = Rhythm(self.interval.period_us, tuple(starts), tuple(ties))
+        return Answer(rhythm_of(self.interval, starts, ties), proven, as_solved)

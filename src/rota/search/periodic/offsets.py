@@ -1,8 +1,8 @@
-"""Offsets of one period by simulated annealing: where CP-SAT takes long, this often finds a rhythm at once.
+"""Offsets of one period by simulated annealing: where CP-SAT needs long, this often finds a rhythm at once.
 
-The state is an offset for each node. Rounds follow: each node as soon as its inputs allow, then those that nothing was
-freed before as late as possible. Overlaps and bytes over the limit are the energy (Kirkpatrick, Gelatt and Vecchi,
-1983); orders that do not overlap too much are put right by retiming.
+The state is an offset for each node. Rounds follow from offsets: each node comes as soon as its inputs allow; then
+nodes that come before anything is freed move as late as possible. Overlaps and bytes over the limit are the energy
+(Kirkpatrick, Gelatt and Vecchi, 1983). Retiming repairs orders that overlap a little.
 """
 
 from __future__ import annotations
@@ -13,44 +13,46 @@ import numpy as np
 from numba import njit
 
 from rota.search.budget import Budget
-from rota.search.periodic.modulo import Window, rhythm_of
+from rota.search.periodic.modulo import Interval, rhythm_of
 from rota.search.periodic.retiming import Rhythm
 from rota.search.problem import NO_LIMIT, Integers, Rows
 
 _MOVES_A_NODE = 6_000
-_STEPS = 12  # calls of the compiled loop at least, between which the budget is asked
-_MOST_OPS_A_CALL = 4_000_000  # of the ops that a budget counts
+_STEPS = 12  # least number of calls of the compiled loop; the budget is checked between them
+_MOST_OPS_A_CALL = 4_000_000  # in ops as the budget counts them
 _HOT, _COLD = 0.05, 0.003  # temperatures; an overlap of a whole period has the energy 1
-_OVER = 0.2  # the energy of being over a limit by the largest task of the rank
-_OPS_A_VISIT = 0.25  # of one node, or of a pair on one rank, in the ops that a budget counts
+_OVER = 0.2  # the energy of exceeding a limit by the largest task of the rank
+_OPS_A_VISIT = 0.25  # cost of a node, or of a pair on one rank, in ops as the budget counts them
 
 
 class _Tables(NamedTuple):
-    """Nodes' inputs and outputs with the least µs from start to start, and the nodes on each rank."""
+    """The nodes of a period, for compiled loops. `first_x` and the field after it are as in `Rows`."""
 
-    durations_us: Integers
-    held_bytes: Integers
-    peak_bytes: Integers
-    limits_bytes: Integers
-    weights: Integers
-    sequence: Integers  #: inputs first
-    places: Integers  #: of nodes that start at one instant: those of no time first, then in sequence
-    is_late: Integers
-    first_input: Integers
-    inputs: Integers
-    first_output: Integers
-    outputs: Integers
-    first_on: Integers
-    on: Integers
-    first_rank: Integers
-    ranks: Integers
+    durations_us: Integers  #: int64[num_nodes]
+    held_bytes: Integers  #: int64[num_nodes]
+    peak_bytes: Integers  #: int64[num_nodes]
+    limits_bytes: Integers  #: int64[num_ranks], or NO_LIMIT
+    weights: Integers  #: int64[num_ranks]: bytes of the rank's largest task
+    sequence: Integers  #: int64[num_nodes]: nodes, inputs first
+    places: (
+        Integers  #: int64[num_nodes]: place among nodes that start at one instant: no duration first, then in sequence
+    )
+    is_late: Integers  #: int64[num_nodes]: 1 where nothing is freed before the node, so that it should come late
+    first_input: Integers  #: int64[num_nodes + 1]
+    inputs: Integers  #: int64[...]: source, least µs from start to start, source … per node
+    first_output: Integers  #: int64[num_nodes + 1]
+    outputs: Integers  #: int64[...]: target, least µs from start to start, target … per node
+    first_on: Integers  #: int64[num_ranks + 1]
+    on: Integers  #: int64[...]: each rank's nodes
+    first_rank: Integers  #: int64[num_nodes + 1]
+    ranks: Integers  #: int64[...]: each node's ranks
 
 
-def anneal(window: Window, budget: Budget, seed: int = 0) -> Rhythm | None:
-    """A rhythm within the limits, of a period near the window's; None if none was found."""
-    tables, num_nodes = _tables(window), window.loop.num_tasks * window.num_copies
+def anneal(interval: Interval, budget: Budget, seed: int = 0) -> Rhythm | None:
+    """A rhythm within the limits with a period near the interval's; None if none was found."""
+    tables, num_nodes = _tables(interval), interval.loop.num_tasks * interval.num_copies
     rng = np.random.default_rng(seed)
-    state = rng.integers(0, window.period_us, num_nodes)
+    state = rng.integers(0, interval.period_us, num_nodes)
     best, least = state.copy(), np.array([np.inf])
     visits = num_nodes + int((np.diff(tables.first_on) ** 2).sum())
     steps = max(int(_MOVES_A_NODE * num_nodes * visits * _OPS_A_VISIT) // _MOST_OPS_A_CALL, _STEPS)
@@ -58,19 +60,19 @@ def anneal(window: Window, budget: Budget, seed: int = 0) -> Rhythm | None:
     for step in range(steps):
         hot, cold = (_HOT * (_COLD / _HOT) ** (part / steps) for part in (step, step + 1))
         random_seed = int(rng.integers(1 << 31))
-        _walk(window.period_us, window.num_copies, tables, state, best, least, random_seed, moves, hot, cold)
+        _walk(interval.period_us, interval.num_copies, tables, state, best, least, random_seed, moves, hot, cold)
         budget.spend_ops(int(moves * visits * _OPS_A_VISIT))
         if least[0] == 0 or budget.is_over:
             break
     starts = best.copy()
-    _set_rounds(window.period_us, tables, best, starts)
-    if _over_bytes(tables, window.period_us, best, starts):
+    _set_rounds(interval.period_us, tables, best, starts)
+    if _over_bytes(tables, interval.period_us, best, starts):
         return None
-    return rhythm_of(window, starts.tolist(), tables.places.tolist())
+    return rhythm_of(interval, starts.tolist(), tables.places.tolist())
 
 
-def _tables(window: Window) -> _Tables:
-    loop, u = window.loop, window.num_copies
+def _tables(interval: Interval) -> _Tables:
+    loop, u = interval.loop, interval.num_copies
     num_nodes, tasks = loop.num_tasks * u, loop.placement.tasks
     inputs: list[list[int]] = [[] for _ in range(num_nodes)]
     outputs: list[list[int]] = [[] for _ in range(num_nodes)]
@@ -90,7 +92,7 @@ def _tables(window: Window) -> _Tables:
     limited = [None if loop.left_bytes(rank) else limit for rank, limit in enumerate(loop.limits_bytes)]
     largest = [max((abs(tasks[i].held_bytes) + tasks[i].peak_bytes for i in on), default=0) for on in loop.tasks_on]
     into, out_of = Rows.of(inputs), Rows.of(outputs)
-    on = Rows.of([window.nodes(on) for on in loop.tasks_on])
+    on = Rows.of([interval.nodes(on) for on in loop.tasks_on])
     ranks = Rows.of([tasks[node // u].ranks for node in range(num_nodes)])
     durations = np.repeat(loop.durations_us, u)
     sequence = np.array([task * u + j for j in range(u) for task in loop.problem.topological])

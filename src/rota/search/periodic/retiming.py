@@ -1,8 +1,8 @@
-"""The true least period of fixed orders: the largest ratio of time to rounds over all cycles of waits.
+"""The exact least period of fixed orders: the largest ratio of time to rounds over all cycles of waits.
 
-Whoever waits on a cycle waits for an earlier micro-batch of itself, so a period lasts at least the cycle's time over
-its rounds; and the largest of these ratios suffices (Reiter, 1968). It is found from below, as Newton would: starts
-that a period allows are longest paths; where a cycle has no longest path, the period rises to the cycle's ratio.
+A node on a cycle waits for an earlier micro-batch of itself, so a period lasts at least the cycle's time divided by its
+rounds; and the largest of these ratios suffices (Reiter, 1968). It is found from below, as by Newton's method: the
+starts that a period allows are longest paths; where a cycle has no longest path, the period rises to the cycle's ratio.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Rhythm(NamedTuple):
 
 
 def retime(num_nodes: int, waits: Sequence[Wait], at_least_us: int = 1) -> Rhythm | None:
-    """The least period of `at_least_us` or more, with the earliest starts; None if no period is long enough."""
+    """The least period from `at_least_us` on, with the earliest starts; None if no period is long enough."""
     period_us = at_least_us
     while True:
         starts, cycle = _longest_paths(num_nodes, waits, period_us)
@@ -45,7 +45,7 @@ def retime(num_nodes: int, waits: Sequence[Wait], at_least_us: int = 1) -> Rhyth
 
 
 def _longest_paths(num_nodes: int, waits: Sequence[Wait], period_us: int) -> tuple[list[int], list[Wait]]:
-    """Earliest starts, all 0 or more, or a cycle on which they would rise for ever (Bellman and Ford)."""
+    """(earliest starts, all 0 or more; a cycle on which they would rise forever, or nothing): Bellman and Ford."""
     starts = [0] * num_nodes
     last: list[Wait | None] = [None] * num_nodes
     arcs = [(wait.source, wait.target, wait.least_us - period_us * wait.rounds, wait) for wait in waits]
@@ -64,7 +64,7 @@ def _longest_paths(num_nodes: int, waits: Sequence[Wait], period_us: int) -> tup
 
 
 def _cycle(last: Sequence[Wait | None]) -> list[Wait]:
-    """A cycle among the waits that made each node as late as it is; empty if there is none."""
+    """A cycle among the waits that made each node as late as it is; empty without one."""
     seen = [-1] * len(last)
     for first in range(len(last)):
         node = first
@@ -90,7 +90,7 @@ def _walk(last: Sequence[Wait | None], node: int) -> list[Wait]:
 
 
 def _ties(num_nodes: int, waits: Sequence[Wait], period_us: int, starts: Sequence[int]) -> tuple[int, ...]:
-    """Places in an order in which whoever waits for somebody at the same instant comes after it."""
+    """Places in an order in which a node that waits for another one at the same instant comes after it."""
     before: dict[int, set[int]] = {node: set() for node in range(num_nodes)}
     for source, target, least, rounds in waits:
         if least == 0 and starts[target] == starts[source] - period_us * rounds:
