@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rota.checking import check
 from rota.errors import LostRankError, PipelineError
 from rota.interop.refusals import refuse_options, refuse_ragged, refuse_what_torch_cannot_run
-from rota.interop.torch_schedule import PlannedSchedule, planned_schedule, run
+from rota.interop.torch_schedule import planned_schedule
 from rota.interop.torch_stages import LossFn, StageModule, Step, survey
 from rota.models import Stages
 from rota.plan import Plan
@@ -30,6 +30,7 @@ from rota.runtime.gradients.forward_backward import refuse_modes_without_gradien
 from rota.runtime.losses import refuse_loss
 from rota.runtime.precision import LossScale, ambient_autocast, without_autocast
 from rota.runtime.process_group import join, leave
+from rota.runtime.torch_internals import run_pipelining_schedule
 from rota.runtime.transport import together
 from rota.tasks import Kind
 from rota.timeline import Timeline
@@ -79,7 +80,7 @@ class TorchEngine:
         self._modules = [
             StageModule(stages, stage, loss_fn, keep_outputs or not self._trains, self._begin) for stage in self._local
         ]
-        self._schedule: PlannedSchedule | None = None
+        self._schedule: Any = None
         self._signature: object = None
         self._loss_scale = LossScale()
         self._begun = ""  # the last op that began, as the CSV writes it
@@ -203,7 +204,7 @@ class TorchEngine:
     def _agree(self, told: torch.Tensor) -> None:
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
 
-    def _survey(self) -> PlannedSchedule | None:
+    def _survey(self) -> Any:
         survey(self._modules, self._ranks, self._group)
         if not self._modules:
             return None
@@ -216,9 +217,9 @@ class TorchEngine:
         """This rank's cells of the plan's CSV."""
         return self.plan.to_csv(communication=True).splitlines()[self.rank].split(",")
 
-    def _run(self, schedule: PlannedSchedule) -> None:
+    def _run(self, schedule: Any) -> None:
         try:
-            run(schedule)
+            run_pipelining_schedule(schedule)
         except RuntimeError as error:
             first = _first(error)  # PyTorch wraps what a stage raised
             if "gloo" in str(first):

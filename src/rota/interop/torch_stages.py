@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.func import functional_call
-from torch.utils._pytree import tree_map_only
 
 from rota.errors import PipelineError
 from rota.interop.torch_backward import how_to_split
 from rota.models import Stages
-from rota.runtime.gradients.forward_backward import hand_over, loss_of, tell_writes, writable
+from rota.runtime.gradients.forward_backward import hand_over, loss_of, over_tensors, tell_writes
 from rota.runtime.messages import Layout, describe, empty, flatten, tensor_layouts, unflatten
 from rota.runtime.outputs import receive_value, send_value
 from rota.runtime.precision import Autocast, under_autocast
+from rota.runtime.torch_internals import writable
 from rota.runtime.transport import together
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -100,7 +100,7 @@ class StageModule(nn.Module):
             return flatten(edge.take(output), f"stage {self.stage}")
         if self.keep_outputs:
             # Cloned: it may be a view of what was received, into buffers that the next step uses again.
-            self.step.outputs[microbatch] = hand_over(tree_map_only(Tensor, Tensor.clone, output))
+            self.step.outputs[microbatch] = hand_over(over_tensors(Tensor.clone, output))
         target = self.step.targets[microbatch]
         if self.loss_fn is None or target is None:
             return [], _NOTHING

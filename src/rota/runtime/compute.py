@@ -20,7 +20,7 @@ from rota.runtime.gradients.forward_backward import (
     refuse_modes_without_gradients,
     take_loss,
 )
-from rota.runtime.gradients.recompute import Again, drawing_again, versions_of, without_activations
+from rota.runtime.gradients.recompute import Again, drawing_again, versions_in, without_activations
 from rota.runtime.gradients.split_backward import WeightWork
 from rota.runtime.precision import Autocast, ambient_autocast, without_autocast
 from rota.tasks import Kind, Op
@@ -186,4 +186,4 @@ class Compute:
     def _versions_of_shared(self, stage: int, microbatch: int) -> list[int]:
         if stage not in self._sharing:
             return []
-        return versions_of(self._stages.pick_inputs(stage, self._batch.inputs[microbatch]))
+        return versions_in(self._stages.pick_inputs(stage, self._batch.inputs[microbatch]))

@@ -25,6 +25,7 @@ from rota.runtime.precision import ambient_autocast
 from rota.runtime.prefetch_receives import post_early
 from rota.runtime.program import Action, Message, ValueKey, compile_program
 from rota.runtime.recorder import Record
+from rota.runtime.torch_internals import version_of
 from rota.runtime.transport import Transport
 from rota.tasks import Kind, Op
 
@@ -256,7 +257,7 @@ def _nothing() -> None:
 
 def _versions(received: list[Any], lent: list[int]) -> list[int]:
     """How often the tensors of the lent values have been written to."""
-    return [tensor._version for i in lent for tensor in flatten(received[i], "a stage")[0]]
+    return [version_of(tensor) for i in lent for tensor in flatten(received[i], "a stage")[0]]
 
 
 def forwards_of(plan: Plan) -> Plan:

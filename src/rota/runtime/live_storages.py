@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any, final
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_iter
+
+from rota.runtime.torch_internals import StorageReference, address_of, tensors_anywhere
 
 
 @final
@@ -15,26 +15,25 @@ class LiveStorages:
     """A storage counts once and whole, however many tensors view it: one of them keeps all of it alive."""
 
     def __init__(self) -> None:
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}  # by the storage's address
+        self._alive: dict[int, tuple[StorageReference, int]] = {}  # by the storage's address
         self._at_most_bytes = 0  # of what is alive, without looking at what has gone meanwhile
         #: The most that was alive since this was last set to 0.
         self.peak_bytes = 0
 
     def see(self, made: Any, given: Any = ()) -> None:
         """Count the storages of all tensors in `made`, but those in `given`: views, or written in place."""
-        there = {storage._cdata for storage in storages(given)}
+        there = {*map(address_of, storages(given))}
         for storage in storages(made):
-            if storage._cdata not in there:
-                reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                _, before = self._alive.get(storage._cdata, (None, 0))
-                self._alive[storage._cdata] = reference, storage.nbytes()
+            if (address := address_of(storage)) not in there:
+                _, before = self._alive.get(address, (None, 0))
+                self._alive[address] = StorageReference(storage), storage.nbytes()
                 self._at_most_bytes += storage.nbytes() - before
         if self._at_most_bytes > self.peak_bytes:
             self.peak_bytes = max(self.peak_bytes, self.num_bytes())
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Count this one no longer."""
-        _, num_bytes = self._alive.pop(tensor.untyped_storage()._cdata, (None, 0))
+        _, num_bytes = self._alive.pop(address_of(tensor.untyped_storage()), (None, 0))
         self._at_most_bytes -= num_bytes
 
     def num_bytes(self) -> int:
@@ -44,7 +43,7 @@ class LiveStorages:
 
     def alive(self) -> dict[int, int]:
         """By address the bytes of all that are alive now."""
-        expired = [at for at, (storage, _) in self._alive.items() if storage.expired()]  # type: ignore[no-untyped-call]
+        expired = [at for at, (storage, _) in self._alive.items() if storage.is_expired]
         for at in expired:
             del self._alive[at]
         return {at: num_bytes for at, (_, num_bytes) in self._alive.items()}
@@ -52,4 +51,4 @@ class LiveStorages:
 
 def storages(value: Any) -> Iterator[torch.UntypedStorage]:
     """Of all tensors in a value."""
-    return (leaf.untyped_storage() for leaf in tree_iter(value) if isinstance(leaf, torch.Tensor))
+    return (tensor.untyped_storage() for tensor in tensors_anywhere(value))

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, final
 
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rota.runtime.live_storages import LiveStorages
+from rota.runtime.torch_internals import TorchDispatchMode
 from rota.tasks import Op
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from rota.errors import PipelineError
+from rota.runtime.torch_internals import sparse_values
 
 Autocast: TypeAlias = tuple[tuple[str, torch.dtype], ...]
 
@@ -112,4 +113,4 @@ class LossScale:
 def _numbers(gradient: torch.Tensor) -> torch.Tensor:
     """The gradient's memory on this rank; of a sparse one what is not zero."""
     local: torch.Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # of FSDP, a DTensor
-    return local._values() if local.is_sparse else local
+    return sparse_values(local) if local.is_sparse else local

@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, cast
 from urllib.parse import parse_qs, urlparse
 from uuid import uuid4
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.constants import default_pg_timeout
 
 from rota.errors import PipelineError
@@ -24,6 +23,7 @@ from rota.runtime import control
 from rota.runtime.faults.watchdog import PATIENT, limit_s
 from rota.runtime.json_messages import broadcast_json
 from rota.runtime.orphans import end_with_parent
+from rota.runtime.torch_internals import replace_rendezvous, set_default_timeout
 
 Result = TypeVar("Result")
 
@@ -69,7 +69,7 @@ def join(timeout_s: float | None = None) -> bool:
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=limit))
     # All have joined; the script's own collectives may take as long as PyTorch lets them, or longer.
-    dist.distributed_c10d._set_pg_timeout(group_timeout(limit_s(timeout_s)))
+    set_default_timeout(group_timeout(limit_s(timeout_s)))
     return True
 
 
@@ -127,9 +127,7 @@ def loopback() -> str:
 def meet_by_environment() -> None:
     """Let `torch.distributed.init_process_group()` meet in the launcher's folder too, and not at a port."""
     if _STORE in os.environ:
-        # PyTorch has no public way to replace a handler, only to add one under another name.
-        handlers: dict[str, Any] = import_module("torch.distributed.rendezvous")._rendezvous_handlers
-        handlers["env"] = _handle_environment
+        replace_rendezvous("env", _handle_environment)
 
 
 def _handle_environment(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:

@@ -23,15 +23,14 @@ from rota.errors import LostRankError, PipelineError
 from rota.plan import Transfer
 from rota.runtime.messages import Format, Layout, describe, flatten, from_bytes, tensor_layouts, to_bytes, unflatten
 from rota.runtime.program import Message, ValueKey
+from rota.runtime.torch_internals import cpu_backend
 
 
 class Transport:
     """One rank's messages. `sent_ns` and `through_ns` hold the last step's times by (route, position)."""
 
     def __init__(self, group: dist.ProcessGroup, everyone: dist.ProcessGroup) -> None:
-        # As `dist.isend` and `dist.irecv` end up, without what they check and look up for each message.
-        self._backend: Any = group._get_backend(torch.device("cpu"))
-        self._everyone: Any = everyone._get_backend(torch.device("cpu"))
+        self._backend, self._everyone = cpu_backend(group), cpu_backend(everyone)
         self.formats: dict[ValueKey, Format] = {}  # of activations, by (edge, False, micro-batch)
         self._arriving: dict[ValueKey, tuple[Message, list[Any], list[torch.Tensor], Format]] = {}
         #: Puts what `take` waits for in place of the works of a posted receive.

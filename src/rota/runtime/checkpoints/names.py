@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.runtime.spmd import replicated_names
+from rota.runtime.torch_internals import own_state
 
 if TYPE_CHECKING:
     from rota.runtime.pipeline import Pipeline
@@ -107,9 +108,7 @@ def _saved(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         if path:
             parent, _, last = path.rpartition(".")
             paths[path] = paths[parent] if last in _WRAPPED else _join(paths[parent], last)
-        for name, tensor in (*inner._parameters.items(), *inner._buffers.items()):
-            if tensor is not None and name not in inner._non_persistent_buffers_set:
-                yield _join(paths[path], name), tensor
+        yield from ((_join(paths[path], name), tensor) for name, tensor in own_state(inner))
 
 
 def _join(path: str, name: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, final
 import torch.distributed as dist
 
 from rota.runtime.faults.hang_report import Standing, compose
+from rota.runtime.torch_internals import own_connection_to_store
 
 Result = TypeVar("Result")
 
@@ -35,8 +36,7 @@ class RollCall:
 
     def __init__(self) -> None:
         self.process, self._size = dist.get_rank(), dist.get_world_size()
-        met_at: Any = dist.distributed_c10d._get_default_store()
-        self._store = met_at.clone()
+        self._store = own_connection_to_store()
         # All make their pipelines in the same order, so each one's count is the number of the pipeline.
         number = self._store.add(f"rota/pipelines of {self.process}", 1)
         self._failed = f"rota/pipeline {number} failed"

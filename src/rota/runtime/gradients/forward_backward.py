@@ -16,13 +16,13 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
-from torch.utils._pytree import tree_iter
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.runtime.gradients.split_backward import WeightWork, enter, input_gradients
 from rota.runtime.messages import flatten
+from rota.runtime.torch_internals import run_backward, tensors_anywhere, version_of, writable, zeros_at
 
 
 @dataclass(slots=True)
@@ -73,21 +73,10 @@ def forward(
     return output, values, kept
 
 
-def writable(leaf: torch.Tensor) -> torch.Tensor:
-    """The leaf's memory as what autograd lets a stage write into, as neither a leaf nor a view of one.
-
-    A leaf without strides (sparse, nested) or of a class of its own is left as it is: autograd refuses writes into it.
-    """
-    if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_nested:
-        return leaf
-    entered: torch.Tensor = torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
-    return entered
-
-
 def tell_writes(leaves: Iterable[torch.Tensor], entered: Iterable[torch.Tensor]) -> None:
     """Count writes into what is `writable` as writes into the leaf: autograd and the caller look for them there."""
     for leaf, same in zip(leaves, entered, strict=True):
-        if same is not leaf and same._version:
+        if same is not leaf and version_of(same):
             torch.autograd.graph.increment_version(leaf)
 
 
@@ -118,7 +107,7 @@ def loss_of(loss_fn: Callable[[Any, Any], torch.Tensor], output: Any, target: An
         raise PipelineError(f"loss_fn returned {got}; it must return a tensor with one element, the mean loss")
     if loss.is_complex():
         raise PipelineError("loss_fn returned a complex tensor; it must return a real one, the mean loss")
-    if not loss.requires_grad and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_iter(output)):
+    if not loss.requires_grad and any(t.requires_grad for t in tensors_anywhere(output)):
         raise PipelineError(
             "loss_fn returned a loss without gradient for an output that has one; leave out detach(), item() and "
             "no_grad() in it, or use evaluate"
@@ -143,16 +132,8 @@ def backward(kept: Kept, received: list[list[torch.Tensor]]) -> list[list[torch.
     """
     roots, gradients = _roots(kept, received)
     if roots:
-        run_engine(roots, gradients)
+        run_backward(roots, gradients)
     return [[torch.zeros_like(t) if t.grad is None else t.grad for t in leaves] for leaves in kept.leaves]
-
-
-def run_engine(roots: list[GradientEdge], gradients: list[torch.Tensor | None]) -> None:
-    """`torch.autograd.backward` without its preparations, half of its time: here every root has its gradient.
-
-    The engine compares shapes, dtypes and devices itself.
-    """
-    _engine_run_backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def backward_inputs(kept: Kept, received: list[list[torch.Tensor]]) -> tuple[list[list[torch.Tensor]], WeightWork]:
@@ -174,10 +155,7 @@ def _roots(kept: Kept, received: list[list[torch.Tensor]]) -> tuple[list[Gradien
 
 
 def _or_zeros(gradient: torch.Tensor | None, edge: GradientEdge) -> torch.Tensor:
-    if gradient is not None:
-        return gradient
-    of = edge.node._input_metadata[edge.output_nr]
-    return torch.zeros(of.shape, dtype=of.dtype)
+    return zeros_at(edge) if gradient is None else gradient
 
 
 def warm_up() -> None:

@@ -19,6 +19,7 @@ from rota.placement import Placement
 from rota.runtime.meshes import Processes
 from rota.runtime.reducing.replicas import by_dtype, packed, unpack
 from rota.runtime.spmd import replicated_names
+from rota.runtime.torch_internals import version_of
 from rota.runtime.transport import together
 
 
@@ -102,7 +103,7 @@ class SharedWeights:
     def begin(self) -> None:
         """Lay aside what of `.grad` is a sum already; the rest has not been summed yet, or is still to come."""
         self._aside = {parameter: self._lay_aside(parameter) for parameter in self.tied}
-        self._versions = [buffer._version for _, _, buffer in self._buffers]
+        self._versions = [version_of(buffer) for _, _, buffer in self._buffers]
 
     def _lay_aside(self, parameter: nn.Parameter) -> torch.Tensor | None:
         whole = parameter.grad
@@ -112,7 +113,7 @@ class SharedWeights:
         left = self._open.get(parameter)
         if left is None or whole is None:  # nothing was summed, or the caller has cleared it
             return None
-        if whole is left.whole and whole._version == left.version:
+        if whole is left.whole and version_of(whole) == left.version:
             parameter.grad = left.rest
             return left.summed
         if whole.any():
@@ -128,7 +129,7 @@ class SharedWeights:
         Without `sync` leave that to a later step.
         """
         for (stage, name, buffer), version in zip(self._buffers, self._versions, strict=True):
-            if buffer._version != version:
+            if version_of(buffer) != version:
                 raise PipelineError(
                     f"stage {stage} changes its buffer {name!r}, which stages on several ranks share, and each would "
                     f"have another: use a layer without running statistics, or put it in eval()"
@@ -146,7 +147,7 @@ class SharedWeights:
                 parameter.grad = summed if rest is None else summed.add_(rest)
             else:
                 parameter.grad = whole = summed.clone() if rest is None else summed + rest
-                self._open[parameter] = _Open(summed, rest, whole, whole._version)
+                self._open[parameter] = _Open(summed, rest, whole, version_of(whole))
         self._aside = {}
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.placement import Placement
+from rota.runtime.torch_internals import communication_hook_of, reduce_sharded_gradients
 from rota.runtime.transport import together
 
 
@@ -40,7 +41,7 @@ def unwrapped(stages: Stages) -> tuple[Stages, dict[nn.Module, dist.ProcessGroup
 
 
 def _refuse_options(stage: int, module: DistributedDataParallel) -> None:
-    if hook := module._get_ddp_logging_data().get("comm_hook"):  # type: ignore[no-untyped-call]
+    if hook := communication_hook_of(module):
         raise PipelineError(
             f"stage {stage} is in DDP with the communication hook {hook}, which would not run: the pipeline averages "
             f"gradients itself; leave the hook out"
@@ -91,7 +92,7 @@ class Sharded:
         with together("reducing gradients of sharded stages over replicas"):
             for root in self._roots[stage]:
                 _set_last(root, True)
-                root._get_fsdp_state()._root_post_backward_final_callback()
+                reduce_sharded_gradients(root)
         self.reductions_ns[stage] = start_ns, time.monotonic_ns()
 
     def finish(self) -> None:
