@@ -338,6 +338,7 @@ _TYPES = {
     "AccumulateGrad",
     "CompiledFunctionBackward",
     "StorageWeakRef",
+    "_raw_saved_",
 }
 
 
@@ -356,9 +357,8 @@ def private_uses(source: str) -> list[str]:
             of_torch = whole.startswith(("torch.", "dist.")) and node.attr[0] == "_" and node.attr[:2] != "__"
             if of_torch or node.attr in _ATTRIBUTES:
                 found.append(whole)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if node.value in _TYPES or node.value.startswith("_raw_saved_"):
-                found.append(node.value)
+        elif isinstance(node, ast.Constant) and node.value in _TYPES:
+            found.append(str(node.value))
     return found
 
 
