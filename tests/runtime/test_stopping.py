@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rota.runtime import control
-from rota.runtime.losses import mean_of_all
+from rota.runtime.agreement import mean_of_all
 from rota.runtime.stopping import SAME_REQUEST_S, SIGNALS, StopRequests
 
 

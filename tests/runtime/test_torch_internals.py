@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -267,8 +268,8 @@ def test_the_default_limit_of_a_process_group_can_be_changed(alone: dist.Process
 
 
 def test_a_rendezvous_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    handlers = dict(dist.rendezvous.__globals__["_rendezvous_handlers"])
-    monkeypatch.setattr("torch.distributed.rendezvous._rendezvous_handlers", handlers)
+    module = import_module("torch.distributed.rendezvous")
+    monkeypatch.setattr(module, "_rendezvous_handlers", {**module._rendezvous_handlers})
     torch_internals.replace_rendezvous("env", lambda url, **_: iter([url]))
     assert next(dist.rendezvous("env://x")) == "env://x"
 

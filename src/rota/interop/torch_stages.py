@@ -21,12 +21,12 @@ from torch.func import functional_call
 from rota.errors import PipelineError
 from rota.interop.torch_backward import how_to_split
 from rota.models import Stages
-from rota.runtime.gradients.forward_backward import hand_over, loss_of, over_tensors, tell_writes
-from rota.runtime.messages import Layout, describe, empty, flatten, tensor_layouts, unflatten
-from rota.runtime.outputs import receive_value, send_value
+from rota.runtime.compute import seed_op
+from rota.runtime.gradients.forward_backward import loss_of
+from rota.runtime.messages import Layout, describe, empty, flatten, hand_over, over_tensors, tensor_layouts, unflatten
 from rota.runtime.precision import Autocast, under_autocast
-from rota.runtime.torch_internals import writable
-from rota.runtime.transport import together
+from rota.runtime.torch_internals import count_writes, writable
+from rota.runtime.transport import receive_value, send_value, together
 
 LossFn = Callable[[Any, Any], Tensor]
 Tick = Callable[[str], None]  # told of every op that begins
@@ -74,14 +74,13 @@ class StageModule(nn.Module):
 
     def forward(self, *tensors: Tensor, microbatch: int) -> tuple[Tensor, ...]:
         self.tick(f"{self.stage}F{microbatch}")
-        # As in Pipeline: dropout is a matter of step, stage and micro-batch.
-        torch.default_generator.manual_seed(hash((self.step.seed, self.stage, microbatch)) % 2**63)
+        seed_op(self.step.seed, self.stage, microbatch)
         entered = [*map(_entering, tensors)]
         value = unflatten(iter(entered), self.layouts.incoming)
         with under_autocast(self.step.autocast):
             output = self.stages.call(self.stage, self._arguments(value), self.step.inputs[microbatch])
             leaving, layout = self.leaving(output, microbatch)
-        tell_writes(tensors, entered)
+        count_writes(tensors, entered)
         if layout != self.layouts.outgoing:
             raise PipelineError(
                 f"stage {self.stage} made {describe(layout)} for micro-batch {microbatch}, but "

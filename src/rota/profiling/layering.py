@@ -22,7 +22,7 @@ from rota.profiling.optimizers import MakeOptimizer, OptimizerCosts, optimizer_c
 from rota.profiling.roofline import Kernels, Roofline
 from rota.profiling.rounds import Given, StageRound, num_bytes, tensors_of
 from rota.profiling.watching import peaks
-from rota.runtime.gradients.forward_backward import over_tensors
+from rota.runtime.messages import over_tensors
 from rota.runtime.torch_internals import StorageReference
 
 _RUN_NS = 5_000_000  # of one measurement: long against the clock, and nobody shares the core

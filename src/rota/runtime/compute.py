@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -16,12 +17,12 @@ from rota.runtime.gradients.forward_backward import (
     backward,
     backward_inputs,
     forward,
-    hand_over,
     refuse_modes_without_gradients,
     take_loss,
 )
 from rota.runtime.gradients.recompute import Again, drawing_again, versions_in, without_activations
 from rota.runtime.gradients.split_backward import WeightWork
+from rota.runtime.messages import hand_over
 from rota.runtime.precision import Autocast, ambient_autocast, without_autocast
 from rota.tasks import Kind, Op
 
@@ -43,6 +44,25 @@ class Batch:
     alike: bool = False
     rows: tuple[int, ...] = ()
     target_rows: tuple[int, ...] = ()
+
+
+@contextmanager
+def step_seed() -> Iterator[int]:
+    """A number that seeds the ops of a step.
+
+    Each rank has drawn one number afterwards, whatever its stages drew: shuffles stay the same on all ranks.
+    """
+    seed = int(torch.randint(2**62, ()))
+    random_state = torch.get_rng_state()
+    try:
+        yield seed
+    finally:
+        torch.set_rng_state(random_state)
+
+
+def seed_op(seed: int, stage: int, microbatch: int) -> None:
+    """What an op draws depends on step, stage and micro-batch, not on the order or the rank: R draws what F drew."""
+    torch.default_generator.manual_seed(hash((seed, stage, microbatch)) % 2**63)
 
 
 class RunsOps(Protocol):
@@ -138,8 +158,7 @@ class Compute:
 
     def _forward(self, op: Op, received: list[Any], buffers: dict[str, torch.Tensor] | None = None) -> list[Any]:
         stage, _, m = op
-        # Dropout is a matter of step, stage and micro-batch, not of the order or the rank: R draws what F drew.
-        torch.default_generator.manual_seed(hash((self._seed, stage % self._num_stages, m)) % 2**63)
+        seed_op(self._seed, stage % self._num_stages, m)
         batch = self._batch
         versions = self._versions_of_shared(stage, m)
         output, values, kept = forward(

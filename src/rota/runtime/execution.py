@@ -15,14 +15,13 @@ from torch import nn
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.plan import Plan
-from rota.runtime import batches
 from rota.runtime.compute import Batch, RunsOps
 from rota.runtime.faults.stack_location import Doing, is_in_a_collective
-from rota.runtime.gradients.forward_backward import hand_over
 from rota.runtime.memory_watch import MemoryWatch
-from rota.runtime.messages import Format, flatten
+from rota.runtime.messages import Format, describe_value, flatten, hand_over, tensors_in
+from rota.runtime.microbatch_inputs import structure
 from rota.runtime.precision import ambient_autocast
-from rota.runtime.prefetch_receives import post_early
+from rota.runtime.prefetch_receives import prefetch_receives
 from rota.runtime.program import Action, Message, ValueKey, compile_program
 from rota.runtime.recorder import Record
 from rota.runtime.torch_internals import version_of
@@ -73,7 +72,7 @@ class Execution(Generic[C]):
         #: Each action, what does it, and with what: looked up once. Ranks wait for layouts, hence the strict order.
         self._strict, self._early = (
             [(action, *self._doing_of(action, prepared)) for action in actions]
-            for actions in (strict, post_early(plan, rank, strict))
+            for actions in (strict, prefetch_receives(plan, rank, strict))
         )
         #: Of activations, as the last run with layouts left them; or as told, for runs without any.
         self.formats: dict[ValueKey, Format] = {}
@@ -122,7 +121,7 @@ class Execution(Generic[C]):
         """Whether there is reason to expect other layouts at the boundaries than in the last run."""
         plain: list[Any] = []
         signature = (
-            [batches.structure(given, plain) for given in (batch.inputs[:1] if batch.alike else batch.inputs)],
+            [structure(given, plain) for given in (batch.inputs[:1] if batch.alike else batch.inputs)],
             [module.training for module in self._modules],
             [parameter.requires_grad for parameter in self._parameters],
             ambient_autocast(),
@@ -161,7 +160,7 @@ class Execution(Generic[C]):
             due()
         self._action = None
         self._transport.drain()
-        self.record.end_step()
+        self.record.busy_ns.append(sum(self.record.ends_ns) - sum(self.record.starts_ns))
         self.complete = True
 
     def _begin(self, batch: Batch, seed: int) -> None:
@@ -205,7 +204,7 @@ class Execution(Generic[C]):
         """Behind the error's own words: which stage it is from, and what that one was given."""
         name = type(self._stages[op.stage]).__name__
         told = f"rota: in {op} on rank {self.record.rank}, stage {op.stage} ({name})"
-        given = f", which received {', '.join(map(batches.describe, received))}" if received else ""
+        given = f", which received {', '.join(map(describe_value, received))}" if received else ""
         error.add_note(f"{told}{given}")
 
     def _send_value(self, message: Message, fresh: bool) -> None:
@@ -257,7 +256,7 @@ def _nothing() -> None:
 
 def _versions(received: list[Any], lent: list[int]) -> list[int]:
     """How often the tensors of the lent values have been written to."""
-    return [version_of(tensor) for i in lent for tensor in flatten(received[i], "a stage")[0]]
+    return [version_of(tensor) for i in lent for tensor in tensors_in(received[i])]
 
 
 def forwards_of(plan: Plan) -> Plan:

@@ -21,45 +21,49 @@ from rota.checking import check
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.plan import Plan
-from rota.runtime.agreement import refuse_devices, refuse_differences
-from rota.runtime.calls import Call
-from rota.runtime.compute import Batch, Compute, LossFn
+from rota.runtime.agreement import Agreement, Call, mean_of_all, refuse_devices, refuse_differences, refuse_loss
+from rota.runtime.compute import Batch, Compute, LossFn, step_seed
 from rota.runtime.execution import Execution, evaluating, forwards_of
 from rota.runtime.faults.watchdog import PATIENT, Watchdog, limit_s
 from rota.runtime.gradients.forward_backward import warm_up
 from rota.runtime.gradients.recompute import recomputed_by_backward
 from rota.runtime.json_messages import all_gather_json
-from rota.runtime.launcher_files import leave_record
+from rota.runtime.launching.launcher_files import leave_record
 from rota.runtime.memory_watch import MemoryWatch
 from rota.runtime.meshes import Processes
-from rota.runtime.microbatch_inputs import Intake
-from rota.runtime.outputs import bring
+from rota.runtime.microbatch_inputs import MicrobatchInputs
+from rota.runtime.precision import LossScale
 from rota.runtime.process_group import join, leave
 from rota.runtime.program import for_all_streams, refuse_other_cuts, refuse_unsupported
 from rota.runtime.recorder import Record, clock_offset_ns, merge
 from rota.runtime.reducing.gradient_sync import GradientSync
 from rota.runtime.reducing.shared_weights import shared_weights
 from rota.runtime.reducing.wrapped_stages import unwrapped
-from rota.runtime.runs import Runs
-from rota.runtime.transport import Transport, together
+from rota.runtime.stopping import StopRequests
+from rota.runtime.transport import Transport, bring_outputs, together
 from rota.timeline import Timeline
 
 
 @final
 class Pipeline:
-    """A model's stages, run as planned; every process makes one, with the same arguments.
+    """A model's stages, run as planned. Every process makes one, with the same arguments.
 
-    `loss_fn(output, target)` returns the mean loss of a micro-batch, a tensor with one element; None for a plan of
-    forwards alone. Where a rank makes no progress for `timeout_s`, all end, and say who waits for whom; by default
-    that is 20 times the plan's simulated step, a minute at least. `dynamic_shapes`: shapes depend on the data, not only
-    on the inputs' shapes. `keep_outputs`: the last stage's outputs stay in `outputs` (always so in a plan of forwards).
-    `mesh`: see `rota.mesh`; the plan's ranks are its dim "pp". Without one, all processes are the pipeline.
-    `recompute`: "full" or a list of stages, which keep nothing but what they receive, and run their forward again at
-    the beginning of their backward. `allow_nonfinite_loss`: `step` returns a loss that is nan or infinite; else it
-    raises PipelineError, on all ranks.
+    A plan with several data streams (`rota.bidirectional`) takes the stages of one, and shares their weights.
 
-    A plan with several streams (`rota.bidirectional`) takes the stages of one, and shares their weights. Raises
-    PlanError where `check` refuses the plan, PipelineError where plan, stages and processes do not fit.
+    Args:
+        stages: the model; this process runs the stages that the plan has on its rank.
+        plan: for each rank its ops in order; `check` must accept it.
+        loss_fn: `loss_fn(output, target)`, the mean loss of a micro-batch (one element); None if nothing is trained.
+        timeout_s: a rank without progress for so long ends all; None: 20 simulated steps, at least 60 s.
+        dynamic_shapes: shapes between stages depend on the data, not only on the inputs' shapes.
+        keep_outputs: keep the last stage's outputs in `outputs`; a plan of forwards alone always does.
+        mesh: as `rota.mesh` makes it; the plan's ranks are its dim "pp". None: all processes are the pipeline.
+        recompute: "none", "full", or stages that keep only what they receive, and repeat their forward for B or I.
+        allow_nonfinite_loss: `step` returns a loss that is nan or infinite instead of raising PipelineError.
+
+    Raises:
+        PlanError: `check` refuses the plan.
+        PipelineError: plan, stages and processes do not fit together.
     """
 
     def __init__(
@@ -126,9 +130,11 @@ class Pipeline:
                 self._training = Execution(stages, plan, self.rank, self._transport, self._compute)
                 with together("comparing clocks"):
                     self._training.record.offset_ns = clock_offset_ns(self._processes.pipeline)
-            self._intake = Intake(stages, plan, self.rank, sink_ranks)
-            self._runs = Runs(
-                self._processes, self._gradients, self._transport, self._watchdog, self._intake, dynamic_shapes
+            self._inputs = MicrobatchInputs(stages, plan, self.rank, sink_ranks)
+            self._num_steps = 0  # that were begun
+            self._loss_scale, self._stops = LossScale(), StopRequests(self._processes.is_first)
+            self._agreement = Agreement(
+                self._processes, self._transport, self._inputs, self._loss_scale, dynamic_shapes
             )
             self._teardown.callback(self._leave_record)
             atexit.register(self._close_at_exit)
@@ -161,8 +167,8 @@ class Pipeline:
         The same on all ranks, as they agreed at the end of the last step. From the first look at it these signals end
         no rank, until the pipeline is closed; one that comes again, 3 s later or more, does.
         """
-        self._runs.stops.listen()
-        return self._runs.stops.agreed
+        self._stops.listen()
+        return self._stops.agreed
 
     # --- one step -------------------------------------------------------------------------------------------------
 
@@ -190,12 +196,12 @@ class Pipeline:
         training = self._training
         if not isinstance(scale, Real) or not 0 < scale < math.inf:
             raise PipelineError(f"scale is {scale!r}; give a number above 0, such as 1/k to accumulate over k steps")
-        factor = self._runs.loss_scale.begin(scaler)
+        factor = self._loss_scale.begin(scaler)
         batch = self._take(inputs, targets, needs_targets=training.trains, scale=scale * factor)
-        self._intake.warn_of_other_rows(batch)
-        self._runs.num_steps += 1
-        self._runs.run(Call.STEP if sync else Call.STEP_WITHOUT_SYNC, training, batch, float(scale))
-        return self._runs.mean_loss(training, batch, refuse=training.trains and not self._allow_nonfinite_loss)
+        self._inputs.warn_of_other_rows(batch)
+        self._num_steps += 1
+        self._run(Call.STEP if sync else Call.STEP_WITHOUT_SYNC, training, batch, float(scale))
+        return self._mean_loss(training, batch, refuse=training.trains and not self._allow_nonfinite_loss)
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> float:
         """The mean loss on every rank, with all stages in eval() meanwhile and no gradients. Collective.
@@ -205,7 +211,7 @@ class Pipeline:
         if self.loss_fn is None:
             raise PipelineError("the pipeline has no loss_fn to evaluate; use forward for the outputs")
         batch = self._take(inputs, targets, needs_targets=True)
-        return self._runs.mean_loss(self._evaluate(Call.EVALUATE, batch)[0], batch)
+        return self._mean_loss(self._evaluate(Call.EVALUATE, batch)[0], batch)
 
     def forward(self, inputs: Any = None, *, outputs: bool = True) -> list[Any] | None:
         """The last stage's output of each micro-batch in order, on ranks that ask for `outputs`. Collective.
@@ -216,13 +222,12 @@ class Pipeline:
         done, asking = self._evaluate(Call.FORWARD if outputs else Call.FORWARD_WITHOUT_OUTPUTS, batch)
         made = done.compute.outputs
         found: dict[int, Any] = {}
-        for sink, ranks in self._intake.sink_ranks.items():
+        for sink, ranks in self._inputs.sink_ranks.items():
             batches = self.plan.placement.microbatches(sink, self.plan.num_microbatches)
             here = {m: made[m] for m in batches if m in made}
             with self.watching("outputs"):
-                found |= bring(
-                    here, ranks, asking, f"stage {sink} ({type(self.stages[sink]).__name__})", self._processes.pipeline
-                )
+                where = f"stage {sink} ({type(self.stages[sink]).__name__})"
+                found |= bring_outputs(here, ranks, asking, where, self._processes.pipeline)
         done.compute.outputs = {}
         return [found[m] for m in sorted(found)] if outputs else None
 
@@ -232,18 +237,56 @@ class Pipeline:
             compute = Compute(self.stages, plan.placement, self.loss_fn, keep_outputs=False)
             self._evaluation = Execution(self.stages, plan, self.rank, self._transport, compute)
         if not self._training.trains:
-            self._intake.warn_of_other_rows(batch)
+            self._inputs.warn_of_other_rows(batch)
         self._evaluation.compute.keep_outputs = call is not Call.EVALUATE
-        self._runs.loss_scale.begin(None)
+        self._loss_scale.begin(None)
         random_state = torch.get_rng_state()
         with evaluating([*self.local_stages.values()]):
-            asking = self._runs.run(call, self._evaluation, batch)
+            asking = self._run(call, self._evaluation, batch)
         torch.set_rng_state(random_state)
         return self._evaluation, asking
 
+    def _run(self, call: Call, execution: Execution[Compute], batch: Batch, scale: float = 0.0) -> list[int]:
+        """Run the execution's plan once; returns the ranks that ask for outputs. `scale`: as `step` was given it."""
+        execution.awaited = "the other ranks to reach the same step"
+        self._watchdog.last = lambda: f"{execution.last()} in step {self._num_steps}"
+        sync = call is not Call.STEP_WITHOUT_SYNC
+        try:
+            with step_seed() as seed, self._watchdog.watching(execution.doing):
+                fresh, seed, asking = self._agreement.begin(call, execution, batch, seed, scale)
+                self._gradients.begin(execution, sync, fresh)
+                try:
+                    execution.run(batch, seed + self.replica, fresh, self._watchdog.tick)
+                except Exception as error:
+                    self._agreement.explain(error, execution)
+                    raise
+                self._gradients.finish(execution, sync)
+                if execution.trains and sync:
+                    execution.awaited = "the other ranks' scalers"
+                    agree = partial(self._transport.all_reduce, how=dist.ReduceOp.MAX, doing="comparing overflows")
+                    self._loss_scale.settle(execution.parameters(), agree)
+        except BaseException:
+            execution.forget()
+            raise
+        return asking
+
+    def _mean_loss(self, execution: Execution[Compute], batch: Batch, refuse: bool = False) -> float:
+        """Of all replicas; `refuse` it, on all ranks, if it is not finite and no scaler looks for that."""
+        losses = execution.compute.losses
+        execution.awaited = "the other ranks' losses"
+        add_up = partial(self._transport.all_reduce, how=dist.ReduceOp.SUM, doing=f"waiting for {execution.awaited}")
+        with self._watchdog.watching(execution.doing):
+            mine = self._inputs.counted_loss(batch, losses)
+            mean = mean_of_all(mine, self._processes.num_pipelines, add_up, self._stops)
+            if refuse and not math.isfinite(mean) and not self._loss_scale.is_on:
+                by_stage = self._inputs.losses_by_stage(losses)
+                empty = self._inputs.without_rows(batch)
+                refuse_loss(mean, self._num_steps, self._watchdog.name, by_stage, empty, self._processes.everyone)
+        return mean
+
     def _take(self, inputs: Any, targets: Any, **options: Any) -> Batch:
         self._refuse_closed()
-        return self._intake.take(inputs, targets, **options)
+        return self._inputs.take(inputs, targets, **options)
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -268,7 +311,7 @@ class Pipeline:
         counts once, also those that are tied, replicated, or in parts or shards on several ranks. Collective.
         """
         self._refuse_closed()
-        share = partial(self._runs.agree, Call.CLIP_GRAD_NORM, "adding up the gradients' norm")
+        share = partial(self._agreement.share, Call.CLIP_GRAD_NORM, "adding up the gradients' norm")
         with self.watching("the other ranks' norms"):
             return self._gradients.clip(max_norm, norm_type, error_if_nonfinite, share)
 
@@ -279,7 +322,7 @@ class Pipeline:
         if self._closed or not self._training.complete:
             raise PipelineError("there is no timeline: ask for it after a step that ran to its end, and before close")
         with self.watching("the other ranks' timelines"), together("gathering the timeline"):
-            self._runs.agree(Call.TIMELINE, "gathering the timeline")
+            self._agreement.share(Call.TIMELINE, "gathering the timeline")
             records = all_gather_json(self._training.record.to_fields(), self._processes.pipeline)
         return merge(self.plan, [Record.from_fields(fields) for fields in records])
 
@@ -303,7 +346,7 @@ class Pipeline:
         try:
             self._end(error)
         finally:
-            self._runs.stops.close(failed=error is not None)
+            self._stops.close(failed=error is not None)
 
     def _end(self, error: BaseException | None) -> None:
         """End all that was acquired. `error`: what ends this rank; the others are told at once."""

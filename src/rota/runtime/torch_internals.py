@@ -150,6 +150,16 @@ def writable(leaf: torch.Tensor) -> torch.Tensor:
     return entered
 
 
+def count_writes(leaves: Iterable[torch.Tensor], entered: Iterable[torch.Tensor]) -> None:
+    """Count writes into what is `writable` as writes into the leaf, where autograd and the caller look for them.
+
+    Relies on `Tensor._version`.
+    """
+    for leaf, same in zip(leaves, entered, strict=True):
+        if same is not leaf and same._version:
+            torch.autograd.graph.increment_version(leaf)
+
+
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether autograd takes the tensor for a view of another one. Relies on `Tensor._is_view`."""
     return bool(tensor._is_view())

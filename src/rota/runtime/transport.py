@@ -1,11 +1,17 @@
-"""Values between ranks on `torch.distributed`: receives posted, sends released as soon as they are through.
+"""Values between ranks on `torch.distributed`.
 
-A step in which shapes may be new sends each activation's layout ahead of it; the others send tensors alone, into
-buffers that the receiver allocates when it posts.
+`Transport` runs the messages of a plan: it posts receives, and releases what was sent as soon as it is through. A step
+in which shapes may be new sends each activation's layout ahead of it; the others send tensors alone, into buffers that
+the receiver allocates when it posts.
+
+`send_value` and `receive_value` send any value outside of a plan, such as the outputs of the last stage:
+
+    sender     size of the text ─▶ layout as JSON, or why there is none ─▶ tensor ─▶ tensor …     receiver
 """
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 import time
@@ -21,7 +27,18 @@ import torch.distributed as dist
 
 from rota.errors import LostRankError, PipelineError
 from rota.plan import Transfer
-from rota.runtime.messages import Format, Layout, describe, flatten, from_bytes, tensor_layouts, to_bytes, unflatten
+from rota.runtime.messages import (
+    Format,
+    Layout,
+    describe,
+    empty,
+    flatten,
+    from_bytes,
+    layout_of,
+    tensor_layouts,
+    to_bytes,
+    unflatten,
+)
 from rota.runtime.program import Message, ValueKey
 from rota.runtime.torch_internals import cpu_backend
 
@@ -223,3 +240,57 @@ def _wait(work: Any, message: Message) -> None:
 def _lost(peer: int, message: Message) -> LostRankError:
     doing = "waiting for" if peer == message.transfer.sender else "sending"
     return LostRankError(f"lost rank {peer} while {doing} {message.transfer}")
+
+
+# --- outside of a plan ------------------------------------------------------------------------------------------------
+
+
+def bring_outputs(
+    made: dict[int, Any], ranks: tuple[int, ...], asking: list[int], where: str, group: dist.ProcessGroup
+) -> dict[int, Any]:
+    """What the last stage `where` on `ranks` made, on all ranks that ask. Collective; ranks count within `group`."""
+    here, rank = made, dist.get_rank(group)
+    for other in asking:
+        if other not in ranks:
+            with together(f"bringing outputs from rank {ranks[0]} to rank {other}"):
+                if rank == ranks[0]:
+                    send_value(made, where, other, group)
+                elif rank == other:
+                    here = receive_value(ranks[0], group)
+    return here
+
+
+def send_value(value: Any, where: str, receiver: int, group: dist.ProcessGroup) -> None:
+    """Tensors, and tuples, lists and dicts of them. Raises PipelineError, here and there, if `value` is another.
+
+    `where` names the stage in errors.
+    """
+    refusal: PipelineError | None = None
+    tensors: list[torch.Tensor] = []
+    try:
+        tensors, layout = flatten(value, where)
+        text = json.dumps({"layout": layout})
+    except PipelineError as error:  # the receiver must hear of it, or it would wait
+        refusal, text = error, json.dumps({"refusal": str(error)})
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    for tensor in (torch.tensor([data.numel()]), data, *tensors):
+        dist.send(as_sent(tensor.detach()), group_dst=receiver, group=group)
+    if refusal is not None:
+        raise refusal
+
+
+def receive_value(sender: int, group: dist.ProcessGroup) -> Any:
+    """What `send_value` sends."""
+    size = torch.empty(1, dtype=torch.int64)
+    dist.recv(size, group_src=sender, group=group)
+    data = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(data, group_src=sender, group=group)
+    told = json.loads(data.numpy().tobytes())
+    if "refusal" in told:
+        raise PipelineError(told["refusal"])
+    layout = layout_of(told["layout"])
+    tensors = [empty(each) for each in tensor_layouts(layout)]
+    for tensor in tensors:
+        dist.recv(as_sent(tensor), group_src=sender, group=group)
+    wanting = (tensor.requires_grad_(each[3]) for tensor, each in zip(tensors, tensor_layouts(layout), strict=True))
+    return unflatten(wanting, layout)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rota.runtime import spmd
-from rota.runtime.gradients.forward_backward import over_tensors
+from rota.runtime.messages import over_tensors
 from rota.runtime.torch_internals import tree_flatten, tree_unflatten
 
 Forward = Callable[[Any], Any]

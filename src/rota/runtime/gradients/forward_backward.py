@@ -10,7 +10,7 @@ backward is split (see `split_backward`), inputs are held by their gradient edge
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -21,8 +21,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.runtime.gradients.split_backward import WeightWork, enter, input_gradients
-from rota.runtime.messages import flatten
-from rota.runtime.torch_internals import run_backward, tensors_anywhere, version_of, writable, zeros_at
+from rota.runtime.messages import flatten, tensors_in, with_tensors
+from rota.runtime.torch_internals import count_writes, run_backward, tensors_anywhere, writable, zeros_at
 
 
 @dataclass(slots=True)
@@ -55,39 +55,30 @@ def forward(
     of these names.
     """
     where = f"stage {stage} ({type(stages[stage]).__name__})"
-    leaves = [_wanting_gradient(value, where) for value in received]
     entering = enter if split else writable
-    received = [over_tensors(lambda t: entering(t) if t.requires_grad else t, value) for value in received]
-    entered = [_wanting_gradient(value, where) for value in received]
-    # Before the stage may write into them: that changes where their gradients go.
-    kept = Kept([], [], entries=[[*map(get_gradient_edge, of)] for of in entered]) if split else Kept(leaves, [])
+    given = [[*tensors_in(value)] for value in received]
+    entered = [[entering(tensor) if tensor.requires_grad else tensor for tensor in of] for of in given]
+    received = [with_tensors(value, iter(of)) for value, of in zip(received, entered, strict=True)]
+    if split:  # the edges now: the stage may write into the tensors, which changes where their gradients go
+        kept = Kept([], [], entries=[[get_gradient_edge(t) for t in of if t.requires_grad] for of in entered])
+    else:
+        kept = Kept([[tensor for tensor in of if tensor.requires_grad] for of in given], [])
     if buffers:
         arguments = (*received, *stages.pick_inputs(stage, batch))
         output = torch.func.functional_call(stages[stage], dict(buffers), arguments)
     else:
         output = stages.call(stage, received, batch)
     if not split:
-        tell_writes(chain(*leaves), chain(*entered))
+        count_writes(chain(*given), chain(*entered))
     values = [edge.take(output) for edge in stages.outgoing(stage)]
     kept.outputs = [gradient_edges(value, where) for value in values]
     return output, values, kept
 
 
-def tell_writes(leaves: Iterable[torch.Tensor], entered: Iterable[torch.Tensor]) -> None:
-    """Count writes into what is `writable` as writes into the leaf: autograd and the caller look for them there."""
-    for leaf, same in zip(leaves, entered, strict=True):
-        if same is not leaf and version_of(same):
-            torch.autograd.graph.increment_version(leaf)
-
-
 def gradient_edges(value: Any, where: str) -> list[GradientEdge]:
     """Where the gradients of the value's tensors enter the graph that made them. `where` names the stage in errors."""
-    return [get_gradient_edge(tensor) for tensor in _wanting_gradient(value, where)]
-
-
-def _wanting_gradient(value: Any, where: str) -> list[torch.Tensor]:
     tensors = [value] if isinstance(value, torch.Tensor) else flatten(value, where)[0]
-    return [tensor for tensor in tensors if tensor.requires_grad]
+    return [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
 
 
 def refuse_modes_without_gradients() -> None:
@@ -162,19 +153,3 @@ def warm_up() -> None:
     """Let torch load what the first backward from a gradient edge needs: 0.4 s, no part of the first step's time."""
     x = torch.zeros((), requires_grad=True)
     torch.autograd.backward([get_gradient_edge(x * 1)], [torch.zeros(())])
-
-
-def hand_over(value: Any) -> Any:
-    """A value for a stage on the same rank: the same memory, cut off from the graph that made it."""
-    return over_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
-
-
-def over_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """The value with each of its tensors changed."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: over_tensors(change, item) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(over_tensors(change, item) for item in value)
-    return value

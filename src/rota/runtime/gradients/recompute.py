@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from rota.errors import PipelineError
 from rota.models.randomness import RandomStates
 from rota.placement import Placement
+from rota.runtime.messages import tensors_in
 from rota.runtime.torch_internals import version_of
 from rota.tasks import Kind
 
@@ -93,15 +94,7 @@ def drawing_again(module: nn.Module, again: Again) -> Iterator[None]:
 
 def versions_in(value: Any) -> list[int]:
     """How often each tensor in a value has been written to."""
-    return [*map(version_of, _tensors(value))]
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)
+    return [*map(version_of, tensors_in(value))]
 
 
 def _refuse(_: None) -> torch.Tensor:

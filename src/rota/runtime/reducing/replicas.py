@@ -78,7 +78,7 @@ def refuse_other_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGro
 
 
 @final
-class Average:
+class GradientAllReduce:
     """The average of some parameters' gradients over replicas: begun by `start`, in `.grad` after `finish`.
 
     One flat buffer a dtype. Behind the gradients it tells for each whether it is there: where no replica has one, none

@@ -93,6 +93,8 @@ class SharedWeights:
         self._aside: dict[nn.Parameter, torch.Tensor | None] = {}
         self._open: dict[nn.Parameter, _Open] | None = None  # None after a step whose gradients were summed
         self._buffers = [*_copied_buffers(stages, placement, rank)]
+        #: Whether a step has gradients to sum or buffers to check.
+        self.is_used = bool(self._tied or self._buffers)
         self._versions: list[int] = []
 
     @property

@@ -62,6 +62,7 @@ class Sharded:
 
     def __init__(self, stages: Stages, placement: Placement, local: tuple[int, ...], replicas: list[int]) -> None:
         self._roots = {stage: found for stage in local if (found := _roots(stages[stage]))}
+        self.is_used = bool(self._roots)
         #: Of the last step: when each stage's reduction was begun and when it was done.
         self.reductions_ns: dict[int, tuple[int, int]] = {}
         for stage in local:
