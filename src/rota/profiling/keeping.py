@@ -19,7 +19,7 @@ from rota.profiling.rounds import StageRound, tensors_of
 from rota.profiling.watching import Watching, copier
 from rota.runtime.gradients.forward_backward import Kept
 from rota.runtime.gradients.split_backward import WeightWork
-from rota.runtime.live_storages import LiveStorages
+from rota.runtime.memory_watch import LiveStorages
 from rota.runtime.messages import over_tensors
 from rota.runtime.torch_internals import StorageReference, address_of
 

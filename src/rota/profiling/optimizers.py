@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rota.profiling.clocks import Laps, Run
-from rota.runtime.live_storages import storages
+from rota.runtime.memory_watch import storages
 from rota.runtime.torch_internals import address_of
 
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

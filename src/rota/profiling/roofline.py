@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from rota.profiling.devices import DeviceModel
-from rota.runtime.live_storages import storages
+from rota.runtime.memory_watch import storages
 from rota.runtime.torch_internals import (
     EFFICIENT_ATTENTION,
     FLASH_ATTENTION,

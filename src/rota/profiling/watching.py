@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 import torch
 
 from rota.profiling.clocks import Run
-from rota.runtime.live_storages import LiveStorages
+from rota.runtime.memory_watch import LiveStorages
 from rota.runtime.torch_internals import TorchDispatchMode, address_of
 
 

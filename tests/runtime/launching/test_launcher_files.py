@@ -47,7 +47,7 @@ def test_a_file_is_planned_anew_for_the_processes_there_are(
     told = capsys.readouterr().err
     assert told.count("\n") == (num_ranks != 4)
     if num_ranks == 2:
-        assert told == f"rota: {file} is for 4 ranks, and was planned anew for 2: makespan 5.4 ms, was 3.3 ms\n"
+        assert told == f"rota: {file} is for 4 ranks, and was planned again for 2: makespan 5.4 ms, was 3.3 ms\n"
 
 
 def test_without_processes_a_file_is_as_it_is(file: Path) -> None:
@@ -62,7 +62,7 @@ def test_what_cannot_be_had_is_told(file: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("WORLD_SIZE", "6")
     with pytest.raises(PlacementError, match=r"4 stages cannot be placed on 6 ranks; start at most 4 ranks"):
         given_plan(file)
-    with pytest.raises(PipelineError, match=r"6 processes cannot be shared out to dp=4 replicas of tp=1 parts"):
+    with pytest.raises(PipelineError, match=r"6 processes cannot be shared out to dp=4 replicas of tp=1 shards"):
         given_plan(file, dp=4)
 
 

@@ -64,7 +64,7 @@ class Weights:
     def _part(self, stage: int) -> int:
         pipeline, processes = self._pipeline, self._pipeline._processes
         position = sorted(pipeline.plan.placement.ranks_of(stage)).index(pipeline.rank)
-        return position * processes.num_parts + processes.part
+        return position * processes.num_shards + processes.shard
 
 
 def _weights(pipeline: Pipeline) -> Iterator[Weight]:
@@ -75,7 +75,7 @@ def _weights(pipeline: Pipeline) -> Iterator[Weight]:
         for _, tensor in _saved(module):
             of_stages.setdefault(tensor, []).append(stage)
     for tensor, names in names_of(stages).items():
-        num_parts = len(placement.ranks_of(of_stages[tensor][0])) * pipeline._processes.num_parts
+        num_parts = len(placement.ranks_of(of_stages[tensor][0])) * pipeline._processes.num_shards
         whole = tensor in replicated or isinstance(tensor, DTensor)  # DTensors are saved as the wholes that they are
         yield Weight(names, tensor, 1 if whole else num_parts, tuple(of_stages[tensor]))
 

@@ -64,7 +64,7 @@ def launch(
         threads_per_rank: that PyTorch may use for one op.
         worker: the module that is started on each rank, and runs the script.
         dp: replicas of the pipeline. There are dp · tp processes per rank, and `rota.mesh()` is that mesh.
-        tp: parts of each replica.
+        tp: shards of each replica.
         max_restarts: how often the ranks are started again without a newer checkpoint in between.
         timeout_s: how long a rank may make no progress, where the script gives no `timeout_s` of its own.
         report: is told of each restart, in one line.

@@ -52,15 +52,15 @@ class GradientSync:
         self._parameters = [*modules.parameters()]
         self._whole = [p for p in self._parameters if not is_sharded(p)]
         replicated = replicated_parameters(stages, self._local)
-        if processes.parts is not None:
-            make_equal([norms.local(p) for p in replicated], processes.parts)
+        if processes.shards is not None:
+            make_equal([norms.local(p) for p in replicated], processes.shards)
         if processes.replicas is not None:
             tensors = [*self._whole, *modules.buffers()]
             refuse_other_tensors(tensors, processes.replicas)
             make_equal(tensors, processes.replicas)
         elsewhere = {*self._shared.counted_elsewhere}
         elsewhere |= {*self._whole} if processes.replica else {*()}
-        elsewhere |= {*replicated} if processes.part else {*()}
+        elsewhere |= {*replicated} if processes.shard else {*()}
         self._counted = [p for p in self._parameters if p not in elsewhere]
         last = last_gradients(plan, processes.rank)
         self._all_reduces = {

@@ -51,7 +51,7 @@ def make_equal(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> Non
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
         with together("making the replicas' weights equal"), torch.no_grad():
             dist.broadcast(flat.view(torch.uint8), group_src=0, group=group)
-            for tensor, value in _parts(flat, same):
+            for tensor, value in _slices(flat, same):
                 tensor.copy_(value)
 
 
@@ -124,14 +124,14 @@ def packed(parameters: list[nn.Parameter]) -> torch.Tensor:
     """Their gradients in a row, of one dtype, and for each whether it is there."""
     num = sum(parameter.numel() for parameter in parameters)
     flat = torch.zeros(num + len(parameters), dtype=parameters[0].dtype)
-    for i, (parameter, part) in enumerate(_parts(flat, parameters)):
+    for i, (parameter, own) in enumerate(_slices(flat, parameters)):
         if parameter.grad is not None:
             if parameter.grad.is_sparse:
                 raise PipelineError(
                     f"a parameter of shape {list(parameter.shape)} has a sparse gradient, which is not reduced "
                     f"over processes; make it with sparse=False"
                 )
-            part.copy_(parameter.grad)
+            own.copy_(parameter.grad)
             flat[num + i] = 1
     return flat
 
@@ -140,15 +140,15 @@ def packed(parameters: list[nn.Parameter]) -> torch.Tensor:
 def unpack(flat: torch.Tensor, parameters: list[nn.Parameter]) -> None:
     """Back into `.grad`, where any process had one."""
     there = flat[-len(parameters) :].abs().tolist()
-    for (parameter, part), anywhere in zip(_parts(flat, parameters), there, strict=True):
+    for (parameter, own), anywhere in zip(_slices(flat, parameters), there, strict=True):
         if parameter.grad is not None:
-            parameter.grad.copy_(part)
+            parameter.grad.copy_(own)
         elif anywhere:
-            parameter.grad = torch.empty_like(parameter).copy_(part)
+            parameter.grad = torch.empty_like(parameter).copy_(own)
 
 
-def _parts(flat: torch.Tensor, tensors: list[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Each tensor with its part of the flat buffer."""
+def _slices(flat: torch.Tensor, tensors: list[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Each tensor with its slice of the flat buffer."""
     start = 0
     for tensor in tensors:
         yield tensor, flat[start : start + tensor.numel()].view(tensor.shape)

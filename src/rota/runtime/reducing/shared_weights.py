@@ -35,22 +35,22 @@ class SharedWeight(NamedTuple):
 def shared_weights(stages: Stages, placement: Placement) -> list[SharedWeight]:
     """All weights that several ranks hold, in the same order on every rank. Raises PipelineError.
 
-    A weight tied over stages on several ranks each is tied part by part: the lowest ranks' with the lowest ranks'.
+    A weight that is tied over stages on several ranks each is tied shard by shard, in the order of the ranks.
     """
     found = []
     tied = set()
     for tie in stages.ties:
         tied |= {*tie}
         on = [sorted(placement.ranks_of(stage)) for stage, _ in tie]
-        parts = [tuple(dict.fromkeys(ranks)) for ranks in zip(*on, strict=False)]
-        mixed = sum(map(len, parts)) > len({rank for ranks in parts for rank in ranks})
+        shards = [tuple(dict.fromkeys(ranks)) for ranks in zip(*on, strict=False)]
+        mixed = sum(map(len, shards)) > len({rank for ranks in shards for rank in ranks})
         if len({*map(len, on)}) > 1 or mixed:
             told = ", ".join(f"{name!r} of stage {s} on {r}" for (s, name), r in zip(tie, on, strict=True))
             raise PipelineError(
-                f"one weight is tied over stages on ranks that do not match part by part ({told}); place these stages "
+                f"one weight is tied over stages on ranks that do not match shard by shard ({told}); place them "
                 f"on the same ranks, or untie it"
             )
-        found += [SharedWeight(*tie[0], ranks, summed=True) for ranks in parts if len(ranks) > 1]
+        found += [SharedWeight(*tie[0], ranks, summed=True) for ranks in shards if len(ranks) > 1]
     for stage, module in enumerate(stages.modules):
         if len(ranks := placement.ranks_of(stage)) > 1:
             names = [name for name in replicated_names(module) if (stage, name) not in tied]
@@ -90,7 +90,7 @@ class SharedWeights:
             if weight.ranks[0] != rank:
                 self.counted_elsewhere.add(parameter)
         #: Of a step: what `.grad` held that is summed already.
-        self._aside: dict[nn.Parameter, torch.Tensor | None] = {}
+        self._held_back: dict[nn.Parameter, torch.Tensor | None] = {}
         self._open: dict[nn.Parameter, _Open] | None = None  # None after a step whose gradients were summed
         self._buffers = [*_copied_buffers(stages, placement, rank)]
         #: Whether a step has gradients to sum or buffers to check.
@@ -103,11 +103,11 @@ class SharedWeights:
         return [parameter for parameters in self._tied.values() for parameter in parameters]
 
     def begin(self) -> None:
-        """Lay aside what of `.grad` is a sum already; the rest has not been summed yet, or is still to come."""
-        self._aside = {parameter: self._lay_aside(parameter) for parameter in self.tied}
+        """Hold back what of `.grad` is a sum already; the rest has not been summed yet, or is still to come."""
+        self._held_back = {parameter: self._hold_back(parameter) for parameter in self.tied}
         self._versions = [version_of(buffer) for _, _, buffer in self._buffers]
 
-    def _lay_aside(self, parameter: nn.Parameter) -> torch.Tensor | None:
+    def _hold_back(self, parameter: nn.Parameter) -> torch.Tensor | None:
         whole = parameter.grad
         if self._open is None:
             parameter.grad = None
@@ -141,7 +141,7 @@ class SharedWeights:
                 for ranks, parameters in self._tied.items():
                     _sum(parameters, self._groups[ranks])
         self._open = None if sync else {}
-        for parameter, summed in self._aside.items():
+        for parameter, summed in self._held_back.items():
             if summed is None:
                 continue
             rest = parameter.grad
@@ -150,7 +150,7 @@ class SharedWeights:
             else:
                 parameter.grad = whole = summed.clone() if rest is None else summed + rest
                 self._open[parameter] = _Open(summed, rest, whole, version_of(whole))
-        self._aside = {}
+        self._held_back = {}
 
     def close(self) -> None:
         """Let the groups go."""
