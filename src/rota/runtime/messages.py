@@ -45,6 +45,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """All tensors in a value, in order."""
     if isinstance(value, torch.Tensor):
         yield value
+        return
     for _, item in items(value):
         yield from tensors_in(item)
 

@@ -1,4 +1,4 @@
-"""Pipeline: runs a checked plan on `torch.distributed`, one process a rank, with one loop over its actions."""
+"""Pipeline: runs a checked plan on `torch.distributed`, one process per rank, with one loop over its actions."""
 
 from __future__ import annotations
 
@@ -152,20 +152,20 @@ class Pipeline:
 
     @property
     def losses(self) -> dict[int, float]:
-        """Loss of each micro-batch of the last step, on the rank of the last stage."""
+        """The loss of each micro-batch of the last step, on the ranks of the last stage."""
         return self._compute.losses
 
     @property
     def outputs(self) -> dict[int, Any]:
-        """Output of each micro-batch of the last step, likewise, if they are kept."""
+        """The output of each micro-batch of the last step, on the ranks of the last stage, if outputs are kept."""
         return self._compute.outputs
 
     @property
     def should_stop(self) -> bool:
         """Whether SIGTERM or SIGUSR1 has come to any rank or to `rota run`: save, and leave the loop.
 
-        The same on all ranks, as they agreed at the end of the last step. From the first look at it these signals end
-        no rank, until the pipeline is closed; one that comes again, 3 s later or more, does.
+        The same on all ranks, which agree on it at the end of each step. Once a script has looked at it, these signals
+        do not end a rank until the pipeline is closed, unless one comes again after 3 s or more.
         """
         self._stops.listen()
         return self._stops.agreed
@@ -183,15 +183,23 @@ class Pipeline:
     ) -> float:
         """Run the plan once; gradients are added to `.grad`, as `loss.backward()` does. Collective.
 
-        `inputs`: what the stages on this rank read (None where they read nothing): a tensor, a tuple or a dict of
-        them, split along dim 0 into the plan's micro-batches, or a list of micro-batches. `targets`: likewise, for
-        the ranks of the last stage. Returns the mean loss on every rank (nan without a loss_fn), of all replicas.
+        To accumulate over k steps, give `scale=1/k` to each, and `sync=False` to all but the last.
 
-        To accumulate over k steps, give each `scale=1/k`, which multiplies gradients and not the loss returned, and all
-        but the last `sync=False`: gradients of replicas and of tied weights are then put together once, by the last.
+        Args:
+            inputs: what the stages on this rank read, None if they read nothing: a tensor, or a tuple or dict of
+                tensors, split along dim 0 into the plan's micro-batches; or a list of micro-batches.
+            targets: what `loss_fn` gets, on the ranks of the last stage; in the same forms as `inputs`.
+            scale: multiplies the gradients, but not the loss returned.
+            sync: reduce the gradients of replicas and of tied weights, with those of earlier steps without `sync`.
+            scaler: this process's own GradScaler; the gradients have its factor until it takes it out. If gradients
+                overflow on one rank, they become infinite on all, so that every scaler skips the step.
 
-        `scaler`: this process's own, whose factor the gradients have until it takes it out. Where one rank's overflow,
-        all ranks' become infinite, so that every scaler skips the step.
+        Returns:
+            The mean loss over all micro-batches and replicas, on every rank; nan without a `loss_fn`.
+
+        Raises:
+            PipelineError: the batch does not fit, the ranks differ in what they call, or the loss is not finite.
+            LostRankError: another rank is gone.
         """
         training = self._training
         if not isinstance(scale, Real) or not 0 < scale < math.inf:
@@ -204,9 +212,17 @@ class Pipeline:
         return self._mean_loss(training, batch, refuse=training.trains and not self._allow_nonfinite_loss)
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> float:
-        """The mean loss on every rank, with all stages in eval() meanwhile and no gradients. Collective.
+        """The mean loss on every rank, with all stages in eval() and without gradients. Collective.
 
-        Takes what `step` does. The forwards run on their ranks in the plan's order; buffers and random state stay.
+        Args:
+            inputs: as for `step`.
+            targets: as for `step`.
+
+        Returns:
+            The mean loss over all micro-batches and replicas. Buffers and random states are as they were before.
+
+        Raises:
+            PipelineError: there is no `loss_fn`, the batch does not fit, or the ranks differ in what they call.
         """
         if self.loss_fn is None:
             raise PipelineError("the pipeline has no loss_fn to evaluate; use forward for the outputs")
@@ -214,9 +230,17 @@ class Pipeline:
         return self._mean_loss(self._evaluate(Call.EVALUATE, batch)[0], batch)
 
     def forward(self, inputs: Any = None, *, outputs: bool = True) -> list[Any] | None:
-        """The last stage's output of each micro-batch in order, on ranks that ask for `outputs`. Collective.
+        """Run the plan's forwards with all stages in eval() and without gradients. Collective.
 
-        As `evaluate`, without targets.
+        Args:
+            inputs: as for `step`.
+            outputs: whether this rank asks for the outputs.
+
+        Returns:
+            The last stage's output of each micro-batch in order; None on ranks that do not ask.
+
+        Raises:
+            PipelineError: an output cannot be sent, the batch does not fit, or the ranks differ in what they call.
         """
         batch = self._take(inputs, None, needs_targets=False)
         done, asking = self._evaluate(Call.FORWARD if outputs else Call.FORWARD_WITHOUT_OUTPUTS, batch)
@@ -294,7 +318,7 @@ class Pipeline:
 
     @contextmanager
     def watch_memory(self) -> Iterator[MemoryWatch]:
-        """A debug mode, for a look at some steps, which it makes slower: what this rank's ops hold, op by op."""
+        """A debug mode that records what this rank's ops hold, op by op; it makes steps slower."""
         with MemoryWatch(self.parameters()) as watch:
             self._training.watch = watch
             try:
@@ -305,10 +329,17 @@ class Pipeline:
     # --- gradients ------------------------------------------------------------------------------------------------
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
-        """Scale all ranks' gradients so that their norm together is at most `max_norm`; returns it as it was.
+        """Scale all ranks' gradients, as `torch.nn.utils.clip_grad_norm_` does on the unsplit model. Collective.
 
-        As `torch.nn.utils.clip_grad_norm_` on the unsplit model, for any norm type above 0, inf too: every weight
-        counts once, also those that are tied, replicated, or in parts or shards on several ranks. Collective.
+        Every weight counts once, also if it is tied, replicated or sharded.
+
+        Args:
+            max_norm: the norm of all gradients together is at most this afterwards.
+            norm_type: any number above 0, or inf.
+            error_if_nonfinite: raise PipelineError if the norm is nan or infinite.
+
+        Returns:
+            The norm of all gradients together before.
         """
         self._refuse_closed()
         share = partial(self._agreement.share, Call.CLIP_GRAD_NORM, "adding up the gradients' norm")
@@ -318,7 +349,11 @@ class Pipeline:
     # --- afterwards -----------------------------------------------------------------------------------------------
 
     def timeline(self) -> Timeline:
-        """What the last step's ops and transfers really took, on every rank. Collective."""
+        """The measured ops and transfers of the last step, of all ranks and on every rank. Collective.
+
+        Raises:
+            PipelineError: no step has run to its end, or the pipeline is closed.
+        """
         if self._closed or not self._training.complete:
             raise PipelineError("there is no timeline: ask for it after a step that ran to its end, and before close")
         with self.watching("the other ranks' timelines"), together("gathering the timeline"):
@@ -327,9 +362,11 @@ class Pipeline:
         return merge(self.plan, [Record.from_fields(fields) for fields in records])
 
     def watching(self, doing: str, times: int = 1) -> AbstractContextManager[None]:
-        """Around anything else that all ranks do together: who gets stuck there for `timeout_s` is told as in a step.
+        """Watch anything else that all ranks do together: a rank that gets stuck is reported as in a step.
 
-        `doing` goes on after "waits for". Where some ranks work long while others wait, give them `times` as long.
+        Args:
+            doing: goes on after "waits for".
+            times: how many times `timeout_s` it may take, if some ranks work long while others wait.
         """
         return self._watchdog.watching(doing, times)
 

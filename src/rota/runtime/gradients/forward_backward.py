@@ -27,10 +27,10 @@ from rota.runtime.torch_internals import count_writes, run_backward, tensors_any
 
 @dataclass(slots=True)
 class Kept:
-    """What a forward leaves for its backward: leaves by incoming edge, gradient edges by outgoing edge, the loss
-    with the gradient that it starts from.
+    """What a forward leaves for its backward.
 
-    For a split backward `entries` takes the place of `leaves`.
+    `leaves` by incoming edge, `outputs` (gradient edges) by outgoing edge, and the loss with the gradient that the
+    backward starts from. A split backward has `entries` instead of `leaves`.
     """
 
     leaves: list[list[torch.Tensor]]
@@ -63,11 +63,8 @@ def forward(
         kept = Kept([], [], entries=[[get_gradient_edge(t) for t in of if t.requires_grad] for of in entered])
     else:
         kept = Kept([[tensor for tensor in of if tensor.requires_grad] for of in given], [])
-    if buffers:
-        arguments = (*received, *stages.pick_inputs(stage, batch))
-        output = torch.func.functional_call(stages[stage], dict(buffers), arguments)
-    else:
-        output = stages.call(stage, received, batch)
+    module, arguments = stages[stage], (*received, *stages.pick_inputs(stage, batch))
+    output = torch.func.functional_call(module, dict(buffers), arguments) if buffers else module(*arguments)
     if not split:
         count_writes(chain(*given), chain(*entered))
     values = [edge.take(output) for edge in stages.outgoing(stage)]
@@ -150,6 +147,6 @@ def _or_zeros(gradient: torch.Tensor | None, edge: GradientEdge) -> torch.Tensor
 
 
 def warm_up() -> None:
-    """Let torch load what the first backward from a gradient edge needs: 0.4 s, no part of the first step's time."""
+    """Let torch load what the first backward from a gradient edge needs, which takes 0.4 s, before the first step."""
     x = torch.zeros((), requires_grad=True)
     torch.autograd.backward([get_gradient_edge(x * 1)], [torch.zeros(())])
