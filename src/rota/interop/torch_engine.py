@@ -186,7 +186,7 @@ class TorchEngine:
             [(m.training, [p.requires_grad for p in m.parameters()]) for m in self.local_stages.values()],
             step.autocast,
         )
-        told = torch.tensor([signature != self._signature, sync, not sync, *self._loss_scale.told()])
+        told = torch.tensor([signature != self._signature, sync, not sync, *self._loss_scale.flags()])
         with together("waiting for the others to begin the step"):
             self._agree(told)
         changed, syncs, leaves, *scales = told.tolist()

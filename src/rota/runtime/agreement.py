@@ -50,10 +50,10 @@ def refuse_differences(plan: Plan, stages: Stages, shared: list[SharedWeight], m
     layout = None if mesh is None else (mesh.mesh.tolist(), mesh.mesh_dim_names)
     joined = [[*edge] for edge in stages.edges], stages.inputs
     with together("comparing plans"):  # before anything that could fail on one rank alone
-        told = all_gather_json([digest(plan), *(_digest_of(each) for each in (joined, shared, layout))])
+        of_ranks = all_gather_json([digest(plan), *(_digest_of(each) for each in (joined, shared, layout))])
     for i, what in enumerate(("plan", "graph of stages", "set of tied and replicated weights", "mesh")):
-        for rank, other in enumerate(told):
-            if other[i] != told[0][i]:
+        for rank, other in enumerate(of_ranks):
+            if other[i] != of_ranks[0][i]:
                 raise PipelineError(f"rank {rank} has another {what} than rank 0; give all ranks the same {what}")
     num_ranks = len(pipelines_of(mesh)[0])
     if num_ranks != plan.num_ranks:
@@ -71,7 +71,7 @@ def _digest_of(value: object) -> str:
 
 
 def refuse_devices(stages: Stages, local: tuple[int, ...]) -> None:
-    """Raises PipelineError where one of the `local` stages is not on the CPU."""
+    """Raises PipelineError if one of the `local` stages is not on the CPU."""
     for stage in local:
         for name, tensor in stages[stage].state_dict().items():
             if tensor.device.type != "cpu":
@@ -117,7 +117,7 @@ class Begun(NamedTuple):
 
 @final
 class Agreement:
-    """Of one pipeline on one process: what the ranks agree on whenever they call it. All of its methods are collective.
+    """What the ranks of a pipeline agree on at each call. All methods except `explain` are collective.
 
     With `dynamic_shapes`, layouts may be new in every run.
     """
@@ -149,7 +149,7 @@ class Agreement:
         is_new = execution.is_new(batch) or self._dynamic_shapes
         sizes = batch.rows, batch.target_rows
         has_other_size = sizes != self._sizes.get(execution)
-        flags = is_new, has_other_size, seed if self._processes.is_first else 0, *self._loss_scale.told()
+        flags = is_new, has_other_size, seed if self._processes.is_first else 0, *self._loss_scale.flags()
         agreed, calls, scales = self._all_reduce(call, "waiting for the others to begin the step", flags, scale)
         fresh, compares, seed, most, least = agreed
         self._loss_scale.refuse_differences(most, least)
@@ -161,10 +161,7 @@ class Agreement:
         return Begun(bool(fresh), seed, [rank for rank, process in processes if calls[process] is Call.FORWARD])
 
     def explain(self, error: Exception, execution: Execution[Any]) -> None:
-        """Raise a PipelineError in place of an op's `error` if the ranks were given batches that do not fit together.
-
-        Not collective.
-        """
+        """Raise a PipelineError in place of an op's `error` if the ranks' batches do not fit together."""
         if self._differences and execution.failed is not None and not isinstance(error, PipelineError):
             raise PipelineError(
                 f"{execution.failed} failed on {self._names[self._mine]} ({type(error).__name__}: {error}); the ranks' "
@@ -190,9 +187,9 @@ class Agreement:
         row[: len(flags)] = flags
         row[_NUM_FLAGS + self._mine] = int(call)
         row[_NUM_FLAGS + size + self._mine] = _to_bits(number)
-        told = torch.tensor(row)
-        self._transport.all_reduce(told, dist.ReduceOp.MAX, doing)
-        row = told.tolist()
+        maxima = torch.tensor(row)
+        self._transport.all_reduce(maxima, dist.ReduceOp.MAX, doing)
+        row = maxima.tolist()
         calls = [Call(code) for code in row[_NUM_FLAGS : _NUM_FLAGS + size]]
         self._refuse_differences(calls)
         return row[: len(flags)], calls, [*map(_to_float, row[_NUM_FLAGS + size :])]
@@ -225,7 +222,7 @@ class Agreement:
         """Learn what the others were given."""
         mine = GivenBatch(self._inputs.given(batch), [*batch.rows], [*batch.target_rows])
         with together("comparing batches"):
-            given = [GivenBatch(*told) for told in all_gather_json(mine, self._processes.everyone)]
+            given = [GivenBatch(*fields) for fields in all_gather_json(mine, self._processes.everyone)]
         self._differences = batch_differences(given, self._processes.pipelines, self._names)
 
 
@@ -258,9 +255,9 @@ class GivenBatch(NamedTuple):
 
 
 def batch_differences(given: Sequence[GivenBatch], pipelines: list[list[int]], names: Sequence[str]) -> str:
-    """What may be right, but explains an op that fails: ranks and replicas with other batches. "" if there is nothing.
+    """Differences between the batches of ranks and replicas, or "". They may be intended, but explain an op that fails.
 
-    `given` and `names` are by process, `pipelines` are the processes of each pipeline by rank.
+    `given` and `names` are by process, `pipelines` has the processes of each pipeline by rank.
     """
     alike = [*pipelines, *map(list, zip(*pipelines, strict=True))]  # the ranks of a pipeline, and a rank's replicas
     found = [_input_difference(given, group, names) for group in alike]
@@ -310,9 +307,9 @@ def mean_of_all(
     `add_up` sums a tensor over all processes. The same message carries requests to stop, so that all ranks learn of
     them at the end of the same step.
     """
-    told = torch.tensor([mine, stops is not None and stops.asked()], dtype=torch.float64)
-    add_up(told)
-    total, num_asked = told.tolist()
+    sums = torch.tensor([mine, stops is not None and stops.asked()], dtype=torch.float64)
+    add_up(sums)
+    total, num_asked = sums.tolist()
     if stops is not None:
         stops.agreed |= num_asked > 0
     return float(total / num_pipelines)
@@ -340,11 +337,15 @@ def refuse_loss(
         PipelineError: always and on all ranks, with all losses that are not finite.
     """
     with together("gathering losses that are not finite"):
-        told = all_gather_json([name, [(stage, [*losses.items()]) for stage, losses in mine.items()], empty], group)
-    places = [_nonfinite_text(on, stage, dict(losses)) for on, each, _ in told for stage, losses in each]
+        of_ranks = all_gather_json([name, [(stage, [*losses.items()]) for stage, losses in mine.items()], empty], group)
+    places = [_nonfinite_text(on, stage, dict(losses)) for on, each, _ in of_ranks for stage, losses in each]
     found = "; ".join(filter(None, places)) or "each micro-batch's is finite, but not their sum"
     bad = [
-        m for _, each, of_none in told for _, losses in each for m, loss in losses if m in of_none and math.isnan(loss)
+        m
+        for _, each, of_none in of_ranks
+        for _, losses in each
+        for m, loss in losses
+        if m in of_none and math.isnan(loss)
     ]
     cause = "reload the last checkpoint or lower the learning rate"
     if bad:

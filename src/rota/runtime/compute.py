@@ -1,4 +1,8 @@
-"""What a rank's ops compute, and what they keep for each other."""
+"""What a rank's ops compute, and what they keep for each other:
+
+F ──Kept──▶ B              F ──Again──▶ R or the backward itself ──Kept──▶ B or I
+F ──Kept──▶ I ──WeightWork──▶ W
+"""
 
 from __future__ import annotations
 
@@ -33,8 +37,8 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 class Batch:
     """A step's micro-batches, each one's share of the mean loss, and what its gradient is multiplied by.
 
-    `alike`: all inputs have the same shapes. `rows` and `target_rows`: examples in each micro-batch that is read here,
-    or in the first one where all have as many.
+    `alike`: all inputs have the same shapes. `rows` and `target_rows`: the examples in each micro-batch that is read
+    here, or only in the first one if all have equally many.
     """
 
     inputs: list[Any]
@@ -66,7 +70,7 @@ def seed_op(seed: int, stage: int, microbatch: int) -> None:
 
 
 class RunsOps(Protocol):
-    """What an `Execution` asks of whatever stands for the device."""
+    """What an `Execution` needs for its ops: `Compute`, or the timed waits of a rehearsal."""
 
     def begin(self, batch: Batch, seed: int) -> None:
         """A new step."""
@@ -79,7 +83,7 @@ class RunsOps(Protocol):
 class Compute:
     """Runs ops of any stage; `losses` and `outputs` of the last stage are by micro-batch.
 
-    The stages in `recompute` do as those with R do, at the beginning of their backward.
+    The stages in `recompute` run their forward again as those with R do, at the beginning of their backward.
     """
 
     def __init__(
@@ -105,7 +109,7 @@ class Compute:
         self.outputs: dict[int, Any] = {}
 
     def begin(self, batch: Batch, seed: int) -> None:
-        """A new step; what is left of the one before is dropped."""
+        """Begin a step, and drop what the one before left."""
         if self._trains:
             refuse_modes_without_gradients()
         self._batch, self._seed = batch, seed
@@ -185,7 +189,7 @@ class Compute:
         return values
 
     def _refuse_lost_gradients(self, stage: int, kept: Kept) -> None:
-        """Raises PipelineError where stages would get zeros for gradients, as nothing leads from the loss to them."""
+        """Raises PipelineError if no path leads from the loss to a stage, whose gradients would then be zeros."""
         if kept.loss is not None or any(kept.outputs):
             return
         received = kept.leaves if kept.entries is None else kept.entries

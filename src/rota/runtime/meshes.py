@@ -29,7 +29,7 @@ def mesh(*, pp: int | None = None, dp: int = 1, tp: int = 1, timeout_s: float | 
     Joins the processes that `rota run` or torchrun started, if nothing has done so yet.
 
     Args:
-        pp: ranks of the pipeline. None: as `rota run --mesh` was told, else as many as there are processes for.
+        pp: ranks of the pipeline. None: as `rota run --mesh` says, else as many as there are processes for.
         dp: replicas.
         tp: shards of each replica.
         timeout_s: as `Pipeline` takes it; the other processes have ten times as long to come here.
@@ -118,7 +118,7 @@ class Processes:
         self.everyone: dist.ProcessGroup = self._made([[*range(dist.get_world_size())]])
         self.pipeline: dist.ProcessGroup = self.everyone if len(self.pipelines) == 1 else self._made(self.pipelines)
         across, together_on = self._across_replicas(), self._across_shards()
-        #: This process and those that hold the same weights, one a replica.
+        #: This process and those that hold the same weights, one per replica.
         self.replica_processes = sorted(next(of for of in across if mine in of))
         self.replicas = self._made(across) if self.num_replicas > 1 else None
         self.shards = self._made(together_on) if self.num_shards > 1 else None

@@ -205,9 +205,9 @@ def from_bytes(data: torch.Tensor) -> Layout:
     return layout_of(json.loads(data.numpy().tobytes()))
 
 
-def layout_of(told: Any) -> Layout:
+def layout_of(written: Any) -> Layout:
     """The layout that was written as JSON."""
-    layout: Layout = _to_tuples(told)
+    layout: Layout = _to_tuples(written)
     return layout
 
 

@@ -25,7 +25,7 @@ from rota.units import count_text
 
 @final
 class MicrobatchInputs:
-    """Of rank `rank`. `sink_ranks`: for each last stage its ranks."""
+    """What rank `rank` takes of each batch. `sink_ranks`: for each last stage its ranks."""
 
     def __init__(self, stages: Stages, plan: Plan, rank: int, sink_ranks: dict[int, tuple[int, ...]]) -> None:
         placement = plan.placement
@@ -49,7 +49,7 @@ class MicrobatchInputs:
         self._counted = {sink: microbatches([sink]) for sink, ranks in self.sink_ranks.items() if rank == ranks[0]}
 
     def take(self, inputs: Any, targets: Any, *, needs_targets: bool, scale: float = 1.0) -> Batch:
-        """The micro-batches of a step. Raises PipelineError where something is missing or does not fit."""
+        """The micro-batches of a step. Raises PipelineError if something is missing or does not fit."""
         n = self._num_microbatches
         if inputs is None and self._reading:
             stage = next(iter(self._reading))
@@ -72,11 +72,11 @@ class MicrobatchInputs:
         return Batch(*given, weights(inputs, targets, n), scale, not isinstance(inputs, list), *rows)
 
     def given(self, batch: Batch) -> dict[str, list[str]]:
-        """What is read here, for people and to compare: by input, for each micro-batch, "" where it is not read."""
+        """What is read here, for people and to compare: by input, for each micro-batch; "" if it is not read."""
         found: dict[str, list[str]] = {}
         for stage, microbatches in self._reading.items():
             for m in microbatches[:1] if batch.alike else microbatches:
-                with suppress(PipelineError):  # the op itself tells what the batch lacks
+                with suppress(PipelineError):  # the op itself says what the batch lacks
                     values = self._stages.pick_inputs(stage, batch.inputs[m])
                     for wanted, value in zip(self._stages.inputs[stage], values, strict=True):
                         of_input = found.setdefault(str(wanted), [""] * self._num_microbatches)
@@ -86,7 +86,7 @@ class MicrobatchInputs:
         return found
 
     def warn_of_other_rows(self, batch: Batch) -> None:
-        """Say so, once, if the plan's times and bytes are of micro-batches of another size."""
+        """Warn once if the plan's times and bytes are of micro-batches of another size."""
         planned, self._planned_rows = self._planned_rows, None
         if planned is None or not self._is_first_reader or not batch.rows or planned in batch.rows:
             return
@@ -101,15 +101,15 @@ class MicrobatchInputs:
         )
 
     def without_rows(self, batch: Batch) -> list[int]:
-        """The micro-batches of which nothing is there, in what this rank was given."""
+        """The micro-batches without rows, as this rank was given them."""
         return [m for m in self._targeted if is_empty(batch.targets[m]) or is_empty(batch.inputs[m])]
 
     def counted_loss(self, batch: Batch, losses: dict[int, float]) -> float:
-        """This rank's summand of the mean loss, which is counted on the first rank of each last stage."""
+        """This rank's summand of the mean loss: the first rank of each last stage counts it."""
         return sum(batch.shares[m] * losses.get(m, math.nan) for m in sorted(chain(*self._counted.values())))
 
     def losses_by_stage(self, losses: dict[int, float]) -> dict[int, dict[int, float]]:
-        """What of the losses is counted here, for each last stage."""
+        """The losses that are counted here, for each last stage."""
         return {sink: {m: losses[m] for m in of if m in losses} for sink, of in self._counted.items()}
 
 
@@ -165,14 +165,14 @@ def _refuse_unfitting(tensors: list[tuple[str, torch.Tensor]], n: int) -> None:
         rows = _num_rows(tensor)
         if rows and rows % n == 0 and rows == rows_of_first:
             continue
-        told = f"{name} has {rows} rows (shape {list(tensor.shape)})"
+        found = f"{name} has {rows} rows (shape {list(tensor.shape)})"
         if not rows or rows % n:
             fitting = f"{rows // n * n} or {(rows // n + 1) * n} rows" if rows >= n else f"{n} rows or more"
             raise PipelineError(
-                f"{told}, which do not divide into {n} micro-batches; give {fitting}, or a list of {n} micro-batches"
+                f"{found}, which do not divide into {n} micro-batches; give {fitting}, or a list of {n} micro-batches"
             )
         raise PipelineError(
-            f"{told}, but {tensors[0][0]} has {rows_of_first}; give equally many, or a list of {n} micro-batches"
+            f"{found}, but {tensors[0][0]} has {rows_of_first}; give equally many, or a list of {n} micro-batches"
         )
 
 

@@ -97,23 +97,23 @@ class Pipeline:
         self._allow_nonfinite_loss = allow_nonfinite_loss
         self._closed = False
         self._process = os.getpid()
-        self._evaluation: Execution[Compute] | None = None  # made when it is asked for
-        #: What is to end before the pipeline does: a checkpoint that is being written.
+        self._evaluation: Execution[Compute] | None = None  # made when it is needed
+        #: What must end before the pipeline does: a checkpoint that is being written.
         self.before_close = ExitStack()
-        #: Ends whatever has been acquired so far, the last first. Each of it ends even where another's end fails.
+        #: Releases all that has been acquired so far, the last first, even if the release of another one fails.
         self._teardown = ExitStack()
-        self._tell_failure: Callable[[BaseException], None] = _tell_nobody
+        self._report_failure: Callable[[BaseException], None] = _report_to_nobody
         try:
             if join(limit):
                 self._teardown.callback(leave, [dist.group.WORLD])
             self._watchdog = Watchdog(limit)
             self._teardown.callback(self._watchdog.close)
-            self._tell_failure = self._watchdog.fail
+            self._report_failure = self._watchdog.fail
             self._teardown.callback(self._end_checkpoints)
             with self._watchdog.watching("the other ranks to make their pipelines", PATIENT):
                 refuse_differences(plan, stages, shared, mesh)
                 self.mesh, self._processes = mesh, Processes(mesh, limit)
-                # The last references: closes connections, which tells the peers.
+                # The last references: this closes the connections, so that the peers notice.
                 self._teardown.callback(lambda: leave(self._processes.close()))
                 self._watchdog.names = self._processes.names
                 #: This process's rank in the plan, and which replica of the pipeline it belongs to.
@@ -386,15 +386,15 @@ class Pipeline:
             self._stops.close(failed=error is not None)
 
     def _end(self, error: BaseException | None) -> None:
-        """End all that was acquired. `error`: what ends this rank; the others are told at once."""
+        """Release all that was acquired. `error`: what ends this rank; the others learn of it at once."""
         self._closed = True
         atexit.unregister(self._close_at_exit)
         if error is not None:
-            self._tell_failure(error)
+            self._report_failure(error)
         try:
             self._teardown.close()
         except PipelineError:
-            if error is None:  # else it comes from that one, which is the one to be told
+            if error is None:  # otherwise it follows from `error`, which is the one to show
                 raise
 
     def _end_checkpoints(self) -> None:
@@ -418,5 +418,5 @@ class Pipeline:
         self._close(error)
 
 
-def _tell_nobody(_: BaseException) -> None:
+def _report_to_nobody(_: BaseException) -> None:
     """Before there is a watchdog."""

@@ -29,12 +29,12 @@ def ambient_autocast() -> Autocast:
 
 
 def without_autocast(autocast: Autocast) -> AbstractContextManager[object]:
-    """Around a backward: it computes in the dtypes of its forward, and nothing may cast once more."""
+    """For a backward: it computes in the dtypes of its forward, so nothing may be cast again."""
     return _switched(autocast, on=False)
 
 
 def under_autocast(autocast: Autocast) -> AbstractContextManager[object]:
-    """Around a forward whose caller runs without it."""
+    """For a forward whose caller runs without autocast."""
     return _switched(autocast, on=True)
 
 
@@ -49,7 +49,7 @@ def _switched(autocast: Autocast, on: bool) -> AbstractContextManager[object]:
 
 @final
 class LossScale:
-    """What a `GradScaler` asks of a pipeline's steps; every rank has one, also where no scaler is used."""
+    """What a `GradScaler` asks of a pipeline's steps. Every rank has one, with or without a scaler."""
 
     def __init__(self) -> None:
         self._scaler: torch.amp.GradScaler | None = None
@@ -70,8 +70,8 @@ class LossScale:
         self._factor = 1.0 if self._scaler is None else float(self._scaler.scale(torch.ones(())))
         return self._factor
 
-    def told(self) -> tuple[int, int]:
-        """Two numbers whose maxima over the ranks show to `refuse_differences` whether all have one scale."""
+    def flags(self) -> tuple[int, int]:
+        """Two numbers; from their maxima over the ranks `refuse_differences` sees whether all ranks have one scale."""
         bits: int = 0 if self._scaler is None else struct.unpack("<q", struct.pack("<d", self._factor))[0]
         return bits, -bits  # positive floats are ordered as their bits are
 

@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 _STORE = "ROTA_STORE"  # an environment variable, set by the launcher: the file by which its ranks meet
 _LOOK_S = 0.02
-_LONGEST_S = 10 * 365 * 86400.0  # that stands for no limit
+_LONGEST_S = 10 * 365 * 86400.0  # in place of no limit
 _num_meetings = 0
 
 
@@ -76,7 +76,7 @@ def join(timeout_s: float | None = None) -> bool:
 def group_timeout(limit: float) -> timedelta:
     """PyTorch's own limit on what a process group does: it must not end what may make no progress for `limit` seconds.
 
-    PyTorch's default is half an hour, after which it would tell of a lost rank.
+    PyTorch's default is half an hour, after which it would report a lost rank.
     """
     return max(timedelta(seconds=_patience_s(limit)), default_pg_timeout)
 
@@ -86,7 +86,7 @@ def _patience_s(limit: float) -> float:
 
 
 def leave(groups: Iterable[dist.ProcessGroup | None]) -> None:
-    """End these groups, those aside that the caller has ended already."""
+    """End these groups, except those that the caller has ended already."""
     for group in groups:
         if dist.is_initialized():
             with suppress(ValueError):
@@ -216,9 +216,9 @@ def _got(store: Store, key: str) -> str:
 
 
 def on_first(doing: str, act: Callable[[], Result]) -> Result:
-    """What `act` returns on the first process, told to all as JSON; where there are no others, here. Collective.
+    """What `act` returns on the first process, sent to all as JSON; without others, it runs here. Collective.
 
-    Raises PipelineError, on all, where it fails.
+    Raises PipelineError, on all, if it fails.
     """
     result: Result | None = None
     words, failure = "", None

@@ -20,7 +20,7 @@ from rota.runtime import control
 Handler: TypeAlias = Callable[[int, FrameType | None], Any] | int | None
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-#: Slurm tells every process, and torchrun its workers once more: what comes within this time is the same request.
+#: Slurm signals every process, and torchrun its workers again: signals within this time are one request.
 SAME_REQUEST_S = 3.0
 
 

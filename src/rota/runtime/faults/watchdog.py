@@ -27,7 +27,7 @@ from rota.simulation import simulate
 
 EXIT_CODE = 70  # as sysexits.h: internal failure; `rota run` shows the message above it
 _AFTER_A_FAILURE_S = 2.0  # by then a rank that can notice by itself that another one is gone has done so
-_FIRST_ERROR_S = 0.5  # for the rank with the first error to show it before others tell of it
+_FIRST_ERROR_S = 0.5  # for the rank with the first error to show it before others do
 PATIENT = 10  # times the limit, where ranks load a model or write a checkpoint, each at its own pace
 _LEAST_S, _NUM_STEPS = 60.0, 20
 
@@ -62,7 +62,7 @@ def limit_s(timeout_s: float | None, plan: Plan | None = None) -> float:
 class Watchdog:
     """Of one pipeline on one process. Made by all processes, in the same order; `close` ends its thread.
 
-    `names` tells people which process is which rank. `last` tells what this one did last.
+    `names`: of all processes, for people. `last` returns what this process did last.
     """
 
     def __init__(self, timeout_s: float) -> None:

@@ -61,7 +61,7 @@ class Again:
 def without_activations(module: nn.Module, received: list[Any], inputs: tuple[Any, ...], where: str) -> Iterator[Again]:
     """Around a first forward; the result is complete after it. `inputs`: what the stage reads of the batch.
 
-    Autograd's graph is made, since it tells which outputs want a gradient, but nothing is saved in it.
+    Autograd's graph is made, since it shows which outputs want a gradient, but nothing is saved in it.
     """
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     again = Again(received, {})

@@ -67,7 +67,7 @@ def launch(
         tp: shards of each replica.
         max_restarts: how often the ranks are started again without a newer checkpoint in between.
         timeout_s: how long a rank may make no progress, where the script gives no `timeout_s` of its own.
-        report: is told of each restart, in one line.
+        report: gets one line for each restart.
 
     Raises:
         PlanError: `check` refuses the plan. Nothing has been started.

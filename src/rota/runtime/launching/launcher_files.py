@@ -78,7 +78,7 @@ def given_plan(path: str | Path | None = None, *, dp: int = 1, tp: int = 1) -> P
 
 
 def leave_restart(number: int) -> dict[str, str]:
-    """The environment by which ranks know that they are started once more."""
+    """The environment by which ranks know that they are started again."""
     return {_RESTART: str(number)}
 
 

@@ -1,4 +1,4 @@
-"""What `rota run` starts on each rank: the user's script, with our own errors told in one line.
+"""What `rota run` starts on each rank: the user's script, with our own errors shown in one line.
 
 python -m rota.runtime.launching.worker SCRIPT [ARGUMENT …]
 """

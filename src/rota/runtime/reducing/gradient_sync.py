@@ -130,7 +130,7 @@ class GradientSync:
         return norms.clip(self._parameters, self._counted, max_norm, norm_type, error_if_nonfinite, share)
 
     def close(self) -> None:
-        """Let the process groups go."""
+        """Release the process groups."""
         self._shared.close()
         self._all_reduces.clear()
         self._after.clear()

@@ -1,4 +1,4 @@
-"""Replicas of a pipeline: equal from the start, their gradients averaged once a step, while other ops still run.
+"""Replicas of a pipeline: equal from the start, their gradients averaged once per step, while other ops still run.
 
 rank 2, replica 0   … 2B2  2B3 ─┐ averaging stage 2's gradients ┌ 1B3 …
 rank 2, replica 1   … 2B2  2B3 ─┴───────────────────────────────┴ 1B3 …     wait for it at the step's end
@@ -65,11 +65,11 @@ def refuse_other_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGro
     """Raises PipelineError, on all replicas, unless they have the same shapes and train the same of them."""
     mine = [(list(tensor.shape), str(tensor.dtype), tensor.requires_grad) for tensor in tensors]
     with together("comparing the replicas' parameters"):
-        told = all_gather_json(mine, group)
-    for replica, other in enumerate(told):
-        if other != told[0]:
-            place = next((i for i, (a, b) in enumerate(zip(told[0], other, strict=False)) if a != b), len(other))
-            counts = [(len(one), sum(trained for *_, trained in one)) for one in (other, told[0])]
+        of_replicas = all_gather_json(mine, group)
+    for replica, other in enumerate(of_replicas):
+        if other != of_replicas[0]:
+            place = next((i for i, (a, b) in enumerate(zip(of_replicas[0], other, strict=False)) if a != b), len(other))
+            counts = [(len(one), sum(trained for *_, trained in one)) for one in (other, of_replicas[0])]
             raise PipelineError(
                 f"on this rank replica {replica} has {counts[0][0]} parameters and buffers and trains {counts[0][1]}, "
                 f"replica 0 has {counts[1][0]} and trains {counts[1][1]}; they differ from number {place} on: give all "
@@ -79,10 +79,10 @@ def refuse_other_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGro
 
 @final
 class GradientAllReduce:
-    """The average of some parameters' gradients over replicas: begun by `start`, in `.grad` after `finish`.
+    """Averages the gradients of some parameters over replicas: `start` begins it, `finish` puts it into `.grad`.
 
-    One flat buffer a dtype. Behind the gradients it tells for each whether it is there: where no replica has one, none
-    is made.
+    There is one flat buffer per dtype: the gradients, then a flag for each that says whether this process has it. A
+    gradient that no replica has stays None.
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -97,7 +97,7 @@ class GradientAllReduce:
             flat = packed(parameters).div_(self._group.size())
             with together("averaging gradients over replicas"):
                 work: Any = dist.all_reduce(flat, group=self._group, async_op=True)
-            ended = self._ended_ns  # this step's list, should it be told late
+            ended = self._ended_ns  # this step's list, in case the callback comes late
             work.get_future().add_done_callback(lambda _, ended=ended: ended.append(time.monotonic_ns()))
             self._under_way.append((work, flat, parameters))
 
@@ -121,7 +121,7 @@ def by_dtype(tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, list[Any]]:
 
 
 def packed(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """Their gradients in a row, of one dtype, and for each whether it is there."""
+    """One flat tensor: the gradients of parameters of one dtype, and a flag for each that says whether it is there."""
     num = sum(parameter.numel() for parameter in parameters)
     flat = torch.zeros(num + len(parameters), dtype=parameters[0].dtype)
     for i, (parameter, own) in enumerate(_slices(flat, parameters)):

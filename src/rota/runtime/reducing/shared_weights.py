@@ -1,4 +1,4 @@
-"""Weights that several ranks hold: equal from the start, tied ones' gradients summed once a step, each counted once.
+"""Weights that several ranks hold: equal from the start, tied ones' gradients summed once per step, each counted once.
 
 rank 0   stage 0  embedding.weight ─┐                          ┌─▶ .grad of this step, the sum on both
 rank 3   stage 3  head.weight      ─┴─ one all-reduce a step ──┴─▶ on top of what .grad held before
@@ -59,7 +59,7 @@ def shared_weights(stages: Stages, placement: Placement) -> list[SharedWeight]:
 
 
 class _Open(NamedTuple):
-    """`.grad` as a step without sync left it, the `whole`: what of it was summed before, and the rest."""
+    """`whole`: `.grad` as a step without sync left it; how much of it was summed before, and the rest."""
 
     summed: torch.Tensor
     rest: torch.Tensor | None
@@ -153,12 +153,12 @@ class SharedWeights:
         self._held_back = {}
 
     def close(self) -> None:
-        """Let the groups go."""
+        """Release the process groups."""
         self._groups.clear()
 
 
 def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """All gradients of a dtype at once, as each collective takes a while; where no rank has one, none is made."""
+    """Sum all gradients of a dtype at once, as each collective costs time; a gradient that no rank has stays None."""
     under_way = []
     for same in by_dtype(parameters).values():
         flat = packed(same)

@@ -1,7 +1,7 @@
 """Stages that are wrapped for data parallelism: DDP and FSDP2 (`fully_shard`).
 
-A pipeline runs many forwards before the first backward, and reduces once a step. DDP counts on one of each, so what it
-wraps is called instead, and the pipeline averages the gradients in its place. FSDP is told when to reduce.
+A pipeline runs many forwards before the first backward, and reduces once per step. DDP expects one of each, so the
+pipeline calls the module that DDP wraps, and averages the gradients itself. FSDP gets to know when to reduce.
 """
 
 from __future__ import annotations
@@ -114,12 +114,12 @@ def _set_last(root: Any, last: bool) -> None:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor, told without loading what makes those, which takes a second."""
+    """Whether it is a DTensor. Does not load the module of DTensor, which takes a second."""
     return hasattr(tensor, "to_local")
 
 
 def _is_fsdp(module: nn.Module) -> bool:
-    """Likewise, an FSDPModule."""
+    """Whether it is an FSDPModule, without loading the module of that."""
     return hasattr(module, "set_requires_gradient_sync")
 
 
