@@ -206,7 +206,7 @@ class Checkpoints:
             extra=merged.extra,
             num_ranks=self._pipeline.plan.num_ranks,
             num_replicas=self._pipeline.num_replicas,
-            weights={weight.names[0]: merged.num_parts[weight.names[0]] for weight in weights},
+            weights={weight.names[0]: merged.num_shards[weight.names[0]] for weight in weights},
             aliases={alias: weight.names[0] for weight in weights for alias in weight.names[1:]},
             files=found,
         )
