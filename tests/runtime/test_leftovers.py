@@ -190,7 +190,7 @@ def test_a_pipeline_that_cannot_be_made_leaves_nothing(pool: Pool) -> None:
 def make_without_processes(rank: int, stages: Stages, plan: Plan) -> None:
     """As where `join` has made the process group."""
     with (
-        patch.object(pipeline_module, "join", lambda _: True),
+        patch.object(pipeline_module, "join", lambda *_: True),
         patch.object(pipeline_module, "MicrobatchInputs", fail),
         pytest.raises(OSError, match="no space left"),
     ):

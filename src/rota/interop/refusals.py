@@ -9,7 +9,7 @@ import torch
 from rota.errors import PipelineError, ScheduleError
 from rota.models import Stages
 from rota.plan import Plan
-from rota.runtime.torch_internals import tensors_anywhere
+from rota.runtime.messages import tensors_in
 from rota.schedule_csv import require_chain
 
 _REMEDY = "or run the plan by Rota's engine (rota.Pipeline)"
@@ -79,4 +79,4 @@ def refuse_ragged(inputs: list[Any]) -> None:
 
 
 def _shapes(microbatch: Any) -> list[list[int]]:
-    return [list(tensor.shape) for tensor in tensors_anywhere(microbatch)]
+    return [list(tensor.shape) for tensor in tensors_in(microbatch)]

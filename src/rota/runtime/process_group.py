@@ -57,7 +57,7 @@ def join(timeout_s: float | None = None) -> bool:
         )
     limit = _patience_s(limit_s(timeout_s))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    control.tell("joins")
+    control.report("joins")
     if _STORE in os.environ:
         store = _meet_in_folder(rank, size, limit)
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -134,7 +134,7 @@ def _handle_environment(url: str, timeout: timedelta, **_: Any) -> Iterator[tupl
     given = {name: int(values[0]) for name, values in parse_qs(urlparse(url).query).items()}
     rank = given.get("rank", int(os.environ["RANK"]))
     size = given.get("world_size", int(os.environ["WORLD_SIZE"]))
-    control.tell("joins")
+    control.report("joins")
     yield _meet_in_folder(rank, size, timeout.total_seconds()), rank, size
 
 

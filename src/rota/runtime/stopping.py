@@ -44,7 +44,7 @@ class StopRequests:
             return
         self._listens = True
         if self._is_first:
-            control.tell("listens")
+            control.report("listens")
         if threading.current_thread() is threading.main_thread():
             self._process = os.getpid()
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}

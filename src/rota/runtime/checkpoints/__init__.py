@@ -211,7 +211,7 @@ class Checkpoints:
             files=found,
         )
         folders.publish(partial, manifest, self._keep)
-        control.tell("saves", step=merged.step)
+        control.report("saves", step=merged.step)
 
     # --- loading --------------------------------------------------------------------------------------------------
 

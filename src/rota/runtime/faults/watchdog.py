@@ -78,7 +78,7 @@ class Watchdog:
         self._silent = ""  # why the store was given up: who holds it is stopped, or gone for good
         self._ends = threading.Event()  # the process is about to be ended
         self._stop = threading.Event()
-        control.tell("opens")
+        control.report("opens")
         self._roll_call = RollCall()
         self._thread = threading.Thread(target=self._watch, name="rota-watchdog", daemon=True)
         _open.append(self)
@@ -129,14 +129,14 @@ class Watchdog:
         told = str(error)
         words = f"{type(error).__name__}: {told}" if told else type(error).__name__
         if isinstance(error, LostRankError):
-            control.tell("lost")
+            control.report("lost")
             return
-        control.tell("fails", words)
+        control.report("fails", words)
         with suppress(RuntimeError):
             self._roll_call.tell_failure(f"{self.name}: {words}")
 
     def close(self) -> None:
-        control.tell("closes")
+        control.report("closes")
         self._stop.set()
         self._thread.join(timeout=5)
         self._roll_call.close()
@@ -212,7 +212,7 @@ class Watchdog:
         if is_mine or not control.is_connected():
             _show(text)
         if is_mine:
-            control.tell("hangs", reason_of(text))  # the supervisor may kill this process from now on
+            control.report("hangs", reason_of(text))  # the supervisor may kill this process from now on
         with suppress(RuntimeError):
             self._roll_call.leave_together()
 
@@ -221,7 +221,7 @@ class Watchdog:
             standing, failure = self._standing(), ""
             with suppress(RuntimeError):
                 failure = self._roll_call.failure() or ""
-            control.tell("lost")
+            control.report("lost")
             _show(f"rota: {self.name} {standing.words}, and was ended, because another one failed: {failure}")
         finally:
             os._exit(EXIT_CODE)

@@ -22,7 +22,7 @@ from rota.errors import PipelineError
 from rota.models import Stages
 from rota.runtime.gradients.split_backward import WeightWork, enter, input_gradients
 from rota.runtime.messages import flatten, tensors_in, with_tensors
-from rota.runtime.torch_internals import count_writes, run_backward, tensors_anywhere, writable, zeros_at
+from rota.runtime.torch_internals import count_writes, run_backward, writable, zeros_at
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ def loss_of(loss_fn: Callable[[Any, Any], torch.Tensor], output: Any, target: An
         raise PipelineError(f"loss_fn returned {got}; it must return a tensor with one element, the mean loss")
     if loss.is_complex():
         raise PipelineError("loss_fn returned a complex tensor; it must return a real one, the mean loss")
-    if not loss.requires_grad and any(t.requires_grad for t in tensors_anywhere(output)):
+    if not loss.requires_grad and any(tensor.requires_grad for tensor in tensors_in(output)):
         raise PipelineError(
             "loss_fn returned a loss without gradient for an output that has one; leave out detach(), item() and "
             "no_grad() in it, or use evaluate"

@@ -34,7 +34,7 @@ def main() -> None:
         if not isinstance(error, Exception):
             raise
         code = _show(error, script)
-        control.tell("lost" if isinstance(error, LostRankError) else "fails", f"{type(error).__name__}: {error}")
+        control.report("lost" if isinstance(error, LostRankError) else "fails", f"{type(error).__name__}: {error}")
         # Peers may be waiting for this rank: end at once rather than tidy up with them.
         _end(code)
     if os.getpid() != rank:
