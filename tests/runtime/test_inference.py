@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, bidirectional, interleaved, place, spmd, wave
-from rota.runtime.gradients.forward_backward import over_tensors
+from rota.runtime.messages import over_tensors
 from rota.schedules import NAMED, chimera, gpipe
 from support.networks import batch_of, chain, loss_fn
 from support.parallel_modules import ParallelLayer

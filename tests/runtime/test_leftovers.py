@@ -160,7 +160,10 @@ def fail(*_: Any, **__: Any) -> Any:
 STEPS: list[tuple[Any, str]] = [
     *((pipeline_module, name) for name in ("Watchdog", "refuse_differences", "Processes")),
     (Processes, "_across_replicas"),  # some groups are made
-    *((pipeline_module, name) for name in ("GradientSync", "Transport", "clock_offset_ns", "Intake", "Runs")),
+    *(
+        (pipeline_module, name)
+        for name in ("GradientSync", "Transport", "clock_offset_ns", "MicrobatchInputs", "Agreement")
+    ),
 ]
 
 
@@ -188,7 +191,7 @@ def make_without_processes(rank: int, stages: Stages, plan: Plan) -> None:
     """As where `join` has made the process group."""
     with (
         patch.object(pipeline_module, "join", lambda *_: True),
-        patch.object(pipeline_module, "Intake", fail),
+        patch.object(pipeline_module, "MicrobatchInputs", fail),
         pytest.raises(OSError, match="no space left"),
     ):
         Pipeline(stages, plan, loss_fn)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rota.errors import PipelineError
-from rota.runtime.batches import describe, is_empty, num_examples, structure, to_microbatches, weights
+from rota.runtime.messages import describe_value
+from rota.runtime.microbatch_inputs import is_empty, num_examples, structure, to_microbatches, weights
 
 
 def rows(n: int, *shape: int) -> torch.Tensor:
@@ -98,7 +99,7 @@ def test_is_empty(value: object, expected: bool) -> None:
 
 
 def test_describe() -> None:
-    assert describe({"x": rows(2, 3), "pair": (rows(1), None), 1: [2.0]}) == (
+    assert describe_value({"x": rows(2, 3), "pair": (rows(1), None), 1: [2.0]}) == (
         "{x: float32[2, 3], pair: (float32[1], None), 1: (float)}"
     )
 

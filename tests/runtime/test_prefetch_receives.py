@@ -15,7 +15,7 @@ from rota.costs import Cluster, Costs
 from rota.placement import Edge
 from rota.placing import place
 from rota.plan import Plan
-from rota.runtime.prefetch_receives import NUM_OPS_AHEAD, post_early
+from rota.runtime.prefetch_receives import NUM_OPS_AHEAD, prefetch_receives
 from rota.runtime.program import Action, compile_program
 from rota.schedules import gpipe, one_f_one_b
 from rota.simulation import simulate
@@ -28,7 +28,7 @@ Programs = list[tuple[list[Action], list[Action]]]  # for each rank: strict, ear
 def programs(plan: Plan, edges: list[tuple[int, int]]) -> Programs:
     index = {edge: i for i, edge in enumerate(edges)}
     strict = [compile_program(plan, index, rank).actions for rank in range(plan.num_ranks)]
-    return [(actions, post_early(plan, rank, actions)) for rank, actions in enumerate(strict)]
+    return [(actions, prefetch_receives(plan, rank, actions)) for rank, actions in enumerate(strict)]
 
 
 def many_programs() -> Iterator[tuple[Plan, Programs]]:

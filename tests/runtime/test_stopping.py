@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rota.runtime import control
-from rota.runtime.losses import mean_of_all
+from rota.runtime.agreement import mean_of_all
 from rota.runtime.stopping import SAME_REQUEST_S, SIGNALS, StopRequests
 
 
@@ -29,7 +29,7 @@ def heard() -> Iterator[list[int]]:
 @pytest.fixture
 def supervisor(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     """The other end of this process's line."""
-    ours, theirs, environment = control.made_pair()
+    ours, theirs, environment = control.make_pair()
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(control, "_line", None)
@@ -139,10 +139,10 @@ def test_a_process_forked_from_a_rank_ends_as_ever() -> None:
 
 def test_the_launcher_asks_the_first_rank(supervisor: socket.socket) -> None:
     first, other = StopRequests(is_first=True), StopRequests(is_first=False)
-    assert control.heard(supervisor) == ([], True)
+    assert control.received(supervisor) == ([], True)
     for stops in (first, other):
         stops.listen()
-    assert control.heard(supervisor) == ([control.Message("listens")], True)
+    assert control.received(supervisor) == ([control.Message("listens")], True)
     assert not first.asked()
     supervisor.send(control.STOP)
     assert (first.asked(), other.asked()) == (True, False)

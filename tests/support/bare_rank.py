@@ -1,4 +1,4 @@
-"""Stands for a rank where no torch is needed: python -m support.bare_rank FILE runs it with `tell`, `rank`, `count`."""
+"""A rank without torch: python -m support.bare_rank FILE runs the file with `report`, `rank`, `count` and `line`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 line = socket.socket(fileno=int(os.environ["ROTA_CONTROL"].split()[0]))
 
 
-def tell(event: str, words: str = "", step: int = 0) -> None:
+def report(event: str, words: str = "", step: int = 0) -> None:
     line.send(json.dumps({"event": event, "words": words, "step": step}).encode())
 
 
@@ -23,5 +23,5 @@ def count() -> int:
 
 
 if __name__ == "__main__":
-    names = {"tell": tell, "count": count, "rank": int(os.environ["RANK"]), "line": line}
+    names = {"report": report, "count": count, "rank": int(os.environ["RANK"]), "line": line}
     exec(compile(Path(sys.argv[1]).read_text(), sys.argv[1], "exec"), names)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from rota.errors import PipelineError, ScheduleError
 from rota.models import Stages
 from rota.plan import Plan
+from rota.runtime.messages import tensors_in
 from rota.schedule_csv import require_chain
 
 _REMEDY = "or run the plan by Rota's engine (rota.Pipeline)"
@@ -79,4 +79,4 @@ def refuse_ragged(inputs: list[Any]) -> None:
 
 
 def _shapes(microbatch: Any) -> list[list[int]]:
-    return [list(leaf.shape) for leaf in tree_leaves(microbatch) if isinstance(leaf, torch.Tensor)]
+    return [list(tensor.shape) for tensor in tensors_in(microbatch)]

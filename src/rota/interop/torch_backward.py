@@ -16,8 +16,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
+
+from rota.runtime.torch_internals import has_accumulation_hooks, is_custom_function, is_view
 
 Node = Any  # torch.autograd.graph.Node has no type for next_functions
 
@@ -40,11 +41,11 @@ def how_to_split(
     from_inputs = _reached(inputs, graph)
     trusted = (
         all(get_gradient_edge(tensor).node in from_inputs for tensor in outputs)
-        and not any(tensor._is_view() for tensor in outputs)
+        and not any(map(is_view, outputs))
         and all(len(graph.get(weight, ())) <= 1 for weight in weights)
-        and not any(weight._post_accumulate_grad_hooks for weight in module.parameters())
+        and not any(map(has_accumulation_hooks, module.parameters()))
         # A function of the user's own would run its backward up to three times.
-        and not any(isinstance(node, BackwardCFunction) for node in uses)
+        and not any(map(is_custom_function, uses))
     )
     return "I and W" if trusted else "I"
 

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any, final
 
@@ -18,18 +19,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from rota.checking import check
 from rota.errors import LostRankError, PipelineError
 from rota.interop.refusals import refuse_options, refuse_ragged, refuse_what_torch_cannot_run
-from rota.interop.torch_schedule import PlannedSchedule, planned_schedule, run
+from rota.interop.torch_schedule import planned_schedule
 from rota.interop.torch_stages import LossFn, StageModule, Step, survey
 from rota.models import Stages
 from rota.plan import Plan
-from rota.runtime import batches
-from rota.runtime.agreement import refuse_differences
+from rota.runtime.agreement import mean_of_all, refuse_differences, refuse_loss
+from rota.runtime.compute import step_seed
 from rota.runtime.faults.stack_location import Doing, is_in_a_collective
 from rota.runtime.faults.watchdog import Watchdog, limit_s
 from rota.runtime.gradients.forward_backward import refuse_modes_without_gradients
-from rota.runtime.losses import refuse_loss
+from rota.runtime.microbatch_inputs import is_empty, structure, to_microbatches, weights
 from rota.runtime.precision import LossScale, ambient_autocast, without_autocast
 from rota.runtime.process_group import join, leave
+from rota.runtime.torch_internals import run_pipelining_schedule
 from rota.runtime.transport import together
 from rota.tasks import Kind
 from rota.timeline import Timeline
@@ -79,7 +81,7 @@ class TorchEngine:
         self._modules = [
             StageModule(stages, stage, loss_fn, keep_outputs or not self._trains, self._begin) for stage in self._local
         ]
-        self._schedule: PlannedSchedule | None = None
+        self._schedule: Any = None
         self._signature: object = None
         self._loss_scale = LossScale()
         self._begun = ""  # the last op that began, as the CSV writes it
@@ -139,17 +141,11 @@ class TorchEngine:
         step.scale, step.autocast = scale * self._loss_scale.begin(scaler), ambient_autocast()
         self._begun = ""
         self._num_steps += 1
-        step.seed = int(torch.randint(2**62, ()))
-        random_state = torch.get_rng_state()
         for module in self._modules:
             module.step = step
-        try:
-            with self._watchdog.watching(self._doing):
-                self._run_step(step, sync)
-                loss = self._mean_loss(step)
-        finally:
-            # Each rank has drawn one number, whatever its stages drew: shuffles stay the same on all ranks.
-            torch.set_rng_state(random_state)
+        with step_seed() as step.seed, self._watchdog.watching(self._doing):
+            self._run_step(step, sync)
+            loss = self._mean_loss(step)
         self.losses, self.outputs = step.losses, step.outputs
         return loss
 
@@ -173,24 +169,24 @@ class TorchEngine:
                     f"rank {self.rank} holds stage {stage}, which reads the step's inputs "
                     f"{list(self.stages.inputs[stage])}, but got inputs=None; pass the batch on this rank too"
                 )
-        given = batches.to_microbatches("inputs", inputs, n), batches.to_microbatches("targets", targets, n)
+        given = to_microbatches("inputs", inputs, n), to_microbatches("targets", targets, n)
         refuse_ragged(given[0])
         missing = [m for m, target in enumerate(given[1]) if target is None]
         if self.rank == self._ranks[-1] and self._trains and missing:
             got = "targets=None" if targets is None else f"targets[{missing[0]}] = None"
             raise PipelineError(f"rank {self.rank} holds the last stage, but got {got}; pass them on this rank")
-        return Step(*given, batches.weights(inputs, targets, n))
+        return Step(*given, weights(inputs, targets, n))
 
     def _is_new(self, step: Step, sync: bool) -> bool:
         """Whether any rank has reason to expect other boundaries than in the last step."""
         plain: list[Any] = []
         signature = (
-            batches.structure(step.inputs[0], plain),
+            structure(step.inputs[0], plain),
             plain,
             [(m.training, [p.requires_grad for p in m.parameters()]) for m in self.local_stages.values()],
             step.autocast,
         )
-        told = torch.tensor([signature != self._signature, sync, not sync, *self._loss_scale.told()])
+        told = torch.tensor([signature != self._signature, sync, not sync, *self._loss_scale.flags()])
         with together("waiting for the others to begin the step"):
             self._agree(told)
         changed, syncs, leaves, *scales = told.tolist()
@@ -203,7 +199,7 @@ class TorchEngine:
     def _agree(self, told: torch.Tensor) -> None:
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
 
-    def _survey(self) -> PlannedSchedule | None:
+    def _survey(self) -> Any:
         survey(self._modules, self._ranks, self._group)
         if not self._modules:
             return None
@@ -216,9 +212,9 @@ class TorchEngine:
         """This rank's cells of the plan's CSV."""
         return self.plan.to_csv(communication=True).splitlines()[self.rank].split(",")
 
-    def _run(self, schedule: PlannedSchedule) -> None:
+    def _run(self, schedule: Any) -> None:
         try:
-            run(schedule)
+            run_pipelining_schedule(schedule)
         except RuntimeError as error:
             first = _first(error)  # PyTorch wraps what a stage raised
             if "gloo" in str(first):
@@ -226,14 +222,13 @@ class TorchEngine:
             raise first from None
 
     def _mean_loss(self, step: Step) -> float:
-        mean = sum(step.shares[m] * loss for m, loss in step.losses.items()) if step.losses else math.nan
-        total = torch.tensor([mean], dtype=torch.float64)
+        is_last = self.rank == self._ranks[-1]
+        counted = sum(step.shares[m] * loss for m, loss in step.losses.items()) if step.losses else math.nan
         with together(f"waiting for the loss from rank {self._ranks[-1]}"):
-            dist.broadcast(total, group_src=self._ranks[-1], group=self._group)
-        mean = float(total)
+            mean = mean_of_all(counted if is_last else 0.0, 1, partial(dist.all_reduce, group=self._group))
         if self._trains and not (math.isfinite(mean) or self._allow_nonfinite_loss or self._loss_scale.is_on):
-            mine = {len(self.stages) - 1: step.losses} if self.rank == self._ranks[-1] else {}
-            empty = [m for m, target in enumerate(step.targets) if batches.is_empty(target)]
+            mine = {len(self.stages) - 1: step.losses} if is_last else {}
+            empty = [m for m, target in enumerate(step.targets) if is_empty(target)]
             refuse_loss(mean, self._num_steps, self._watchdog.name, mine, empty, self._group)
         return mean
 

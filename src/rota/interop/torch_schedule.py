@@ -7,27 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
-from rota.interop.torch_stages import StageModule, Tick, torch_stage
+from rota.interop.torch_stages import StageModule, torch_stage
+from rota.runtime.torch_internals import pipelining_schedule
 
 _CELL = re.compile(r"(\d+)(F|B|I|W|SEND_B)(\d+)")
-
-
-class PlannedSchedule(_PipelineScheduleRuntime):
-    """PyTorch's runtime, which is made to be extended by whoever has a schedule; takes each loss where it was made.
-
-    It keeps losses in the order in which they are made and looks them up by micro-batch.
-    """
-
-    tick: Tick
-
-    def _maybe_compute_loss(self, *_: Any, **__: Any) -> None:
-        pass  # the last stage returns it
-
-    def _maybe_get_loss(self, stage: Any, mb_index: int) -> Any:
-        self.tick(f"{stage.stage_index}B{mb_index}")
-        return stage.fwd_cache[mb_index][0][0] if stage.is_last else None
 
 
 def planned_schedule(
@@ -37,36 +21,14 @@ def planned_schedule(
     group: dist.ProcessGroup,
     num_microbatches: int,
     trains: bool,
-) -> PlannedSchedule:
+) -> Any:
     """For surveyed `modules`, this rank's; `row`: its cells; `homes`: the ranks in `group` of all stages.
 
-    The cells are handed over without PyTorch's validation, which knows no plans of forwards alone; ours is stricter.
+    The shares of the mean loss are in each loss already: PyTorch's scaling would divide what earlier steps added, too.
     """
     stages = [torch_stage(module, group) for module in modules]
-    # The shares of the mean loss are in it already: PyTorch's scaling would divide what earlier steps added as well.
-    schedule = PlannedSchedule(  # type: ignore[no-untyped-call]
-        stages, num_microbatches, loss_fn=_in_its_place if trains else None, scale_grads=False
-    )
-    schedule.tick = modules[0].tick
-    schedule.stage_index_to_group_rank = dict(homes)
-    for stage in stages:
-        stage.stage_index_to_group_rank = dict(homes)
-        stage.has_backward = trains
     cells = with_whole_backwards(row, {module.stage: module.layouts.backward_at for module in modules})
-    schedule.pipeline_order_with_comms = {dist.get_rank(group): [_Action.from_str(cell) for cell in cells]}
-    return schedule
-
-
-def _in_its_place(*_: Any) -> None:
-    raise AssertionError("PyTorch takes a schedule with a loss for one that trains; the last stage computes it")
-
-
-def run(schedule: PlannedSchedule) -> None:
-    """One step of a schedule."""
-    for stage in schedule._stages:
-        stage.clear_runtime_states()
-    numbers = range(schedule._n_microbatches)
-    schedule._step_microbatches(kwarg_mbs=[{"microbatch": m} for m in numbers], return_outputs=False)
+    return pipelining_schedule(stages, num_microbatches, cells, homes, dist.get_rank(group), trains, modules[0].tick)
 
 
 def with_whole_backwards(row: Sequence[str], backward_at: Mapping[int, str]) -> list[str]:

@@ -17,16 +17,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.func import functional_call
-from torch.utils._pytree import tree_map_only
 
 from rota.errors import PipelineError
 from rota.interop.torch_backward import how_to_split
 from rota.models import Stages
-from rota.runtime.gradients.forward_backward import hand_over, loss_of, tell_writes, writable
-from rota.runtime.messages import Layout, describe, empty, flatten, tensor_layouts, unflatten
-from rota.runtime.outputs import receive_value, send_value
+from rota.runtime.compute import seed_op
+from rota.runtime.gradients.forward_backward import loss_of
+from rota.runtime.messages import Layout, describe, empty, flatten, hand_over, over_tensors, tensor_layouts, unflatten
 from rota.runtime.precision import Autocast, under_autocast
-from rota.runtime.transport import together
+from rota.runtime.torch_internals import count_writes, writable
+from rota.runtime.transport import receive_value, send_value, together
 
 LossFn = Callable[[Any, Any], Tensor]
 Tick = Callable[[str], None]  # told of every op that begins
@@ -74,14 +74,13 @@ class StageModule(nn.Module):
 
     def forward(self, *tensors: Tensor, microbatch: int) -> tuple[Tensor, ...]:
         self.tick(f"{self.stage}F{microbatch}")
-        # As in Pipeline: dropout is a matter of step, stage and micro-batch.
-        torch.default_generator.manual_seed(hash((self.step.seed, self.stage, microbatch)) % 2**63)
+        seed_op(self.step.seed, self.stage, microbatch)
         entered = [*map(_entering, tensors)]
         value = unflatten(iter(entered), self.layouts.incoming)
         with under_autocast(self.step.autocast):
             output = self.stages.call(self.stage, self._arguments(value), self.step.inputs[microbatch])
             leaving, layout = self.leaving(output, microbatch)
-        tell_writes(tensors, entered)
+        count_writes(tensors, entered)
         if layout != self.layouts.outgoing:
             raise PipelineError(
                 f"stage {self.stage} made {describe(layout)} for micro-batch {microbatch}, but "
@@ -100,7 +99,7 @@ class StageModule(nn.Module):
             return flatten(edge.take(output), f"stage {self.stage}")
         if self.keep_outputs:
             # Cloned: it may be a view of what was received, into buffers that the next step uses again.
-            self.step.outputs[microbatch] = hand_over(tree_map_only(Tensor, Tensor.clone, output))
+            self.step.outputs[microbatch] = hand_over(over_tensors(Tensor.clone, output))
         target = self.step.targets[microbatch]
         if self.loss_fn is None or target is None:
             return [], _NOTHING

@@ -23,7 +23,7 @@ from rota.profiles import Profile
 from rota.profiling import profile_model
 from rota.profiling.optimizers import MakeOptimizer
 from rota.profiling.stage_run import LossFn
-from rota.runtime.gradients.forward_backward import over_tensors
+from rota.runtime.messages import over_tensors
 
 _REAL = ("cpu", "cuda")  # devices that compute
 

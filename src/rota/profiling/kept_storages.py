@@ -12,15 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from rota.layers import Shared
 from rota.models import StageEdge
 from rota.profiling.peak_memory import StorageWatch, copier
 from rota.profiling.stage_run import StageRun, tensors_of
-from rota.runtime.gradients.forward_backward import Kept, over_tensors
+from rota.runtime.gradients.forward_backward import Kept
 from rota.runtime.gradients.split_backward import WeightWork
-from rota.runtime.live_storages import LiveStorages
+from rota.runtime.memory_watch import LiveStorages
+from rota.runtime.messages import over_tensors
+from rota.runtime.torch_internals import StorageReference, address_of
 
 Name: TypeAlias = Hashable
 
@@ -51,15 +52,15 @@ class _Named:
     """Storages by name; while it exists, no other storage gets one of their addresses."""
 
     def __init__(self) -> None:
-        self._places: dict[Name, tuple[int, StorageWeakRef]] = {}
+        self._places: dict[Name, tuple[int, StorageReference]] = {}
 
     def add(self, name: Name, tensor: torch.Tensor) -> Name:
         """Name a tensor's storage; returns its name, which is an older one if it has one."""
-        storage = tensor.untyped_storage()
-        known = next((other for other, (at, _) in self._places.items() if at == storage._cdata), None)
+        address = address_of(storage := tensor.untyped_storage())
+        known = next((other for other, (at, _) in self._places.items() if at == address), None)
         if known is not None:
             return known
-        self._places[name] = storage._cdata, StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._places[name] = address, StorageReference(storage)
         return name
 
     def held(self, alive: dict[int, int]) -> Held:
@@ -82,8 +83,7 @@ def kept_storages_of(one: StageRun, incoming: tuple[StageEdge, ...], outgoing: t
 
 def place_of(tensor: torch.Tensor) -> Name:
     """The name of a value in the pass through the layers."""
-    place: int = tensor.untyped_storage()._cdata
-    return place
+    return address_of(tensor.untyped_storage())
 
 
 def gradient_of(edge: StageEdge, position: int) -> Name:

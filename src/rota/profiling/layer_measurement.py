@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.batchnorm import _NormBase
 
 from rota.errors import PipelineError
 from rota.models import Stages
@@ -24,7 +22,8 @@ from rota.profiling.optimizers import MakeOptimizer, OptimizerCosts, optimizer_c
 from rota.profiling.peak_memory import peaks
 from rota.profiling.roofline import Kernels, Roofline
 from rota.profiling.stage_run import Given, StageRun, num_bytes, tensors_of
-from rota.runtime.gradients.forward_backward import over_tensors
+from rota.runtime.messages import over_tensors
+from rota.runtime.torch_internals import StorageReference
 
 _RUN_NS = 5_000_000  # of one measurement: long against the clock's resolution; no other rank shares the core
 
@@ -66,14 +65,14 @@ def measure_layers(given: Given, how: HowTo) -> Iterator[Layer]:
         given = given._replace(batch=_on_meta(given.batch), target=_on_meta(given.target))
     outputs: dict[int, Any] = {}
     last_reader = {edge.source: max(e.target for e in stages.outgoing(edge.source)) for edge in stages.edges}
-    names: list[StorageWeakRef] = []  # keep addresses that were names from being used again
+    names: list[StorageReference] = []  # keep addresses that were names from being used again
     with _set_up(stages, how) as clock:
         for layer in range(len(stages)):
             with _named_in_errors(stages, layer):
                 received = [edge.take(outputs[edge.source]) for edge in stages.incoming(layer)]
                 apart = given._replace(stages=_with_a_copy(stages, layer, how.device))
                 measured, outputs[layer], values = _measured(apart, layer, received, how, clock)
-            names += [StorageWeakRef(t.untyped_storage()) for of in values for t in tensors_of(of)]  # type: ignore[no-untyped-call]
+            names += [StorageReference(t.untyped_storage()) for of in values for t in tensors_of(of)]
             del received, apart, values
             outputs = {source: value for source, value in outputs.items() if last_reader.get(source, 0) > layer}
             yield measured
@@ -158,8 +157,8 @@ def _changed_buffers(one: StageRun, module: nn.Module) -> dict[str, torch.Tensor
     """Copies of the buffers that a forward changes, from before it; on the meta device, of running statistics."""
     buffers = dict(module.named_buffers())
     if any(buffer.is_meta for buffer in buffers.values()):
-        norms = [norm for norm in module.modules() if isinstance(norm, _NormBase) and norm.training]
-        running = {id(buffer) for norm in norms if norm.track_running_stats for buffer in norm.buffers(recurse=False)}
+        norms = [norm for norm in module.modules() if getattr(norm, "track_running_stats", False) and norm.training]
+        running = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
         return {name: buffer.clone() for name, buffer in buffers.items() if id(buffer) in running}
     before = {name: buffer.clone() for name, buffer in buffers.items()}
     one.run(lambda: None)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_iter
 
 from rota.profiling.clocks import Laps, Run
+from rota.runtime.memory_watch import storages
+from rota.runtime.torch_internals import address_of
 
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -47,5 +48,4 @@ def optimizer_costs(module: nn.Module, make: MakeOptimizer | None, measure: Call
 
 
 def _state_bytes(state: Any) -> int:
-    tensors: Iterable[torch.Tensor] = (leaf for leaf in tree_iter(state) if isinstance(leaf, torch.Tensor))
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum({address_of(storage): storage.nbytes() for storage in storages(state)}.values())

@@ -7,10 +7,10 @@ from itertools import pairwise
 from typing import Any, NamedTuple, final
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rota.profiling.clocks import Run
-from rota.runtime.live_storages import LiveStorages
+from rota.runtime.memory_watch import LiveStorages
+from rota.runtime.torch_internals import TorchDispatchMode, address_of
 
 
 @final
@@ -74,10 +74,10 @@ def copier(contiguous: bool) -> Callable[[Any], Any]:
                 copied = tensor.clone(memory_format=torch.contiguous_format)
             else:
                 storage = tensor.untyped_storage()
-                if storage._cdata not in made:
-                    made[storage._cdata] = _copy_of(storage)
+                if (address := address_of(storage)) not in made:
+                    made[address] = _copy_of(storage)
                 copied = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-                copied.set_(made[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
+                copied.set_(made[address], tensor.storage_offset(), tensor.size(), tensor.stride())
         return copied.requires_grad_(tensor.requires_grad)
 
     return copy

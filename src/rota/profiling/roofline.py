@@ -8,19 +8,26 @@ from typing import Any, final
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from rota.profiling.devices import DeviceModel
-from rota.runtime.live_storages import storages
-
-_aten = torch.ops.aten
+from rota.runtime.memory_watch import storages
+from rota.runtime.torch_internals import (
+    EFFICIENT_ATTENTION,
+    FLASH_ATTENTION,
+    FLASH_ATTENTION_BACKWARD,
+    FLASH_ATTENTION_ON_CPU,
+    FLASH_ATTENTION_ON_CPU_BACKWARD,
+    TorchDispatchMode,
+    address_of,
+    tensors_anywhere,
+    writes_to_arguments,
+)
 
 #: Attention on CPUs computes what the registered kernels do.
 _SAME_FLOPS = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+    FLASH_ATTENTION_ON_CPU: FLASH_ATTENTION,
+    FLASH_ATTENTION_ON_CPU_BACKWARD: FLASH_ATTENTION_BACKWARD,
 }
 
 
@@ -45,10 +52,9 @@ class Roofline(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
-        read = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        written = [leaf for leaf in tree_iter(made) if isinstance(leaf, torch.Tensor)]
-        there = {storage._cdata for storage in storages(read)}
-        is_view = all(storage._cdata in there for storage in storages(written)) and not func._schema.is_mutable
+        read, written = [*tensors_anywhere((args, kwargs))], [*tensors_anywhere(made)]
+        there = {*map(address_of, storages(read))}
+        is_view = there.issuperset(map(address_of, storages(written))) and not writes_to_arguments(func)
         if not is_view and any(tensor.is_meta for tensor in (*read, *written)):
             packet = _SAME_FLOPS.get(func.overloadpacket, func.overloadpacket)
             count = flop_registry.get(packet)
@@ -105,14 +111,14 @@ class Kernels(TorchFunctionMode):
             return None
         if not self._is_gpu:
             fits = not dropout_p and not (is_causal and query.shape[-2] != key.shape[-2])
-            flash = _aten._scaled_dot_product_flash_attention_for_cpu
-            return flash(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0] if fits else None
+            if not fits:
+                return None
+            return FLASH_ATTENTION_ON_CPU(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
         if attn_mask is None and query.dtype in (torch.float16, torch.bfloat16):
-            return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+            return FLASH_ATTENTION(query, key, value, dropout_p, is_causal, scale=scale)[0]
         if attn_mask is not None:
             attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
-        efficient = _aten._scaled_dot_product_efficient_attention
-        return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+        return EFFICIENT_ATTENTION(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
 
 
 def _dropout_arguments(

@@ -9,19 +9,10 @@ import torch
 
 from rota.models import Stages
 from rota.profiling.peak_memory import StorageWatch, copier
-from rota.runtime.gradients.forward_backward import (
-    Kept,
-    backward,
-    backward_inputs,
-    forward,
-    gradient_edges,
-    hand_over,
-    over_tensors,
-    take_loss,
-)
+from rota.runtime.gradients.forward_backward import Kept, backward, backward_inputs, forward, gradient_edges, take_loss
 from rota.runtime.gradients.recompute import Again, without_activations
 from rota.runtime.gradients.split_backward import WeightWork
-from rota.runtime.messages import flatten
+from rota.runtime.messages import flatten, hand_over, over_tensors
 from rota.runtime.precision import ambient_autocast, without_autocast
 
 LossFn: TypeAlias = Callable[[Any, Any], torch.Tensor]

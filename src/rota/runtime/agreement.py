@@ -1,38 +1,59 @@
-"""What all ranks must agree on: before a plan runs, and before a batch of another size does."""
+"""What all ranks must agree on, or learn from each other: the plan, the call, the batch, the loss.
+
+    rank 0   step      ─┐                   ┌─▶ PipelineError: rank 0 calls step(), rank 1 evaluate(); …
+    rank 1   evaluate  ─┴─ one all-reduce ──┴─▶ the same, before anything has run
+
+Every call on a pipeline begins with one message: a row of int64, of which each process gets the maxima. It has a place
+for each process's call and a place for a number of each process, so that it looks the same whatever is called, and no
+two calls can be mixed up.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import math
+import struct
+from collections.abc import Callable, Sequence
+from enum import IntEnum
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple, final
 
+import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.plan import Plan
+from rota.runtime.compute import Batch
+from rota.runtime.execution import Execution
 from rota.runtime.json_messages import all_gather_json
-from rota.runtime.launcher_files import digest
-from rota.runtime.meshes import pipelines_of
+from rota.runtime.launching.launcher_files import digest
+from rota.runtime.meshes import Processes, pipelines_of
+from rota.runtime.microbatch_inputs import MicrobatchInputs
+from rota.runtime.precision import LossScale
 from rota.runtime.reducing.shared_weights import SharedWeight
-from rota.runtime.transport import together
+from rota.runtime.stopping import StopRequests
+from rota.runtime.transport import Transport, together
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
 
 
 def refuse_differences(plan: Plan, stages: Stages, shared: list[SharedWeight], mesh: DeviceMesh | None = None) -> None:
-    """Raises PipelineError, on all ranks, unless all have one plan, stages joined alike and the same shared weights.
-
-    And unless they are the plan's ranks.
+    """Compare what all ranks made their pipelines from, and their number with the plan's. Collective.
 
     With a mesh, the plan's ranks are those along "pp".
+
+    Raises:
+        PipelineError: on all ranks, if their plans, edges between stages, shared weights or meshes differ.
     """
     layout = None if mesh is None else (mesh.mesh.tolist(), mesh.mesh_dim_names)
     joined = [[*edge] for edge in stages.edges], stages.inputs
     with together("comparing plans"):  # before anything that could fail on one rank alone
-        told = all_gather_json([digest(plan), *(_digest_of(each) for each in (joined, shared, layout))])
+        of_ranks = all_gather_json([digest(plan), *(_digest_of(each) for each in (joined, shared, layout))])
     for i, what in enumerate(("plan", "graph of stages", "set of tied and replicated weights", "mesh")):
-        for rank, other in enumerate(told):
-            if other[i] != told[0][i]:
+        for rank, other in enumerate(of_ranks):
+            if other[i] != of_ranks[0][i]:
                 raise PipelineError(f"rank {rank} has another {what} than rank 0; give all ranks the same {what}")
     num_ranks = len(pipelines_of(mesh)[0])
     if num_ranks != plan.num_ranks:
@@ -50,18 +71,183 @@ def _digest_of(value: object) -> str:
 
 
 def refuse_devices(stages: Stages, local: tuple[int, ...]) -> None:
-    """Raises PipelineError where one of the `local` stages is not on the CPU."""
+    """Raises PipelineError if one of the `local` stages is not on the CPU."""
     for stage in local:
         for name, tensor in stages[stage].state_dict().items():
             if tensor.device.type != "cpu":
                 raise PipelineError(f"{name} of stage {stage} is on {tensor.device}; only CPU stages can be run")
 
 
+# --- calls and runs ---------------------------------------------------------------------------------------------------
+
+_NUM_FLAGS = 5
+_MOST_NAMES = 4
+
+
+class Call(IntEnum):
+    """What users call on all ranks at once."""
+
+    STEP = 1
+    STEP_WITHOUT_SYNC = 2
+    EVALUATE = 3
+    FORWARD = 4
+    FORWARD_WITHOUT_OUTPUTS = 5
+    CLIP_GRAD_NORM = 6
+    TIMELINE = 7
+
+
+_WORDS = {
+    Call.STEP: "step()",
+    Call.STEP_WITHOUT_SYNC: "step(sync=False)",
+    Call.EVALUATE: "evaluate()",
+    Call.FORWARD: "forward()",
+    Call.FORWARD_WITHOUT_OUTPUTS: "forward()",  # with and without outputs are one call
+    Call.CLIP_GRAD_NORM: "clip_grad_norm_()",
+    Call.TIMELINE: "timeline()",
+}
+
+
+class Begun(NamedTuple):
+    """What all ranks agreed on before a run."""
+
+    fresh: bool  # layouts travel with the values
+    seed: int
+    asking: list[int]  # the ranks of this pipeline that ask for outputs
+
+
+@final
+class Agreement:
+    """What the ranks of a pipeline agree on at each call. All methods except `explain` are collective.
+
+    With `dynamic_shapes`, layouts may be new in every run.
+    """
+
+    def __init__(
+        self,
+        processes: Processes,
+        transport: Transport,
+        inputs: MicrobatchInputs,
+        loss_scale: LossScale,
+        dynamic_shapes: bool,
+    ) -> None:
+        self._processes, self._transport, self._inputs = processes, transport, inputs
+        self._names, self._mine = processes.names, dist.get_rank()
+        self._loss_scale, self._dynamic_shapes = loss_scale, dynamic_shapes
+        self._sizes: dict[Execution[Any], object] = {}  # of the last batch that all ranks compared
+        self._differences = ""  # between what the ranks were given
+
+    def share(self, call: Call, doing: str, number: float = 0.0) -> list[float]:
+        """All processes' `number`s of 0 or more, inf or nan, if all make this `call`. `doing`: see `_all_reduce`."""
+        return self._all_reduce(call, doing, number=number)[2]
+
+    def begin(self, call: Call, execution: Execution[Any], batch: Batch, seed: int, scale: float) -> Begun:
+        """Before a run: whether layouts may be new, and one seed for all.
+
+        Raises:
+            PipelineError: on all processes, if their calls, scales or gradient scalers differ.
+        """
+        is_new = execution.is_new(batch) or self._dynamic_shapes
+        sizes = batch.rows, batch.target_rows
+        has_other_size = sizes != self._sizes.get(execution)
+        flags = is_new, has_other_size, seed if self._processes.is_first else 0, *self._loss_scale.flags()
+        agreed, calls, scales = self._all_reduce(call, "waiting for the others to begin the step", flags, scale)
+        fresh, compares, seed, most, least = agreed
+        self._loss_scale.refuse_differences(most, least)
+        self._refuse_scales(scales)
+        if compares:
+            self._compare(batch)
+            self._sizes[execution] = sizes
+        processes = enumerate(self._processes.pipeline_processes)
+        return Begun(bool(fresh), seed, [rank for rank, process in processes if calls[process] is Call.FORWARD])
+
+    def explain(self, error: Exception, execution: Execution[Any]) -> None:
+        """Raise a PipelineError in place of an op's `error` if the ranks' batches do not fit together."""
+        if self._differences and execution.failed is not None and not isinstance(error, PipelineError):
+            raise PipelineError(
+                f"{execution.failed} failed on {self._names[self._mine]} ({type(error).__name__}: {error}); the ranks' "
+                f"batches do not fit together, which may be why: {self._differences}. Give all ranks the same batch"
+            ) from error
+
+    def _all_reduce(
+        self, call: Call, doing: str, flags: Sequence[int] = (), number: float = 0.0
+    ) -> tuple[list[int], list[Call], list[float]]:
+        """The maxima of all processes' flags; by process what it calls, and its number.
+
+        Args:
+            call: what this process calls.
+            doing: for people, if a rank gets lost.
+            flags: whole numbers of 64 bits, at most five.
+            number: one of 0 or more, inf or nan.
+
+        Raises:
+            PipelineError: on all processes, unless all make the same call.
+        """
+        size = len(self._names)
+        row = [0] * (_NUM_FLAGS + 2 * size)
+        row[: len(flags)] = flags
+        row[_NUM_FLAGS + self._mine] = int(call)
+        row[_NUM_FLAGS + size + self._mine] = _to_bits(number)
+        maxima = torch.tensor(row)
+        self._transport.all_reduce(maxima, dist.ReduceOp.MAX, doing)
+        row = maxima.tolist()
+        calls = [Call(code) for code in row[_NUM_FLAGS : _NUM_FLAGS + size]]
+        self._refuse_differences(calls)
+        return row[: len(flags)], calls, [*map(_to_float, row[_NUM_FLAGS + size :])]
+
+    def _refuse_differences(self, calls: list[Call]) -> None:
+        if len({*calls}) == 1:
+            return
+        by_word: dict[str, list[str]] = {}
+        for name, call in zip(self._names, calls, strict=True):
+            by_word.setdefault(_WORDS[call], []).append(name)
+        if len(by_word) > 1:
+            told = "; ".join(
+                f"{listed(names)} {'calls' if len(names) == 1 else 'call'} {word}" for word, names in by_word.items()
+            )
+            raise PipelineError(
+                f"the ranks make different calls at once: {told}; make the same calls in the same order on all ranks"
+            )
+
+    def _refuse_scales(self, scales: list[float]) -> None:
+        for pipeline in self._processes.pipelines:
+            first = pipeline[0]
+            for process in pipeline:
+                if scales[process] != scales[first]:
+                    raise PipelineError(
+                        f"{self._names[first]} gave step scale={scales[first]:g}, {self._names[process]} "
+                        f"{scales[process]:g}; give all ranks the same"
+                    )
+
+    def _compare(self, batch: Batch) -> None:
+        """Learn what the others were given."""
+        mine = GivenBatch(self._inputs.given(batch), [*batch.rows], [*batch.target_rows])
+        with together("comparing batches"):
+            given = [GivenBatch(*fields) for fields in all_gather_json(mine, self._processes.everyone)]
+        self._differences = batch_differences(given, self._processes.pipelines, self._names)
+
+
+def listed(names: Sequence[str]) -> str:
+    """For people: "rank 0, rank 1 and 7 more"."""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
+
+
+def _to_bits(number: float) -> int:
+    """Numbers of 0 or more are ordered as their bits are, and nan is above them all."""
+    bits: int = struct.unpack("<q", struct.pack("<d", abs(number)))[0]
+    return bits
+
+
+def _to_float(bits: int) -> float:
+    number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return number
+
+
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
 class GivenBatch(NamedTuple):
-    """What a process tells of its batch: what it reads (see `Intake.given`), and the rows of inputs and targets."""
+    """What a process was given: what it reads (see `MicrobatchInputs.given`), and the rows of inputs and targets."""
 
     inputs: dict[str, list[str]]
     rows: list[int]
@@ -69,9 +255,9 @@ class GivenBatch(NamedTuple):
 
 
 def batch_differences(given: Sequence[GivenBatch], pipelines: list[list[int]], names: Sequence[str]) -> str:
-    """What may be right, but explains an op that fails: ranks and replicas with other batches. "" if there is nothing.
+    """Differences between the batches of ranks and replicas, or "". They may be intended, but explain an op that fails.
 
-    `given` and `names` are by process, `pipelines` are the processes of each pipeline by rank.
+    `given` and `names` are by process, `pipelines` has the processes of each pipeline by rank.
     """
     alike = [*pipelines, *map(list, zip(*pipelines, strict=True))]  # the ranks of a pipeline, and a rank's replicas
     found = [_input_difference(given, group, names) for group in alike]
@@ -108,3 +294,82 @@ def _row_difference(given: Sequence[GivenBatch], pipeline: list[int], names: Seq
 def _told(rows: Sequence[int]) -> str:
     """ "4", or "4, 3, 4" where micro-batches differ."""
     return ", ".join(map(str, rows if len({*rows}) > 1 else rows[:1]))
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------------
+
+
+def mean_of_all(
+    mine: float, num_pipelines: int, add_up: Callable[[torch.Tensor], None], stops: StopRequests | None = None
+) -> float:
+    """The mean loss, on all processes: the mean over pipelines of the sums of their ranks' `mine`. Collective.
+
+    `add_up` sums a tensor over all processes. The same message carries requests to stop, so that all ranks learn of
+    them at the end of the same step.
+    """
+    sums = torch.tensor([mine, stops is not None and stops.asked()], dtype=torch.float64)
+    add_up(sums)
+    total, num_asked = sums.tolist()
+    if stops is not None:
+        stops.agreed |= num_asked > 0
+    return float(total / num_pipelines)
+
+
+def refuse_loss(
+    mean: float,
+    step: int,
+    name: str,
+    mine: dict[int, dict[int, float]],
+    empty: list[int],
+    group: dist.ProcessGroup,
+) -> None:
+    """Refuse a mean loss that is not finite. Collective.
+
+    Args:
+        mean: the mean loss.
+        step: the number of the step.
+        name: this process's name, for people.
+        mine: the losses that this process counts: by last stage, then by micro-batch.
+        empty: the micro-batches without rows, as this process was given them.
+        group: all processes.
+
+    Raises:
+        PipelineError: always and on all ranks, with all losses that are not finite.
+    """
+    with together("gathering losses that are not finite"):
+        of_ranks = all_gather_json([name, [(stage, [*losses.items()]) for stage, losses in mine.items()], empty], group)
+    places = [_nonfinite_text(on, stage, dict(losses)) for on, each, _ in of_ranks for stage, losses in each]
+    found = "; ".join(filter(None, places)) or "each micro-batch's is finite, but not their sum"
+    bad = [
+        m
+        for _, each, of_none in of_ranks
+        for _, losses in each
+        for m, loss in losses
+        if m in of_none and math.isnan(loss)
+    ]
+    cause = "reload the last checkpoint or lower the learning rate"
+    if bad:
+        which = f"micro-batch{'es' if len(bad) > 1 else ''} {', '.join(map(str, bad))}"
+        cause = (
+            f"{which} came without rows, of which a mean is nan: give each micro-batch a row or more, or let loss_fn "
+            f"return output.sum() * 0 where there are none"
+        )
+    raise PipelineError(
+        f"step {step}: the mean loss is {mean} ({found}). Do not apply its gradients: {cause}; to go on without this "
+        f"batch, set the gradients to None; to be given such losses, use Pipeline(…, allow_nonfinite_loss=True) or a "
+        f"GradScaler"
+    )
+
+
+def _nonfinite_text(name: str, stage: int, losses: dict[int, float]) -> str:
+    by_value: dict[str, list[int]] = {}
+    for microbatch, loss in losses.items():
+        if not math.isfinite(loss):
+            by_value.setdefault(str(loss), []).append(microbatch)
+    if not by_value:
+        return ""
+    values = (
+        f"{value} for micro-batch{'es' if len(of) > 1 else ''} {', '.join(map(str, of))}"
+        for value, of in by_value.items()
+    )
+    return f"{', '.join(values)} at stage {stage} on {name}"

@@ -1,8 +1,13 @@
-"""What a rank's ops compute, and what they keep for each other."""
+"""What a rank's ops compute, and what they keep for each other:
+
+F ──Kept──▶ B              F ──Again──▶ R or the backward itself ──Kept──▶ B or I
+F ──Kept──▶ I ──WeightWork──▶ W
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -16,12 +21,12 @@ from rota.runtime.gradients.forward_backward import (
     backward,
     backward_inputs,
     forward,
-    hand_over,
     refuse_modes_without_gradients,
     take_loss,
 )
-from rota.runtime.gradients.recompute import Again, drawing_again, versions_of, without_activations
+from rota.runtime.gradients.recompute import Again, drawing_again, versions_in, without_activations
 from rota.runtime.gradients.split_backward import WeightWork
+from rota.runtime.messages import hand_over
 from rota.runtime.precision import Autocast, ambient_autocast, without_autocast
 from rota.tasks import Kind, Op
 
@@ -32,8 +37,8 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 class Batch:
     """A step's micro-batches, each one's share of the mean loss, and what its gradient is multiplied by.
 
-    `alike`: all inputs have the same shapes. `rows` and `target_rows`: examples in each micro-batch that is read here,
-    or in the first one where all have as many.
+    `alike`: all inputs have the same shapes. `rows` and `target_rows`: the examples in each micro-batch that is read
+    here, or only in the first one if all have equally many.
     """
 
     inputs: list[Any]
@@ -45,8 +50,27 @@ class Batch:
     target_rows: tuple[int, ...] = ()
 
 
+@contextmanager
+def step_seed() -> Iterator[int]:
+    """A number that seeds the ops of a step.
+
+    Each rank has drawn one number afterwards, whatever its stages drew: shuffles stay the same on all ranks.
+    """
+    seed = int(torch.randint(2**62, ()))
+    random_state = torch.get_rng_state()
+    try:
+        yield seed
+    finally:
+        torch.set_rng_state(random_state)
+
+
+def seed_op(seed: int, stage: int, microbatch: int) -> None:
+    """What an op draws depends on step, stage and micro-batch, not on the order or the rank: R draws what F drew."""
+    torch.default_generator.manual_seed(hash((seed, stage, microbatch)) % 2**63)
+
+
 class RunsOps(Protocol):
-    """What an `Execution` asks of whatever stands for the device."""
+    """What an `Execution` needs for its ops: `Compute`, or the timed waits of a rehearsal."""
 
     def begin(self, batch: Batch, seed: int) -> None:
         """A new step."""
@@ -59,7 +83,7 @@ class RunsOps(Protocol):
 class Compute:
     """Runs ops of any stage; `losses` and `outputs` of the last stage are by micro-batch.
 
-    The stages in `recompute` do as those with R do, at the beginning of their backward.
+    The stages in `recompute` run their forward again as those with R do, at the beginning of their backward.
     """
 
     def __init__(
@@ -85,7 +109,7 @@ class Compute:
         self.outputs: dict[int, Any] = {}
 
     def begin(self, batch: Batch, seed: int) -> None:
-        """A new step; what is left of the one before is dropped."""
+        """Begin a step, and drop what the one before left."""
         if self._trains:
             refuse_modes_without_gradients()
         self._batch, self._seed = batch, seed
@@ -138,8 +162,7 @@ class Compute:
 
     def _forward(self, op: Op, received: list[Any], buffers: dict[str, torch.Tensor] | None = None) -> list[Any]:
         stage, _, m = op
-        # Dropout is a matter of step, stage and micro-batch, not of the order or the rank: R draws what F drew.
-        torch.default_generator.manual_seed(hash((self._seed, stage % self._num_stages, m)) % 2**63)
+        seed_op(self._seed, stage % self._num_stages, m)
         batch = self._batch
         versions = self._versions_of_shared(stage, m)
         output, values, kept = forward(
@@ -166,7 +189,7 @@ class Compute:
         return values
 
     def _refuse_lost_gradients(self, stage: int, kept: Kept) -> None:
-        """Raises PipelineError where stages would get zeros for gradients, as nothing leads from the loss to them."""
+        """Raises PipelineError if no path leads from the loss to a stage, whose gradients would then be zeros."""
         if kept.loss is not None or any(kept.outputs):
             return
         received = kept.leaves if kept.entries is None else kept.entries
@@ -186,4 +209,4 @@ class Compute:
     def _versions_of_shared(self, stage: int, microbatch: int) -> list[int]:
         if stage not in self._sharing:
             return []
-        return versions_of(self._stages.pick_inputs(stage, self._batch.inputs[microbatch]))
+        return versions_in(self._stages.pick_inputs(stage, self._batch.inputs[microbatch]))

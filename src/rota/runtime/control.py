@@ -1,11 +1,11 @@
-"""What a rank and its supervisor tell each other: JSON over a pair of sockets that only these two processes hold.
+"""What a rank and its supervisor report to each other: JSON over a pair of sockets that only these two processes have.
 
 rank ──▶ supervisor     "joins"    it begins to wait for all ranks to join
                         "opens"    it begins to make a pipeline
                         "closes"   it has closed a pipeline
                         "fails"    its own error ends it; the words say which
                         "lost"     it ends because another rank is gone
-                        "hangs"    all ranks end because nothing goes on; the words say why
+                        "hangs"    all ranks end because they make no progress; the words say why
                         "listens"  the script looks at `should_stop`
                         "saves"    the checkpoint of a step is whole
 supervisor ──▶ rank     b"stop"    end after the step that is running
@@ -26,7 +26,7 @@ STOP = b"stop"
 
 
 class Message(NamedTuple):
-    """What a rank tells: one of `EVENTS`; `words` of "fails" and "hangs", `step` of "saves"."""
+    """What a rank reports: one of `EVENTS`; `words` of "fails" and "hangs", `step` of "saves"."""
 
     event: str
     words: str = ""
@@ -37,7 +37,7 @@ class Message(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Message | None:
-        """None where `data` is no message of ours."""
+        """None if `data` is not such a message."""
         try:
             fields = json.loads(data)
         except (ValueError, RecursionError):
@@ -53,14 +53,14 @@ class Message(NamedTuple):
 # --- the supervisor's side --------------------------------------------------------------------------------------------
 
 
-def made_pair() -> tuple[socket.socket, socket.socket, dict[str, str]]:
+def make_pair() -> tuple[socket.socket, socket.socket, dict[str, str]]:
     """The supervisor's socket, the rank's, and the environment by which the rank finds its own."""
-    # Each packet is one message: a rank that is killed while it tells leaves no half of one.
+    # Each packet is one message, so a rank that is killed while it sends leaves no half message.
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return ours, theirs, {_CONTROL: f"{theirs.fileno()} {os.getpid()}"}
 
 
-def heard(ours: socket.socket) -> tuple[list[Message], bool]:
+def received(ours: socket.socket) -> tuple[list[Message], bool]:
     """The messages that have come, and whether more can come."""
     messages: list[Message] = []
     while True:
@@ -81,7 +81,7 @@ def heard(ours: socket.socket) -> tuple[list[Message], bool]:
 
 @final
 class _Line:
-    """This process's line to its supervisor."""
+    """This process's connection to its supervisor."""
 
     def __init__(self, theirs: socket.socket) -> None:
         self._socket, self._process = theirs, os.getpid()
@@ -92,8 +92,8 @@ class _Line:
         """A forked process has the socket, too, but is no rank."""
         return os.getpid() == self._process
 
-    def tell(self, message: Message) -> None:
-        with suppress(OSError):  # a supervisor that is gone ends this rank, one that is stopped must not stop it
+    def send(self, message: Message) -> None:
+        with suppress(OSError):  # a supervisor that is gone ends this rank, one that is stopped must not block it
             self._socket.send(message.to_bytes(), socket.MSG_DONTWAIT)
 
     def stop_is_asked(self) -> bool:
@@ -107,9 +107,9 @@ _line: _Line | None = None
 
 
 def connect() -> int | None:
-    """Take the line that the supervisor has left, so that no child process does; returns the supervisor's process id.
+    """Take the line that the supervisor left, so that no child process does; returns the supervisor's process id.
 
-    None where no supervisor has started this process.
+    None if no supervisor has started this process.
     """
     global _line
     if (given := os.environ.pop(_CONTROL, None)) is None:
@@ -125,10 +125,10 @@ def is_connected() -> bool:
     return _line is not None and _line.is_ours
 
 
-def tell(event: str, words: str = "", step: int = 0) -> None:
-    """Tell the supervisor, if there is one."""
+def report(event: str, words: str = "", step: int = 0) -> None:
+    """Report to the supervisor, if there is one."""
     if _line is not None and _line.is_ours:
-        _line.tell(Message(event, words, step))
+        _line.send(Message(event, words, step))
 
 
 def stop_is_asked() -> bool:

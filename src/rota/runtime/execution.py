@@ -1,4 +1,7 @@
-"""One plan on one rank: the loop over its actions, and what lies between them."""
+"""One plan on one rank: the loop over its actions, and the values between them.
+
+receive ──▶ run op: take what it reads, compute, keep what it makes ──▶ send ──▶ receive ──▶ …
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,21 @@ from torch import nn
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.plan import Plan
-from rota.runtime import batches
 from rota.runtime.compute import Batch, RunsOps
 from rota.runtime.faults.stack_location import Doing, is_in_a_collective
-from rota.runtime.gradients.forward_backward import hand_over
 from rota.runtime.memory_watch import MemoryWatch
-from rota.runtime.messages import Format, flatten
+from rota.runtime.messages import Format, describe_value, flatten, hand_over, tensors_in
+from rota.runtime.microbatch_inputs import structure
 from rota.runtime.precision import ambient_autocast
-from rota.runtime.prefetch_receives import post_early
+from rota.runtime.prefetch_receives import prefetch_receives
 from rota.runtime.program import Action, Message, ValueKey, compile_program
 from rota.runtime.recorder import Record
+from rota.runtime.torch_internals import version_of
 from rota.runtime.transport import Transport
 from rota.tasks import Kind, Op
 
 Read: TypeAlias = tuple[ValueKey, bool]  # and whether it arrives by message
-Makes: TypeAlias = tuple[ValueKey, int, bool]  # how often it is used here, whether it is not sent though told of
+Makes: TypeAlias = tuple[ValueKey, int, bool]  # how often it is used here; whether only its gradient travels
 Do: TypeAlias = Callable[[Any, bool], None]  # with what, and whether layouts travel with the values
 C = TypeVar("C", bound=RunsOps)
 
@@ -42,17 +45,17 @@ _CHANGING = (
 
 
 class _Prepared(NamedTuple):
-    """An op, what it reads and what it makes: worked out once, as it is the same in every step."""
+    """An op, what it reads and what it makes: the same in every step, so it is worked out once."""
 
     op: Op
     reads: list[Read]
     makes: list[Makes]
-    lent: list[int]  # positions in what it reads of values that others on this rank read or send too
+    lent: list[int]  # positions in `reads` of values that other ops on this rank read or send too
 
 
 @final
 class Execution(Generic[C]):
-    """Runs `plan` on rank `rank`, again and again; what its ops do is for `compute` to say."""
+    """Runs `plan` on rank `rank`, once per `run`; `compute` does the ops."""
 
     def __init__(self, stages: Stages, plan: Plan, rank: int, transport: Transport, compute: C) -> None:
         self.plan, self.local = plan, plan.placement.stages_on(rank)
@@ -61,7 +64,7 @@ class Execution(Generic[C]):
         self.record = Record(rank)
         self.complete = False
         self.watch: MemoryWatch | None = None
-        #: What else happens right before some of the ops, and after some of them, when what they made is sent.
+        #: Called right before some ops, and after some ops, when what they made has been sent.
         self.before: Mapping[Op, Callable[[], None]] = {}
         self.after: Mapping[Op, Callable[[], None]] = {}
         edge_index = {(edge.source, edge.target): i for i, edge in enumerate(stages.edges)}
@@ -69,12 +72,13 @@ class Execution(Generic[C]):
         self._program = compile_program(plan, edge_index, rank)
         prepared = {op: self._prepared(op, stages, edge_index) for op in plan.orders[rank]}
         strict = self._program.actions
-        #: Each action, what does it, and with what: looked up once. Ranks wait for layouts, hence the strict order.
+        #: Each action with the function that does it and its argument. A run with layouts waits for each layout, so it
+        #: keeps the strict order.
         self._strict, self._early = (
             [(action, *self._doing_of(action, prepared)) for action in actions]
-            for actions in (strict, post_early(plan, rank, strict))
+            for actions in (strict, prefetch_receives(plan, rank, strict))
         )
-        #: Of activations, as the last run with layouts left them; or as told, for runs without any.
+        #: The formats of activations, as of the last run with layouts, or as the caller set them.
         self.formats: dict[ValueKey, Format] = {}
         self._modules = [stages[stage] for stage in self.local]
         self._parameters = [parameter for module in self._modules for parameter in module.parameters()]
@@ -85,7 +89,7 @@ class Execution(Generic[C]):
         self._action: Action | None = None  # None before the first and after the last
         #: The op of the last run that raised.
         self.failed: Op | None = None
-        #: What the rank waits for while it is at no action, for people.
+        #: What the rank waits for outside of its actions, for people.
         self.awaited = ""
 
     def _prepared(self, op: Op, stages: Stages, edge_index: dict[tuple[int, int], int]) -> _Prepared:
@@ -118,10 +122,10 @@ class Execution(Generic[C]):
         return (self._send_gradients if action.message.value[1] else self._send_value), action.message
 
     def is_new(self, batch: Batch) -> bool:
-        """Whether there is reason to expect other layouts at the boundaries than in the last run."""
+        """Whether layouts at the boundaries may differ from those of the last run."""
         plain: list[Any] = []
         signature = (
-            [batches.structure(given, plain) for given in (batch.inputs[:1] if batch.alike else batch.inputs)],
+            [structure(given, plain) for given in (batch.inputs[:1] if batch.alike else batch.inputs)],
             [module.training for module in self._modules],
             [parameter.requires_grad for parameter in self._parameters],
             ambient_autocast(),
@@ -135,11 +139,11 @@ class Execution(Generic[C]):
         return not (is_same and is_plain_same)
 
     def forget(self) -> None:
-        """After a run that failed, the next one takes no layout for known: it may not have been exchanged."""
+        """After a run that failed, the next one exchanges layouts again: this one may not have got to it."""
         self._signature = None
 
     def run(self, batch: Batch, seed: int, fresh: bool, tick: Callable[[], None]) -> None:
-        """All actions; `fresh`: layouts travel with the values. `tick` is called before each."""
+        """Run all actions; `fresh`: layouts travel with the values. `tick` is called before each action."""
         self._begin(batch, seed)
         torch.clear_autocast_cache()  # of weights as they were before an optimizer's step
         hooked = bool(self.before or self.after or self.watch is not None)
@@ -160,7 +164,7 @@ class Execution(Generic[C]):
             due()
         self._action = None
         self._transport.drain()
-        self.record.end_step()
+        self.record.busy_ns.append(sum(self.record.ends_ns) - sum(self.record.starts_ns))
         self.complete = True
 
     def _begin(self, batch: Batch, seed: int) -> None:
@@ -185,7 +189,7 @@ class Execution(Generic[C]):
         except Exception as error:
             self.failed = op
             if not isinstance(error, PipelineError):
-                self._tell_place(error, op, received)
+                self._add_place(error, op, received)
             raise
         self.record.ends_ns.append(time.monotonic_ns())
         self.record.starts_ns.append(start_ns)
@@ -200,12 +204,12 @@ class Execution(Generic[C]):
             if fresh and is_unsent:
                 self.formats[key] = Format(flatten(value, f"stage {op.stage}")[1])
 
-    def _tell_place(self, error: Exception, op: Op, received: list[Any]) -> None:
-        """Behind the error's own words: which stage it is from, and what that one was given."""
+    def _add_place(self, error: Exception, op: Op, received: list[Any]) -> None:
+        """Add to the error which stage raised it, and what that stage received."""
         name = type(self._stages[op.stage]).__name__
-        told = f"rota: in {op} on rank {self.record.rank}, stage {op.stage} ({name})"
-        given = f", which received {', '.join(map(batches.describe, received))}" if received else ""
-        error.add_note(f"{told}{given}")
+        where = f"rota: in {op} on rank {self.record.rank}, stage {op.stage} ({name})"
+        given = f", which received {', '.join(map(describe_value, received))}" if received else ""
+        error.add_note(f"{where}{given}")
 
     def _send_value(self, message: Message, fresh: bool) -> None:
         self._transport.send_value(message, self._use(message.value), fresh)
@@ -218,14 +222,14 @@ class Execution(Generic[C]):
         return value if key[1] else hand_over(value)
 
     def _use(self, key: ValueKey) -> Any:
-        """What was made here; the last use lets it go."""
+        """What was made here; its last use releases it."""
         value, num_uses = self._made.pop(key)
         if num_uses > 1:
             self._made[key] = value, num_uses - 1
         return value
 
     def doing(self, frames: list[FrameType]) -> Doing:
-        """What the run is at, or what it waits for, by the stack of the thread that runs it."""
+        """What the run is doing, or what it waits for, by the stack of the thread that runs it."""
         action, oldest = self._action, self._transport.oldest
         if (message := self._transport.awaited(frames)) is not None:
             return Doing(True, f"waits for {message.transfer} from rank {message.transfer.sender}")
@@ -255,19 +259,19 @@ def _nothing() -> None:
 
 
 def _versions(received: list[Any], lent: list[int]) -> list[int]:
-    """How often the tensors of the lent values have been written to."""
-    return [tensor._version for i in lent for tensor in flatten(received[i], "a stage")[0]]
+    """How often each tensor of the lent values has been written to."""
+    return [version_of(tensor) for i in lent for tensor in tensors_in(received[i])]
 
 
 def forwards_of(plan: Plan) -> Plan:
-    """The plan's forwards alone, in its order: they waited for nothing else, so it is as free of cycles."""
+    """Only the plan's forwards, in its order. Forwards wait for nothing else, so this cannot wait in a cycle either."""
     orders = tuple(tuple(op for op in order if op.kind is Kind.F) for order in plan.orders)
     return Plan(plan.placement.forward_only(), plan.num_microbatches, orders)
 
 
 @contextmanager
 def evaluating(modules: list[nn.Module]) -> Iterator[None]:
-    """In eval() meanwhile; each inner module back in its own mode afterwards."""
+    """Put the modules in eval(); afterwards each inner module is in its own mode again."""
     before = [(inner, inner.training) for module in modules for inner in module.modules()]
     for module in modules:
         module.eval()

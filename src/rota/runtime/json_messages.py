@@ -1,4 +1,4 @@
-"""Small values that ranks tell each other outside of a step, as JSON in uint8 tensors.
+"""Small values that ranks send each other outside of a step, as JSON in uint8 tensors.
 
 PyTorch's object collectives send pickles, and unpickling runs what the sender names. JSON does not.
 """

@@ -1,9 +1,9 @@
-"""Where a process is among replicas, ranks and parts, and the groups that it shares with others.
+"""Where a process is among replicas, ranks and shards, and the groups that it shares with others.
 
 mesh(pp=2, dp=2, tp=2)        replica 0        replica 1
                             rank 0  rank 1   rank 0  rank 1
-part 0 of each weight          0       2        4       6       process 0, 2 is one pipeline; 0, 4 are replicas
-part 1                         1       3        5       7       of each other; 0, 1 hold parts of the same weights
+shard 0 of each weight         0       2        4       6       processes 0, 2 are one pipeline; 0, 4 are replicas
+shard 1                        1       3        5       7       of each other; 0, 1 hold shards of the same weights
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def mesh(*, pp: int | None = None, dp: int = 1, tp: int = 1, timeout_s: float | 
     Joins the processes that `rota run` or torchrun started, if nothing has done so yet.
 
     Args:
-        pp: ranks of the pipeline. None: as `rota run --mesh` was told, else as many as there are processes for.
+        pp: ranks of the pipeline. None: as `rota run --mesh` says, else as many as there are processes for.
         dp: replicas.
-        tp: parts of each replica.
+        tp: shards of each replica.
         timeout_s: as `Pipeline` takes it; the other processes have ten times as long to come here.
 
     Raises:
@@ -58,7 +58,7 @@ def leave_mesh(pp: int, dp: int, tp: int) -> dict[str, str]:
 
 
 def pipelines_of(mesh: DeviceMesh | None) -> list[list[int]]:
-    """The processes of each pipeline by rank, replica by replica, and in each part by part."""
+    """The processes of each pipeline by rank: all shards of the first replica, then of the next."""
     if mesh is None:
         return [[*range(dist.get_world_size())]]
     names = mesh.mesh_dim_names or ()
@@ -93,14 +93,14 @@ class Processes:
         self._timeout = group_timeout(limit_s)
         #: The processes of each pipeline by rank.
         self.pipelines: Final = pipelines_of(mesh)
-        self.num_parts: Final = mesh["tp"].size() if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else 1
+        self.num_shards: Final = mesh["tp"].size() if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else 1
         self.num_ranks: Final = len(self.pipelines[0])
         self.num_pipelines: Final = len(self.pipelines)
-        self.num_replicas: Final = len(self.pipelines) // self.num_parts
+        self.num_replicas: Final = len(self.pipelines) // self.num_shards
         mine = dist.get_rank()
         position = next(i for i, pipeline in enumerate(self.pipelines) if mine in pipeline)
-        #: Which replica, and which part of its weights, this process has; and its rank in the plan.
-        self.replica, self.part = divmod(position, self.num_parts)
+        #: Which replica this process belongs to, which shard of its weights it holds, and its rank in the plan.
+        self.replica, self.shard = divmod(position, self.num_shards)
         self.pipeline_processes: Final = self.pipelines[position]
         self.rank: Final = self.pipeline_processes.index(mine)
         self.is_first_pipeline: Final = position == 0
@@ -113,22 +113,22 @@ class Processes:
             raise
 
     def _make_groups(self) -> None:
-        """Groups of all processes, of its pipeline, of the holders of the same weights, of their other parts."""
+        """The groups of all processes, of its pipeline, of its replicas, and of the shards of the same weights."""
         mine = dist.get_rank()
         self.everyone: dist.ProcessGroup = self._made([[*range(dist.get_world_size())]])
         self.pipeline: dist.ProcessGroup = self.everyone if len(self.pipelines) == 1 else self._made(self.pipelines)
-        across, together_on = self._across_replicas(), self._across_parts()
-        #: This process and those that hold the same weights, one a replica.
+        across, together_on = self._across_replicas(), self._across_shards()
+        #: This process and those that hold the same weights, one per replica.
         self.replica_processes = sorted(next(of for of in across if mine in of))
         self.replicas = self._made(across) if self.num_replicas > 1 else None
-        self.parts = self._made(together_on) if self.num_parts > 1 else None
+        self.shards = self._made(together_on) if self.num_shards > 1 else None
 
     def _across_replicas(self) -> list[list[int]]:
-        parts = range(self.num_parts)
-        return [[*column] for part in parts for column in zip(*self.pipelines[part :: self.num_parts], strict=True)]
+        n = self.num_shards
+        return [[*column] for shard in range(n) for column in zip(*self.pipelines[shard::n], strict=True)]
 
-    def _across_parts(self) -> list[list[int]]:
-        n = self.num_parts
+    def _across_shards(self) -> list[list[int]]:
+        n = self.num_shards
         return [
             [*column]
             for i in range(0, len(self.pipelines), n)
@@ -137,12 +137,12 @@ class Processes:
 
     @property
     def names(self) -> list[str]:
-        """Of all processes, for people."""
+        """The names of all processes, for people."""
         named: dict[int, str] = {}
         for position, pipeline in enumerate(self.pipelines):
-            replica, part = divmod(position, self.num_parts)
+            replica, shard = divmod(position, self.num_shards)
             of = f" of replica {replica}" if self.num_replicas > 1 else ""
-            of += f", part {part}" if self.num_parts > 1 else ""
+            of += f", shard {shard}" if self.num_shards > 1 else ""
             named |= {process: f"rank {rank}{of}" for rank, process in enumerate(pipeline)}
         return [named[process] for process in sorted(named)]
 
@@ -164,5 +164,5 @@ class Processes:
     def close(self) -> list[dist.ProcessGroup]:
         """The groups, which are no longer used here."""
         groups, self._groups = self._groups, []
-        del self.everyone, self.pipeline, self.replicas, self.parts
+        del self.everyone, self.pipeline, self.replicas, self.shards
         return groups

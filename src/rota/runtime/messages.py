@@ -1,14 +1,24 @@
-"""What crosses a boundary: tensors, and tuples, lists and dictionaries of them, as flat tensors and a layout.
+"""What stages are given, return and send to each other: tensors, and tuples, lists and dicts of them.
 
-The layout says everything but the numbers in tensors: structure, dtypes, shapes, which tensors want a gradient, and
-plain values (None, bool, int, float, str). Both sides know it after the first step, so later steps send tensors alone.
+                          in a batch                  between stages              from the last stage
+    tensor                split along dim 0           sent, if it is strided      any
+    tuple                 split item by item          sent; no subclass           any; subclasses stay what they are
+    list                  only without tensors        sent; no subclass           any
+    dict                  split item by item          sent, keys int or str       any; subclasses become dicts
+    None, bool, int,      every micro-batch gets it   sent in the layout          any
+    float, str
+    anything else         every micro-batch gets it   refused                     any, unless `forward` must send it
+
+`items` says what a container is, for all of them. Between stages `flatten` takes a value apart into flat tensors and a
+layout. The layout has everything but the numbers in tensors: structure, dtypes, shapes, which tensors want a gradient,
+and the plain values. Both sides know it after the first step, so later steps send tensors alone.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias, final
 
 import torch
@@ -22,6 +32,58 @@ Layout: TypeAlias = tuple[Any, ...]
 
 _PLAIN = (type(None), bool, int, float, str)  # and none of their subclasses, such as numpy.float64 or an IntEnum
 _DTYPES = {str(dtype)[6:]: dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+def items(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Key (or position) and value of all that is directly in a dict, tuple or list; nothing for any other value."""
+    if isinstance(value, dict):
+        return value.items()
+    return enumerate(value) if isinstance(value, (tuple, list)) else ()
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in a value, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    for _, item in items(value):
+        yield from tensors_in(item)
+
+
+def with_tensors(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """The value with its tensors replaced, in the order of `tensors_in`."""
+    if isinstance(value, torch.Tensor):
+        return next(tensors)
+    if isinstance(value, dict):
+        return {key: with_tensors(item, tensors) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        made = [with_tensors(item, tensors) for item in value]
+        return value._make(made) if hasattr(value, "_make") else type(value)(made)
+    return value
+
+
+def over_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """The value with each of its tensors changed."""
+    return with_tensors(value, map(change, tensors_in(value)))
+
+
+def hand_over(value: Any) -> Any:
+    """A value for a stage on the same rank: the same memory, cut off from the graph that made it."""
+    return over_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
+
+
+def describe_value(value: Any) -> str:
+    """For people: "float32[2, 8]", "(float32[2], None)"."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype)[6:]}{list(value.shape)}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {describe_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (tuple, list)):
+        return "(" + ", ".join(map(describe_value, value)) + ")"
+    return "None" if value is None else type(value).__name__
+
+
+# --- between stages ---------------------------------------------------------------------------------------------------
 
 
 def flatten(value: object, where: str) -> tuple[list[torch.Tensor], Layout]:
@@ -143,9 +205,9 @@ def from_bytes(data: torch.Tensor) -> Layout:
     return layout_of(json.loads(data.numpy().tobytes()))
 
 
-def layout_of(told: Any) -> Layout:
+def layout_of(written: Any) -> Layout:
     """The layout that was written as JSON."""
-    layout: Layout = _to_tuples(told)
+    layout: Layout = _to_tuples(written)
     return layout
 
 

@@ -1,4 +1,4 @@
-"""Pipeline: runs a checked plan on `torch.distributed`, one process a rank, with one loop over its actions."""
+"""Pipeline: runs a checked plan on `torch.distributed`, one process per rank, with one loop over its actions."""
 
 from __future__ import annotations
 
@@ -21,45 +21,49 @@ from rota.checking import check
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.plan import Plan
-from rota.runtime.agreement import refuse_devices, refuse_differences
-from rota.runtime.calls import Call
-from rota.runtime.compute import Batch, Compute, LossFn
+from rota.runtime.agreement import Agreement, Call, mean_of_all, refuse_devices, refuse_differences, refuse_loss
+from rota.runtime.compute import Batch, Compute, LossFn, step_seed
 from rota.runtime.execution import Execution, evaluating, forwards_of
 from rota.runtime.faults.watchdog import PATIENT, Watchdog, limit_s
 from rota.runtime.gradients.forward_backward import warm_up
 from rota.runtime.gradients.recompute import recomputed_by_backward
 from rota.runtime.json_messages import all_gather_json
-from rota.runtime.launcher_files import leave_record
+from rota.runtime.launching.launcher_files import leave_record
 from rota.runtime.memory_watch import MemoryWatch
 from rota.runtime.meshes import Processes
-from rota.runtime.microbatch_inputs import Intake
-from rota.runtime.outputs import bring
+from rota.runtime.microbatch_inputs import MicrobatchInputs
+from rota.runtime.precision import LossScale
 from rota.runtime.process_group import join, leave
 from rota.runtime.program import for_all_streams, refuse_other_cuts, refuse_unsupported
 from rota.runtime.recorder import Record, clock_offset_ns, merge
 from rota.runtime.reducing.gradient_sync import GradientSync
 from rota.runtime.reducing.shared_weights import shared_weights
 from rota.runtime.reducing.wrapped_stages import unwrapped
-from rota.runtime.runs import Runs
-from rota.runtime.transport import Transport, together
+from rota.runtime.stopping import StopRequests
+from rota.runtime.transport import Transport, bring_outputs, together
 from rota.timeline import Timeline
 
 
 @final
 class Pipeline:
-    """A model's stages, run as planned; every process makes one, with the same arguments.
+    """A model's stages, run as planned. Every process makes one, with the same arguments.
 
-    `loss_fn(output, target)` returns the mean loss of a micro-batch, a tensor with one element; None for a plan of
-    forwards alone. Where a rank makes no progress for `timeout_s`, all end, and say who waits for whom; by default
-    that is 20 times the plan's simulated step, a minute at least. `dynamic_shapes`: shapes depend on the data, not only
-    on the inputs' shapes. `keep_outputs`: the last stage's outputs stay in `outputs` (always so in a plan of forwards).
-    `mesh`: see `rota.mesh`; the plan's ranks are its dim "pp". Without one, all processes are the pipeline.
-    `recompute`: "full" or a list of stages, which keep nothing but what they receive, and run their forward again at
-    the beginning of their backward. `allow_nonfinite_loss`: `step` returns a loss that is nan or infinite; else it
-    raises PipelineError, on all ranks.
+    A plan with several data streams (`rota.bidirectional`) takes the stages of one, and shares their weights.
 
-    A plan with several streams (`rota.bidirectional`) takes the stages of one, and shares their weights. Raises
-    PlanError where `check` refuses the plan, PipelineError where plan, stages and processes do not fit.
+    Args:
+        stages: the model; this process runs the stages that the plan has on its rank.
+        plan: for each rank its ops in order; `check` must accept it.
+        loss_fn: `loss_fn(output, target)`, the mean loss of a micro-batch (one element); None if nothing is trained.
+        timeout_s: a rank without progress for so long ends all; None: 20 simulated steps, at least 60 s.
+        dynamic_shapes: shapes between stages depend on the data, not only on the inputs' shapes.
+        keep_outputs: keep the last stage's outputs in `outputs`; a plan of forwards alone always does.
+        mesh: as `rota.mesh` makes it; the plan's ranks are its dim "pp". None: all processes are the pipeline.
+        recompute: "none", "full", or stages that keep only what they receive, and repeat their forward for B or I.
+        allow_nonfinite_loss: `step` returns a loss that is nan or infinite instead of raising PipelineError.
+
+    Raises:
+        PlanError: `check` refuses the plan.
+        PipelineError: plan, stages and processes do not fit together.
     """
 
     def __init__(
@@ -93,23 +97,23 @@ class Pipeline:
         self._allow_nonfinite_loss = allow_nonfinite_loss
         self._closed = False
         self._process = os.getpid()
-        self._evaluation: Execution[Compute] | None = None  # made when it is asked for
-        #: What is to end before the pipeline does: a checkpoint that is being written.
+        self._evaluation: Execution[Compute] | None = None  # made when it is needed
+        #: What must end before the pipeline does: a checkpoint that is being written.
         self.before_close = ExitStack()
-        #: Ends whatever has been acquired so far, the last first. Each of it ends even where another's end fails.
+        #: Releases all that has been acquired so far, the last first, even if the release of another one fails.
         self._teardown = ExitStack()
-        self._tell_failure: Callable[[BaseException], None] = _tell_nobody
+        self._report_failure: Callable[[BaseException], None] = _report_to_nobody
         try:
             if join(limit):
                 self._teardown.callback(leave, [dist.group.WORLD])
             self._watchdog = Watchdog(limit)
             self._teardown.callback(self._watchdog.close)
-            self._tell_failure = self._watchdog.fail
+            self._report_failure = self._watchdog.fail
             self._teardown.callback(self._end_checkpoints)
             with self._watchdog.watching("the other ranks to make their pipelines", PATIENT):
                 refuse_differences(plan, stages, shared, mesh)
                 self.mesh, self._processes = mesh, Processes(mesh, limit)
-                # The last references: closes connections, which tells the peers.
+                # The last references: this closes the connections, so that the peers notice.
                 self._teardown.callback(lambda: leave(self._processes.close()))
                 self._watchdog.names = self._processes.names
                 #: This process's rank in the plan, and which replica of the pipeline it belongs to.
@@ -126,9 +130,11 @@ class Pipeline:
                 self._training = Execution(stages, plan, self.rank, self._transport, self._compute)
                 with together("comparing clocks"):
                     self._training.record.offset_ns = clock_offset_ns(self._processes.pipeline)
-            self._intake = Intake(stages, plan, self.rank, sink_ranks)
-            self._runs = Runs(
-                self._processes, self._gradients, self._transport, self._watchdog, self._intake, dynamic_shapes
+            self._inputs = MicrobatchInputs(stages, plan, self.rank, sink_ranks)
+            self._num_steps = 0  # that were begun
+            self._loss_scale, self._stops = LossScale(), StopRequests(self._processes.is_first)
+            self._agreement = Agreement(
+                self._processes, self._transport, self._inputs, self._loss_scale, dynamic_shapes
             )
             self._teardown.callback(self._leave_record)
             atexit.register(self._close_at_exit)
@@ -146,23 +152,23 @@ class Pipeline:
 
     @property
     def losses(self) -> dict[int, float]:
-        """Loss of each micro-batch of the last step, on the rank of the last stage."""
+        """The loss of each micro-batch of the last step, on the ranks of the last stage."""
         return self._compute.losses
 
     @property
     def outputs(self) -> dict[int, Any]:
-        """Output of each micro-batch of the last step, likewise, if they are kept."""
+        """The output of each micro-batch of the last step, on the ranks of the last stage, if outputs are kept."""
         return self._compute.outputs
 
     @property
     def should_stop(self) -> bool:
         """Whether SIGTERM or SIGUSR1 has come to any rank or to `rota run`: save, and leave the loop.
 
-        The same on all ranks, as they agreed at the end of the last step. From the first look at it these signals end
-        no rank, until the pipeline is closed; one that comes again, 3 s later or more, does.
+        The same on all ranks, which agree on it at the end of each step. Once a script has looked at it, these signals
+        do not end a rank until the pipeline is closed, unless one comes again after 3 s or more.
         """
-        self._runs.stops.listen()
-        return self._runs.stops.agreed
+        self._stops.listen()
+        return self._stops.agreed
 
     # --- one step -------------------------------------------------------------------------------------------------
 
@@ -177,52 +183,75 @@ class Pipeline:
     ) -> float:
         """Run the plan once; gradients are added to `.grad`, as `loss.backward()` does. Collective.
 
-        `inputs`: what the stages on this rank read (None where they read nothing): a tensor, a tuple or a dict of
-        them, split along dim 0 into the plan's micro-batches, or a list of micro-batches. `targets`: likewise, for
-        the ranks of the last stage. Returns the mean loss on every rank (nan without a loss_fn), of all replicas.
+        To accumulate over k steps, give `scale=1/k` to each, and `sync=False` to all but the last.
 
-        To accumulate over k steps, give each `scale=1/k`, which multiplies gradients and not the loss returned, and all
-        but the last `sync=False`: gradients of replicas and of tied weights are then put together once, by the last.
+        Args:
+            inputs: what the stages on this rank read, None if they read nothing: a tensor, or a tuple or dict of
+                tensors, split along dim 0 into the plan's micro-batches; or a list of micro-batches.
+            targets: what `loss_fn` gets, on the ranks of the last stage; in the same forms as `inputs`.
+            scale: multiplies the gradients, but not the loss returned.
+            sync: reduce the gradients of replicas and of tied weights, with those of earlier steps without `sync`.
+            scaler: this process's own GradScaler; the gradients have its factor until it takes it out. If gradients
+                overflow on one rank, they become infinite on all, so that every scaler skips the step.
 
-        `scaler`: this process's own, whose factor the gradients have until it takes it out. Where one rank's overflow,
-        all ranks' become infinite, so that every scaler skips the step.
+        Returns:
+            The mean loss over all micro-batches and replicas, on every rank; nan without a `loss_fn`.
+
+        Raises:
+            PipelineError: the batch does not fit, the ranks differ in what they call, or the loss is not finite.
+            LostRankError: another rank is gone.
         """
         training = self._training
         if not isinstance(scale, Real) or not 0 < scale < math.inf:
             raise PipelineError(f"scale is {scale!r}; give a number above 0, such as 1/k to accumulate over k steps")
-        factor = self._runs.loss_scale.begin(scaler)
+        factor = self._loss_scale.begin(scaler)
         batch = self._take(inputs, targets, needs_targets=training.trains, scale=scale * factor)
-        self._intake.warn_of_other_rows(batch)
-        self._runs.num_steps += 1
-        self._runs.run(Call.STEP if sync else Call.STEP_WITHOUT_SYNC, training, batch, float(scale))
-        return self._runs.mean_loss(training, batch, refuse=training.trains and not self._allow_nonfinite_loss)
+        self._inputs.warn_of_other_rows(batch)
+        self._num_steps += 1
+        self._run(Call.STEP if sync else Call.STEP_WITHOUT_SYNC, training, batch, float(scale))
+        return self._mean_loss(training, batch, refuse=training.trains and not self._allow_nonfinite_loss)
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> float:
-        """The mean loss on every rank, with all stages in eval() meanwhile and no gradients. Collective.
+        """The mean loss on every rank, with all stages in eval() and without gradients. Collective.
 
-        Takes what `step` does. The forwards run on their ranks in the plan's order; buffers and random state stay.
+        Args:
+            inputs: as for `step`.
+            targets: as for `step`.
+
+        Returns:
+            The mean loss over all micro-batches and replicas. Buffers and random states are as they were before.
+
+        Raises:
+            PipelineError: there is no `loss_fn`, the batch does not fit, or the ranks differ in what they call.
         """
         if self.loss_fn is None:
             raise PipelineError("the pipeline has no loss_fn to evaluate; use forward for the outputs")
         batch = self._take(inputs, targets, needs_targets=True)
-        return self._runs.mean_loss(self._evaluate(Call.EVALUATE, batch)[0], batch)
+        return self._mean_loss(self._evaluate(Call.EVALUATE, batch)[0], batch)
 
     def forward(self, inputs: Any = None, *, outputs: bool = True) -> list[Any] | None:
-        """The last stage's output of each micro-batch in order, on ranks that ask for `outputs`. Collective.
+        """Run the plan's forwards with all stages in eval() and without gradients. Collective.
 
-        As `evaluate`, without targets.
+        Args:
+            inputs: as for `step`.
+            outputs: whether this rank asks for the outputs.
+
+        Returns:
+            The last stage's output of each micro-batch in order; None on ranks that do not ask.
+
+        Raises:
+            PipelineError: an output cannot be sent, the batch does not fit, or the ranks differ in what they call.
         """
         batch = self._take(inputs, None, needs_targets=False)
         done, asking = self._evaluate(Call.FORWARD if outputs else Call.FORWARD_WITHOUT_OUTPUTS, batch)
         made = done.compute.outputs
         found: dict[int, Any] = {}
-        for sink, ranks in self._intake.sink_ranks.items():
+        for sink, ranks in self._inputs.sink_ranks.items():
             batches = self.plan.placement.microbatches(sink, self.plan.num_microbatches)
             here = {m: made[m] for m in batches if m in made}
             with self.watching("outputs"):
-                found |= bring(
-                    here, ranks, asking, f"stage {sink} ({type(self.stages[sink]).__name__})", self._processes.pipeline
-                )
+                where = f"stage {sink} ({type(self.stages[sink]).__name__})"
+                found |= bring_outputs(here, ranks, asking, where, self._processes.pipeline)
         done.compute.outputs = {}
         return [found[m] for m in sorted(found)] if outputs else None
 
@@ -232,18 +261,56 @@ class Pipeline:
             compute = Compute(self.stages, plan.placement, self.loss_fn, keep_outputs=False)
             self._evaluation = Execution(self.stages, plan, self.rank, self._transport, compute)
         if not self._training.trains:
-            self._intake.warn_of_other_rows(batch)
+            self._inputs.warn_of_other_rows(batch)
         self._evaluation.compute.keep_outputs = call is not Call.EVALUATE
-        self._runs.loss_scale.begin(None)
+        self._loss_scale.begin(None)
         random_state = torch.get_rng_state()
         with evaluating([*self.local_stages.values()]):
-            asking = self._runs.run(call, self._evaluation, batch)
+            asking = self._run(call, self._evaluation, batch)
         torch.set_rng_state(random_state)
         return self._evaluation, asking
 
+    def _run(self, call: Call, execution: Execution[Compute], batch: Batch, scale: float = 0.0) -> list[int]:
+        """Run the execution's plan once; returns the ranks that ask for outputs. `scale`: as `step` was given it."""
+        execution.awaited = "the other ranks to reach the same step"
+        self._watchdog.last = lambda: f"{execution.last()} in step {self._num_steps}"
+        sync = call is not Call.STEP_WITHOUT_SYNC
+        try:
+            with step_seed() as seed, self._watchdog.watching(execution.doing):
+                fresh, seed, asking = self._agreement.begin(call, execution, batch, seed, scale)
+                self._gradients.begin(execution, sync, fresh)
+                try:
+                    execution.run(batch, seed + self.replica, fresh, self._watchdog.tick)
+                except Exception as error:
+                    self._agreement.explain(error, execution)
+                    raise
+                self._gradients.finish(execution, sync)
+                if execution.trains and sync:
+                    execution.awaited = "the other ranks' scalers"
+                    agree = partial(self._transport.all_reduce, how=dist.ReduceOp.MAX, doing="comparing overflows")
+                    self._loss_scale.settle(execution.parameters(), agree)
+        except BaseException:
+            execution.forget()
+            raise
+        return asking
+
+    def _mean_loss(self, execution: Execution[Compute], batch: Batch, refuse: bool = False) -> float:
+        """Of all replicas; `refuse` it, on all ranks, if it is not finite and no scaler looks for that."""
+        losses = execution.compute.losses
+        execution.awaited = "the other ranks' losses"
+        add_up = partial(self._transport.all_reduce, how=dist.ReduceOp.SUM, doing=f"waiting for {execution.awaited}")
+        with self._watchdog.watching(execution.doing):
+            mine = self._inputs.counted_loss(batch, losses)
+            mean = mean_of_all(mine, self._processes.num_pipelines, add_up, self._stops)
+            if refuse and not math.isfinite(mean) and not self._loss_scale.is_on:
+                by_stage = self._inputs.losses_by_stage(losses)
+                empty = self._inputs.without_rows(batch)
+                refuse_loss(mean, self._num_steps, self._watchdog.name, by_stage, empty, self._processes.everyone)
+        return mean
+
     def _take(self, inputs: Any, targets: Any, **options: Any) -> Batch:
         self._refuse_closed()
-        return self._intake.take(inputs, targets, **options)
+        return self._inputs.take(inputs, targets, **options)
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -251,7 +318,7 @@ class Pipeline:
 
     @contextmanager
     def watch_memory(self) -> Iterator[MemoryWatch]:
-        """A debug mode, for a look at some steps, which it makes slower: what this rank's ops hold, op by op."""
+        """A debug mode that records what this rank's ops hold, op by op; it makes steps slower."""
         with MemoryWatch(self.parameters()) as watch:
             self._training.watch = watch
             try:
@@ -262,31 +329,44 @@ class Pipeline:
     # --- gradients ------------------------------------------------------------------------------------------------
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
-        """Scale all ranks' gradients so that their norm together is at most `max_norm`; returns it as it was.
+        """Scale all ranks' gradients, as `torch.nn.utils.clip_grad_norm_` does on the unsplit model. Collective.
 
-        As `torch.nn.utils.clip_grad_norm_` on the unsplit model, for any norm type above 0, inf too: every weight
-        counts once, also those that are tied, replicated, or in parts or shards on several ranks. Collective.
+        Every weight counts once, also if it is tied, replicated or sharded.
+
+        Args:
+            max_norm: the norm of all gradients together is at most this afterwards.
+            norm_type: any number above 0, or inf.
+            error_if_nonfinite: raise PipelineError if the norm is nan or infinite.
+
+        Returns:
+            The norm of all gradients together before.
         """
         self._refuse_closed()
-        share = partial(self._runs.agree, Call.CLIP_GRAD_NORM, "adding up the gradients' norm")
+        share = partial(self._agreement.share, Call.CLIP_GRAD_NORM, "adding up the gradients' norm")
         with self.watching("the other ranks' norms"):
             return self._gradients.clip(max_norm, norm_type, error_if_nonfinite, share)
 
     # --- afterwards -----------------------------------------------------------------------------------------------
 
     def timeline(self) -> Timeline:
-        """What the last step's ops and transfers really took, on every rank. Collective."""
+        """The measured ops and transfers of the last step, of all ranks and on every rank. Collective.
+
+        Raises:
+            PipelineError: no step has run to its end, or the pipeline is closed.
+        """
         if self._closed or not self._training.complete:
             raise PipelineError("there is no timeline: ask for it after a step that ran to its end, and before close")
         with self.watching("the other ranks' timelines"), together("gathering the timeline"):
-            self._runs.agree(Call.TIMELINE, "gathering the timeline")
+            self._agreement.share(Call.TIMELINE, "gathering the timeline")
             records = all_gather_json(self._training.record.to_fields(), self._processes.pipeline)
         return merge(self.plan, [Record.from_fields(fields) for fields in records])
 
     def watching(self, doing: str, times: int = 1) -> AbstractContextManager[None]:
-        """Around anything else that all ranks do together: who gets stuck there for `timeout_s` is told as in a step.
+        """Watch anything else that all ranks do together: a rank that gets stuck is reported as in a step.
 
-        `doing` goes on after "waits for". Where some ranks work long while others wait, give them `times` as long.
+        Args:
+            doing: goes on after "waits for".
+            times: how many times `timeout_s` it may take, if some ranks work long while others wait.
         """
         return self._watchdog.watching(doing, times)
 
@@ -303,18 +383,18 @@ class Pipeline:
         try:
             self._end(error)
         finally:
-            self._runs.stops.close(failed=error is not None)
+            self._stops.close(failed=error is not None)
 
     def _end(self, error: BaseException | None) -> None:
-        """End all that was acquired. `error`: what ends this rank; the others are told at once."""
+        """Release all that was acquired. `error`: what ends this rank; the others learn of it at once."""
         self._closed = True
         atexit.unregister(self._close_at_exit)
         if error is not None:
-            self._tell_failure(error)
+            self._report_failure(error)
         try:
             self._teardown.close()
         except PipelineError:
-            if error is None:  # else it comes from that one, which is the one to be told
+            if error is None:  # otherwise it follows from `error`, which is the one to show
                 raise
 
     def _end_checkpoints(self) -> None:
@@ -338,5 +418,5 @@ class Pipeline:
         self._close(error)
 
 
-def _tell_nobody(_: BaseException) -> None:
+def _report_to_nobody(_: BaseException) -> None:
     """Before there is a watchdog."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from rota.errors import PipelineError
+from rota.runtime.torch_internals import sparse_values
 
 Autocast: TypeAlias = tuple[tuple[str, torch.dtype], ...]
 
@@ -28,12 +29,12 @@ def ambient_autocast() -> Autocast:
 
 
 def without_autocast(autocast: Autocast) -> AbstractContextManager[object]:
-    """Around a backward: it computes in the dtypes of its forward, and nothing may cast once more."""
+    """For a backward: it computes in the dtypes of its forward, so nothing may be cast again."""
     return _switched(autocast, on=False)
 
 
 def under_autocast(autocast: Autocast) -> AbstractContextManager[object]:
-    """Around a forward whose caller runs without it."""
+    """For a forward whose caller runs without autocast."""
     return _switched(autocast, on=True)
 
 
@@ -48,7 +49,7 @@ def _switched(autocast: Autocast, on: bool) -> AbstractContextManager[object]:
 
 @final
 class LossScale:
-    """What a `GradScaler` asks of a pipeline's steps; every rank has one, also where no scaler is used."""
+    """What a `GradScaler` asks of a pipeline's steps. Every rank has one, with or without a scaler."""
 
     def __init__(self) -> None:
         self._scaler: torch.amp.GradScaler | None = None
@@ -69,8 +70,8 @@ class LossScale:
         self._factor = 1.0 if self._scaler is None else float(self._scaler.scale(torch.ones(())))
         return self._factor
 
-    def told(self) -> tuple[int, int]:
-        """Two numbers whose maxima over the ranks show to `refuse_differences` whether all have one scale."""
+    def flags(self) -> tuple[int, int]:
+        """Two numbers; from their maxima over the ranks `refuse_differences` sees whether all ranks have one scale."""
         bits: int = 0 if self._scaler is None else struct.unpack("<q", struct.pack("<d", self._factor))[0]
         return bits, -bits  # positive floats are ordered as their bits are
 
@@ -112,4 +113,4 @@ class LossScale:
 def _numbers(gradient: torch.Tensor) -> torch.Tensor:
     """The gradient's memory on this rank; of a sparse one what is not zero."""
     local: torch.Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # of FSDP, a DTensor
-    return local._values() if local.is_sparse else local
+    return sparse_values(local) if local.is_sparse else local

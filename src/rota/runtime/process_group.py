@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, cast
 from urllib.parse import parse_qs, urlparse
 from uuid import uuid4
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.constants import default_pg_timeout
 
 from rota.errors import PipelineError
@@ -24,12 +23,13 @@ from rota.runtime import control
 from rota.runtime.faults.watchdog import PATIENT, limit_s
 from rota.runtime.json_messages import broadcast_json
 from rota.runtime.orphans import end_with_parent
+from rota.runtime.torch_internals import replace_rendezvous, set_default_timeout
 
 Result = TypeVar("Result")
 
 _STORE = "ROTA_STORE"  # an environment variable, set by the launcher: the file by which its ranks meet
 _LOOK_S = 0.02
-_LONGEST_S = 10 * 365 * 86400.0  # that stands for no limit
+_LONGEST_S = 10 * 365 * 86400.0  # in place of no limit
 _num_meetings = 0
 
 
@@ -57,7 +57,7 @@ def join(timeout_s: float | None = None) -> bool:
         )
     limit = _patience_s(limit_s(timeout_s))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    control.tell("joins")
+    control.report("joins")
     if _STORE in os.environ:
         store = _meet_in_folder(rank, size, limit)
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -69,14 +69,14 @@ def join(timeout_s: float | None = None) -> bool:
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=limit))
     # All have joined; the script's own collectives may take as long as PyTorch lets them, or longer.
-    dist.distributed_c10d._set_pg_timeout(group_timeout(limit_s(timeout_s)))
+    set_default_timeout(group_timeout(limit_s(timeout_s)))
     return True
 
 
 def group_timeout(limit: float) -> timedelta:
     """PyTorch's own limit on what a process group does: it must not end what may make no progress for `limit` seconds.
 
-    PyTorch's default is half an hour, after which it would tell of a lost rank.
+    PyTorch's default is half an hour, after which it would report a lost rank.
     """
     return max(timedelta(seconds=_patience_s(limit)), default_pg_timeout)
 
@@ -86,7 +86,7 @@ def _patience_s(limit: float) -> float:
 
 
 def leave(groups: Iterable[dist.ProcessGroup | None]) -> None:
-    """End these groups, those aside that the caller has ended already."""
+    """End these groups, except those that the caller has ended already."""
     for group in groups:
         if dist.is_initialized():
             with suppress(ValueError):
@@ -127,16 +127,14 @@ def loopback() -> str:
 def meet_by_environment() -> None:
     """Let `torch.distributed.init_process_group()` meet in the launcher's folder too, and not at a port."""
     if _STORE in os.environ:
-        # PyTorch has no public way to replace a handler, only to add one under another name.
-        handlers: dict[str, Any] = import_module("torch.distributed.rendezvous")._rendezvous_handlers
-        handlers["env"] = _handle_environment
+        replace_rendezvous("env", _handle_environment)
 
 
 def _handle_environment(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
     given = {name: int(values[0]) for name, values in parse_qs(urlparse(url).query).items()}
     rank = given.get("rank", int(os.environ["RANK"]))
     size = given.get("world_size", int(os.environ["WORLD_SIZE"]))
-    control.tell("joins")
+    control.report("joins")
     yield _meet_in_folder(rank, size, timeout.total_seconds()), rank, size
 
 
@@ -218,9 +216,9 @@ def _got(store: Store, key: str) -> str:
 
 
 def on_first(doing: str, act: Callable[[], Result]) -> Result:
-    """What `act` returns on the first process, told to all as JSON; where there are no others, here. Collective.
+    """What `act` returns on the first process, sent to all as JSON; without others, it runs here. Collective.
 
-    Raises PipelineError, on all, where it fails.
+    Raises PipelineError, on all, if it fails.
     """
     result: Result | None = None
     words, failure = "", None

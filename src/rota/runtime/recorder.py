@@ -40,10 +40,6 @@ class Record:
     busy_ns: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_STEPS))
     microbatch_rows: int | None = None
 
-    def end_step(self) -> None:
-        """Keep what the step's ops took, all together."""
-        self.busy_ns.append(sum(self.ends_ns) - sum(self.starts_ns))
-
     def to_fields(self) -> dict[str, Any]:
         messages = [[*column, sent, self.through_ns[column]] for column, sent in self.sent_ns.items()]
         reductions = [[stage, *times] for stage, times in self.reductions_ns.items()]

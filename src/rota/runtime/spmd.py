@@ -4,8 +4,8 @@ A stage on several ranks is an SPMD module: every rank runs it on the same value
 backward begins with the whole gradient of the output on every rank, and must end with the whole gradient of the inputs
 on every rank. Megatron's pair of conjugates does that (Shoeybi et al., "Megatron-LM", 2019, section 3):
 
-    x ──▶ copy_to_ranks ──▶ own part of the weights ──▶ sum_over_ranks ──▶ y
-          backward: sum      gradients of own part        backward: as it is
+    x ──▶ copy_to_ranks ──▶ own shard of the weights ──▶ sum_over_ranks ──▶ y
+          backward: sum      gradients of own shard       backward: unchanged
 
 Without a group (None) all of them do nothing, for the same module on one rank.
 """
@@ -33,7 +33,7 @@ def group(ranks: Iterable[int], mesh: DeviceMesh | None = None) -> Group:
 
     With a `mesh`, they are ranks of this process's pipeline in it.
 
-    In it, ranks have rising numbers: `group.rank()` says which part of the weights is this rank's. Joins the processes
+    In it, ranks have rising numbers: `group.rank()` says which shard of the weights is this rank's. Joins the processes
     that `rota run` or torchrun started, if nothing has done so yet.
     """
     join()
@@ -46,22 +46,22 @@ def group(ranks: Iterable[int], mesh: DeviceMesh | None = None) -> Group:
 
 
 def copy_to_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Where each rank starts its own part: `x` as it is; backward sums the parts' gradients."""
+    """Put this before each rank's own shard: returns `x`; backward sums the gradients of all shards."""
     return x if group is None else _Copy.apply(x, group)  # type: ignore[no-untyped-call]
 
 
 def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Where the parts of a sum meet: the sum of all ranks' `x`; backward hands on the gradient as it is."""
+    """Put this where each rank has one summand: the sum of all ranks' `x`; backward passes the gradient on."""
     return x if group is None else _Sum.apply(x, group)  # type: ignore[no-untyped-call]
 
 
 def gather_from_ranks(x: torch.Tensor, group: Group, dim: int = -1) -> torch.Tensor:
-    """Where the parts of a row meet: all ranks' `x`, equally large, along `dim`; backward takes its own."""
+    """Put this where each rank has one slice: all ranks' `x`, of equal shapes, along `dim`; backward takes its own."""
     return x if group is None else _Gather.apply(x, group, dim)  # type: ignore[no-untyped-call]
 
 
 def replicated(module: Module) -> Module:
-    """Mark `module`, inside a stage on several ranks, as held whole by each of them, not in parts.
+    """Mark `module`, inside a stage on several ranks, as held whole by each of them, not in shards.
 
     Its weights are made equal at the start, and counted once in a norm. Every rank must make their whole gradient.
     """
@@ -102,10 +102,10 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
         ctx.rank, ctx.size, ctx.dim = dist.get_rank(group), x.shape[dim], dim
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        with together(_told("gathering", group)):
-            dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts, dim)
+        shards = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        with together(_words("gathering", group)):
+            dist.all_gather(shards, x.contiguous(), group=group)
+        return torch.cat(shards, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -114,11 +114,11 @@ class _Gather(torch.autograd.Function):
 
 def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
-    with together(_told("summing", group)):
+    with together(_words("summing", group)):
         dist.all_reduce(total, group=group)
     return total
 
 
-def _told(doing: str, group: dist.ProcessGroup) -> str:
+def _words(doing: str, group: dist.ProcessGroup) -> str:
     ranks = dist.get_process_group_ranks(group)
-    return f"{doing} the parts of a stage on ranks {', '.join(map(str, ranks))}"
+    return f"{doing} the shards of a stage on ranks {', '.join(map(str, ranks))}"

@@ -20,7 +20,7 @@ from rota.runtime import control
 Handler: TypeAlias = Callable[[int, FrameType | None], Any] | int | None
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-#: Slurm tells every process, and torchrun its workers once more: what comes within this time is the same request.
+#: Slurm signals every process, and torchrun its workers again: signals within this time are one request.
 SAME_REQUEST_S = 3.0
 
 
@@ -44,7 +44,7 @@ class StopRequests:
             return
         self._listens = True
         if self._is_first:
-            control.tell("listens")
+            control.report("listens")
         if threading.current_thread() is threading.main_thread():
             self._process = os.getpid()
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}

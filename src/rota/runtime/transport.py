@@ -1,11 +1,17 @@
-"""Values between ranks on `torch.distributed`: receives posted, sends released as soon as they are through.
+"""Values between ranks on `torch.distributed`.
 
-A step in which shapes may be new sends each activation's layout ahead of it; the others send tensors alone, into
-buffers that the receiver allocates when it posts.
+`Transport` runs the messages of a plan: it posts receives, and releases what was sent as soon as it is through. A step
+in which shapes may be new sends each activation's layout ahead of it; the others send tensors alone, into buffers that
+the receiver allocates when it posts.
+
+`send_value` and `receive_value` send any value outside of a plan, such as the outputs of the last stage:
+
+    sender     size of the text ─▶ layout as JSON, or why there is none ─▶ tensor ─▶ tensor …     receiver
 """
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 import time
@@ -21,25 +27,35 @@ import torch.distributed as dist
 
 from rota.errors import LostRankError, PipelineError
 from rota.plan import Transfer
-from rota.runtime.messages import Format, Layout, describe, flatten, from_bytes, tensor_layouts, to_bytes, unflatten
+from rota.runtime.messages import (
+    Format,
+    Layout,
+    describe,
+    empty,
+    flatten,
+    from_bytes,
+    layout_of,
+    tensor_layouts,
+    to_bytes,
+    unflatten,
+)
 from rota.runtime.program import Message, ValueKey
+from rota.runtime.torch_internals import cpu_backend
 
 
 class Transport:
-    """One rank's messages. `sent_ns` and `through_ns` hold the last step's times by (route, position)."""
+    """One rank's messages. `sent_ns` and `through_ns` have the last step's times by (route, position)."""
 
     def __init__(self, group: dist.ProcessGroup, everyone: dist.ProcessGroup) -> None:
-        # As `dist.isend` and `dist.irecv` end up, without what they check and look up for each message.
-        self._backend: Any = group._get_backend(torch.device("cpu"))
-        self._everyone: Any = everyone._get_backend(torch.device("cpu"))
+        self._backend, self._everyone = cpu_backend(group), cpu_backend(everyone)
         self.formats: dict[ValueKey, Format] = {}  # of activations, by (edge, False, micro-batch)
         self._arriving: dict[ValueKey, tuple[Message, list[Any], list[torch.Tensor], Format]] = {}
-        #: Puts what `take` waits for in place of the works of a posted receive.
+        #: Returns what `take` waits for instead of the works of a posted receive.
         self.watched: Callable[[Message, list[Any]], list[Any]] = lambda _, works: works
         self.sent_ns: dict[tuple[int, int], int] = {}
         self.through_ns: dict[tuple[int, int], int] = {}
-        # Gloo tells that a send is through only to whoever waits for it. A thread does, and lets the tensors go. It
-        # comes by now and then while there are any, not for each: it takes Python's lock from the main thread.
+        # Only who waits for a send learns from Gloo that it is through. A thread waits, and releases the tensors. It
+        # wakes up now and then while there are sends, not for each: it takes Python's lock from the main thread.
         self._sending: deque[tuple[Message, list[Any], list[torch.Tensor]]] = deque()
         self._letting_go = threading.Lock()
         self._awake = False
@@ -83,7 +99,7 @@ class Transport:
             raise _lost(message.transfer.sender, message) from error
 
     def awaited(self, frames: list[FrameType]) -> Message | None:
-        """What a thread with this stack waits to receive: so that receiving itself need not keep account of it."""
+        """What a thread with this stack waits to receive, so that receiving itself keeps no account of it."""
         codes = Transport.take.__code__, _wait.__code__
         return next((frame.f_locals.get("message") for frame in frames if frame.f_code in codes), None)
 
@@ -152,7 +168,7 @@ class Transport:
                 self._let_go()
 
     def _let_go(self) -> None:
-        """Wait for all sends so far; nothing sent may outlive its transfer, and a work holds what it sends."""
+        """Wait for all sends so far, and release what they hold: what is sent must not outlive its transfer."""
         with self._letting_go:
             while self._sending:
                 message, works, _ = self._sending[0]
@@ -174,7 +190,7 @@ class Transport:
             raise self._failure
 
     def all_reduce(self, tensor: torch.Tensor, how: Any, doing: str) -> None:
-        """`dist.all_reduce` over `everyone`, as light as the other messages; `doing` is told where a rank got lost."""
+        """`dist.all_reduce` over `everyone`, as light as the other messages. `doing`: for the error if one is lost."""
         try:
             self._everyone.allreduce([tensor], _all_reduce_options(how)).wait()
         except RuntimeError as error:
@@ -191,7 +207,7 @@ _PAUSE_S = 0.001
 
 @contextmanager
 def together(doing: str) -> Iterator[None]:
-    """Around a collective: tells what was going on when a rank got lost."""
+    """For a collective: the error says what was going on when a rank got lost."""
     try:
         yield
     except RuntimeError as error:
@@ -224,3 +240,57 @@ def _wait(work: Any, message: Message) -> None:
 def _lost(peer: int, message: Message) -> LostRankError:
     doing = "waiting for" if peer == message.transfer.sender else "sending"
     return LostRankError(f"lost rank {peer} while {doing} {message.transfer}")
+
+
+# --- outside of a plan ------------------------------------------------------------------------------------------------
+
+
+def bring_outputs(
+    made: dict[int, Any], ranks: tuple[int, ...], asking: list[int], where: str, group: dist.ProcessGroup
+) -> dict[int, Any]:
+    """What the last stage `where` on `ranks` made, on all ranks that ask. Collective; ranks are those of `group`."""
+    here, rank = made, dist.get_rank(group)
+    for other in asking:
+        if other not in ranks:
+            with together(f"bringing outputs from rank {ranks[0]} to rank {other}"):
+                if rank == ranks[0]:
+                    send_value(made, where, other, group)
+                elif rank == other:
+                    here = receive_value(ranks[0], group)
+    return here
+
+
+def send_value(value: Any, where: str, receiver: int, group: dist.ProcessGroup) -> None:
+    """Tensors, and tuples, lists and dicts of them. Raises PipelineError, here and there, if `value` is another.
+
+    `where` names the stage in errors.
+    """
+    refusal: PipelineError | None = None
+    tensors: list[torch.Tensor] = []
+    try:
+        tensors, layout = flatten(value, where)
+        text = json.dumps({"layout": layout})
+    except PipelineError as error:  # the receiver must learn of it, or it would wait
+        refusal, text = error, json.dumps({"refusal": str(error)})
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    for tensor in (torch.tensor([data.numel()]), data, *tensors):
+        dist.send(as_sent(tensor.detach()), group_dst=receiver, group=group)
+    if refusal is not None:
+        raise refusal
+
+
+def receive_value(sender: int, group: dist.ProcessGroup) -> Any:
+    """What `send_value` sends."""
+    size = torch.empty(1, dtype=torch.int64)
+    dist.recv(size, group_src=sender, group=group)
+    data = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(data, group_src=sender, group=group)
+    found = json.loads(data.numpy().tobytes())
+    if "refusal" in found:
+        raise PipelineError(found["refusal"])
+    layout = layout_of(found["layout"])
+    tensors = [empty(each) for each in tensor_layouts(layout)]
+    for tensor in tensors:
+        dist.recv(as_sent(tensor), group_src=sender, group=group)
+    wanting = (tensor.requires_grad_(each[3]) for tensor, each in zip(tensors, tensor_layouts(layout), strict=True))
+    return unflatten(wanting, layout)

@@ -206,27 +206,27 @@ def test_a_tied_weight_is_found_by_any_of_its_names(pool: Pool, tmp_path: Path, 
     assert pool.run(loading, train_tied, tmp_path, loading) == [pytest.approx(expected, abs=1e-10)] * loading
 
 
-# --- weights in parts -------------------------------------------------------------------------------------------------
+# --- weights in shards ------------------------------------------------------------------------------------------------
 
 
-def parallel(num_parts: int, by_mesh: bool) -> Pipeline:
-    """A stage in parts, over the mesh or as a stage on several ranks of the plan, and a stage that is whole."""
+def parallel(num_shards: int, by_mesh: bool) -> Pipeline:
+    """A stage in shards, over the mesh or as a stage on several ranks of the plan, and a stage that is whole."""
     if by_mesh:
-        mesh = rota.mesh(pp=1, tp=num_parts)
-        group = mesh.get_group("tp") if num_parts > 1 else None
+        mesh = rota.mesh(pp=1, tp=num_shards)
+        group = mesh.get_group("tp") if num_shards > 1 else None
         modules = [ParallelLayer(0, group), GatheredLayer(1, group)]
         return Pipeline(
             Stages(modules), gpipe(place(Costs.uniform(2), Cluster.uniform(1), [0, 0]), 4), loss_fn, mesh=mesh
         )
-    ranks = range(num_parts)
+    ranks = range(num_shards)
     group = spmd.group(ranks)
     modules = [ParallelLayer(0, group), GatheredLayer(1, group)]
-    placement = place(Costs.uniform(2), Cluster.uniform(num_parts), [tuple(ranks)] * 2)
+    placement = place(Costs.uniform(2), Cluster.uniform(num_shards), [tuple(ranks)] * 2)
     return Pipeline(Stages(modules), gpipe(placement, 4), loss_fn)
 
 
-def train_parts(rank: int, folder: Path, num_parts: int, by_mesh: bool) -> list[float]:
-    with parallel(num_parts, by_mesh) as pipeline:
+def train_in_shards(rank: int, folder: Path, num_shards: int, by_mesh: bool) -> list[float]:
+    with parallel(num_shards, by_mesh) as pipeline:
         optimizer = torch.optim.Adam(pipeline.parameters(), lr=0.05)
         checkpoints = Checkpoints(folder, pipeline, optimizer)
         start = found.step if (found := checkpoints.load()) else 0
@@ -240,28 +240,28 @@ def train_parts(rank: int, folder: Path, num_parts: int, by_mesh: bool) -> list[
         return losses
 
 
-def load_parts(rank: int, folder: Path, num_parts: int) -> str:
-    with parallel(num_parts, by_mesh=True) as pipeline:
+def load_in_shards(rank: int, folder: Path, num_shards: int) -> str:
+    with parallel(num_shards, by_mesh=True) as pipeline:
         return refusal(lambda: Checkpoints(folder, pipeline, None).load())
 
 
 def test_parts_resume_on_as_many_ranks_however_they_are_made(
     pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (whole,) = pool.run(1, train_parts, tmp_path / "whole", 1, False)
+    (whole,) = pool.run(1, train_in_shards, tmp_path / "whole", 1, False)
     for saving in (False, True):
         folder = tmp_path / f"by mesh {saving}"
-        assert pool.run(2, train_parts, folder, 2, saving) == [pytest.approx(whole, abs=1e-10)] * 2
+        assert pool.run(2, train_in_shards, folder, 2, saving) == [pytest.approx(whole, abs=1e-10)] * 2
         tensors, _ = stored(folder / "step-2")
         assert {"model/up#0", "model/up#1", "model/out.weight", "optimizer/up#1/exp_avg"} <= {*tensors}
         for loading in (False, True):
-            assert pool.run(2, train_parts, folder, 2, loading) == [pytest.approx(whole[2:], abs=1e-10)] * 2
-        (told,) = pool.run(1, load_parts, folder, 1)
-        assert "up was saved in 2 parts, but is held in 1 here" in told
+            assert pool.run(2, train_in_shards, folder, 2, loading) == [pytest.approx(whole[2:], abs=1e-10)] * 2
+        (told,) = pool.run(1, load_in_shards, folder, 1)
+        assert "up was saved in 2 shards, but is held in 1 here" in told
         assert "resume on as many tensor-parallel ranks" in told
         assert main(["checkpoint", "verify", str(folder)]) == 0
         assert main(["checkpoint", "export", str(folder), "-o", str(tmp_path / "model.safetensors")]) == 2
-        assert "in 2 parts, and does not know how they are joined" in capsys.readouterr().err
+        assert "in 2 shards, and does not know how they are joined" in capsys.readouterr().err
 
 
 # --- weights in shards ------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rota.errors import PipelineError
 from rota.models import Stages
-from rota.runtime.gradients.forward_backward import Kept, backward, forward, hand_over, take_loss
+from rota.runtime.gradients.forward_backward import Kept, backward, forward, take_loss
+from rota.runtime.messages import hand_over
 
 
 def two_stages() -> Stages:

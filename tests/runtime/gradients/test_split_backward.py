@@ -12,9 +12,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from rota.models import Stages
-from rota.runtime.gradients.forward_backward import Kept, backward, backward_inputs, forward, over_tensors
+from rota.runtime.gradients.forward_backward import Kept, backward, backward_inputs, forward
 from rota.runtime.gradients.split_backward import WeightWork
-from rota.runtime.messages import flatten
+from rota.runtime.messages import flatten, over_tensors
 from support.odd_stages import IN_PLACE, ROWS, STAGES, WIDTH, Calls, Counted, linear, weight
 
 

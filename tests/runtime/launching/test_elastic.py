@@ -159,7 +159,7 @@ def test_the_half_that_torchrun_has_left_goes_on(pool: Pool, tmp_path: Path) -> 
             one.kill()
     stderr = (tmp_path / "stderr-a").read_text()
     assert codes == [0, -9], stderr
-    assert "rota: plan.json is for 4 ranks, and was planned anew for 2: makespan 3 ms, was 2.1 ms" in stderr
+    assert "rota: plan.json is for 4 ranks, and was planned again for 2: makespan 3 ms, was 2.1 ms" in stderr
     assert f"rota: the training goes on from {tmp_path}/run/step-4" in stderr
     assert [(step, ranks) for step, _, ranks in told(tmp_path)] == [(s, 4) for s in range(5)] + [
         (s, 2) for s in range(4, NUM_STEPS)

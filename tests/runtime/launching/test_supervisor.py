@@ -53,28 +53,28 @@ def others_in(folder: Path) -> list[str]:
         (SLEEP, "import os; os._exit(3)", "rank 1 ended with exit code 3"),
         (SLEEP, "import os; os.kill(os.getpid(), 9)", "rank 1 ended with SIGKILL"),
         # Rank 0 has lost rank 1, and is gone before it.
-        ("tell('lost'); exit(1)", "import time; time.sleep(0.5); exit(7)", "rank 1 ended with exit code 7"),
-        ("tell('lost'); exit(1)", "tell('fails', 'ValueError: no'); " + SLEEP, "rank 1 failed (ValueError: no)"),
-        ("tell('lost'); exit(1)", SLEEP, "rank 0 ended with exit code 1"),
+        ("report('lost'); exit(1)", "import time; time.sleep(0.5); exit(7)", "rank 1 ended with exit code 7"),
+        ("report('lost'); exit(1)", "report('fails', 'ValueError: no'); " + SLEEP, "rank 1 failed (ValueError: no)"),
+        ("report('lost'); exit(1)", SLEEP, "rank 0 ended with exit code 1"),
         # An exit code of 0 is no good end for all of them.
         (
-            "import time; tell('opens'); time.sleep(1); tell('lost'); exit(1)",
-            "import os; tell('opens'); os._exit(0)",
+            "import time; report('opens'); time.sleep(1); report('lost'); exit(1)",
+            "import os; report('opens'); os._exit(0)",
             "rank 1 ended with exit code 0 in the middle of its pipeline",
         ),
-        ("tell('joins'); " + SLEEP, "exit(0)", "rank 1 ended with exit code 0 before it joined the others"),
+        ("report('joins'); " + SLEEP, "exit(0)", "rank 1 ended with exit code 0 before it joined the others"),
         (
-            "tell('joins'); tell('opens'); " + SLEEP,
-            "tell('joins'); exit(0)",
+            "report('joins'); report('opens'); " + SLEEP,
+            "report('joins'); exit(0)",
             "rank 1 ended with exit code 0 before it made the pipeline that the others make",
         ),
         # The script has gone on after its first error.
         (
-            "tell('fails', 'no'); tell('closes'); tell('opens'); " + SLEEP,
-            "import time; tell('opens'); time.sleep(1); exit(5)",
+            "report('fails', 'no'); report('closes'); report('opens'); " + SLEEP,
+            "import time; report('opens'); time.sleep(1); exit(5)",
             "rank 1 ended with exit code 5",
         ),
-        (SLEEP, "tell('hangs', 'rank 0 does not get on'); " + SLEEP, "the run hung (rank 0 does not get on)"),
+        (SLEEP, "report('hangs', 'rank 0 does not get on'); " + SLEEP, "the run hung (rank 0 does not get on)"),
     ],
 )
 def test_who_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, second: str, told: str) -> None:
@@ -86,8 +86,8 @@ def test_who_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: st
 
 def test_what_is_no_message_is_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     garbage = [b"", b"\xff", b"[]", b"{}", b"[" * 60000, b'{"event": "hangs", "words": 3, "step": 0}']
-    script = f"for data in {garbage}:\n    line.send(data)\ntell('opens'); tell('closes')"
-    supervised(tmp_path, monkeypatch, script, "tell('opens')")
+    script = f"for data in {garbage}:\n    line.send(data)\nreport('opens'); report('closes')"
+    supervised(tmp_path, monkeypatch, script, "report('opens')")
 
 
 @pytest.mark.parametrize("data", [b"null", b'{"event": "x", "words": "", "step": 0}', b"1" * 5000])
@@ -120,13 +120,13 @@ def launched(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, max_res
 
 DIES_AFTER_EACH_CHECKPOINT = """
 import os
-tell("opens")
+report("opens")
 if rank == 0:
     step = count()
-    tell("saves", step={step})
+    report("saves", step={step})
     if step < 5:
         os._exit(9)
-tell("closes")
+report("closes")
 """
 
 

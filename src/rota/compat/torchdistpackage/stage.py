@@ -13,10 +13,10 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from rota.runtime import spmd
-from rota.runtime.gradients.forward_backward import over_tensors
+from rota.runtime.messages import over_tensors
+from rota.runtime.torch_internals import tree_flatten, tree_unflatten
 
 Forward = Callable[[Any], Any]
 Backward = Callable[[Any, Any], Any]

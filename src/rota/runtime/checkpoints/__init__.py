@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from rota.errors import FormatError, PipelineError
 from rota.plan import Plan
 from rota.runtime import control
-from rota.runtime import launcher_files as handover
 from rota.runtime.checkpoints import files as files
 from rota.runtime.checkpoints import folder as folders
 from rota.runtime.checkpoints.files import Saved
@@ -44,6 +43,7 @@ from rota.runtime.checkpoints.tensors import (
 )
 from rota.runtime.checkpoints.training_json import training_to_json
 from rota.runtime.faults.watchdog import PATIENT
+from rota.runtime.launching.launcher_files import is_restart
 from rota.runtime.pipeline import Pipeline
 
 
@@ -206,12 +206,12 @@ class Checkpoints:
             extra=merged.extra,
             num_ranks=self._pipeline.plan.num_ranks,
             num_replicas=self._pipeline.num_replicas,
-            weights={weight.names[0]: merged.num_parts[weight.names[0]] for weight in weights},
+            weights={weight.names[0]: merged.num_shards[weight.names[0]] for weight in weights},
             aliases={alias: weight.names[0] for weight in weights for alias in weight.names[1:]},
             files=found,
         )
         folders.publish(partial, manifest, self._keep)
-        control.tell("saves", step=merged.step)
+        control.report("saves", step=merged.step)
 
     # --- loading --------------------------------------------------------------------------------------------------
 
@@ -236,10 +236,10 @@ class Checkpoints:
                         raise PipelineError(f"{error}; {told}") from None
                     self._tell(f"{error}; going back to {self._folder / before}")
                 else:
-                    if handover.is_restart():
+                    if is_restart():
                         self._tell(f"the training goes on from {found.path}")
                     return found
-            if handover.is_restart():
+            if is_restart():
                 self._tell(f"the training starts from the beginning, as there is no whole checkpoint in {self._folder}")
             return None
 

@@ -32,7 +32,7 @@ class File(NamedTuple):
 class Manifest:
     """`rota.json`. `number` counts the saves: the newest has the highest, whatever its step.
 
-    `weights`: for each weight and buffer of the whole model the number of parts it is saved in, 1 mostly. `aliases`:
+    `weights`: for each weight and buffer of the whole model the number of shards it is saved in, mostly 1. `aliases`:
     further names of tied weights, each with the name that the weight is saved by.
     """
 
@@ -66,7 +66,7 @@ class Manifest:
             extra={name.name(): value.value for name, value in document["extra"].items()},
             num_ranks=document["num_ranks"].integer(1),
             num_replicas=document["num_replicas"].integer(1),
-            weights={name: num_parts.integer(1) for name, num_parts in _pairs(document["weights"])},
+            weights={name: num_shards.integer(1) for name, num_shards in _pairs(document["weights"])},
             aliases={alias.name(): name.name() for alias, name in document["aliases"].items()},
             files={_inside(name, field): _file(field) for name, field in _pairs(document["files"])},
         )

@@ -2,7 +2,7 @@
 
 stage 0: embedding.weight ──┐ tied
 stage 3: head.weight      ──┴──▶ "embedding.weight", and "head.weight" is its alias
-a stage on 4 ranks, or 4 tensor-parallel ones: w ──▶ "w#0" … "w#3", a part on each rank
+a stage on 4 ranks, or 4 tensor-parallel ones: w ──▶ "w#0" … "w#3", a shard on each rank
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.runtime.spmd import replicated_names
+from rota.runtime.torch_internals import own_state
 
 if TYPE_CHECKING:
     from rota.runtime.pipeline import Pipeline
@@ -25,20 +26,20 @@ _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and P
 
 
 class Weight(NamedTuple):
-    """A weight or buffer: all its names, the one it is saved by first, and in how many parts it is."""
+    """A weight or buffer: all its names, the one it is saved by first, and in how many shards it is."""
 
     names: tuple[str, ...]
     tensor: torch.Tensor
-    num_parts: int
+    num_shards: int
     stages: tuple[int, ...]
 
     @property
     def is_buffer(self) -> bool:
         return not isinstance(self.tensor, nn.Parameter)
 
-    def key(self, name: str, part: int) -> str:
-        """What it is saved by, if `name` is its name in the checkpoint and this rank has `part`."""
-        return name if self.num_parts == 1 else f"{name}#{part}"
+    def key(self, name: str, shard: int) -> str:
+        """What it is saved by, if `name` is its name in the checkpoint and this rank has `shard`."""
+        return name if self.num_shards == 1 else f"{name}#{shard}"
 
 
 def model_key(key: str) -> str:
@@ -54,7 +55,7 @@ class Weights:
         self.all = [*_weights(pipeline)]
 
     def local(self) -> Iterator[tuple[Weight, int]]:
-        """Those on this rank, and which part of it is here."""
+        """Those on this rank, and which shard of it is here."""
         here = set(self._pipeline.local_stages)
         for weight in self.all:
             if stages := [stage for stage in weight.stages if stage in here]:
@@ -63,7 +64,7 @@ class Weights:
     def _part(self, stage: int) -> int:
         pipeline, processes = self._pipeline, self._pipeline._processes
         position = sorted(pipeline.plan.placement.ranks_of(stage)).index(pipeline.rank)
-        return position * processes.num_parts + processes.part
+        return position * processes.num_shards + processes.shard
 
 
 def _weights(pipeline: Pipeline) -> Iterator[Weight]:
@@ -74,9 +75,9 @@ def _weights(pipeline: Pipeline) -> Iterator[Weight]:
         for _, tensor in _saved(module):
             of_stages.setdefault(tensor, []).append(stage)
     for tensor, names in names_of(stages).items():
-        num_parts = len(placement.ranks_of(of_stages[tensor][0])) * pipeline._processes.num_parts
+        num_shards = len(placement.ranks_of(of_stages[tensor][0])) * pipeline._processes.num_shards
         whole = tensor in replicated or isinstance(tensor, DTensor)  # DTensors are saved as the wholes that they are
-        yield Weight(names, tensor, 1 if whole else num_parts, tuple(of_stages[tensor]))
+        yield Weight(names, tensor, 1 if whole else num_shards, tuple(of_stages[tensor]))
 
 
 def names_of(stages: Stages) -> dict[torch.Tensor, tuple[str, ...]]:
@@ -107,9 +108,7 @@ def _saved(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         if path:
             parent, _, last = path.rpartition(".")
             paths[path] = paths[parent] if last in _WRAPPED else _join(paths[parent], last)
-        for name, tensor in (*inner._parameters.items(), *inner._buffers.items()):
-            if tensor is not None and name not in inner._non_persistent_buffers_set:
-                yield _join(paths[path], name), tensor
+        yield from ((_join(paths[path], name), tensor) for name, tensor in own_state(inner))
 
 
 def _join(path: str, name: str) -> str:

@@ -53,7 +53,7 @@ def _read_plan(saved: Saved) -> Plan:
 def _wrong_keys(manifest: Manifest, training: TrainingState, index: Index) -> Iterator[str]:
     """Which tensors are missing, or are there for nothing."""
     found = {key for key in index if key.startswith(model_key(""))}
-    if sum(manifest.weights.values()) > len(found):  # there may be a billion parts
+    if sum(manifest.weights.values()) > len(found):  # there may be a billion shards
         yield f"{next(key for key in _keys_of(manifest) if model_key(key) not in found)} has no tensor"
         return
     expected = {model_key(key) for key in _keys_of(manifest)}
@@ -68,9 +68,9 @@ def _wrong_keys(manifest: Manifest, training: TrainingState, index: Index) -> It
 
 
 def _keys_of(manifest: Manifest) -> Iterator[str]:
-    """What weights and buffers are saved by, part by part."""
-    for name, num_parts in manifest.weights.items():
-        yield from [name] if num_parts == 1 else (f"{name}#{part}" for part in range(num_parts))
+    """The keys by which weights and buffers are saved, shard by shard."""
+    for name, num_shards in manifest.weights.items():
+        yield from [name] if num_shards == 1 else (f"{name}#{shard}" for shard in range(num_shards))
 
 
 def find(path: Path) -> tuple[list[Saved], list[tuple[Path, FormatError]]]:
@@ -107,18 +107,18 @@ def export(saved: Saved, path: Path) -> int:
     """Write the whole model, weights and buffers by their names, into one safetensors file; returns their number.
 
     Of a tied weight the aliases stand in the file's metadata, as `safetensors.torch.save_model` puts them there.
-    Raises FormatError where weights are in parts, where the checkpoint is damaged, and where `path` cannot be written.
+    Raises FormatError where weights are in shards, where the checkpoint is damaged, and where `path` cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     if found := damages(saved):
         raise FormatError(f"{saved.path}: {found[0]}; remove it, and export the checkpoint before it")
-    parts = [name for name, num_parts in saved.manifest.weights.items() if num_parts > 1]
-    if parts:
+    sharded = [name for name, num_shards in saved.manifest.weights.items() if num_shards > 1]
+    if sharded:
         raise FormatError(
-            f"{saved.path} has {parts[0]} in {saved.manifest.weights[parts[0]]} parts, and does not know how they are "
-            f"joined; load it on as many tensor-parallel ranks, and join them there"
+            f"{saved.path} has {sharded[0]} in {saved.manifest.weights[sharded[0]]} shards, and does not know how they "
+            f"are joined; load it on as many tensor-parallel ranks, and join them there"
         )
     index = read_index(saved)
     stored = {name: index[model_key(name)] for name in saved.manifest.weights}

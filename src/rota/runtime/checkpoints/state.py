@@ -49,13 +49,13 @@ class Trained:
         """This rank's tensors, as they are in use, and the rest as JSON; buffers are those of the first replica."""
         tensors: Tensors = {}
         keys: dict[torch.Tensor, str] = {}
-        num_parts: dict[str, int] = {}
-        for weight, part in self.weights.local():
-            keys[weight.tensor] = key = weight.key(weight.names[0], part)
-            num_parts[weight.names[0]] = weight.num_parts
+        num_shards: dict[str, int] = {}
+        for weight, shard in self.weights.local():
+            keys[weight.tensor] = key = weight.key(weight.names[0], shard)
+            num_shards[weight.names[0]] = weight.num_shards
             if with_buffers or not weight.is_buffer:
                 tensors[model_key(key)] = weight.tensor.detach()
-        small: dict[str, Any] = {"records": {}, "scheduler": None, "num_parts": num_parts}
+        small: dict[str, Any] = {"records": {}, "scheduler": None, "num_shards": num_shards}
         if self.optimizer is not None:
             records, states = records_of(self.optimizer, self.scheduler, keys)
             small["records"] = {key: record_to_json(key, record) for key, record in records.items()}
@@ -69,9 +69,9 @@ class Trained:
         names = _stored_names(self.weights.all, manifest)
         tensors: Tensors = {}
         keys: dict[torch.Tensor, str] = {}
-        for weight, part in self.weights.local():
-            _require_parts(weight, manifest.weights[names[weight.names[0]]])
-            keys[weight.tensor] = key = weight.key(names[weight.names[0]], part)
+        for weight, shard in self.weights.local():
+            _require_shards(weight, manifest.weights[names[weight.names[0]]])
+            keys[weight.tensor] = key = weight.key(names[weight.names[0]], shard)
             tensors[model_key(key)] = weight.tensor.detach()
             _require_alike(key, weight.tensor, index[model_key(key)])
         if self.optimizer is not None:
@@ -104,12 +104,12 @@ class Restoring:
 
 
 class Merged(NamedTuple):
-    """What ranks have besides tensors: for training, what `save` was given, in how many parts each weight is."""
+    """What ranks have besides tensors: for training, what `save` was given, in how many shards each weight is."""
 
     training: TrainingState
     step: int
     extra: dict[str, Any]
-    num_parts: dict[str, int]
+    num_shards: dict[str, int]
 
 
 def merge(of_ranks: Iterable[dict[str, Any]]) -> Merged:
@@ -117,12 +117,12 @@ def merge(of_ranks: Iterable[dict[str, Any]]) -> Merged:
     records: dict[str, Record] = {}
     scheduler: Any = None
     given: dict[str, Any] = {}
-    num_parts: dict[str, int] = {}
+    num_shards: dict[str, int] = {}
     for rank, small in enumerate(of_ranks):
         given = given or small["given"]
         if not same(small["given"], given):
             raise PipelineError(f"process {rank} saves {small['given']}, and process 0 {given}; save the same on all")
-        num_parts |= small["num_parts"]
+        num_shards |= small["num_shards"]
         for key, written in small["records"].items():
             record = record_from_json(Field(f"process {rank}", written))
             mine = records.setdefault(key, record)
@@ -139,7 +139,7 @@ def merge(of_ranks: Iterable[dict[str, Any]]) -> Merged:
                 f"process {rank}'s scheduler is in another state ({of_rank}) than those before it "
                 f"({scheduler}); step it on all alike"
             )
-    return Merged(TrainingState(records, scheduler, random_state()), given["step"], given["extra"], num_parts)
+    return Merged(TrainingState(records, scheduler, random_state()), given["step"], given["extra"], num_shards)
 
 
 def _stored_names(weights: list[Weight], manifest: Manifest) -> dict[str, str]:
@@ -164,12 +164,12 @@ def _few(names: list[str]) -> str:
     return ", ".join(told) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _require_parts(weight: Weight, num_parts: int) -> None:
+def _require_shards(weight: Weight, num_shards: int) -> None:
     """A rank knows this of its own stages alone: those of others may be wrapped otherwise there."""
-    if weight.num_parts != num_parts:
+    if weight.num_shards != num_shards:
         raise PipelineError(
-            f"{weight.names[0]} was saved in {num_parts} parts, but is held in {weight.num_parts} here; parts are not "
-            f"joined or cut anew: resume on as many tensor-parallel ranks as it was saved on"
+            f"{weight.names[0]} was saved in {num_shards} shards, but is held in {weight.num_shards} here; shards are "
+            f"not joined or cut again: resume on as many tensor-parallel ranks as it was saved on"
         )
 
 

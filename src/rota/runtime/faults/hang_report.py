@@ -10,7 +10,7 @@ from rota.units import count_text
 
 
 class Standing(NamedTuple):
-    """Where a process stands, as it tells the others: `words` go on after its name.
+    """What a process does, as it reports it to the others: `words` go on after its name.
 
     `kind`: it "waits" for others, is "busy" itself, or is "outside" of all that ranks do together; for `still_s`.
     """
@@ -39,7 +39,7 @@ class Standing(NamedTuple):
 
 
 def compose(names: Sequence[str], standings: Mapping[int, Standing], limit_s: float, answer_s: float) -> str:
-    """The message for all, from what the processes with these `names` told; those not in `standings` gave no answer."""
+    """The message for all, from the answers of the processes with these `names`; those not in `standings` gave none."""
     lines = [f"rota: no progress for {limit_s:g} s{_SO}{_reason(names, standings)}"]
     for process, name in enumerate(names):
         standing = standings.get(process)

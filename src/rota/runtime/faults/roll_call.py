@@ -1,6 +1,6 @@
-"""What processes tell each other beside their collectives, over the store that they met at.
+"""What processes report to each other outside of their collectives, over the store that they met at.
 
-first to see a hang   "called" ──▶ all others look now and then, and answer where they stand
+first to see a hang   "called" ──▶ all others look now and then, and answer what they do
 lowest that answered  one report ──▶ all others end with the same text
 one that fails        "failed" ──▶ the others learn of the first error
 """
@@ -16,6 +16,7 @@ from typing import Any, TypeVar, final
 import torch.distributed as dist
 
 from rota.runtime.faults.hang_report import Standing, compose
+from rota.runtime.torch_internals import own_connection_to_store
 
 Result = TypeVar("Result")
 
@@ -35,8 +36,7 @@ class RollCall:
 
     def __init__(self) -> None:
         self.process, self._size = dist.get_rank(), dist.get_world_size()
-        met_at: Any = dist.distributed_c10d._get_default_store()
-        self._store = met_at.clone()
+        self._store = own_connection_to_store()
         # All make their pipelines in the same order, so each one's count is the number of the pipeline.
         number = self._store.add(f"rota/pipelines of {self.process}", 1)
         self._failed = f"rota/pipeline {number} failed"
@@ -52,7 +52,7 @@ class RollCall:
         self._within(_STORE_S, lambda: self._store.compare_set(self._failed, "", words))
 
     def failure(self) -> str | None:
-        """What the first rank that failed has told."""
+        """The words of the first rank that failed."""
         return self._within(_STORE_S, lambda: self._got(self._failed))
 
     # --- a hang ---------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ class RollCall:
             if (is_complete or is_late) and min(answers) == self.process:
                 text = compose(names, answers, float(called), ANSWER_S)
                 return self._store.compare_set(_REPORT, "", text).decode(), True
-            if time.monotonic() > deadline + _TOGETHER_S:  # the one that should have told is gone meanwhile
+            if time.monotonic() > deadline + _TOGETHER_S:  # the process that should report is gone by now
                 return compose(names, answers, float(called), ANSWER_S), True
             time.sleep(_LOOK_S)
         return text, False

@@ -22,12 +22,12 @@ from rota.runtime import control
 from rota.runtime.faults.hang_report import Standing, alone, printable, reason_of
 from rota.runtime.faults.roll_call import RollCall
 from rota.runtime.faults.stack_location import Doing, frames_of, is_in_a_collective, place
-from rota.runtime.launcher_files import given_limit_s
+from rota.runtime.launching.launcher_files import given_limit_s
 from rota.simulation import simulate
 
 EXIT_CODE = 70  # as sysexits.h: internal failure; `rota run` shows the message above it
 _AFTER_A_FAILURE_S = 2.0  # by then a rank that can notice by itself that another one is gone has done so
-_FIRST_ERROR_S = 0.5  # for the rank with the first error to show it before others tell of it
+_FIRST_ERROR_S = 0.5  # for the rank with the first error to show it before others do
 PATIENT = 10  # times the limit, where ranks load a model or write a checkpoint, each at its own pace
 _LEAST_S, _NUM_STEPS = 60.0, 20
 
@@ -62,7 +62,7 @@ def limit_s(timeout_s: float | None, plan: Plan | None = None) -> float:
 class Watchdog:
     """Of one pipeline on one process. Made by all processes, in the same order; `close` ends its thread.
 
-    `names` tells people which process is which rank. `last` tells what this one did last.
+    `names`: of all processes, for people. `last` returns what this process did last.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -78,7 +78,7 @@ class Watchdog:
         self._silent = ""  # why the store was given up: who holds it is stopped, or gone for good
         self._ends = threading.Event()  # the process is about to be ended
         self._stop = threading.Event()
-        control.tell("opens")
+        control.report("opens")
         self._roll_call = RollCall()
         self._thread = threading.Thread(target=self._watch, name="rota-watchdog", daemon=True)
         _open.append(self)
@@ -129,14 +129,14 @@ class Watchdog:
         told = str(error)
         words = f"{type(error).__name__}: {told}" if told else type(error).__name__
         if isinstance(error, LostRankError):
-            control.tell("lost")
+            control.report("lost")
             return
-        control.tell("fails", words)
+        control.report("fails", words)
         with suppress(RuntimeError):
             self._roll_call.tell_failure(f"{self.name}: {words}")
 
     def close(self) -> None:
-        control.tell("closes")
+        control.report("closes")
         self._stop.set()
         self._thread.join(timeout=5)
         self._roll_call.close()
@@ -212,7 +212,7 @@ class Watchdog:
         if is_mine or not control.is_connected():
             _show(text)
         if is_mine:
-            control.tell("hangs", reason_of(text))  # the supervisor may kill this process from now on
+            control.report("hangs", reason_of(text))  # the supervisor may kill this process from now on
         with suppress(RuntimeError):
             self._roll_call.leave_together()
 
@@ -221,7 +221,7 @@ class Watchdog:
             standing, failure = self._standing(), ""
             with suppress(RuntimeError):
                 failure = self._roll_call.failure() or ""
-            control.tell("lost")
+            control.report("lost")
             _show(f"rota: {self.name} {standing.words}, and was ended, because another one failed: {failure}")
         finally:
             os._exit(EXIT_CODE)

@@ -10,27 +10,27 @@ backward is split (see `split_backward`), inputs are held by their gradient edge
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
-from torch.utils._pytree import tree_iter
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.runtime.gradients.split_backward import WeightWork, enter, input_gradients
-from rota.runtime.messages import flatten
+from rota.runtime.messages import flatten, tensors_in, with_tensors
+from rota.runtime.torch_internals import count_writes, run_backward, writable, zeros_at
 
 
 @dataclass(slots=True)
 class Kept:
-    """What a forward leaves for its backward: leaves by incoming edge, gradient edges by outgoing edge, the loss
-    with the gradient that it starts from.
+    """What a forward leaves for its backward.
 
-    For a split backward `entries` takes the place of `leaves`.
+    `leaves` by incoming edge, `outputs` (gradient edges) by outgoing edge, and the loss with the gradient that the
+    backward starts from. A split backward has `entries` instead of `leaves`.
     """
 
     leaves: list[list[torch.Tensor]]
@@ -55,50 +55,27 @@ def forward(
     of these names.
     """
     where = f"stage {stage} ({type(stages[stage]).__name__})"
-    leaves = [_wanting_gradient(value, where) for value in received]
     entering = enter if split else writable
-    received = [over_tensors(lambda t: entering(t) if t.requires_grad else t, value) for value in received]
-    entered = [_wanting_gradient(value, where) for value in received]
-    # Before the stage may write into them: that changes where their gradients go.
-    kept = Kept([], [], entries=[[*map(get_gradient_edge, of)] for of in entered]) if split else Kept(leaves, [])
-    if buffers:
-        arguments = (*received, *stages.pick_inputs(stage, batch))
-        output = torch.func.functional_call(stages[stage], dict(buffers), arguments)
+    given = [[*tensors_in(value)] for value in received]
+    entered = [[entering(tensor) if tensor.requires_grad else tensor for tensor in of] for of in given]
+    received = [with_tensors(value, iter(of)) for value, of in zip(received, entered, strict=True)]
+    if split:  # the edges now: the stage may write into the tensors, which changes where their gradients go
+        kept = Kept([], [], entries=[[get_gradient_edge(t) for t in of if t.requires_grad] for of in entered])
     else:
-        output = stages.call(stage, received, batch)
+        kept = Kept([[tensor for tensor in of if tensor.requires_grad] for of in given], [])
+    module, arguments = stages[stage], (*received, *stages.pick_inputs(stage, batch))
+    output = torch.func.functional_call(module, dict(buffers), arguments) if buffers else module(*arguments)
     if not split:
-        tell_writes(chain(*leaves), chain(*entered))
+        count_writes(chain(*given), chain(*entered))
     values = [edge.take(output) for edge in stages.outgoing(stage)]
     kept.outputs = [gradient_edges(value, where) for value in values]
     return output, values, kept
 
 
-def writable(leaf: torch.Tensor) -> torch.Tensor:
-    """The leaf's memory as what autograd lets a stage write into, as neither a leaf nor a view of one.
-
-    A leaf without strides (sparse, nested) or of a class of its own is left as it is: autograd refuses writes into it.
-    """
-    if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_nested:
-        return leaf
-    entered: torch.Tensor = torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
-    return entered
-
-
-def tell_writes(leaves: Iterable[torch.Tensor], entered: Iterable[torch.Tensor]) -> None:
-    """Count writes into what is `writable` as writes into the leaf: autograd and the caller look for them there."""
-    for leaf, same in zip(leaves, entered, strict=True):
-        if same is not leaf and same._version:
-            torch.autograd.graph.increment_version(leaf)
-
-
 def gradient_edges(value: Any, where: str) -> list[GradientEdge]:
     """Where the gradients of the value's tensors enter the graph that made them. `where` names the stage in errors."""
-    return [get_gradient_edge(tensor) for tensor in _wanting_gradient(value, where)]
-
-
-def _wanting_gradient(value: Any, where: str) -> list[torch.Tensor]:
     tensors = [value] if isinstance(value, torch.Tensor) else flatten(value, where)[0]
-    return [tensor for tensor in tensors if tensor.requires_grad]
+    return [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
 
 
 def refuse_modes_without_gradients() -> None:
@@ -118,7 +95,7 @@ def loss_of(loss_fn: Callable[[Any, Any], torch.Tensor], output: Any, target: An
         raise PipelineError(f"loss_fn returned {got}; it must return a tensor with one element, the mean loss")
     if loss.is_complex():
         raise PipelineError("loss_fn returned a complex tensor; it must return a real one, the mean loss")
-    if not loss.requires_grad and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_iter(output)):
+    if not loss.requires_grad and any(tensor.requires_grad for tensor in tensors_in(output)):
         raise PipelineError(
             "loss_fn returned a loss without gradient for an output that has one; leave out detach(), item() and "
             "no_grad() in it, or use evaluate"
@@ -143,16 +120,8 @@ def backward(kept: Kept, received: list[list[torch.Tensor]]) -> list[list[torch.
     """
     roots, gradients = _roots(kept, received)
     if roots:
-        run_engine(roots, gradients)
+        run_backward(roots, gradients)
     return [[torch.zeros_like(t) if t.grad is None else t.grad for t in leaves] for leaves in kept.leaves]
-
-
-def run_engine(roots: list[GradientEdge], gradients: list[torch.Tensor | None]) -> None:
-    """`torch.autograd.backward` without its preparations, half of its time: here every root has its gradient.
-
-    The engine compares shapes, dtypes and devices itself.
-    """
-    _engine_run_backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def backward_inputs(kept: Kept, received: list[list[torch.Tensor]]) -> tuple[list[list[torch.Tensor]], WeightWork]:
@@ -174,29 +143,10 @@ def _roots(kept: Kept, received: list[list[torch.Tensor]]) -> tuple[list[Gradien
 
 
 def _or_zeros(gradient: torch.Tensor | None, edge: GradientEdge) -> torch.Tensor:
-    if gradient is not None:
-        return gradient
-    of = edge.node._input_metadata[edge.output_nr]
-    return torch.zeros(of.shape, dtype=of.dtype)
+    return zeros_at(edge) if gradient is None else gradient
 
 
 def warm_up() -> None:
-    """Let torch load what the first backward from a gradient edge needs: 0.4 s, no part of the first step's time."""
+    """Let torch load what the first backward from a gradient edge needs, which takes 0.4 s, before the first step."""
     x = torch.zeros((), requires_grad=True)
     torch.autograd.backward([get_gradient_edge(x * 1)], [torch.zeros(())])
-
-
-def hand_over(value: Any) -> Any:
-    """A value for a stage on the same rank: the same memory, cut off from the graph that made it."""
-    return over_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
-
-
-def over_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """The value with each of its tensors changed."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: over_tensors(change, item) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(over_tensors(change, item) for item in value)
-    return value

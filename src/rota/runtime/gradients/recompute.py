@@ -18,6 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from rota.errors import PipelineError
 from rota.models.randomness import RandomStates
 from rota.placement import Placement
+from rota.runtime.messages import tensors_in
+from rota.runtime.torch_internals import version_of
 from rota.tasks import Kind
 
 _WITHOUT = "plan without recomputation, and leave the stage out of Pipeline(recompute=…)"
@@ -59,14 +61,14 @@ class Again:
 def without_activations(module: nn.Module, received: list[Any], inputs: tuple[Any, ...], where: str) -> Iterator[Again]:
     """Around a first forward; the result is complete after it. `inputs`: what the stage reads of the batch.
 
-    Autograd's graph is made, since it tells which outputs want a gradient, but nothing is saved in it.
+    Autograd's graph is made, since it shows which outputs want a gradient, but nothing is saved in it.
     """
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     again = Again(received, {})
-    versions, draws = versions_of((received, inputs)), RandomStates(module, seeded=True)
+    versions, draws = versions_in((received, inputs)), RandomStates(module, seeded=True)
     with saved_tensors_hooks(lambda _: None, _refuse):
         yield again
-    if versions != versions_of((received, inputs)):
+    if versions != versions_in((received, inputs)):
         raise PipelineError(
             f"{where} writes into what it receives, which its recomputation needs unchanged; let it begin with an "
             f"operation that is not in place, or {_WITHOUT}"
@@ -90,17 +92,9 @@ def drawing_again(module: nn.Module, again: Again) -> Iterator[None]:
         now.restore()
 
 
-def versions_of(value: Any) -> list[int]:
+def versions_in(value: Any) -> list[int]:
     """How often each tensor in a value has been written to."""
-    return [tensor._version for tensor in _tensors(value)]
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)
+    return [*map(version_of, tensors_in(value))]
 
 
 def _refuse(_: None) -> torch.Tensor:

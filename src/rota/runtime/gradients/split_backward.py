@@ -18,22 +18,25 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.autograd.graph import GradientEdge, Node
+
+from rota.runtime.torch_internals import (
+    accumulates_gradient,
+    edges_into,
+    has_saved_tensor_hooks,
+    is_compiled_function,
+    release_saved,
+    runs_as_a_whole,
+    saved_tensors,
+    without_donated_buffers,
+)
 
 Gradients = list[torch.Tensor | None]
 
-# What C++ extensions define, and what wraps another node for a write into a view: they run as a whole.
-_WHOLE = ("CppFunction", "CopySlices")
-
-
 _ANCHOR = torch.empty(0, requires_grad=True)  # what inputs hang on, so that they want a gradient
-_AccumulateGrad = type(get_gradient_edge(_ANCHOR).node)  # the type of nodes that add to a `.grad`
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +66,7 @@ class WeightWork:
         for edges, gradients, _ in self.parts:
             yield from (gradient for gradient in gradients if gradient is not None)
             for node in _explore([edge.node for edge in edges], ()):
-                yield from (saved.data for saved in _saved(node) if isinstance(saved.data, torch.Tensor))
+                yield from saved_tensors(node)
 
 
 def input_gradients(
@@ -97,7 +100,7 @@ def input_gradients(
     if not waiting:
         return of_inputs, WeightWork([])
     kept = {node for branch in waiting for node in (*branch.nodes, *(edge.node for edge in branch.edges))}
-    _release(node for node in after if node not in kept)
+    release_saved(node for node in after if node not in kept)
     weights = ([weight.variable for weight in branch.weights] for branch in waiting)
     return of_inputs, WeightWork([(*arrived, to) for arrived, to in zip(then, weights, strict=True) if arrived[0]])
 
@@ -134,8 +137,8 @@ def _branches(
         if node in spine and node not in ends:
             heads = [one for one in following if one not in spine]
             if heads:
-                edges = [GradientEdge(node, i) for i in range(len(node._input_metadata))]
-                begun.append((_Branch(edges, not _runs_whole(node) and not _has_hooks(node)), heads))
+                can_wait = not runs_as_a_whole(node) and not has_saved_tensor_hooks(node)
+                begun.append((_Branch(edges_into(node), can_wait), heads))
     branch_of: dict[Node, _Branch] = {}
     for branch, heads in begun:
         _grow(branch, heads, after, branch_of)
@@ -151,9 +154,9 @@ def _grow(branch: _Branch, heads: list[Node], after: dict[Node, list[Node]], bra
             branch.can_wait = other.can_wait = False
         elif node not in branch.nodes:
             branch.nodes[node] = None
-            if isinstance(node, _AccumulateGrad):
+            if accumulates_gradient(node):
                 branch.weights.append(node)
-            if _has_hooks(node):
+            if has_saved_tensor_hooks(node):
                 branch.can_wait = False
             heads += after[node]
 
@@ -165,57 +168,11 @@ def _compiled_functions_run_once(nodes: Iterable[Node]) -> Iterator[None]:
     Compiled functions refuse to run in a graph that is kept, by a configuration of the thread that runs them: hence
     this thread runs them, also those on an accelerator.
     """
-    if not any(type(node).__name__ == "CompiledFunctionBackward" for node in nodes):
+    if not any(map(is_compiled_function, nodes)):
         yield
         return
-    from torch._functorch import config  # loaded by the compiler
-
-    with config.patch(donated_buffer=False), torch.autograd.set_multithreading_enabled(False):
+    with without_donated_buffers(), torch.autograd.set_multithreading_enabled(False):
         yield
-
-
-# --- what autograd saved ----------------------------------------------------------------------------------------------
-
-
-def _runs_whole(node: Node) -> bool:
-    return isinstance(node, BackwardCFunction) or type(node).__name__ in _WHOLE
-
-
-def _has_hooks(node: Node) -> bool:
-    """Whether saved tensors of the node were packed by hooks, as in a checkpointed block."""
-    return any(saved.unpack_hook is not None for saved in _saved(node))
-
-
-def _release(nodes: Iterable[Node]) -> None:
-    """Let go of what was saved for nodes that will not run again, though the graph is still there.
-
-    Registering hooks detaches what was saved. A dispatch mode would see the Python number that a saved scalar is
-    (`x * 0.5`), which has no `detach`; so none is active meanwhile.
-    """
-    with _disable_current_modes():
-        for node in nodes:
-            for saved in _saved(node):
-                if saved.unpack_hook is None and saved.data is not None:
-                    saved.register_hooks(_forget, _refuse)
-
-
-def _saved(node: Node) -> Iterator[Any]:
-    for name in _saved_names(type(node)):
-        saved = getattr(node, name)
-        yield from saved if isinstance(saved, (tuple, list)) else (saved,)
-
-
-@lru_cache(maxsize=4096)
-def _saved_names(node_type: type) -> tuple[str, ...]:
-    return tuple(name for name in dir(node_type) if name.startswith("_raw_saved_"))
-
-
-def _forget(tensor: torch.Tensor) -> None:
-    del tensor
-
-
-def _refuse(_: None) -> torch.Tensor:
-    raise RuntimeError("what I had to do was done, and its saved tensors were let go")
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from rota.checking import check
 from rota.errors import PipelineError
 from rota.plan import Plan
 from rota.runtime.faults.stragglers import Straggler, stragglers
-from rota.runtime.launcher_files import collect, leave_limit, leave_plan, leave_restart
 from rota.runtime.launching.folder import Folder, run_folder
+from rota.runtime.launching.launcher_files import collect, leave_limit, leave_plan, leave_restart
 from rota.runtime.launching.ranks import EndedBySignal, RankFailed, Ranks
 from rota.runtime.launching.requests import Requests
 from rota.runtime.meshes import leave_mesh
@@ -64,10 +64,10 @@ def launch(
         threads_per_rank: that PyTorch may use for one op.
         worker: the module that is started on each rank, and runs the script.
         dp: replicas of the pipeline. There are dp · tp processes per rank, and `rota.mesh()` is that mesh.
-        tp: parts of each replica.
+        tp: shards of each replica.
         max_restarts: how often the ranks are started again without a newer checkpoint in between.
         timeout_s: how long a rank may make no progress, where the script gives no `timeout_s` of its own.
-        report: is told of each restart, in one line.
+        report: gets one line for each restart.
 
     Raises:
         PlanError: `check` refuses the plan. Nothing has been started.

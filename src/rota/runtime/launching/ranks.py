@@ -135,7 +135,7 @@ class Ranks:
             self._note_end(rank)
 
     def _hear(self, rank: _Rank) -> None:
-        messages, is_open = control.heard(rank.line)
+        messages, is_open = control.received(rank.line)
         if not is_open and rank.line in self._selector.get_map():
             self._selector.unregister(rank.line)
         for message in messages:
@@ -239,7 +239,7 @@ class _Rank:
     def __init__(self, number: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.number = number
         with ExitStack() as stack:
-            self.line, theirs, line_environment = control.made_pair()
+            self.line, theirs, line_environment = control.make_pair()
             stack.callback(self.line.close)
             with theirs:
                 self.process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What `rota run` starts on each rank: the user's script, with our own errors told in one line.
+"""What `rota run` starts on each rank: the user's script, with our own errors shown in one line.
 
 python -m rota.runtime.launching.worker SCRIPT [ARGUMENT …]
 """
@@ -34,7 +34,7 @@ def main() -> None:
         if not isinstance(error, Exception):
             raise
         code = _show(error, script)
-        control.tell("lost" if isinstance(error, LostRankError) else "fails", f"{type(error).__name__}: {error}")
+        control.report("lost" if isinstance(error, LostRankError) else "fails", f"{type(error).__name__}: {error}")
         # Peers may be waiting for this rank: end at once rather than tidy up with them.
         _end(code)
     if os.getpid() != rank:

@@ -1,4 +1,4 @@
-"""What a rank's gradients have to do with those of other processes: tied weights, replicas, shards, parts."""
+"""Everything that puts a rank's gradients together with other processes': replicas, tied weights, shards of weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rota.runtime.execution import Execution
 from rota.runtime.meshes import Processes
 from rota.runtime.reducing import norms
 from rota.runtime.reducing.replicas import (
-    Average,
+    GradientAllReduce,
     last_gradients,
     make_equal,
     parameters_by_stage,
@@ -52,36 +52,36 @@ class GradientSync:
         self._parameters = [*modules.parameters()]
         self._whole = [p for p in self._parameters if not is_sharded(p)]
         replicated = replicated_parameters(stages, self._local)
-        if processes.parts is not None:
-            make_equal([norms.local(p) for p in replicated], processes.parts)
+        if processes.shards is not None:
+            make_equal([norms.local(p) for p in replicated], processes.shards)
         if processes.replicas is not None:
             tensors = [*self._whole, *modules.buffers()]
             refuse_other_tensors(tensors, processes.replicas)
             make_equal(tensors, processes.replicas)
         elsewhere = {*self._shared.counted_elsewhere}
         elsewhere |= {*self._whole} if processes.replica else {*()}
-        elsewhere |= {*replicated} if processes.part else {*()}
+        elsewhere |= {*replicated} if processes.shard else {*()}
         self._counted = [p for p in self._parameters if p not in elsewhere]
         last = last_gradients(plan, processes.rank)
-        self._averages = {
-            stage: Average(parameters, ddp_groups.get(stages[stage], processes.replicas))
+        self._all_reduces = {
+            stage: GradientAllReduce(parameters, ddp_groups.get(stages[stage], processes.replicas))
             for stage, parameters in parameters_by_stage(stages, last).items()
             if processes.replicas is not None and parameters
         }
-        #: Where the sum of tied weights' gradients is told: it waits for all of them.
+        #: The timeline shows the sum of tied weights' gradients at this stage, whose gradients are the last of them.
         tied = {*self._shared.tied}
         self._last_tied = next((s for s in reversed(last) if tied & {*stages[s].parameters()}), None)
         ops = plan.orders[processes.rank]
         self._before = {
             op: partial(self._sharded.gather, op.stage) for op in ops if op.kind is Kind.W and op.stage in self._sharded
         }
-        reduced = {*self._averages, *self._sharded}
+        reduced = {*self._all_reduces, *self._sharded}
         self._after = {op: partial(self._reduce, stage) for stage, op in last.items() if stage in reduced}
 
     def _reduce(self, stage: int) -> None:
         """After the stage's last gradient."""
-        if stage in self._averages:
-            self._averages[stage].start()
+        if stage in self._all_reduces:
+            self._all_reduces[stage].start()
         if stage in self._sharded:
             self._sharded.reduce(stage)
 
@@ -100,24 +100,28 @@ class GradientSync:
             return
         if fresh and self._processes.replicas is not None:
             refuse_other_tensors(self._whole, self._processes.replicas)
-        self._shared.begin()
-        self._sharded.begin()
+        if self._shared.is_used:
+            self._shared.begin()
+        if self._sharded.is_used:
+            self._sharded.begin()
         execution.before, execution.after = self._before, self._after if sync else {}
 
     def finish(self, execution: Execution[Compute], sync: bool) -> None:
         """After a run: the gradients are whole, unless they wait for a later step with `sync`."""
         if execution.trains:
             execution.awaited = "the other replicas' gradients"
-            averages = self._averages if sync else {}
-            done = {stage: average.finish() for stage, average in averages.items()}
+            all_reduces = self._all_reduces if sync else {}
+            done = {stage: all_reduce.finish() for stage, all_reduce in all_reduces.items()}
             execution.record.reductions_ns = done | self._sharded.reductions_ns
             execution.awaited = "the other ranks' gradients of tied weights"
             started_ns = time.monotonic_ns()
-            self._shared.finish(sync)
+            if self._shared.is_used:
+                self._shared.finish(sync)
             if sync and self._last_tied is not None:
                 started_ns, _ = execution.record.reductions_ns.get(self._last_tied, (started_ns, 0))
                 execution.record.reductions_ns[self._last_tied] = started_ns, time.monotonic_ns()
-        self._sharded.finish()
+        if self._sharded.is_used:
+            self._sharded.finish()
 
     def clip(
         self, max_norm: float, norm_type: float, error_if_nonfinite: bool, share: Callable[[float], list[float]]
@@ -126,7 +130,7 @@ class GradientSync:
         return norms.clip(self._parameters, self._counted, max_norm, norm_type, error_if_nonfinite, share)
 
     def close(self) -> None:
-        """Let the process groups go."""
+        """Release the process groups."""
         self._shared.close()
-        self._averages.clear()
+        self._all_reduces.clear()
         self._after.clear()

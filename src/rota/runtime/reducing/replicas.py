@@ -1,4 +1,4 @@
-"""Replicas of a pipeline: equal from the start, their gradients averaged once a step, while other ops still run.
+"""Replicas of a pipeline: equal from the start, their gradients averaged once per step, while other ops still run.
 
 rank 2, replica 0   … 2B2  2B3 ─┐ averaging stage 2's gradients ┌ 1B3 …
 rank 2, replica 1   … 2B2  2B3 ─┴───────────────────────────────┴ 1B3 …     wait for it at the step's end
@@ -51,7 +51,7 @@ def make_equal(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> Non
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
         with together("making the replicas' weights equal"), torch.no_grad():
             dist.broadcast(flat.view(torch.uint8), group_src=0, group=group)
-            for tensor, value in _parts(flat, same):
+            for tensor, value in _slices(flat, same):
                 tensor.copy_(value)
 
 
@@ -65,11 +65,11 @@ def refuse_other_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGro
     """Raises PipelineError, on all replicas, unless they have the same shapes and train the same of them."""
     mine = [(list(tensor.shape), str(tensor.dtype), tensor.requires_grad) for tensor in tensors]
     with together("comparing the replicas' parameters"):
-        told = all_gather_json(mine, group)
-    for replica, other in enumerate(told):
-        if other != told[0]:
-            place = next((i for i, (a, b) in enumerate(zip(told[0], other, strict=False)) if a != b), len(other))
-            counts = [(len(one), sum(trained for *_, trained in one)) for one in (other, told[0])]
+        of_replicas = all_gather_json(mine, group)
+    for replica, other in enumerate(of_replicas):
+        if other != of_replicas[0]:
+            place = next((i for i, (a, b) in enumerate(zip(of_replicas[0], other, strict=False)) if a != b), len(other))
+            counts = [(len(one), sum(trained for *_, trained in one)) for one in (other, of_replicas[0])]
             raise PipelineError(
                 f"on this rank replica {replica} has {counts[0][0]} parameters and buffers and trains {counts[0][1]}, "
                 f"replica 0 has {counts[1][0]} and trains {counts[1][1]}; they differ from number {place} on: give all "
@@ -78,11 +78,11 @@ def refuse_other_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGro
 
 
 @final
-class Average:
-    """The average of some parameters' gradients over replicas: begun by `start`, in `.grad` after `finish`.
+class GradientAllReduce:
+    """Averages the gradients of some parameters over replicas: `start` begins it, `finish` puts it into `.grad`.
 
-    One flat buffer a dtype. Behind the gradients it tells for each whether it is there: where no replica has one, none
-    is made.
+    There is one flat buffer per dtype: the gradients, then a flag for each that says whether this process has it. A
+    gradient that no replica has stays None.
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -97,7 +97,7 @@ class Average:
             flat = packed(parameters).div_(self._group.size())
             with together("averaging gradients over replicas"):
                 work: Any = dist.all_reduce(flat, group=self._group, async_op=True)
-            ended = self._ended_ns  # this step's list, should it be told late
+            ended = self._ended_ns  # this step's list, in case the callback comes late
             work.get_future().add_done_callback(lambda _, ended=ended: ended.append(time.monotonic_ns()))
             self._under_way.append((work, flat, parameters))
 
@@ -121,17 +121,17 @@ def by_dtype(tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, list[Any]]:
 
 
 def packed(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """Their gradients in a row, of one dtype, and for each whether it is there."""
+    """One flat tensor: the gradients of parameters of one dtype, and a flag for each that says whether it is there."""
     num = sum(parameter.numel() for parameter in parameters)
     flat = torch.zeros(num + len(parameters), dtype=parameters[0].dtype)
-    for i, (parameter, part) in enumerate(_parts(flat, parameters)):
+    for i, (parameter, own) in enumerate(_slices(flat, parameters)):
         if parameter.grad is not None:
             if parameter.grad.is_sparse:
                 raise PipelineError(
                     f"a parameter of shape {list(parameter.shape)} has a sparse gradient, which is not reduced "
                     f"over processes; make it with sparse=False"
                 )
-            part.copy_(parameter.grad)
+            own.copy_(parameter.grad)
             flat[num + i] = 1
     return flat
 
@@ -140,15 +140,15 @@ def packed(parameters: list[nn.Parameter]) -> torch.Tensor:
 def unpack(flat: torch.Tensor, parameters: list[nn.Parameter]) -> None:
     """Back into `.grad`, where any process had one."""
     there = flat[-len(parameters) :].abs().tolist()
-    for (parameter, part), anywhere in zip(_parts(flat, parameters), there, strict=True):
+    for (parameter, own), anywhere in zip(_slices(flat, parameters), there, strict=True):
         if parameter.grad is not None:
-            parameter.grad.copy_(part)
+            parameter.grad.copy_(own)
         elif anywhere:
-            parameter.grad = torch.empty_like(parameter).copy_(part)
+            parameter.grad = torch.empty_like(parameter).copy_(own)
 
 
-def _parts(flat: torch.Tensor, tensors: list[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Each tensor with its part of the flat buffer."""
+def _slices(flat: torch.Tensor, tensors: list[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Each tensor with its slice of the flat buffer."""
     start = 0
     for tensor in tensors:
         yield tensor, flat[start : start + tensor.numel()].view(tensor.shape)

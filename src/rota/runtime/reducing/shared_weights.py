@@ -1,4 +1,4 @@
-"""Weights that several ranks hold: equal from the start, tied ones' gradients summed once a step, each counted once.
+"""Weights that several ranks hold: equal from the start, tied ones' gradients summed once per step, each counted once.
 
 rank 0   stage 0  embedding.weight ─┐                          ┌─▶ .grad of this step, the sum on both
 rank 3   stage 3  head.weight      ─┴─ one all-reduce a step ──┴─▶ on top of what .grad held before
@@ -19,6 +19,7 @@ from rota.placement import Placement
 from rota.runtime.meshes import Processes
 from rota.runtime.reducing.replicas import by_dtype, packed, unpack
 from rota.runtime.spmd import replicated_names
+from rota.runtime.torch_internals import version_of
 from rota.runtime.transport import together
 
 
@@ -34,22 +35,22 @@ class SharedWeight(NamedTuple):
 def shared_weights(stages: Stages, placement: Placement) -> list[SharedWeight]:
     """All weights that several ranks hold, in the same order on every rank. Raises PipelineError.
 
-    A weight tied over stages on several ranks each is tied part by part: the lowest ranks' with the lowest ranks'.
+    A weight that is tied over stages on several ranks each is tied shard by shard, in the order of the ranks.
     """
     found = []
     tied = set()
     for tie in stages.ties:
         tied |= {*tie}
         on = [sorted(placement.ranks_of(stage)) for stage, _ in tie]
-        parts = [tuple(dict.fromkeys(ranks)) for ranks in zip(*on, strict=False)]
-        mixed = sum(map(len, parts)) > len({rank for ranks in parts for rank in ranks})
+        shards = [tuple(dict.fromkeys(ranks)) for ranks in zip(*on, strict=False)]
+        mixed = sum(map(len, shards)) > len({rank for ranks in shards for rank in ranks})
         if len({*map(len, on)}) > 1 or mixed:
             told = ", ".join(f"{name!r} of stage {s} on {r}" for (s, name), r in zip(tie, on, strict=True))
             raise PipelineError(
-                f"one weight is tied over stages on ranks that do not match part by part ({told}); place these stages "
+                f"one weight is tied over stages on ranks that do not match shard by shard ({told}); place them "
                 f"on the same ranks, or untie it"
             )
-        found += [SharedWeight(*tie[0], ranks, summed=True) for ranks in parts if len(ranks) > 1]
+        found += [SharedWeight(*tie[0], ranks, summed=True) for ranks in shards if len(ranks) > 1]
     for stage, module in enumerate(stages.modules):
         if len(ranks := placement.ranks_of(stage)) > 1:
             names = [name for name in replicated_names(module) if (stage, name) not in tied]
@@ -58,7 +59,7 @@ def shared_weights(stages: Stages, placement: Placement) -> list[SharedWeight]:
 
 
 class _Open(NamedTuple):
-    """`.grad` as a step without sync left it, the `whole`: what of it was summed before, and the rest."""
+    """`whole`: `.grad` as a step without sync left it; how much of it was summed before, and the rest."""
 
     summed: torch.Tensor
     rest: torch.Tensor | None
@@ -89,9 +90,11 @@ class SharedWeights:
             if weight.ranks[0] != rank:
                 self.counted_elsewhere.add(parameter)
         #: Of a step: what `.grad` held that is summed already.
-        self._aside: dict[nn.Parameter, torch.Tensor | None] = {}
+        self._held_back: dict[nn.Parameter, torch.Tensor | None] = {}
         self._open: dict[nn.Parameter, _Open] | None = None  # None after a step whose gradients were summed
         self._buffers = [*_copied_buffers(stages, placement, rank)]
+        #: Whether a step has gradients to sum or buffers to check.
+        self.is_used = bool(self._tied or self._buffers)
         self._versions: list[int] = []
 
     @property
@@ -100,11 +103,11 @@ class SharedWeights:
         return [parameter for parameters in self._tied.values() for parameter in parameters]
 
     def begin(self) -> None:
-        """Lay aside what of `.grad` is a sum already; the rest has not been summed yet, or is still to come."""
-        self._aside = {parameter: self._lay_aside(parameter) for parameter in self.tied}
-        self._versions = [buffer._version for _, _, buffer in self._buffers]
+        """Hold back what of `.grad` is a sum already; the rest has not been summed yet, or is still to come."""
+        self._held_back = {parameter: self._hold_back(parameter) for parameter in self.tied}
+        self._versions = [version_of(buffer) for _, _, buffer in self._buffers]
 
-    def _lay_aside(self, parameter: nn.Parameter) -> torch.Tensor | None:
+    def _hold_back(self, parameter: nn.Parameter) -> torch.Tensor | None:
         whole = parameter.grad
         if self._open is None:
             parameter.grad = None
@@ -112,7 +115,7 @@ class SharedWeights:
         left = self._open.get(parameter)
         if left is None or whole is None:  # nothing was summed, or the caller has cleared it
             return None
-        if whole is left.whole and whole._version == left.version:
+        if whole is left.whole and version_of(whole) == left.version:
             parameter.grad = left.rest
             return left.summed
         if whole.any():
@@ -128,7 +131,7 @@ class SharedWeights:
         Without `sync` leave that to a later step.
         """
         for (stage, name, buffer), version in zip(self._buffers, self._versions, strict=True):
-            if buffer._version != version:
+            if version_of(buffer) != version:
                 raise PipelineError(
                     f"stage {stage} changes its buffer {name!r}, which stages on several ranks share, and each would "
                     f"have another: use a layer without running statistics, or put it in eval()"
@@ -138,7 +141,7 @@ class SharedWeights:
                 for ranks, parameters in self._tied.items():
                     _sum(parameters, self._groups[ranks])
         self._open = None if sync else {}
-        for parameter, summed in self._aside.items():
+        for parameter, summed in self._held_back.items():
             if summed is None:
                 continue
             rest = parameter.grad
@@ -146,16 +149,16 @@ class SharedWeights:
                 parameter.grad = summed if rest is None else summed.add_(rest)
             else:
                 parameter.grad = whole = summed.clone() if rest is None else summed + rest
-                self._open[parameter] = _Open(summed, rest, whole, whole._version)
-        self._aside = {}
+                self._open[parameter] = _Open(summed, rest, whole, version_of(whole))
+        self._held_back = {}
 
     def close(self) -> None:
-        """Let the groups go."""
+        """Release the process groups."""
         self._groups.clear()
 
 
 def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """All gradients of a dtype at once, as each collective takes a while; where no rank has one, none is made."""
+    """Sum all gradients of a dtype at once, as each collective costs time; a gradient that no rank has stays None."""
     under_way = []
     for same in by_dtype(parameters).values():
         flat = packed(same)

@@ -1,7 +1,7 @@
 """Stages that are wrapped for data parallelism: DDP and FSDP2 (`fully_shard`).
 
-A pipeline runs many forwards before the first backward, and reduces once a step. DDP counts on one of each, so what it
-wraps is called instead, and the pipeline averages the gradients in its place. FSDP is told when to reduce.
+A pipeline runs many forwards before the first backward, and reduces once per step. DDP expects one of each, so the
+pipeline calls the module that DDP wraps, and averages the gradients itself. FSDP gets to know when to reduce.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.placement import Placement
+from rota.runtime.torch_internals import communication_hook_of, reduce_sharded_gradients
 from rota.runtime.transport import together
 
 
@@ -40,7 +41,7 @@ def unwrapped(stages: Stages) -> tuple[Stages, dict[nn.Module, dist.ProcessGroup
 
 
 def _refuse_options(stage: int, module: DistributedDataParallel) -> None:
-    if hook := module._get_ddp_logging_data().get("comm_hook"):  # type: ignore[no-untyped-call]
+    if hook := communication_hook_of(module):
         raise PipelineError(
             f"stage {stage} is in DDP with the communication hook {hook}, which would not run: the pipeline averages "
             f"gradients itself; leave the hook out"
@@ -61,6 +62,7 @@ class Sharded:
 
     def __init__(self, stages: Stages, placement: Placement, local: tuple[int, ...], replicas: list[int]) -> None:
         self._roots = {stage: found for stage in local if (found := _roots(stages[stage]))}
+        self.is_used = bool(self._roots)
         #: Of the last step: when each stage's reduction was begun and when it was done.
         self.reductions_ns: dict[int, tuple[int, int]] = {}
         for stage in local:
@@ -91,7 +93,7 @@ class Sharded:
         with together("reducing gradients of sharded stages over replicas"):
             for root in self._roots[stage]:
                 _set_last(root, True)
-                root._get_fsdp_state()._root_post_backward_final_callback()
+                reduce_sharded_gradients(root)
         self.reductions_ns[stage] = start_ns, time.monotonic_ns()
 
     def finish(self) -> None:
@@ -112,12 +114,12 @@ def _set_last(root: Any, last: bool) -> None:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor, told without loading what makes those, which takes a second."""
+    """Whether it is a DTensor. Does not load the module of DTensor, which takes a second."""
     return hasattr(tensor, "to_local")
 
 
 def _is_fsdp(module: nn.Module) -> bool:
-    """Likewise, an FSDPModule."""
+    """Whether it is an FSDPModule, without loading the module of that."""
     return hasattr(module, "set_requires_gradient_sync")
 
 

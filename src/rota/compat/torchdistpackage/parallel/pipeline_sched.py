@@ -18,7 +18,7 @@ from rota.errors import PipelineError
 from rota.models import Stages
 from rota.placing import place
 from rota.runtime import Pipeline
-from rota.runtime.reducing.replicas import Average
+from rota.runtime.reducing.replicas import GradientAllReduce
 from rota.schedules import forward_only as forwards_alone
 from rota.schedules import one_f_one_b
 
@@ -143,6 +143,6 @@ def _reduced_once(active: bool) -> Iterator[None]:
         if hook is not None:
             hook.remove()
     for module in seen:
-        average = Average([*module.parameters()], module.process_group)
+        average = GradientAllReduce([*module.parameters()], module.process_group)
         average.start()
         average.finish()

@@ -8,7 +8,7 @@ import pytest
 
 from rota import Cluster, Costs, FormatError, PipelineError, PlacementError, given_plan, place
 from rota.replanning import replan
-from rota.runtime.launcher_files import is_restart, leave_plan
+from rota.runtime.launching.launcher_files import is_restart, leave_plan
 from rota.schedules import one_f_one_b
 
 PLAN = one_f_one_b(place(Costs.uniform(4, 100, 200), Cluster.uniform(4)), 8)
@@ -47,7 +47,7 @@ def test_a_file_is_planned_anew_for_the_processes_there_are(
     told = capsys.readouterr().err
     assert told.count("\n") == (num_ranks != 4)
     if num_ranks == 2:
-        assert told == f"rota: {file} is for 4 ranks, and was planned anew for 2: makespan 5.4 ms, was 3.3 ms\n"
+        assert told == f"rota: {file} is for 4 ranks, and was planned again for 2: makespan 5.4 ms, was 3.3 ms\n"
 
 
 def test_without_processes_a_file_is_as_it_is(file: Path) -> None:
@@ -62,7 +62,7 @@ def test_what_cannot_be_had_is_told(file: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("WORLD_SIZE", "6")
     with pytest.raises(PlacementError, match=r"4 stages cannot be placed on 6 ranks; start at most 4 ranks"):
         given_plan(file)
-    with pytest.raises(PipelineError, match=r"6 processes cannot be shared out to dp=4 replicas of tp=1 parts"):
+    with pytest.raises(PipelineError, match=r"6 processes cannot be shared out to dp=4 replicas of tp=1 shards"):
         given_plan(file, dp=4)
 
 

@@ -1,4 +1,4 @@
-"""What `rota run` and its ranks hand to each other, by files in a folder and by variables of the environment."""
+"""What `rota run` and its ranks exchange: files in a folder, and environment variables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FOLDER, _RESTART, _LIMIT = "ROTA_FOLDER", "ROTA_RESTART", "ROTA_TIMEOUT_S"
 
 
 def digest(plan: Plan) -> str:
-    """Tells plans apart."""
+    """Identifies a plan."""
     return hashlib.sha256(plan.to_json().encode()).hexdigest()
 
 
@@ -35,9 +35,17 @@ def leave_plan(plan: Plan, folder: str) -> dict[str, str]:
 def given_plan(path: str | Path | None = None, *, dp: int = 1, tp: int = 1) -> Plan:
     """The plan that `rota run` was given; without `rota run`, such as under torchrun, the one in the file `path`.
 
-    That one is planned anew where the processes that were started, in `dp` replicas of `tp` parts each, are not as many
-    as its ranks: the same stages on as many ranks as there are, the same plan on each, which the first process tells.
-    Raises PipelineError where there is no plan, PlacementError or PlanError where it cannot be had on as many ranks.
+    If the processes that were started are for another number of ranks, the plan is made again: the same stages on as
+    many ranks as there are. All processes make the same plan, and the first one reports it.
+
+    Args:
+        path: the file of a plan, for scripts that `rota run` did not start.
+        dp: replicas of the pipeline.
+        tp: shards of each replica.
+
+    Raises:
+        PipelineError: there is no plan.
+        PlacementError, PlanError: the plan cannot be made for as many ranks.
     """
     folder = os.environ.get(_FOLDER)
     if folder is not None:
@@ -51,14 +59,14 @@ def given_plan(path: str | Path | None = None, *, dp: int = 1, tp: int = 1) -> P
     size = int(os.environ.get("WORLD_SIZE", plan.num_ranks * dp * tp))
     if size % (dp * tp):
         raise PipelineError(
-            f"{size} processes cannot be shared out to dp={dp} replicas of tp={tp} parts each; start a multiple of "
+            f"{size} processes cannot be shared out to dp={dp} replicas of tp={tp} shards each; start a multiple of "
             f"{dp * tp}"
         )
     moved = replan(plan, size // (dp * tp))
     if moved is not plan and os.environ.get("RANK") == "0":
         before, after = (time_text(simulate(one).makespan_us) for one in (plan, moved))
         print(
-            f"rota: {path} is for {count_text(plan.num_ranks, 'rank')}, and was planned anew for {moved.num_ranks}: "
+            f"rota: {path} is for {count_text(plan.num_ranks, 'rank')}, and was planned again for {moved.num_ranks}: "
             f"makespan {after}, was {before}",
             file=sys.stderr,
             flush=True,
@@ -70,7 +78,7 @@ def given_plan(path: str | Path | None = None, *, dp: int = 1, tp: int = 1) -> P
 
 
 def leave_restart(number: int) -> dict[str, str]:
-    """The environment by which ranks know that they are started once more."""
+    """The environment by which ranks know that they are started again."""
     return {_RESTART: str(number)}
 
 

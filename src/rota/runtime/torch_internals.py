@@ -1,0 +1,342 @@
+"""Everything that Rota uses of PyTorch and that PyTorch does not promise to keep, behind functions with plain names.
+
+Each function says what it relies on. All of it is in PyTorch 2.10, the oldest that Rota supports, unless a function
+names a later one. `tests/runtime/test_torch_internals.py` has a canary for each function: if one fails after an update
+of PyTorch, the change belongs here and nowhere else. This module imports nothing of Rota.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cache, lru_cache
+from importlib import import_module
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+# --- autograd's graph -------------------------------------------------------------------------------------------------
+
+
+def run_backward(roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor | None]) -> None:
+    """`torch.autograd.backward` without its preparations, which cost half of its time: every root has its gradient.
+
+    Relies on `torch.autograd.graph._engine_run_backward`, which `torch.autograd.backward` calls. The engine itself
+    compares shapes, dtypes and devices of `gradients` and `roots`.
+    """
+    _engine_run_backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def zeros_at(edge: GradientEdge) -> torch.Tensor:
+    """Zeros of the shape, dtype and device of the gradient that enters the graph at `edge`.
+
+    Relies on `Node._input_metadata`.
+    """
+    metadata = edge.node._input_metadata[edge.output_nr]
+    return torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
+
+
+def edges_into(node: Node) -> list[GradientEdge]:
+    """One edge per gradient that `node` takes. Relies on the length of `Node._input_metadata`."""
+    return [GradientEdge(node, i) for i in range(len(node._input_metadata))]
+
+
+def is_custom_function(node: Node) -> bool:
+    """Whether `node` is the backward of an `autograd.Function` written in Python. Relies on `BackwardCFunction`."""
+    return isinstance(node, BackwardCFunction)
+
+
+def runs_as_a_whole(node: Node) -> bool:
+    """Whether `node` computes all of its gradients or none, so that its backward must not be split.
+
+    True for a custom `autograd.Function`, for functions of C++ extensions, and for nodes that wrap another node because
+    a view was written to. Relies on the names that autograd gives the types of the last two.
+    """
+    return is_custom_function(node) or type(node).__name__ in ("CppFunction", "CopySlices")
+
+
+def is_compiled_function(node: Node) -> bool:
+    """Whether `torch.compile` made `node`. Relies on the name that AOTAutograd gives its type."""
+    return type(node).__name__ == "CompiledFunctionBackward"
+
+
+def without_donated_buffers() -> AbstractContextManager[None]:
+    """Lets compiled functions run in a graph that is kept, if their backward runs on this thread.
+
+    Relies on `torch._functorch.config.donated_buffer`, a setting per thread.
+    """
+    from torch._functorch import config  # takes long to load, and is loaded where a function was compiled
+
+    patch: AbstractContextManager[None] = config.patch(donated_buffer=False)
+    return patch
+
+
+def accumulates_gradient(node: Node) -> bool:
+    """Whether `node` adds to the `.grad` of a leaf, which is its `variable`. Relies on that name and on the type."""
+    return isinstance(node, _accumulate_grad())
+
+
+@cache
+def _accumulate_grad() -> type:
+    return type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
+
+
+def saved_tensors(node: Node) -> Iterator[torch.Tensor]:
+    """What autograd saved for `node`, except what hooks packed. Relies on what `_saved_by` relies on."""
+    return (saved.data for saved in _saved_by(node) if isinstance(saved.data, torch.Tensor))
+
+
+def has_saved_tensor_hooks(node: Node) -> bool:
+    """Whether hooks packed saved tensors of `node`, as in a checkpointed block. Relies on `SavedTensor.unpack_hook`."""
+    return any(saved.unpack_hook is not None for saved in _saved_by(node))
+
+
+def release_saved(nodes: Iterable[Node]) -> None:
+    """Free what was saved for nodes that will not run again, though the graph still exists.
+
+    Relies on `SavedTensor.register_hooks`, which replaces the saved tensor by what the hook returns, and detaches it.
+    A dispatch mode would see the Python number that a saved scalar is (`x * 0.5`), which has no `detach`, so no mode is
+    active meanwhile: `_disable_current_modes`.
+    """
+    with _disable_current_modes():
+        for node in nodes:
+            for saved in _saved_by(node):
+                if saved.unpack_hook is None and saved.data is not None:
+                    saved.register_hooks(_forget, _refuse)
+
+
+def _saved_by(node: Node) -> Iterator[Any]:
+    """The node's attributes named `_raw_saved_…`, each a `SavedTensor` or a sequence of them."""
+    for name in _names_of_saved(type(node)):
+        saved = getattr(node, name)
+        yield from saved if isinstance(saved, (tuple, list)) else (saved,)
+
+
+@lru_cache(maxsize=4096)
+def _names_of_saved(node_type: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(node_type) if name.startswith("_raw_saved_"))
+
+
+def _forget(tensor: torch.Tensor) -> None:
+    del tensor
+
+
+def _refuse(_: None) -> torch.Tensor:
+    raise RuntimeError("this node has run, and its saved tensors were released")
+
+
+# --- tensors, storages and modules ------------------------------------------------------------------------------------
+
+
+def writable(leaf: torch.Tensor) -> torch.Tensor:
+    """The leaf's memory as a tensor that a stage may write into: neither a leaf nor a view of one.
+
+    Relies on `aten._unsafe_view`. A leaf without strides (sparse, nested) or of a subclass is returned as it is, since
+    autograd refuses writes into it.
+    """
+    if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_nested:
+        return leaf
+    entered: torch.Tensor = torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
+    return entered
+
+
+def count_writes(leaves: Iterable[torch.Tensor], entered: Iterable[torch.Tensor]) -> None:
+    """Count writes into what is `writable` as writes into the leaf, where autograd and the caller look for them.
+
+    Relies on `Tensor._version`.
+    """
+    for leaf, same in zip(leaves, entered, strict=True):
+        if same is not leaf and same._version:
+            torch.autograd.graph.increment_version(leaf)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd takes the tensor for a view of another one. Relies on `Tensor._is_view`."""
+    return bool(tensor._is_view())
+
+
+def has_accumulation_hooks(leaf: torch.Tensor) -> bool:
+    """Whether `register_post_accumulate_grad_hook` was called. Relies on `Tensor._post_accumulate_grad_hooks`."""
+    return bool(leaf._post_accumulate_grad_hooks)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often the tensor's memory was written to in place. Relies on `Tensor._version`."""
+    return tensor._version
+
+
+def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a sparse tensor's numbers, also where it is not coalesced. Relies on `Tensor._values`."""
+    return tensor._values()
+
+
+def address_of(storage: torch.UntypedStorage) -> int:
+    """Identifies a storage while it is alive, also one without memory (meta). Relies on `UntypedStorage._cdata`."""
+    address: int = storage._cdata
+    return address
+
+
+@final
+class StorageReference:
+    """Does not keep a storage alive, but keeps its address from being used again. Relies on `StorageWeakRef`."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    @property
+    def is_expired(self) -> bool:
+        """Whether nothing uses the storage any more."""
+        return bool(self._reference.expired())  # type: ignore[no-untyped-call]
+
+
+def tensors_anywhere(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in whatever PyTorch takes for a container: arguments and results of operations, optimizer states.
+
+    Relies on `torch.utils._pytree.tree_iter`.
+    """
+    return (leaf for leaf in tree_iter(value) if isinstance(leaf, torch.Tensor))
+
+
+def writes_to_arguments(operation: Any) -> bool:
+    """Whether an ATen operation, as a dispatch mode gets it, writes in place. Relies on `OpOverload._schema`."""
+    return bool(operation._schema.is_mutable)
+
+
+def own_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers by name that `state_dict` takes from `module` itself, not from its children.
+
+    Relies on `Module._non_persistent_buffers_set`.
+    """
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        if name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+#: What `scaled_dot_product_attention` chooses from, to call one of them: (query, key, value, …) to a tuple of which the
+#: output is the first. Relies on these names in `torch.ops.aten`, and on their arguments as in PyTorch 2.13.
+FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
+FLASH_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
+FLASH_ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_ATTENTION_ON_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+EFFICIENT_ATTENTION = torch.ops.aten._scaled_dot_product_efficient_attention
+
+# --- process groups, DDP and FSDP -------------------------------------------------------------------------------------
+
+
+def cpu_backend(group: dist.ProcessGroup) -> Any:
+    """The backend for CPU tensors; its `send`, `recv` and `allreduce` skip what `torch.distributed` checks per call.
+
+    Relies on `ProcessGroup._get_backend`, `send(tensors, peer, tag)`, `recv(tensors, peer, tag)` and
+    `allreduce(tensors, options)`.
+    """
+    return group._get_backend(torch.device("cpu"))
+
+
+def own_connection_to_store() -> Any:
+    """A new connection to the store of the default process group. Relies on `_get_default_store` and `Store.clone`."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store.clone()
+
+
+def set_default_timeout(timeout: Any) -> None:
+    """Change the limit (a timedelta) of the default process group. Relies on `_set_pg_timeout`."""
+    dist.distributed_c10d._set_pg_timeout(timeout)
+
+
+def replace_rendezvous(scheme: str, handler: Callable[..., Any]) -> None:
+    """Let `handler` answer for a scheme such as "env". Relies on `torch.distributed.rendezvous._rendezvous_handlers`.
+
+    The public way adds handlers under new names only.
+    """
+    handlers: dict[str, Any] = import_module("torch.distributed.rendezvous")._rendezvous_handlers
+    handlers[scheme] = handler
+
+
+def communication_hook_of(module: Any) -> str:
+    """The name of a DistributedDataParallel's hook, or "". Relies on `_get_ddp_logging_data`."""
+    return str(module._get_ddp_logging_data().get("comm_hook") or "")
+
+
+def reduce_sharded_gradients(root: Any) -> None:
+    """Reduce the gradients of an FSDP2 module now, as its last backward would.
+
+    Relies on `FSDPState._root_post_backward_final_callback`, which `torch.distributed.pipelining` calls as well.
+    """
+    root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+# --- torch.distributed.pipelining -------------------------------------------------------------------------------------
+
+
+def pipelining_schedule(
+    stages: Sequence[Any],
+    num_microbatches: int,
+    cells: Sequence[str],
+    rank_of_stage: Mapping[int, int],
+    rank: int,
+    trains: bool,
+    begins: Callable[[str], None],
+) -> Any:
+    """PyTorch's runtime of schedules for this rank's `stages`; the last stage returns its loss, already scaled.
+
+    Relies on `_PipelineScheduleRuntime`, `_Action.from_str`, and the attributes that are set here, of PyTorch 2.13. The
+    cells skip PyTorch's validation, which knows no plans of forwards alone; `begins` gets each backward, as "1B0".
+    """
+    from torch.distributed.pipelining.schedules import _Action
+
+    # A schedule without a loss function takes itself for one that does not train.
+    schedule = _planned_schedule()(
+        stages, num_microbatches, loss_fn=_loss_of_last_stage if trains else None, scale_grads=False
+    )
+    schedule.begins = begins
+    schedule.stage_index_to_group_rank = dict(rank_of_stage)
+    for stage in stages:
+        stage.stage_index_to_group_rank = dict(rank_of_stage)
+        stage.has_backward = trains
+    schedule.pipeline_order_with_comms = {rank: [_Action.from_str(cell) for cell in cells]}
+    return schedule
+
+
+def run_pipelining_schedule(schedule: Any) -> None:
+    """One step; each stage's forward gets its micro-batch's number as the keyword `microbatch`.
+
+    Relies on `_stages`, `_n_microbatches` and `_step_microbatches` of PyTorch's schedules.
+    """
+    for stage in schedule._stages:
+        stage.clear_runtime_states()
+    numbers = range(schedule._n_microbatches)
+    schedule._step_microbatches(kwarg_mbs=[{"microbatch": m} for m in numbers], return_outputs=False)
+
+
+@cache
+def _planned_schedule() -> Any:
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+    class PlannedSchedule(_PipelineScheduleRuntime):
+        """Takes each loss from the stage that made it: PyTorch lists losses in the order in which they are made."""
+
+        begins: Callable[[str], None]
+
+        def _maybe_compute_loss(self, *_: Any, **__: Any) -> None:
+            pass  # the last stage returns it
+
+        def _maybe_get_loss(self, stage: Any, mb_index: int) -> Any:
+            self.begins(f"{stage.stage_index}B{mb_index}")
+            return stage.fwd_cache[mb_index][0][0] if stage.is_last else None
+
+    return PlannedSchedule
+
+
+def _loss_of_last_stage(*_: Any) -> None:
+    raise AssertionError("PyTorch called the loss function, but the last stage computes the loss")

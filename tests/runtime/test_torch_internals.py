@@ -1,0 +1,387 @@
+"""One canary for each thing that Rota relies on and PyTorch does not promise: a failure names what has changed."""
+
+from __future__ import annotations
+
+import ast
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+import rota
+from rota.runtime import torch_internals
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Any:
+    """A process group of one."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_run_backward_accumulates_like_autograd() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    for _ in range(2):
+        torch_internals.run_backward([get_gradient_edge(2 * weight)], [torch.ones(3)])
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [4, 4, 4]
+
+
+def test_run_backward_refuses_another_shape() -> None:
+    with pytest.raises(RuntimeError, match="shape"):
+        torch_internals.run_backward([get_gradient_edge(2 * torch.ones(3, requires_grad=True))], [torch.ones(2)])
+
+
+def test_zeros_at_an_edge_have_its_shape_and_dtype() -> None:
+    made = torch.ones(2, 3, dtype=torch.float64, requires_grad=True) * 2
+    zeros = torch_internals.zeros_at(get_gradient_edge(made))
+    assert (zeros.shape, zeros.dtype, zeros.device) == (made.shape, made.dtype, made.device)
+
+
+def test_a_node_has_one_edge_per_output() -> None:
+    first, second = torch.ones(4, requires_grad=True).mul(1).split(2)
+    assert len(torch_internals.edges_into(get_gradient_edge(first).node)) == 2
+    assert get_gradient_edge(second).output_nr == 1
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+def test_custom_functions_are_told_apart_from_others() -> None:
+    x = torch.ones(2, requires_grad=True)
+    custom, plain = get_gradient_edge(_Doubled.apply(x)).node, get_gradient_edge(x * 2).node
+    assert torch_internals.is_custom_function(custom)
+    assert torch_internals.runs_as_a_whole(custom)
+    assert not torch_internals.is_custom_function(plain)
+    assert not torch_internals.runs_as_a_whole(plain)
+
+
+def test_a_view_that_was_written_to_runs_as_a_whole() -> None:
+    base = torch.ones(4, requires_grad=True) * 1
+    base[:2].mul_(torch.full((2,), 3.0, requires_grad=True))
+    assert torch_internals.runs_as_a_whole(get_gradient_edge(base).node)
+
+
+def test_nodes_that_accumulate_are_known_and_name_their_leaf() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    node: Any = get_gradient_edge(leaf).node
+    assert torch_internals.accumulates_gradient(node)
+    assert node.variable is leaf
+    assert not torch_internals.accumulates_gradient(get_gradient_edge(leaf * 2).node)
+
+
+def test_what_is_saved_is_found_and_can_be_released() -> None:
+    made = torch.ones(1000, requires_grad=True).mul(2.0).exp()
+    node = get_gradient_edge(made).node
+    (saved,) = torch_internals.saved_tensors(node)
+    assert saved.shape == made.shape
+    torch_internals.release_saved([node])
+    with pytest.raises(RuntimeError, match="were released"):
+        made.sum().backward()
+
+
+def test_released_tensors_are_freed() -> None:
+    made = torch.ones(1000, requires_grad=True).mul(2.0).exp()
+    node = get_gradient_edge(made).node
+    storage = torch_internals.StorageReference(made.untyped_storage())
+    del made
+    assert not storage.is_expired
+    torch_internals.release_saved([node])
+    assert storage.is_expired
+
+
+def test_saved_numbers_are_released_under_a_dispatch_mode() -> None:
+    class Mode(torch_internals.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        made = torch.ones(2, requires_grad=True) * 0.5
+        torch_internals.release_saved([get_gradient_edge(made).node])
+
+
+def test_hooks_that_pack_what_is_saved_are_seen() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        packed = x.exp()
+    assert torch_internals.has_saved_tensor_hooks(get_gradient_edge(packed).node)
+    assert not torch_internals.has_saved_tensor_hooks(get_gradient_edge(x.exp()).node)
+
+
+def test_compiled_functions_are_known_and_run_in_a_graph_that_is_kept() -> None:
+    x = torch.ones(2, requires_grad=True)
+    made = torch.compile(lambda t: (t.exp() * t).sin(), backend="aot_eager")(x)
+    assert torch_internals.is_compiled_function(get_gradient_edge(made).node)
+    assert not torch_internals.is_compiled_function(get_gradient_edge(x.exp()).node)
+    with torch_internals.without_donated_buffers():
+        from torch._functorch import config
+
+        assert not config.donated_buffer
+    assert config.donated_buffer
+
+
+def test_a_leaf_can_be_written_into_as_writable() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    entered = torch_internals.writable(leaf)
+    assert entered.data_ptr() == leaf.data_ptr()
+    assert not torch_internals.is_view(entered)
+    entered.mul_(2).sum().backward()
+    assert leaf.tolist() == [2, 2, 2]
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [2, 2, 2]
+
+
+def test_views_are_known() -> None:
+    made = torch.ones(4, requires_grad=True) * 1
+    assert torch_internals.is_view(made[:2])
+    assert not torch_internals.is_view(made)
+
+
+def test_hooks_that_run_after_accumulation_are_seen() -> None:
+    leaf = torch.ones(1, requires_grad=True)
+    assert not torch_internals.has_accumulation_hooks(leaf)
+    leaf.register_post_accumulate_grad_hook(lambda _: None)
+    assert torch_internals.has_accumulation_hooks(leaf)
+
+
+def test_the_numbers_of_a_sparse_tensor_are_its_memory() -> None:
+    sparse = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,), check_invariants=True)
+    torch_internals.sparse_values(sparse).fill_(5.0)
+    assert sparse.to_dense().tolist() == [10, 0, 0]
+
+
+def test_a_modules_own_state_is_what_its_state_dict_has() -> None:
+    module = nn.BatchNorm1d(2)
+    module.register_buffer("scratch", torch.ones(1), persistent=False)
+    module.child = nn.Linear(1, 1)
+    names = [name for name, _ in torch_internals.own_state(module)]
+    assert names == [name for name in module.state_dict() if "." not in name]
+
+
+def test_attention_has_the_kernels_that_are_called_by_name() -> None:
+    query = torch.ones(1, 1, 4, 8)
+    expected = nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+    made = torch_internals.FLASH_ATTENTION_ON_CPU(query, query, query, 0.0, True, attn_mask=None, scale=None)[0]
+    assert torch.allclose(made, expected)
+    meta = query.to("meta", torch.bfloat16)
+    assert torch_internals.FLASH_ATTENTION(meta, meta, meta, 0.0, True, scale=None)[0].shape == query.shape
+    assert (
+        torch_internals.EFFICIENT_ATTENTION(meta, meta, meta, None, True, 0.0, True, scale=None)[0].shape == query.shape
+    )
+
+
+def test_versions_count_writes_in_place() -> None:
+    tensor = torch.zeros(2)
+    before = torch_internals.version_of(tensor)
+    tensor.add_(1)
+    assert torch_internals.version_of(tensor) == before + 1
+
+
+def test_storages_are_told_apart_also_on_meta() -> None:
+    for device in ("cpu", "meta"):
+        one, other = torch.empty(4, device=device), torch.empty(4, device=device)
+        address = torch_internals.address_of(one.untyped_storage())
+        assert address == torch_internals.address_of(one[1:].untyped_storage())
+        assert address != torch_internals.address_of(other.untyped_storage())
+
+
+def test_a_reference_to_a_storage_expires_with_it() -> None:
+    tensor = torch.empty(4)
+    reference = torch_internals.StorageReference(tensor.untyped_storage())
+    assert not reference.is_expired
+    del tensor
+    assert reference.is_expired
+
+
+def test_tensors_are_found_in_any_container() -> None:
+    given = {"a": [torch.ones(1), 2], "b": (torch.ones(2), None)}
+    assert [len(tensor) for tensor in torch_internals.tensors_anywhere(given)] == [1, 2]
+
+
+def test_operations_that_write_are_known() -> None:
+    seen = {}
+
+    class Mode(torch_internals.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen[func.overloadpacket] = torch_internals.writes_to_arguments(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.ones(2).add_(1).add(1)
+    assert seen[torch.ops.aten.add_]
+    assert not seen[torch.ops.aten.add]
+
+
+def test_the_backend_for_cpu_tensors_reduces(alone: dist.ProcessGroup) -> None:
+    tensor = torch.ones(2)
+    torch_internals.cpu_backend(alone).allreduce([tensor], dist.AllreduceOptions()).wait()
+    assert tensor.tolist() == [1, 1]
+
+
+def test_a_connection_of_ones_own_reaches_the_store(alone: dist.ProcessGroup) -> None:
+    torch_internals.own_connection_to_store().set("key", "value")
+    assert torch_internals.own_connection_to_store().get("key") == b"value"
+
+
+def test_the_hook_of_ddp_is_named(alone: dist.ProcessGroup) -> None:
+    wrapped: Any = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    assert torch_internals.communication_hook_of(wrapped) == ""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    wrapped.register_comm_hook(None, allreduce_hook)
+    assert "allreduce" in torch_internals.communication_hook_of(wrapped)
+
+
+def test_sharded_gradients_are_reduced_when_asked_for(alone: dist.ProcessGroup) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    module: Any = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+    module.set_is_last_backward(False)
+    module.set_requires_gradient_sync(False)
+    module(torch.ones(1, 2)).sum().backward()
+    assert module.weight.grad is None
+    module.set_is_last_backward(True)
+    module.set_requires_gradient_sync(True)
+    torch_internals.reduce_sharded_gradients(module)
+    assert module.weight.grad is not None
+
+
+def test_the_default_limit_of_a_process_group_can_be_changed(alone: dist.ProcessGroup) -> None:
+    torch_internals.set_default_timeout(timedelta(seconds=123))
+    backend = torch_internals.cpu_backend(alone)
+    assert backend.options._timeout == timedelta(seconds=123)
+
+
+def test_a_rendezvous_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = import_module("torch.distributed.rendezvous")
+    monkeypatch.setattr(module, "_rendezvous_handlers", {**module._rendezvous_handlers})
+    torch_internals.replace_rendezvous("env", lambda url, **_: iter([url]))
+    assert next(dist.rendezvous("env://x")) == "env://x"
+
+
+class _Squared(nn.Module):
+    """A last stage: returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, *, microbatch: int) -> tuple[torch.Tensor]:
+        return (self.weight**2 * (microbatch + 1),)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_pipelining_runs_cells_as_given(alone: dist.ProcessGroup, trains: bool) -> None:
+    from torch.distributed.pipelining import PipelineStage
+
+    module, begun = _Squared(), list[str]()
+    stage = PipelineStage(
+        module,
+        0,
+        1,
+        torch.device("cpu"),
+        input_args=(),
+        output_args=(torch.empty((), requires_grad=True),),
+        group=alone,
+    )
+    cells = ["0F0", "0F1", "0B1", "0B0"] if trains else ["0F0", "0F1"]
+    schedule = torch_internals.pipelining_schedule([stage], 2, cells, {0: 0}, 0, trains, begun.append)
+    with torch.set_grad_enabled(trains):
+        torch_internals.run_pipelining_schedule(schedule)
+        torch_internals.run_pipelining_schedule(schedule)
+    assert begun == (["0B1", "0B0"] * 2 if trains else [])
+    assert (module.weight.grad is not None and module.weight.grad.item() == 2 * 6 * 3) == trains
+
+
+# --- nowhere else -----------------------------------------------------------------------------------------------------
+
+_PACKAGE = Path(rota.__file__).parent
+_HOME = _PACKAGE / "runtime" / "torch_internals.py"
+_ATTRIBUTES = {
+    "_cdata",
+    "_get_backend",
+    "_get_ddp_logging_data",
+    "_get_default_store",
+    "_get_fsdp_state",
+    "_input_metadata",
+    "_is_view",
+    "_n_microbatches",
+    "_post_accumulate_grad_hooks",
+    "_rendezvous_handlers",
+    "_root_post_backward_final_callback",
+    "_schema",
+    "_set_pg_timeout",
+    "_step_microbatches",
+    "_unsafe_view",
+    "_values",
+    "_version",
+    "unpack_hook",
+}
+_TYPES = {
+    "BackwardCFunction",
+    "CppFunction",
+    "CopySlices",
+    "AccumulateGrad",
+    "CompiledFunctionBackward",
+    "StorageWeakRef",
+    "_raw_saved_",
+}
+
+
+def private_uses(source: str) -> list[str]:
+    """What of PyTorch's private names a module uses."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            paths = [alias.name for alias in node.names]
+            if isinstance(node, ast.ImportFrom):
+                paths = [f"{node.module}.{name}" for name in paths]
+            private = (p for p in paths if p.startswith("torch.") and ("._" in p or p.split(".")[-1] in _TYPES))
+            found += [path for path in private if not path.startswith("torch.__")]
+        elif isinstance(node, ast.Attribute):
+            whole = ast.unparse(node)
+            of_torch = whole.startswith(("torch.", "dist.")) and node.attr[0] == "_" and node.attr[:2] != "__"
+            if of_torch or node.attr in _ATTRIBUTES:
+                found.append(whole)
+        elif isinstance(node, ast.Constant) and node.value in _TYPES:
+            found.append(str(node.value))
+    return found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from torch.utils._pytree import tree_iter",
+        "from torch.autograd.graph import _engine_run_backward",
+        "from torch.autograd.function import BackwardCFunction",
+        "import torch._C",
+        "tensor._version",
+        "torch.ops.aten._unsafe_view.default",
+        "dist.distributed_c10d._get_default_store()",
+        "type(node).__name__ == 'CopySlices'",
+        "def f():\n from torch._functorch import config",
+    ],
+)
+def test_private_uses_are_found(source: str) -> None:
+    assert private_uses(source)
+
+
+def test_private_names_are_used_in_one_place() -> None:
+    assert private_uses(_HOME.read_text())
+    others = (path for path in sorted(_PACKAGE.rglob("*.py")) if path != _HOME)
+    assert {str(path): uses for path in others if (uses := private_uses(path.read_text()))} == {}
