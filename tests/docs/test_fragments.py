@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rota
 from rota import Cluster, Costs, place
-from rota.runtime.launching.launcher_files import leave_plan
+from rota.runtime.launcher_files import leave_plan
 from rota.schedules import one_f_one_b
 from support import ROOT
 from support.pool import Pool

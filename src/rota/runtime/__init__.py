@@ -1,7 +1,7 @@
 """Plans run on `torch.distributed`: one process a rank, exactly the planned order, everything recorded."""
 
 from rota.runtime import spmd
-from rota.runtime.launching.launcher_files import given_plan
+from rota.runtime.launcher_files import given_plan
 from rota.runtime.meshes import mesh
 from rota.runtime.pipeline import Pipeline
 

@@ -28,7 +28,7 @@ from rota.plan import Plan
 from rota.runtime.compute import Batch
 from rota.runtime.execution import Execution
 from rota.runtime.json_messages import all_gather_json
-from rota.runtime.launching.launcher_files import digest
+from rota.runtime.launcher_files import digest
 from rota.runtime.meshes import Processes, pipelines_of
 from rota.runtime.microbatch_inputs import MicrobatchInputs
 from rota.runtime.precision import LossScale

@@ -12,8 +12,8 @@ import pytest
 from rota import Cluster, Costs, FormatError, Plan, place
 from rota.cli.commands.run import _report_end
 from rota.runtime.faults.stragglers import Straggler, stragglers
+from rota.runtime.launcher_files import collect, leave_record
 from rota.runtime.launching.launch import Run
-from rota.runtime.launching.launcher_files import collect, leave_record
 from rota.runtime.recorder import Record
 from rota.schedules import gpipe
 

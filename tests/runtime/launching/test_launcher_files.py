@@ -8,7 +8,7 @@ import pytest
 
 from rota import Cluster, Costs, FormatError, PipelineError, PlacementError, given_plan, place
 from rota.replanning import replan
-from rota.runtime.launching.launcher_files import is_restart, leave_plan
+from rota.runtime.launcher_files import is_restart, leave_plan
 from rota.schedules import one_f_one_b
 
 PLAN = one_f_one_b(place(Costs.uniform(4, 100, 200), Cluster.uniform(4)), 8)

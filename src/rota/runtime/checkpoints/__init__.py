@@ -43,7 +43,7 @@ from rota.runtime.checkpoints.tensors import (
 )
 from rota.runtime.checkpoints.training_json import training_to_json
 from rota.runtime.faults.watchdog import PATIENT
-from rota.runtime.launching.launcher_files import is_restart
+from rota.runtime.launcher_files import is_restart
 from rota.runtime.pipeline import Pipeline
 
 

@@ -22,7 +22,7 @@ from rota.runtime import control
 from rota.runtime.faults.hang_report import Standing, alone, printable, reason_of
 from rota.runtime.faults.roll_call import RollCall
 from rota.runtime.faults.stack_location import Doing, frames_of, is_in_a_collective, place
-from rota.runtime.launching.launcher_files import given_limit_s
+from rota.runtime.launcher_files import given_limit_s
 from rota.simulation import simulate
 
 EXIT_CODE = 70  # as sysexits.h: internal failure; `rota run` shows the message above it

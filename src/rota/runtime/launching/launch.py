@@ -15,8 +15,8 @@ from rota.checking import check
 from rota.errors import PipelineError
 from rota.plan import Plan
 from rota.runtime.faults.stragglers import Straggler, stragglers
+from rota.runtime.launcher_files import collect, leave_limit, leave_plan, leave_restart
 from rota.runtime.launching.folder import Folder, run_folder
-from rota.runtime.launching.launcher_files import collect, leave_limit, leave_plan, leave_restart
 from rota.runtime.launching.ranks import EndedBySignal, RankFailed, Ranks
 from rota.runtime.launching.requests import Requests
 from rota.runtime.meshes import leave_mesh
