@@ -29,7 +29,7 @@ from rota.runtime.precision import Autocast, under_autocast
 from rota.runtime.transport import together
 
 LossFn = Callable[[Any, Any], Tensor]
-Tick = Callable[[str], None]  # told of every op that begins
+Tick = Callable[[str], None]  # called when an op begins
 
 
 @dataclass(slots=True)
