@@ -220,7 +220,7 @@ EXPORT = "export torchtitan plan.json --model"
         ),
         ("export megatron cut.json --layers a*6 --type a", "boundaries end with 5, but there are 6 layers"),
         ("export megatron cut.json --layers e,a,n,a,h --type a", "layer 2 (n) lies between transformer layers"),
-        ("export megatron cut.json --layers a*5 --type b", "pattern 'b' finds none of the layers"),
+        ("export megatron cut.json --layers a*5 --type b", "pattern 'b' matches none of the layers"),
         ("export deepspeed three.json", "where is the cut? three.json does not say; give --boundaries, or --type and"),
         ("export deepspeed three.json --type a", "--type and --layers go together; give --boundaries, or --type and"),
         ("export deepspeed three.json --type a --layers B*x", "'B*x' is no layer; write such as Block, or Block*8"),
