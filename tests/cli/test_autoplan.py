@@ -10,7 +10,7 @@ import pytest
 import rota
 from planning.test_autoplan import UNEVEN, layer_costs
 from rota.cli import main
-from rota.cli.sizes import parse_link
+from rota.cli.arguments import parse_link
 from rota.profiles import Profile
 from rota.runtime.launching.launch import Run
 from rota.usage import Usage

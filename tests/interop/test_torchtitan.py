@@ -204,7 +204,7 @@ def test_the_files_say_what_torchtitan_reads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plan", "parts", "told"),
     [
-        (a_plan(), FOUR[:3], "there are 3 parts for 4 stages; give one a stage"),
+        (a_plan(), FOUR[:3], "there are 3 parts for 4 stages; give one per stage"),
         (a_plan(), (*FOUR[:3], ("out put",)), "part 3 has 'out put', which is no module's name, such as layers.0"),
         (a_plan(), (*FOUR[:3], ('a"]\n',)), "no module's name"),
         (a_plan(), (*FOUR[:3], ("norm", "norm")), "part 3 has norm twice; remove one of them"),

@@ -131,7 +131,7 @@ def trace(**fields: object) -> str:
         (trace(distributedInfo={"rank": -1}), "baseTimeNanoseconds or distributedInfo.rank is no whole number"),
         (trace(traceEvents=[event("user_annotation", "PP:1F0", 0, 5)]), "no trace runs stage 0, but one runs stage 1"),
         (trace(traceEvents=[event("user_annotation", "PP:0F3", 0, 5)]), "rank 0 never does 0F0 and 2 more"),
-        (trace(traceEvents=[event("user_annotation", "PP:(0F1;0B0)OVERLAP_F_B", 0, 5)]), "told apart"),
+        (trace(traceEvents=[event("user_annotation", "PP:(0F1;0B0)OVERLAP_F_B", 0, 5)]), "distinguished"),
     ],
 )
 def test_what_is_wrong_is_told_with_the_file(text: str, told: str, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_what_is_wrong_is_told_with_the_file(text: str, told: str, tmp_path: Pat
 
 def test_traces_that_do_not_belong_together_are_told(tmp_path: Path) -> None:
     paths = written(tmp_path, chain_timeline(4), [0, 0, 0])
-    with pytest.raises(FormatError, match="no traces: give one a rank"):
+    with pytest.raises(FormatError, match="no traces: give one per rank"):
         import_traces([])
     with pytest.raises(FormatError, match=r"rank0.json and .*rank0.json are both of rank 0"):
         import_traces([paths[0], paths[0]])

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from rota.cli import output_files
 from rota.cli.commands import COMMANDS
-from rota.cli.interrupts import exit_on_ctrl_c
 from rota.cli.parser import Parser
+from rota.cli.requirements import exit_on_ctrl_c
 from rota.errors import PipelineError, PlanError, RotaError
 from rota.reading import printable
 

@@ -35,10 +35,11 @@ def refuse_outputs(arguments: Namespace) -> None:
 
 def _refuse_twice(outputs: list[str | None]) -> None:
     """Raises InputError where two outputs are one file."""
-    places = [os.path.realpath(output) for output in outputs if output]
-    for i, output in enumerate(filter(None, outputs)):
-        if places[i] in places[:i]:
-            raise InputError(f"{output} is given for two things; the second would be written over the first")
+    places: set[str] = set()
+    for output in filter(None, outputs):
+        if (place := os.path.realpath(output)) in places:
+            raise InputError(f"{outputs[0]} is given for two things; the second would be written over the first")
+        places.add(place)
 
 
 def refuse_taken(path: Path, force: bool, is_folder: bool = False, option: str = "--force") -> None:

@@ -1,11 +1,16 @@
-"""What a command needs before it can work: values it can use, and the extras that bring its libraries."""
+"""What a command needs before it can work: values it can use, and libraries, which take a while to import."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from rota.cli.interrupts import exit_on_ctrl_c
 from rota.errors import RotaError
 
 
@@ -27,3 +32,25 @@ def require_search() -> None:
         require(module, "search")
     with exit_on_ctrl_c():
         import rota.search  # noqa: F401
+
+
+@contextmanager
+def exit_on_ctrl_c() -> Iterator[None]:
+    """Inside, Ctrl-C ends the process at once, with a message: run nothing inside that needs a clean-up.
+
+    Some modules turn Ctrl-C into errors of their own while they are imported.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # another handler is installed
+        return
+    signal.signal(signal.SIGINT, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _exit(*_: object) -> None:
+    os.write(2, f"{' '.join(['rota', *sys.argv[1:2]])}: interrupted\n".encode())
+    os._exit(130)

@@ -44,7 +44,7 @@ def is_uniform(boundaries: Sequence[int]) -> bool:
 
 
 def boundaries_for(plan: Plan, boundaries: Sequence[int]) -> tuple[int, ...]:
-    """The boundaries if DeepSpeed can have the plan's stages there: a chain, a stage a rank.
+    """The boundaries if DeepSpeed can have the plan's stages there: a chain, one stage per rank.
 
     Raises ScheduleError or SplitError.
     """
@@ -61,7 +61,7 @@ def runs_in_this_order(plan: Plan) -> bool:
 
 
 def plan_of(boundaries: Sequence[int], costs: Costs, num_microbatches: int, cluster: Cluster | None = None) -> Plan:
-    """What DeepSpeed does with this cut: 1F1B, a stage a rank; `costs` of its stages or of its layers.
+    """What DeepSpeed does with this cut: 1F1B, one stage per rank; `costs` of its stages or of its layers.
 
     Raises SplitError or PlacementError.
     """

@@ -47,7 +47,7 @@ class Layout:
 
     @property
     def num_virtual(self) -> int:
-        """Stages a rank."""
+        """Stages per rank."""
         return len(self.stages) // self.num_ranks
 
     @property
@@ -100,7 +100,7 @@ def _require_one_place_for_mtp(layout: Layout) -> None:
 def read_layout(text: str, num_ranks: int, num_virtual: int | None = None) -> Layout:
     """The stages of a layout for `num_ranks`. Raises FormatError with the character's place, from 1.
 
-    `num_virtual`, if given, is how many stages a rank it must have.
+    `num_virtual`, if given, is how many stages per rank it must have.
     """
     text = text.strip()
     if len(text) > _MOST_CHARACTERS:
@@ -108,7 +108,7 @@ def read_layout(text: str, num_ranks: int, num_virtual: int | None = None) -> La
     layout = Layout(tuple(_expanded(text).split("|")), num_ranks)
     if num_virtual not in (None, layout.num_virtual):
         raise FormatError(
-            f"the layout has {layout.num_virtual} stages a rank, not {num_virtual}; write {num_ranks} times "
+            f"the layout has {layout.num_virtual} stages per rank, not {num_virtual}; write {num_ranks} times "
             f"{num_virtual} stages"
         )
     return layout

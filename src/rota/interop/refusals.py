@@ -17,7 +17,7 @@ _OLDEST = (2, 13)  # before, every received tensor wants a gradient, and every g
 
 
 def refuse_what_torch_cannot_run(stages: Stages, plan: Plan, dynamic_shapes: bool) -> None:
-    """Raises PipelineError unless the plan is of a chain, one rank a stage, and the stages are one too."""
+    """Raises PipelineError unless the plan is of a chain, one rank per stage, and the stages are one too."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST:
         raise PipelineError(
             f"torch is {torch.__version__}; PyTorch's engine can be used from 2.13 on: update, {_REMEDY}"

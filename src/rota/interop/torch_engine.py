@@ -39,10 +39,22 @@ from rota.timeline import Timeline
 
 @final
 class TorchEngine:
-    """Runs a chain of stages as planned on `torch.distributed.pipelining`; made and called as a `Pipeline` is.
+    """Runs a chain of stages as planned on `torch.distributed.pipelining`, with the methods of `Pipeline`.
 
-    Raises PlanError where `check` refuses the plan, PipelineError where PyTorch's engine could not run it, or plan,
-    stages and processes do not fit.
+    Args:
+        stages: The stages, a chain.
+        plan: Their plan, one rank per stage.
+        loss_fn: Makes the mean loss of an output and a target; None where the plan has forwards alone.
+        timeout_s: Limit on no progress; None: as for `Pipeline`.
+        dynamic_shapes: Refused if true: PyTorch's engine receives into buffers that it makes beforehand.
+        keep_outputs: Whether to keep the outputs of the last step.
+        mesh: Refused, as PyTorch's engine runs one pipeline.
+        recompute: Refused unless "none".
+        allow_nonfinite_loss: Whether a loss may be infinite or NaN.
+
+    Raises:
+        PlanError: Where `check` refuses the plan.
+        PipelineError: Where PyTorch's engine cannot run it, or plan, stages and processes do not fit.
     """
 
     def __init__(
@@ -87,7 +99,7 @@ class TorchEngine:
         self._begun = ""  # the last op that began, as the CSV writes it
         #: Loss of each micro-batch of the last step, on the rank of the last stage.
         self.losses: dict[int, float] = {}
-        #: Output of each micro-batch of the last step, likewise, if they are kept.
+        #: Output of each micro-batch of the last step, if outputs are kept.
         self.outputs: dict[int, Any] = {}
         self._closed = False
         atexit.register(self._close_at_exit)
@@ -186,18 +198,18 @@ class TorchEngine:
             [(m.training, [p.requires_grad for p in m.parameters()]) for m in self.local_stages.values()],
             step.autocast,
         )
-        told = torch.tensor([signature != self._signature, sync, not sync, *self._loss_scale.flags()])
+        sent = torch.tensor([signature != self._signature, sync, not sync, *self._loss_scale.flags()])
         with together("waiting for the others to begin the step"):
-            self._agree(told)
-        changed, syncs, leaves, *scales = told.tolist()
+            self._agree(sent)
+        changed, syncs, leaves, *scales = sent.tolist()
         if syncs and leaves:
             raise PipelineError("some ranks gave step sync=True, others sync=False; give all the same")
         self._loss_scale.refuse_differences(*scales)
         self._signature = signature
         return bool(changed)
 
-    def _agree(self, told: torch.Tensor) -> None:
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
+    def _agree(self, sent: torch.Tensor) -> None:
+        dist.all_reduce(sent, dist.ReduceOp.MAX, group=self._group)
 
     def _survey(self) -> Any:
         survey(self._modules, self._ranks, self._group)
@@ -251,7 +263,7 @@ class TorchEngine:
         return {m.stage: m.layouts.backward_at for m in self._modules if m.stage in split}
 
     def timeline(self) -> Timeline:
-        """Always raises PipelineError: PyTorch's engine does not tell when it did what."""
+        """Always raises PipelineError: PyTorch's engine does not record when it did what."""
         raise PipelineError("PyTorch's engine records no timeline; run the plan by Rota's engine for one")
 
     def close(self) -> None:
@@ -271,7 +283,10 @@ class TorchEngine:
         self._watchdog.close()
         self._schedule = None
         groups = [dist.group.WORLD] if self._owns_process_group else [self._pipeline_group, self._group]
-        del self._group, self._pipeline_group  # the last references: closes their connections, which tells the peers
+        del (
+            self._group,
+            self._pipeline_group,
+        )  # the last references: this closes their connections, so that peers notice
         leave(groups)
 
     def __enter__(self) -> TorchEngine:

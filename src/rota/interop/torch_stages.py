@@ -29,7 +29,7 @@ from rota.runtime.torch_internals import count_writes, writable
 from rota.runtime.transport import receive_value, send_value, together
 
 LossFn = Callable[[Any, Any], Tensor]
-Tick = Callable[[str], None]  # told of every op that begins
+Tick = Callable[[str], None]  # called when an op begins
 
 
 @dataclass(slots=True)

@@ -13,5 +13,5 @@ from rota.runtime.launching import worker
 
 if __name__ == "__main__":
     vars(runtime)["Pipeline"] = TorchEngine  # where `rota.Pipeline` is looked up when it is first used
-    logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # else it tells the whole schedule
+    logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # else it logs the whole schedule
     worker.main()

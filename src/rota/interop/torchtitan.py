@@ -5,7 +5,7 @@
     parallelism.json    fields of `config.parallelism`: torchtitan after 0.2, whose configs are Python
 
 The latter says `pipeline_parallel_module_fqns_per_model_part` for what 0.2 calls `module_fqns_per_model_part`. Either
-is read. torchtitan puts stage i on rank i mod p, or for "V" schedules two stages a rank, down the ranks and back up.
+is read. torchtitan puts stage i on rank i mod p, or for "V" schedules two stages per rank, down the ranks and back up.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def export(parts: Sequence[Sequence[str]], plan: Plan, folder: str | Path) -> tu
 
 
 def render(parts: Sequence[Sequence[str]], plan: Plan, folder: str | Path) -> dict[Path, str]:
-    """The text of each of `FILES`; `parts`, a stage each, are as `module_parts` gives them.
+    """The text of each of `FILES`; `parts`, one per stage, are as `module_parts` gives them.
 
     They say where the CSV is as `folder` does. Raises ScheduleError where torchtitan cannot have the plan, PlanError
     for one that must not run, SplitError where the parts do not fit it, FormatError for a folder that cannot be named.
@@ -107,7 +107,7 @@ def _schedule_of(plan: Plan) -> str:
             return schedule
     raise ScheduleError(
         f"the plan's stages are on the ranks {short(on).strip('[]')}; torchtitan puts stage i on rank i mod "
-        f"{placement.num_ranks} (rota.interleaved), or two a rank down and back up (rota.wave): place them so"
+        f"{placement.num_ranks} (rota.interleaved), or two per rank down and back up (rota.wave): place them so"
     )
 
 
@@ -121,7 +121,7 @@ def _homes(schedule: str, num_stages: int, num_ranks: int) -> list[int] | None:
 def _require_parts(parts: Sequence[Sequence[str]], num_stages: int) -> Parts:
     """Raises SplitError unless there is one for each stage, of names that torchtitan can find."""
     if len(parts) != num_stages:
-        raise SplitError(f"there are {len(parts)} parts for {num_stages} stages; give one a stage")
+        raise SplitError(f"there are {len(parts)} parts for {num_stages} stages; give one per stage")
     for part, names in enumerate(parts):
         for name in names:
             if not _NAME.fullmatch(name):
@@ -211,7 +211,7 @@ def _parts(config: Field) -> Parts:
     if len(given) != 1:
         found = "both" if given else "neither"
         raise FormatError(
-            f"{config.path} has {found} of {_PARTS} and {_PARTS_IN_0_2}; give one, a list of names a stage"
+            f"{config.path} has {found} of {_PARTS} and {_PARTS_IN_0_2}; give one, a list of names per stage"
         )
     parts = [[name.text() for name in part] for part in config[given[0]]]
     if not 0 < len(parts) <= MOST_LAYERS:
@@ -227,7 +227,7 @@ def _plan(csv: str, config: Field, parts: Parts, costs: Costs | None, cluster: C
     orders = schedule_csv.read(csv)
     on = schedule_csv.stage_ranks(orders)
     if len(on) != len(parts):
-        raise FormatError(f"the CSV runs {len(on)} stages, but there are {len(parts)} parts; give one a stage")
+        raise FormatError(f"the CSV runs {len(on)} stages, but there are {len(parts)} parts; give one per stage")
     num_ranks = config["pipeline_parallel_degree"].integer(1) if "pipeline_parallel_degree" in config else len(orders)
     if num_ranks != len(orders):
         raise FormatError(

@@ -40,7 +40,7 @@ def _print_measured(timeline: Timeline, planned: Timeline) -> None:
     if (timeline.makespan_us, timeline.span_us) != (planned.makespan_us, planned.span_us):
         print(
             f"measured makespan {timeline.makespan_us:,} µs, span {timeline.span_us:,} µs; planned, and bounded below, "
-            f"are {planned.makespan_us:,} and {planned.span_us:,} (`rota compare` tells what was slower)"
+            f"are {planned.makespan_us:,} and {planned.span_us:,} (`rota compare` says what was slower)"
         )
 
 

@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.second is not None:
         a, b = arguments.timeline, arguments.second
         raise InputError(
-            f"explain tells of one file, not of {a} and {b}; for what was planned and what was measured give "
+            f"explain takes one file, not {a} and {b}; for what was planned and what was measured give "
             f"`rota explain measured.json --planned plan.json`; `rota compare` sets the two side by side"
         )
     timeline = input_files.read_timeline(arguments.timeline)

@@ -1,6 +1,6 @@
 """What a rank of PyTorch's pipeline engine did, step by step, from the names in its trace.
 
-    PP:1RECV_F0, PP:1F0, PP:1SEND_F0 …    schedules of several stages a rank, and those loaded from CSV
+    PP:1RECV_F0, PP:1F0, PP:1SEND_F0 …    schedules of several stages per rank, and those loaded from CSV
     Forward 0, Backward 0                 ScheduleGPipe; the stage is the rank
     forward_one_chunk, …                  Schedule1F1B, which names nothing: Python calls, if with_stack=True
     PP:1F0, PP:1LOSS0                     any, within `rota.interop.named_actions`
@@ -32,7 +32,7 @@ _COMMUNICATION = ("c10d::", "gloo:", "nccl:", "nccl", "record_param_comms")
 _RECEIVES = re.compile(r"gloo:recv|nccl:recv|ncclDevKernel_SendRecv.*|ncclKernel_SendRecv.*")
 _NONE_NAMED = (
     "no action of PyTorch's pipeline engine is named in it: profile with ProfilerActivity.CPU, and a schedule of one "
-    "stage a rank (Schedule1F1B names nothing) with with_stack=True or within rota.interop.named_actions(schedule)"
+    "stage per rank (Schedule1F1B names nothing) with with_stack=True or within rota.interop.named_actions(schedule)"
 )
 
 
@@ -108,7 +108,7 @@ def _named(trace: RankTrace) -> Iterator[_Range]:
             backward = [op for op in trace.host_ops if op.name.startswith("autograd::") and _within(op, event)]
             if len(ops) != 2 or not backward:
                 quoted = short(event.name)
-                raise FormatError(f"{trace.path}: {quoted} holds no forward and backward that can be told apart")
+                raise FormatError(f"{trace.path}: {quoted} holds no forward and backward that can be distinguished")
             middle = backward[0].start_ns
             for op, start, end in zip(ops, (event.start_ns, middle), (middle, event.end_ns), strict=True):
                 yield _Range(start, end, op.stage, str(op.kind), op.microbatch, event.thread)

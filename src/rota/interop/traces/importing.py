@@ -55,8 +55,8 @@ class ImportedTrace:
             lines.append(f"clocks as recorded ({machines}): no message arrives before it is sent")
         if self.world_size > plan.num_ranks:
             lines.append(
-                f"of {self.world_size} processes, {plan.num_ranks} gave traces: what was waited for elsewhere cannot "
-                f"be told; unless the others are replicas, give their traces too"
+                f"of {self.world_size} processes, {plan.num_ranks} gave traces: what they waited for elsewhere is "
+                f"unknown; unless the others are replicas, give their traces too"
             )
         return "\n".join(lines)
 
@@ -112,13 +112,13 @@ def _refuse_disorder(timeline: Timeline, traces: Sequence[RankTrace]) -> None:
 
 def _in_order(traces: list[RankTrace]) -> list[RankTrace]:
     if not traces:
-        raise FormatError("no traces: give one a rank of the pipeline")
+        raise FormatError("no traces: give one per rank of the pipeline")
     if any(trace.rank is None for trace in traces):
         return traces
     traces = sorted(traces, key=lambda trace: trace.rank or 0)
     for a, b in pairwise(traces):
         if a.rank == b.rank:
-            raise FormatError(f"{a.path} and {b.path} are both of rank {a.rank}; give one trace a rank")
+            raise FormatError(f"{a.path} and {b.path} are both of rank {a.rank}; give one trace per rank")
     return traces
 
 

@@ -56,12 +56,12 @@ def read_trace(path: str) -> RankTrace:
     base_ns = document.get("baseTimeNanoseconds", 0)
     if not _is_whole(base_ns) or (rank is not None and not (_is_whole(rank) and rank >= 0)):
         raise FormatError(f"{path}: baseTimeNanoseconds or distributedInfo.rank is no whole number of 0 or more")
-    trace = RankTrace(path, rank, *_told(info, document.get("host_name")))
+    trace = RankTrace(path, rank, *_world(info, document.get("host_name")))
     _sort_in(trace, document["traceEvents"], base_ns)
     return trace
 
 
-def _told(info: object, host: object) -> tuple[int, str]:
+def _world(info: object, host: object) -> tuple[int, str]:
     """How many processes there were, and the machine, where the trace says."""
     world_size = info.get("world_size") if isinstance(info, dict) else None
     printable = isinstance(host, str) and len(host) <= LONGEST_NAME and host.isprintable()

@@ -19,7 +19,7 @@ from rota.runtime.faults.watchdog import Watchdog
 from rota.runtime.meshes import Processes
 from rota.runtime.transport import Transport
 
-_HEAD_START_NS, _HEAD_START_A_RANK_NS = 2_000_000, 500_000  # for all ranks to learn when a step begins
+_HEAD_START_NS, _HEAD_START_PER_RANK_NS = 2_000_000, 500_000  # for all ranks to learn when a step begins
 
 
 @dataclass(slots=True)
@@ -111,7 +111,7 @@ def _step(
 
 def _common_start_ns(transport: Transport) -> int:
     """A time shortly after the last rank has reached this line."""
-    head_start_ns = _HEAD_START_NS + _HEAD_START_A_RANK_NS * dist.get_world_size()
+    head_start_ns = _HEAD_START_NS + _HEAD_START_PER_RANK_NS * dist.get_world_size()
     start = torch.tensor([time.monotonic_ns() + head_start_ns])
     transport.all_reduce(start, dist.ReduceOp.MAX, "waiting for the others to begin the step")
     return int(start)
