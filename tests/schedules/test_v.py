@@ -63,7 +63,7 @@ def test_every_size_of_a_v(schedule: Schedule) -> None:
             try:
                 plan = schedule(placement, num_microbatches)
             except ScheduleError as error:
-                told = re.fullmatch(r"dualpipe_v: .*; give (\d+) or more, two a rank", str(error))
+                told = re.fullmatch(r"dualpipe_v: .*; give (\d+) or more, two per rank", str(error))
                 assert told is not None
                 assert int(told[1]) > num_microbatches
                 check(schedule(placement, int(told[1])))
@@ -244,7 +244,7 @@ def test_orders_by_hand() -> None:
 
 # --- what they refuse -------------------------------------------------------------------------------------------------
 
-SHAPE = "place it by rota.wave(costs, cluster), with two stages a rank"
+SHAPE = "place it by rota.wave(costs, cluster), with two stages per rank"
 
 
 @pytest.mark.parametrize("schedule", LIMITS, ids=lambda schedule: schedule.__name__)

@@ -113,7 +113,7 @@ def test_all_ranks_without_enough_memory_are_told() -> None:
     costs = Costs(forward_us=(1, 1, 1), backward_us=(1, 1, 1), activation_bytes=(10, 5, 30), static_bytes=(100, 0, 100))
     told = (
         r"rank 0 needs at least 110 bytes \(110 B; 100 B of them static\) for 0F of a single micro-batch, over its "
-        r"limit of 50; likewise rank 2 \(130 bytes\); raise the limits to these, or all to 130, give such ranks fewer"
+        r"limit of 50; also rank 2 \(130 bytes\); raise the limits to these, or all to 130, give such ranks fewer"
     )
     with pytest.raises(SearchError, match=told):
         find_plan(place(costs, Cluster.uniform(3, 50)), 4)

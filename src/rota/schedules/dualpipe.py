@@ -62,7 +62,7 @@ def dualpipe_v(placement: Placement, num_microbatches: int) -> Plan:
     require_v("dualpipe_v", placement, num_microbatches)
     if num_microbatches < 2 * p:
         raise ScheduleError(
-            f"dualpipe_v: {num_microbatches} micro-batches do not fill {p} ranks; give {2 * p} or more, two a rank"
+            f"dualpipe_v: {num_microbatches} micro-batches do not fill {p} ranks; give {2 * p} or more, two per rank"
         )
     orders = []
     for rank in range(p):

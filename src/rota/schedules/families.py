@@ -191,7 +191,7 @@ FAMILIES = (
     ),
     Family(
         "interleaved_1f1b",
-        "1f1b, several stages a rank; less bubble, more transfers",
+        "1f1b, several stages per rank; less bubble, more transfers",
         interleaved_one_f_one_b,
         interleaved,
         "Narayanan et al. 2021 (Megatron-LM)",
@@ -200,7 +200,7 @@ FAMILIES = (
     ),
     Family(
         "looped_bfs",
-        "several stages a rank, each for all micro-batches in turn",
+        "several stages per rank, each for all micro-batches in turn",
         looped_bfs,
         interleaved,
         "Lamy-Poirier 2023",

@@ -19,7 +19,7 @@ from rota.plan import Plan
 from rota.schedules.common import backward_ops, require_chain_on, require_microbatches, require_split
 from rota.tasks import Kind, Op
 
-_SHAPE = "rota.wave(costs, cluster), with two stages a rank"
+_SHAPE = "rota.wave(costs, cluster), with two stages per rank"
 
 
 def zb_v(placement: Placement, num_microbatches: int) -> Plan:

@@ -24,7 +24,7 @@ def refuse_too_little_memory(problem: Problem) -> None:
     raised = "the limit to that"
     if others:
         ranks = ", ".join(f"rank {need.rank} ({need.num_bytes} bytes)" for need in others)
-        infeasible += f"; likewise {ranks}"
+        infeasible += f"; also {ranks}"
         raised = f"the limits to these, or all to {max(need.num_bytes for need in short)}"
     remedies = ["give such ranks fewer layers" if others else "give the rank fewer layers"]
     remedies.append("free what is left behind" if _is_left_behind(placement, first) else "make micro-batches smaller")

@@ -10,7 +10,7 @@ from rota.placing import wave
 from rota.search.budget import Budget
 from rota.search.periodic.loop import Loop
 from rota.search.periodic.modulo import Interval, Period
-from rota.search.periodic.offsets import anneal
+from rota.search.periodic.offsets import anneal_offsets
 from rota.search.periodic.retiming import Wait, retime
 from rota.search.periodic.steady import Steady
 from support.core_strategies import placed
@@ -65,21 +65,21 @@ def test_every_edge_of_a_chain_is_a_bridge():
 def test_annealing_packs_a_full_period_on_tight_memory():
     costs = Costs.uniform(8, 93, 91, 47, activation_bytes=2)
     loop = Loop(wave(costs, Cluster.uniform(4, 12, latency_us=6)))
-    rhythm = anneal(Interval(loop, 1, 462), Budget(5, deterministic=True))
+    rhythm = anneal_offsets(Interval(loop, 1, 462), Budget(5, deterministic=True))
     assert rhythm is not None
     assert rhythm.period_us == 462
     Steady.of(loop.placement, 1, rhythm).verify()
-    assert anneal(Interval(loop, 1, 462), Budget(5, deterministic=True)) == rhythm
+    assert anneal_offsets(Interval(loop, 1, 462), Budget(5, deterministic=True)) == rhythm
 
 
 @settings(max_examples=12, deadline=None)
 @given(placed())
 def test_what_is_found_is_true_for_any_placement(placement):
     loop = Loop(placement)
-    window = Interval(loop, 2, max(2 * loop.work_us, 1) + 3)
+    interval = Interval(loop, 2, max(2 * loop.work_us, 1) + 3)
     for rhythm in (
-        Period(window).solve(Budget(0.2, deterministic=True)).rhythm,
-        anneal(window, Budget(0.001, deterministic=True)),
+        Period(interval).solve(Budget(0.2, deterministic=True)).rhythm,
+        anneal_offsets(interval, Budget(0.001, deterministic=True)),
     ):
         if rhythm is not None:
             Steady.of(placement, 2, rhythm).verify()

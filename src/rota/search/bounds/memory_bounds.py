@@ -91,7 +91,7 @@ def period_reason(placement: Placement) -> str:
     """Where `period_bound` comes from, in one line."""
     ranks = rank_loads(Problem(placement, placement.num_components))
     busiest = max(ranks, key=lambda rank: rank.work_us)
-    each = " of each stream" if placement.num_components > 1 else ""
+    each = " of each data stream" if placement.num_components > 1 else ""
     if busiest.work_us >= period_bound(placement) * placement.num_components:
         return f"rank {busiest.rank} works {busiest.work_us:,} µs for a micro-batch{each}"
     fullest = max(ranks, key=lambda rank: Fraction(rank.held_byte_us, max(rank.headroom_bytes, 1)))

@@ -126,7 +126,7 @@ class _Curve:
         if self._at(limits[-1]) is None:
             if self.budget.stopped_by:
                 raise SearchError(f"no steady state was found until it was stopped by {self.budget.stopped_by}")
-            raise SearchError(f"no steady state was found with {limits[-1]} bytes a rank; give the search more time")
+            raise SearchError(f"no steady state was found with {limits[-1]} bytes per rank; give the search more time")
         untried = self._fill(limits)
         rising: list[Point] = []
         for limit in sorted(self.points):

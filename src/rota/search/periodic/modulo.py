@@ -40,7 +40,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Interval:
-    """The interval that repeats (the initiation interval of modulo scheduling), and what is asked of it.
+    """The interval that repeats (the initiation interval of modulo scheduling), and what it has to satisfy.
 
     Attributes:
         loop: The tasks.
@@ -125,7 +125,7 @@ class Period:
         self.starts = [s + T * k for s, k in zip(self.offsets, self.rounds, strict=True)]
 
     def _is_balanced(self, part: Sequence[int]) -> bool:
-        """Whether nothing is left behind wherever there is a limit."""
+        """Whether a micro-batch leaves nothing behind on any rank with a limit."""
         tasks, limits = self.loop.placement.tasks, self.loop.limits_bytes
         on = self.loop.tasks_on
         return not any(
@@ -164,7 +164,7 @@ class Period:
                         self.model.add(t[b * u + j] >= t[a * u + j] + least_us)
 
     def _add_ranks(self) -> None:
-        """A literal for each pair on a rank, whether the first comes before the second in the period; no overlap."""
+        """Adds a literal per pair of a rank (the first comes before the second in the period), and no overlap."""
         self.before: dict[tuple[int, int], Any] = {}
         T, s, d = self.interval.period_us, self.offsets, self.durations_us
         for tasks in self.loop.tasks_on:

@@ -48,7 +48,7 @@ class _Tables(NamedTuple):
     ranks: Integers  #: int64[...]: each node's ranks
 
 
-def anneal(interval: Interval, budget: Budget, seed: int = 0) -> Rhythm | None:
+def anneal_offsets(interval: Interval, budget: Budget, seed: int = 0) -> Rhythm | None:
     """A rhythm within the limits with a period near the interval's; None if none was found."""
     tables, num_nodes = _tables(interval), interval.loop.num_tasks * interval.num_copies
     rng = np.random.default_rng(seed)
@@ -111,7 +111,7 @@ def _tables(interval: Interval) -> _Tables:
 
 @njit(cache=True, nogil=True)
 def _set_rounds(period_us, tables, offsets, starts):  # type: ignore[no-untyped-def]
-    """Sets `starts` to the earliest that fit offsets and waits, then those before any free to the latest."""
+    """Sets `starts` to the earliest that fit offsets and waits; nodes before any free then move to the latest."""
     first, values = tables.first_input, tables.inputs
     for node in tables.sequence:
         starts[node] = offsets[node]
@@ -131,7 +131,7 @@ def _set_rounds(period_us, tables, offsets, starts):  # type: ignore[no-untyped-
 
 @njit(cache=True, nogil=True)
 def _over_on(rank, tables, period_us, offsets, starts):  # type: ignore[no-untyped-def]
-    """Bytes over the limit of a rank at worst; order as in `rhythm_of`."""
+    """The most bytes by which the rank exceeds its limit; the order is that of `rhythm_of`."""
     if tables.limits_bytes[rank] >= 1 << 60:
         return 0
     nodes = tables.on[tables.first_on[rank] : tables.first_on[rank + 1]]
@@ -150,7 +150,7 @@ def _over_on(rank, tables, period_us, offsets, starts):  # type: ignore[no-untyp
 
 @njit(cache=True, nogil=True)
 def _over_bytes(tables, period_us, offsets, starts):  # type: ignore[no-untyped-def]
-    """Over all ranks."""
+    """The sum over all ranks."""
     over = 0
     for rank in range(len(tables.limits_bytes)):
         over += _over_on(rank, tables, period_us, offsets, starts)
@@ -223,7 +223,7 @@ def _move(period_us, tables, s, starts, new):  # type: ignore[no-untyped-def]
 def _walk(  # type: ignore[no-untyped-def]
     period_us, num_copies, tables, state, best, least, seed, num_moves, hot, cold
 ):
-    """`num_moves` from `state` on; `best` and its energy `least[0]` are kept up to date."""
+    """Tries `num_moves` moves from `state` on; keeps `best` and its energy `least[0]` up to date."""
     np.random.seed(seed)
     starts, trial = state.copy(), state.copy()
     energy = _energy(period_us, num_copies, tables, state, starts)

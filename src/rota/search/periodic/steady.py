@@ -25,7 +25,7 @@ from rota.search.budget import Budget
 from rota.search.dispatching import serial
 from rota.search.periodic.loop import Loop
 from rota.search.periodic.modulo import Answer, Interval, Period
-from rota.search.periodic.offsets import anneal
+from rota.search.periodic.offsets import anneal_offsets
 from rota.search.periodic.retiming import Rhythm
 from rota.search.problem import Integers
 from rota.search.timing import Tables, fits, start_times
@@ -78,7 +78,7 @@ class Steady:
 
     @property
     def latency_us(self) -> int:
-        """From the first start to the last end of a period's micro-batches: fill and drain."""
+        """Time from the first start to the last end of a period's micro-batches: fill and drain."""
         tasks = self.placement.tasks
         return max(max(starts) + task.duration_us for task, starts in zip(tasks, self.starts_us, strict=True))
 
@@ -391,7 +391,7 @@ class _Search:
             return False
         if answer.rhythm is None and not self.budget.is_over and self.in_flight is None:  # annealing knows no cuts
             with suppress(Stopped):  # the best so far stays
-                self.take(anneal(interval, self.budget, self.seed))
+                self.take(anneal_offsets(interval, self.budget, self.seed))
         return self.best is not None and self.best.period_us <= period_us
 
     def _note_none(self, period_us: int) -> None:
