@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,9 +18,12 @@ from rota.runtime.messages import (
     empty,
     flatten,
     from_bytes,
+    hand_over,
     tensor_layouts,
+    tensors_in,
     to_bytes,
     unflatten,
+    with_tensors,
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.uint8]
@@ -136,3 +139,41 @@ def test_layouts_tell_numbers_apart_that_compare_equal() -> None:
 def test_describe() -> None:
     value = {"h": (torch.ones(2, 8, requires_grad=True), None), "n": 3, "ids": [torch.ones(4, dtype=torch.int64)]}
     assert describe(flatten(value, "stage 0")[1]) == "{h: (float32[2, 8] with gradient, None), n: 3, ids: (int64[4])}"
+
+
+# --- nested values ----------------------------------------------------------------------------------------------------
+
+
+class Scores(NamedTuple):
+    logits: torch.Tensor
+    rest: Any = None
+
+
+NESTED = {
+    "a tensor": torch.ones(1),
+    "a plain value": 3,
+    "containers": {"a": [torch.ones(1), 2], 5: (torch.ones(2), None, "text")},
+    "a named tuple": (Scores(torch.ones(2), {"deep": torch.ones(3)}),),
+    "a size": (torch.Size([2, 3]), torch.ones(1)),
+    "results of an operation": torch.ones(2, 2).max(0),
+    "an ordered dict": OrderedDict(b=torch.ones(2), a=torch.ones(1)),
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("value", NESTED.values(), ids=NESTED.keys())
+def test_tensors_are_replaced_in_the_order_in_which_they_are_found(value: Any) -> None:
+    found = [*tensors_in(value)]
+    replaced = with_tensors(value, (torch.full((), float(i)) for i in range(len(found))))
+    assert [int(tensor) for tensor in tensors_in(replaced)] == [*range(len(found))]
+    assert [id(tensor) for tensor in tensors_in(with_tensors(replaced, iter(found)))] == [*map(id, found)]
+    assert type(replaced) is (dict if isinstance(value, dict) else type(value))
+
+
+def test_a_named_tuple_that_is_handed_over_keeps_no_graph() -> None:
+    made = Scores(torch.ones(2, requires_grad=True) * 2)
+    handed = hand_over(made)
+    assert isinstance(handed, Scores)
+    assert handed.logits.is_leaf
+    assert handed.logits.requires_grad
+    assert handed.logits.data_ptr() == made.logits.data_ptr()

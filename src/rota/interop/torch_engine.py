@@ -24,11 +24,11 @@ from rota.interop.torch_stages import LossFn, StageModule, Step, survey
 from rota.models import Stages
 from rota.plan import Plan
 from rota.runtime.agreement import mean_of_all, refuse_differences, refuse_loss
-from rota.runtime.compute import step_seed
+from rota.runtime.compute import Batch, step_seed
 from rota.runtime.faults.stack_location import Doing, is_in_a_collective
 from rota.runtime.faults.watchdog import Watchdog, limit_s
 from rota.runtime.gradients.forward_backward import refuse_modes_without_gradients
-from rota.runtime.microbatch_inputs import is_empty, structure, to_microbatches, weights
+from rota.runtime.microbatch_inputs import MicrobatchInputs, structure
 from rota.runtime.precision import LossScale, ambient_autocast, without_autocast
 from rota.runtime.process_group import join, leave
 from rota.runtime.torch_internals import run_pipelining_schedule
@@ -90,6 +90,7 @@ class TorchEngine:
             leave([dist.group.WORLD] if self._owns_process_group else [])
             raise
         self._watchdog.last = lambda: f"in step {self._num_steps}"
+        self._inputs = MicrobatchInputs(stages, plan, self.rank, {stages.sink: (self._ranks[-1],)})
         self._modules = [
             StageModule(stages, stage, loss_fn, keep_outputs or not self._trains, self._begin) for stage in self._local
         ]
@@ -149,7 +150,9 @@ class TorchEngine:
             raise PipelineError("the engine is closed; make a new one")
         if self._trains:
             refuse_modes_without_gradients()
-        step = self._prepare(inputs, targets)
+        batch = self._inputs.take(inputs, targets, needs_targets=self._trains)
+        refuse_ragged(batch.inputs)
+        step = Step(batch.inputs, batch.targets, batch.shares)
         step.scale, step.autocast = scale * self._loss_scale.begin(scaler), ambient_autocast()
         self._begun = ""
         self._num_steps += 1
@@ -157,7 +160,7 @@ class TorchEngine:
             module.step = step
         with step_seed() as step.seed, self._watchdog.watching(self._doing):
             self._run_step(step, sync)
-            loss = self._mean_loss(step)
+            loss = self._mean_loss(batch, step.losses)
         self.losses, self.outputs = step.losses, step.outputs
         return loss
 
@@ -173,22 +176,6 @@ class TorchEngine:
         if self._trains and sync:
             self._loss_scale.settle(self.parameters(), self._agree)
 
-    def _prepare(self, inputs: Any, targets: Any) -> Step:
-        n = self.plan.num_microbatches
-        for stage in self._local:
-            if self.stages.inputs[stage] and inputs is None:
-                raise PipelineError(
-                    f"rank {self.rank} holds stage {stage}, which reads the step's inputs "
-                    f"{list(self.stages.inputs[stage])}, but got inputs=None; pass the batch on this rank too"
-                )
-        given = to_microbatches("inputs", inputs, n), to_microbatches("targets", targets, n)
-        refuse_ragged(given[0])
-        missing = [m for m, target in enumerate(given[1]) if target is None]
-        if self.rank == self._ranks[-1] and self._trains and missing:
-            got = "targets=None" if targets is None else f"targets[{missing[0]}] = None"
-            raise PipelineError(f"rank {self.rank} holds the last stage, but got {got}; pass them on this rank")
-        return Step(*given, weights(inputs, targets, n))
-
     def _is_new(self, step: Step, sync: bool) -> bool:
         """Whether any rank has reason to expect other boundaries than in the last step."""
         plain: list[Any] = []
@@ -198,18 +185,18 @@ class TorchEngine:
             [(m.training, [p.requires_grad for p in m.parameters()]) for m in self.local_stages.values()],
             step.autocast,
         )
-        sent = torch.tensor([signature != self._signature, sync, not sync, *self._loss_scale.flags()])
+        flags = torch.tensor([signature != self._signature, sync, not sync, *self._loss_scale.flags()])
         with together("waiting for the others to begin the step"):
-            self._agree(sent)
-        changed, syncs, leaves, *scales = sent.tolist()
+            self._agree(flags)
+        changed, syncs, leaves, *scales = flags.tolist()
         if syncs and leaves:
             raise PipelineError("some ranks gave step sync=True, others sync=False; give all the same")
         self._loss_scale.refuse_differences(*scales)
         self._signature = signature
         return bool(changed)
 
-    def _agree(self, sent: torch.Tensor) -> None:
-        dist.all_reduce(sent, dist.ReduceOp.MAX, group=self._group)
+    def _agree(self, flags: torch.Tensor) -> None:
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
 
     def _survey(self) -> Any:
         survey(self._modules, self._ranks, self._group)
@@ -233,15 +220,13 @@ class TorchEngine:
                 raise LostRankError(f"lost a rank, and was {self._place()}") from error
             raise first from None
 
-    def _mean_loss(self, step: Step) -> float:
-        is_last = self.rank == self._ranks[-1]
-        counted = sum(step.shares[m] * loss for m, loss in step.losses.items()) if step.losses else math.nan
+    def _mean_loss(self, batch: Batch, losses: dict[int, float]) -> float:
+        mine = self._inputs.counted_loss(batch, losses)
         with together(f"waiting for the loss from rank {self._ranks[-1]}"):
-            mean = mean_of_all(counted if is_last else 0.0, 1, partial(dist.all_reduce, group=self._group))
+            mean = mean_of_all(mine, 1, partial(dist.all_reduce, group=self._group))
         if self._trains and not (math.isfinite(mean) or self._allow_nonfinite_loss or self._loss_scale.is_on):
-            mine = {len(self.stages) - 1: step.losses} if is_last else {}
-            empty = [m for m, target in enumerate(step.targets) if is_empty(target)]
-            refuse_loss(mean, self._num_steps, self._watchdog.name, mine, empty, self._group)
+            by_stage, empty = self._inputs.losses_by_stage(losses), self._inputs.without_rows(batch)
+            refuse_loss(mean, self._num_steps, self._watchdog.name, by_stage, empty, self._group)
         return mean
 
     def _begin(self, op: str) -> None:

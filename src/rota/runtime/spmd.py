@@ -29,12 +29,17 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def group(ranks: Iterable[int], mesh: DeviceMesh | None = None) -> Group:
-    """The process group of a stage on `ranks`; None for one rank, and on a rank outside. Every rank must call it.
+    """The process group of a stage on several ranks. Every rank must call it.
 
-    With a `mesh`, they are ranks of this process's pipeline in it.
+    Joins the processes that `rota run` or torchrun started, if nothing has done so yet.
 
-    In it, ranks have rising numbers: `group.rank()` says which shard of the weights is this rank's. Joins the processes
-    that `rota run` or torchrun started, if nothing has done so yet.
+    Args:
+        ranks: the stage's ranks in the plan.
+        mesh: the mesh that the pipeline gets; the ranks are those of this process's pipeline in it.
+
+    Returns:
+        The group, in which ranks are in rising order: `group.rank()` is the number of this rank's shard of the weights.
+        None for one rank, and on a rank outside of the group.
     """
     join()
     ranks, found = sorted(ranks), None
@@ -61,9 +66,9 @@ def gather_from_ranks(x: torch.Tensor, group: Group, dim: int = -1) -> torch.Ten
 
 
 def replicated(module: Module) -> Module:
-    """Mark `module`, inside a stage on several ranks, as held whole by each of them, not in shards.
+    """Mark `module`, inside a stage on several ranks, as held whole by each of them, not in shards; returns it.
 
-    Its weights are made equal at the start, and counted once in a norm. Every rank must make their whole gradient.
+    Its weights are made equal at the start, and count once in a norm. Every rank must make their whole gradient.
     """
     module._rota_replicated = True  # type: ignore[assignment]
     return module

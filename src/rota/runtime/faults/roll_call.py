@@ -20,18 +20,18 @@ from rota.runtime.torch_internals import own_connection_to_store
 
 Result = TypeVar("Result")
 
-ANSWER_S = 5.0  # a process of a busy machine is not to be taken for a dead one
-_STORE_S = 5.0  # for one word with the store, which is silent where the process that holds it is stopped
-_TOGETHER_S = 2.0  # for what all do that have answered
+ANSWER_S = 5.0  # long enough for a process on a busy machine, which is not dead
+_STORE_S = 5.0  # for one request to the store, which is silent if the process that holds it is stopped
+_TOGETHER_S = 2.0  # for what all processes do that have answered
 _LOOK_S = 0.02
 
 
 @final
 class RollCall:
-    """Of one pipeline on one process. Needs no main thread: those of a hang sit in native code.
+    """One process's side of it, per pipeline. Does not need the main thread, which in a hang is in native code.
 
-    Has a connection of its own to the store, since the main thread may be waiting on the other. Every method may raise
-    RuntimeError, where the store does not answer.
+    Has a connection of its own to the store, since the main thread may be waiting on the other one. Every method may
+    raise RuntimeError if the store does not answer.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class RollCall:
         return self._within(_STORE_S, lambda: bool(self._store.check([_CALLED])))
 
     def report(self, mine: Standing, names: Sequence[str], limit_s: float) -> tuple[str, bool]:
-        """The text that all processes end with, and whether it is this one's to show. Takes seconds at most."""
+        """The text that all processes end with, and whether this one shows it. Needs a few seconds at most."""
         return self._within(ANSWER_S + _TOGETHER_S + _STORE_S, lambda: self._report(mine, names, limit_s))
 
     def leave_together(self) -> None:
@@ -95,7 +95,7 @@ class RollCall:
     # --- on the thread --------------------------------------------------------------------------------------------
 
     def _within(self, limit_s: float, act: Callable[[], Result]) -> Result:
-        """What `act` returns, on the thread. RuntimeError where that fails or takes too long, as it may for ever."""
+        """What `act` returns, on the thread. RuntimeError if it fails, or is not done within `limit_s`."""
         reply: queue.SimpleQueue[Result | Exception] = queue.SimpleQueue()
         if self._thread.is_alive():
             self._asks.put((act, reply))

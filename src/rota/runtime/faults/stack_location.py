@@ -1,4 +1,4 @@
-"""Where a thread is, read off its stack by another one: costs the thread itself nothing."""
+"""Where a thread is, as another thread reads it from its stack: the thread itself does nothing for it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _NOT_THE_USERS = {"torch", "rota", "contextlib", *sys.stdlib_module_names}
 
 
 class Doing(NamedTuple):
-    """What a rank is at, in words that go on after its name; `waits`: for another rank, else it is busy itself."""
+    """What a rank does, in words that go on after its name; `waits`: for another rank; otherwise it is busy."""
 
     waits: bool
     words: str
 
 
 def frames_of(thread: int | None) -> list[FrameType]:
-    """The calls that the thread is in, innermost first; none if it has ended."""
+    """The thread's calls, innermost first; none if it has ended."""
     frames = []
     frame = sys._current_frames().get(thread) if thread is not None else None
     while frame is not None:
