@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from rota.schedules.defined import named_plans
 
 from rota import Cluster, Costs, Placement, check, find_plan, place
 from rota.placing import wave
 from rota.schedules import NAMED, zb_auto
+from rota.schedules.families import named_plans
 from rota.search import find_frontier, find_repeating
 from rota.search.budget import Budget
 from rota.search.portfolio import compile_once
