@@ -74,7 +74,7 @@ def read_bytes(read: Callable[[int], bytes], most: int) -> bytearray:
 
 
 def printable(text: str) -> str:
-    """The text in one line; characters that could move a terminal's cursor or hide others are written as \\x1b."""
+    r"""The text in one line; characters that could move a terminal's cursor or hide others are written as \x1b."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 

@@ -32,7 +32,7 @@ def argument_type(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def parse_bytes(text: str) -> int:
-    """ "40GB" -> 40000000000, "512MiB" -> 536870912, "1000" -> 1000; raises ValueError."""
+    """Return bytes: "40GB" -> 40000000000, "512MiB" -> 536870912, "1000" -> 1000. Raises ValueError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|[kmgt]i?)b?", text.strip().lower())
     if match is None:
         raise ValueError(f"{text!r} is no size; write bytes, or such as 40GB or 512MiB")
@@ -43,7 +43,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_link(text: str) -> tuple[int, int | None]:
-    """ "5us,50GB/s" -> (5, 50000): latency in µs, bytes per µs; either may be left out. Raises ValueError."""
+    """Return latency in µs and bytes per µs: "5us,50GB/s" -> (5, 50000); either may be left out. Raises ValueError."""
     latency_us: int | None = None
     bytes_per_us: int | None = None
     for part in text.split(","):
@@ -67,7 +67,7 @@ def parse_link(text: str) -> tuple[int, int | None]:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """ "pp=4,dp=2" -> {"pp": 4, "dp": 2}; raises ValueError."""
+    """Return sizes by dim: "pp=4,dp=2" -> {"pp": 4, "dp": 2}. Raises ValueError."""
     found: dict[str, int] = {}
     for part in text.split(","):
         match = re.fullmatch(r"\s*(pp|dp|tp)\s*=\s*([1-9]\d*)\s*", part)

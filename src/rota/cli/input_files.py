@@ -19,18 +19,21 @@ from rota.timeline import Timeline
 
 
 def read_costs(path: str) -> Costs:
+    """The costs in a JSON file."""
     text = _text(path)
     with named(path):
         return Costs.from_json(text)
 
 
 def read_profile(path: str) -> Profile:
+    """The profile in a JSON file, such as `rota profile` writes."""
     text = _text(path)
     with named(path):
         return Profile.from_json(text)
 
 
 def read_cluster(path: str) -> Cluster:
+    """The cluster in a JSON file."""
     text = _text(path)
     with named(path):
         return Cluster.from_json(text)
@@ -50,6 +53,7 @@ def read_timeline(path: str) -> Timeline:
 
 
 def read_plan_or_timeline(path: str) -> Plan | Timeline:
+    """The plan in a plan.json or schedule CSV, or the timeline in a timeline.json."""
     text = _text(path)
     with named(path):
         if path.lower().endswith(".csv"):

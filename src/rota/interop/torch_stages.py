@@ -73,6 +73,7 @@ class StageModule(nn.Module):
         self.step: Step
 
     def forward(self, *tensors: Tensor, microbatch: int) -> tuple[Tensor, ...]:
+        """Run F of one micro-batch: from the tensors of the stage's incoming edges to those of its outgoing ones."""
         self.tick(f"{self.stage}F{microbatch}")
         seed_op(self.step.seed, self.stage, microbatch)
         entered = [*map(_entering, tensors)]

@@ -91,20 +91,24 @@ class Tracer(fx.Tracer):
         self._thread = threading.get_ident()
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
+        """The proxy that stands for a node's value in the traced forward."""
         return _Proxy(node, self)
 
     def create_args_for_root(self, *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
+        """The forward's function and its arguments: proxies, but the values of inputs in `fixed`."""
         function, values = super().create_args_for_root(*args, **kwargs)
         return function, [
             self._fixed.get(str(value.node.target), value) if isinstance(value, fx.Proxy) else value for value in values
         ]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:  # noqa: ARG002
+        """Whether the module stays one call in the graph: it holds no CutPoint."""
         return not find_cut_points(m)
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """Trace the call of a module. Each CutPoint is recorded as a cut; a second call of it raises SplitError."""
         if threading.get_ident() != self._thread:  # fx patches nn.Module for all threads
             return forward(*args, **kwargs)
         if not isinstance(m, CutPoint):
@@ -120,11 +124,13 @@ class Tracer(fx.Tracer):
         return forward(*args, **kwargs)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """The attribute of a module, as a proxy if it is a parameter; other threads get it as it is."""
         if threading.get_ident() != self._thread:
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Record an operation and its place in the source. Raises SplitError if a trace would lose its context."""
         node = super().create_node(kind, target, *args, **kwargs)
         node.meta["place"] = _place_now()
         if (function := _function_now()) is not None:

@@ -72,22 +72,27 @@ class Answer:
 
     @property
     def was_stopped(self) -> bool:
+        """Whether Ctrl-C or an error of `progress` ended the search early."""
         return bool(self.stopped_by)
 
     @property
     def best(self) -> Found:
+        """The fastest plan, with its candidate."""
         return self.candidates[0]
 
     @property
     def plan(self) -> Plan:
+        """The fastest plan."""
         return self.best.plan
 
     @property
     def timeline(self) -> Timeline:
+        """The simulated timeline of the fastest plan."""
         return self.best.timeline
 
     @property
     def rows_per_s(self) -> float:
+        """Rows per second of the fastest plan, over all replicas."""
         return rows_per_s(self.request, self.best)
 
     @property

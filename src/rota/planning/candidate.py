@@ -35,6 +35,7 @@ class Request:
 
     @property
     def may_recompute(self) -> bool:
+        """Whether stages may recompute; they never do for inference."""
         return self.recompute and not self.inference
 
     @classmethod
@@ -94,19 +95,23 @@ class Candidate:
 
     @property
     def layers(self) -> LayerCosts:
+        """The profile of the layers at the layout's rows per micro-batch."""
         return self.request.profiles[self.layout.rows]
 
     @property
     def has_equal_layers(self) -> bool:
+        """Whether the stages' numbers of layers differ by at most one."""
         sizes = [b - a for a, b in pairwise(self.boundaries)]
         return max(sizes) - min(sizes) <= 1
 
     @property
     def usage(self) -> Usage:
+        """How a training script uses the plan: its cuts, rows per micro-batch, replicas and layers per stage."""
         num_layers = tuple(b - a for a, b in pairwise(self.boundaries))
         return Usage(self.layers.cuts_at(self.boundaries), self.layout.rows, self.layout.num_replicas, num_layers)
 
     def recomputing(self, stages: Collection[int]) -> Candidate:
+        """This candidate with exactly `stages` recomputed."""
         return replace(self, recomputed=frozenset(stages))
 
     @cached_property

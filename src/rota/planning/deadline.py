@@ -41,10 +41,12 @@ class Deadline:
 
     @property
     def elapsed_s(self) -> float:
+        """Seconds since the search began."""
         return time.monotonic() - self._began
 
     @property
     def left_s(self) -> float:
+        """Seconds left; 0.0 once the search was stopped."""
         return 0.0 if self.stopped_by else max(self.seconds - self.elapsed_s, 0.0)
 
     def has(self, seconds: float) -> bool:
@@ -54,6 +56,7 @@ class Deadline:
         return enough
 
     def report(self, doing: str, num_plans: int, best_us: int | None, at_once: bool = False) -> None:
+        """Call `progress` with the best makespan so far (µs), at most every `_EVERY_S` seconds unless `at_once`."""
         if at_once or self.elapsed_s - self._reported_s > _EVERY_S:
             self._reported_s = self.elapsed_s
             self._progress(Progress(doing, num_plans, best_us, self.elapsed_s))

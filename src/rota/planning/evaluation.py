@@ -38,14 +38,17 @@ class Found:
 
     @cached_property
     def timeline(self) -> Timeline:
+        """The simulated timeline of the plan."""
         return simulate(self.plan)
 
     @property
     def makespan_us(self) -> int:
+        """The simulated makespan of the plan, in µs."""
         return self.timeline.makespan_us
 
     @property
     def peak_bytes(self) -> int:
+        """The most bytes that any rank holds at once."""
         return max(self.timeline.peak_memory_bytes)
 
     @property

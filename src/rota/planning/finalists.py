@@ -19,6 +19,7 @@ _WORTH = 0.001  # of the best time: a smaller gain is not worth a search
 
 
 def can_search() -> bool:
+    """Whether OR-Tools and Numba, which the search needs, are installed."""
     return all(importlib.util.find_spec(module) is not None for module in ("ortools", "numba"))
 
 

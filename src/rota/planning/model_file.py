@@ -88,10 +88,10 @@ def profile_file(
     cache: str | Path | None = None,
     refresh: bool = False,
 ) -> Profile:
-    """Costs of the model's layers for micro-batches of `rows` rows: measured on "cpu" (default) or "cuda",
-    else estimated.
+    """Costs of the model's layers for micro-batches of `rows` rows.
 
-    For an estimate the model is made on the meta device, where it needs no memory.
+    They are measured on "cpu" (default) or "cuda", and estimated for every other device. For an
+    estimate the model is made on the meta device, where it needs no memory.
     """
     measured = device is None or device in _REAL
     with torch.device("meta" if not measured else device or "cpu"):

@@ -54,6 +54,7 @@ class Sweep:
 
     @property
     def best(self) -> Found | None:
+        """The best plan found so far; None before the first one that fits."""
         return min(self.found.values(), key=lambda found: found.key, default=None)
 
     @property
@@ -62,6 +63,7 @@ class Sweep:
         return float("inf") if self.best is None else self.best.makespan_us
 
     def run(self) -> None:
+        """Try the layouts, those with the lowest bounds first, until none can beat the best plan or the time is up."""
         heap: Heap = []
         for rows, layers in self.request.profiles.items():
             for layout in layouts(

@@ -32,9 +32,11 @@ class WallClock:
         self._marks: list[int] = []
 
     def mark(self) -> None:
+        """End one part here and begin the next."""
         self._marks.append(time.perf_counter_ns())
 
     def laps_ns(self) -> list[float]:
+        """The times between the marks so far, in ns; clears the marks."""
         laps = [float(end - start) for start, end in pairwise(self._marks)]
         self._marks.clear()
         return laps
@@ -48,11 +50,13 @@ class CudaClock:
         self._marks: list[torch.cuda.Event] = []
 
     def mark(self) -> None:
+        """End one part here and begin the next, by an event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         self._marks.append(event)
 
     def laps_ns(self) -> list[float]:
+        """Wait for the device; return its times between the marks so far, in ns, and clear the marks."""
         torch.cuda.synchronize()
         laps = [start.elapsed_time(end) * 1e6 for start, end in pairwise(self._marks)]  # elapsed_time is in ms
         self._marks.clear()

@@ -35,6 +35,7 @@ class Held:
 
     @property
     def total(self) -> int:
+        """Bytes of all storages, named or not."""
         return self.private + sum(self.named.values())
 
 

@@ -42,9 +42,11 @@ class Roofline(TorchDispatchMode):
         self._marks: list[float] = []
 
     def mark(self) -> None:
+        """End one part here and begin the next."""
         self._marks.append(self.us)
 
     def laps_ns(self) -> list[float]:
+        """The estimated times between the marks so far, in ns; clears the marks."""
         laps = [1000 * (end - start) for start, end in pairwise(self._marks)]
         self._marks.clear()
         return laps

@@ -63,6 +63,7 @@ class StageRun:
 
     @property
     def wants_input_gradients(self) -> bool:
+        """Whether the backward computes gradients of what the stage received."""
         return any(tensor.requires_grad for tensor in tensors_of(self.received))
 
     @property

@@ -292,7 +292,7 @@ def _row_difference(given: Sequence[GivenBatch], pipeline: list[int], names: Seq
 
 
 def _told(rows: Sequence[int]) -> str:
-    """ "4", or "4, 3, 4" where micro-batches differ."""
+    """Rows per micro-batch as text: "4", or "4, 3, 4" where micro-batches differ."""
     return ", ".join(map(str, rows if len({*rows}) > 1 else rows[:1]))
 
 

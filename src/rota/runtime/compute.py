@@ -1,4 +1,4 @@
-"""What a rank's ops compute, and what they keep for each other:
+"""What a rank's ops compute, and what they keep for each other.
 
 F ──Kept──▶ B              F ──Again──▶ R or the backward itself ──Kept──▶ B or I
 F ──Kept──▶ I ──WeightWork──▶ W
@@ -118,8 +118,10 @@ class Compute:
         self.losses, self.outputs = {}, {}
 
     def run(self, op: Op, received: list[Any]) -> list[Any]:
-        """One op. F takes the values of the stage's incoming edges and returns those of its outgoing ones; B and I
-        take gradients of the outgoing edges and return those of the incoming ones; R and W take and return nothing.
+        """Run one op on what its stage received, and return what the stage sends.
+
+        F takes the values of the stage's incoming edges and returns those of its outgoing ones; B and I take gradients
+        of the outgoing edges and return those of the incoming ones; R and W take and return nothing.
         """
         if op.kind is Kind.F:
             return (

@@ -33,6 +33,7 @@ class Message(NamedTuple):
     step: int = 0
 
     def to_bytes(self) -> bytes:
+        """The message as JSON, its words cut to `_MOST_CHARACTERS`."""
         return json.dumps({"event": self.event, "words": self.words[:_MOST_CHARACTERS], "step": self.step}).encode()
 
     @classmethod

@@ -202,6 +202,7 @@ def to_bytes(layout: Layout) -> torch.Tensor:
 
 
 def from_bytes(data: torch.Tensor) -> Layout:
+    """The layout in a uint8 tensor that `to_bytes` made."""
     return layout_of(json.loads(data.numpy().tobytes()))
 
 

@@ -41,6 +41,7 @@ class Record:
     microbatch_rows: int | None = None
 
     def to_fields(self) -> dict[str, Any]:
+        """The record as JSON fields."""
         messages = [[*column, sent, self.through_ns[column]] for column, sent in self.sent_ns.items()]
         reductions = [[stage, *times] for stage, times in self.reductions_ns.items()]
         times = {"starts_ns": self.starts_ns, "ends_ns": self.ends_ns, "messages": messages, "reductions": reductions}
@@ -49,6 +50,7 @@ class Record:
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Record:
+        """The record that `to_fields` wrote."""
         record = cls(fields["rank"], fields["offset_ns"], fields["starts_ns"], fields["ends_ns"])
         for route, position, sent, through in fields["messages"]:
             record.sent_ns[route, position], record.through_ns[route, position] = sent, through

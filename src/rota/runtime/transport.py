@@ -142,6 +142,7 @@ class Transport:
         self._send(message, first + [tensor.detach() for tensor in tensors])
 
     def send_gradients(self, message: Message, gradients: list[torch.Tensor]) -> None:
+        """Send the gradients of an edge's tensors back to the rank that computed these tensors, without a layout."""
         self._send(message, gradients)
 
     def _send(self, message: Message, tensors: list[torch.Tensor]) -> None:
@@ -197,6 +198,7 @@ class Transport:
             raise _lost_together(doing) from error
 
     def close(self) -> None:
+        """Stop the thread that waits for sends, and let go of the process groups."""
         self._wake.put(False)
         self._reaper.join(timeout=1)  # stuck only where a peer does not receive
         del self._backend, self._everyone

@@ -79,6 +79,7 @@ class Family:
     of_span: bool = False
 
     def __call__(self, placement: Placement, num_microbatches: int) -> Plan:
+        """The family's plan for the placement and the number of micro-batches."""
         return self.schedule(placement, num_microbatches)
 
     def costs_from(self, costs: Costs) -> Costs:

@@ -119,6 +119,7 @@ class ListScheduler:
 
     @property
     def makespan_us(self) -> int:
+        """When the last rank is done, in µs."""
         return max(rank.free_us for rank in self.ranks)
 
     def plan(self, sooner_than_us: int | None = None) -> Plan | None:

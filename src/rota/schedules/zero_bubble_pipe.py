@@ -48,6 +48,7 @@ class Pipe:
 
     @property
     def num_ranks(self) -> int:
+        """The number of ranks."""
         return len(self.times_us)
 
     @cached_property

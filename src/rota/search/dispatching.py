@@ -49,6 +49,7 @@ class Memory(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem) -> Memory:
+        """The tables of a problem."""
         placement, order = problem.placement, one_at_a_time(problem)
         tasks, component_of = placement.tasks, placement.component_of
         pairs = ((rank, c) for rank in range(placement.num_ranks) for c in range(placement.num_components))
@@ -73,6 +74,8 @@ class State(NamedTuple):
 
     @classmethod
     def of(cls, tables: Tables) -> State:
+        """The state before the first op."""
+
         def zeros(size: int) -> Integers:
             return np.zeros(size, np.int64)
 

@@ -142,10 +142,12 @@ class Portfolio:
 
     @property
     def is_proven(self) -> bool:
+        """Whether the best plan so far reaches the lower bound."""
         return self.incumbent.key is not None and self.incumbent.value_us <= self.bound_us
 
     @property
     def is_over(self) -> bool:
+        """Whether the budget is used up or the best plan is proven."""
         return self.budget.is_over or self.is_proven
 
     def report(self) -> None:
@@ -154,10 +156,12 @@ class Portfolio:
             self.progress(Progress(self.doing, self.incumbent.value_us, self.bound_us, self.budget.elapsed_s))
 
     def turn_to(self, doing: str) -> None:
+        """Report progress under a new name of what is being done."""
         self.doing = doing
         self.report()
 
     def share(self, part: float) -> Budget:
+        """A share of the budget: `part` (0 to 1) of its nominal seconds."""
         return self.budget.share(part * self.budget.seconds)
 
     def run(self) -> None:
@@ -405,6 +409,7 @@ class Incumbent:
 
     @property
     def value_us(self) -> int:
+        """The makespan or span of the best plan, in µs; there must be one."""
         assert self.key is not None
         return self.key.value_us
 

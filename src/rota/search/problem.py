@@ -43,6 +43,7 @@ class Rows:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> Rows:
+        """The rows as int64 arrays."""
         first = np.array([0, *accumulate(len(row) for row in rows)], dtype=np.int64)
         return cls(first, np.array([*chain.from_iterable(rows)], dtype=np.int64))
 
@@ -140,7 +141,7 @@ class Problem:
 
     @cached_property
     def inputs(self) -> Rows:
-        """One row per task: source and lag in µs of each edge into it, s0 l0 s1 l1 …"""
+        """One row per task: s0 l0 s1 l1 …, the source and lag in µs of each edge into it."""
         rows: list[list[int]] = [[] for _ in self.placement.tasks]
         for (source, target), lag in self.lags_us.items():
             rows[target] += [source, lag]
@@ -148,7 +149,7 @@ class Problem:
 
     @cached_property
     def outputs(self) -> Rows:
-        """One row per task: target and lag in µs of each edge out of it, t0 l0 t1 l1 …"""
+        """One row per task: t0 l0 t1 l1 …, the target and lag in µs of each edge out of it."""
         rows: list[list[int]] = [[] for _ in self.placement.tasks]
         for (source, target), lag in self.lags_us.items():
             rows[source] += [target, lag]

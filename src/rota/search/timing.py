@@ -33,6 +33,7 @@ class Tables(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem) -> Tables:
+        """The tables of a problem."""
         rows = problem.ranks, problem.inputs, problem.outputs, problem.tasks_on
         columns = [column for row in rows for column in (row.first, row.values)]
         return cls(problem.first_op, problem.first_node, problem.durations_us, *columns)

@@ -27,6 +27,7 @@ _ROWS = (1, 2, 4, 8)  # of a micro-batch, where nothing else is asked for
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `rota autoplan` to its parser."""
     parser.add_argument(
         "model",
         nargs="?",
@@ -76,6 +77,7 @@ def _slowdowns(text: str) -> tuple[float, ...]:
 
 
 def run(arguments: Namespace) -> int:
+    """Print the fastest plan found for the model or its profile, and write it to --output. Returns the exit code."""
     if arguments.model is None and arguments.profile is None:
         raise InputError("what is to be planned? give MODEL.py, or --profile of `rota profile`, or both")
     from rota.planning import autoplan

@@ -12,10 +12,12 @@ from rota.timeline import Timeline
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `rota bound` to its parser."""
     parser.add_argument("plan", help="plan.json, or a schedule CSV (F 1 ms, B 2 ms)")
 
 
 def run(arguments: Namespace) -> int:
+    """Print lower bounds (µs) on the makespan and span, and the plan's gap to them. Returns the exit code."""
     loaded = input_files.read_plan_or_timeline(arguments.plan)
     planned = loaded.plan if isinstance(loaded, Timeline) else loaded
     require_search()

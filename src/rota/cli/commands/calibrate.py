@@ -16,6 +16,7 @@ from rota.timeline import Timeline
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `rota calibrate` to its parser."""
     help_text = "measured timeline.json, such as `rota run --timeline` writes; of several the median counts"
     parser.add_argument("timelines", nargs="+", metavar="MEASURED", help=help_text)
     parser.add_argument(
@@ -32,6 +33,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> int:
+    """Print the calibrated costs and the plan chosen for them, and write both where asked. Returns the exit code."""
     if arguments.time_limit is not None and arguments.schedule != SEARCH:
         raise InputError("--time-limit is for --plan search; leave it out, or search")
     timelines = [_measured(path) for path in arguments.timelines]

@@ -11,10 +11,12 @@ from rota.cli.screen import print_replicas
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `rota check` to its parser."""
     parser.add_argument("plan", help="plan.json, or a schedule CSV")
 
 
 def run(arguments: Namespace) -> int:
+    """Check the plan, and print its size, makespan (µs) and bubble. Returns the exit code."""
     planned = input_files.read_plan(arguments.plan)
     checking.check(planned)
     timeline = simulation.simulate(planned)

@@ -24,6 +24,7 @@ None of them runs anything that is in a checkpoint: use them on checkpoints that
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `rota checkpoint` to its parser."""
     actions = parser.add_argument_group("actions", _HELP)
     actions.add_argument("action", type=one_of(ACTIONS), metavar="ACTION", help="ls, verify or export")
     help_text = "folder of rota.Checkpoints, or one checkpoint: FOLDER/step-N"
@@ -32,6 +33,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> int:
+    """List, verify or export the checkpoints in the folder. Returns the exit code."""
     if (arguments.output is None) is (arguments.action == "export"):
         remedy = "needs -o FILE" if arguments.output is None else f"writes no file: leave out -o {arguments.output}"
         raise InputError(f"{arguments.action} {remedy}")

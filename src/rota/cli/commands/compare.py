@@ -14,6 +14,7 @@ from rota.cli.requirements import InputError
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `rota compare` to its parser."""
     parser.add_argument("planned", help="plan.json (simulated first) or timeline.json")
     parser.add_argument("measured", help="timeline.json, such as `rota run --timeline` writes")
     add_cores(parser)
@@ -21,6 +22,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> int:
+    """Print the planned timeline against the measured one, and draw both to --output. Returns the exit code."""
     planned, measured = input_files.read_timeline(arguments.planned), input_files.read_timeline(arguments.measured)
     if is_measured(planned):
         if not is_measured(measured):

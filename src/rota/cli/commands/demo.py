@@ -11,11 +11,13 @@ from rota.cli.requirements import require
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `rota demo` to its parser."""
     parser.add_argument("--steps", type=number(1), default=60, help="training steps (default: 60)")
     add_output(parser, "FOLDER", "folder for its files (default: rota-demo)", default="rota-demo", writes="folder")
 
 
 def run(arguments: Namespace) -> int:
+    """Run the demo, which writes its files to the output folder. Returns the exit code."""
     require("torch", "torch")
     from rota.demo.main import run_demo
 

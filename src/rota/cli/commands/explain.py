@@ -12,6 +12,7 @@ from rota.cli.requirements import InputError
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `rota explain` to its parser."""
     parser.add_argument("timeline", help="timeline.json, or a plan (simulated first)")
     parser.add_argument("second", nargs="?", help=argparse.SUPPRESS)  # refused, with the right command
     help_text = "what ops should take (default: what the timeline's plan says)"
@@ -21,6 +22,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Print why each rank is idle, as text or JSON. Returns the exit code."""
     if arguments.second is not None:
         a, b = arguments.timeline, arguments.second
         raise InputError(

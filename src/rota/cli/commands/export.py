@@ -22,6 +22,7 @@ _TITAN_LEAVES_NONE = (
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add one subcommand per format to the parser of `rota export`."""
     parser.add_commands(_FORMATS, metavar="FORMAT", dest="format", required=True)
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `rota frontier` to its parser."""
     parser.add_argument("--stages", type=number(1), help="stages (default: as many as the shape needs)")
     add_costs(parser, "a stage")
     add_shape(parser, default="v")
@@ -26,6 +27,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> int:
+    """Print the curve of memory limit against period, and draw it to --output. Returns the exit code."""
     require_search()
     from rota.search import find_frontier
 

@@ -18,6 +18,7 @@ _MOST_LAYOUT_BYTES = 2**20
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add one subcommand per format to the parser of `rota import`."""
     parser.add_commands(_FORMATS, metavar="FORMAT", dest="format", required=True)
 
 

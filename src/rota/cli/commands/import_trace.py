@@ -11,6 +11,7 @@ from rota.cli.parser import Command, Parser
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `rota import-trace` to its parser."""
     help_text = "of one rank, from torch.profiler; .json or .json.gz"
     parser.add_argument("traces", nargs="+", metavar="TRACE", help=help_text)
     parser.add_argument("--step", type=number(0), help="which of the profiled steps, from 0 (default: the last)")
@@ -19,6 +20,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> int:
+    """Print the traces as one timeline and explain it; write it to --output. Returns the exit code."""
     from rota.interop import import_traces
 
     imported = import_traces(arguments.traces, arguments.step)

@@ -22,6 +22,7 @@ _OBJECTIVES = ("makespan", "span", "period")
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `rota plan` to its parser."""
     parser.add_argument(
         "schedule", type=one_of((SEARCH, *NAMED), any_case=True), metavar="SCHEDULE", help="one of those below"
     )
@@ -44,6 +45,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> int:
+    """Make a plan by the named schedule or by search, and write it as JSON or CSV. Returns the exit code."""
     planned = _searched(arguments) if arguments.schedule == SEARCH else _named(arguments)
     _warn_of_idle_ranks(planned)
     if arguments.output is None:

@@ -20,6 +20,7 @@ _TOO_FAR_APART = 1.0  # the middle half of the measurements, as a part of their 
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `rota profile` to its parser."""
     parser.add_argument(
         "model",
         metavar="MODEL.py",
@@ -40,6 +41,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> int:
+    """Profile the layers of a model, or the links between processes. Returns the exit code."""
     require("torch", "torch")
     return _links(arguments) if arguments.model == LINKS else _layers(arguments)
 

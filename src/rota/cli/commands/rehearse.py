@@ -12,6 +12,7 @@ from rota.cli.screen import print_replicas, show_progress
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `rota rehearse` to its parser."""
     parser.add_argument("plan", help="plan.json")
     parser.add_argument("--steps", type=number(1), default=5, help="steps, after one to warm up (default: 5)")
     parser.add_argument("--allocate", action="store_true", help="really hold the memory that the plan says")
@@ -21,6 +22,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> int:
+    """Rehearse the plan, print the report, and write the median step's timeline. Returns the exit code."""
     planned = input_files.read_plan(arguments.plan)
     require("torch", "torch")
     from rota.planning import rehearsal

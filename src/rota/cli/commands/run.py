@@ -22,6 +22,7 @@ _WORKERS = {"rota": "rota.runtime.launching.worker", "torch": "rota.interop.torc
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `rota run` to its parser."""
     parser.add_argument("plan", help="plan.json")
     parser.add_argument("script", help="Python file to run on every rank; it calls rota.given_plan()")
     # Before Python 3.13, argparse says of the rest that it is required.
@@ -45,6 +46,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the script on every rank of the plan. Returns the exit code: 128 + its number if a signal ended the run."""
     planned = input_files.read_plan(arguments.plan)
     require("torch", "torch")
     from rota.runtime.launching.launch import EndedBySignal, launch

@@ -12,6 +12,7 @@ from rota.schedules import table
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `rota schedules` to its parser."""
     add_step(parser)
     add_costs(parser, "a rank; families with several stages per rank divide it among them")
     form = parser.add_mutually_exclusive_group()
@@ -20,6 +21,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> int:
+    """Print the figures of all named schedules as a table, JSON or CSV. Returns the exit code."""
     if arguments.costs is None and arguments.ranks is None:
         raise InputError("how many ranks? give --ranks or --costs")
     costs = measured(arguments) if arguments.costs else uniform(arguments, arguments.ranks)

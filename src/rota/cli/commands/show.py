@@ -14,6 +14,7 @@ from rota.timeline import Timeline
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `rota show` to its parser."""
     parser.add_argument("file", help="plan.json (simulated first), timeline.json, or a schedule CSV")
     parser.add_argument("--width", type=number(20), help="columns (default: the terminal's)")
     add_output(parser, "PICTURE", "write a .png, .svg, .pdf or .html instead, or a .json for Perfetto")
@@ -22,6 +23,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace) -> int:
+    """Print the timeline in the terminal, or draw it to --output. Returns the exit code."""
     timeline = input_files.read_timeline(arguments.file)
     if arguments.output is not None:
         above = None if arguments.above is None else input_files.read_timeline(arguments.above)

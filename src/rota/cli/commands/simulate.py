@@ -12,11 +12,13 @@ from rota.cli.screen import print_timeline
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `rota simulate` to its parser."""
     parser.add_argument("plan", help="plan.json, or a schedule CSV (F 1 ms, B 2 ms)")
     add_output(parser, "FILE", "write the timeline as JSON", writes="timeline")
 
 
 def run(arguments: Namespace) -> int:
+    """Simulate the plan, print its timeline, and write it to --output. Returns the exit code."""
     timeline = simulation.simulate(input_files.read_plan(arguments.plan))
     print_timeline(timeline)
     if arguments.output is not None:

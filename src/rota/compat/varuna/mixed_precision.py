@@ -24,6 +24,7 @@ class MixedPrecision:
         self._least = 0.0
 
     def set_scale(self, loss_scale: float | Literal["dynamic"], init_loss_scale: float, min_loss_scale: float) -> None:
+        """Set the loss scale: fixed, or dynamic from `init_loss_scale` on, never below `min_loss_scale`."""
         if not self.enabled:
             return
         if isinstance(loss_scale, str) and loss_scale != "dynamic":
@@ -34,6 +35,7 @@ class MixedPrecision:
 
     @property
     def scale(self) -> float:
+        """The factor by which the loss is multiplied now; 1.0 before `set_scale`."""
         return 1.0 if self.scaler is None else self.scaler.get_scale()
 
     def forwards(self) -> AbstractContextManager[object]:
@@ -49,6 +51,7 @@ class MixedPrecision:
                 parameter.grad.mul_(self.scale)
 
     def unscale(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Divide the gradients of the optimizer's parameters by the scale."""
         if self.scaler is not None and optimizer is not None:
             self.scaler.unscale_(optimizer)
 

@@ -135,8 +135,9 @@ class Varuna(nn.Module):
     # --- steps ----------------------------------------------------------------------------------------------------
 
     def step(self, inputs: Mapping[str, Any], clip_grad_max_norm: float | None = None) -> tuple[float, bool, float]:
-        """Forwards and backwards of one batch: (mean loss, whether fp16 overflowed, norm of all gradients before
-        clipping), the same on every rank. Collective; the caller steps the optimizer.
+        """Run the forwards and backwards of one batch. Collective; the caller steps the optimizer.
+
+        Returns (mean loss, whether fp16 overflowed, norm of all gradients before clipping), the same on every rank.
 
         `inputs`: of this replica, the same on all its stages, by the forward's names. Tensors are split along dim 0;
         None, numbers and tensors without dims go to every micro-batch. Gradients are added to `.grad`, as means over

@@ -82,6 +82,7 @@ class RankMemory:
 
     @property
     def held_bytes(self) -> int:
+        """Bytes of all buffers that the rank holds now."""
         held = [buffer for buffers in self._held.values() for buffer, _ in buffers]
         return sum(buffer.nbytes for buffer in (self._static, self._used, *held))
 

@@ -93,8 +93,10 @@ def _last_words(file: Path) -> str:
 
 
 def report_file(folder: str, rank: int) -> Path:
+    """The file in `folder` to which a rank writes its report."""
     return Path(folder, f"rank{rank}.json")
 
 
 def stderr_file(folder: str, rank: int) -> Path:
+    """The file in `folder` that gets a rank's standard error."""
     return Path(folder, f"rank{rank}.stderr")

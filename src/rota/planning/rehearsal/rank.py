@@ -48,10 +48,12 @@ class RankReport:
     process_bytes: int | None = None
 
     def to_json(self) -> str:
+        """The report as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> RankReport:
+        """The report that `to_json` wrote."""
         fields = json.loads(text)
         return cls(**{**fields, "steps": [RankStep(**step) for step in fields["steps"]]})
 

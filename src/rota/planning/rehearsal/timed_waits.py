@@ -152,6 +152,7 @@ class Arrivals:
         return [arrival]
 
     def close(self) -> None:
+        """End the senders' threads, after the messages that they already wait for."""
         for posted in self._posted.values():
             posted.put(None)
 

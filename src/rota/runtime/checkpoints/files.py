@@ -61,6 +61,7 @@ class Saved:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all files that the manifest lists."""
         return sum(file.num_bytes for file in self.manifest.files.values())
 
     def require_files(self) -> None:

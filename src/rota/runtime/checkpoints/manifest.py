@@ -25,6 +25,7 @@ class File(NamedTuple):
 
     @classmethod
     def of(cls, data: bytes) -> File:
+        """The size and SHA-256 of `data`."""
         return cls(len(data), hashlib.sha256(data).hexdigest())
 
 
@@ -46,6 +47,7 @@ class Manifest:
     files: dict[str, File]
 
     def to_json(self) -> str:
+        """The text of `rota.json`, with its own SHA-256."""
         fields = {name: getattr(self, name) for name in self.__slots__}
         pairs = {of: [[name, value] for name, value in fields[of].items()] for of in ("weights", "files")}
         written = {"format": FORMAT, **fields, **pairs}

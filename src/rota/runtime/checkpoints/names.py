@@ -35,6 +35,7 @@ class Weight(NamedTuple):
 
     @property
     def is_buffer(self) -> bool:
+        """Whether it is a buffer, not a parameter."""
         return not isinstance(self.tensor, nn.Parameter)
 
     def key(self, name: str, shard: int) -> str:

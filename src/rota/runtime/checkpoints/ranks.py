@@ -68,6 +68,7 @@ class Ranks:
             return all_gather_json(value, self.group)
 
     def close(self) -> None:
+        """Destroy the group, if the caller has not; a second call does nothing."""
         group, self.group = self.group, None
         if group is not None and dist.is_initialized():
             with suppress(ValueError):  # the caller has destroyed it

@@ -93,6 +93,7 @@ class Restoring:
     training: TrainingState
 
     def finish(self) -> None:
+        """Set the states of the optimizer, the scheduler and the random generators from the checkpoint."""
         optimizer, scheduler = self.trained.optimizer, self.trained.scheduler
         if optimizer is not None:
             records = self.training.records

@@ -49,6 +49,7 @@ class Chunk:
     crc32: int
 
     def num_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the chunk if its tensor has this dtype."""
         return math.prod(self.box[1]) * dtype.itemsize
 
 
@@ -136,6 +137,7 @@ def share_out(of_ranks: Sequence[list[Any]]) -> list[list[tuple[str, Box]]]:
 
 
 def file_of(rank: int) -> str:
+    """The name of the file with a rank's tensors."""
     return f"tensors-{rank}.bin"
 
 
@@ -172,6 +174,7 @@ def index_of(of_ranks: Sequence[list[Any]], checksums: Sequence[list[int]]) -> I
 
 
 def index_to_json(index: Index) -> str:
+    """The text of `tensors.json`: each tensor's dtype, size and chunks."""
     entries = [
         [key, dtype_name(of.dtype), of.size, [[*c.box, c.file, c.position, c.crc32] for c in of.chunks]]
         for key, of in index.items()

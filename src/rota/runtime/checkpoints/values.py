@@ -39,6 +39,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype's name without its module, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 

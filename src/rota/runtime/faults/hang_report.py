@@ -21,6 +21,7 @@ class Standing(NamedTuple):
     last: str
 
     def to_text(self) -> str:
+        """The fields as a JSON list."""
         return json.dumps(self)
 
     @classmethod

@@ -28,6 +28,7 @@ class Straggler:
     num_steps: int
 
     def to_text(self) -> str:
+        """One sentence for people: which rank is slower, in how many steps, and by how much."""
         return (
             f"rank {self.rank} was slower than the others in {self.num_slow} of the last {self.num_steps} steps: its "
             f"ops took {self.times_planned:.2f} times as long as planned, theirs {self.others:.2f} times"

@@ -136,6 +136,7 @@ class Watchdog:
             self._roll_call.tell_failure(f"{self.name}: {words}")
 
     def close(self) -> None:
+        """End the thread, and tell the supervisor that the pipeline closes."""
         control.report("closes")
         self._stop.set()
         self._thread.join(timeout=5)
@@ -149,6 +150,7 @@ class Watchdog:
 
     @property
     def name(self) -> str:
+        """This process's name, for people."""
         return self.names[self._roll_call.process]
 
     def _explain(self, error: LostRankError) -> None:

@@ -19,6 +19,7 @@ from rota.runtime.process_group import meet_by_environment
 
 
 def main() -> None:
+    """Run the script of `sys.argv` as `__main__`, and report its error to the supervisor."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends a rank at once, even inside a wait
     end_with_parent(control.connect())
     meet_by_environment()

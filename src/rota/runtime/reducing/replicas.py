@@ -114,6 +114,7 @@ class GradientAllReduce:
 
 
 def by_dtype(tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, list[Any]]:
+    """The tensors by dtype, each list in the given order."""
     found: dict[torch.dtype, list[Any]] = {}
     for tensor in tensors:
         found.setdefault(tensor.dtype, []).append(tensor)

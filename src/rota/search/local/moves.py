@@ -39,6 +39,7 @@ class State(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem, orders: Orders, seed: int) -> State:
+        """The state for these orders; `seed` starts the random generator."""
         counts, work = problem.counts, problem.counts * problem.durations_us
         works = [work[tasks].sum() for tasks in problem.tasks_on]
         sizes = np.repeat(counts, np.diff(problem.ranks.first))
@@ -150,11 +151,13 @@ def index(tables, state, rank):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def start_at(tables, state, at):  # type: ignore[no-untyped-def]
+    """When the op at place `at` of `orders` starts, in µs."""
     return state.starts_us[tables.first_node[state.orders[at]] + state.indexes[at]]
 
 
 @njit(cache=True, nogil=True)
 def end_at(tables, state, at):  # type: ignore[no-untyped-def]
+    """When the op at place `at` of `orders` ends, in µs."""
     return start_at(tables, state, at) + tables.durations_us[state.orders[at]]
 
 

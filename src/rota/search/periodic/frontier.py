@@ -79,11 +79,11 @@ def find_frontier(
     deterministic: bool = False,
     progress: Callable[[Point], None] | None = None,
 ) -> Frontier:
-    """The curve of memory limit against period, from the least memory that one micro-batch needs to where the busiest
-    rank never idles.
+    """The curve of memory limit against period.
 
-    Only limits that ops can reach are tried, most promising first, until nothing can be better or the time is up. The
-    placement's own limits do not count. Ctrl-C ends the search with the points so far.
+    It goes from the least memory that one micro-batch needs to where the busiest rank never idles. Only limits that
+    ops can reach are tried, most promising first, until nothing can be better or the time is up. The placement's own
+    limits do not count. Ctrl-C ends the search with the points so far.
 
     Args:
         placement: The tasks of one micro-batch, and the cluster.

@@ -19,14 +19,17 @@ class Loop:
 
     @cached_property
     def problem(self) -> Problem:
+        """The problem of one micro-batch per component."""
         return Problem(self.placement, self.placement.num_components, self.reserved_bytes)
 
     @property
     def num_tasks(self) -> int:
+        """Tasks of one micro-batch of each component."""
         return len(self.placement.tasks)
 
     @cached_property
     def durations_us(self) -> tuple[int, ...]:
+        """The duration of each task, in µs."""
         return tuple(task.duration_us for task in self.placement.tasks)
 
     @cached_property

@@ -58,6 +58,7 @@ class Interval:
     in_flight: int | None = None
 
     def nodes(self, tasks: Sequence[int]) -> list[int]:
+        """The nodes of the tasks: task × `num_copies` + copy, for every copy."""
         return [task * self.num_copies + j for task in tasks for j in range(self.num_copies)]
 
 

@@ -64,6 +64,7 @@ class Steady:
 
     @classmethod
     def of(cls, placement: Placement, num_copies: int, rhythm: Rhythm) -> Steady:
+        """The steady state with this rhythm, its first task at time 0."""
         first = min(rhythm.starts_us)
         nodes = range(0, len(rhythm.starts_us), num_copies)
         starts = tuple(tuple(start - first for start in rhythm.starts_us[i : i + num_copies]) for i in nodes)
@@ -195,6 +196,7 @@ class SteadyResult:
 
     @property
     def is_optimal(self) -> bool:
+        """Whether its time per micro-batch reaches the bound."""
         return self.steady.us_per_microbatch <= self.bound_us
 
 
