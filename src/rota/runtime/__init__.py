@@ -1,4 +1,4 @@
-"""Plans run on `torch.distributed`: one process a rank, exactly the planned order, everything recorded."""
+"""Plans run on `torch.distributed`: one process per rank, messages over Gloo, the planned order, all of it recorded."""
 
 from rota.runtime import spmd
 from rota.runtime.launcher_files import given_plan

@@ -1,4 +1,4 @@
-"""Named schedules: each a function (placement, num_microbatches, …) -> Plan, one file a family; and your own."""
+"""Named schedules: each a function (placement, num_microbatches, …) -> Plan, one file per family; and your own."""
 
 from __future__ import annotations
 
