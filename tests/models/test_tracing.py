@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import gc
 import random
 import re
 import sys
@@ -175,6 +176,22 @@ def test_forward_that_a_trace_cannot_tell(middle: Callable[[Any, Any], Any], lin
     assert model.training
     assert set(vars(model)) == set(vars(Model(middle)))
     assert torch.equal(model.count, torch.zeros(2))
+
+
+def test_a_callback_of_the_garbage_collector_is_not_taken_for_the_line_that_draws() -> None:
+    def interrupted(model: Any, x: Tensor) -> Tensor:
+        _ = [[] for _ in range(100_000)], torch.manual_seed(0)  # enough new objects for a collection
+        return x
+
+    def collected(phase: str, info: dict[str, int]) -> None:
+        del phase, info
+
+    gc.callbacks.append(collected)
+    try:
+        with pytest.raises(SplitError, match=r"test_tracing\.py:\d+ \(_ = "):
+            split(Model(interrupted), 2)
+    finally:
+        gc.callbacks.remove(collected)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -61,12 +62,15 @@ class RandomStates:
             last = frame, frame.f_lineno
             return look
 
-        tracing_before = sys.gettrace()
+        tracing_before, collecting_before = sys.gettrace(), gc.isenabled()
+        gc.disable()  # its callbacks and finalizers run between any two instructions, and would be taken for the user's
         sys.settrace(look)
         try:
             run()
         finally:
             sys.settrace(tracing_before)
+            if collecting_before:
+                gc.enable()
         return found[0] if found else None
 
 
