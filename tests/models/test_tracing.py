@@ -180,7 +180,7 @@ def test_forward_that_a_trace_cannot_tell(middle: Callable[[Any, Any], Any], lin
 
 def test_a_callback_of_the_garbage_collector_is_not_taken_for_the_line_that_draws() -> None:
     def interrupted(model: Any, x: Tensor) -> Tensor:
-        _ = [[] for _ in range(100_000)], torch.manual_seed(0)  # enough new objects for a collection
+        _ = [*map(list, [()] * 100_000)], torch.manual_seed(0)  # enough new objects for a collection
         return x
 
     def collected(phase: str, info: dict[str, int]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
-from rota.runtime import runs
+from rota.runtime import agreement
 from rota.runtime.program import Message
 from rota.runtime.transport import Transport
 from rota.schedules import NAMED
@@ -323,13 +323,13 @@ def test_replicas_may_have_other_shapes(pool: Pool) -> None:
 def told_rounds(rank: int, batches: list[Any]) -> int:
     """How often ranks compare what they were given."""
     counted = []
-    gather = runs.all_gather_json
+    gather = agreement.all_gather_json
 
     def counting(*args: Any) -> Any:
         counted.append(1)
         return gather(*args)
 
-    with patch.object(runs, "all_gather_json", counting), Pipeline(chain(3), plan_for(4), loss_fn) as pipeline:
+    with Pipeline(chain(3), plan_for(4), loss_fn) as pipeline, patch.object(agreement, "all_gather_json", counting):
         for batch in batches:
             pipeline.step(*batch)
     return len(counted)
