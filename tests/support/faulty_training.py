@@ -185,8 +185,8 @@ def _in_loss(pipeline: Pipeline, stage: nn.Module, act: Callable[[], Any]) -> No
 
 def _in_reduction(pipeline: Pipeline, stage: nn.Module, act: Callable[[], Any]) -> None:
     """It was begun, and is not waited for yet."""
-    (average,) = pipeline._gradients._averages.values()
-    average.finish = act  # type: ignore[method-assign]
+    (all_reduce,) = pipeline._gradients._all_reduces.values()
+    all_reduce.finish = act  # type: ignore[method-assign]
 
 
 def _in(name: str) -> Callable[[Pipeline, nn.Module, Callable[[], Any]], None]:
