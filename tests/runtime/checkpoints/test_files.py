@@ -382,6 +382,7 @@ def changed_at(document: Any, place: tuple[Any, ...], value: Any) -> str:
         (("random", "torch"), "AA==", "is no random state"),
         (("random", "torch"), 3, "expected a text"),
         (("random", "python", 0), 9, "is no random state"),
+        (("random", "python", 0), 2, "is no random state of this version of Python"),
         (("random", "python", 2), 700, "expected 624 or less"),
         (("random", "python", 3), "x", "expected a float"),
         (("random", "numpy", 2), 625, "expected 624 or less"),  # NumPy would read beyond its words

@@ -212,7 +212,10 @@ def _python_state(field: Field) -> tuple[Any, ...]:
         raise field.wrong("a version, words, a position and None or a float")
     words, position = _words(parts[1]), parts[2].integer(0, _LENGTH)
     state = (parts[0].integer(0), (*words, position), _float_or_none(parts[3]))
-    _accepted(field, lambda: random.Random().setstate(state))
+    generator = random.Random()
+    _accepted(field, lambda: generator.setstate(state))
+    if generator.getstate() != state:  # Python converts the states of its older versions
+        raise FormatError(f"{field.path} is no random state of this version of Python")
     return state
 
 
