@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from rota.errors import FormatError, PipelineError
 from rota.plan import Plan
 from rota.runtime import control
-from rota.runtime.checkpoints import files as files
+from rota.runtime.checkpoints import files
 from rota.runtime.checkpoints import folder as folders
 from rota.runtime.checkpoints.files import Saved
 from rota.runtime.checkpoints.lock import locked
