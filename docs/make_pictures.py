@@ -61,7 +61,7 @@ def shoot(
 
 
 def v_shaped() -> Timeline:
-    """Two stages a rank, split backwards, transfers, memory with its limit, and an end of the step."""
+    """Two stages per rank, split backwards, transfers, memory with its limit, and an end of the step."""
     memory = {"activation_bytes": 2 * 10**9, "boundary_bytes": 3 * 10**6}
     costs = Costs.uniform(8, 1000, 1000, 900, reduce_us=800, optimizer_us=400, **memory)
     cluster = Cluster.uniform(4, 24 * 10**9, latency_us=20, bytes_per_us=100_000)

@@ -66,7 +66,7 @@ def section(family: Family) -> str:
 
 def picture(family: Family) -> None:
     """4 ranks, 8 micro-batches, F = I = W."""
-    costs = family.adapted(Costs.uniform(4 * family.stages_a_rank, 1000, 1000, 1000, activation_bytes=1000))
+    costs = family.adapted(Costs.uniform(4 * family.stages_per_rank, 1000, 1000, 1000, activation_bytes=1000))
     plan = family(family.place(costs, Cluster.uniform(4)), 8)
     save(simulate(plan), str(FOLDER / "pictures" / f"{family.name}.png"))
 

@@ -187,7 +187,7 @@ def row(workload: Workload) -> str:
 
 def told(answer: Answer) -> str:
     best, layout = answer.best, answer.best.candidate.layout
-    v = f", {layout.stages_a_rank} stages a rank" if layout.stages_a_rank > 1 else ""
+    v = f", {layout.stages_per_rank} stages per rank" if layout.stages_per_rank > 1 else ""
     again = f", {len(best.candidate.recomputed)} recomputed" if best.candidate.recomputed else ""
     sizes = f"{layout.num_microbatches} × {layout.rows} rows"
     return f"{layout.num_ranks} × {layout.num_replicas}{v}, {sizes}{again}, {best.schedule}"

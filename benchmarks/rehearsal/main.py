@@ -49,7 +49,7 @@ def random_plan(seed: int, num_ranks: int, link: Link) -> tuple[str, Plan]:
         ranks = [rng.randrange(num_ranks) for _ in range(num_stages)]
         return "any order", in_any_order(place(random_costs(rng, num_stages), cluster, ranks), num_microbatches, rng)
     family = FAMILIES[5 * seed % len(FAMILIES)]
-    costs = family.adapted(random_costs(rng, num_ranks * family.stages_a_rank))
+    costs = family.adapted(random_costs(rng, num_ranks * family.stages_per_rank))
     return family.name, family(family.place(costs, cluster), num_microbatches)
 
 

@@ -137,7 +137,7 @@ def test_a_placement_is_made_of_its_costs(placement: Placement) -> None:
     assert Costs.from_json(costs.to_json()) == costs
 
 
-def test_costs_with_recomputation_and_several_stages_a_rank() -> None:
+def test_costs_with_recomputation_and_several_stages_per_rank() -> None:
     given_costs = Costs.uniform(
         4, 10, 20, activation_bytes=9, recompute_us=(10, None, 11, None), checkpoint_bytes=2, static_bytes=5
     )

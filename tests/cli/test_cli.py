@@ -130,7 +130,7 @@ def test_schedules_compares_chains_alone(costs_file: Path, capsys: pytest.Captur
     assert run(capsys, "plan", "1f1b", "--costs", costs_file, "--microbatches", 8)[0] == 0
 
 
-@pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.stages_a_rank == 1])
+@pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.stages_per_rank == 1])
 def test_what_measured_costs_lack_is_assumed_and_told(
     name: str, costs_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,7 +73,7 @@ def test_frontier_as_table_and_picture(tmp_path: Path, capsys: Capsys) -> None:
 
 
 def test_default_costs_distort_nothing(tmp_path: Path, capsys: Capsys) -> None:
-    """They can be dealt to several stages a rank, and are the same for every command; a CSV has them, too."""
+    """They can be dealt to several stages per rank, and are the same for every command; a CSV has them, too."""
     given = ("--forward-us", 1000, "--backward-us", 2000, "--activation", "1kB")
     step = ("--ranks", 4, "--microbatches", 8)
     code, table, _ = run(capsys, "schedules", *step, "--json")

@@ -94,7 +94,7 @@ def questions(draw: st.DrawFn) -> tuple[LayerCosts, int, dict[str, Any]]:
     limits = st.none() | st.integers(0, 80) | st.tuples(*[st.none() | st.integers(0, 60)] * num_ranks)
     options = {
         "placement": placement,
-        "stages_a_rank": a_rank,
+        "stages_per_rank": a_rank,
         "limit_bytes": draw(limits),
         "in_flight": draw(st.none() | st.tuples(*[st.integers(0, 3)] * stages)),
         "slowdowns": draw(st.none() | st.tuples(*[st.sampled_from([0.5, 1, 1.1, 3])] * num_ranks)),
@@ -145,7 +145,7 @@ def all_cuts(num_layers: int, num_stages: int) -> list[list[int]]:
 @settings(max_examples=200)
 def test_no_cut_that_fits_is_better(question: tuple[LayerCosts, int, dict[str, Any]]) -> None:
     given_layers, num_ranks, options = question
-    num_stages = num_ranks * options["stages_a_rank"]
+    num_stages = num_ranks * options["stages_per_rank"]
     cuts = all_cuts(given_layers.num_layers, num_stages)
     possible = [times for times, fits in (weighed(given_layers, num_ranks, each, options) for each in cuts) if fits]
     if not possible:
@@ -158,7 +158,7 @@ def test_no_cut_that_fits_is_better(question: tuple[LayerCosts, int, dict[str, A
     assert list(found.rank_us) == times
     assert found.slowest_us == found.bound_us == min(map(max, possible))
     assert found.gap == 0
-    if options["stages_a_rank"] == 1:
+    if options["stages_per_rank"] == 1:
         squares = [sum(time**2 for time in each) for each in possible if max(each) == found.slowest_us]
         assert sum(time**2 for time in times) == min(squares)
 
@@ -225,9 +225,9 @@ def test_ranks_that_hold_more_micro_batches_get_fewer_layers() -> None:
 
 def test_the_sum_of_a_rank_s_stages_counts() -> None:
     """The best stages, each by itself, are not the best ranks."""
-    found = cut(chain_of([900, 300, 300, 300, 300, 900]), 2, stages_a_rank=2, placement="wave")
+    found = cut(chain_of([900, 300, 300, 300, 300, 900]), 2, stages_per_rank=2, placement="wave")
     assert found.rank_us == (1500, 1500) or found.slowest_us == found.bound_us
-    uneven = cut(chain_of([1200, *[300] * 10]), 2, stages_a_rank=2, placement="interleaved")
+    uneven = cut(chain_of([1200, *[300] * 10]), 2, stages_per_rank=2, placement="interleaved")
     assert uneven.slowest_us == 2100
 
 
@@ -236,14 +236,14 @@ def test_the_sum_of_a_rank_s_stages_counts() -> None:
 )
 def test_thirty_four_layers_on_eight_ranks(placement: Any, a_rank: int, most_gap: float) -> None:
     times = [2_000, *(10_000 + i * 7919 % 601 for i in range(32)), 13_000]
-    found = cut(chain_of(times), 8, stages_a_rank=a_rank, placement=placement)
+    found = cut(chain_of(times), 8, stages_per_rank=a_rank, placement=placement)
     assert found.gap <= most_gap
-    equal = cut(chain_of([2_000, *[10_000] * 32, 13_000]), 8, stages_a_rank=a_rank, placement=placement)
+    equal = cut(chain_of([2_000, *[10_000] * 32, 13_000]), 8, stages_per_rank=a_rank, placement=placement)
     assert (equal.gap, equal.slowest_us) == (0, 50_000)
 
 
 def test_equal_layers_are_proven_at_once() -> None:
-    found = cut(chain_of([300] * 128), 8, stages_a_rank=4, placement="wave", num_nodes=0)
+    found = cut(chain_of([300] * 128), 8, stages_per_rank=4, placement="wave", num_nodes=0)
     assert (found.gap, found.rank_us) == (0, (4800,) * 8)
 
 
@@ -268,10 +268,10 @@ def test_a_cut_is_its_boundaries() -> None:
     ("options", "told"),
     [
         ({"num_ranks": 0}, "num_ranks is 0: give at least 1"),
-        ({"stages_a_rank": 0}, "stages_a_rank is 0: give at least 1"),
+        ({"stages_per_rank": 0}, "stages_per_rank is 0: give at least 1"),
         ({"placement": "vave"}, r"placement is 'vave': give one of chain, interleaved, wave; perhaps wave\?"),
-        ({"stages_a_rank": 2}, "stages_a_rank is 2, but a chain has 1; give 'interleaved' or 'wave'"),
-        ({"stages_a_rank": 1, "placement": "wave"}, "stages_a_rank is 1, but a wave goes down and up"),
+        ({"stages_per_rank": 2}, "stages_per_rank is 2, but a chain has 1; give 'interleaved' or 'wave'"),
+        ({"stages_per_rank": 1, "placement": "wave"}, "stages_per_rank is 1, but a wave goes down and up"),
         ({"num_ranks": 5}, r"4 layers for 5 stages \(5 ranks, 1 per rank\): give fewer ranks"),
         ({"limit_bytes": [1]}, "limit_bytes has 1 entries for 2 ranks"),
         ({"limit_bytes": [None] * 3}, "limit_bytes has 3 entries for 2 ranks"),

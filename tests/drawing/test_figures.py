@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import rota
-from drawing.test_text import GB, SHAPES, timeline, two_stages_a_rank, with_gaps, with_recompute
+from drawing.test_text import GB, SHAPES, timeline, two_stages_per_rank, with_gaps, with_recompute
 from rota.drawing import draw, save, to_text
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -165,7 +165,7 @@ def test_legend_has_what_occurs():
         return [text.get_text() for text in draw(shape, axes()).get_legend().get_texts()]
 
     assert words(timeline()) == ["F forward", "B backward", "critical path"]
-    assert words(two_stages_a_rank()) == [
+    assert words(two_stages_per_rank()) == [
         "F forward",
         "I input gradient",
         "W weight gradient",
@@ -179,7 +179,7 @@ def test_legend_has_what_occurs():
 
 
 def test_legend_and_title_lie_above_the_bars_one_above_the_other():
-    ax = draw(two_stages_a_rank(), axes(4, 4))
+    ax = draw(two_stages_per_rank(), axes(4, 4))
     ax.figure.draw_without_rendering()
     legend, title = ax.get_legend().get_window_extent(), ax._left_title.get_window_extent()
     assert ax.bbox.y1 <= legend.y0
@@ -188,7 +188,7 @@ def test_legend_and_title_lie_above_the_bars_one_above_the_other():
 
 
 def test_colours_tell_kinds_and_the_stages_of_a_rank():
-    drawn = two_stages_a_rank()
+    drawn = two_stages_per_rank()
     ops = part(draw(drawn, axes()), "ops")
     colors = {}
     for span, color in zip(drawn.op_spans(), map(tuple, ops.get_facecolors()), strict=True):
@@ -200,7 +200,7 @@ def test_colours_tell_kinds_and_the_stages_of_a_rank():
 def test_drawing_again_replaces_the_first_drawing():
     ax = axes()
     ax.plot([0, 10], [0, 1], label="a line of the user's")
-    draw(two_stages_a_rank(activation_bytes=GB, limit=20 * GB), ax)
+    draw(two_stages_per_rank(activation_bytes=GB, limit=20 * GB), ax)
     draw(timeline(num_stages=2, num_microbatches=3), ax)
     assert len(boxes(part(ax, "ops"))) == 2 * 2 * 3
     assert parts(ax) == ["idle", "ops", "marks", "step ends", "critical path", "numbers"]
@@ -294,10 +294,10 @@ def test_flat_rows_and_too_many_numbers_stay_blank():
 )
 def test_save_writes_what_the_suffix_says(tmp_path, suffix, magic):
     path = tmp_path / f"chart.{suffix}"
-    save(two_stages_a_rank(), path, title="V")
+    save(two_stages_per_rank(), path, title="V")
     assert path.read_bytes().startswith(magic)
     assert path.stat().st_size > 2000
-    save(two_stages_a_rank(), str(path))
+    save(two_stages_per_rank(), str(path))
 
 
 @pytest.mark.parametrize("name", ["chart.gif", "chart", "png"])

@@ -31,7 +31,7 @@ def with_gaps(planned, gap_us=7):
     )
 
 
-def two_stages_a_rank(**costs):
+def two_stages_per_rank(**costs):
     """A V over two ranks, with split backwards and an end of the step."""
     costs = {"backward_us": 120, "weight_us": 90, "reduce_us": 150, "optimizer_us": 60, **costs}
     return timeline("gpipe", 4, 3, ranks=[0, 1, 1, 0], num_ranks=2, **costs)
@@ -53,7 +53,7 @@ SHAPES = {
     "1f1b": timeline,
     "gpipe": lambda: timeline("gpipe", reduce_us=70, optimizer_us=30),
     "uneven, as measured": lambda: with_gaps(timeline(forward_us=130, backward_us=301)),
-    "split backward, two stages a rank": two_stages_a_rank,
+    "split backward, two stages per rank": two_stages_per_rank,
     "recompute": with_recompute,
     "a rank without ops": lambda: timeline("gpipe", 2, 3, ranks=[0, 2], num_ranks=4),
     "nothing takes time": nothing_takes_time,
@@ -84,7 +84,7 @@ def charts(text):
     schedule=st.sampled_from(["1f1b", "gpipe"]),
     num_stages=st.integers(1, 12),
     num_microbatches=st.integers(1, 24),
-    stages_a_rank=st.integers(1, 3),
+    stages_per_rank=st.integers(1, 3),
     width=st.integers(20, 240),
     forward_us=st.integers(0, 10**9),
     backward_us=st.integers(0, 3000),
@@ -98,10 +98,10 @@ def charts(text):
     ),
     limit=st.sampled_from([None, 80 * GB]),
 )
-def test_no_line_is_wider_than_asked(schedule, num_stages, stages_a_rank, width, limit, costs, **others):
-    if stages_a_rank > 1:
+def test_no_line_is_wider_than_asked(schedule, num_stages, stages_per_rank, width, limit, costs, **others):
+    if stages_per_rank > 1:
         schedule = "gpipe"
-    ranks = [stage // stages_a_rank for stage in range(num_stages)]
+    ranks = [stage // stages_per_rank for stage in range(num_stages)]
     num_ranks = ranks[-1] + 1
     shape = timeline(schedule, num_stages, ranks=ranks, num_ranks=num_ranks, limit=limit, **costs, **others)
     text = to_text(shape, width)
@@ -167,12 +167,12 @@ def test_names_where_there_is_room_else_kinds():
 
 
 def test_stages_are_told_where_a_rank_has_several():
-    top, bottom = charts(to_text(two_stages_a_rank(), 250))
+    top, bottom = charts(to_text(two_stages_per_rank(), 250))
     for name in ("0F0", "3F2", "3I0", "0W2", "reduce"):
         assert name in top
     assert "1F0" in bottom
     assert "2I1" in bottom
-    assert re.search(r"F0.*F2.*I0.*W2.*r", charts(to_text(two_stages_a_rank(), 80))[0])
+    assert re.search(r"F0.*F2.*I0.*W2.*r", charts(to_text(two_stages_per_rank(), 80))[0])
 
 
 def test_kinds_differ_without_colour():
@@ -181,7 +181,7 @@ def test_kinds_differ_without_colour():
 
 
 def test_what_ends_the_step_is_seen_only_beside_no_op():
-    _, bottom = charts(to_text(two_stages_a_rank(reduce_us=1000), 250))
+    _, bottom = charts(to_text(two_stages_per_rank(reduce_us=1000), 250))
     assert re.search(r"2W2┄+1I0.*1W2┄+reduce-+reduce-+o-+o-+$", bottom.rstrip("·"))
 
 

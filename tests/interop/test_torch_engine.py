@@ -202,7 +202,7 @@ def test_a_rank_that_is_stuck_is_ended(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zb_v"])
 def test_pytorch_runs_a_csv_without_rota(pool: Pool, name: str, communication: bool) -> None:
     family = NAMED[name]
-    num_stages = 2 * family.stages_a_rank
+    num_stages = 2 * family.stages_per_rank
     plan = family(family.place(family.adapted(Costs.uniform(num_stages)), Cluster.uniform(2)), 4)
     ranks = [plan.placement.ranks_of(stage)[0] for stage in range(num_stages)]
     csv = plan.to_csv(communication=communication)

@@ -29,19 +29,19 @@ SEVERAL_STAGES_A_RANK = {
 }
 
 
-def plan_of(family: Family, num_ranks: int, stages_a_rank: int, num_microbatches: int) -> Plan:
-    num_stages = num_ranks * (1 if family.place is bidirectional else stages_a_rank)
+def plan_of(family: Family, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Plan:
+    num_stages = num_ranks * (1 if family.place is bidirectional else stages_per_rank)
     costs = family.adapted(Costs.uniform(num_stages, FORWARD_US, INPUT_US, WEIGHT_US, activation_bytes=2))
     return family(family.place(costs, Cluster.uniform(num_ranks)), num_microbatches)
 
 
 def sizes(family: Family) -> Iterator[tuple[int, int, int]]:
-    """(ranks, stages a rank, micro-batches)."""
-    rounds = SEVERAL_STAGES_A_RANK.get(family.name, [family.stages_a_rank])
+    """(ranks, stages per rank, micro-batches)."""
+    rounds = SEVERAL_STAGES_A_RANK.get(family.name, [family.stages_per_rank])
     for num_ranks in range(1, MOST_RANKS + 1):
-        for stages_a_rank in rounds:
+        for stages_per_rank in rounds:
             for num_microbatches in FEW if family.name == "zb_auto" else microbatches(num_ranks):
-                yield num_ranks, stages_a_rank, num_microbatches
+                yield num_ranks, stages_per_rank, num_microbatches
 
 
 #: Those of V, of waves and of two directions have tests of every size of their own.
@@ -67,7 +67,7 @@ def test_every_size(family: Family) -> None:
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_no_microbatch_is_refused(family: Family) -> None:
     with pytest.raises(ScheduleError, match="num_microbatches is 0"):
-        plan_of(family, 2 if family.place is not bidirectional else 4, family.stages_a_rank, 0)
+        plan_of(family, 2 if family.place is not bidirectional else 4, family.stages_per_rank, 0)
 
 
 @pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.bubble is not None])
@@ -153,7 +153,7 @@ def test_what_a_rank_does_is_dealt_to_its_stages_without_a_rest() -> None:
     """Rounded up, the work of a rank would grow with its stages, and families with several would look slow."""
     costs = Costs((7, 9), (15, 11), activation_bytes=(5, 1), static_bytes=(3, 0))
     for family in FAMILIES:
-        if family.stages_a_rank > 1:
+        if family.stages_per_rank > 1:
             cut = family.costs_from(costs)
             stages = [
                 [s for s in range(4) if s in (rank, 3 - rank if family.place is wave else rank + 2)] for rank in (0, 1)
@@ -165,9 +165,9 @@ def test_what_a_rank_does_is_dealt_to_its_stages_without_a_rest() -> None:
 
 def test_times_that_stages_cannot_share_are_refused() -> None:
     rows = compare_schedules(Costs.uniform(4, 1, 2), Cluster.uniform(4), 8)
-    problems = {row.name: row.problem for row in rows if row.stages_a_rank == 2 and row.makespan_us is None}
+    problems = {row.name: row.problem for row in rows if row.stages_per_rank == 2 and row.makespan_us is None}
     assert "forward_us of rank 0 is 1, which 2 stages cannot share" in problems["zb_v"]
-    assert set(problems) == {family.name for family in FAMILIES if family.stages_a_rank == 2}
+    assert set(problems) == {family.name for family in FAMILIES if family.stages_per_rank == 2}
 
 
 def test_what_travels_between_stages_that_were_cut() -> None:

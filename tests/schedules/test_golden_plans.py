@@ -19,7 +19,7 @@ NUM_RANKS, NUM_MICROBATCHES = 4, 8
 
 
 def plan_of(family: Family) -> Plan:
-    costs = Costs.uniform(NUM_RANKS * family.stages_a_rank, 1, 1, 1, activation_bytes=2)
+    costs = Costs.uniform(NUM_RANKS * family.stages_per_rank, 1, 1, 1, activation_bytes=2)
     limit = 2 * NUM_RANKS if family.name == "zb_auto" else None  # 1F1B's memory
     cluster = Cluster.uniform(NUM_RANKS, limit)
     return family(family.place(family.adapted(costs), cluster), NUM_MICROBATCHES)

@@ -27,13 +27,13 @@ Schedule = Callable[[Placement, int], Plan]
 FORMS = [{"communication": c, "overlap": o} for c in (False, True) for o in (False, True)]
 
 
-def differing(ours: Schedule, theirs: str, num_ranks: int, stages_a_rank: int) -> tuple[list[int], int]:
+def differing(ours: Schedule, theirs: str, num_ranks: int, stages_per_rank: int) -> tuple[list[int], int]:
     """The numbers of micro-batches for which the orders differ, and how many of them PyTorch takes."""
     weight_us = 1 if theirs == "ScheduleInterleavedZeroBubble" else None
-    placement = interleaved(Costs.uniform(num_ranks * stages_a_rank, 1, 1, weight_us), Cluster.uniform(num_ranks))
+    placement = interleaved(Costs.uniform(num_ranks * stages_per_rank, 1, 1, weight_us), Cluster.uniform(num_ranks))
     wrong, taken = [], 0
     for num_microbatches in range(1, MOST_MICROBATCHES + 1):
-        orders = torch_orders(theirs, num_ranks, stages_a_rank, num_microbatches)
+        orders = torch_orders(theirs, num_ranks, stages_per_rank, num_microbatches)
         if orders is None:
             continue
         taken += 1
@@ -43,27 +43,27 @@ def differing(ours: Schedule, theirs: str, num_ranks: int, stages_a_rank: int) -
 
 
 @pytest.mark.parametrize("num_ranks", range(2, 9))
-@pytest.mark.parametrize("stages_a_rank", range(1, 5))
-def test_interleaved_1f1b(num_ranks: int, stages_a_rank: int) -> None:
+@pytest.mark.parametrize("stages_per_rank", range(1, 5))
+def test_interleaved_1f1b(num_ranks: int, stages_per_rank: int) -> None:
     """With one stage a rank PyTorch's class warms up twice as long as 1F1B does: as our eager 1F1B."""
-    ours = eager_one_f_one_b if stages_a_rank == 1 else interleaved_one_f_one_b
-    wrong, taken = differing(ours, "ScheduleInterleaved1F1B", num_ranks, stages_a_rank)
+    ours = eager_one_f_one_b if stages_per_rank == 1 else interleaved_one_f_one_b
+    wrong, taken = differing(ours, "ScheduleInterleaved1F1B", num_ranks, stages_per_rank)
     assert wrong == []
     assert taken == regular(num_ranks)
 
 
 @pytest.mark.parametrize("num_ranks", range(2, 9))
-@pytest.mark.parametrize("stages_a_rank", range(1, 5))
-def test_interleaved_zero_bubble(num_ranks: int, stages_a_rank: int) -> None:
-    wrong, taken = differing(interleaved_zero_bubble, "ScheduleInterleavedZeroBubble", num_ranks, stages_a_rank)
+@pytest.mark.parametrize("stages_per_rank", range(1, 5))
+def test_interleaved_zero_bubble(num_ranks: int, stages_per_rank: int) -> None:
+    wrong, taken = differing(interleaved_zero_bubble, "ScheduleInterleavedZeroBubble", num_ranks, stages_per_rank)
     assert wrong == []
     assert taken == regular(num_ranks)
 
 
 @pytest.mark.parametrize("num_ranks", range(2, 9))
-@pytest.mark.parametrize("stages_a_rank", range(1, 5))
-def test_looped_bfs(num_ranks: int, stages_a_rank: int) -> None:
-    wrong, taken = differing(looped_bfs, "ScheduleLoopedBFS", num_ranks, stages_a_rank)
+@pytest.mark.parametrize("stages_per_rank", range(1, 5))
+def test_looped_bfs(num_ranks: int, stages_per_rank: int) -> None:
+    wrong, taken = differing(looped_bfs, "ScheduleLoopedBFS", num_ranks, stages_per_rank)
     assert wrong == []
     assert taken == MOST_MICROBATCHES
 
@@ -88,8 +88,8 @@ SCHEDULES: dict[str, Schedule] = {
 SIZES = [(1, 1, 1), (2, 1, 1), (2, 1, 5), (3, 1, 7), (4, 1, 8), (8, 1, 6), (2, 2, 4), (2, 3, 2), (3, 2, 6), (4, 2, 9)]
 
 
-def planned(name: str, num_ranks: int, stages_a_rank: int, num_microbatches: int) -> Plan:
-    costs = Costs.uniform(num_ranks * stages_a_rank, 2, 3, 1 if "zb" in name else None)
+def planned(name: str, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Plan:
+    costs = Costs.uniform(num_ranks * stages_per_rank, 2, 3, 1 if "zb" in name else None)
     return SCHEDULES[name](interleaved(costs, Cluster.uniform(num_ranks, None, 1)), num_microbatches)
 
 
@@ -120,7 +120,7 @@ OF_ONE_CHAIN = [family for family in FAMILIES if family.name not in ("varuna", "
 @pytest.mark.parametrize("family", OF_ONE_CHAIN, ids=lambda family: family.name)
 def test_pytorch_takes_every_family(family: Family, tmp_path: Path) -> None:
     for num_ranks, num_microbatches in ((2, 5), (4, 8), (4, 13)):
-        costs = family.adapted(Costs.uniform(num_ranks * family.stages_a_rank, 2, 3, 1))
+        costs = family.adapted(Costs.uniform(num_ranks * family.stages_per_rank, 2, 3, 1))
         plan = family(family.place(costs, Cluster.uniform(num_ranks, None, 1)), num_microbatches)
         load(plan.to_csv(), plan, tmp_path)
         simulates(load(plan.to_csv(communication=True), plan, tmp_path, "compute_comms"))
@@ -169,14 +169,14 @@ def test_dualpipe_v_comes_and_goes(num_ranks: int, num_microbatches: int, weight
     ],
 )
 def test_what_pytorch_writes_is_read(name: str, sizes: tuple[int, int, int], defer: bool, tmp_path: Path) -> None:
-    num_ranks, stages_a_rank, num_microbatches = sizes
-    family, stages = getattr(theirs, name), fake_stages(num_ranks, stages_a_rank)
+    num_ranks, stages_per_rank, num_microbatches = sizes
+    family, stages = getattr(theirs, name), fake_stages(num_ranks, stages_per_rank)
     if defer and "defer_pp_recv" not in signature(family).parameters:
         pytest.skip("this PyTorch does not put receives off")
     schedule = family(stages, num_microbatches, **({"defer_pp_recv": True} if defer else {}))
     shape = wave if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") else interleaved
     split = None if name in ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS") else 1
-    placement = shape(Costs.uniform(num_ranks * stages_a_rank, 1, 1, split), Cluster.uniform(num_ranks))
+    placement = shape(Costs.uniform(num_ranks * stages_per_rank, 1, 1, split), Cluster.uniform(num_ranks))
     found = []
     for form in ("compute_only", "compute_comms"):
         schedule._dump_csv(tmp_path / f"{form}.csv", format=form)

@@ -88,7 +88,7 @@ def test_a_patient_rank_waits_for_the_better_op() -> None:
 
 
 def test_tight_memory_on_a_wave() -> None:
-    """Two stages a rank, room for the one micro-batch: its second stage has to fit when the first is there."""
+    """Two stages per rank, room for the one micro-batch: its second stage has to fit when the first is there."""
     placement = wave(Costs.uniform(8, 1, 1, 1, activation_bytes=2), Cluster.uniform(4, limit_bytes=4))
     problem = Problem(placement, 5)
     forwards_first = np.repeat([0.0, 1.0], [8 * 5, 16 * 5])

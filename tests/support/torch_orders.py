@@ -15,28 +15,28 @@ from rota.plan import Plan
 theirs = pytest.importorskip("torch.distributed.pipelining.schedules")
 
 
-def fake_stages(num_ranks: int, stages_a_rank: int, rank: int = 0) -> list[Any]:
+def fake_stages(num_ranks: int, stages_per_rank: int, rank: int = 0) -> list[Any]:
     """As much of a rank's stages as PyTorch's schedules look at before they run."""
-    sizes = {"num_stages": num_ranks * stages_a_rank, "group_size": num_ranks, "group_rank": rank, "submod": None}
-    return [SimpleNamespace(stage_index=rank + i * num_ranks, **sizes) for i in range(stages_a_rank)]
+    sizes = {"num_stages": num_ranks * stages_per_rank, "group_size": num_ranks, "group_rank": rank, "submod": None}
+    return [SimpleNamespace(stage_index=rank + i * num_ranks, **sizes) for i in range(stages_per_rank)]
 
 
-def torch_actions(name: str, num_ranks: int, stages_a_rank: int, num_microbatches: int) -> list[list[Any]] | None:
+def torch_actions(name: str, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> list[list[Any]] | None:
     """For each rank the `_Action`s, None for idle time, of PyTorch's class `name`; None where it refuses the sizes.
 
     PyTorch's constructor runs as it is, but does not add communication, which takes most of its time.
     """
     with patch.object(theirs._PipelineScheduleRuntime, "_prepare_schedule_with_comms"):
         try:
-            schedule = getattr(theirs, name)(fake_stages(num_ranks, stages_a_rank), num_microbatches)
+            schedule = getattr(theirs, name)(fake_stages(num_ranks, stages_per_rank), num_microbatches)
         except ValueError:
             return None
     return [schedule.pipeline_order[rank] for rank in range(num_ranks)]
 
 
-def torch_orders(name: str, num_ranks: int, stages_a_rank: int, num_microbatches: int) -> list[list[str]] | None:
+def torch_orders(name: str, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> list[list[str]] | None:
     """The same as text, without idle time: "2F0"; pairs are two."""
-    actions = torch_actions(name, num_ranks, stages_a_rank, num_microbatches)
+    actions = torch_actions(name, num_ranks, stages_per_rank, num_microbatches)
     if actions is None:
         return None
     return [[str(op) for action in order if action for op in action.sub_actions or [action]] for order in actions]

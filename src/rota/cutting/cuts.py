@@ -64,7 +64,7 @@ def cut(
     layers: LayerCosts,
     num_ranks: int,
     *,
-    stages_a_rank: int = 1,
+    stages_per_rank: int = 1,
     placement: CutPlacement = "chain",
     limit_bytes: int | Sequence[int | None] | None = None,
     in_flight: Sequence[int] | None = None,
@@ -84,7 +84,7 @@ def cut(
     Args:
         layers: Measured costs of the model's layers.
         num_ranks: Number of ranks.
-        stages_a_rank: Stages per rank: 1 for "chain", any number for "interleaved", an even one for "wave".
+        stages_per_rank: Stages per rank: 1 for "chain", any number for "interleaved", an even one for "wave".
         placement: How stages are placed: "chain", one per rank; "interleaved", round robin (`rota.interleaved`);
             "wave", down the ranks and back up (`rota.wave`).
         limit_bytes: Memory limit of every rank, or one per rank (None: no limit). Static bytes, the activations of the
@@ -104,8 +104,8 @@ def cut(
     Raises:
         SplitError: An argument is invalid, no cut fits in memory, or the search found none.
     """
-    _validate(layers, num_ranks, stages_a_rank, placement, extra_us)
-    rank_of = _rank_of(num_ranks, stages_a_rank, placement)
+    _validate(layers, num_ranks, stages_per_rank, placement, extra_us)
+    rank_of = _rank_of(num_ranks, stages_per_rank, placement)
     num_stages = len(rank_of)
     if outside := [stage for stage in recompute if not 0 <= stage < num_stages]:
         raise SplitError(f"recompute has stage {outside[0]}; the stages are 0 to {num_stages - 1}")
@@ -156,9 +156,9 @@ def _infeasibility(problem: CutProblem, searched: str = "") -> str:
 
 
 def _validate(
-    layers: LayerCosts, num_ranks: int, stages_a_rank: int, placement: str, extra_us: tuple[int, int]
+    layers: LayerCosts, num_ranks: int, stages_per_rank: int, placement: str, extra_us: tuple[int, int]
 ) -> None:
-    for name, number in (("num_ranks", num_ranks), ("stages_a_rank", stages_a_rank)):
+    for name, number in (("num_ranks", num_ranks), ("stages_per_rank", stages_per_rank)):
         if number < 1:
             raise SplitError(f"{name} is {number}: give at least 1")
     if placement not in get_args(CutPlacement):
@@ -166,24 +166,24 @@ def _validate(
         raise SplitError(
             f"placement is {placement!r}: give one of {', '.join(get_args(CutPlacement))}; perhaps {near[0]}?"
         )
-    if placement == "chain" and stages_a_rank > 1:
-        raise SplitError(f"stages_a_rank is {stages_a_rank}, but a chain has 1; give 'interleaved' or 'wave'")
-    if placement == "wave" and stages_a_rank % 2:
-        raise SplitError(f"stages_a_rank is {stages_a_rank}, but a wave goes down and up: give an even number")
-    if layers.num_layers < num_ranks * stages_a_rank:
+    if placement == "chain" and stages_per_rank > 1:
+        raise SplitError(f"stages_per_rank is {stages_per_rank}, but a chain has 1; give 'interleaved' or 'wave'")
+    if placement == "wave" and stages_per_rank % 2:
+        raise SplitError(f"stages_per_rank is {stages_per_rank}, but a wave goes down and up: give an even number")
+    if layers.num_layers < num_ranks * stages_per_rank:
         raise SplitError(
-            f"{count_text(layers.num_layers, 'layer')} for {num_ranks * stages_a_rank} stages ({num_ranks} ranks, "
-            f"{stages_a_rank} per rank): give fewer ranks, fewer stages per rank, or a model with more CutPoints"
+            f"{count_text(layers.num_layers, 'layer')} for {num_ranks * stages_per_rank} stages ({num_ranks} ranks, "
+            f"{stages_per_rank} per rank): give fewer ranks, fewer stages per rank, or a model with more CutPoints"
         )
     if min(extra_us) < 0:
         raise SplitError(f"extra_us is {extra_us}: give two numbers of 0 or more, for the first and the last stage")
 
 
-def _rank_of(num_ranks: int, stages_a_rank: int, placement: CutPlacement) -> list[int]:
+def _rank_of(num_ranks: int, stages_per_rank: int, placement: CutPlacement) -> list[int]:
     """The rank of each stage, as `rota.interleaved` and `rota.wave` place them."""
-    rounds = [[*range(num_ranks)] for _ in range(stages_a_rank)]
+    rounds = [[*range(num_ranks)] for _ in range(stages_per_rank)]
     if placement == "wave":
-        for i in range(1, stages_a_rank, 2):
+        for i in range(1, stages_per_rank, 2):
             rounds[i].reverse()
     return [rank for each in rounds for rank in each]
 

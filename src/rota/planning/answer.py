@@ -115,7 +115,7 @@ class Answer:
         best, layout = self.best, self.best.candidate.layout
         used, ranks = layout.num_ranks * layout.num_replicas, self.request.machine.num_ranks
         sizes = [b - a for a, b in pairwise(best.candidate.boundaries)]
-        several = f"{layout.shape}, {layout.stages_a_rank} a rank" if layout.stages_a_rank > 1 else layout.shape
+        several = f"{layout.shape}, {layout.stages_per_rank} a rank" if layout.stages_per_rank > 1 else layout.shape
         again = sorted(best.candidate.recomputed)
         return [
             f"{time_text(best.makespan_us)} a step, {self.rows_per_s:,.4g} rows/s: {best.schedule}",

@@ -90,7 +90,7 @@ def autoplan(
 
 def usual_plan(best: Found) -> Found | Misfit | None:
     """1F1B on equal layers, one stage per rank, with the ranks, replicas and micro-batches of the best plan."""
-    request, layout = best.candidate.request, replace(best.candidate.layout, shape="chain", stages_a_rank=1)
+    request, layout = best.candidate.request, replace(best.candidate.layout, shape="chain", stages_per_rank=1)
     if request.inference:
         return None
     layout = replace(layout, recompute="none")

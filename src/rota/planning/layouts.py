@@ -20,7 +20,7 @@ _STAGES_A_RANK = (2, 3, 4, 6, 8)  # besides one; more cost transfers and gain li
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`num_replicas` pipelines on `num_ranks` ranks each, with `stages_a_rank` stages per rank.
+    """`num_replicas` pipelines on `num_ranks` ranks each, with `stages_per_rank` stages per rank.
 
     Each pipeline does `num_microbatches` of `rows` rows. `recompute` says which stages recompute their forwards.
     """
@@ -30,13 +30,13 @@ class Layout:
     rows: int
     num_microbatches: int
     shape: Shape = "chain"
-    stages_a_rank: int = 1
+    stages_per_rank: int = 1
     recompute: Recompute = "none"
 
     @property
     def num_stages(self) -> int:
         """Stages of one copy of the model."""
-        return self.num_ranks * self.stages_a_rank
+        return self.num_ranks * self.stages_per_rank
 
     @property
     def ranks(self) -> list[int]:
@@ -80,11 +80,11 @@ def layouts(
                 num_microbatches, left = divmod(batch_rows, num_replicas * each)
                 if left or not num_microbatches:
                     continue
-                for shape, stages_a_rank in shapes:
-                    for again in _recomputes(num_ranks * stages_a_rank, recompute):
+                for shape, stages_per_rank in shapes:
+                    for again in _recomputes(num_ranks * stages_per_rank, recompute):
                         if shape != "bidirectional" or num_microbatches % 2 == 0:
                             sizes = num_ranks, num_replicas, each, num_microbatches
-                            yield Layout(*sizes, shape, stages_a_rank, again)
+                            yield Layout(*sizes, shape, stages_per_rank, again)
 
 
 def _shapes(
@@ -123,7 +123,7 @@ def cuts(layers: LayerCosts, layout: Layout, machine: Machine) -> list[tuple[int
     num_stages = layout.num_stages
     in_flight = tuple(min(num_stages - stage, layout.num_microbatches) for stage in range(num_stages))  # 1F1B's
     placed = "chain" if layout.shape == "bidirectional" else layout.shape
-    balanced = (layers, layout.num_ranks, layout.stages_a_rank, placed, slowdowns, layout.recomputed)
+    balanced = (layers, layout.num_ranks, layout.stages_per_rank, placed, slowdowns, layout.recomputed)
     found = [tuple(cutting.uniform(layers.num_layers, num_stages)), _cut(*balanced)]
     if any(limit is not None for limit in limits):
         found.append(_cut(*balanced, limits, in_flight))
@@ -134,7 +134,7 @@ def cuts(layers: LayerCosts, layout: Layout, machine: Machine) -> list[tuple[int
 def _cut(
     layers: LayerCosts,
     num_ranks: int,
-    stages_a_rank: int,
+    stages_per_rank: int,
     placed: Literal["chain", "interleaved", "wave"],
     slowdowns: tuple[float, ...],
     recompute: range,
@@ -146,7 +146,7 @@ def _cut(
         boundaries = cutting.cut(
             layers,
             num_ranks,
-            stages_a_rank=stages_a_rank,
+            stages_per_rank=stages_per_rank,
             placement=placed,
             slowdowns=slowdowns,
             recompute=recompute,

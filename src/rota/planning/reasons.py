@@ -93,8 +93,8 @@ def _causes(found: Found, best: Found) -> Iterator[str]:
     if _unevenness(found) > _unevenness(best) + 0.01:
         yield f"ranks less even (the busiest {_unevenness(found):+.0%}, not {_unevenness(best):+.0%})"
     if (mine.num_ranks, mine.num_microbatches) == (theirs.num_ranks, theirs.num_microbatches):
-        if mine.stages_a_rank < theirs.stages_a_rank:
-            yield f"fewer stages a rank ({mine.stages_a_rank}, not {theirs.stages_a_rank})"
+        if mine.stages_per_rank < theirs.stages_per_rank:
+            yield f"fewer stages per rank ({mine.stages_per_rank}, not {theirs.stages_per_rank})"
         elif found.candidate.splits_backward < best.candidate.splits_backward:
             yield "no W of its own to fill it with"
         elif found.schedule != best.schedule:

@@ -58,10 +58,10 @@ class Family:
         name: As on the command line.
         summary: A few words, for a list.
         schedule: Makes the plan from a placement and a number of micro-batches.
-        place: Makes the placement from costs with `stages_a_rank` stages per rank, and a cluster.
+        place: Makes the placement from costs with `stages_per_rank` stages per rank, and a cluster.
         source: The paper.
         backward: "whole" (B), "split" (I and W) or "any".
-        stages_a_rank: Stages per rank.
+        stages_per_rank: Stages per rank.
         recomputes: Whether all stages but the last do their forwards again before the backward.
         bubble: The published idle time; None without a formula.
         of_span: Whether `bubble` counts the idle time within the span; else within the makespan.
@@ -73,7 +73,7 @@ class Family:
     place: Callable[[Costs, Cluster], Placement]
     source: str
     backward: Literal["whole", "split", "any"] = "any"
-    stages_a_rank: int = 1
+    stages_per_rank: int = 1
     recomputes: bool = False
     bubble: Bubble | None = None
     of_span: bool = False
@@ -89,8 +89,9 @@ class Family:
             costs: One stage per rank.
 
         Returns:
-            Costs with `stages_a_rank` stages per rank: each rank's time and memory is divided evenly among its stages,
-            and their sum stays. A whole backward that must be split is halved; one that must be whole is joined.
+            Costs with `stages_per_rank` stages per rank: each rank's time and memory is divided evenly among its
+            stages, and their sum stays. A whole backward that must be split is halved; one that must be whole is
+            joined.
 
         Raises:
             PlacementError: The costs' edges are no chain, or a rank has fewer µs than stages to share them.
@@ -98,7 +99,7 @@ class Family:
         costs = costs.as_chain()
         # As in the paper: a backward that need not be split is whole.
         costs = _joined(costs) if self.backward == "any" else self.adapted(costs)
-        return costs if self.stages_a_rank == 1 else _cut(costs, self.stages_a_rank, self.place is wave)
+        return costs if self.stages_per_rank == 1 else _cut(costs, self.stages_per_rank, self.place is wave)
 
     def adapted(self, costs: Costs) -> Costs:
         """The same stages with their backward halved or joined, or forwards recomputed, as this family needs."""
@@ -196,7 +197,7 @@ FAMILIES = (
         interleaved_one_f_one_b,
         interleaved,
         "Narayanan et al. 2021 (Megatron-LM)",
-        stages_a_rank=2,
+        stages_per_rank=2,
         bubble=_INTERLEAVED,
     ),
     Family(
@@ -205,7 +206,7 @@ FAMILIES = (
         looped_bfs,
         interleaved,
         "Lamy-Poirier 2023",
-        stages_a_rank=2,
+        stages_per_rank=2,
         bubble=_INTERLEAVED,
     ),
     Family(
@@ -242,7 +243,7 @@ FAMILIES = (
         interleaved,
         "Qi et al. 2023",
         "split",
-        stages_a_rank=2,
+        stages_per_rank=2,
     ),
     Family(
         "zb_v",
@@ -291,7 +292,7 @@ FAMILIES = (
         hanayo,
         wave,
         "Liu et al. 2023",
-        stages_a_rank=2,
+        stages_per_rank=2,
         bubble=_HANAYO,
     ),
     Family(

@@ -24,7 +24,7 @@ class Row:
 
     Attributes:
         name: The schedule.
-        stages_a_rank: Stages per rank.
+        stages_per_rank: Stages per rank.
         makespan_us: Time of a step.
         span_us: Longest busy window of a rank.
         bubble_fraction: Idle share of makespan × ranks.
@@ -37,7 +37,7 @@ class Row:
     """
 
     name: str
-    stages_a_rank: int
+    stages_per_rank: int
     makespan_us: int | None = None
     span_us: int | None = None
     bubble_fraction: float | None = None
@@ -93,7 +93,7 @@ def _row(family: Family, costs: Costs, cluster: Cluster, num_microbatches: int) 
         placement = family.place(family.costs_from(costs), cluster)
         timeline = simulate(family(placement, num_microbatches))
     except RotaError as error:
-        return Row(family.name, family.stages_a_rank, problem=str(error))
+        return Row(family.name, family.stages_per_rank, problem=str(error))
     try:
         check(timeline.plan)
         problem = ""
@@ -122,7 +122,7 @@ def _published_us(family: Family, costs: Costs, num_microbatches: int) -> float 
     forward, backward = mean(costs.forward_us), mean(costs.backward_us)
     weight = mean(costs.weight_us) if costs.weight_us is not None else backward // 2
     whole = backward + weight if costs.weight_us is not None else backward
-    sizes = Sizes(costs.num_stages, num_microbatches, family.stages_a_rank, forward, whole, weight)
+    sizes = Sizes(costs.num_stages, num_microbatches, family.stages_per_rank, forward, whole, weight)
     return family.bubble.us(sizes)
 
 
@@ -142,11 +142,11 @@ def to_text(rows: list[Row], limit_bytes: int | None = None) -> str:
     for row in rows:
         mark = "▸" if row is winner else " "
         if row.makespan_us is None or row.span_us is None or row.activation_bytes is None:
-            lines.append(f"{mark} {row.name:<17}{row.stages_a_rank:>5}   not here: {row.problem}")
+            lines.append(f"{mark} {row.name:<17}{row.stages_per_rank:>5}   not here: {row.problem}")
             continue
         share = f"{row.activation_bytes / one_f_one_b:.0%}" if one_f_one_b else "-"
         line = (
-            f"{mark} {row.name:<17}{row.stages_a_rank:>5}{time_text(row.makespan_us):>12}{time_text(row.span_us):>10}"
+            f"{mark} {row.name:<17}{row.stages_per_rank:>5}{time_text(row.makespan_us):>12}{time_text(row.span_us):>10}"
             f"{row.bubble_fraction:>8.1%}{size_text(row.activation_bytes):>9}{share:>6}   {row.formula:<16}"
         )
         if row.formula_us is not None and row.bubble_us is not None:

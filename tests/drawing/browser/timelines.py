@@ -19,7 +19,7 @@ def one_f_one_b(num_ranks=4, num_microbatches=8, **costs):
 
 
 def v_shaped(num_microbatches=6):
-    """Two stages a rank, split backwards."""
+    """Two stages per rank, split backwards."""
     costs = rota.Costs.uniform(6, 90, 100, 80, activation_bytes=GB, boundary_bytes=900)
     placement = rota.wave(costs, rota.Cluster.uniform(3, latency_us=4, bytes_per_us=100))
     return rota.simulate(rota.schedules.NAMED["zb_v"](placement, num_microbatches))

@@ -60,7 +60,7 @@ def plans() -> list[Plan]:
     """Of every family and every shape, and random ones: DAGs, stages on several ranks, forwards alone."""
     found = []
     for family in FAMILIES:
-        costs = family.adapted(costs_of(NUM_RANKS * family.stages_a_rank))
+        costs = family.adapted(costs_of(NUM_RANKS * family.stages_per_rank))
         found.append(family(family.place(costs, Cluster.uniform(NUM_RANKS)), 2 * NUM_RANKS))
     for shape in SHAPES.values():
         costs = costs_of(shape.a_rank * NUM_RANKS + shape.shared)

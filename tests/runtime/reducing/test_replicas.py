@@ -35,7 +35,7 @@ SCHEDULES = ("1f1b", "zb_h1", "interleaved_1f1b")
 @pytest.mark.parametrize("pp", [1, 2, 3])
 @pytest.mark.parametrize("dp", [1, 2])
 def test_adam_with_clipping_accumulation_and_a_scheduler(pool: Pool, pp: int, dp: int) -> None:
-    """Ten steps with 1F1B, split backwards and several stages a rank give the serial run's parameters."""
+    """Ten steps with 1F1B, split backwards and several stages per rank give the serial run's parameters."""
     cases = [Case(schedule, pp, dp) for schedule in SCHEDULES]
     sizes = [plan_of(case).num_stages for case in cases]
     by_rank = pool.run(

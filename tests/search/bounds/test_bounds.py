@@ -201,14 +201,14 @@ def test_uneven_zero_bubble_is_proven_within_two_percent(seed: int) -> None:
 def test_no_bound_is_above_a_named_schedule_that_just_fits(seed: int) -> None:
     """Steps with more micro-batches than all orders can be tried of, each under the limits that its plan just keeps."""
     chooser = Random(seed)
-    num_ranks, stages_a_rank = chooser.choice((2, 3, 4)), chooser.choice((1, 2))
+    num_ranks, stages_per_rank = chooser.choice((2, 3, 4)), chooser.choice((1, 2))
 
     def some(most: int) -> tuple[int, ...]:
-        return tuple(chooser.randint(0, most) for _ in range(num_ranks * stages_a_rank))
+        return tuple(chooser.randint(0, most) for _ in range(num_ranks * stages_per_rank))
 
     costs = Costs(some(20), some(20), some(20), 4, forward_peak_bytes=some(2), reduce_us=some(9), optimizer_us=some(9))
     cluster = Cluster.uniform(num_ranks, latency_us=chooser.choice((0, 3)))
-    if stages_a_rank == 1:
+    if stages_per_rank == 1:
         named, placement = (schedules.zb_h1, schedules.one_f_one_b), place(costs, cluster)
     else:
         named, placement = (schedules.v_min, schedules.v_half), wave(costs, cluster)
@@ -223,13 +223,13 @@ def test_no_bound_is_above_a_named_schedule_that_just_fits(seed: int) -> None:
 
 
 def v_pair(num_ranks: int, limit: int) -> Placement:
-    """Two stages a rank, down and up again, backward split."""
+    """Two stages per rank, down and up again, backward split."""
     costs = Costs.uniform(2 * num_ranks, 93, 91, 47, activation_bytes=2, input_frees_bytes=1)
     return wave(costs, Cluster.uniform(num_ranks, limit, latency_us=6))
 
 
 @pytest.mark.parametrize(("num_ranks", "limit", "num_microbatches", "at_least"), [(8, 20, 16, 9613), (4, 8, 8, 5174)])
-def test_two_stages_a_rank(num_ranks: int, limit: int, num_microbatches: int, at_least: int) -> None:
+def test_two_stages_per_rank(num_ranks: int, limit: int, num_microbatches: int, at_least: int) -> None:
     assert bounds.best(Problem(v_pair(num_ranks, limit), num_microbatches)).us >= at_least
 
 

@@ -64,7 +64,7 @@ def _named(arguments: Namespace) -> Plan:
             name = "--" + option.replace("_", "-")
             raise InputError(f"{name} is for `rota plan search`; leave it out for {arguments.schedule}")
     family = NAMED[arguments.schedule]
-    given = costs_of(arguments, family.stages_a_rank)
+    given = costs_of(arguments, family.stages_per_rank)
     costs = family.adapted(given)
     cluster = cluster_of(arguments, costs.num_stages, arguments.limit)
     planned = family(family.place(costs, cluster), arguments.microbatches)
