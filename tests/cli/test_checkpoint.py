@@ -78,7 +78,7 @@ def test_verify_finds_every_damaged_and_missing_file(
         damage_file(file)
         code, out, err = cli(capsys, "verify", tmp_path)
         assert (code, "damaged: step-2;" in err) == (1, True)
-        assert f"{name} has other contents than when it was saved" in out
+        assert f"{name} has changed since it was saved" in out
         file.write_bytes(whole[:-1])
         assert f"{name} has {len(whole) - 1:,} bytes instead of" in cli(capsys, "verify", tmp_path / "step-2")[1]
         file.unlink()
@@ -88,7 +88,7 @@ def test_verify_finds_every_damaged_and_missing_file(
         file.write_bytes(whole)
     assert cli(capsys, "verify", tmp_path)[0] == 0
     (tmp_path / "step-2" / "added.pkl").write_bytes(b"")
-    assert "added.pkl does not belong to it: rota.json does not list it" in cli(capsys, "verify", tmp_path)[1]
+    assert "added.pkl is not listed in rota.json" in cli(capsys, "verify", tmp_path)[1]
 
 
 def write_signed(path: Path, manifest: str) -> None:
@@ -108,14 +108,14 @@ def test_verify_finds_what_does_not_belong_together(
         ('["0.linear.weight", 1]', '["0.linear.weight", 2]', "0.linear.weight#0 has no tensor"),
         ('["1.scale", 1]', '["1.scale", 1], ["ghost", 1]', "ghost has no tensor"),
         ('["1.scale", 1]', '["1.scale", 1], ["ghost", 1000000000000]', "ghost#0 has no tensor"),
-        ('["1.scale", 1],', "", '"model/1.scale" is a tensor that nothing needs'),
+        ('["1.scale", 1],', "", '"model/1.scale" is a tensor that nothing uses'),
     ):
         assert was in text
         write_signed(path, text.replace(was, becomes))
         code, out, _ = cli(capsys, "verify", tmp_path)
         assert (code, told in out) == (1, True), out
         path.write_text(text.replace(was, becomes))
-        assert "it has other contents than when it was saved" in cli(capsys, "verify", tmp_path)[1]
+        assert "it has changed since it was saved" in cli(capsys, "verify", tmp_path)[1]
 
 
 @pytest.mark.parametrize(
@@ -123,8 +123,8 @@ def test_verify_finds_what_does_not_belong_together(
     [
         ("], [6, 6], ", "], [6, 7], ", "expected chunks that cover"),
         ('"tensors-1.bin", 0, ', '"tensors-1.bin", 1, ', 'its chunks do not fill "tensors-1.bin"'),
-        ('"tensors-1.bin"', '"tensors-7.bin"', 'it places a tensor in "tensors-7.bin", which is no file of tensors'),
-        ('"tensors-1.bin"', '"../../x"', 'it places a tensor in "../../x", which is no file of tensors'),
+        ('"tensors-1.bin"', '"tensors-7.bin"', 'it places a tensor in "tensors-7.bin", which is not a tensor file'),
+        ('"tensors-1.bin"', '"../../x"', 'it places a tensor in "../../x", which is not a tensor file'),
         ('"float64"', '"float32"', "its chunks do not fill"),
         ('"float64"', '"Tensor"', "expected a dtype that PyTorch has"),
         ('"byte_order": "little"', '"byte_order": "big"', "expected little, as on this machine"),
@@ -181,7 +181,7 @@ def test_names_of_folders_cannot_move_the_cursor(tmp_path: Path, capsys: pytest.
         code, out, err = cli(capsys, action, tmp_path)
         assert (out + err).replace("\n", "").isprintable()
         assert r"step-\x1b]0;gone\x07" in out
-    assert r"\x1b[2Jadded does not belong to it" in out
+    assert r"\x1b[2Jadded is not listed in rota.json" in out
     code, out, err = cli(capsys, "ls", tmp_path / "\x1b[2J")
     assert (code, r"no whole checkpoint in" in err, "\x1b" in err) == (2, True, False)
 
@@ -197,10 +197,10 @@ def test_what_is_no_plain_file_is_refused_unopened(
         make(folder / name)
         for action in ("ls", "verify"):
             code, out, err = cli(capsys, action, tmp_path)
-            told = f"{name} is no plain file" in out
+            told = f"{name} is not a regular file" in out
             assert (code, told) == (action == "verify", action == "verify" or name == "rota.json"), out + err
         code, _, err = cli(capsys, "export", tmp_path, "-o", tmp_path / "model.safetensors")
-        assert (code, f"{name} is no plain file" in err, err.count("\n")) == (2, True, 1)
+        assert (code, f"{name} is not a regular file" in err, err.count("\n")) == (2, True, 1)
         (folder / name).unlink()
 
 

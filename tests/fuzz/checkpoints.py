@@ -392,7 +392,7 @@ def _read(folder: Path, before: str, chooser: Random) -> str:
         error = None
     if error is not None:
         assert repr(training().state()) == before, f"refused, but changed something: {error}"
-        assert not (is_whole and "no other one is whole" in str(error)), f"verified, but damaged: {error}"
+        assert not (is_whole and "no other checkpoint is whole" in str(error)), f"verified, but damaged: {error}"
         verdicts.refused(error)
         return "of another model or optimizer" if is_whole else "damaged"
     if found is None:
@@ -407,7 +407,7 @@ def _read(folder: Path, before: str, chooser: Random) -> str:
 
 def _hashes_of_tensors_differ(path: Path) -> bool:
     """Loading compares checksums of each tensor in place of a hash of the file."""
-    return damages(read_saved(path)) == ["tensors-0.bin has other contents than when it was saved"]
+    return damages(read_saved(path)) == ["tensors-0.bin has changed since it was saved"]
 
 
 def _act(action: str, folder: Path) -> int | None:

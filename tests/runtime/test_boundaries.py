@@ -383,8 +383,8 @@ NUMBERS: dict[str, tuple[nn.Module, str]] = {
     "a ModelOutput": (
         Model(),
         "PipelineError: stage 0 (Model) returned a transformers.modeling_outputs.BaseModelOutput, but stages exchange "
-        "tensors, tuples, lists and dicts of them, numbers, texts and None; return its .to_tuple(), or call the model "
-        "with return_dict=False",
+        "tensors, tuples, lists and dicts of them, numbers, strings and None; return its .to_tuple(), or call the "
+        "model with return_dict=False",
     ),
     "a number that changes": (
         Changing([1.5] * 4 + [2.5]),

@@ -115,7 +115,7 @@ def test_the_type_that_cannot_travel_is_told_in_full_with_a_remedy(value: object
     with pytest.raises(PipelineError) as error:
         flatten((torch.ones(1), value), "stage 7 (Block)")
     assert str(error.value).startswith(f"stage 7 (Block) returned a {name}, but stages exchange")
-    assert str(error.value).endswith(f"numbers, texts and None; {remedy}")
+    assert str(error.value).endswith(f"numbers, strings and None; {remedy}")
 
 
 def test_a_sparse_tensor_is_refused() -> None:

@@ -93,14 +93,14 @@ class Processes:
         self._timeout = group_timeout(limit_s)
         #: The processes of each pipeline by rank.
         self.pipelines: Final = pipelines_of(mesh)
-        self.num_shards: Final = mesh["tp"].size() if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else 1
+        self.num_tp_shards: Final = mesh["tp"].size() if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else 1
         self.num_ranks: Final = len(self.pipelines[0])
         self.num_pipelines: Final = len(self.pipelines)
-        self.num_replicas: Final = len(self.pipelines) // self.num_shards
+        self.num_replicas: Final = len(self.pipelines) // self.num_tp_shards
         mine = dist.get_rank()
         position = next(i for i, pipeline in enumerate(self.pipelines) if mine in pipeline)
         #: Which replica this process belongs to, which shard of its weights it holds, and its rank in the plan.
-        self.replica, self.shard = divmod(position, self.num_shards)
+        self.replica, self.tp_shard = divmod(position, self.num_tp_shards)
         self.pipeline_processes: Final = self.pipelines[position]
         self.rank: Final = self.pipeline_processes.index(mine)
         self.is_first_pipeline: Final = position == 0
@@ -121,14 +121,14 @@ class Processes:
         #: This process and those that hold the same weights, one per replica.
         self.replica_processes = sorted(next(of for of in across if mine in of))
         self.replicas = self._made(across) if self.num_replicas > 1 else None
-        self.shards = self._made(together_on) if self.num_shards > 1 else None
+        self.tp_group = self._made(together_on) if self.num_tp_shards > 1 else None
 
     def _across_replicas(self) -> list[list[int]]:
-        n = self.num_shards
+        n = self.num_tp_shards
         return [[*column] for shard in range(n) for column in zip(*self.pipelines[shard::n], strict=True)]
 
     def _across_shards(self) -> list[list[int]]:
-        n = self.num_shards
+        n = self.num_tp_shards
         return [
             [*column]
             for i in range(0, len(self.pipelines), n)
@@ -140,9 +140,9 @@ class Processes:
         """The names of all processes, for people."""
         named: dict[int, str] = {}
         for position, pipeline in enumerate(self.pipelines):
-            replica, shard = divmod(position, self.num_shards)
+            replica, shard = divmod(position, self.num_tp_shards)
             of = f" of replica {replica}" if self.num_replicas > 1 else ""
-            of += f", shard {shard}" if self.num_shards > 1 else ""
+            of += f", shard {shard}" if self.num_tp_shards > 1 else ""
             named |= {process: f"rank {rank}{of}" for rank, process in enumerate(pipeline)}
         return [named[process] for process in sorted(named)]
 
@@ -164,5 +164,5 @@ class Processes:
     def close(self) -> list[dist.ProcessGroup]:
         """The groups, which are no longer used here."""
         groups, self._groups = self._groups, []
-        del self.everyone, self.pipeline, self.replicas, self.shards
+        del self.everyone, self.pipeline, self.replicas, self.tp_group
         return groups

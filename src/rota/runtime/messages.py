@@ -110,7 +110,7 @@ def _flatten(value: object, tensors: list[torch.Tensor], where: str) -> Layout:
         return ("value", _comparable(value), type(value).__name__)
     raise PipelineError(
         f"{where} returned a {_name(type(value))}, but stages exchange tensors, tuples, lists and dicts of them, "
-        f"numbers, texts and None; {_remedy(value)}"
+        f"numbers, strings and None; {_remedy(value)}"
     )
 
 

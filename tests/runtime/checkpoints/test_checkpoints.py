@@ -172,9 +172,9 @@ def keep_two(rank: int, folder: Path) -> list[Any]:
 
 def test_the_newest_are_kept_whatever_their_steps(pool: Pool, tmp_path: Path) -> None:
     for rank, (none, kept, gone, newest) in enumerate(pool.run(2, keep_two, tmp_path)):
-        assert f"no whole checkpoint of step 7 in {tmp_path}; there is none at all" in none
+        assert f"no whole checkpoint of step 7 in {tmp_path}; it has no checkpoints" in none
         assert kept == (["step-2", "step-3"] if rank == 0 else None)
-        assert f"no whole checkpoint of step 1 in {tmp_path}; there are those of 2, 3" in gone
+        assert f"no whole checkpoint of step 1 in {tmp_path}; it has steps 2, 3" in gone
         assert newest == (2, {"again": True})
     assert names_in(tmp_path) == ["step-1", "step-2"]
 

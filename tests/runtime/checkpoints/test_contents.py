@@ -154,7 +154,7 @@ class WithExtraState(nn.Linear):
 
 def test_an_extra_state_of_a_module_is_refused() -> None:
     told = refusal(lambda: names_of(Stages([nn.Sequential(WithExtraState(2, 2))])))
-    assert "module '0', a WithExtraState, has an extra state of its own (get_extra_state)" in told
+    assert "module '0', a WithExtraState, has extra state (get_extra_state)" in told
 
 
 class Named(nn.Module):
@@ -257,11 +257,11 @@ def test_parts_resume_on_as_many_ranks_however_they_are_made(
         for loading in (False, True):
             assert pool.run(2, train_in_shards, folder, 2, loading) == [pytest.approx(whole[2:], abs=1e-10)] * 2
         (told,) = pool.run(1, load_in_shards, folder, 1)
-        assert "up was saved in 2 shards, but is held in 1 here" in told
+        assert "up was saved in 2 TP shards, but has 1 here" in told
         assert "resume on as many tensor-parallel ranks" in told
         assert main(["checkpoint", "verify", str(folder)]) == 0
         assert main(["checkpoint", "export", str(folder), "-o", str(tmp_path / "model.safetensors")]) == 2
-        assert "in 2 shards, and does not know how they are joined" in capsys.readouterr().err
+        assert "in 2 TP shards, and does not say how to join them" in capsys.readouterr().err
 
 
 # --- weights in shards ------------------------------------------------------------------------------------------------

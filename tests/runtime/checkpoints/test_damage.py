@@ -114,13 +114,13 @@ def test_where_all_are_damaged_nothing_starts_from_the_beginning(pool: Pool, thr
         flip(tmp_path / f"step-{step}" / "tensors-1.bin")
     for step, words in pool.run(2, load_with_words, tmp_path):
         assert step is None
-        assert "step-1/tensors-1.bin has other contents than when it was saved" in words
-        assert "no other one is whole" in words
+        assert "step-1/tensors-1.bin has changed since it was saved" in words
+        assert "no other checkpoint is whole" in words
     for step in (1, 2, 3):
         truncate(tmp_path / f"step-{step}" / "rota.json")
     for step, words in pool.run(2, load_with_words, tmp_path):
         assert step is None
-        assert "no other one is whole" in words
+        assert "no other checkpoint is whole" in words
 
 
 def test_an_old_one_that_is_damaged_does_not_stop_a_training(pool: Pool, three: Path, tmp_path: Path) -> None:

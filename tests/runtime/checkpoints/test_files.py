@@ -72,26 +72,30 @@ def test_a_manifest_comes_back_as_it_was() -> None:
             '"format": 1',
             "an earlier version of Rota, whose checkpoints hold pickles, which are no longer",
         ),
-        ('"step": 20', '"step": 21', "it has other contents than when it was saved"),
-        ('"position": [3', '"position": [2', "it has other contents than when it was saved"),
+        ('"step": 20', '"step": 21', "it has changed since it was saved"),
+        ('"position": [3', '"position": [2', "it has changed since it was saved"),
         ('"step": 20', '"step": 20, "steps": 2', 'checkpoint has the field "steps" = 2, which is not one of'),
         ('"step": 20', '"step": -1', "checkpoint.step is -1; expected 0 or more"),
         ('["b", 4]', '["b", 0]', "checkpoint.weights[1][1] is 0; expected 1 or more"),
         ('["b", 4]', '["b"]', 'checkpoint.weights[1] is ["b"]; expected a pair'),
-        ('{"c": "b"}', '{"c": "d"}', 'checkpoint.aliases is {"c": "d"}; expected further names of the weights'),
-        ('{"c": "b"}', '{"b": "b"}', 'checkpoint.aliases is {"b": "b"}; expected further names of the weights'),
+        ('{"c": "b"}', '{"c": "d"}', 'checkpoint.aliases is {"c": "d"}; expected other names of the weights'),
+        ('{"c": "b"}', '{"b": "b"}', 'checkpoint.aliases is {"b": "b"}; expected other names of the weights'),
         ('"aliases": {"c": "b"}', '"aliases": []', "checkpoint.aliases is []; expected an object"),
         ('"number": 1,', "", "checkpoint has no field 'number'"),
         ('"number"', '"numbers"', 'checkpoint has the field "numbers" = 1, which is not one of'),
         ('"rota": "checkpoint"', '"rota": "plan"', 'it says "rota": "plan"'),
-        ('["b", 4]', '["a.weight", 4]', 'checkpoint.weights[1][0] is "a.weight"; expected another name than those'),
+        (
+            '["b", 4]',
+            '["a.weight", 4]',
+            'checkpoint.weights[1][0] is "a.weight"; expected a name that occurs only once',
+        ),
         ('{"c": "b"}', '{"c": 3}', "checkpoint.aliases.c is 3; expected a text"),
         (
             '["plan.json"',
             '["../../data"',
-            'checkpoint.files[0][1]: "../../data" is no file of a checkpoint\'s own folder',
+            'checkpoint.files[0][1]: "../../data" is not the name of a checkpoint\'s file',
         ),
-        ('["plan.json"', '["/etc/passwd"', '"/etc/passwd" is no file of a checkpoint\'s own folder'),
+        ('["plan.json"', '["/etc/passwd"', '"/etc/passwd" is not the name of a checkpoint\'s file'),
         ('["plan.json"', '[""', 'checkpoint.files[0][0] is ""; expected a name of 1 to 1,000 printable characters'),
         ('["plan.json"', r'["\u001b[2J"', r'checkpoint.files[0][0] is "\u001b[2J"; expected a name of 1 to 1,000'),
         ('"abab', '"ABab', "expected a SHA-256 in 64 hexadecimal digits"),
@@ -169,7 +173,7 @@ def test_what_is_no_checkpoint_is_not_whole_and_stays(tmp_path: Path, name: str)
     else:
         (path.parent / name).mkdir(parents=True)
     assert steps_in(tmp_path / "run") == [1]
-    with pytest.raises(PipelineError, match=r"step-2 is there already and is no checkpoint of Rota's; move it out of "):
+    with pytest.raises(PipelineError, match=r"step-2 exists and is not a checkpoint of Rota's; move it out of "):
         save(tmp_path / "run", 2)
     assert path.exists()
     path.rename(tmp_path / "moved")
@@ -337,9 +341,9 @@ def test_what_would_not_come_back_is_not_saved(value: Any) -> None:
         ({"float": "1"}, "expected one of nan, inf, -inf"),
         ({"complex": [1, 2.0]}, "expected a pair of floats"),
         ({"tuple": 3}, "expected a list"),
-        ({"dict": [[1, 2], [1, 3]]}, "expected another key"),
-        ({"dict": [[[], 2]]}, "expected a number, a text or a tuple of them"),
-        ({"set": [{"tensor": ["uint8", [0], ""]}]}, "expected a number, a text or a tuple of them"),
+        ({"dict": [[1, 2], [1, 3]]}, "expected a key that occurs only once"),
+        ({"dict": [[[], 2]]}, "expected a number, a string or a tuple of them"),
+        ({"set": [{"tensor": ["uint8", [0], ""]}]}, "expected a number, a string or a tuple of them"),
         ({"dtype": "Tensor"}, "expected a dtype that PyTorch has"),
         ({"size": [-1]}, "expected 0 or more"),
         ({"tensor": ["uint8", [2], "AA=="]}, "expected the elements of a uint8 tensor of size [2]"),
@@ -379,10 +383,10 @@ def changed_at(document: Any, place: tuple[Any, ...], value: Any) -> str:
 @pytest.mark.parametrize(
     ("place", "value", "told"),
     [
-        (("random", "torch"), "AA==", "is no random state"),
+        (("random", "torch"), "AA==", "is not a random state"),
         (("random", "torch"), 3, "expected a text"),
-        (("random", "python", 0), 9, "is no random state"),
-        (("random", "python", 0), 2, "is no random state of this version of Python"),
+        (("random", "python", 0), 9, "is not a random state"),
+        (("random", "python", 0), 2, "is not a random state of this version of Python"),
         (("random", "python", 2), 700, "expected 624 or less"),
         (("random", "python", 3), "x", "expected a float"),
         (("random", "numpy", 2), 625, "expected 624 or less"),  # NumPy would read beyond its words
@@ -393,10 +397,10 @@ def changed_at(document: Any, place: tuple[Any, ...], value: Any) -> str:
         (("scheduler", "state"), 3, "expected a dict"),
         (("scheduler", "class"), "x", "which is not one of scheduler, state"),
         (("records", 0, 0), 3, "expected a text"),
-        (("records", 1, 0), "a", "expected another weight"),
+        (("records", 1, 0), "a", "expected a weight that occurs only once"),
         (("records", 0, 1, "options", 0, 0), "params", "expected options without 'params'"),
         (("records", 0, 1, "tensors", 0), 3, "expected a text"),
-        (("records", 0, 1, "values"), [["momentum_buffer", 3]], "expected names that are there once"),
+        (("records", 0, 1, "values"), [["momentum_buffer", 3]], "expected names that occur once"),
         (("records", 0, 1, "scheduled", 0, 0), [], "expected names and numbers"),
         (("records", 0, 1, "scheduled", 0, 0), [-1], "expected 0 or more"),
         (("records", 0, 1, "optimizer"), "\x1b", "expected a name"),
@@ -418,7 +422,7 @@ def test_a_random_state_that_reads_beyond_its_words_is_refused(tmp_path: Path) -
     state[16:24] = torch.tensor([600]).view(torch.uint8)  # the next of 624
     torch.Generator().set_state(state)  # PyTorch itself lets it pass
     document["random"]["torch"] = to_json(state, "")["tensor"][2]
-    with pytest.raises(FormatError, match="expected a random state as PyTorch gives it"):
+    with pytest.raises(FormatError, match="expected a valid random state of PyTorch"):
         read_training(saved_training(tmp_path, json.dumps(document)))
 
 
@@ -429,7 +433,7 @@ def test_a_random_state_that_reads_beyond_its_words_is_refused(tmp_path: Path) -
         ("steps", ("__class__",), 1, 'would replace MultiStepLR\'s "__class__"'),
         ("steps", ("gamma",), "x", 'gamma" was saved as a str, "x", but is a float here'),
         ("steps", ("last_epoch",), True, 'was saved as a bool, "True", but is a int here'),
-        ("sequential", ("_schedulers",), [], "was saved with 0 entries, and has 2 here"),
+        ("sequential", ("_schedulers",), [], "was saved with 0 entries, but has 2 here"),
         ("sequential", ("_schedulers", 0, "get_lr"), 1, 'would replace SequentialLR\'s "get_lr"'),
         ("sequential", ("_schedulers", 0, "base_lrs"), [1], "is not in the checkpoint"),
         ("lambda", ("lr_lambdas",), [], "LambdaLR's lr_lambdas is not in the checkpoint"),

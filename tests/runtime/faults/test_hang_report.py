@@ -9,53 +9,49 @@ import time
 import pytest
 
 from rota import Cluster, Costs, PipelineError, place, simulate
-from rota.runtime.faults.hang_report import Standing, alone, compose, printable, reason_of
+from rota.runtime.faults.hang_report import Status, compose, compose_alone, printable, reason_of
 from rota.runtime.faults.stack_location import frames_of, is_in_a_collective
 from rota.runtime.faults.stack_location import place as place_of
 from rota.runtime.faults.watchdog import limit_s
 from rota.schedules import gpipe
 
 NAMES = [f"rank {rank}" for rank in range(3)]
-WAITS = Standing("waits", "waits for 1B1→0B1 from rank 1", 60.25, "after 0F3 in step 5")
-BUSY = Standing("busy", "is at 1F2 (model.py:12 in forward)", 61, "after 1F1 in step 5")
-OUTSIDE = Standing("outside", "is outside of what ranks do together (train.py:8 in load)", 75, "after 1F1 in step 4")
+WAITS = Status("waits", "waits for 1B1→0B1 from rank 1", 60.25, "after 0F3 in step 5")
+BUSY = Status("busy", "is at 1F2 (model.py:12 in forward)", 61, "after 1F1 in step 5")
+OUTSIDE = Status("outside", "is outside of the pipeline's calls (train.py:8 in load)", 75, "after 1F1 in step 4")
 
 
 @pytest.mark.parametrize("text", ["", "[" * 99999, "{}", '["waits", 1, 2.0, "x"]', '["other", "x", 2.0, "x"]', "[[]]"])
 def test_what_is_no_standing_is_no_answer(text: str) -> None:
     """Under torchrun anybody who reaches the store can write there."""
-    assert Standing.from_text(text) is None
-    assert Standing.from_text(BUSY.to_text()) == BUSY
+    assert Status.from_text(text) is None
+    assert Status.from_text(BUSY.to_text()) == BUSY
 
 
 def test_a_report_cannot_move_the_cursor() -> None:
     assert printable("rota: \x1b[2J\nrank 0 é→") == "rota: \\x1b[2J\nrank 0 é→"
-    assert reason_of(compose(NAMES, {0: WAITS, 1: BUSY, 2: WAITS}, 60, 5)) == "rank 1 does not get on"
+    assert reason_of(compose(NAMES, {0: WAITS, 1: BUSY, 2: WAITS}, 60, 5)) == "rank 1 makes no progress"
 
 
 @pytest.mark.parametrize(
-    ("standings", "reason"),
+    ("statuses", "reason"),
     [
-        ({0: WAITS, 1: BUSY, 2: WAITS}, "rank 1 does not get on"),
-        ({0: BUSY, 1: BUSY, 2: WAITS}, "rank 0, rank 1 do not get on"),
+        ({0: WAITS, 1: BUSY, 2: WAITS}, "rank 1 makes no progress"),
+        ({0: BUSY, 1: BUSY, 2: WAITS}, "rank 0, rank 1 make no progress"),
         ({0: BUSY, 1: OUTSIDE, 2: WAITS}, "rank 1 never reached what the others wait for"),
         ({0: WAITS, 2: OUTSIDE}, "rank 1 never answered; it is stopped, dead, or without a pipeline"),
         ({2: WAITS}, "rank 0, rank 1 never answered; they are stopped, dead, or without a pipeline"),
-        ({0: WAITS, 1: WAITS, 2: WAITS}, "all wait for each other; look whether all make the same calls"),
+        ({0: WAITS, 1: WAITS, 2: WAITS}, "all wait for each other; check that all make the same calls"),
     ],
 )
-def test_whom_the_others_wait_for(standings: dict[int, Standing], reason: str) -> None:
-    first, *lines, remedy = compose(NAMES, standings, 60, 5).splitlines()
+def test_whom_the_others_wait_for(statuses: dict[int, Status], reason: str) -> None:
+    first, *lines, remedy = compose(NAMES, statuses, 60, 5).splitlines()
     assert first.startswith(f"rota: no progress for 60 s, so all ranks end: {reason}")
     for rank, line in enumerate(lines):
-        standing = standings.get(rank)
-        told = (
-            f"{standing.words} for {standing.still_s:.1f} s, {standing.last}"
-            if standing
-            else "did not answer within 5 s"
-        )
+        status = statuses.get(rank)
+        told = f"{status.words} for {status.duration_s:.1f} s, {status.last}" if status else "did not answer within 5 s"
         assert line == f"    rank {rank} {told}"
-    assert remedy.strip() == "if it only needs longer, give Pipeline a larger timeout_s"
+    assert remedy.strip() == "if it only needs more time, give Pipeline a larger timeout_s"
 
 
 def test_many_that_do_not_answer_are_counted() -> None:
@@ -65,12 +61,12 @@ def test_many_that_do_not_answer_are_counted() -> None:
 
 
 def test_one_that_cannot_ask_tells_of_itself() -> None:
-    told = alone("rank 0", WAITS, 60, "no store")
+    told = compose_alone("rank 0", WAITS, 60, "no store")
     assert "the other ranks could not be asked (no store): rank 0 waits for 1B1→0B1 from rank 1 for 60.2 s" in told
 
 
 def test_a_standing_comes_back_from_its_text() -> None:
-    assert Standing.from_text(WAITS.to_text().encode()) == WAITS
+    assert Status.from_text(WAITS.to_text().encode()) == WAITS
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, math.nan, "60", True])

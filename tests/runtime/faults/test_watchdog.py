@@ -79,7 +79,7 @@ def hang(folder: Path, where: str, microbatch: int, schedule: str, num_steps: in
 def test_stage_that_hangs_in_its_forward(tmp_path: Path) -> None:
     assert_one_report(
         hang(tmp_path, "forward", 2, "1f1b"),
-        "all ranks end: rank 1 does not get on",
+        "all ranks end: rank 1 makes no progress",
         "rank 0 waits for 1B1→0B1 from rank 1 for ",
         "rank 1 is at 1F2 (test_watchdog.py:",
         "in hang_if_it_is_time) for ",
@@ -94,7 +94,7 @@ def test_stage_that_hangs_in_its_backward_in_a_later_step_on_a_patient_rank(tmp_
     """Its own limit is far away: it answers the others."""
     assert_one_report(
         hang(tmp_path, "backward", 4 + 1, "1f1b", 2, patient_rank=1),
-        "all ranks end: rank 1 does not get on",
+        "all ranks end: rank 1 makes no progress",
         "rank 0 waits for 1B1→0B1 from rank 1 for ",
         "rank 1 is at 1B1 (test_watchdog.py:",
         "s, after 1F2 in step 2",
@@ -125,7 +125,7 @@ def test_rank_that_never_does_what_the_others_do(tmp_path: Path, never: str, wai
         ended,
         "all ranks end: rank 1 never reached what the others wait for",
         f"rank 0 waits for {waited} for ",
-        "rank 1 is outside of what ranks do together (test_watchdog.py:",
+        "rank 1 is outside of the pipeline's calls (test_watchdog.py:",
         " in sleep_long) for ",
         f"rank 2 waits for {waited} for ",
     )

@@ -70,11 +70,11 @@ def test_a_training_that_is_disturbed_again_and_again(pool: Pool, tmp_path: Path
     run = tmp_path / "run"
     assert lines[:2] == [
         "rota run: rank 1 ended with SIGKILL: restart 1 of 1",
-        f"rota: the training goes on from {run}/step-2",
+        f"rota: training resumes from {run}/step-2",
     ]
     assert lines[2:] == [  # step-4 is newer than all that was there at the first restart
         "rota run: rank 2 ended with exit code 1: restart 1 of 1",
-        f"rota: the training goes on from {run}/step-4",
+        f"rota: training resumes from {run}/step-4",
     ]
     assert "ValueError: broken on purpose" in first.stderr
     assert [step for step, _, _ in told(tmp_path)] == [0, 1, 2, 2, 3, 4, 4, 5, 6, 7]
@@ -160,7 +160,7 @@ def test_the_half_that_torchrun_has_left_goes_on(pool: Pool, tmp_path: Path) -> 
     stderr = (tmp_path / "stderr-a").read_text()
     assert codes == [0, -9], stderr
     assert "rota: plan.json is for 4 ranks, and was planned again for 2: makespan 3 ms, was 2.1 ms" in stderr
-    assert f"rota: the training goes on from {tmp_path}/run/step-4" in stderr
+    assert f"rota: training resumes from {tmp_path}/run/step-4" in stderr
     assert [(step, ranks) for step, _, ranks in told(tmp_path)] == [(s, 4) for s in range(5)] + [
         (s, 2) for s in range(4, NUM_STEPS)
     ]

@@ -74,7 +74,7 @@ def others_in(folder: Path) -> list[str]:
             "import time; report('opens'); time.sleep(1); exit(5)",
             "rank 1 ended with exit code 5",
         ),
-        (SLEEP, "report('hangs', 'rank 0 does not get on'); " + SLEEP, "the run hung (rank 0 does not get on)"),
+        (SLEEP, "report('hangs', 'rank 0 makes no progress'); " + SLEEP, "the run hung (rank 0 makes no progress)"),
     ],
 )
 def test_who_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, second: str, told: str) -> None:

@@ -113,7 +113,7 @@ def change_gradients_within_a_round(rank: int) -> str:
 def test_gradients_of_tied_weights_changed_within_a_round_are_refused(pool: Pool) -> None:
     told = pool.run(3, change_gradients_within_a_round)
     assert told[0] == told[2]
-    assert "a tied weight of shape [6, 6] was changed between two steps of which the first has sync=False" in told[0]
+    assert "a tied weight of shape [6, 6] was changed between two steps, the first one with sync=False" in told[0]
 
 
 # --- odd parameters ---------------------------------------------------------------------------------------------------

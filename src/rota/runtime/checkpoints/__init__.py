@@ -1,7 +1,7 @@
-"""Checkpoints: all of a training's state by the whole model's names, to go on from with any other plan.
+"""Checkpoints: the state of a training run under the whole model's names, so that any other plan can resume it.
 
 every rank   its share of the tensors ───────────────────────────▶ step-20.partial/tensors-0.bin …
-first rank   where they are, what else there is ─────────────────▶ step-20.partial/tensors.json, training.json …
+first rank   where they are, and all other state ────────────────▶ step-20.partial/tensors.json, training.json …
 first rank   list of all files with their hashes ──▶ rota.json ── rename ──▶ step-20/
 """
 
@@ -48,7 +48,7 @@ from rota.runtime.pipeline import Pipeline
 
 
 class Checkpoint(NamedTuple):
-    """What `load` found: the step and the values that `save` was given, the plan that ran then, the folder."""
+    """What `load` returns: the `step` and `extra` given to `save`, the plan that ran then, the checkpoint's folder."""
 
     step: int
     extra: dict[str, Any]
@@ -56,18 +56,29 @@ class Checkpoint(NamedTuple):
     path: Path
 
 
+_NO_OTHER = "no other checkpoint is whole"
+_OTHER_STEP = "give another step, or None for the newest"
+
+
 @final
 class Checkpoints:
     """Saves a pipeline's training in `folder`, and resumes it with any cut, plan, number of ranks and of replicas.
 
-    Every rank makes one, with the same arguments but its own `optimizer` and `scheduler`: None on a rank without
-    weights; None on all ranks saves and loads the model alone. All ranks need to see the same `folder`. `keep`: how
-    many of the newest are kept, None for all. `asynchronous`: `save` returns when the state is copied, and a thread
-    writes it. Collective, as `save` and `load` are. Raises PipelineError, on all ranks, where one of them fails, and
-    where another job uses the folder: the first process holds a lock until `close`.
+    Every rank makes one, with the same arguments except its own `optimizer` and `scheduler`. Making one, `save` and
+    `load` are collective. Checkpoints hold no code: whatever optimizer and scheduler keep besides tensors is written as
+    JSON. It must be numbers, strings and tensors, in lists, tuples and dicts; `save` refuses anything else.
 
-    Checkpoints hold no code: what optimizer and scheduler keep besides tensors is written as JSON. So it must be
-    numbers, texts and tensors, in lists, tuples and dicts; `save` refuses anything else.
+    Args:
+        folder: all ranks must see the same folder.
+        pipeline: whose weights and buffers are saved.
+        optimizer: this rank's; None on a rank without weights. None on all ranks: only the model is saved and loaded.
+        scheduler: this rank's learning rate scheduler, if it has one.
+        keep: how many of the newest checkpoints to keep; None keeps all.
+        asynchronous: `save` returns when the state is copied, and a thread writes it.
+
+    Raises:
+        PipelineError: on all ranks, if one of them fails, or if another job uses the folder: the first process holds a
+            lock until `close`.
     """
 
     def __init__(
@@ -95,8 +106,8 @@ class Checkpoints:
         with pipeline.watching("the other ranks to make their Checkpoints", PATIENT):
             self._ranks = Ranks()
             pipeline.before_close.callback(self.close)
-            atexit.register(self._close_at_exit)  # later than the pipeline's, so it runs before that
-            self._ranks.agreed("checking what it is given", self._check)
+            atexit.register(self._close_at_exit)  # registered after the pipeline's, so it runs before it
+            self._ranks.agreed("checking the arguments", self._check)
             self._ranks.first("opening the folder", self._open)
 
     def _check(self) -> None:
@@ -110,16 +121,21 @@ class Checkpoints:
 
     def _open(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        if os.access(self._folder, os.W_OK):  # else nobody here can change it: it can be loaded from
+        if os.access(self._folder, os.W_OK):  # a read-only folder needs no lock: it can only be loaded from
             self._lock.enter_context(locked(self._folder))
             folders.recover_folder(self._folder)
 
     # --- saving ---------------------------------------------------------------------------------------------------
 
     def save(self, step: int, **extra: Any) -> None:
-        """Save all that training has changed, `step`, and `extra` (JSON values, such as the data's position).
+        """Save all that training has changed. Call it between steps, on all ranks, with the same values.
 
-        Call it between steps, on all ranks, with the same values. A checkpoint of the same step is replaced.
+        Args:
+            step: the number of the step; an older checkpoint of the same step is replaced.
+            extra: JSON values to save with it, such as the position in the data.
+
+        Raises:
+            PipelineError: on all ranks, if one of them fails, or if the last asynchronous `save` failed.
         """
         with self._pipeline.watching(f"the other ranks to save step {step}", PATIENT):
             self.wait()
@@ -134,14 +150,14 @@ class Checkpoints:
                 self._writing = self._thread.submit(self._write, step, copied, merged)
 
     def wait(self) -> None:
-        """Wait until what `save` began is whole on disk. Raises what went wrong there."""
+        """Wait until the last `save` is complete on disk. Raises its error if it failed."""
         with self._pipeline.watching("a checkpoint to be written", PATIENT):
             if self._writing is not None:
                 writing, self._writing = self._writing, None
                 writing.result()
 
     def close(self) -> None:
-        """Wait, then end the thread. The pipeline's `close` does it too."""
+        """Wait for the last `save`, then end the thread. The pipeline's `close` calls this, too."""
         atexit.unregister(self._close_at_exit)
         try:
             self.wait()
@@ -152,9 +168,9 @@ class Checkpoints:
             self._lock.close()
 
     def _close_at_exit(self) -> None:
-        """At the end of a script that closes nothing. Python ignores errors here, so `_end_failed` ends the process."""
+        """Close at the end of a script that did not. Python ignores errors here: `_end_failed` sets the exit code."""
         if getattr(sys, "last_value", None) is not None:
-            return  # the script has failed already; its pipeline tells the other ranks first, then closes this
+            return  # the script has failed; its pipeline first reports that to the other ranks, then closes this
         try:
             self.close()
         except Exception as error:
@@ -173,11 +189,11 @@ class Checkpoints:
         return tensors, {**small, "given": {"step": step, "extra": extra}}
 
     def _write(self, step: int, tensors: Tensors, merged: list[Merged]) -> None:
-        """On the thread if it is asynchronous; a group of our own keeps its messages apart from those of the steps."""
+        """Write and publish; on the thread if asynchronous, so its messages have a process group of their own."""
         ranks = self._ranks
         partial = self._folder / ranks.first("making the folder", lambda: folders.begin(self._folder, step).name)
         layout = ranks.agreed("listing the tensors", lambda: Layout(tensors))
-        layouts = ranks.gather(layout.told())
+        layouts = ranks.gather(layout.to_json())
         share = share_out(layouts)[ranks.mine]
         path = partial / file_of(ranks.mine)
         checksums, file = ranks.agreed(f"writing {partial}", lambda: write_chunks(path, layout, share))
@@ -206,7 +222,7 @@ class Checkpoints:
             extra=merged.extra,
             num_ranks=self._pipeline.plan.num_ranks,
             num_replicas=self._pipeline.num_replicas,
-            weights={weight.names[0]: merged.num_shards[weight.names[0]] for weight in weights},
+            weights={weight.names[0]: merged.num_tp_shards[weight.names[0]] for weight in weights},
             aliases={alias: weight.names[0] for weight in weights for alias in weight.names[1:]},
             files=found,
         )
@@ -216,13 +232,16 @@ class Checkpoints:
     # --- loading --------------------------------------------------------------------------------------------------
 
     def load(self, step: int | None = None) -> Checkpoint | None:
-        """Set everything as it was in the newest whole checkpoint, or in that of `step`; None if there is none.
+        """Restore everything from the newest whole checkpoint, or from that of `step`; returns None if none exists.
 
-        Each rank compares what it reads with checksums. Where the newest is damaged, the one before is loaded, and the
-        first process says so. Nothing changes if the checkpoint does not fit the model, the optimizer or the scheduler.
+        Each rank compares what it reads with checksums. If the newest is damaged, the one before is loaded, and the
+        first process reports that. Nothing changes if the checkpoint does not fit the model, optimizer or scheduler.
+
+        Args:
+            step: which checkpoint to load; None loads the newest.
 
         Raises:
-            PipelineError: it does not fit; that of `step` is damaged, or not there; all are damaged.
+            PipelineError: it does not fit; that of `step` is damaged or missing; all are damaged.
         """
         with self._pipeline.watching("the other ranks to load a checkpoint", PATIENT):
             self.wait()
@@ -232,23 +251,24 @@ class Checkpoints:
                     found = self._load(self._folder / name)
                 except DamagedError as error:
                     if before is None:
-                        told = "no other one is whole" if step is None else "give another step, or none for the newest"
-                        raise PipelineError(f"{error}; {told}") from None
-                    self._tell(f"{error}; going back to {self._folder / before}")
+                        remedy = _NO_OTHER if step is None else _OTHER_STEP
+                        raise PipelineError(f"{error}; {remedy}") from None
+                    self._report(f"{error}; going back to {self._folder / before}")
                 else:
                     if is_restart():
-                        self._tell(f"the training goes on from {found.path}")
+                        self._report(f"training resumes from {found.path}")
                     return found
             if is_restart():
-                self._tell(f"the training starts from the beginning, as there is no whole checkpoint in {self._folder}")
+                self._report(f"training starts from the beginning: no whole checkpoint in {self._folder}")
             return None
 
-    def _tell(self, words: str) -> None:
+    def _report(self, text: str) -> None:
+        """Print one line on the first process."""
         if self._ranks.mine == 0:
-            print(f"rota: {words}", file=sys.stderr, flush=True)
+            print(f"rota: {text}", file=sys.stderr, flush=True)
 
     def _find(self, step: int | None) -> list[str]:
-        """The names of those to try, one after another."""
+        """The names of the checkpoints to try, in order."""
         if os.access(self._folder, os.W_OK):
             folders.recover_folder(self._folder)
         found, damaged = folders.readable_ones(self._folder)
@@ -256,22 +276,22 @@ class Checkpoints:
             return [self._of_step(step, found, damaged)]
         for _, error in damaged:
             if not found:
-                raise FormatError(f"{error}; no other one is whole")
-            self._tell(f"{error}; left out")
+                raise FormatError(f"{error}; {_NO_OTHER}")
+            self._report(f"{error}; left out")
         return [saved.path.name for saved in reversed(found)]
 
     def _of_step(self, step: int, found: list[Saved], damaged: list[tuple[Path, FormatError]]) -> str:
         for path, error in damaged:
             if path.name == f"step-{step}":
-                raise FormatError(f"{error}; give another step, or none for the newest")
+                raise FormatError(f"{error}; {_OTHER_STEP}")
         steps = [saved.manifest.step for saved in found]
         if step not in steps:
-            there = f"there are those of {', '.join(map(str, sorted(steps)))}" if steps else "there is none at all"
-            raise PipelineError(f"no whole checkpoint of step {step} in {self._folder}; {there}")
+            there = f"steps {', '.join(map(str, sorted(steps)))}" if steps else "no checkpoints"
+            raise PipelineError(f"no whole checkpoint of step {step} in {self._folder}; it has {there}")
         return found[steps.index(step)].path.name
 
     def _load(self, path: Path) -> Checkpoint:
-        """Raises DamagedError, on all ranks, where one of them finds damage."""
+        """Load the checkpoint in `path`. Raises DamagedError, on all ranks, if one of them finds damage."""
         saved, plan, restoring, reader = self._ranks.agreed(f"comparing with {path}", lambda: self._prepare(path))
         self._ranks.agreed(f"reading {path}", reader.fill)
         self._ranks.agreed(f"setting the state of {path}", restoring.finish)
@@ -292,7 +312,7 @@ _failed_at_exit: list[Exception] = []
 
 
 def _end_failed() -> None:
-    """Python ignores errors of functions that run at exit, and this is the only way to an exit code from there.
+    """End with exit code 1 if `_close_at_exit` failed: Python ignores errors of functions that run at exit.
 
     It is registered early, so that most of the others run before it.
     """

@@ -1,4 +1,4 @@
-"""The files of one checkpoint: read as a stranger's, and refused where they are not what its manifest says.
+"""The files of one checkpoint, which are not trusted: a file that does not match the manifest is refused.
 
 rota.json      the manifest: step, names of weights, all other files with their sizes and hashes
 plan.json      the plan that was running
@@ -23,20 +23,20 @@ from rota.errors import FormatError
 from rota.runtime.checkpoints.manifest import File, Manifest
 
 MANIFEST, PLAN, TRAINING, TENSORS = "rota.json", "plan.json", "training.json", "tensors.json"
-MARKER = ".rota"  # an empty file, in every folder that Rota made: what may be removed
+MARKER = ".rota"  # an empty file in every folder that Rota made, and so may remove
 PIECE_BYTES = 2**22
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[FileIO]:
-    """A plain file, to be read. Raises FormatError for anything else, unopened: opening a pipe may never end."""
+    """Open a regular file to read it. Raises FormatError for any other kind: opening a pipe may block forever."""
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
-            raise FormatError(f"{path} is no plain file")
+            raise FormatError(f"{path} is not a regular file")
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with FileIO(descriptor) as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise FormatError(f"{path} is no plain file")
+                raise FormatError(f"{path} is not a regular file")
             yield file
     except FileNotFoundError:
         raise FormatError(f"{path} is missing") from None
@@ -45,7 +45,7 @@ def opened(path: Path) -> Iterator[FileIO]:
 
 
 def pieces(file: FileIO, num_bytes: int) -> Iterator[memoryview]:
-    """The next `num_bytes` of a file, piece by piece, each of which is overwritten by the next; fewer where it ends."""
+    """The next `num_bytes` of a file, or fewer at its end, in pieces; each piece overwrites the one before."""
     buffer = memoryview(bytearray(min(num_bytes, PIECE_BYTES)))
     while num_bytes and (count := file.readinto(buffer[: min(num_bytes, PIECE_BYTES)])):
         yield buffer[:count]
@@ -54,7 +54,7 @@ def pieces(file: FileIO, num_bytes: int) -> Iterator[memoryview]:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint on disk, of which the manifest has been read."""
+    """A checkpoint on disk whose manifest has been read."""
 
     path: Path
     manifest: Manifest
@@ -65,12 +65,12 @@ class Saved:
         return sum(file.num_bytes for file in self.manifest.files.values())
 
     def require_files(self) -> None:
-        """Raises FormatError where a file is missing, has another size or is not listed; the contents are not read."""
+        """Raises FormatError if a file is missing, has a wrong size or is not listed. Contents are not read."""
         for damage in self.wrong_files():
             raise FormatError(f"{self.path}: {damage}")
 
     def wrong_files(self) -> Iterator[str]:
-        """What is wrong with the files, contents aside."""
+        """What is wrong with the files, one by one, without reading their contents."""
         for name, file in self.manifest.files.items():
             try:
                 found = (self.path / name).lstat()
@@ -78,7 +78,7 @@ class Saved:
                 yield f"{reading.printable(name)} is missing"
                 continue
             if not stat.S_ISREG(found.st_mode):
-                yield f"{reading.printable(name)} is no plain file"
+                yield f"{reading.printable(name)} is not a regular file"
             elif found.st_size != file.num_bytes:
                 yield f"{reading.printable(name)} has {found.st_size:,} bytes instead of {file.num_bytes:,}"
         try:
@@ -87,16 +87,16 @@ class Saved:
             raise FormatError(f"cannot read {self.path}: {error.strerror}") from None
         for name in found_names:
             if name not in self.manifest.files and name not in (MANIFEST, MARKER):
-                yield f"{reading.printable(name)} does not belong to it: {MANIFEST} does not list it"
+                yield f"{reading.printable(name)} is not listed in {MANIFEST}"
 
     def changed_files(self) -> Iterator[str]:
-        """What is wrong with the files, contents compared with their hashes."""
+        """What is wrong with the files, including contents that do not match their hashes."""
         if found := [*self.wrong_files()]:
             yield from found
             return
         for name, file in self.manifest.files.items():
             if self._digest(name) != file.sha256:
-                yield f"{reading.printable(name)} has other contents than when it was saved"
+                yield f"{reading.printable(name)} has changed since it was saved"
 
     def _digest(self, name: str) -> str:
         digest = hashlib.sha256()
@@ -106,7 +106,7 @@ class Saved:
         return digest.hexdigest()
 
     def read_text(self, name: str) -> str:
-        """A small file, compared with its hash. Raises FormatError."""
+        """The text of a small file. Raises FormatError if it does not match its hash."""
         path = self.path / name
         if name not in self.manifest.files:
             raise FormatError(f"{self.path / MANIFEST} lists no {name}")
@@ -115,12 +115,12 @@ class Saved:
         with opened(path) as file:
             data = b"".join(map(bytes, pieces(file, self.manifest.files[name].num_bytes)))
         if File.of(data) != self.manifest.files[name]:
-            raise FormatError(f"{path} has other contents than when it was saved")
+            raise FormatError(f"{path} has changed since it was saved")
         return _decoded(path, data)
 
 
 def read_saved(path: Path) -> Saved:
-    """The checkpoint in `path`. Raises FormatError."""
+    """The checkpoint in `path`, from its manifest alone. Raises FormatError."""
     with opened(path / MANIFEST) as file:
         data = b"".join(map(bytes, pieces(file, reading.LARGEST_BYTES + 1)))
     if len(data) > reading.LARGEST_BYTES:
@@ -132,7 +132,7 @@ def read_saved(path: Path) -> Saved:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Errors of what is read inside name the file."""
+    """Puts the file's path in front of FormatErrors that are raised inside."""
     try:
         yield
     except FormatError as error:

@@ -1,9 +1,9 @@
-"""A folder of checkpoints: whole ones are named `step-N`, and nothing else ever is.
+"""A folder of checkpoints: only whole checkpoints are named `step-N`.
 
     step-20.partial/  being written, by all ranks ──one rename──▶  step-20/  whole
-    step-20.replaced/ what step-20 was, while it is saved again  ──▶  removed, or put back after a crash
+    step-20.replaced/ the old step-20, while it is saved again   ──▶  removed, or put back after a crash
 
-Where such a name is taken by something that Rota did not make, the next is used: step-20.1.partial, step-20.2.partial …
+If something that Rota did not make has such a name, the next is used: step-20.1.partial, step-20.2.partial …
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TEMPORARY = re.compile(r"(step-[0-9]{1,18})(?:\.[0-9]+)?\.(partial|replaced)")
 
 
 def readable_ones(folder: Path) -> tuple[list[Saved], list[tuple[Path, FormatError]]]:
-    """The whole checkpoints whose manifest can be read, as they were saved one after another; and those that cannot."""
+    """Whole checkpoints whose manifest can be read, in the order they were saved, and those whose manifest cannot."""
     found, damaged = [], []
     for path in whole_paths(folder):
         try:
@@ -34,9 +34,9 @@ def readable_ones(folder: Path) -> tuple[list[Saved], list[tuple[Path, FormatErr
 
 
 def whole_paths(folder: Path) -> list[Path]:
-    """Where whole checkpoints are, by step, and unread; a folder that is not there has none. Raises FormatError.
+    """Paths of whole checkpoints, sorted by step, not read yet; a missing folder has none. Raises FormatError.
 
-    One that Rota made and that has lost its manifest is among them, to be told.
+    A checkpoint of Rota's that has lost its manifest is included, so that it is reported.
     """
     found = [(int(match[1]), folder / name) for name in _names_in(folder) if (match := _WHOLE.fullmatch(name))]
     return [path for _, path in sorted(found) if _was_whole(path)]
@@ -47,12 +47,12 @@ def _was_whole(path: Path) -> bool:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether it is a folder with a `rota.json`, of whatever kind."""
+    """Whether `path` is a folder with an entry `rota.json`, of any kind."""
     return os.path.lexists(path / MANIFEST)
 
 
 def unfinished_ones(folder: Path) -> list[Path]:
-    """What is not whole: a save that was cut off or is still going on, a copy that was cut off. Raises FormatError."""
+    """Paths of saves that were interrupted or are still running, and of interrupted copies. Raises FormatError."""
     paths = [folder / name for name in sorted(_names_in(folder)) if name.startswith("step-")]
     return [path for path in paths if not (_WHOLE.fullmatch(path.name) and _was_whole(path))]
 
@@ -65,11 +65,11 @@ def _names_in(folder: Path) -> list[str]:
     except OSError as error:
         raise FormatError(f"cannot read {folder}: {error.strerror}") from None
     except ValueError:  # a null character
-        raise FormatError(f"cannot read {str(folder)!r}: that is no path") from None
+        raise FormatError(f"cannot read {str(folder)!r}: not a valid path") from None
 
 
 def recover_folder(folder: Path) -> None:
-    """Make the folder, and put right or remove what saves that were cut off have left in it. Touches nothing else."""
+    """Make the folder, and put back or remove what interrupted saves left in it. Touches nothing else."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in sorted(_names_in(folder)):
         path, match = folder / name, _TEMPORARY.fullmatch(name)
@@ -77,31 +77,31 @@ def recover_folder(folder: Path) -> None:
             continue
         whole = folder / match[1]
         if match[2] == "replaced" and is_checkpoint(path) and not os.path.lexists(whole):
-            path.rename(whole)  # cut off between the two renames of `publish`
+            path.rename(whole)  # interrupted between the two renames of `publish`
         else:
             _remove(path)
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether Rota made it: a folder that has the marker, or nothing yet."""
+    """Whether Rota made it: a folder that has the marker or is still empty."""
     if not stat.S_ISDIR(path.lstat().st_mode):
         return False
     return (path / MARKER).is_file() or not any(path.iterdir())
 
 
 def begin(folder: Path, step: int) -> Path:
-    """An empty folder to write the checkpoint of `step` into. Raises PipelineError where it could not get its name."""
+    """An empty folder to write the checkpoint of `step` into. Raises PipelineError if its final name is taken."""
     recover_folder(folder)
     path = folder / f"step-{step}"
     if os.path.lexists(path) and (path.is_symlink() or not (path / MANIFEST).is_file()):
-        raise PipelineError(f"{path} is there already and is no checkpoint of Rota's; move it out of {folder}")
+        raise PipelineError(f"{path} exists and is not a checkpoint of Rota's; move it out of {folder}")
     (partial := _free(path, "partial")).mkdir()
     (partial / MARKER).touch()
     return partial
 
 
 def _free(path: Path, suffix: str) -> Path:
-    """A name beside `path` that is not taken."""
+    """An unused path beside `path`, with this suffix."""
     numbers = ("", *(f".{number}" for number in range(1, 1000)))
     names = (path.with_name(f"{path.name}{number}.{suffix}") for number in numbers)
     return next(name for name in names if not os.path.lexists(name))
@@ -114,7 +114,7 @@ def publish(partial: Path, manifest: Manifest, keep: int | None) -> None:
     path = partial.with_name(f"step-{manifest.step}")
     replaced = _free(path, "replaced") if path.exists() else None
     if replaced is not None:
-        (path / MARKER).touch()  # lost where it was copied without hidden files
+        (path / MARKER).touch()  # a copy without hidden files has lost it
         path.rename(replaced)
     partial.rename(path)
     _sync(path.parent)
@@ -139,14 +139,14 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def _retire(path: Path) -> None:
-    """Remove a whole one, first by name: half a checkpoint must not have a whole one's. A link is left alone."""
+    """Rename a whole checkpoint, then remove it: half of one must not be named `step-N`. A link is left alone."""
     if not path.is_symlink():
         (path / MARKER).touch()
         _remove(path.rename(_free(path, "partial")))
 
 
 def _remove(path: Path) -> None:
-    """The marker last: what is left of a removal that is cut off must still be known as ours."""
+    """Remove a folder, its marker last, so that the rest of an interrupted removal is still known as Rota's."""
     for inner in path.iterdir():
         if inner.name != MARKER:
             shutil.rmtree(inner) if inner.is_dir() and not inner.is_symlink() else inner.unlink()
@@ -154,7 +154,7 @@ def _remove(path: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Make the names in a folder last."""
+    """Flush a folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

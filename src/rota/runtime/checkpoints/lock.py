@@ -20,7 +20,7 @@ from rota.reading import printable
 
 LOCK = ".rota.lock"
 _NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-_MOST_BYTES = 1000  # of the words about who holds it
+_MOST_BYTES = 1000  # of the text that describes the holder
 
 
 @dataclass(slots=True)
@@ -29,12 +29,12 @@ class _Held:
     num_users: int = 0
 
 
-_held: dict[str, _Held] = {}  # by this process, by the folder's real path
+_held: dict[str, _Held] = {}  # this process's locks, by the folder's real path
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keeps other jobs out; all users in one process share the lock. Raises PipelineError where another job has it."""
+    """Keeps other jobs out; all users in one process share the lock. Raises PipelineError if another job holds it."""
     key = os.path.realpath(folder)
     held = _held.setdefault(key, _held.get(key) or _Held(_lock(folder)))
     held.num_users += 1
@@ -42,35 +42,35 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         held.num_users -= 1
-        if held.num_users == 0 and _held.get(key) is held:  # a forked child has none
+        if held.num_users == 0 and _held.get(key) is held:  # a forked child holds no lock
             del _held[key]
             if held.descriptor is not None:
                 os.close(held.descriptor)
 
 
 def _lock(folder: Path) -> int | None:
-    """A descriptor that holds the lock; None where the file system has no locks, which is told."""
+    """A descriptor that holds the lock; warns and returns None if the file system has no locks."""
     path = folder / LOCK
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise PipelineError(f"cannot lock {folder} by {path}: {error.strerror}; move that file away") from None
+        raise PipelineError(f"cannot lock {folder} with {path}: {error.strerror}; move that file away") from None
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise PipelineError(f"cannot lock {folder}: {path} is no plain file; move it away")
+            raise PipelineError(f"cannot lock {folder}: {path} is not a regular file; move it away")
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = _holder(descriptor)
         os.close(descriptor)
         raise PipelineError(
-            f"{folder} is in use by another job{holder}; end that one, or save into another folder"
+            f"{folder} is in use by another job{holder}; end that job, or save into another folder"
         ) from None
     except OSError as error:
         os.close(descriptor)
         if error.errno not in _NOT_SUPPORTED:
             raise PipelineError(f"cannot lock {path}: {error.strerror}; save into another folder") from None
         print(
-            f"rota: {folder} is on a file system without locks ({error.strerror}); let one job at a time use it",
+            f"rota: {folder} is on a file system without locks ({error.strerror}); let only one job use it at a time",
             file=sys.stderr,
             flush=True,
         )
@@ -85,17 +85,17 @@ def _lock(folder: Path) -> int | None:
 
 
 def _holder(descriptor: int) -> str:
-    """Who holds it, for an error; the file may say anything."""
+    """Who holds the lock, for an error message; the file is not trusted."""
     try:
-        told = json.loads(os.pread(descriptor, _MOST_BYTES, 0))
-        pid, host, since = (printable(str(told[name]))[:100] for name in ("pid", "host", "since"))
+        holder = json.loads(os.pread(descriptor, _MOST_BYTES, 0))
+        pid, host, since = (printable(str(holder[name]))[:100] for name in ("pid", "host", "since"))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
     return f" (process {pid} on {host}, since {since})"
 
 
 def _leave_to_the_parent() -> None:
-    """In a forked child, such as a data loader's worker, which may live on when the job has ended."""
+    """Close the locks in a forked child, such as a data loader's worker, which may outlive the job."""
     for held in _held.values():
         if held.descriptor is not None:
             os.close(held.descriptor)

@@ -14,11 +14,11 @@ from rota import reading
 from rota.errors import FormatError
 
 FORMAT = 2
-LONGEST_BITS = 4096  # of a whole number; Python reads some 14,000
+LONGEST_BITS = 4096  # of an integer; Python parses about 14,000
 
 
 class File(NamedTuple):
-    """What a file was when it was written."""
+    """The size of a file and its SHA-256 in hexadecimal digits, when it was written."""
 
     num_bytes: int
     sha256: str
@@ -33,8 +33,8 @@ class File(NamedTuple):
 class Manifest:
     """`rota.json`. `number` counts the saves: the newest has the highest, whatever its step.
 
-    `weights`: for each weight and buffer of the whole model the number of shards it is saved in, mostly 1. `aliases`:
-    further names of tied weights, each with the name that the weight is saved by.
+    `weights`: the number of TP shards of each weight and buffer of the whole model, 1 for most. `aliases`: other names
+    of tied weights, each with the name under which the weight is saved.
     """
 
     number: int
@@ -55,7 +55,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Raises FormatError, naming the field."""
+        """The manifest with this text. Raises FormatError that names the field."""
         document = reading.parse(text, "checkpoint")
         if (found := document["format"]).integer() != FORMAT:
             older = "an earlier version of Rota, whose checkpoints hold pickles, which are no longer read"
@@ -68,20 +68,20 @@ class Manifest:
             extra={name.name(): value.value for name, value in document["extra"].items()},
             num_ranks=document["num_ranks"].integer(1),
             num_replicas=document["num_replicas"].integer(1),
-            weights={name: num_shards.integer(1) for name, num_shards in _pairs(document["weights"])},
+            weights={name: num_tp_shards.integer(1) for name, num_tp_shards in _pairs(document["weights"])},
             aliases={alias.name(): name.name() for alias, name in document["aliases"].items()},
             files={_inside(name, field): _file(field) for name, field in _pairs(document["files"])},
         )
         for alias, name in manifest.aliases.items():
             if alias in manifest.weights or name not in manifest.weights:
-                raise document["aliases"].wrong("further names of the weights")
+                raise document["aliases"].wrong("other names of the weights")
         if document["sha256"].text() != digest({k: v for k, v in document.value.items() if k != "sha256"}):
-            raise FormatError("it has other contents than when it was saved")
+            raise FormatError("it has changed since it was saved")
         return manifest
 
 
 def digest(document: dict[str, Any]) -> str:
-    """The hash of a manifest's fields, however they are spaced and ordered. Raises FormatError."""
+    """The SHA-256 of a manifest's fields, independent of spacing and order. Raises FormatError."""
     try:
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
     except RecursionError:
@@ -89,27 +89,27 @@ def digest(document: dict[str, Any]) -> str:
 
 
 def pair(field: reading.Field) -> list[reading.Field]:
-    """Raises FormatError unless it is a list of two."""
+    """The two items of a list. Raises FormatError if it has more or fewer."""
     if len(found := [*field]) != 2:
         raise field.wrong("a pair")
     return found
 
 
 def _pairs(field: reading.Field) -> Iterator[tuple[str, reading.Field]]:
-    """Names, each there once, with what belongs to them."""
+    """Pairs of a name and its value. Raises FormatError if a name occurs twice."""
     seen: set[str] = set()
     for entry in field:
         name, value = pair(entry)
         if name.name() in seen:
-            raise name.wrong("another name than those before it")
+            raise name.wrong("a name that occurs only once")
         seen.add(name.name())
         yield name.name(), value
 
 
 def _inside(name: str, field: reading.Field) -> str:
-    """The name of a file that a checkpoint has: none leads out of its folder."""
+    """`name`, if checkpoints have such a file: no such name leads out of the folder. Raises FormatError."""
     if not re.fullmatch(r"(plan|training|tensors)\.json|tensors-[0-9]{1,9}\.bin", name):
-        raise FormatError(f"{field.path}: {reading.short(name)} is no file of a checkpoint's own folder")
+        raise FormatError(f"{field.path}: {reading.short(name)} is not the name of a checkpoint's file")
     return name
 
 
@@ -120,14 +120,14 @@ def _file(field: reading.Field) -> File:
     return File(num_bytes.integer(0), sha256.text())
 
 
-# --- what users give to be kept in it ---------------------------------------------------------------------------------
+# --- the user's own values --------------------------------------------------------------------------------------------
 
 
 def require_json(extra: dict[str, Any], path: str = "extra") -> None:
-    """Raises FormatError where a value would not come back from JSON as it is (a tuple, a tensor, an int as key)."""
+    """Raises FormatError if JSON cannot preserve a value exactly (a tuple, a tensor, an int as key)."""
     for key, value in extra.items():
         if type(key) is not str:
-            raise FormatError(f"{path} has the key {key!r}, and JSON has only texts as keys: use {str(key)!r}")
+            raise FormatError(f"{path} has the key {key!r}, but JSON keys are strings: use {str(key)!r}")
         reading.Field(f"{path}, a name", key).name()
         _require_json_value(value, f"{path}[{key!r}]")
 
@@ -141,11 +141,11 @@ def _require_json_value(value: Any, path: str) -> None:
     elif type(value) is str:
         reading.Field(path, value).text()
     elif type(value) is float and not math.isfinite(value):
-        raise FormatError(f"{path} is {value}, which JSON cannot say; give a finite number, or a text")
+        raise FormatError(f"{path} is {value}, which JSON cannot represent; give a finite number or a string")
     elif type(value) is int and value.bit_length() > LONGEST_BITS:
-        raise FormatError(f"{path} is a number of {value.bit_length():,} bits, which cannot be read again; give a text")
+        raise FormatError(f"{path} is a number of {value.bit_length():,} bits, too many to read again; give a string")
     elif value is not None and type(value) not in (int, float, bool):
         raise FormatError(
-            f"{path} holds {json.dumps(str(value))[:60]}, a {type(value).__name__}, which JSON cannot say; "
-            f"give numbers, texts, bools, None, lists and dicts of them"
+            f"{path} holds {json.dumps(str(value))[:60]}, a {type(value).__name__}, which JSON cannot represent; "
+            f"give numbers, strings, bools, None, lists and dicts of them"
         )

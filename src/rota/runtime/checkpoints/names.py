@@ -1,8 +1,8 @@
-"""What a checkpoint calls weights and buffers: as the whole model does, whatever the cut.
+"""Names of weights and buffers in a checkpoint: those of the whole model, independent of the cut.
 
 stage 0: embedding.weight ──┐ tied
 stage 3: head.weight      ──┴──▶ "embedding.weight", and "head.weight" is its alias
-a stage on 4 ranks, or 4 tensor-parallel ones: w ──▶ "w#0" … "w#3", a shard on each rank
+a stage on 4 ranks, or tp=4: w ──▶ "w#0" … "w#3", one TP shard per rank
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and P
 
 
 class Weight(NamedTuple):
-    """A weight or buffer: all its names, the one it is saved by first, and in how many shards it is."""
+    """A weight or buffer: all its names (it is saved under the first), its number of TP shards, and its stages."""
 
     names: tuple[str, ...]
     tensor: torch.Tensor
-    num_shards: int
+    num_tp_shards: int
     stages: tuple[int, ...]
 
     @property
@@ -38,34 +38,34 @@ class Weight(NamedTuple):
         """Whether it is a buffer, not a parameter."""
         return not isinstance(self.tensor, nn.Parameter)
 
-    def key(self, name: str, shard: int) -> str:
-        """What it is saved by, if `name` is its name in the checkpoint and this rank has `shard`."""
-        return name if self.num_shards == 1 else f"{name}#{shard}"
+    def key(self, name: str, tp_shard: int) -> str:
+        """The key of this TP shard, if `name` is the weight's name in the checkpoint."""
+        return name if self.num_tp_shards == 1 else f"{name}#{tp_shard}"
 
 
 def model_key(key: str) -> str:
-    """What `torch.distributed.checkpoint` saves a weight or buffer by."""
+    """The key of a weight or buffer among all tensors of a checkpoint."""
     return f"model/{key}"
 
 
 class Weights:
-    """Those of the whole model, in its order. Raises PipelineError where a module's state cannot be saved."""
+    """The whole model's weights and buffers, in its order. Raises PipelineError if a module's state cannot be saved."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self.all = [*_weights(pipeline)]
 
     def local(self) -> Iterator[tuple[Weight, int]]:
-        """Those on this rank, and which shard of it is here."""
+        """The weights on this rank, each with the number of this rank's TP shard."""
         here = set(self._pipeline.local_stages)
         for weight in self.all:
             if stages := [stage for stage in weight.stages if stage in here]:
-                yield weight, self._part(stages[0])
+                yield weight, self._tp_shard(stages[0])
 
-    def _part(self, stage: int) -> int:
+    def _tp_shard(self, stage: int) -> int:
         pipeline, processes = self._pipeline, self._pipeline._processes
         position = sorted(pipeline.plan.placement.ranks_of(stage)).index(pipeline.rank)
-        return position * processes.num_shards + processes.shard
+        return position * processes.num_tp_shards + processes.tp_shard
 
 
 def _weights(pipeline: Pipeline) -> Iterator[Weight]:
@@ -76,13 +76,13 @@ def _weights(pipeline: Pipeline) -> Iterator[Weight]:
         for _, tensor in _saved(module):
             of_stages.setdefault(tensor, []).append(stage)
     for tensor, names in names_of(stages).items():
-        num_shards = len(placement.ranks_of(of_stages[tensor][0])) * pipeline._processes.num_shards
-        whole = tensor in replicated or isinstance(tensor, DTensor)  # DTensors are saved as the wholes that they are
-        yield Weight(names, tensor, 1 if whole else num_shards, tuple(of_stages[tensor]))
+        num_tp_shards = len(placement.ranks_of(of_stages[tensor][0])) * pipeline._processes.num_tp_shards
+        whole = tensor in replicated or isinstance(tensor, DTensor)  # a DTensor is saved as one whole tensor
+        yield Weight(names, tensor, 1 if whole else num_tp_shards, tuple(of_stages[tensor]))
 
 
 def names_of(stages: Stages) -> dict[torch.Tensor, tuple[str, ...]]:
-    """All names of each weight and buffer; the first is that of `Stages.named_parameters`, but for wrappers."""
+    """All names of each weight and buffer; the first is that of `Stages.named_parameters`, without wrappers' names."""
     named = [(stage, *pair) for stage, module in enumerate(stages.modules) for pair in _saved(module)]
     kinds = [[entry for entry in named if isinstance(entry[2], nn.Parameter) is wanted] for wanted in (True, False)]
     found: dict[torch.Tensor, tuple[str, ...]] = {}
@@ -98,12 +98,12 @@ def names_of(stages: Stages) -> dict[torch.Tensor, tuple[str, ...]]:
 
 
 def _saved(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What `module.state_dict()` has, under all its names, without the names of wrappers."""
+    """The tensors of `module.state_dict()`, each under all its names, without wrappers' names."""
     paths = {"": ""}
     for path, inner in module.named_modules(remove_duplicate=False):
         if type(inner).get_extra_state is not nn.Module.get_extra_state:
             raise PipelineError(
-                f"module {path!r}, a {type(inner).__name__}, has an extra state of its own (get_extra_state), which "
+                f"module {path!r}, a {type(inner).__name__}, has extra state (get_extra_state), which "
                 f"checkpoints do not save; keep it in buffers"
             )
         if path:

@@ -1,7 +1,7 @@
-"""Optimizer and scheduler by the whole model's names: each weight has its own state and options.
+"""Optimizer and scheduler state under the whole model's names: each weight has its own state and options.
 
-What an optimizer has by group (`lr`, `betas`, …) and a scheduler by group (`base_lrs`, …) is written down once for each
-weight of the group. So ranks may hold other weights after a resume; only the groups must be made by the same rule.
+Values per group, of an optimizer (`lr`, `betas`, …) or a scheduler (`base_lrs`, …), are saved for each weight of the
+group. So ranks may hold other weights after a resume; only the groups must be made by the same rule.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from rota.reading import printable, short
 
 #: Of one weight: "optimizer", "options", "tensors" (names of state tensors), "values" (other state), "scheduled".
 Record: TypeAlias = dict[str, Any]
-#: Where a value by group is in a scheduler's state: ("base_lrs",), or inside of others' as ("_schedulers", 0, …).
+#: Where a value per group is in a scheduler's state: ("base_lrs",), or ("_schedulers", 0, …) in a nested scheduler.
 Place: TypeAlias = tuple[str | int, ...]
 
-OF_THE_RANK = ("params", "param_names")  # in a group; all else are options
+OF_THE_RANK = ("params", "param_names")  # of a group; all other entries are options
 _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 
 
 def records_of(
     optimizer: Optimizer, scheduler: Any, keys: Mapping[torch.Tensor, str]
 ) -> tuple[dict[str, Record], dict[str, torch.Tensor]]:
-    """What to save of this rank's optimizer and scheduler: records by the weights' `keys`, and state tensors."""
+    """What to save of this rank's optimizer and scheduler: records by weight key, and state tensors by tensor key."""
     _, by_group = split_scheduler(scheduler, len(optimizer.param_groups))
     records: dict[str, Record] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -52,15 +52,15 @@ def records_of(
 
 
 def tensor_key(key: str, name: str) -> str:
-    """By which a state tensor of a weight is saved."""
+    """The key of a weight's state tensor."""
     return f"optimizer/{key}/{name}"
 
 
 def _key_of(parameter: torch.Tensor, group: int, keys: Mapping[torch.Tensor, str]) -> str:
     if parameter not in keys:
         raise PipelineError(
-            f"the optimizer's group {group} has a parameter of shape {list(parameter.shape)} that is none of this "
-            f"rank's stages; give it pipeline.parameters() alone"
+            f"the optimizer's group {group} has a parameter of shape {list(parameter.shape)} that is in none of this "
+            f"rank's stages; give it only pipeline.parameters()"
         )
     return keys[parameter]
 
@@ -68,7 +68,7 @@ def _key_of(parameter: torch.Tensor, group: int, keys: Mapping[torch.Tensor, str
 def require_records(
     optimizer: Optimizer, keys: Mapping[torch.Tensor, str], records: Mapping[str, Record]
 ) -> list[Record | None]:
-    """For each group the record of its weights, None where it is empty. Raises PipelineError where they do not fit."""
+    """The record of each group's weights, None for an empty group. Raises PipelineError if they do not fit."""
     found: list[Record | None] = []
     wanted = set()
     for index, group in enumerate(optimizer.param_groups):
@@ -77,7 +77,7 @@ def require_records(
             key = _key_of(parameter, index, keys)
             wanted.add(key)
             if key not in records:
-                raise PipelineError(f"{key} had no optimizer when it was saved; leave it out of this one as well")
+                raise PipelineError(f"{key} had no optimizer when it was saved; leave it out of this one, too")
             record = records[key]
             if record["optimizer"] != type(optimizer).__name__:
                 raise PipelineError(f"saved with {record['optimizer']}, but this is {type(optimizer).__name__}")
@@ -104,7 +104,7 @@ def _require_one_group(index: int, one: tuple[str, Record], other: tuple[str, Re
 
 
 def _shown(value: Any) -> str:
-    """A value that a file may have said, for an error."""
+    """A value from a file that is not trusted, for an error message."""
     return printable(short(value)) if not isinstance(value, str) else short(value).strip('"')
 
 
@@ -114,7 +114,7 @@ def restore_optimizer(
     records: Mapping[str, Record],
     tensors: Mapping[str, torch.Tensor],
 ) -> None:
-    """Set options and state. Not by `load_state_dict`, which converts state to the dtype of the weights."""
+    """Set options and state. Does not use `load_state_dict`, which converts state to the dtype of the weights."""
     optimizer.state.clear()
     for group, record in zip(optimizer.param_groups, require_records(optimizer, keys, records), strict=True):
         if record is not None:
@@ -128,14 +128,14 @@ def restore_optimizer(
 
 
 def _beside(before: Any, value: Any) -> Any:
-    """A copy of an option or a state, on the device of what it replaces."""
+    """A copy of an option or a state, on the device of the value it replaces."""
     if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor):
         return value.to(before.device, copy=True)
     return copy.deepcopy(value)
 
 
 def _beside_all(parameter: torch.Tensor, value: Any) -> Any:
-    """A copy of what an optimizer keeps for a weight, all tensors inside on its device."""
+    """A copy of an optimizer's state of a weight, with all tensors inside on the weight's device."""
     if type(value) is dict:
         return {key: _beside_all(parameter, item) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -153,7 +153,7 @@ _KINDS: tuple[tuple[type, ...], ...] = (
 
 
 def _require_like(own: Any, saved: Any, path: str) -> None:
-    """Raises PipelineError where a saved value is of another kind than the one in use, at any depth; None fits all."""
+    """Raises PipelineError if a saved value's kind differs from that of the one in use, at any depth; None fits all."""
     if own is None or saved is None:
         return
     kind: tuple[type, ...] = next((kind for kind in _KINDS if isinstance(own, kind)), (type(own),))
@@ -161,14 +161,14 @@ def _require_like(own: Any, saved: Any, path: str) -> None:
     if not is_alike:
         raise PipelineError(
             f"{path} was saved as a {type(saved).__name__}, {short(str(saved))}, but is a {type(own).__name__} here; "
-            f"make it as it was"
+            f"make it a {type(saved).__name__}"
         )
     if isinstance(own, dict):
         for name, value in saved.items():
             _require_like(own.get(name), value, f"{path}, {short(name)}")
     elif isinstance(own, (list, tuple)) and any(isinstance(item, dict) for item in own):
         if len(saved) != len(own):
-            raise PipelineError(f"{path} was saved with {len(saved)} entries, and has {len(own)} here; make it alike")
+            raise PipelineError(f"{path} was saved with {len(saved)} entries, but has {len(own)} here; make it as many")
         for at, (mine, value) in enumerate(zip(own, saved, strict=True)):
             _require_like(mine, value, f"{path}, {at}")
 
@@ -177,7 +177,7 @@ def _require_like(own: Any, saved: Any, path: str) -> None:
 
 
 def split_scheduler(scheduler: Any, num_groups: int) -> tuple[Any, dict[Place, list[Any]]]:
-    """A scheduler's state in what all ranks have alike, and what it has by group. (None, {}) without one."""
+    """Split a scheduler's state into what is equal on all ranks, and values per group; (None, {}) if it is None."""
     if scheduler is None:
         return None, {}
     by_group: dict[Place, list[Any]] = {}
@@ -194,7 +194,7 @@ def split_scheduler(scheduler: Any, num_groups: int) -> tuple[Any, dict[Place, l
 
 
 def restore_scheduler(scheduler: Any, saved: dict[str, Any], of_groups: list[Record | None]) -> None:
-    """Set a scheduler's state; a group without weights keeps what it has."""
+    """Set a scheduler's state; a group without weights keeps its values."""
     state = copy.deepcopy(saved["state"])
     _, mine = split_scheduler(scheduler, len(of_groups))
     for place in {*mine, *(place for record in of_groups if record for place in record["scheduled"])}:
@@ -209,10 +209,10 @@ def restore_scheduler(scheduler: Any, saved: dict[str, Any], of_groups: list[Rec
 
 
 def require_scheduler(scheduler: Any, saved: dict[str, Any] | None, of_groups: list[Record | None]) -> None:
-    """Raises PipelineError unless the same kind of scheduler was saved, or none where there is none.
+    """Raises PipelineError unless the same kind of scheduler was saved, or no scheduler if none is in use.
 
-    PyTorch's schedulers make an attribute of every entry of their state. So nothing is let through that hides a method,
-    and no value of another kind than the one in use.
+    PyTorch's schedulers turn every entry of their state into an attribute. So an entry that would hide a method is
+    refused, and a value whose kind differs from that of the one in use.
     """
     was = "no scheduler" if saved is None else saved["scheduler"]
     now = "no scheduler" if scheduler is None else type(scheduler).__name__
@@ -224,22 +224,22 @@ def require_scheduler(scheduler: Any, saved: dict[str, Any] | None, of_groups: l
     _refuse_hidden(scheduler, own["state"], saved["state"])
     _require_like(own["state"], saved["state"], f"{was}'s state")
     for place in {*mine, *(place for record in of_groups if record for place in record["scheduled"])}:
-        told = f"{was}'s {_shown('.'.join(map(str, place)))}"
+        name = f"{was}'s {_shown('.'.join(map(str, place)))}"
         if not _is_there(saved["state"], place):
-            raise PipelineError(f"{told} is not in the checkpoint; load it with the version of PyTorch that saved it")
+            raise PipelineError(f"{name} is not in the checkpoint; load it with the version of PyTorch that saved it")
         for index, record in enumerate(of_groups):
             if record is not None and place in mine:
                 if place not in record["scheduled"]:
-                    raise PipelineError(f"{told} was saved for no group; make as many groups as there were")
+                    raise PipelineError(f"{name} was saved for no group; make as many groups as when it was saved")
                 value, current = record["scheduled"][place], mine[place][index]
                 if place[-1] == "lr_lambdas" and (value is None) is not (current is None):
-                    raise PipelineError(f"{told} was saved {'without' if value is None else 'with'} a state of its own")
+                    raise PipelineError(f"{name} was saved {'without' if value is None else 'with'} a state of its own")
                 _refuse_hidden(scheduler, current, value)
-                _require_like(current, value, told)
+                _require_like(current, value, name)
 
 
 def _refuse_hidden(scheduler: Any, own: Any, saved: Any) -> None:
-    """At any depth: a schedule of schedules keeps the others' states inside of its own."""
+    """Raises PipelineError if an entry would hide a method, at any depth: schedulers may contain schedulers."""
     if isinstance(saved, dict):
         mine = own if isinstance(own, dict) else {}
         for name, value in saved.items():
@@ -255,7 +255,7 @@ def _refuse_hidden(scheduler: Any, own: Any, saved: Any) -> None:
 
 
 def _is_there(state: Any, place: Place) -> bool:
-    """Whether a value by group has its place, and nothing in it, in the state that all have alike."""
+    """Whether the state that is equal on all ranks has an entry at `place`, and None in it."""
     for step in place:
         inner: Any = dict(enumerate(state)) if isinstance(state, list) else state
         if not isinstance(inner, dict) or step not in inner:
@@ -270,7 +270,7 @@ def different(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values are equal to the last bit, whatever tensors are inside."""
+    """Whether two values are exactly equal, including all tensors inside."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):

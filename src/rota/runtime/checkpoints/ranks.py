@@ -1,4 +1,4 @@
-"""All processes that write or read a checkpoint together: what fails on one of them fails on all."""
+"""All processes that save or load a checkpoint together: if one of them fails, all of them raise."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Result = TypeVar("Result")
 
 
 class DamagedError(PipelineError):
-    """A checkpoint cannot be read, on one rank at least; nothing else is wrong on any."""
+    """At least one rank cannot read the checkpoint, and no rank failed for another reason."""
 
 
 @final
 class Ranks:
-    """All processes, in a group of their own; what fails on one of them fails on all. Collective."""
+    """All processes, in a process group for checkpoints. Collective, as are all methods except `close`."""
 
     def __init__(self) -> None:
         with together("making the group of checkpoints"):
@@ -29,9 +29,9 @@ class Ranks:
         self.mine = dist.get_rank(self.group)
 
     def agreed(self, doing: str, act: Callable[[], Result]) -> Result:
-        """What `act` returns here, if it succeeds on all ranks; else PipelineError on all.
+        """What `act` returns here, if it succeeds on all ranks.
 
-        That is a DamagedError if all errors are FormatErrors.
+        Otherwise all ranks raise PipelineError: a DamagedError if all errors are FormatErrors.
         """
         failure: Exception | None = None
         try:
@@ -39,15 +39,15 @@ class Ranks:
         except Exception as error:
             failure = error
         with together(f"{doing} for a checkpoint"):
-            told = all_gather_json(_told(failure), self.group)
-        failed = {rank: words for rank, words in enumerate(told) if words is not None}
+            failures = all_gather_json(_failure_to_json(failure), self.group)
+        failed = {rank: found for rank, found in enumerate(failures) if found is not None}
         if failed:
-            other = {rank: words for rank, words in failed.items() if not words["damage"]}
+            other = {rank: found for rank, found in failed.items() if not found["damage"]}
             raise _error(doing, *next(iter((other or failed).items()))) from failure
         return result
 
     def first(self, doing: str, act: Callable[[], Result]) -> Result:
-        """What `act` returns on the first rank, a JSON value, on all ranks; else PipelineError on all."""
+        """The JSON value that `act` returns on the first rank, on all ranks; PipelineError on all if it fails."""
         failure: Exception | None = None
         value: dict[str, Any] = {}
         if self.mine == 0:
@@ -55,7 +55,7 @@ class Ranks:
                 value = {"result": act()}
             except Exception as error:
                 failure = error
-                value = {"failure": _told(error)}
+                value = {"failure": _failure_to_json(error)}
         with together(f"{doing} for a checkpoint"):
             value = broadcast_json(value, group=self.group)
         if "failure" in value:
@@ -63,7 +63,7 @@ class Ranks:
         return value["result"]  # type: ignore[no-any-return]
 
     def gather(self, value: Any) -> list[Any]:
-        """All ranks' values, which are JSON values, on all ranks."""
+        """The JSON values of all ranks, by rank, on all ranks."""
         with together("gathering a checkpoint's parts"):
             return all_gather_json(value, self.group)
 
@@ -75,13 +75,13 @@ class Ranks:
                 dist.destroy_process_group(group)
 
 
-def _told(error: Exception | None) -> dict[str, Any] | None:
+def _failure_to_json(error: Exception | None) -> dict[str, Any] | None:
     if error is None:
         return None
-    words = str(error) if isinstance(error, RotaError) else f"{type(error).__name__}: {error}"
-    return {"words": words, "damage": isinstance(error, FormatError)}
+    text = str(error) if isinstance(error, RotaError) else f"{type(error).__name__}: {error}"
+    return {"text": text, "damage": isinstance(error, FormatError)}
 
 
-def _error(doing: str, rank: int, told: dict[str, Any]) -> PipelineError:
-    kind = DamagedError if told["damage"] else PipelineError
-    return kind(f"checkpoint: {doing}, process {rank}: {told['words']}")
+def _error(doing: str, rank: int, failure: dict[str, Any]) -> PipelineError:
+    kind = DamagedError if failure["damage"] else PipelineError
+    return kind(f"checkpoint: {doing}, process {rank}: {failure['text']}")

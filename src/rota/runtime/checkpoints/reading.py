@@ -1,4 +1,4 @@
-"""What every reader of a checkpoint goes through: loading, verifying and exporting. The last two need one process."""
+"""Reading checkpoints: to load them, and, in a single process, to verify and export them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rota.writing import whole_file
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What the small files of a checkpoint say."""
+    """The contents of a checkpoint's small files."""
 
     plan: Plan
     training: TrainingState
@@ -31,9 +31,9 @@ class Contents:
 
 
 def read_contents(saved: Saved) -> Contents:
-    """Raises FormatError where a file is not what it was when it was saved, or the files do not belong together.
+    """Read the small files. Raises FormatError if one has changed since it was saved, or if they do not match.
 
-    Of the files of tensors only the sizes are compared.
+    For tensor files, only the sizes are compared.
     """
     saved.require_files()
     contents = Contents(_read_plan(saved), read_training(saved), read_index(saved))
@@ -51,7 +51,7 @@ def _read_plan(saved: Saved) -> Plan:
 
 
 def _wrong_keys(manifest: Manifest, training: TrainingState, index: Index) -> Iterator[str]:
-    """Which tensors are missing, or are there for nothing."""
+    """Which tensors are missing, and which are not used."""
     found = {key for key in index if key.startswith(model_key(""))}
     if sum(manifest.weights.values()) > len(found):  # there may be a billion shards
         yield f"{next(key for key in _keys_of(manifest) if model_key(key) not in found)} has no tensor"
@@ -61,27 +61,27 @@ def _wrong_keys(manifest: Manifest, training: TrainingState, index: Index) -> It
     for key in sorted(expected - index.keys()):
         yield f"{printable(key.removeprefix(model_key('')))} has no tensor"
     for key in sorted(index.keys() - expected):
-        yield f"{short(key)} is a tensor that nothing needs"
+        yield f"{short(key)} is a tensor that nothing uses"
     for key in training.records:
         if model_key(key) not in index:
-            yield f"the optimizer has a state of {short(key)}, which is none of the weights"
+            yield f"the optimizer has a state of {short(key)}, which is not a weight"
 
 
 def _keys_of(manifest: Manifest) -> Iterator[str]:
-    """The keys by which weights and buffers are saved, shard by shard."""
-    for name, num_shards in manifest.weights.items():
-        yield from [name] if num_shards == 1 else (f"{name}#{shard}" for shard in range(num_shards))
+    """The keys of all weights and buffers, one per TP shard."""
+    for name, num_tp_shards in manifest.weights.items():
+        yield from [name] if num_tp_shards == 1 else (f"{name}#{tp_shard}" for tp_shard in range(num_tp_shards))
 
 
 def find(path: Path) -> tuple[list[Saved], list[tuple[Path, FormatError]]]:
-    """The checkpoint `path`, or all in the folder `path` as they were saved; and those that cannot be read.
+    """The checkpoint `path`, or all in the folder `path` in the order they were saved; and those that cannot be read.
 
-    Raises FormatError if there is none at all.
+    Raises FormatError if there are none.
     """
     if not is_checkpoint(path):
         found, damaged = readable_ones(path)
         if not found and not damaged:
-            raise FormatError(f"no whole checkpoint in {path}; give a folder with step-N inside, or such a step-N")
+            raise FormatError(f"no whole checkpoint in {path}; give a folder that has a step-N, or a step-N itself")
         return found, damaged
     try:
         return [read_saved(path)], []
@@ -90,9 +90,9 @@ def find(path: Path) -> tuple[list[Saved], list[tuple[Path, FormatError]]]:
 
 
 def damages(saved: Saved) -> list[str]:
-    """What is wrong with a checkpoint, compared with the hashes of when it was saved; empty if nothing is.
+    """What is wrong with a checkpoint: files that do not match their saved hashes; empty if nothing is wrong.
 
-    Only if all files are what they were, their contents are read: then every tensor must be covered by them.
+    If all files match, every tensor is read as well: each must be complete.
     """
     if found := [*saved.changed_files()]:
         return found
@@ -106,19 +106,19 @@ def damages(saved: Saved) -> list[str]:
 def export(saved: Saved, path: Path) -> int:
     """Write the whole model, weights and buffers by their names, into one safetensors file; returns their number.
 
-    Of a tied weight the aliases stand in the file's metadata, as `safetensors.torch.save_model` puts them there.
-    Raises FormatError where weights are in shards, where the checkpoint is damaged, and where `path` cannot be written.
+    Aliases of tied weights are in the file's metadata, where `safetensors.torch.save_model` puts them, too. Raises
+    FormatError if weights are in several TP shards, if the checkpoint is damaged, and if `path` cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     if found := damages(saved):
         raise FormatError(f"{saved.path}: {found[0]}; remove it, and export the checkpoint before it")
-    sharded = [name for name, num_shards in saved.manifest.weights.items() if num_shards > 1]
+    sharded = [name for name, num_tp_shards in saved.manifest.weights.items() if num_tp_shards > 1]
     if sharded:
         raise FormatError(
-            f"{saved.path} has {sharded[0]} in {saved.manifest.weights[sharded[0]]} shards, and does not know how they "
-            f"are joined; load it on as many tensor-parallel ranks, and join them there"
+            f"{saved.path} has {sharded[0]} in {saved.manifest.weights[sharded[0]]} TP shards, and does not say how "
+            f"to join them; load it on as many tensor-parallel ranks, and join them there"
         )
     index = read_index(saved)
     stored = {name: index[model_key(name)] for name in saved.manifest.weights}
@@ -128,7 +128,7 @@ def export(saved: Saved, path: Path) -> int:
         with whole_file(path) as partial:
             save_file(wanted, partial, metadata={**saved.manifest.aliases, "format": "pt"})
     except OSError as error:
-        raise FormatError(f"cannot write {path}: {error.strerror}; give another by -o") from None
+        raise FormatError(f"cannot write {path}: {error.strerror}; give another path with -o") from None
     except (SafetensorError, KeyError, ValueError) as error:
         raise FormatError(f"{saved.path} cannot be written as safetensors: {error}") from None
     return len(wanted)

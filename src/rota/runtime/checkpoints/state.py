@@ -1,4 +1,4 @@
-"""What a rank puts into a checkpoint and takes out of it: tensors by name, and the small things beside them."""
+"""What a rank saves and restores: tensors by name, and all other state of the training as JSON."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ class Trained:
     scheduler: Any
 
     def collect(self, with_buffers: bool) -> tuple[Tensors, dict[str, Any]]:
-        """This rank's tensors, as they are in use, and the rest as JSON; buffers are those of the first replica."""
+        """This rank's tensors, not copied, and all other state as JSON; only the first replica saves buffers."""
         tensors: Tensors = {}
         keys: dict[torch.Tensor, str] = {}
-        num_shards: dict[str, int] = {}
-        for weight, shard in self.weights.local():
-            keys[weight.tensor] = key = weight.key(weight.names[0], shard)
-            num_shards[weight.names[0]] = weight.num_shards
+        num_tp_shards: dict[str, int] = {}
+        for weight, tp_shard in self.weights.local():
+            keys[weight.tensor] = key = weight.key(weight.names[0], tp_shard)
+            num_tp_shards[weight.names[0]] = weight.num_tp_shards
             if with_buffers or not weight.is_buffer:
                 tensors[model_key(key)] = weight.tensor.detach()
-        small: dict[str, Any] = {"records": {}, "scheduler": None, "num_shards": num_shards}
+        small: dict[str, Any] = {"records": {}, "scheduler": None, "num_tp_shards": num_tp_shards}
         if self.optimizer is not None:
             records, states = records_of(self.optimizer, self.scheduler, keys)
             small["records"] = {key: record_to_json(key, record) for key, record in records.items()}
@@ -69,9 +69,9 @@ class Trained:
         names = _stored_names(self.weights.all, manifest)
         tensors: Tensors = {}
         keys: dict[torch.Tensor, str] = {}
-        for weight, shard in self.weights.local():
-            _require_shards(weight, manifest.weights[names[weight.names[0]]])
-            keys[weight.tensor] = key = weight.key(names[weight.names[0]], shard)
+        for weight, tp_shard in self.weights.local():
+            _require_tp_shards(weight, manifest.weights[names[weight.names[0]]])
+            keys[weight.tensor] = key = weight.key(names[weight.names[0]], tp_shard)
             tensors[model_key(key)] = weight.tensor.detach()
             _require_alike(key, weight.tensor, index[model_key(key)])
         if self.optimizer is not None:
@@ -85,7 +85,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Restoring:
-    """A checkpoint that fits: `tensors` are to be filled, then `finish` sets the rest."""
+    """A checkpoint that fits: the caller fills `tensors`, then `finish` sets the rest."""
 
     trained: Trained
     tensors: Tensors
@@ -105,25 +105,25 @@ class Restoring:
 
 
 class Merged(NamedTuple):
-    """What ranks have besides tensors: for training, what `save` was given, in how many shards each weight is."""
+    """The state of all ranks besides tensors, the arguments of `save`, and each weight's number of TP shards."""
 
     training: TrainingState
     step: int
     extra: dict[str, Any]
-    num_shards: dict[str, int]
+    num_tp_shards: dict[str, int]
 
 
 def merge(of_ranks: Iterable[dict[str, Any]]) -> Merged:
-    """Of what all ranks have collected. Raises PipelineError where ranks that must be alike are not."""
+    """Merge what all ranks have collected. Raises PipelineError if they differ where they must be equal."""
     records: dict[str, Record] = {}
     scheduler: Any = None
     given: dict[str, Any] = {}
-    num_shards: dict[str, int] = {}
+    num_tp_shards: dict[str, int] = {}
     for rank, small in enumerate(of_ranks):
         given = given or small["given"]
         if not same(small["given"], given):
-            raise PipelineError(f"process {rank} saves {small['given']}, and process 0 {given}; save the same on all")
-        num_shards |= small["num_shards"]
+            raise PipelineError(f"process {rank} saves {small['given']}, but process 0 {given}; save the same on all")
+        num_tp_shards |= small["num_tp_shards"]
         for key, written in small["records"].items():
             record = record_from_json(Field(f"process {rank}", written))
             mine = records.setdefault(key, record)
@@ -131,20 +131,20 @@ def merge(of_ranks: Iterable[dict[str, Any]]) -> Merged:
                 if name := different(mine[of], record[of]):
                     raise PipelineError(
                         f"process {rank} has {name} = {record[of].get(name)} for {key}, and another has "
-                        f"{mine[of].get(name)}; all that hold it must train it alike"
+                        f"{mine[of].get(name)}; train it the same way on all ranks that hold it"
                     )
         of_rank = scheduler_from_json(Field(f"process {rank}", small["scheduler"]))
         scheduler = of_rank if scheduler is None else scheduler
         if of_rank is not None and not same(of_rank, scheduler):
             raise PipelineError(
-                f"process {rank}'s scheduler is in another state ({of_rank}) than those before it "
-                f"({scheduler}); step it on all alike"
+                f"process {rank}'s scheduler is in another state ({of_rank}) than those of earlier "
+                f"processes ({scheduler}); step it equally often on all"
             )
-    return Merged(TrainingState(records, scheduler, random_state()), given["step"], given["extra"], num_shards)
+    return Merged(TrainingState(records, scheduler, random_state()), given["step"], given["extra"], num_tp_shards)
 
 
 def _stored_names(weights: list[Weight], manifest: Manifest) -> dict[str, str]:
-    """By the first name of each weight the name it is saved by. Raises PipelineError if the model is another one."""
+    """The saved name of each weight, by its first name. Raises PipelineError if the checkpoint is of another model."""
     found: dict[str, str] = {}
     missing = []
     for weight in weights:
@@ -155,29 +155,29 @@ def _stored_names(weights: list[Weight], manifest: Manifest) -> dict[str, str]:
             found[weight.names[0]] = name
     extra = [name for name in manifest.weights if name not in {*found.values()}]
     if missing or extra:
-        told = [f"{kind} {_few(names)}" for kind, names in (("lacks", missing), ("has also", extra)) if names]
-        raise PipelineError(f"this is another model: the checkpoint {' and '.join(told)}; build the one that was saved")
+        what = [f"{kind} {_few(names)}" for kind, names in (("lacks", missing), ("also has", extra)) if names]
+        raise PipelineError(f"this is another model: the checkpoint {' and '.join(what)}; build the one that was saved")
     return found
 
 
 def _few(names: list[str]) -> str:
-    told = [name if len(name) <= 100 else f"{name[:97]}..." for name in names[:3]]
-    return ", ".join(told) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    first = [name if len(name) <= 100 else f"{name[:97]}..." for name in names[:3]]
+    return ", ".join(first) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _require_shards(weight: Weight, num_shards: int) -> None:
-    """A rank knows this of its own stages alone: those of others may be wrapped otherwise there."""
-    if weight.num_shards != num_shards:
+def _require_tp_shards(weight: Weight, num_tp_shards: int) -> None:
+    """Each rank checks only weights of its own stages: other ranks may wrap theirs in another way."""
+    if weight.num_tp_shards != num_tp_shards:
         raise PipelineError(
-            f"{weight.names[0]} was saved in {num_shards} shards, but is held in {weight.num_shards} here; shards are "
-            f"not joined or cut again: resume on as many tensor-parallel ranks as it was saved on"
+            f"{weight.names[0]} was saved in {num_tp_shards} TP shards, but has {weight.num_tp_shards} here; TP shards "
+            f"are not joined or cut again: resume on as many tensor-parallel ranks as it was saved on"
         )
 
 
 def _require_alike(key: str, tensor: torch.Tensor, stored: Stored) -> None:
     was, now = (list(stored.size), stored.dtype), (list(tensor.shape), tensor.dtype)
     if was != now:
-        raise PipelineError(f"{key} was saved as {was[0]} of {was[1]}, but is {now[0]} of {now[1]}; make it as it was")
+        raise PipelineError(f"{key} was saved as {was[0]} of {was[1]}, but is {now[0]} of {now[1]}; make both equal")
 
 
 def _state_tensors(parameter: torch.Tensor, key: str, record: Record, index: Index) -> Tensors:
@@ -188,7 +188,7 @@ def _state_tensors(parameter: torch.Tensor, key: str, record: Record, index: Ind
         if stored.size == tuple(parameter.shape):
             found[full] = torch.empty_like(parameter, dtype=stored.dtype, requires_grad=False)
         else:
-            # Counts of steps stay on the CPU, unless the optimizer wants them beside its weights, as PyTorch's do.
+            # Step counts stay on the CPU, unless the optimizer needs them on its weights' device, as in PyTorch's.
             beside = name != "step" or record["options"].get("capturable") or record["options"].get("fused")
             found[full] = torch.empty(stored.size, dtype=stored.dtype, device=parameter.device if beside else "cpu")
     return found

@@ -1,10 +1,10 @@
-"""The tensors of a checkpoint: raw bytes in a file per rank, and `tensors.json`, which says where each of them is.
+"""The tensors of a checkpoint: raw bytes in one file per rank, and `tensors.json`, which says where each tensor is.
 
 rank 0   tensors-0.bin   │ model/a, rows 0–3 │ model/b │ optimizer/a/exp_avg, rows 0–3 │
 rank 1   tensors-1.bin   │ model/a, rows 4–7 │ optimizer/a/exp_avg, rows 4–7 │
 
-A tensor is in one or more chunks, which are boxes of a grid. What a rank needs of them is for the planners of
-`torch.distributed.checkpoint` to say: so shards of any layout load into any other.
+A tensor is in one or more chunks, which are boxes of a grid. The planners of `torch.distributed.checkpoint` choose the
+chunks that a rank reads, so DTensors of any layout load into any other layout.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a tensor, and its bytes from `position` on in a file."""
+    """A part of a tensor, whose bytes start at `position` in a file, and their CRC-32."""
 
     box: Box
     file: str
@@ -55,7 +55,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in the files; one without elements has no chunks."""
+    """A tensor in the files; an empty tensor has no chunks."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -69,7 +69,7 @@ Index: TypeAlias = dict[str, Stored]  # by the tensor's key
 
 
 class Layout:
-    """Which chunks of `tensors` this rank has, and which of them it writes."""
+    """Which chunks of `tensors` this rank has, and their bytes."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -80,12 +80,10 @@ class Layout:
         for item, _ in items:
             if _dtype(item) not in DTYPES:
                 known = ", ".join(DTYPES)
-                raise PipelineError(
-                    f"checkpoints do not keep {item.index.fqn}, of {_dtype(item)}; make it one of {known}"
-                )
+                raise PipelineError(f"checkpoints cannot hold {item.index.fqn}, of {_dtype(item)}; use one of {known}")
 
-    def told(self) -> list[Any]:
-        """What the others need to know: [key, dtype, size, offsets, sizes] of each chunk."""
+    def to_json(self) -> list[Any]:
+        """[key, dtype, size, offsets, sizes] of each chunk, for the other ranks; an empty tensor has None twice."""
         chunks = [[key, _dtype(item), [*_size(item)], *map(list, box)] for (key, box), item in self._items.items()]
         return chunks + [[item.index.fqn, _dtype(item), [*_size(item)], None, None] for item in self._empty]
 
@@ -112,7 +110,7 @@ def _dtype(item: WriteItem) -> str:
 
 
 def share_out(of_ranks: Sequence[list[Any]]) -> list[list[tuple[str, Box]]]:
-    """For each rank the chunks that it writes. Of the ranks that hold a chunk, the one with least to write gets it."""
+    """The chunks that each rank writes. A chunk goes to its holder with the fewest bytes so far."""
     holders: dict[tuple[str, Box], list[int]] = {}
     num_bytes: dict[tuple[str, Box], int] = {}
     properties: dict[str, tuple[str, list[int]]] = {}
@@ -121,7 +119,7 @@ def share_out(of_ranks: Sequence[list[Any]]) -> list[list[tuple[str, Box]]]:
             if properties.setdefault(key, (dtype, size)) != (dtype, size):
                 raise PipelineError(
                     f"process {rank} has {key} as {size} of {dtype}, and another as {properties[key][1]} of "
-                    f"{properties[key][0]}; make it alike on all"
+                    f"{properties[key][0]}; make it the same on all"
                 )
             if offsets is not None:
                 chunk = key, (tuple(offsets), tuple(sizes))
@@ -142,7 +140,7 @@ def file_of(rank: int) -> str:
 
 
 def write_chunks(path: Path, layout: Layout, share: list[tuple[str, Box]]) -> tuple[list[int], File]:
-    """Write one file, and make it last. Returns the CRC-32 of each chunk, and the file's size and hash."""
+    """Write one file and flush it to disk. Returns the CRC-32 of each chunk, and the file's size and hash."""
     digest, checksums = hashlib.sha256(), []
     with path.open("xb") as file:
         for key, box in share:
@@ -156,7 +154,7 @@ def write_chunks(path: Path, layout: Layout, share: list[tuple[str, Box]]) -> tu
 
 
 def index_of(of_ranks: Sequence[list[Any]], checksums: Sequence[list[int]]) -> Index:
-    """Where the ranks have written what `share_out` gave to them. Raises PipelineError where a tensor has gaps."""
+    """Where the ranks have written the chunks of `share_out`. Raises PipelineError if a tensor has gaps."""
     properties = {key: (DTYPES[dtype], tuple(size)) for chunks in of_ranks for key, dtype, size, *_ in chunks}
     chunks: dict[str, list[Chunk]] = {key: [] for key in properties}
     for rank, (share, of_rank) in enumerate(zip(share_out(of_ranks), checksums, strict=True)):
@@ -183,7 +181,7 @@ def index_to_json(index: Index) -> str:
 
 
 def read_index(saved: Saved) -> Index:
-    """Where a checkpoint's tensors are. Raises FormatError unless each is covered, and each byte belongs to one."""
+    """Where a checkpoint's tensors are. Raises FormatError unless each is complete, and each byte is in one chunk."""
     text = saved.read_text(TENSORS)
     with naming(saved.path / TENSORS):
         document = reading.Field("tensors", reading.load(text))
@@ -194,7 +192,7 @@ def read_index(saved: Saved) -> Index:
         for entry in document["tensors"]:
             key, stored = _entry(entry)
             if key in index:
-                raise entry.wrong("another tensor than those before it")
+                raise entry.wrong("a tensor that occurs only once")
             index[key] = stored
         _require_tiled_files(index, saved)
         return index
@@ -220,7 +218,7 @@ def _chunk(field: reading.Field, num_dimensions: int) -> Chunk:
 
 
 def _is_covered(size: tuple[int, ...], boxes: list[Box]) -> bool:
-    """Whether the boxes are the cells of a grid over a tensor, each there once."""
+    """Whether the boxes are the cells of a grid over a tensor, each exactly once."""
     if not math.prod(size):
         return not boxes
     num_cells = 1
@@ -234,14 +232,14 @@ def _is_covered(size: tuple[int, ...], boxes: list[Box]) -> bool:
 
 
 def _require_tiled_files(index: Index, saved: Saved) -> None:
-    """Each byte of each file belongs to one chunk: so a small file cannot stand for many tensors."""
+    """Raises FormatError unless each byte of each file is in one chunk: a small file must not become many tensors."""
     places: dict[str, list[tuple[int, int]]] = {}
     for stored in index.values():
         for chunk in stored.chunks:
             places.setdefault(chunk.file, []).append((chunk.position, chunk.num_bytes(stored.dtype)))
     files = {name: file for name, file in saved.manifest.files.items() if name not in (PLAN, TENSORS, TRAINING)}
     if elsewhere := sorted(places.keys() - files.keys()):
-        raise FormatError(f"it places a tensor in {reading.short(elsewhere[0])}, which is no file of tensors")
+        raise FormatError(f"it places a tensor in {reading.short(elsewhere[0])}, which is not a tensor file")
     for name, file in files.items():
         of_file = sorted(places.get(name, []))
         ends = [0, *(position + num_bytes for position, num_bytes in of_file)]
@@ -253,7 +251,7 @@ def _require_tiled_files(index: Index, saved: Saved) -> None:
 
 
 def check_all(saved: Saved, index: Index) -> None:
-    """Read every tensor. Raises FormatError where one is not what it was."""
+    """Read every tensor. Raises FormatError if one has changed since it was saved."""
     for key, stored in index.items():
         for chunk in stored.chunks:
             _check(saved, key, stored.dtype, chunk)
@@ -265,21 +263,21 @@ def _check(saved: Saved, key: str, dtype: torch.dtype, chunk: Chunk) -> None:
 
 
 def _pieces(saved: Saved, key: str, dtype: torch.dtype, chunk: Chunk) -> Iterator[memoryview]:
-    """A chunk's bytes, piece by piece. Raises FormatError, in the end, where they are not what was saved."""
+    """A chunk's bytes in pieces. Raises FormatError, at the end, if they have changed since they were saved."""
     path, crc32 = saved.path / chunk.file, 0
     with opened(path) as file:
         file.seek(chunk.position)
         for piece in pieces(file, chunk.num_bytes(dtype)):
             crc32 = zlib.crc32(piece, crc32)
             if not are_of(piece, dtype):
-                raise FormatError(f"{path}: {reading.short(key)} holds other values than {dtype_name(dtype)}")
+                raise FormatError(f"{path}: {reading.short(key)} holds bytes that are not {dtype_name(dtype)} values")
             yield piece
     if crc32 != chunk.crc32:
-        raise FormatError(f"{path} has other contents than when it was saved, in {reading.short(key)}")
+        raise FormatError(f"{path} has changed since it was saved, in {reading.short(key)}")
 
 
 class Reader:
-    """Fills `tensors`, whole ones or shards of them, from a checkpoint that has all of them."""
+    """Fills `tensors`, which may be DTensors, from a checkpoint that has all of them."""
 
     def __init__(self, saved: Saved, index: Index, tensors: Tensors) -> None:
         self._saved, self._index = saved, index
@@ -294,12 +292,12 @@ class Reader:
             self._wanted.setdefault((key, chunk), []).append(item)
 
     def check(self) -> None:
-        """Read all that `fill` will read, and change nothing. Raises FormatError where a chunk is not what it was."""
+        """Read all that `fill` will read, and change nothing. Raises FormatError if a chunk has changed."""
         for (key, chunk), _ in self._in_order():
             _check(self._saved, key, self._index[key].dtype, chunk)
 
     def fill(self) -> None:
-        """Raises FormatError as `check` does: a file may change in between."""
+        """Fill the tensors. Raises FormatError as `check` does: a file may change in between."""
         for (key, chunk), items in self._in_order():
             read = self._read(key, chunk)
             for item in items:
@@ -311,7 +309,7 @@ class Reader:
                 self._planner.commit_tensor(item, target)
 
     def _in_order(self) -> list[tuple[tuple[str, Chunk], list[ReadItem]]]:
-        """As the chunks lie in the files."""
+        """The wanted chunks, in the order of the files."""
         return sorted(self._wanted.items(), key=lambda entry: (entry[0][1].file, entry[0][1].position))
 
     def _read(self, key: str, chunk: Chunk) -> torch.Tensor:
@@ -324,7 +322,7 @@ class Reader:
 
 
 def _metadata(index: Mapping[str, Stored]) -> Metadata:
-    """As the planner takes it."""
+    """The index as PyTorch's planner expects it."""
     return Metadata(
         {
             key: TensorStorageMetadata(

@@ -1,4 +1,4 @@
-"""`training.json`: what training has besides tensors: options, schedules, random state. Every field is checked."""
+"""`training.json`: the state besides tensors: options, schedules and random state. Every field is checked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _RECORD = ("optimizer", "options", "tensors", "values", "scheduled")
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """`records` by the weights' keys; `scheduler`: {"scheduler": its class, "state": what all groups have alike}."""
+    """`records` by weight key; `scheduler`: {"scheduler": its class, "state": its state without values per group}."""
 
     records: dict[str, Record]
     scheduler: dict[str, Any] | None
@@ -35,21 +35,21 @@ class TrainingState:
 
 
 def training_to_json(state: TrainingState) -> str:
-    """Raises PipelineError where it is too much to be read again."""
+    """The text of `training.json`. Raises PipelineError if it is too long to be read again."""
     records = [[key, json.dumps(record_to_json(key, record))] for key, record in sorted(state.records.items())]
     text = "{" + f'\n"random": {json.dumps(_random_to_json(state.random))},\n"scheduler": '
     text += json.dumps(scheduler_to_json(state.scheduler)) + ',\n"records": [\n'
     text += ",\n".join(f"[{json.dumps(key)}, {record}]" for key, record in records) + "\n]\n}\n"
     if len(text) > reading.LARGEST_BYTES:
         raise PipelineError(
-            f"the options and states of the optimizer, besides its tensors, take {len(text):,} bytes, and at most "
-            f"{reading.LARGEST_BYTES:,} can be read again; keep large tensors by themselves in the optimizer's state"
+            f"the options and states of the optimizer, besides its tensors, have {len(text):,} bytes, but only "
+            f"{reading.LARGEST_BYTES:,} can be read again; make large tensors entries of the optimizer's state"
         )
     return text
 
 
 def read_training(saved: Saved) -> TrainingState:
-    """Raises FormatError, naming the field."""
+    """Read `training.json`. Raises FormatError that names the field."""
     with naming(saved.path / TRAINING):
         document = Field("training", reading.load(saved.read_text(TRAINING)))
         document.refuse_others(("random", "scheduler", "records"))
@@ -57,7 +57,7 @@ def read_training(saved: Saved) -> TrainingState:
         for entry in document["records"]:
             key, record = pair(entry)
             if key.text() in records:
-                raise key.wrong("another weight than those before it")
+                raise key.wrong("a weight that occurs only once")
             records[key.text()] = record_from_json(record)
         return TrainingState(records, scheduler_from_json(document["scheduler"]), _random_from_json(document["random"]))
 
@@ -66,7 +66,7 @@ def read_training(saved: Saved) -> TrainingState:
 
 
 def record_to_json(key: str, record: Record) -> dict[str, Any]:
-    """Raises PipelineError where a value would not come back."""
+    """A weight's record as JSON. Raises PipelineError if a value cannot be restored from JSON."""
     name = record["optimizer"]
     return {
         "optimizer": name,
@@ -80,16 +80,16 @@ def record_to_json(key: str, record: Record) -> dict[str, Any]:
 
 
 def record_from_json(field: Field) -> Record:
-    """Raises FormatError, naming the field."""
+    """The record that `record_to_json` wrote. Raises FormatError that names the field."""
     field.refuse_others(_RECORD)
     options = _named_from_json(field["options"])
     for name in OF_THE_RANK:
         if name in options:
-            raise field["options"].wrong(f"options without {name!r}, which each rank has of its own")
+            raise field["options"].wrong(f"options without {name!r}, which differs between ranks")
     tensors = [name.name() for name in field["tensors"]]
     values = _named_from_json(field["values"])
     if len({*tensors, *values}) < len(tensors) + len(values):
-        raise field["tensors"].wrong("names that are there once")
+        raise field["tensors"].wrong("names that occur once")
     scheduled = {_place(place): from_json(value) for place, value in map(pair, field["scheduled"])}
     return {
         "optimizer": field["optimizer"].name(),
@@ -101,7 +101,7 @@ def record_from_json(field: Field) -> Record:
 
 
 def scheduler_to_json(scheduler: dict[str, Any] | None) -> Any:
-    """Raises PipelineError where a value would not come back."""
+    """A scheduler's common state as JSON. Raises PipelineError if a value cannot be restored from JSON."""
     if scheduler is None:
         return None
     name = scheduler["scheduler"]
@@ -109,7 +109,7 @@ def scheduler_to_json(scheduler: dict[str, Any] | None) -> Any:
 
 
 def scheduler_from_json(field: Field) -> dict[str, Any] | None:
-    """Raises FormatError, naming the field."""
+    """The state that `scheduler_to_json` wrote. Raises FormatError that names the field."""
     if field.value is None:
         return None
     field.refuse_others(("scheduler", "state"))
@@ -121,7 +121,7 @@ def scheduler_from_json(field: Field) -> dict[str, Any] | None:
 def _named_to_json(values: Mapping[Any, Any], path: str) -> list[Any]:
     for name in values:
         if type(name) is not str:
-            raise PipelineError(f"{path} has the key {name!r}, a {type(name).__name__}; checkpoints keep names alone")
+            raise PipelineError(f"{path} has the key {name!r}, a {type(name).__name__}; use a string")
         Field(f"{path}, a name", name).name()
     return [[name, to_json(value, f"{path}, {name!r},")] for name, value in values.items()]
 
@@ -130,7 +130,7 @@ def _named_from_json(field: Field) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in map(pair, field):
         if name.name() in found:
-            raise name.wrong("another name than those before it")
+            raise name.wrong("a name that occurs only once")
         found[name.name()] = from_json(value)
     return found
 
@@ -146,7 +146,7 @@ def _place(field: Field) -> Place:
 
 
 def random_state() -> dict[str, Any]:
-    """Of torch, Python and, where it is in use, NumPy; nothing in it needs NumPy to be read."""
+    """The random state of torch, Python and, if it is loaded, NumPy; reading it does not need NumPy."""
     numpy = sys.modules.get("numpy")
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": None}
     if numpy is not None:
@@ -156,7 +156,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """As `random_state` found it."""
+    """Set the state that `random_state` returned."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     numpy = sys.modules.get("numpy")
@@ -164,7 +164,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         numpy.random.set_state(state["numpy"])
 
 
-_LENGTH = 624  # words of a Mersenne Twister, which all three are
+_LENGTH = 624  # words of a Mersenne Twister, which all three libraries use
 
 
 def _random_to_json(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,13 +177,15 @@ def _random_to_json(state: Mapping[str, Any]) -> dict[str, Any]:
     if state["numpy"] is not None:
         kind, words, *rest = state["numpy"]
         if kind != "MT19937":
-            raise PipelineError(f"NumPy draws by {kind}, and checkpoints keep the state of MT19937 alone")
+            raise PipelineError(
+                f"NumPy's random generator is {kind}, but checkpoints can hold only the state of MT19937"
+            )
         written["numpy"] = [kind, _words_to_json(words), *(to_json(value, "NumPy's random state") for value in rest)]
     return written
 
 
 def _random_from_json(field: Field) -> dict[str, Any]:
-    """Tried out here, so that setting it cannot fail half-way."""
+    """The saved state, after trying it on generators of our own: setting it later must not fail half-way."""
     field.refuse_others(("torch", "python", "numpy"))
     return {
         "torch": _torch_state(field["torch"]),
@@ -198,12 +200,12 @@ def _torch_state(field: Field) -> torch.Tensor:
         data = bytearray(base64.b64decode(field.text(), validate=True))
         state = torch.frombuffer(data, dtype=torch.uint8)
         _accepted(field, lambda: generator.set_state(state))
-        # PyTorch does not compare how many words are left with which is the next, and would read beyond the last.
+        # PyTorch does not check that the words left and the next index match, and would read beyond the last word.
         left, _, following = struct.unpack_from("iiQ", data, 8)
     except (binascii.Error, ValueError, struct.error):
-        raise field.wrong("a random state of PyTorch's, in base64") from None
+        raise field.wrong("a random state of PyTorch, in base64") from None
     if left + following > _LENGTH + 1 or not torch.equal(generator.get_state(), state):
-        raise field.wrong("a random state as PyTorch gives it")
+        raise field.wrong("a valid random state of PyTorch")
     return state
 
 
@@ -215,14 +217,14 @@ def _python_state(field: Field) -> tuple[Any, ...]:
     generator = random.Random()
     _accepted(field, lambda: generator.setstate(state))
     if generator.getstate() != state:  # Python converts the states of its older versions
-        raise FormatError(f"{field.path} is no random state of this version of Python")
+        raise FormatError(f"{field.path} is not a random state of this version of Python")
     return state
 
 
 def _numpy_state(field: Field) -> tuple[Any, ...]:
     if len(parts := [*field]) != 5 or parts[0].value != "MT19937":
         raise field.wrong("a state of MT19937")
-    words, position = _words(parts[1]), parts[2].integer(0, _LENGTH)  # NumPy would take any position
+    words, position = _words(parts[1]), parts[2].integer(0, _LENGTH)  # NumPy accepts any position
     if (cached := _float_or_none(parts[4])) is None:
         raise parts[4].wrong("a float")
     return "MT19937", [*words], position, parts[3].integer(0, 1), cached
@@ -249,4 +251,4 @@ def _accepted(field: Field, act: Callable[[], object]) -> None:
     try:
         act()
     except (RuntimeError, ValueError, TypeError, OverflowError):
-        raise FormatError(f"{field.path} is no random state") from None
+        raise FormatError(f"{field.path} is not a random state") from None

@@ -1,6 +1,6 @@
-"""Options and states of optimizers and schedulers as JSON, from which they come back exactly as they were.
+"""Options and states of optimizers and schedulers as JSON, from which they are restored exactly.
 
-None, bools, numbers, texts and lists stand for themselves. All else is an object with one field, its kind:
+None, bools, numbers, strings and lists are written as they are. Any other value is an object with one field, its kind:
 
     (0.9, nan)  ──▶  {"tuple": [0.9, {"float": "nan"}]}        Counter({3: 1})  ──▶  {"counter": [[3, 1]]}
 """
@@ -22,12 +22,12 @@ from rota.runtime.checkpoints.manifest import LONGEST_BITS, pair
 
 _DEEPEST = 64  # levels of lists and dicts
 _MOST_DIMENSIONS = 32
-_MOST_ELEMENTS = 2**58  # of a tensor whose dimensions of length 0 are left out: strides in bytes fit into 64 bits
+_MOST_ELEMENTS = 2**58  # of a tensor, dimensions of length 0 left out: strides in bytes then fit into 64 bits
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 _SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "size": torch.Size}
 
-#: Whole bytes for each element, and any bytes are some value of them; those of bools alone are checked.
+#: Dtypes with whole bytes per element. Any bytes are valid elements, except those of bools, which are checked.
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in (
@@ -47,7 +47,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def to_json(value: Any, path: str, depth: int = 0) -> Any:
-    """What `json` can write. Raises PipelineError, naming the `path`, where a value would not come back."""
+    """The value as `json` can write it. Raises PipelineError that names the `path` if it could not be restored."""
     if depth > _DEEPEST:
         raise PipelineError(f"{path} is nested more than {_DEEPEST} levels deep; take it out of state_dict()")
 
@@ -79,13 +79,13 @@ def to_json(value: Any, path: str, depth: int = 0) -> Any:
         data = base64.b64encode(bytes_of(value)).decode()
         return {"tensor": [dtype_name(value.dtype), list(value.shape), data]}
     raise PipelineError(
-        f"{path} is {short(str(value))}, a {kind.__name__}, and checkpoints keep only numbers, texts and tensors, in "
+        f"{path} is {short(str(value))}, a {kind.__name__}, and checkpoints hold only numbers, strings and tensors, in "
         f"lists, tuples and dicts; take it out of state_dict()"
     )
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The elements of a tensor, in order."""
+    """The bytes of a tensor's elements, in row-major order."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return plain.reshape(-1).view(torch.uint8).numpy().data
 
@@ -94,7 +94,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def from_json(field: Field, depth: int = 0) -> Any:
-    """The value that `to_json` wrote. Raises FormatError, naming the field."""
+    """The value that `to_json` wrote. Raises FormatError that names the field."""
     if depth > _DEEPEST:
         raise FormatError(f"{field.path} is nested more than {_DEEPEST} levels deep")
     value = field.value
@@ -130,7 +130,7 @@ def _mapping(made: Callable[[dict[Any, Any]], Any]) -> Callable[[Field, int], An
         for entry in field:
             key, value = pair(entry)
             if (known := _hashable(key, depth)) in found:
-                raise key.wrong("another key than those before it")
+                raise key.wrong("a key that occurs only once")
             found[known] = from_json(value, depth)
         return made(found)
 
@@ -142,14 +142,14 @@ def _hashable(field: Field, depth: int) -> Hashable:
     try:
         hash(value)
     except TypeError:
-        raise field.wrong("a number, a text or a tuple of them") from None
+        raise field.wrong("a number, a string or a tuple of them") from None
     if isinstance(value, torch.Tensor):
-        raise field.wrong("a number, a text or a tuple of them")
+        raise field.wrong("a number, a string or a tuple of them")
     return value  # type: ignore[no-any-return]
 
 
 def read_dtype(field: Field) -> torch.dtype:
-    """Raises FormatError."""
+    """The dtype of this name. Raises FormatError."""
     if field.text() not in DTYPES:
         raise field.wrong("a dtype that PyTorch has")
     return DTYPES[field.text()]
@@ -166,12 +166,12 @@ def read_size(field: Field) -> tuple[int, ...]:
 
 
 def are_of(data: bytes | bytearray | memoryview, dtype: torch.dtype) -> bool:
-    """Whether bytes are elements of a dtype: a bool is 0 or 1, all others may be anything."""
+    """Whether the bytes are valid elements of a dtype: a bool must be 0 or 1, other dtypes allow all bytes."""
     return dtype is not torch.bool or not bytes(data).translate(None, b"\0\1")
 
 
 def tensor_of(data: bytearray, dtype: torch.dtype, size: tuple[int, ...]) -> torch.Tensor:
-    """The tensor whose elements are `data`, which it takes over."""
+    """The tensor with the elements `data`; it shares the memory."""
     raw = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     return raw.view(dtype).reshape(size)
 

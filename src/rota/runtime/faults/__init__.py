@@ -1,1 +1,1 @@
-"""Noticing that a run does not go on, and reporting which rank the others wait for."""
+"""Noticing that a run makes no progress, and reporting which rank the others wait for."""

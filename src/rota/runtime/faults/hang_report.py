@@ -1,4 +1,4 @@
-"""Why a run does not go on, in one message: who waits for whom, since when, and which rank never arrived."""
+"""Why a run makes no progress, in one message: who waits for whom, since when, and which rank never arrived."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import NamedTuple
 from rota.units import count_text
 
 
-class Standing(NamedTuple):
-    """What a process does, as it reports it to the others: `words` go on after its name.
+class Status(NamedTuple):
+    """What a process reports to the others: what it does (`words`, after its name), for `duration_s`, and did `last`.
 
-    `kind`: it "waits" for others, is "busy" itself, or is "outside" of all that ranks do together; for `still_s`.
+    `kind`: it "waits" for others, is "busy" itself, or is "outside" of the pipeline's calls.
     """
 
     kind: str
     words: str
-    still_s: float
+    duration_s: float
     last: str
 
     def to_text(self) -> str:
@@ -25,65 +25,64 @@ class Standing(NamedTuple):
         return json.dumps(self)
 
     @classmethod
-    def from_text(cls, text: str) -> Standing | None:
-        """None where the text is none of ours: with torchrun whoever reaches its store can write there."""
+    def from_text(cls, text: str) -> Status | None:
+        """The status in a text, None if it is malformed: anyone who reaches torchrun's store can write there."""
         try:
             fields = json.loads(text)
         except (ValueError, RecursionError):
             return None
         if not isinstance(fields, list) or len(fields) != 4 or fields[0] not in _KINDS:
             return None
-        kind, words, still_s, last = fields
-        if not (isinstance(words, str) and isinstance(last, str) and type(still_s) in (int, float)):
+        kind, words, duration_s, last = fields
+        if not (isinstance(words, str) and isinstance(last, str) and type(duration_s) in (int, float)):
             return None
-        return cls(kind, words, still_s, last)
+        return cls(kind, words, duration_s, last)
+
+    def to_words(self) -> str:
+        """The status as words that follow the process's name."""
+        return f"{self.words} for {self.duration_s:.1f} s, {self.last}"
 
 
-def compose(names: Sequence[str], standings: Mapping[int, Standing], limit_s: float, answer_s: float) -> str:
-    """The message for all, from the answers of the processes with these `names`; those not in `standings` gave none."""
-    lines = [f"rota: no progress for {limit_s:g} s{_SO}{_reason(names, standings)}"]
+def compose(names: Sequence[str], statuses: Mapping[int, Status], limit_s: float, answer_s: float) -> str:
+    """The message for all processes, which have these `names`; one without an entry in `statuses` did not answer."""
+    lines = [f"rota: no progress for {limit_s:g} s{_SO}{_reason(names, statuses)}"]
     for process, name in enumerate(names):
-        standing = standings.get(process)
-        if standing is None:
-            told = f"did not answer within {answer_s:g} s"
-        else:
-            told = f"{standing.words} for {standing.still_s:.1f} s, {standing.last}"
-        lines.append(f"    {name} {told}")
-    lines.append("    if it only needs longer, give Pipeline a larger timeout_s")
+        status = statuses.get(process)
+        lines.append(f"    {name} {status.to_words() if status else f'did not answer within {answer_s:g} s'}")
+    lines.append("    if it only needs more time, give Pipeline a larger timeout_s")
     return "\n".join(lines)
 
 
 def reason_of(report: str) -> str:
-    """Whom the others wait for, out of what `compose` returned."""
+    """Whom the others wait for, from a message of `compose`."""
     return printable(report.partition("\n")[0].partition(_SO)[2])
 
 
 def printable(text: str) -> str:
-    """The text without what would move the cursor of a terminal; its lines stay lines."""
+    """The text with control characters escaped, except line breaks, so that it cannot control a terminal."""
     return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
 
 
-def alone(name: str, standing: Standing, limit_s: float, why: str) -> str:
+def compose_alone(name: str, status: Status, limit_s: float, why: str) -> str:
     """The message of a process that cannot ask the others."""
-    told = f"{standing.words} for {standing.still_s:.1f} s, {standing.last}"
     return (
-        f"rota: no progress for {limit_s:g} s, and the other ranks could not be asked ({why}): {name} {told}; if it "
-        f"only needs longer, give Pipeline a larger timeout_s"
+        f"rota: no progress for {limit_s:g} s, and the other ranks could not be asked ({why}): {name} "
+        f"{status.to_words()}; if it only needs more time, give Pipeline a larger timeout_s"
     )
 
 
-def _reason(names: Sequence[str], standings: Mapping[int, Standing]) -> str:
-    """Whom the others wait for, by what there is to say of it: the silent ones first, they are the surest."""
-    silent = [name for process, name in enumerate(names) if process not in standings]
+def _reason(names: Sequence[str], statuses: Mapping[int, Status]) -> str:
+    """Whom the others wait for; processes that did not answer come first, as they are the most certain cause."""
+    silent = [name for process, name in enumerate(names) if process not in statuses]
     if silent:
         be, it = ("is", "it") if len(silent) == 1 else ("are", "they")
         return f"{_listed(silent)} never answered; {it} {be} stopped, dead, or without a pipeline"
-    by_kind = {kind: [names[p] for p in sorted(standings) if standings[p].kind == kind] for kind in _KINDS}
+    by_kind = {kind: [names[p] for p in sorted(statuses) if statuses[p].kind == kind] for kind in _KINDS}
     if outside := by_kind["outside"]:
         return f"{_listed(outside)} never reached what the others wait for"
     if busy := by_kind["busy"]:
-        return f"{_listed(busy)} {'does' if len(busy) == 1 else 'do'} not get on"
-    return "all wait for each other; look whether all make the same calls in the same order"
+        return f"{_listed(busy)} {'makes' if len(busy) == 1 else 'make'} no progress"
+    return "all wait for each other; check that all make the same calls in the same order"
 
 
 _SO = ", so all ranks end: "

@@ -1,6 +1,6 @@
-"""What processes report to each other outside of their collectives, over the store that they met at.
+"""What processes report to each other outside of collectives, over the store of the default process group.
 
-first to see a hang   "called" ──▶ all others look now and then, and answer what they do
+first to see a hang   "called" ──▶ all others look now and then, and answer with their status
 lowest that answered  one report ──▶ all others end with the same text
 one that fails        "failed" ──▶ the others learn of the first error
 """
@@ -15,23 +15,23 @@ from typing import Any, TypeVar, final
 
 import torch.distributed as dist
 
-from rota.runtime.faults.hang_report import Standing, compose
+from rota.runtime.faults.hang_report import Status, compose
 from rota.runtime.torch_internals import own_connection_to_store
 
 Result = TypeVar("Result")
 
-ANSWER_S = 5.0  # long enough for a process on a busy machine, which is not dead
-_STORE_S = 5.0  # for one request to the store, which is silent if the process that holds it is stopped
-_TOGETHER_S = 2.0  # for what all processes do that have answered
+ANSWER_S = 5.0  # long enough for a live process on a busy machine
+_STORE_S = 5.0  # for one request to the store, which does not answer if the process that holds it is stopped
+_TOGETHER_S = 2.0  # for what all processes that have answered do together
 _LOOK_S = 0.02
 
 
 @final
 class RollCall:
-    """One process's side of it, per pipeline. Does not need the main thread, which in a hang is in native code.
+    """One process's side of one pipeline's roll call, on a thread: in a hang the main thread is in native code.
 
-    Has a connection of its own to the store, since the main thread may be waiting on the other one. Every method may
-    raise RuntimeError if the store does not answer.
+    It has its own connection to the store, since the main thread may be waiting on the other one. Every method raises
+    RuntimeError if the store does not answer.
     """
 
     def __init__(self) -> None:
@@ -40,19 +40,19 @@ class RollCall:
         # All make their pipelines in the same order, so each one's count is the number of the pipeline.
         number = self._store.add(f"rota/pipelines of {self.process}", 1)
         self._failed = f"rota/pipeline {number} failed"
-        self._answers: dict[int, Standing] = {}
-        self._asks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._answers: dict[int, Status] = {}
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="rota-roll-call", daemon=True)
         self._thread.start()
 
     # --- a rank that fails ----------------------------------------------------------------------------------------
 
-    def tell_failure(self, words: str) -> None:
-        """The first one counts."""
+    def report_failure(self, words: str) -> None:
+        """Report what ended this rank; the first report of all ranks is kept."""
         self._within(_STORE_S, lambda: self._store.compare_set(self._failed, "", words))
 
     def failure(self) -> str | None:
-        """The words of the first rank that failed."""
+        """The first report of a failure, None if no rank failed."""
         return self._within(_STORE_S, lambda: self._got(self._failed))
 
     # --- a hang ---------------------------------------------------------------------------------------------------
@@ -61,20 +61,20 @@ class RollCall:
         """Whether a process has seen a hang."""
         return self._within(_STORE_S, lambda: bool(self._store.check([_CALLED])))
 
-    def report(self, mine: Standing, names: Sequence[str], limit_s: float) -> tuple[str, bool]:
-        """The text that all processes end with, and whether this one shows it. Needs a few seconds at most."""
+    def report(self, mine: Status, names: Sequence[str], limit_s: float) -> tuple[str, bool]:
+        """The text that all processes end with, and whether this one shows it, after a few seconds at most."""
         return self._within(ANSWER_S + _TOGETHER_S + _STORE_S, lambda: self._report(mine, names, limit_s))
 
     def leave_together(self) -> None:
-        """Wait until all that answered have the report: the others' collectives notice a rank that ends."""
+        """Wait until all that answered have the report: as soon as a rank ends, collectives of others fail."""
         self._within(_TOGETHER_S + _STORE_S, self._leave_together)
 
-    def _report(self, mine: Standing, names: Sequence[str], limit_s: float) -> tuple[str, bool]:
+    def _report(self, mine: Status, names: Sequence[str], limit_s: float) -> tuple[str, bool]:
         self._store.set(_answer(self.process), mine.to_text())
-        called = self._store.compare_set(_CALLED, "", f"{limit_s:g}")  # the limit of the first one that called
+        called = self._store.compare_set(_CALLED, "", f"{limit_s:g}")  # the first caller's limit
         deadline = time.monotonic() + ANSWER_S
         while (text := self._got(_REPORT)) is None:
-            answers = self._asked()
+            answers = self._answers_so_far()
             is_complete, is_late = len(answers) == self._size, time.monotonic() > deadline
             if (is_complete or is_late) and min(answers) == self.process:
                 text = compose(names, answers, float(called), ANSWER_S)
@@ -86,19 +86,19 @@ class RollCall:
 
     def _leave_together(self) -> None:
         deadline = time.monotonic() + _TOGETHER_S
-        num_told = self._store.add(_TOLD, 1)
-        while num_told < len(self._asked()) and time.monotonic() < deadline:
+        num_informed = self._store.add(_INFORMED, 1)
+        while num_informed < len(self._answers_so_far()) and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
-            num_told = self._store.add(_TOLD, 0)
+            num_informed = self._store.add(_INFORMED, 0)
         time.sleep(_LOOK_S * 2)  # for the others to see it, before the process that holds the store is gone
 
     # --- on the thread --------------------------------------------------------------------------------------------
 
     def _within(self, limit_s: float, act: Callable[[], Result]) -> Result:
-        """What `act` returns, on the thread. RuntimeError if it fails, or is not done within `limit_s`."""
+        """What `act` returns on the thread. Raises RuntimeError if it fails, or is not done within `limit_s`."""
         reply: queue.SimpleQueue[Result | Exception] = queue.SimpleQueue()
         if self._thread.is_alive():
-            self._asks.put((act, reply))
+            self._requests.put((act, reply))
         try:
             found = reply.get(timeout=limit_s if self._thread.is_alive() else 0)
         except queue.Empty:
@@ -108,8 +108,8 @@ class RollCall:
         return found
 
     def _serve(self) -> None:
-        while (asked := self._asks.get()) is not None:
-            act, reply = asked
+        while (request := self._requests.get()) is not None:
+            act, reply = request
             try:
                 reply.put(act())
             except Exception as error:
@@ -118,23 +118,23 @@ class RollCall:
 
     def close(self) -> None:
         """End the thread."""
-        self._asks.put(None)
+        self._requests.put(None)
         self._thread.join(timeout=1)
 
-    def _asked(self) -> dict[int, Standing]:
-        """The answers so far."""
+    def _answers_so_far(self) -> dict[int, Status]:
+        """The status of each process that has answered."""
         for process in range(self._size):
             if process not in self._answers and (text := self._got(_answer(process))) is not None:
-                standing = Standing.from_text(text)
-                if standing is not None:
-                    self._answers[process] = standing
+                status = Status.from_text(text)
+                if status is not None:
+                    self._answers[process] = status
         return self._answers
 
     def _got(self, key: str) -> str | None:
         return self._store.get(key).decode(errors="replace") if self._store.check([key]) else None
 
 
-_CALLED, _REPORT, _TOLD = "rota/hang", "rota/hang report", "rota/hang told"
+_CALLED, _REPORT, _INFORMED = "rota/hang", "rota/hang report", "rota/hang informed"
 
 
 def _answer(process: int) -> str:

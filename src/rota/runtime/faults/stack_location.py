@@ -1,4 +1,4 @@
-"""Where a thread is, as another thread reads it from its stack: the thread itself does nothing for it."""
+"""Where a thread is, read from its stack by another thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NOT_THE_USERS = {"torch", "rota", "contextlib", *sys.stdlib_module_names}
 
 
 class Doing(NamedTuple):
-    """What a rank does, in words that go on after its name; `waits`: for another rank; otherwise it is busy."""
+    """What a rank does, in words that follow its name; `waits`: whether it waits for another rank, or is busy."""
 
     waits: bool
     words: str

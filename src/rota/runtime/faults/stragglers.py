@@ -10,15 +10,15 @@ from rota.plan import Plan
 from rota.runtime.recorder import Record
 
 LEAST_STEPS = 5
-_SLOWER = 1.2  # than the others, each against its plan
-_MOST_STEPS = 0.8  # in how many of the steps
+_SLOWER = 1.2  # times as slow as the others, each compared with its plan
+_MOST_STEPS = 0.8  # of the steps
 
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """`times_planned`: how many times as long as planned the rank's ops took, and those of `others`; medians of steps.
+    """A rank that was more than a fifth slower than the others in `num_slow` of `num_steps` steps.
 
-    In `num_slow` of `num_steps` steps it was more than a fifth slower than they were.
+    `times_planned`: how many times as long as planned its ops took, and `others`: theirs. Both are medians of steps.
     """
 
     rank: int
@@ -28,7 +28,7 @@ class Straggler:
     num_steps: int
 
     def to_text(self) -> str:
-        """One sentence for people: which rank is slower, in how many steps, and by how much."""
+        """One sentence: which rank is slower, in how many steps, and by how much."""
         return (
             f"rank {self.rank} was slower than the others in {self.num_slow} of the last {self.num_steps} steps: its "
             f"ops took {self.times_planned:.2f} times as long as planned, theirs {self.others:.2f} times"
@@ -36,14 +36,14 @@ class Straggler:
 
 
 def stragglers(plan: Plan, records: Sequence[Record]) -> list[Straggler]:
-    """Those among the plan's ranks, as far as `records` know; none before they know `LEAST_STEPS` steps."""
+    """The stragglers among the plan's ranks in `records`; none if these have fewer than `LEAST_STEPS` steps."""
     planned_us = [
         sum(plan.placement.tasks[plan.placement.index[op.stage, op.kind]].duration_us for op in order)
         for order in plan.orders
     ]
     num_steps = (
         min((len(record.busy_ns) for record in records), default=0) - 1
-    )  # the oldest may be the first: warming up
+    )  # the oldest may be the first step, which warms up
     ratios = {
         record.rank: [busy_ns / 1000 / planned_us[record.rank] for busy_ns in [*record.busy_ns][-num_steps:]]
         for record in records

@@ -1,7 +1,7 @@
-"""Ends a rank that is stuck, together with all others, in one message that says who waits for whom.
+"""Ends a rank that is stuck, and all others, with one message that says who waits for whom.
 
 main thread  step: tick, tick, tick … (stuck in native code, cannot raise)
-watchdog     …  the count stands still for the limit ──▶ roll call over the store ──▶ one report, exit code 70 on all
+watchdog     …  no tick within the limit ──▶ roll call over the store ──▶ one report, exit code 70 on all
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import torch.distributed as dist
 from rota.errors import LostRankError, PipelineError
 from rota.plan import Plan
 from rota.runtime import control
-from rota.runtime.faults.hang_report import Standing, alone, printable, reason_of
+from rota.runtime.faults.hang_report import Status, compose_alone, printable, reason_of
 from rota.runtime.faults.roll_call import RollCall
 from rota.runtime.faults.stack_location import Doing, frames_of, is_in_a_collective, place
 from rota.runtime.launcher_files import given_limit_s
 from rota.simulation import simulate
 
 EXIT_CODE = 70  # as sysexits.h: internal failure; `rota run` shows the message above it
-_AFTER_A_FAILURE_S = 2.0  # by then a rank that can notice by itself that another one is gone has done so
-_FIRST_ERROR_S = 0.5  # for the rank with the first error to show it before others do
-PATIENT = 10  # times the limit, where ranks load a model or write a checkpoint, each at its own pace
+_AFTER_A_FAILURE_S = 2.0  # by then, ranks that can notice by themselves that another one is gone have done so
+_FIRST_ERROR_S = 0.5  # for the rank with the first error to print it before others do
+PATIENT = 10  # times the limit, while ranks load a model or write a checkpoint, each at its own pace
 _LEAST_S, _NUM_STEPS = 60.0, 20
 
 Describe = Callable[[list[FrameType]], Doing]
@@ -38,9 +38,9 @@ def limit_s(timeout_s: float | None, plan: Plan | None = None) -> float:
     """How long a rank may make no progress, in seconds.
 
     Args:
-        timeout_s: what the script gives; inf is no limit. None: what `rota run --timeout` was given, else 20 simulated
-            steps, and a minute at least.
-        plan: whose steps; None where there is none yet.
+        timeout_s: the script's limit; inf is no limit. None: that of `rota run --timeout`, else 20 simulated steps, but
+            at least a minute.
+        plan: whose steps are simulated; None if there is no plan yet.
 
     Raises:
         PipelineError: `timeout_s` is not above 0.
@@ -60,9 +60,9 @@ def limit_s(timeout_s: float | None, plan: Plan | None = None) -> float:
 
 @final
 class Watchdog:
-    """Of one pipeline on one process. Made by all processes, in the same order; `close` ends its thread.
+    """Watches one pipeline on one process. All processes make theirs in the same order; `close` ends its thread.
 
-    `names`: of all processes, for people. `last` returns what this process did last.
+    `names`: how reports call the processes. `last` returns what this process did last.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -73,9 +73,9 @@ class Watchdog:
         self._active = False
         self._thread_id: int | None = threading.get_ident()
         self._describe: Describe | None = None
-        self._left = time.monotonic()  # what was watched last
+        self._left = time.monotonic()  # when the last watched call ended
         self._still_s = 0.0
-        self._silent = ""  # why the store was given up: who holds it is stopped, or gone for good
+        self._silent = ""  # why the store is no longer asked: the process that holds it is stopped or gone
         self._ends = threading.Event()  # the process is about to be ended
         self._stop = threading.Event()
         control.report("opens")
@@ -85,15 +85,15 @@ class Watchdog:
         self._thread.start()
 
     def tick(self) -> None:
-        """Progress."""
+        """Record progress."""
         self._count += 1
 
     @contextmanager
     def watching(self, doing: str | Describe, times: int = 1) -> Iterator[None]:
-        """Around what ranks do together, `times` the limit long at most without a `tick`.
+        """Watch what ranks do together: it may last `times` the limit without a `tick`.
 
-        `doing` goes on after "waits for", or describes it from the thread's stack. A LostRankError from inside gets the
-        first error of all ranks.
+        `doing` follows "waits for" in a report, or describes the call from the thread's stack. A LostRankError from
+        inside gets the first error of all ranks.
         """
         before = self._describe, self._times, self._thread_id, self._active
         self._describe = (lambda frames: _in_a_collective(doing, frames)) if isinstance(doing, str) else doing
@@ -110,12 +110,12 @@ class Watchdog:
             self._describe, self._times, self._thread_id, self._active = before
             self._count += 1
             self._left = time.monotonic()
-            if self._ends.is_set():  # what goes wrong here comes from ranks that end, too: one message is enough
+            if self._ends.is_set():  # this error comes from other ranks that end: one message is enough
                 threading.Event().wait()
 
     @contextmanager
     def guarding(self, doing: str) -> Iterator[None]:
-        """Around the making of what it watches: if that fails, so does the watchdog end."""
+        """Watch the making of the pipeline; if it fails, report that and close the watchdog."""
         try:
             with self.watching(doing, PATIENT):
                 yield
@@ -125,18 +125,17 @@ class Watchdog:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others what ends this rank; they end too, within seconds, wherever they wait for it."""
-        told = str(error)
-        words = f"{type(error).__name__}: {told}" if told else type(error).__name__
+        """Report to the others what ends this rank; those that wait for it end within seconds."""
+        words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         if isinstance(error, LostRankError):
             control.report("lost")
             return
         control.report("fails", words)
         with suppress(RuntimeError):
-            self._roll_call.tell_failure(f"{self.name}: {words}")
+            self._roll_call.report_failure(f"{self.name}: {words}")
 
     def close(self) -> None:
-        """End the thread, and tell the supervisor that the pipeline closes."""
+        """End the thread, and report to the supervisor that the pipeline closes."""
         control.report("closes")
         self._stop.set()
         self._thread.join(timeout=5)
@@ -150,7 +149,7 @@ class Watchdog:
 
     @property
     def name(self) -> str:
-        """This process's name, for people."""
+        """What reports call this process."""
         return self.names[self._roll_call.process]
 
     def _explain(self, error: LostRankError) -> None:
@@ -168,7 +167,7 @@ class Watchdog:
             if not self._active or self._count != seen:
                 seen, self._still_s, failed_s = self._count, 0.0, 0.0
             else:
-                self._still_s += interval  # and not by the clock: a machine may sleep
+                self._still_s += interval  # not by the clock: the machine may have been asleep
             try:
                 if not self._silent and self._roll_call.is_called():
                     self._end_all()
@@ -181,14 +180,14 @@ class Watchdog:
             if self._still_s >= self._limit_s:
                 self._end_all()
 
-    def _standing(self) -> Standing:
+    def _status(self) -> Status:
         frames = frames_of(self._thread_id)
         at = f" ({found})" if (found := place(frames)) else ""
         if not self._active or self._describe is None:
             outside_s = time.monotonic() - self._left
-            return Standing("outside", f"is outside of what ranks do together{at}", outside_s, self.last())
+            return Status("outside", f"is outside of the pipeline's calls{at}", outside_s, self.last())
         waits, words = self._describe(frames)
-        return Standing("waits" if waits else "busy", words + ("" if waits else at), self._still_s, self.last())
+        return Status("waits" if waits else "busy", words + ("" if waits else at), self._still_s, self.last())
 
     def _end_all(self) -> None:
         if not _ending.acquire(blocking=False):  # another pipeline of this process does it
@@ -198,18 +197,18 @@ class Watchdog:
             for watchdog in _open:
                 watchdog._ends.set()
             watchdog = next((watchdog for watchdog in _open if watchdog._active), self)
-            self._tell_and_leave(watchdog._standing())
+            self._report_hang(watchdog._status())
         finally:
             os._exit(EXIT_CODE)
 
-    def _tell_and_leave(self, standing: Standing) -> None:
+    def _report_hang(self, status: Status) -> None:
         try:
             if self._silent:
                 raise RuntimeError(self._silent)
-            text, is_mine = self._roll_call.report(standing, self.names, self._limit_s)
+            text, is_mine = self._roll_call.report(status, self.names, self._limit_s)
         except RuntimeError as error:
             why = f"their store does not answer: {str(error).splitlines()[0]}"
-            _show(alone(self.name, standing, self._limit_s, why))
+            _show(compose_alone(self.name, status, self._limit_s, why))
             return
         if is_mine or not control.is_connected():
             _show(text)
@@ -220,11 +219,11 @@ class Watchdog:
 
     def _end_after_failure(self) -> None:
         try:
-            standing, failure = self._standing(), ""
+            status, failure = self._status(), ""
             with suppress(RuntimeError):
                 failure = self._roll_call.failure() or ""
             control.report("lost")
-            _show(f"rota: {self.name} {standing.words}, and was ended, because another one failed: {failure}")
+            _show(f"rota: {self.name} {status.words}, and was ended because another rank failed: {failure}")
         finally:
             os._exit(EXIT_CODE)
 
@@ -235,9 +234,9 @@ _ending = threading.Lock()
 
 def _in_a_collective(doing: str, frames: list[FrameType]) -> Doing:
     waits = is_in_a_collective(frames)
-    return Doing(waits, f"waits for {doing}" if waits else f"is busy before others that wait for {doing}")
+    return Doing(waits, f"waits for {doing}" if waits else f"is busy while others wait for {doing}")
 
 
 def _show(text: str) -> None:
-    """In one piece, and whoever holds the lock of sys.stderr; some of it may come from another process's store."""
+    """Write in one piece, without the lock of sys.stderr, and escaped, as part of it may come from the store."""
     os.write(2, f"{printable(text)}\n".encode())

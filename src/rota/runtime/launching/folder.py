@@ -1,4 +1,4 @@
-"""The folder of a run: only this user can enter it, and nothing of it is left, however the run ends."""
+"""The folder of a run: only this user can enter it, and it is removed however the run ends."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Folder:
         self._janitor = janitor
 
     def guard(self, groups: Sequence[int]) -> None:
-        """These alone from now on."""
+        """Set the process groups to end if this process is killed, in place of those set before."""
         assert self._janitor.stdin is not None
-        with suppress(BrokenPipeError):  # somebody has killed it
+        with suppress(BrokenPipeError):  # the janitor was killed
             self._janitor.stdin.write((" ".join(f"-{group}" for group in groups) + "\n").encode())
             self._janitor.stdin.flush()
 
 
 @contextmanager
 def run_folder(prefix: str) -> Iterator[Folder]:
-    """A folder with mode 0700 in the temporary folder. A process removes it if this one is killed."""
+    """A folder with mode 0700 in the system's temporary folder. A janitor removes it if this process is killed."""
     with tempfile.TemporaryDirectory(prefix=prefix) as path:
         janitor = subprocess.Popen(
             ["/bin/sh", "-c", _JANITOR, path],
@@ -38,7 +38,7 @@ def run_folder(prefix: str) -> Iterator[Folder]:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd="/",
-            start_new_session=True,  # what ends this process, such as Ctrl-C, must not end it
+            start_new_session=True,  # Ctrl-C ends this process, but must not end the janitor
         )
         try:
             yield Folder(path, janitor)

@@ -1,6 +1,6 @@
 """Starts a script on every rank of a plan, on this machine.
 
-When a rank fails all are ended, and started again as often as is allowed; requests to end are passed on to them.
+When a rank fails, all are ended, and started again as often as is allowed. Requests to end are passed on to the ranks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ __all__ = ["EndedBySignal", "Run", "launch", "start"]
 
 
 class Run(NamedTuple):
-    """How a run went: the last step's timeline (None if no Pipeline ran one) and who was slow, of the first replica.
+    """The first replica's timeline of the last step (None if no Pipeline ran a step) and its stragglers.
 
-    `ended_by`: the signal to this process that asked the ranks to end, if one did.
+    `ended_by`: the signal to this process that asked the ranks to end, if any.
     """
 
     timeline: Timeline | None
@@ -51,23 +51,26 @@ def launch(
     timeout_s: float | None = None,
     report: Callable[[str], None] = print,
 ) -> Run:
-    """Run `script` with `arguments` in one process per rank; it gets the plan by `rota.given_plan()`.
+    """Run `script` with `arguments` in one process per rank; `rota.given_plan()` returns the plan there.
 
     When a process fails, all others are killed, and all are started again. SIGTERM and SIGUSR1 end the ranks after the
-    step that is running, if the script looks at `pipeline.should_stop`. If it does not, or when one of them comes
-    again, they end the ranks at once.
+    step that is running, if the script reads `pipeline.should_stop`. If it does not, or at a second signal, they end
+    the ranks at once.
 
     Args:
         plan: what the ranks run.
         script: the path of a Python file.
         arguments: its `sys.argv[1:]`.
-        threads_per_rank: that PyTorch may use for one op.
-        worker: the module that is started on each rank, and runs the script.
-        dp: replicas of the pipeline. There are dp · tp processes per rank, and `rota.mesh()` is that mesh.
-        tp: shards of each replica.
+        threads_per_rank: how many threads PyTorch may use for one op.
+        worker: the module that each process runs; it runs the script.
+        dp: replicas of the pipeline. There are dp · tp processes per rank, and `rota.mesh()` returns that mesh.
+        tp: TP shards of each replica.
         max_restarts: how often the ranks are started again without a newer checkpoint in between.
-        timeout_s: how long a rank may make no progress, where the script gives no `timeout_s` of its own.
-        report: gets one line for each restart.
+        timeout_s: how long a rank may make no progress, in seconds, if the script gives no `timeout_s` of its own.
+        report: called with one line for each restart.
+
+    Returns:
+        The last step's timeline, the stragglers, and the signal that asked the ranks to end.
 
     Raises:
         PlanError: `check` refuses the plan. Nothing has been started.
@@ -108,7 +111,7 @@ def launch(
 def start(
     ranks: Ranks, num_processes: int, command: Sequence[str], folder: Folder, environment: dict[str, str]
 ) -> None:
-    """Start `num_processes` that meet in the folder, and there alone, with `environment` besides this process's own."""
+    """Start `num_processes` processes that meet only in the folder; `environment` is added to this process's own."""
     # If this process runs under torchrun, its ranks do not.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     meeting = leave_meeting(folder.path, num_processes)
@@ -117,7 +120,7 @@ def start(
 
 @final
 class _Restarts:
-    """How often all ranks were started again: `num_all`, and of these how many without a newer checkpoint between."""
+    """Counts restarts: all of them (`num_all`), and those since the newest checkpoint."""
 
     def __init__(self, most: int, report: Callable[[str], None]) -> None:
         self.num_all = 0
@@ -125,9 +128,9 @@ class _Restarts:
         self._in_a_row, self._newest_step = 0, -1
 
     def count(self, error: RankFailed, saved_step: int, may_restart: bool) -> None:
-        """One more. Raises PipelineError where there may be none."""
+        """Count one restart. Raises PipelineError if no more are allowed."""
         if saved_step > self._newest_step:
-            # Only what is newer than all before: a run that repeats the same steps comes to an end.
+            # Older checkpoints do not count: otherwise a run could repeat the same steps without end.
             self._newest_step, self._in_a_row = saved_step, 0
         if not may_restart or self._in_a_row >= self._most:
             raise PipelineError(error.to_text(self._so_far())) from None

@@ -1,9 +1,9 @@
-"""Starts the processes of a run, watches them, tells which one was the first to fail, and ends them all.
+"""Starts the processes of a run, watches them, reports which one failed first, and ends them all.
 
-supervisor ──▶ rank 0, rank 1, …   each leads a session of its own, so that what it forks can be ended with it
-    a process ends: its pidfd can be read; it is reaped only after its process group was killed, so that no
-    other group can have its number by then
-    a process tells something: see `control`
+supervisor ──▶ rank 0, rank 1, …   each leads a session of its own, so that processes it forks can be ended with it
+    a process ends: its pidfd becomes readable; it is reaped only after its process group was killed, so that no
+    other group can have the same number by then
+    a process reports something: see `control`
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from rota.runtime.control import Message
 from rota.runtime.launching.folder import Folder
 from rota.runtime.launching.requests import Requests
 
-_FIRST_FAILURE_S = 2.0  # for the rank with the first error to write it and end, after one that has lost it
+_FIRST_FAILURE_S = 2.0  # that the rank with the first error has to print it and end, after others have lost it
 _TERM_S = 5.0  # for handlers of SIGTERM that the script has set
 
 
 class RankFailed(Exception):
-    """What the first rank that failed did, or why all hang, in words."""
+    """How the first rank failed, or why all ranks hang."""
 
-    def __init__(self, words: str, is_hang: bool = False) -> None:
-        super().__init__(words)
+    def __init__(self, reason: str, is_hang: bool = False) -> None:
+        super().__init__(reason)
         self._is_hang = is_hang
 
     def to_text(self, after: str) -> str:
-        """The whole line; `after`: how many restarts."""
+        """The error of the launcher in one line; `after` says after how many restarts."""
         if self._is_hang:
             return f"{self}{after}, and all ranks were ended; see above for where each of them was"
         return f"{self}{after}, and the others were ended; see above for what it wrote"
@@ -49,23 +49,23 @@ class EndedBySignal(PipelineError):
     """All ranks were ended by a signal to the launcher, without a checkpoint."""
 
     def __init__(self, number: signal.Signals, why: str) -> None:
-        super().__init__(f"ended by {number.name}, and all ranks with it{why}")
+        super().__init__(f"all ranks were ended by {number.name}{why}")
         self.number = number
 
 
 @final
 class Ranks:
-    """One start of all ranks. To be entered; whatever of them is left is killed at its end."""
+    """One start of all ranks, as a context manager: on exit it kills all processes that are left."""
 
     def __init__(self, folder: Folder, requests: Requests) -> None:
         self._folder, self._requests = folder, requests
         self._ranks: list[_Rank] = []
         self._running = 0
-        self._suspects: list[_Rank] = []  # with a failure of their own, the first one first
-        self._lost: list[_Rank] = []  # ended for the failure of another one
+        self._suspects: list[_Rank] = []  # with a failure of their own, in the order of failing
+        self._lost: list[_Rank] = []  # ended because another rank failed
         self._hang: str | None = None
         self._deadline_s: float | None = None
-        #: The newest step whose checkpoint is whole, of this start; and whether any rank made a pipeline.
+        #: The newest step with a whole checkpoint since this start, and whether any rank made a pipeline.
         self.saved_step = -1
         self.has_pipeline = False
 
@@ -101,40 +101,40 @@ class Ranks:
         self._folder.guard([rank.process.pid for rank in self._ranks])
 
     def wait(self) -> None:
-        """Until all ranks have ended well.
+        """Wait until all ranks have ended without failure.
 
         Raises:
-            RankFailed: one of them failed; the others are to be ended.
-            EndedBySignal, KeyboardInterrupt: a signal to this process ends them; they have been told.
+            RankFailed: one of them failed; the others may still run.
+            EndedBySignal, KeyboardInterrupt: a signal to this process ends all ranks; they may still run.
         """
         while True:
-            self._look()
+            self._wait_for_event()
             for number in self._requests.taken():
-                self._heed(number)
+                self._handle_signal(number)
             try:
-                self._judge()
+                self._check_for_failure()
             except RankFailed:
                 for rank in self._ranks:
-                    self._hear(rank)  # a checkpoint may be whole of which it has not heard yet
+                    self._receive(rank)  # there may be an unread report of a whole checkpoint
                 raise
             if not self._running:
                 return
 
-    # --- what comes in --------------------------------------------------------------------------------------------
+    # --- events ---------------------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
-        """Wait for what comes next, and note it."""
+    def _wait_for_event(self) -> None:
+        """Wait for the next message, end of a process or signal, and record it."""
         timeout_s = None if self._deadline_s is None else max(self._deadline_s - time.monotonic(), 0)
         ready = [(key.data, key.fileobj) for key, _ in self._selector.select(timeout_s) if key.data is not None]
         for rank, source in ready:
             if source is rank.line:
-                self._hear(rank)
+                self._receive(rank)
         ended = [rank for rank, source in ready if source == rank.end]
-        # Of those that ended at the same moment, one that was killed did not do it for the others.
+        # Of ranks that ended at the same moment, killed ones come first: they did not end because others did.
         for rank in sorted(ended, key=lambda rank: rank.exit_code() > 0):
             self._note_end(rank)
 
-    def _hear(self, rank: _Rank) -> None:
+    def _receive(self, rank: _Rank) -> None:
         messages, is_open = control.received(rank.line)
         if not is_open and rank.line in self._selector.get_map():
             self._selector.unregister(rank.line)
@@ -142,11 +142,11 @@ class Ranks:
             self._note(rank, message)
 
     def _note(self, rank: _Rank, message: Message) -> None:
-        rank.told[message.event] += 1
+        rank.reported[message.event] += 1
         match message.event:
             case "opens":
                 self.has_pipeline = True
-                if rank in self._suspects:  # its script goes on after the error
+                if rank in self._suspects:  # its script continued after the error
                     self._suspects.remove(rank)
             case "fails":
                 rank.failure = rank.failure or message.words
@@ -159,11 +159,11 @@ class Ranks:
                 self.saved_step = max(self.saved_step, message.step)
 
     def _note_end(self, rank: _Rank) -> None:
-        self._hear(rank)  # what it told before
+        self._receive(rank)  # what it reported before
         self._selector.unregister(rank.end)
         self._running -= 1
         rank.code = rank.exit_code()
-        if rank.code and rank.told["lost"]:
+        if rank.code and rank.reported["lost"]:
             self._lost.append(rank)
         elif rank.code or rank.has_open_pipeline:
             self._suspect(rank)
@@ -172,29 +172,29 @@ class Ranks:
         if rank not in self._suspects:
             self._suspects.append(rank)
 
-    # --- what it means --------------------------------------------------------------------------------------------
+    # --- decisions ------------------------------------------------------------------------------------------------
 
-    def _judge(self) -> None:
-        """Raise RankFailed if a rank has failed, and it is clear which one was the first."""
+    def _check_for_failure(self) -> None:
+        """Raise RankFailed if a rank has failed and it is clear which one failed first."""
         if self._hang is not None:
             raise RankFailed(f"the run hung ({self._hang})", is_hang=True)
         for event, what in (("joins", "joined the others"), ("opens", "made the pipeline that the others make")):
-            most = max(rank.told[event] for rank in self._ranks)
+            most = max(rank.reported[event] for rank in self._ranks)
             for rank in self._ranks:
-                if rank.code == 0 and rank.told[event] < most:
+                if rank.code == 0 and rank.reported[event] < most:
                     raise RankFailed(f"rank {rank.number} ended with exit code 0 before it {what}")
         if not any(rank.code for rank in self._ranks):
             return
         first = (self._suspects + self._lost)[0]
-        if first in self._lost or first.code is None:  # another one may be to blame, or has not written its error yet
+        if first in self._lost or first.code is None:  # another rank may have failed before, or print its error yet
             if self._deadline_s is None:
                 self._deadline_s = time.monotonic() + _FIRST_FAILURE_S
             if self._running and time.monotonic() < self._deadline_s:
                 return
-        raise RankFailed(first.words())
+        raise RankFailed(first.to_text())
 
-    def _heed(self, number: signal.Signals) -> None:
-        """A signal to this process: pass it on where the script ends by itself when asked to, else end all."""
+    def _handle_signal(self, number: signal.Signals) -> None:
+        """Pass a signal to this process on if the script ends by itself when asked to; otherwise end all ranks."""
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         asked, may_ask = self._requests.asked, number in (signal.SIGTERM, signal.SIGUSR1)
@@ -205,24 +205,24 @@ class Ranks:
             return
         why = ""
         if may_ask:
-            why = ": a second one" if asked else ": the script has not looked at pipeline.should_stop"
-        if asked is None:  # else they would wait for the end of a step
+            why = ", the second signal" if asked else ": the script has not read pipeline.should_stop"
+        if asked is None:  # ranks that were asked before would wait for the end of a step
             self._terminate()
         raise EndedBySignal(number, why)
 
     # --- the end --------------------------------------------------------------------------------------------------
 
     def _terminate(self) -> None:
-        """SIGTERM to all, and time for their handlers, until another request comes."""
+        """Send SIGTERM to all ranks, and wait for their handlers until another request comes."""
         for rank in self._ranks:
             if rank.code is None:
                 signal.pidfd_send_signal(rank.end, signal.SIGTERM)
         self._deadline_s = time.monotonic() + _TERM_S
         while self._running and time.monotonic() < self._deadline_s and not self._requests.taken():
-            self._look()
+            self._wait_for_event()
 
     def _end(self) -> None:
-        """Kill what is left of all ranks, and of what they have forked."""
+        """Kill all ranks that are left, and all processes that they forked."""
         for rank in self._ranks:
             rank.kill()
         for rank in self._ranks:
@@ -234,7 +234,7 @@ class Ranks:
 
 @final
 class _Rank:
-    """One process, what it has told, and how it ended."""
+    """One process, its reports, and how it ended."""
 
     def __init__(self, number: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.number = number
@@ -252,21 +252,21 @@ class _Rank:
             stack.callback(self.process.kill)
             self.end = os.pidfd_open(self.process.pid)
             stack.pop_all()
-        self.told: Counter[str] = Counter()
+        self.reported: Counter[str] = Counter()
         self.failure = ""
         self.code: int | None = None
 
     @property
     def has_open_pipeline(self) -> bool:
-        return self.told["opens"] > self.told["closes"]
+        return self.reported["opens"] > self.reported["closes"]
 
     def exit_code(self) -> int:
-        """As `subprocess` has it, of a process that has ended; leaves it there."""
+        """The exit code of an ended process, as `subprocess` gives it; does not reap the process."""
         status = os.waitid(os.P_PIDFD, self.end, os.WEXITED | os.WNOWAIT)
         assert status is not None
         return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
-    def words(self) -> str:
+    def to_text(self) -> str:
         if self.code is None:
             return f"rank {self.number} failed ({self.failure})"
         if self.code == 0:

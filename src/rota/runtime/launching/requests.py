@@ -14,12 +14,12 @@ _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal
 
 @final
 class Requests:
-    """While it is entered on the main thread, where Python lets handlers be set. Elsewhere no signal comes here."""
+    """Collects signals while it is entered, on the main thread only: Python allows no handlers on others."""
 
     def __init__(self) -> None:
-        #: By what the ranks were asked to end after their step.
+        #: The signal that asked the ranks to end after their step, if any.
         self.asked: signal.Signals | None = None
-        #: Whether the script ends by itself when asked to; once it has looked, it will again after a restart.
+        #: Whether the script ends by itself when asked to; if it did before a restart, it will after it.
         self.listens = False
         self._before: dict[signal.Signals, Any] = {}
 
@@ -28,8 +28,8 @@ class Requests:
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
         if threading.current_thread() is threading.main_thread():
-            heeded = [number for number in _HANDLED if signal.getsignal(number) is not signal.SIG_IGN]  # not with nohup
-            self._before = {number: signal.signal(number, self._note) for number in heeded}
+            handled = [number for number in _HANDLED if signal.getsignal(number) is not signal.SIG_IGN]  # by nohup
+            self._before = {number: signal.signal(number, self._note) for number in handled}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -39,11 +39,11 @@ class Requests:
         os.close(self._write)
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        with suppress(BlockingIOError):  # thousands are waiting already
+        with suppress(BlockingIOError):  # the pipe is full of requests
             os.write(self._write, bytes([number]))
 
     def fileno(self) -> int:
-        """Can be read when there is a request."""
+        """A file descriptor that is readable when there is a request."""
         return self._read
 
     def taken(self) -> list[signal.Signals]:

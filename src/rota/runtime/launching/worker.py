@@ -1,4 +1,4 @@
-"""What `rota run` starts on each rank: the user's script, with our own errors shown in one line.
+"""What `rota run` starts on each rank: it runs the user's script, and prints Rota's errors in one line.
 
 python -m rota.runtime.launching.worker SCRIPT [ARGUMENT …]
 """
@@ -25,7 +25,7 @@ def main() -> None:
     meet_by_environment()
     script, *arguments = sys.argv[1:]
     sys.argv = [script, *arguments]
-    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))  # as `python SCRIPT` has it
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))  # as `python SCRIPT` does
     rank = os.getpid()
     try:
         runpy.run_path(script, run_name="__main__")
@@ -36,15 +36,15 @@ def main() -> None:
             raise
         code = _show(error, script)
         control.report("lost" if isinstance(error, LostRankError) else "fails", f"{type(error).__name__}: {error}")
-        # Peers may be waiting for this rank: end at once rather than tidy up with them.
+        # Peers may be waiting for this rank: end at once, since cleaning up would wait for them.
         _end(code)
     if os.getpid() != rank:
-        # The script has forked. What there is to be tidied up, such as threads and connections, is the rank's.
+        # The script forked this process. Only the rank may clean up its threads and connections.
         _end(0)
 
 
 def _show(error: BaseException, script: str) -> int:
-    """Write it to standard error; returns the exit code."""
+    """Write the error to standard error; returns the exit code."""
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return error.code or 0
@@ -53,7 +53,7 @@ def _show(error: BaseException, script: str) -> int:
         ours = os.path.abspath(script)
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if os.path.abspath(f.filename) == ours]
         place = f" ({script}:{lines[-1]})" if lines else ""
-        # In one piece, or ranks that fail together mix their lines.
+        # In one piece, so that lines of ranks that fail together do not mix.
         sys.stderr.write(f"rota: rank {os.environ.get('RANK', '?')}: {error}{place}\n")
     else:
         sys.excepthook(type(error), error, error.__traceback__)
@@ -61,7 +61,7 @@ def _show(error: BaseException, script: str) -> int:
 
 
 def _end(code: int) -> NoReturn:
-    """End without what Python does at its end."""
+    """End the process without Python's clean-up."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Everything that puts a rank's gradients together with other processes': replicas, tied weights, shards of weights."""
+"""Everything that combines a rank's gradients with other processes': replicas, tied weights, FSDP and TP shards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rota.tasks import Kind
 
 @final
 class GradientSync:
-    """Of one rank. `ddp_groups`: the process groups of stages that DDP wrapped. Collective to make, and to call."""
+    """Reduces one rank's gradients. `ddp_groups`: the process groups of stages that DDP wrapped. Collective."""
 
     def __init__(
         self,
@@ -52,15 +52,15 @@ class GradientSync:
         self._parameters = [*modules.parameters()]
         self._whole = [p for p in self._parameters if not is_sharded(p)]
         replicated = replicated_parameters(stages, self._local)
-        if processes.shards is not None:
-            make_equal([norms.local(p) for p in replicated], processes.shards)
+        if processes.tp_group is not None:
+            make_equal([norms.local(p) for p in replicated], processes.tp_group)
         if processes.replicas is not None:
             tensors = [*self._whole, *modules.buffers()]
             refuse_other_tensors(tensors, processes.replicas)
             make_equal(tensors, processes.replicas)
         elsewhere = {*self._shared.counted_elsewhere}
         elsewhere |= {*self._whole} if processes.replica else {*()}
-        elsewhere |= {*replicated} if processes.shard else {*()}
+        elsewhere |= {*replicated} if processes.tp_shard else {*()}
         self._counted = [p for p in self._parameters if p not in elsewhere]
         last = last_gradients(plan, processes.rank)
         self._all_reduces = {
@@ -68,7 +68,7 @@ class GradientSync:
             for stage, parameters in parameters_by_stage(stages, last).items()
             if processes.replicas is not None and parameters
         }
-        #: The timeline shows the sum of tied weights' gradients at this stage, whose gradients are the last of them.
+        #: The stage with the last gradients of tied weights; the timeline shows their sum there.
         tied = {*self._shared.tied}
         self._last_tied = next((s for s in reversed(last) if tied & {*stages[s].parameters()}), None)
         ops = plan.orders[processes.rank]
@@ -79,7 +79,7 @@ class GradientSync:
         self._after = {op: partial(self._reduce, stage) for stage, op in last.items() if stage in reduced}
 
     def _reduce(self, stage: int) -> None:
-        """After the stage's last gradient."""
+        """Start the stage's reduction, after its last gradient."""
         if stage in self._all_reduces:
             self._all_reduces[stage].start()
         if stage in self._sharded:
@@ -95,7 +95,7 @@ class GradientSync:
                 )
 
     def begin(self, execution: Execution[Compute], sync: bool, fresh: bool) -> None:
-        """Before a step; `fresh`: other parameters may be trained than in the last one."""
+        """Prepare a step. `fresh`: it may train other parameters than the last step."""
         if not execution.trains:
             return
         if fresh and self._processes.replicas is not None:
@@ -107,7 +107,7 @@ class GradientSync:
         execution.before, execution.after = self._before, self._after if sync else {}
 
     def finish(self, execution: Execution[Compute], sync: bool) -> None:
-        """After a run: the gradients are whole, unless they wait for a later step with `sync`."""
+        """Complete the gradients after a step, unless a later step with `sync` reduces them."""
         if execution.trains:
             execution.awaited = "the other replicas' gradients"
             all_reduces = self._all_reduces if sync else {}

@@ -1,4 +1,4 @@
-"""The norm of all ranks' gradients together, for any norm type, and gradients scaled to it."""
+"""The norm of all ranks' gradients, for any norm type, and gradients scaled to a maximum norm."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def clip(
 ) -> float:
     """Scale the gradients of `parameters` as `torch.nn.utils.clip_grad_norm_` does; returns the norm before.
 
-    The norm is that of what is `counted` on each process; `share` returns what all of them give to it. Collective.
+    The norm is over the `counted` parameters of all processes; `share` gathers a number from each. Collective.
     """
     for name, number in (("max_norm", max_norm), ("norm_type", norm_type)):
         if not isinstance(number, Real) or isinstance(number, bool):
@@ -39,7 +39,7 @@ def clip(
             f"error_if_nonfinite=False"
         )
     scale = max_norm / (norm + 1e-6)
-    if not scale >= 1:  # nan too, which then is in all gradients
+    if not scale >= 1:  # true for nan, too, which then gets into all gradients
         for parameter in parameters:
             if parameter.grad is not None:
                 local(parameter.grad).mul_(scale)
@@ -47,7 +47,7 @@ def clip(
 
 
 def total_norm(gradients: list[torch.Tensor], norm_type: float, share: Callable[[float], list[float]]) -> float:
-    """Of all processes' `gradients` together, added up in float64. Collective."""
+    """The norm of all processes' `gradients`, added up in float64. Collective."""
     norms = [_norm(gradient, norm_type) for gradient in gradients if gradient.numel()]
     mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
     if math.isinf(norm_type):
@@ -57,7 +57,7 @@ def total_norm(gradients: list[torch.Tensor], norm_type: float, share: Callable[
 
 
 def _norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """A real number, in float64; of a complex gradient that of its elements' absolute values."""
+    """The norm of one gradient as a float64 scalar; of a complex one, the norm of its absolute values."""
     dtype = torch.complex128 if gradient.is_complex() else torch.float64
     norm: torch.Tensor = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
     return norm
@@ -72,6 +72,6 @@ def all_gather_number(number: float, group: dist.ProcessGroup) -> list[float]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What of it is in this process; all of it but for FSDP's shards."""
+    """The part of a tensor in this process: a shard of a DTensor, else all of it."""
     own: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return own.detach()

@@ -25,7 +25,7 @@ from rota.tasks import Op
 
 
 def last_gradients(plan: Plan, rank: int) -> dict[int, Op]:
-    """For each stage on `rank` the op after which its weights' gradients are complete, in the order of these ops."""
+    """By stage on `rank`, the op after which its weights' gradients are complete, in the order of these ops."""
     last: dict[int, Op] = {}
     for op in plan.orders[rank]:
         if op.kind.makes_weight_gradients:
@@ -35,7 +35,7 @@ def last_gradients(plan: Plan, rank: int) -> dict[int, Op]:
 
 
 def parameters_by_stage(stages: Stages, last: Iterable[int]) -> dict[int, list[nn.Parameter]]:
-    """Each parameter that is whole in this process, with the `last` stage here that uses it."""
+    """The parameters that are not sharded, each once, by the last stage (in the order of `last`) that uses them."""
     found: dict[int, list[nn.Parameter]] = {}
     seen: set[nn.Parameter] = set()
     for stage in reversed([*last]):
@@ -56,13 +56,13 @@ def make_equal(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> Non
 
 
 def replicated_parameters(stages: Stages, local: Iterable[int]) -> list[nn.Parameter]:
-    """Those that every rank of a tensor-parallel group holds whole, each once."""
+    """The parameters that every rank of a tensor-parallel group holds whole, each once."""
     found = (stages[stage].get_parameter(name) for stage in local for name in replicated_names(stages[stage]))
     return [*dict.fromkeys(found)]
 
 
 def refuse_other_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Raises PipelineError, on all replicas, unless they have the same shapes and train the same of them."""
+    """Raises PipelineError, on all replicas, unless all have equal shapes and dtypes, and train the same tensors."""
     mine = [(list(tensor.shape), str(tensor.dtype), tensor.requires_grad) for tensor in tensors]
     with together("comparing the replicas' parameters"):
         of_replicas = all_gather_json(mine, group)
@@ -81,8 +81,7 @@ def refuse_other_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGro
 class GradientAllReduce:
     """Averages the gradients of some parameters over replicas: `start` begins it, `finish` puts it into `.grad`.
 
-    There is one flat buffer per dtype: the gradients, then a flag for each that says whether this process has it. A
-    gradient that no replica has stays None.
+    There is one flat buffer per dtype, as `packed` makes it. A gradient that no replica has stays None.
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -91,7 +90,7 @@ class GradientAllReduce:
         self._started_ns, self._ended_ns = 0, [0]
 
     def start(self) -> None:
-        """Collective, as `finish` is; does not wait for the others."""
+        """Start the all-reduces without waiting for the others. Collective, as is `finish`."""
         self._started_ns, self._ended_ns = time.monotonic_ns(), []
         for parameters in by_dtype(p for p in self._parameters if p.requires_grad).values():
             flat = packed(parameters).div_(self._group.size())
@@ -102,7 +101,7 @@ class GradientAllReduce:
             self._under_way.append((work, flat, parameters))
 
     def finish(self) -> tuple[int, int]:
-        """Wait for the averages; returns when they were begun and when they were there, by the monotonic clock."""
+        """Wait for the averages; returns when they began and when they were complete, in ns of the monotonic clock."""
         num_begun = len(self._under_way)
         for work, flat, parameters in self._under_way:
             with together("averaging gradients over replicas"):
@@ -122,7 +121,10 @@ def by_dtype(tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, list[Any]]:
 
 
 def packed(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """One flat tensor: the gradients of parameters of one dtype, and a flag for each that says whether it is there."""
+    """Gradients of parameters of one dtype, flat, then one flag per parameter: 1 if it has a gradient, else 0.
+
+    Shape [number of elements of all parameters + number of parameters], dtype that of the parameters.
+    """
     num = sum(parameter.numel() for parameter in parameters)
     flat = torch.zeros(num + len(parameters), dtype=parameters[0].dtype)
     for i, (parameter, own) in enumerate(_slices(flat, parameters)):
@@ -139,7 +141,7 @@ def packed(parameters: list[nn.Parameter]) -> torch.Tensor:
 
 @torch.no_grad()
 def unpack(flat: torch.Tensor, parameters: list[nn.Parameter]) -> None:
-    """Back into `.grad`, where any process had one."""
+    """Copy the gradients of `packed` back into `.grad`, for each parameter of which any process had one."""
     there = flat[-len(parameters) :].abs().tolist()
     for (parameter, own), anywhere in zip(_slices(flat, parameters), there, strict=True):
         if parameter.grad is not None:

@@ -1,7 +1,7 @@
 """Weights that several ranks hold: equal from the start, tied ones' gradients summed once per step, each counted once.
 
 rank 0   stage 0  embedding.weight ─┐                          ┌─▶ .grad of this step, the sum on both
-rank 3   stage 3  head.weight      ─┴─ one all-reduce a step ──┴─▶ on top of what .grad held before
+rank 3   stage 3  head.weight      ─┴─ one all-reduce per step ┴─▶ on top of what .grad held before
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rota.runtime.transport import together
 
 
 class SharedWeight(NamedTuple):
-    """A parameter on several `ranks`; `summed`: each makes a part of its gradient, else each makes all of it."""
+    """A parameter on several `ranks`; `summed`: each computes a part of its gradient, else each computes all of it."""
 
     stage: int
     name: str
@@ -35,22 +35,22 @@ class SharedWeight(NamedTuple):
 def shared_weights(stages: Stages, placement: Placement) -> list[SharedWeight]:
     """All weights that several ranks hold, in the same order on every rank. Raises PipelineError.
 
-    A weight that is tied over stages on several ranks each is tied shard by shard, in the order of the ranks.
+    If each of the tied stages is on several ranks, the weight is tied per TP shard, in the order of the ranks.
     """
     found = []
     tied = set()
     for tie in stages.ties:
         tied |= {*tie}
         on = [sorted(placement.ranks_of(stage)) for stage, _ in tie]
-        shards = [tuple(dict.fromkeys(ranks)) for ranks in zip(*on, strict=False)]
-        mixed = sum(map(len, shards)) > len({rank for ranks in shards for rank in ranks})
+        tp_shards = [tuple(dict.fromkeys(ranks)) for ranks in zip(*on, strict=False)]
+        mixed = sum(map(len, tp_shards)) > len({rank for ranks in tp_shards for rank in ranks})
         if len({*map(len, on)}) > 1 or mixed:
-            told = ", ".join(f"{name!r} of stage {s} on {r}" for (s, name), r in zip(tie, on, strict=True))
+            where = ", ".join(f"{name!r} of stage {s} on {r}" for (s, name), r in zip(tie, on, strict=True))
             raise PipelineError(
-                f"one weight is tied over stages on ranks that do not match shard by shard ({told}); place them "
-                f"on the same ranks, or untie it"
+                f"one weight is tied over stages on ranks that do not match one to one ({where}); place them on the "
+                f"same ranks, or untie it"
             )
-        found += [SharedWeight(*tie[0], ranks, summed=True) for ranks in shards if len(ranks) > 1]
+        found += [SharedWeight(*tie[0], ranks, summed=True) for ranks in tp_shards if len(ranks) > 1]
     for stage, module in enumerate(stages.modules):
         if len(ranks := placement.ranks_of(stage)) > 1:
             names = [name for name in replicated_names(module) if (stage, name) not in tied]
@@ -59,7 +59,7 @@ def shared_weights(stages: Stages, placement: Placement) -> list[SharedWeight]:
 
 
 class _Open(NamedTuple):
-    """`whole`: `.grad` as a step without sync left it; how much of it was summed before, and the rest."""
+    """`.grad` after a step without sync (`whole`) and its `version`; the part of it `summed` before, and the `rest`."""
 
     summed: torch.Tensor
     rest: torch.Tensor | None
@@ -69,7 +69,7 @@ class _Open(NamedTuple):
 
 @final
 class SharedWeights:
-    """This rank's part in `shared_weights`. Collective to make, and to `finish`."""
+    """This rank's shared weights. Making it and `finish` are collective."""
 
     def __init__(self, stages: Stages, placement: Placement, shared: list[SharedWeight], processes: Processes) -> None:
         rank = processes.rank
@@ -89,7 +89,7 @@ class SharedWeights:
                 self._tied.setdefault(weight.ranks, []).append(parameter)
             if weight.ranks[0] != rank:
                 self.counted_elsewhere.add(parameter)
-        #: Of a step: what `.grad` held that is summed already.
+        #: During a step: the part of each `.grad` that was summed before.
         self._held_back: dict[nn.Parameter, torch.Tensor | None] = {}
         self._open: dict[nn.Parameter, _Open] | None = None  # None after a step whose gradients were summed
         self._buffers = [*_copied_buffers(stages, placement, rank)]
@@ -99,11 +99,11 @@ class SharedWeights:
 
     @property
     def tied(self) -> list[nn.Parameter]:
-        """Those here whose gradients are summed over ranks."""
+        """This rank's parameters whose gradients are summed over ranks."""
         return [parameter for parameters in self._tied.values() for parameter in parameters]
 
     def begin(self) -> None:
-        """Hold back what of `.grad` is a sum already; the rest has not been summed yet, or is still to come."""
+        """Hold back the part of each `.grad` that is already a sum, so that it is not summed again."""
         self._held_back = {parameter: self._hold_back(parameter) for parameter in self.tied}
         self._versions = [version_of(buffer) for _, _, buffer in self._buffers]
 
@@ -120,21 +120,18 @@ class SharedWeights:
             return left.summed
         if whole.any():
             raise PipelineError(
-                f"the gradient of a tied weight of shape {list(parameter.shape)} was changed between two steps of "
-                f"which the first has sync=False; change gradients after a step with sync=True"
+                f"the gradient of a tied weight of shape {list(parameter.shape)} was changed between two steps, the "
+                f"first one with sync=False; change gradients after a step with sync=True"
             )
         return None
 
     def finish(self, sync: bool = True) -> None:
-        """Sum this step's gradients over the ranks of each tie, and add them to what was there.
-
-        Without `sync` leave that to a later step.
-        """
+        """Sum this step's gradients over the ranks of each tie, and add the earlier sum; without `sync`, sum later."""
         for (stage, name, buffer), version in zip(self._buffers, self._versions, strict=True):
             if version_of(buffer) != version:
                 raise PipelineError(
-                    f"stage {stage} changes its buffer {name!r}, which stages on several ranks share, and each would "
-                    f"have another: use a layer without running statistics, or put it in eval()"
+                    f"stage {stage} changes its buffer {name!r}, which stages on several ranks share, so their "
+                    f"values would differ: use a layer without running statistics, or put it in eval()"
                 )
         if sync:
             with together("summing the gradients of tied weights"):
@@ -169,7 +166,7 @@ def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
 
 
 def _copied_buffers(stages: Stages, placement: Placement, rank: int) -> Iterator[tuple[int, str, torch.Tensor]]:
-    """Buffers of this rank's stages that stages on other ranks have too."""
+    """Buffers of this rank's stages that stages on other ranks have, too."""
     places: dict[int, set[tuple[int, ...]]] = {}
     for stage, module in enumerate(stages.modules):
         for buffer in module.buffers():

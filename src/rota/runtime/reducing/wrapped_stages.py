@@ -1,7 +1,7 @@
 """Stages that are wrapped for data parallelism: DDP and FSDP2 (`fully_shard`).
 
 A pipeline runs many forwards before the first backward, and reduces once per step. DDP expects one of each, so the
-pipeline calls the module that DDP wraps, and averages the gradients itself. FSDP gets to know when to reduce.
+pipeline calls the module that DDP wraps, and averages the gradients itself. It sets when FSDP reduces.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rota.runtime.transport import together
 
 
 def unwrapped(stages: Stages) -> tuple[Stages, dict[nn.Module, dist.ProcessGroup]]:
-    """The stages without DDP, and the process group that each of those in DDP was given for its gradients."""
+    """The stages without DDP, and the process group of each stage that was in DDP."""
     modules, groups = [], {}
     for stage, module in enumerate(stages.modules):
         if isinstance(module, DistributedDataParallel):
@@ -56,14 +56,14 @@ def _refuse_options(stage: int, module: DistributedDataParallel) -> None:
 class Sharded:
     """The stages of this rank that `fully_shard` was applied to, whole or in layers. Raises PipelineError.
 
-    FSDP gathers whole weights in its own hooks, in forwards and where a backward comes by a module's output: that is in
-    B or I. W has no hooks, so that it needs the weights gathered before. Reducing is left out of all hooks.
+    FSDP gathers whole weights in its own hooks: in forwards, and in B or I when a backward reaches a module's output. W
+    runs no hooks, so its weights are gathered before it. No hook reduces gradients.
     """
 
     def __init__(self, stages: Stages, placement: Placement, local: tuple[int, ...], replicas: list[int]) -> None:
         self._roots = {stage: found for stage in local if (found := _roots(stages[stage]))}
         self.is_used = bool(self._roots)
-        #: Of the last step: when each stage's reduction was begun and when it was done.
+        #: (start, end) of each stage's reduction in the last step.
         self.reductions_ns: dict[int, tuple[int, int]] = {}
         for stage in local:
             for name, parameter in stages[stage].named_parameters():
@@ -76,19 +76,19 @@ class Sharded:
         return iter(self._roots)
 
     def begin(self) -> None:
-        """No backward of a step reduces."""
+        """Keep all backwards of a step from reducing."""
         self.reductions_ns = {}
         for roots in self._roots.values():
             for root in roots:
                 _set_last(root, False)
 
     def gather(self, stage: int) -> None:
-        """Before W: it may need whole weights, and a forward since I may have let them go."""
+        """Gather whole weights for W: a forward since I may have released them."""
         for inner in self._sharded(stage):
             inner.unshard()
 
     def reduce(self, stage: int) -> None:
-        """After the last weight gradient, as `torch.distributed.pipelining` does it. Collective over the replicas."""
+        """Reduce after the last weight gradient, as `torch.distributed.pipelining` does. Collective over replicas."""
         start_ns = time.monotonic_ns()
         with together("reducing gradients of sharded stages over replicas"):
             for root in self._roots[stage]:
@@ -97,7 +97,7 @@ class Sharded:
         self.reductions_ns[stage] = start_ns, time.monotonic_ns()
 
     def finish(self) -> None:
-        """Let whole weights go, also after forwards without backward: an optimizer changes the shards alone."""
+        """Release whole weights, also after forwards without backward: an optimizer changes only the shards."""
         for stage in self._roots:
             for inner in self._sharded(stage):
                 inner.reshard()
@@ -114,17 +114,17 @@ def _set_last(root: Any, last: bool) -> None:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor. Does not load the module of DTensor, which takes a second."""
+    """Whether it is a DTensor. Does not import DTensor's module, which costs a second."""
     return hasattr(tensor, "to_local")
 
 
 def _is_fsdp(module: nn.Module) -> bool:
-    """Whether it is an FSDPModule, without loading the module of that."""
+    """Whether it is an FSDPModule. Does not import the module of that class."""
     return hasattr(module, "set_requires_gradient_sync")
 
 
 def _roots(module: nn.Module) -> list[Any]:
-    """The outermost of the module's layers that are sharded."""
+    """The outermost sharded layers of the module."""
     if _is_fsdp(module):
         return [module]
     return [root for child in module.children() for root in _roots(child)]
@@ -134,7 +134,7 @@ def _refuse_mesh(stage: int, name: str, parameter: Any, replicas: list[int]) -> 
     over = sorted(parameter.device_mesh.mesh.flatten().tolist())
     if over != replicas or parameter.device_mesh.ndim > 1:
         raise PipelineError(
-            f"{name} of stage {stage} is a DTensor over a mesh of the processes {over}, but this stage's replicas are "
-            f"{replicas} in a row; use fully_shard(stage, mesh=mesh['dp']), and rota.spmd for tensor "
+            f"{name} of stage {stage} is a DTensor over a mesh of the processes {over}, but needs a 1-D mesh of this "
+            f"stage's replicas, {replicas}; use fully_shard(stage, mesh=mesh['dp']), and rota.spmd for tensor "
             f"parallelism"
         )
