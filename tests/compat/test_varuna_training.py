@@ -249,7 +249,7 @@ def whole_life(rank: int, folder: Path) -> None:
         ("0;1;2;", "there are 2 processes; name each once"),
         ("0,1;0;", "2, 1 ranks for its stages"),
         ("a;b;", "such as '0,2;1,3;'"),
-        ("1;0;", "order them upwards"),
+        ("1;0;", "list them in ascending order"),
     ):
         with pytest.raises(PipelineError, match=told):
             wrap(GPT(), layout)

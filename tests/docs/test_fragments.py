@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rota
 from rota import Cluster, Costs, place
-from rota.runtime.launcher_files import leave_plan
+from rota.runtime.launcher_files import write_plan
 from rota.schedules import one_f_one_b
 from support import ROOT
 from support.pool import Pool
@@ -91,7 +91,7 @@ def run_running(rank: int, code: list[str], folder: str, monkeypatched: dict[str
 
 def test_running(pool: Pool, tmp_path: Path) -> None:
     plan = one_f_one_b(place(Costs.uniform(2), Cluster.uniform(2)), 2)
-    environment = leave_plan(plan, str(tmp_path))
+    environment = write_plan(plan, str(tmp_path))
     first, second = pool.run(2, run_running, blocks("running.md"), str(tmp_path), environment)
     for found in first, second:
         assert abs(found["loss"]) < 1e-10

@@ -104,5 +104,5 @@ def test_options_of_the_other_engine(options: dict[str, Any]) -> None:
 
 
 def test_no_process_group() -> None:
-    with pytest.raises(PipelineError, match="no process group: start the script by `rota run plan"):
+    with pytest.raises(PipelineError, match="no process group: start the script with `rota run plan"):
         TorchEngine(layers(2), plan_on([0, 1]), loss_fn)

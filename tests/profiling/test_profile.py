@@ -169,7 +169,7 @@ def test_recomputed_stages_an_optimizer_and_the_spread() -> None:
 
 
 def test_stages_without_numbers_cannot_be_measured() -> None:
-    with pytest.raises(PipelineError, match=r"stage 1 is on meta; .* Estimate by profile_layers"):
+    with pytest.raises(PipelineError, match=r"stage 1 is on meta; .* Estimate with profile_layers"):
         profile(Stages([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")]), torch.zeros(1, 2))
 
 

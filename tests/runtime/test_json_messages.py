@@ -56,7 +56,7 @@ def refused(rank: int) -> list[str]:
 
 def test_what_json_does_not_write_is_refused(pool: Pool) -> None:
     for told in pool.run(2, refused):
-        assert "the key 1 is a int; JSON keeps str keys alone" in told[0]
+        assert "the key 1 is a int; JSON keys are str" in told[0]
         assert all("JSON" in words for words in told)
 
 

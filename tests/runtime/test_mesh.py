@@ -200,7 +200,7 @@ def refusals(rank: int) -> list[str]:
 
 def test_refusals(pool: Pool) -> None:
     for told in pool.run(4, refusals):
-        assert "a mesh of pp=3, dp=1, tp=1 is for 3 processes, but 4 were started; start 3, such as by" in told[0]
+        assert "a mesh of pp=3, dp=1, tp=1 is for 3 processes, but 4 were started; start 3, such as with" in told[0]
         assert "the plan is for 2 ranks, but the mesh has 4 along 'pp'; make it with pp=2, or plan for 4" in told[1]
         assert "the mesh has the dims 'pp', 'cp'; name them among 'dp', 'pp' and 'tp'" in told[2]
         assert "the mesh has the dims without names" in told[3]

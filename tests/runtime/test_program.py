@@ -161,7 +161,7 @@ def backward_on_fewer() -> Plan:
         (two_streams, "lacks the edge 1F → 2F; measure the stages"),
         (two_stages, r"the plan has 2 stages, the model was split into 3; split\(model, 2\), or plan for 3 stages"),
         (without_edge, "lacks the edge 1F → 2F; measure the stages"),
-        (with_edge, "has, against the model, the edge 0F → 2F; measure the stages"),
+        (with_edge, "has, unlike the model, the edge 0F → 2F; measure the stages"),
         (edge_twice, "has an edge twice"),
         (backward_elsewhere, "task 2B is on rank 0, but stage 2's other task on rank 2; place a stage's forward"),
         (backward_on_fewer, "task 0B is on rank 0, but stage 0's other task on rank 0, 1; place a stage's forward"),

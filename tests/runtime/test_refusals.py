@@ -154,7 +154,7 @@ def test_other_number_of_processes(pool: Pool) -> None:
 
 def test_without_processes_it_is_told_how_to_start_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(PipelineError, match=r"no process group: start the script by `rota run .* or torchrun"):
+    with pytest.raises(PipelineError, match=r"no process group: start the script with `rota run .* or torchrun"):
         Pipeline(chain(3), plan_for(), loss_fn)
 
 

@@ -1,4 +1,4 @@
-"""The best plan for the measured costs: keep the old orders, or take another schedule."""
+"""The best plan for the measured costs: the old orders, or another schedule."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def _require_one_placement(timelines: Sequence[Timeline]) -> None:
 def fit_link(by_size: Mapping[int, Sequence[int]], planned: Link) -> Link:
     """The link that fits measured transfers best, by the sum of absolute deviations from the median per size.
 
-    With one size alone, latency and rate cannot be separated: then the rate stays as planned, unless it is too slow.
+    With only one size, latency and rate cannot be separated: the rate stays as planned, unless it is too slow.
 
     Args:
         by_size: Bytes -> durations in µs of the transfers of that size; at least one.

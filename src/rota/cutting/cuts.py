@@ -77,9 +77,9 @@ def cut(
     """Cut layers into stages so that the slowest rank is as fast as possible.
 
     A rank's time is F + B of one micro-batch over its stages, and R where a stage recomputes. With one stage per rank
-    the cut is exact and takes milliseconds. With several it is exact if the search ends within `num_nodes`;
+    the cut is exact and costs milliseconds. With several it is exact if the search ends within `num_nodes`;
     `Cut.gap` says how far it may be from the optimum. Among equally fast cuts the one with the least sum of squares of
-    the ranks' times is taken (with several stages per rank: a local optimum of moves of single layers).
+    the ranks' times is chosen (with several stages per rank: a local optimum of moves of single layers).
 
     Args:
         layers: Measured costs of the model's layers.
@@ -205,7 +205,7 @@ def _weights(slowdowns: Sequence[float] | None, num_ranks: int) -> tuple[list[in
 def _prefixes(
     layers: LayerCosts, num_stages: int, split_backward: bool, recompute: Collection[int]
 ) -> list[Sequence[int]]:
-    """For each stage the time before each layer. The first stage sends no gradient back, so its backward is whole."""
+    """The time before each layer, per stage. The first stage sends no gradient back, so its backward is whole."""
     whole = [sum(times) for times in zip(layers.forward_us, layers.backward_us, strict=True)]
     parts = [sum(times) for times in zip(layers.forward_us, layers.input_us, layers.weight_us, strict=True)]
     once, again = [], []

@@ -50,7 +50,7 @@ def by_parameters(num_parameters: Sequence[int], num_parts: int) -> list[int]:
         num_parts: Number of parts.
 
     Raises:
-        SplitError: As `balanced` raises it.
+        SplitError: As for `balanced`.
     """
     return balanced(num_parameters, num_parts)
 
@@ -70,7 +70,7 @@ def by_regex(names: Sequence[str], pattern: str, num_parts: int) -> list[int]:
 
 
 def matching(names: Sequence[str], pattern: str) -> list[bool]:
-    """Whether `pattern` is found in each of the names; raises as `by_regex`."""
+    """Whether `pattern` is found in each of the names; raises SplitError as `by_regex` does."""
     try:
         found = [bool(re.search(pattern, name, re.IGNORECASE)) for name in names]
     except re.error as error:

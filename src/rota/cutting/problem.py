@@ -10,7 +10,7 @@ from typing import NamedTuple, final
 
 from rota.layers import LayerCosts
 
-_NUM_CACHED_TABLES = 16  # of the latest models: a caller that compares cuts asks about the same model many times
+_NUM_CACHED_TABLES = 16  # of the latest models: comparing cuts needs the tables of the same model many times
 
 
 @final

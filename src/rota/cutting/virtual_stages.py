@@ -69,7 +69,7 @@ def cut_virtual_stages(problem: CutProblem, first: list[int], num_nodes: int) ->
 
 
 def _first_fit(problem: CutProblem, first: list[int], tree: _Tree) -> list[int] | None:
-    """A cut that fits: made from stages of equal time, from stages of equal memory, or whatever the tree finds."""
+    """A cut that fits: made from stages of equal time, from stages of equal memory, or found by the tree."""
     best = rebalance(problem, first)
     if problem.excess_bytes(best):
         best = rebalance(problem, balanced_memory(problem))
@@ -180,7 +180,7 @@ class _Tree:
         return None if ends is None else [0, *ends]
 
     def _ends_from(self, stage: int, start: int) -> list[int] | None:
-        """Ends of the stages from `stage` on, within what the ranks have left."""
+        """Ends of the stages from `stage` on, within the ranks' remaining budgets."""
         if self._left_nodes <= self._stop_at:
             self.was_cut_short = True
             raise _OutOfNodes
@@ -215,7 +215,7 @@ class _Tree:
             self._peak_bytes[rank] = peak_bytes
 
     def _exceeds_budgets(self, stage: int, start: int) -> bool:
-        """Whether the layers from `start` on provably do not fit into what the ranks have left.
+        """Whether the layers from `start` on provably do not fit into the ranks' remaining budgets.
 
         Time is counted in quanta, rounded down. A rank with one stage left fits at most the longest run of layers,
         wherever it is, that is no longer than what the rank has left.

@@ -18,15 +18,15 @@ class Clock(Protocol):
     """Measures the time between marks."""
 
     def mark(self) -> None:
-        """One part ends here and the next begins."""
+        """End one part here and begin the next."""
 
     def laps_ns(self) -> list[float]:
-        """The times between the marks so far; clears the marks."""
+        """The times between the marks so far, in ns; clears the marks."""
 
 
 @final
 class WallClock:
-    """For work that is done when its call returns."""
+    """A clock for work that is done when its call returns."""
 
     def __init__(self) -> None:
         self._marks: list[int] = []
@@ -44,7 +44,7 @@ class WallClock:
 
 @final
 class CudaClock:
-    """For kernels on the current CUDA stream: time on the device, whatever the process does meanwhile."""
+    """A clock for kernels on the current CUDA stream: time on the device, whatever the process does meanwhile."""
 
     def __init__(self) -> None:
         self._marks: list[torch.cuda.Event] = []
@@ -64,17 +64,17 @@ class CudaClock:
 
 
 class Laps(NamedTuple):
-    """The median time of each part, and the interquartile range of whole runs as a share of their median."""
+    """The median time of each part in µs, and the interquartile range of whole runs as a fraction of their median."""
 
     us: list[float]
     spread: float
 
 
 def timed(run: Run, clock: Clock, repeats: int, least_ns: int, together: bool) -> Laps:
-    """Measure `repeats` times after a warm-up, each time as many runs as take `least_ns`.
+    """Measure `repeats` times after a warm-up, each time as many runs as last `least_ns`.
 
-    The runs of a measurement count `together`, with all interruptions, such as other processes on the core; or each
-    alone, so that interruptions are in few of them and not in the median.
+    `together`: the runs of a measurement are added up, including interruptions by other processes on the core.
+    Otherwise each run counts alone, so that the median leaves out interruptions.
     """
     run(clock.mark)
     clock.laps_ns()

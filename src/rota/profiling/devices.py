@@ -1,11 +1,11 @@
-"""Devices by name: their peak speed by the maker's data sheet, and how much of it a model reaches.
+"""Devices by name: their peak speed from the maker's data sheet, and how much of it a model reaches.
 
 The figures are dense peaks (no sparsity), with the matrix units where the dtype uses them by default, and the bandwidth
 of the device's own memory.
 
-The two efficiencies are judgements, not data: large matrix multiplications reach some 60 to 75 % of the peak on these
-devices, and element-wise kernels some 80 % of the bandwidth. Such estimates are good enough to choose between cuts and
-schedules; measure on the device itself if you can.
+The two efficiencies are estimates, not data: large matrix multiplications reach about 60 to 75 % of the peak on these
+devices, and element-wise kernels about 80 % of the bandwidth. This is good enough to choose between cuts and schedules;
+measure on the device itself if you can.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class DeviceModel:
     """One kind of device.
 
     Attributes:
-        name: What `device=` and `--device` take.
-        flops_per_s: Peak by dtype, with `tf32` where float32 may be rounded.
+        name: Its name for `device=` and `--device`.
+        flops_per_s: Peak operations per second by dtype, with `tf32` for float32 that may be rounded.
         bytes_per_s: Bandwidth of its memory.
         is_gpu: Whether it runs kernels, such as fused attention, that only GPUs have.
-        compute_efficiency: Share of the peak that operations reach.
-        memory_efficiency: Share of the bandwidth that operations reach.
-        least_op_us: The time to start a kernel: no operation takes less.
+        compute_efficiency: Fraction of the peak that operations reach.
+        memory_efficiency: Fraction of the bandwidth that operations reach.
+        least_op_us: The time to start a kernel, a lower bound for every operation.
     """
 
     name: str
@@ -44,7 +44,7 @@ class DeviceModel:
     least_op_us: float = 4.0
 
     def op_us(self, num_flops: int, num_bytes: int, dtype: torch.dtype) -> float:
-        """The roofline: the longest of the times to compute, to move bytes, and to start a kernel."""
+        """The roofline in µs: the longest of the times to compute, to move bytes, and to start a kernel."""
         compute_us = 1e6 * num_flops / (self._rate(dtype) * self.compute_efficiency)
         return max(compute_us, 1e6 * num_bytes / (self.bytes_per_s * self.memory_efficiency), self.least_op_us)
 
@@ -56,19 +56,19 @@ class DeviceModel:
 
 
 def _gpu(name: str, half: float, tf32: float, single: float, double: float, gb_s: float) -> DeviceModel:
-    """In 10^12 operations a second, and 10^9 bytes."""
+    """A GPU with these peaks in 10^12 operations per second, and a bandwidth in 10^9 bytes per second."""
     rates = {"float16": half, "bfloat16": half, "tf32": tf32, "float32": single, "float64": double}
     return DeviceModel(name, {dtype: rate * 1e12 for dtype, rate in rates.items()}, gb_s * 1e9)
 
 
-#: By the name that `device=` and `--device` take.
+#: The known devices, by name for `device=` and `--device`.
 DEVICES = {
     device.name: device
     for device in (
         # NVIDIA A100 (SXM4) data sheet; float64 on its tensor cores.
         _gpu("a100-40gb", 312, 156, 19.5, 19.5, 1555),
         _gpu("a100-80gb", 312, 156, 19.5, 19.5, 2039),
-        # NVIDIA H100 (SXM5, PCIe) and H200 data sheets, half of what they give with sparsity.
+        # NVIDIA H100 (SXM5, PCIe) and H200 data sheets, half of the peaks with sparsity.
         _gpu("h100", 989, 494, 67, 67, 3350),
         _gpu("h100-pcie", 756, 378, 51, 51, 2000),
         _gpu("h200", 989, 494, 67, 67, 4800),
@@ -78,19 +78,19 @@ DEVICES = {
         _gpu("rtx-4090", 165, 82.6, 82.6, 1.3, 1008),
         # NVIDIA L40S data sheet.
         _gpu("l40s", 362, 183, 91.6, 1.4, 864),
-        # One core of a server at 3 GHz: two fused multiply-adds a cycle on 8 floats (AVX2), a share of the memory.
+        # One core of a server at 3 GHz: two fused multiply-adds per cycle on 8 floats (AVX2), part of the bandwidth.
         DeviceModel("cpu-core", {"float32": 96e9, "float64": 48e9}, 12e9, is_gpu=False, least_op_us=2.0),
     )
 }
 
 
 def device_named(name: str) -> DeviceModel:
-    """Raises PipelineError, with the names that there are."""
+    """The device of this name. Raises PipelineError that lists the known names."""
     if name.lower() in DEVICES:
         return DEVICES[name.lower()]
     near = get_close_matches(name.lower(), DEVICES, 1)
     hint = f"did you mean {near[0]}? " if near else ""
     raise PipelineError(
-        f"device {name!r} is none that times can be estimated for; {hint}there are {', '.join(DEVICES)}. Leave it out "
+        f"times cannot be estimated for device {name!r}; {hint}known devices are {', '.join(DEVICES)}. Leave it out "
         f"to measure where the model is"
     )

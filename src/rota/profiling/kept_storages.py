@@ -1,4 +1,4 @@
-"""Which storages a layer keeps, by identity: a storage that two layers of a stage keep, the stage keeps once.
+"""Which storages a layer keeps, by identity: if two layers of a stage keep the same storage, the stage keeps it once.
 
 A storage that crosses a boundary has a name. A value's name is its own address in the pass through the layers: a layer
 that passes on what it received, or a view of it, passes on the name. A gradient's name is its edge and position.
@@ -41,7 +41,7 @@ class Held:
 
 @dataclass(slots=True)
 class KeptStorages:
-    """What a layer keeps after F, and still after I; `same`: pairs of gradients that it passes on as they came."""
+    """What a layer keeps after F, and still after I; `same`: pairs of gradients with one storage, passed on."""
 
     kept: Held
     waiting: Held
@@ -70,7 +70,7 @@ class _Named:
 
 
 def kept_storages_of(one: StageRun, incoming: tuple[StageEdge, ...], outgoing: tuple[StageEdge, ...]) -> KeptStorages:
-    """What a layer with a split backward keeps; only what saved its inputs holds them."""
+    """What a layer with a split backward keeps; its inputs are kept only if it saved them."""
     watch, named = StorageWatch(), _Named()
     with watch:
         kept = _forward(one, watch.live, named)
@@ -83,12 +83,12 @@ def kept_storages_of(one: StageRun, incoming: tuple[StageEdge, ...], outgoing: t
 
 
 def place_of(tensor: torch.Tensor) -> Name:
-    """The name of a value in the pass through the layers."""
+    """The name of a tensor of the pass through the layers."""
     return address_of(tensor.untyped_storage())
 
 
 def gradient_of(edge: StageEdge, position: int) -> Name:
-    """The name of the gradient of the value's tensor at `position` of those that want one."""
+    """The name of a gradient along `edge`, by `position` among the value's tensors that need one."""
     return "gradient", edge.source, edge.target, position
 
 
@@ -127,7 +127,7 @@ def _input_backward(
 
 
 def sharing(held: Sequence[Held], named: Callable[[Name], Name] = lambda name: name) -> tuple[Shared, ...]:
-    """(a, b, bytes) for storages that both layers keep and none between them; `named` maps equal names to one."""
+    """(a, b, bytes) for storages that layers a and b keep, but no layer between; `named` maps equal names to one."""
     last: dict[Name, int] = {}
     found: Counter[tuple[int, int]] = Counter()
     for layer, of in enumerate(held):
@@ -139,7 +139,7 @@ def sharing(held: Sequence[Held], named: Callable[[Name], Name] = lambda name: n
 
 
 def one_name(same: Iterable[tuple[Name, Name]]) -> Callable[[Name], Name]:
-    """A function from each name to the one that stands for all that are the same."""
+    """A function that maps all names of the same storage to one of them."""
     root: dict[Name, Name] = {}
 
     def find(name: Name) -> Name:

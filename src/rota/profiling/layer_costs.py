@@ -47,7 +47,7 @@ def costs_of(stages: Stages, layers: Sequence[Layer], cuts: tuple[str, ...], row
         edges=tuple((edge.source, edge.target) for edge in edges),
         boundary_bytes=tuple(sizes[edge][0] for edge in edges),
         boundary_gradient_bytes=tuple(sizes[edge][1] for edge in edges),
-        received_bytes=tuple(_held_by_nobody(edge, stages, layers) for edge in edges),
+        received_bytes=tuple(_kept_by_no_layer(edge, stages, layers) for edge in edges),
         shared=sharing([layer.storages.kept for layer in layers]),
         waiting_shared=sharing([layer.storages.waiting for layer in layers], one_name(_same(stages, layers))),
         tied=_tied(parameters, layers),
@@ -60,23 +60,23 @@ def _columns(rows: Iterable[Sequence[float]]) -> list[tuple[int, ...]]:
     return [tuple(map(round, column)) for column in zip(*rows, strict=True)]
 
 
-def _held_by_nobody(edge: StageEdge, stages: Stages, layers: Sequence[Layer]) -> int:
-    """Bytes of what arrives by `edge` and needs a gradient, and that no layer that receives it there keeps."""
+def _kept_by_no_layer(edge: StageEdge, stages: Stages, layers: Sequence[Layer]) -> int:
+    """Bytes that arrive along `edge`, need a gradient, and are kept by no layer that gets them there."""
     received = layers[edge.target].received[stages.incoming(edge.target).index(edge)]
-    alone = {name: num_bytes for name, num_bytes in received if not _keeps(edge.target, name, stages, layers)}
-    return sum(alone.values())
+    not_kept = {name: num_bytes for name, num_bytes in received if not _keeps(edge.target, name, stages, layers)}
+    return sum(not_kept.values())
 
 
 def _keeps(layer: int, name: Name, stages: Stages, layers: Sequence[Layer]) -> bool:
     """Whether the layer, or one that it passes the value on to, keeps it."""
     if name in layers[layer].storages.kept.named:
         return True
-    handed_on = zip(stages.outgoing(layer), layers[layer].sent, strict=True)
-    return any(name in names and _keeps(edge.target, name, stages, layers) for edge, names in handed_on)
+    sent = zip(stages.outgoing(layer), layers[layer].sent, strict=True)
+    return any(name in names and _keeps(edge.target, name, stages, layers) for edge, names in sent)
 
 
 def _same(stages: Stages, layers: Sequence[Layer]) -> list[tuple[Name, Name]]:
-    """Gradients that are one storage within a stage: a layer gets its own as its only reader made or received it."""
+    """Pairs of gradients with one storage within a stage, except those of values with several readers: a sum is new."""
     readers = Counter(name for layer in layers for names in layer.sent for name in names)
     same = [pair for layer in layers for pair in layer.storages.same]
     summed = {

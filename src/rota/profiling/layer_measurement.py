@@ -1,4 +1,4 @@
-"""Measures each layer of a model, one after another and alone, on what it gets in the whole model."""
+"""Measures the layers of a model one at a time, on the inputs that they get in the whole model."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from rota.profiling.stage_run import Given, StageRun, num_bytes, tensors_of
 from rota.runtime.messages import over_tensors
 from rota.runtime.torch_internals import StorageReference
 
-_RUN_NS = 5_000_000  # of one measurement: long against the clock's resolution; no other rank shares the core
+_RUN_NS = 5_000_000  # of one measurement: long compared with the clock's resolution; no other rank shares the core
 
 
 class HowTo(NamedTuple):
-    """Measure `repeats` times where the model is, or estimate for `device`."""
+    """Measure `repeats` times on the model's device, or estimate for `device`; with which `optimizer`, if any."""
 
     repeats: int
     device: DeviceModel | None
@@ -38,7 +38,7 @@ class HowTo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer as measured: `times_us` of F, B, I, W and R, `peaks` of F, B, I and W.
+    """One layer as measured: `times_us` of F, B, I, W and R, `peaks` in bytes of F, B, I and W.
 
     `sizes`: bytes of values and of their gradients, by outgoing edge. For tensors that need a gradient, `received` has
     names and bytes by incoming edge, and `sent` names by outgoing edge.
@@ -58,14 +58,14 @@ class Layer:
 def measure_layers(given: Given, how: HowTo) -> Iterator[Layer]:
     """Measure each stage of `given` as a layer. The caller's modules, gradients and random state are not touched.
 
-    Raises PipelineError where a layer fails, with its number and what it holds.
+    Raises PipelineError if a layer fails, with its number and contents.
     """
     stages = given.stages
     if how.device is not None:
         given = given._replace(batch=_on_meta(given.batch), target=_on_meta(given.target))
     outputs: dict[int, Any] = {}
     last_reader = {edge.source: max(e.target for e in stages.outgoing(edge.source)) for edge in stages.edges}
-    names: list[StorageReference] = []  # keep addresses that were names from being used again
+    names: list[StorageReference] = []  # addresses that are names must not be used again
     with _set_up(stages, how) as clock:
         for layer in range(len(stages)):
             with _named_in_errors(stages, layer):
@@ -79,7 +79,7 @@ def measure_layers(given: Given, how: HowTo) -> Iterator[Layer]:
 
 
 def called(stages: Stages, layer: int) -> str:
-    """A layer in an error or a report: "layer 7 of 32 (blocks.6)"."""
+    """The name of a layer in errors and reports: "layer 7 of 32 (blocks.6)"."""
     return f"layer {layer + 1} of {len(stages)} ({holds(stages[layer])})"
 
 
@@ -94,7 +94,7 @@ def _named_in_errors(stages: Stages, layer: int) -> Iterator[None]:
 
 @contextmanager
 def _set_up(stages: Stages, how: HowTo) -> Iterator[Clock]:
-    """One thread on the CPU, as in a run; yields the clock for the model's device."""
+    """Use one thread on the CPU, as in a run; yields the clock for the model's device."""
     cuda = sorted({p.device.index for module in stages.modules for p in module.parameters() if p.is_cuda})
     with ExitStack() as stack:
         stack.enter_context(random_state_kept(nn.ModuleList(stages.modules)))
@@ -108,7 +108,7 @@ def _set_up(stages: Stages, how: HowTo) -> Iterator[Clock]:
 
 
 def _with_a_copy(stages: Stages, layer: int, device: DeviceModel | None) -> Stages:
-    """The stages with a copy of the module of `layer`, so that only one copy is there at a time."""
+    """The stages with a copy of the module of `layer` alone, so that only one copy exists at a time."""
     module: nn.Module = copy.deepcopy(stages[layer])
     if device is not None:
         module = module.to("meta")
@@ -129,7 +129,7 @@ def _measured(given: Given, layer: int, received: list[Any], how: HowTo, clock: 
     again_us = _laps(lambda mark: whole.run_again(mark, changed), how, clock).us[0] if changed else f_us
     f_peak, _, b_peak, _ = peaks(whole.run, whole.on_cuda)
     _, _, i_peak, w_peak = peaks(halves.run, whole.on_cuda)
-    # I has no work where no input needs a gradient: what it takes is the runtime's own, once per stage.
+    # If no input needs a gradient, I has no work: its measured time is the runtime's own, once per stage.
     split_us = [i_us, w_us] if whole.wants_input_gradients else [0.0, b_us]
     measured = Layer(
         [f_us, b_us, *split_us, again_us],
@@ -142,7 +142,7 @@ def _measured(given: Given, layer: int, received: list[Any], how: HowTo, clock: 
         [[(place_of(t), num_bytes([t])) for t in tensors_of(of) if t.requires_grad] for of in received],
         [[place_of(tensor) for tensor in tensors_of(of) if tensor.requires_grad] for of in halves.values],
     )
-    return measured, halves.output, halves.values  # those whose storages it has named
+    return measured, halves.output, halves.values  # the values whose storages have names
 
 
 def _laps(run: Run, how: HowTo, clock: Clock) -> Laps:
@@ -154,7 +154,7 @@ def _laps(run: Run, how: HowTo, clock: Clock) -> Laps:
 
 
 def _changed_buffers(one: StageRun, module: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the buffers that a forward changes, from before it; on the meta device, of running statistics."""
+    """Copies, from before a forward, of the buffers that it changes; on the meta device, of running statistics."""
     buffers = dict(module.named_buffers())
     if any(buffer.is_meta for buffer in buffers.values()):
         norms = [norm for norm in module.modules() if getattr(norm, "track_running_stats", False) and norm.training]

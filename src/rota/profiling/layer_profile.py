@@ -48,11 +48,11 @@ def profile_layers(
         model: The model, cut wherever it can be cut, or stages as layers.
         batch: Inputs of one micro-batch.
         target: Its targets.
-        loss_fn: Makes the loss of an output and a target; None: the backward begins at the output.
+        loss_fn: Computes the loss of an output and a target; None: the backward begins at the output.
         optimizer: Makes an optimizer of a list of parameters; None: no optimizer.
-        repeats: Measurements of which the median counts.
+        repeats: Number of measurements; their median counts.
         device: A name in `rota.profiling.DEVICES`: estimate the times from what each operation computes and moves
-            there. Nothing is computed then, and the model may be on the meta device. None: measure where the model is.
+            there. Nothing is computed then, and the model may be on the meta device. None: measure on its own device.
         report: Called with a line of text for each layer.
         cache: A file, or a folder with one file per model, so that nothing is measured twice.
         refresh: Whether to measure again what the cache has.
@@ -61,7 +61,7 @@ def profile_layers(
         The layers' times in µs, bytes and edges.
 
     Raises:
-        PipelineError: If a layer fails, with what it holds, or if the cache is of another model, device or version.
+        PipelineError: If a layer fails, with its contents, or if the cache is of another model, device or version.
     """
     rows = num_rows(batch)
     profile = profile_model(
@@ -92,25 +92,25 @@ def profile_model(
     cache: str | Path | None = None,
     refresh: bool = False,
 ) -> Profile:
-    """As `profile_layers`, for micro-batches of several sizes.
+    """Measure or estimate the costs of each layer for micro-batches of several sizes.
 
     Args:
-        model: As there.
-        make_batch: Makes inputs and targets of one micro-batch, given its rows.
+        model: As in `profile_layers`.
+        make_batch: Makes inputs and targets of one micro-batch, given its number of rows.
         rows: The numbers of rows.
-        loss_fn: As there, and so are all others.
-        optimizer: As there.
-        repeats: As there.
-        device: As there.
-        report: As there.
-        cache: As there.
-        refresh: As there.
+        loss_fn: As in `profile_layers`.
+        optimizer: As in `profile_layers`.
+        repeats: As in `profile_layers`.
+        device: As in `profile_layers`.
+        report: As in `profile_layers`.
+        cache: As in `profile_layers`.
+        refresh: As in `profile_layers`.
 
     Returns:
-        The layers' costs by rows.
+        The layers' costs, by number of rows.
 
     Raises:
-        PipelineError: As there, and for a batch with another number of rows.
+        PipelineError: As in `profile_layers`, and for a batch with another number of rows.
     """
     stages, cuts = (model, tuple(map(str, range(1, len(model))))) if isinstance(model, Stages) else finest(model)
     _refuse(stages, device)
@@ -121,7 +121,7 @@ def profile_model(
     for count in sorted({*rows}):
         batch, target = make_batch(count)
         if (given := num_rows(batch)) != count:
-            raise PipelineError(f"the batch for {count} rows has {given}; return as many as asked for")
+            raise PipelineError(f"the batch for {count} rows has {given}; return {count}")
         inputs = {f"inputs of {count_text(count, 'row')}": inputs_of(batch, target)}
         if cached.has(count, inputs):
             report(f"{count_text(count, 'row')}: from {cached.path}")
@@ -137,7 +137,7 @@ def profile_model(
 
 
 def num_rows(batch: Any) -> int:
-    """Rows of the first tensor in a batch. Raises PipelineError."""
+    """Number of rows of the first tensor in a batch. Raises PipelineError if there is none."""
     tensors = tensors_of(batch)
     if not tensors or not tensors[0].dim():
         raise PipelineError("the batch has no tensor with rows (dim 0); give one micro-batch as the model takes it")
@@ -145,7 +145,7 @@ def num_rows(batch: Any) -> int:
 
 
 def place_name(stages: Stages, device: DeviceModel | None) -> str:
-    """What the costs are those of: a named device, a GPU, or this machine's CPU."""
+    """What the costs are measured on or estimated for: a named device, a GPU, or this machine's CPU."""
     if device is not None:
         return device.name
     on_cuda = next((p.device for module in stages.modules for p in module.parameters() if p.is_cuda), None)

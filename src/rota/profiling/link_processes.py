@@ -1,4 +1,4 @@
-"""Measures links between processes that it starts on this machine, or between those that a launcher started.
+"""Measures links between processes: new ones on this machine, or those that a launcher started.
 
 python -m rota.profiling.link_processes FOLDER
 """
@@ -57,7 +57,7 @@ def links_of_started(num_processes: int) -> Cluster:
 
 
 def main() -> None:
-    """One of the processes that were started."""
+    """Run one of the processes that `links_of_started` starts."""
     end_with_parent(control.connect())
     torch.set_num_threads(1)
     (folder,) = sys.argv[1:]

@@ -1,4 +1,4 @@
-"""How fast processes reach each other: by messages there and back."""
+"""Latency and rate of the links between processes, measured by round trips of messages."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def measure_link(sender: int, receiver: int, repeats: int = 7) -> Link:
     Args:
         sender: One process.
         receiver: The other.
-        repeats: Round trips of which the fastest counts, as other load only makes them slower.
+        repeats: Number of round trips; the fastest counts, as other load only makes them slower.
 
     Returns:
         The same link on all processes: half of a one-byte message's round trip as latency, and the rate of 4 MB.
 
     Raises:
-        PipelineError: Where these are not two processes of the group.
+        PipelineError: These are not two processes of the group.
     """
     size, mine = dist.get_world_size(), dist.get_rank()
     if sender == receiver or not {sender, receiver} <= {*range(size)}:
@@ -47,7 +47,7 @@ def measure_links(repeats: int = 7) -> Cluster:
     directions of a pair count as equal.
 
     Args:
-        repeats: Round trips per pair, of which the fastest counts.
+        repeats: Number of round trips per pair; the fastest counts.
 
     Returns:
         The same cluster on all processes, without memory limits; its `link` is the median one.
@@ -104,7 +104,7 @@ def _measured(peer: int, starts: bool, repeats: int) -> Link:
 
 
 def link_of(small_us: float, big_us: float, big_bytes: int = _BIG_BYTES) -> Link:
-    """The link on which one byte takes `small_us` and `big_bytes` take `big_us`."""
+    """The link that transfers one byte in `small_us` and `big_bytes` in `big_us`."""
     return Link(round(small_us), max(round(big_bytes / max(big_us - small_us, 1)), 1))
 
 

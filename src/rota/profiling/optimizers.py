@@ -23,9 +23,9 @@ class OptimizerCosts(NamedTuple):
 
 
 def optimizer_costs(module: nn.Module, make: MakeOptimizer | None, measure: Callable[[Run], Laps]) -> OptimizerCosts:
-    """Costs of an optimizer of the module's trainable parameters, which it changes; zeros without one.
+    """Costs of an optimizer of the module's trainable parameters, which are changed; zeros without an optimizer.
 
-    `measure` measures a step's time.
+    `measure` measures the time of a step.
     """
     parameters = [*module.parameters()]
     trained = [parameter for parameter in parameters if parameter.requires_grad]

@@ -15,7 +15,7 @@ from rota.runtime.torch_internals import TorchDispatchMode, address_of
 
 @final
 class StorageWatch(TorchDispatchMode):
-    """Inside, every storage that an operation makes is in `live`."""
+    """Counts in `live` every storage that an operation makes while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -33,10 +33,10 @@ class _Level(NamedTuple):
 
 
 def peaks(run: Run, on_cuda: bool) -> list[int]:
-    """For each part of `run` the bytes that it needs on top of what is there before or after it, whichever is more.
+    """For each part of `run`, its peak in bytes above what is held before or after it, whichever is more.
 
-    On CUDA by PyTorch's allocator; elsewhere by all tensors that operations make, without what a kernel allocates for
-    itself.
+    On CUDA, PyTorch's allocator measures it; elsewhere, the tensors that operations make count, without memory that a
+    kernel allocates for itself.
     """
     levels: list[_Level] = []
     if on_cuda:
@@ -64,7 +64,7 @@ def _cuda_level() -> _Level:
 def copier(contiguous: bool) -> Callable[[Any], Any]:
     """A function that copies tensors: with their layout and shared storages, or each contiguous on its own.
 
-    A message arrives contiguous; a value of the same process stays as it was made.
+    A message arrives contiguous; a value of the same process keeps its layout.
     """
     made: dict[int, torch.UntypedStorage] = {}
 

@@ -1,4 +1,4 @@
-"""Profiles on disk: what one holds for, and reading it only if that is still so."""
+"""Profiles on disk, and what they are valid for: a stale profile is refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ProfileCache:
 
     @classmethod
     def of(cls, where: str | Path | None, name: str, identity: Mapping[str, str], refresh: bool) -> ProfileCache:
-        """`where` is a file, or a folder whose file is named after `name`. Raises PipelineError, FormatError."""
+        """The cache in `where`: a file, or a folder with a file for `name`. Raises PipelineError, FormatError."""
         if where is None:
             return cls(identity, None, None)
         path = Path(where)
@@ -43,13 +43,13 @@ class ProfileCache:
         try:
             known = Profile.from_json(reading.read_text(path))
         except RotaError as error:
-            raise FormatError(f"{path}: {error}; remove it, or profile again by refresh=True (--refresh)") from None
+            raise FormatError(f"{path}: {error}; remove it, or profile again with refresh=True (--refresh)") from None
         cache = cls(identity, path, known)
         cache._refuse_stale(identity)
         return cache
 
     def has(self, rows: int, inputs: Mapping[str, str]) -> bool:
-        """Whether the entry for `rows` is there. Raises PipelineError where it is of other inputs."""
+        """Whether there is an entry for `rows`. Raises PipelineError if it is for other inputs."""
         self._asked.append(rows)
         if self._known is None or rows not in self._known:
             return False
@@ -65,12 +65,12 @@ class ProfileCache:
         ]
         if differing:
             raise PipelineError(
-                f"the profile {self.path} is stale: {'; '.join(differing)}. Profile again by refresh=True (--refresh), "
-                f"or name another file"
+                f"the profile {self.path} is stale: {'; '.join(differing)}. Profile again with refresh=True "
+                f"(--refresh), or name another file"
             )
 
     def add(self, layers: LayerCosts, inputs: Mapping[str, str]) -> None:
-        """Replaces what was there for these rows."""
+        """Add an entry, in place of an older one for these rows, and write the file."""
         key = {**self._identity, **inputs}
         self._known = self._known.with_layers(layers, key) if self._known else Profile((layers,), tuple(key.items()))
         if self.path is not None:
@@ -90,17 +90,17 @@ class ProfileCache:
 
 
 def _in_line(value: str) -> str:
-    """The value as it is, if it can be shown."""
+    """The value itself, if it is printable and short, else a shortened form."""
     return value if value.isprintable() and len(value) <= reading.LONGEST_NAME else reading.short(value)
 
 
-# --- what a profile holds for -----------------------------------------------------------------------------------------
+# --- what a profile is valid for --------------------------------------------------------------------------------------
 
 
 def identity_of(
     stages: Stages, loss_fn: Callable[..., Any] | None, optimizer: Callable[..., Any] | None
 ) -> dict[str, str]:
-    """What must not change for a profile to stay valid, by name: all but the device and the inputs."""
+    """What must not change for a profile to stay valid, by name, except the device and the inputs."""
     autocast = ", ".join(f"{kind} {str(dtype)[6:]}" for kind, dtype in ambient_autocast())
     return {
         "model": _structure(stages),
@@ -131,7 +131,7 @@ def _structure(stages: Stages) -> str:
 
 
 def _sources(stages: Stages) -> str:
-    """Of all classes but PyTorch's own, whose version says enough; a class without a source counts by its name."""
+    """A hash of the sources of all classes except PyTorch's, for which the version suffices; by name without source."""
     classes = {type(inner) for module in stages.modules for inner in module.modules()}
     own = [cls for cls in classes if not cls.__module__.startswith("torch.")]
     return _digest(sorted(_source(cls) for cls in own))

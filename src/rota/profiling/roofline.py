@@ -33,7 +33,7 @@ _SAME_FLOPS = {
 
 @final
 class Roofline(TorchDispatchMode):
-    """A clock that advances by the estimated time of each operation inside it."""
+    """A clock that advances by the estimated time of each operation that runs while it is entered."""
 
     def __init__(self, device: DeviceModel) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -75,9 +75,10 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 @final
 class Kernels(TorchFunctionMode):
-    """Chooses the kernels that PyTorch uses on the device itself, where the meta device would use others.
+    """Chooses the kernels that PyTorch uses on the device itself, if the meta device would use others.
 
-    Attention in one kernel, which keeps no matrix of weights; on GPUs dropout that keeps one byte per element.
+    These are attention in one kernel, which keeps no matrix of weights, and on GPUs, dropout that keeps one byte per
+    element.
     """
 
     def __init__(self, device: DeviceModel) -> None:
@@ -107,7 +108,7 @@ class Kernels(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
-        """Attention in one kernel; None where no such kernel takes these arguments."""
+        """Attention in one kernel; None if no such kernel supports these arguments."""
         plain = query.dim() == 4 and query.shape[-1] == value.shape[-1] and not enable_gqa
         if not plain or (attn_mask is not None and attn_mask.requires_grad):
             return None

@@ -1,4 +1,4 @@
-"""Forward and backward, whole or split, of each stage, measured on this machine while all ranks compute at once."""
+"""Measures forward and backward, whole or split, of each stage on this machine, while all ranks compute at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _RUN_NS = 60_000_000  # several of the scheduler's time slices: a single op may 
 
 
 class _Job(NamedTuple):
-    """What to measure, and how; `on` is each stage's rank."""
+    """What to measure, and how; `on[stage]` is the stage's rank."""
 
     given: Given
     on: Sequence[int]
@@ -44,7 +44,7 @@ class _Job(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """One stage as measured: `times_us` and `peaks` of F, R, B (or I) and W; boundary bytes by outgoing edge."""
+    """One stage as measured: `times_us` and `peaks` in bytes of F, R, B or I, and W; boundary bytes by outgoing edge."""
 
     times_us: tuple[int, ...]
     peaks: tuple[int, ...]
@@ -74,21 +74,21 @@ def profile(
     """Measure the costs of each stage for one micro-batch.
 
     Every rank is a process of its own with one thread, and all compute at once, as in a run: ranks that share cores
-    take longer. Stages on CUDA are measured in this process, as by `profile_here`. F and B are warmed up; the median
-    run counts, each long enough for ranks that share a core to have taken turns. The caller's modules, gradients and
-    random state are not touched.
+    are slower. Stages on CUDA are measured in this process, as by `profile_here`. After a warm-up, the median run
+    counts; each is long enough for ranks that share a core to take turns. The caller's modules, gradients and random
+    state are not touched.
 
     Args:
         stages: The stages, on the CPU or on CUDA.
         batch: Inputs of one micro-batch, as in the run.
         target: Its targets.
-        loss_fn: Makes the loss of the last stage's output and the target; None: the backward begins at the output.
+        loss_fn: Computes the loss of the last stage's output and the target; None: the backward begins at the output.
         ranks: The rank of each stage; None: stage i is on rank i.
-        split_backward: Whether to measure I and W in place of B. I takes 0 µs where a stage's inputs need no gradient.
-            It frees what W is not seen to keep: less than nothing where W keeps more than F did.
+        split_backward: Whether to measure I and W in place of B. I costs 0 µs if a stage's inputs need no gradient. It
+            frees the bytes that W does not keep: a negative number if W keeps more than F did.
         recompute: The stages to measure with R.
-        optimizer: Makes an optimizer of a list of parameters; its state and its step count too.
-        repeats: Runs of which the median counts.
+        optimizer: Makes an optimizer of a list of parameters; its state and step time are included in the costs.
+        repeats: Number of runs; their median counts.
         report: Called with a line of text.
 
     Returns:
@@ -124,9 +124,10 @@ def profile_here(
     optimizer: MakeOptimizer | None = None,
     repeats: int = 7,
 ) -> Costs:
-    """As `profile`, but in this process, one stage after another, so that no rank shares a core with another.
+    """Measure the costs of each stage as `profile` does, but in this process, one stage after another.
 
-    For a process that must not be forked, such as one in a process group. Raises what a stage raises.
+    So no rank shares a core with another. It is for a process that must not be forked, such as one in a process group.
+    Errors of a stage are raised as they are.
     """
     _require(stages, None, recompute)
     given = Given(stages, batch, target, loss_fn)
@@ -151,7 +152,7 @@ def _measured_here(job: _Job, report: Callable[[str], None] = lambda _: None) ->
 def _require(stages: Stages, ranks: Sequence[int] | None, recompute: Collection[int]) -> None:
     if not isinstance(stages, Stages):
         raise PipelineError(
-            f"profile takes Stages, not a {type(stages).__name__}; use rota.split(model, num_stages) first"
+            f"profile needs Stages, not a {type(stages).__name__}; use rota.split(model, num_stages) first"
         )
     if ranks is not None and len(ranks) != len(stages):
         raise PipelineError(f"ranks has {len(ranks)} entries for {len(stages)} stages; give each stage's rank")
@@ -162,7 +163,7 @@ def _require(stages: Stages, ranks: Sequence[int] | None, recompute: Collection[
         kinds = {tensor.device.type for tensor in module.state_dict().values()} - {"cpu", "cuda"}
         if kinds:
             raise PipelineError(
-                f"stage {stage} is on {min(kinds)}; only stages on CPU or CUDA can be measured. Estimate by "
+                f"stage {stage} is on {min(kinds)}; only stages on CPU or CUDA can be measured. Estimate with "
                 f"profile_layers(model, …, device=…)"
             )
 
@@ -250,7 +251,7 @@ def _work(pipe: Connection, stage_numbers: list[int], job: _Job, barrier: Any, s
             costs[stage] = _costs(one, job)
         with still_measuring.get_lock():
             still_measuring.value -= 1
-        while still_measuring.value > 0:  # the others measure: keep the machine as busy as it will be
+        while still_measuring.value > 0:  # the others measure: keep the machine as busy as in a run
             for one in rounds:
                 one.run(lambda: None)
         _answer(pipe, {stage: asdict(row) for stage, row in costs.items()})
@@ -266,18 +267,18 @@ def _work(pipe: Connection, stage_numbers: list[int], job: _Job, barrier: Any, s
 
 
 def _answer(pipe: Connection, answer: dict[int, Any] | str) -> None:
-    """Send an answer as JSON: a connection by itself sends a pickle."""
+    """Send an answer as JSON: the connection's own `send` would send a pickle."""
     pipe.send_bytes(json.dumps(answer).encode())
 
 
 def _round_of(job: _Job, stage: int) -> StageRun:
-    """The stage with what the stages before it send."""
+    """The stage, with the values that the stages before it send to it."""
     stages, outputs = job.given.stages, dict[int, Any]()
     for before in stages.order():
         received = [hand_over(edge.take(outputs[edge.source])) for edge in stages.incoming(before)]
         if before == stage:
             break
-        # As a split backward begins: so a stage may write into what it receives.
+        # With split=True, as a stage may then write into what it receives.
         outputs[before] = hand_over(forward(stages, before, received, job.given.batch, split=True)[0])
     return StageRun(job.given, stage, received, split=job.split, recompute=stage in job.recompute)
 

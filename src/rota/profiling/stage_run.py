@@ -1,4 +1,4 @@
-"""Runs one stage's forward and backward repeatedly, whole, split or recomputed, on what it gets in a run."""
+"""Runs one stage's forward and backward repeatedly, whole, split or recomputed, on the values it gets in a run."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class StageRun:
         return [num_bytes(of) for of in tensors], [num_bytes([t for t in of if t.requires_grad]) for of in tensors]
 
     def run(self, mark: Callable[[], None]) -> None:
-        """Run four parts: F, R, B or I, and W; those that were not asked for are empty."""
+        """Run four parts: F, R, B or I, and W; parts that the stage does not have are empty."""
         mark()
         kept = self._first_forward(self._leaves())
         mark()
@@ -95,7 +95,7 @@ class StageRun:
         mark()
 
     def forward(self, received: list[Any], buffers: dict[str, torch.Tensor] | None = None) -> tuple[list[Any], Kept]:
-        """The values that leave the stage, and what is kept for the backward."""
+        """Run the forward: the values that leave the stage, and what is kept for the backward."""
         _, values, kept = self._forward(received, split=self.split, buffers=buffers)
         return values, kept
 
@@ -104,14 +104,14 @@ class StageRun:
         output, values, kept = forward(given.stages, self.stage, received, given.batch, **options)
         if not values and given.loss_fn is not None:
             take_loss(kept, given.loss_fn, output, given.target, 1.0)
-        elif not values:  # without a loss the backward starts from the last stage's output
+        elif not values:  # without a loss, the backward starts from the last stage's output
             kept.outputs = [gradient_edges(output, f"stage {self.stage}")]
         return output, values, kept
 
     def backward(
         self, kept: Kept, gradients: list[list[torch.Tensor]]
     ) -> tuple[list[list[torch.Tensor]], WeightWork | None]:
-        """The gradients of what was received, and what is left to W."""
+        """Run the backward: the gradients of the received values, and the work left for W."""
         with without_autocast(ambient_autocast()):
             return backward_inputs(kept, gradients) if self.split else (backward(kept, gradients), None)
 
@@ -127,9 +127,9 @@ class StageRun:
         return [hand_over(value) for value in self.received]
 
     def bytes(self, from_here: list[bool]) -> StageBytes:
-        """What the stage holds, without what was there before, such as parameters and the batch.
+        """The bytes that the stage holds, without those from before, such as parameters and the batch.
 
-        `from_here` says for each incoming edge whether its value is passed in memory, not by a message.
+        `from_here`: for each incoming edge, whether its value is passed in memory, not by a message.
         """
         copies = [copier(contiguous=not here) for here in from_here]
         watch = StorageWatch()

@@ -38,7 +38,7 @@ class Message(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Message | None:
-        """None if `data` is not such a message."""
+        """The message in `data`, None if it is not valid."""
         try:
             fields = json.loads(data)
         except (ValueError, RecursionError):
@@ -55,7 +55,7 @@ class Message(NamedTuple):
 
 
 def make_pair() -> tuple[socket.socket, socket.socket, dict[str, str]]:
-    """The supervisor's socket, the rank's, and the environment by which the rank finds its own."""
+    """The supervisor's socket, the rank's, and the environment through which the rank finds its own."""
     # Each packet is one message, so a rank that is killed while it sends leaves no half message.
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return ours, theirs, {_CONTROL: f"{theirs.fileno()} {os.getpid()}"}
@@ -90,11 +90,11 @@ class _Line:
 
     @property
     def is_ours(self) -> bool:
-        """A forked process has the socket, too, but is no rank."""
+        """Whether this process is the rank: a forked process has the socket, too."""
         return os.getpid() == self._process
 
     def send(self, message: Message) -> None:
-        with suppress(OSError):  # a supervisor that is gone ends this rank, one that is stopped must not block it
+        with suppress(OSError):  # if the supervisor is gone, this rank is ended; if it is stopped, this must not block
             self._socket.send(message.to_bytes(), socket.MSG_DONTWAIT)
 
     def stop_is_asked(self) -> bool:
@@ -108,9 +108,9 @@ _line: _Line | None = None
 
 
 def connect() -> int | None:
-    """Take the line that the supervisor left, so that no child process does; returns the supervisor's process id.
+    """Connect to the supervisor, so that no child process can; returns the supervisor's process id.
 
-    None if no supervisor has started this process.
+    None if no supervisor started this process.
     """
     global _line
     if (given := os.environ.pop(_CONTROL, None)) is None:

@@ -25,7 +25,7 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
 
     Raises:
         TypeError: `value` holds something else. The other ranks then wait: check what users give before the call.
-        ValueError: a rank sent what is no JSON.
+        ValueError: a rank sent invalid JSON.
     """
     device = _device(group)
     data = _to_tensor(value)
@@ -62,16 +62,16 @@ def _from_tensor(data: torch.Tensor) -> Any:
 
 
 def _device(group: dist.ProcessGroup | None) -> str:
-    """Where the group's collectives want their tensors."""
+    """The device that the group's collectives need their tensors on."""
     return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
 
 def _refuse_other_keys(value: Any) -> None:
-    """`json` would write the key 1 as "1" without a word."""
+    """Raises TypeError for a key that is not a str: `json` would silently write the key 1 as "1"."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise TypeError(f"the key {key!r} is a {type(key).__name__}; JSON keeps str keys alone")
+                raise TypeError(f"the key {key!r} is a {type(key).__name__}; JSON keys are str")
             _refuse_other_keys(item)
     elif isinstance(value, (list, tuple)):
         for item in value:

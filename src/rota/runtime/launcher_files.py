@@ -22,12 +22,12 @@ _FOLDER, _RESTART, _LIMIT = "ROTA_FOLDER", "ROTA_RESTART", "ROTA_TIMEOUT_S"
 
 
 def digest(plan: Plan) -> str:
-    """Identifies a plan."""
+    """The SHA-256 of a plan, which identifies it."""
     return hashlib.sha256(plan.to_json().encode()).hexdigest()
 
 
-def leave_plan(plan: Plan, folder: str) -> dict[str, str]:
-    """Leave the plan for the ranks; returns the environment by which they find it."""
+def write_plan(plan: Plan, folder: str) -> dict[str, str]:
+    """Write the plan for the ranks; returns the environment through which they find it."""
     Path(folder, "plan.json").write_text(plan.to_json())
     return {_FOLDER: folder}
 
@@ -35,31 +35,31 @@ def leave_plan(plan: Plan, folder: str) -> dict[str, str]:
 def given_plan(path: str | Path | None = None, *, dp: int = 1, tp: int = 1) -> Plan:
     """The plan that `rota run` was given; without `rota run`, such as under torchrun, the one in the file `path`.
 
-    If the processes that were started are for another number of ranks, the plan is made again: the same stages on as
-    many ranks as there are. All processes make the same plan, and the first one reports it.
+    If the plan is for another number of ranks than were started, it is planned again: the same stages on as many ranks
+    as there are. All processes make the same plan, and the first one reports it.
 
     Args:
         path: the file of a plan, for scripts that `rota run` did not start.
         dp: replicas of the pipeline.
-        tp: shards of each replica.
+        tp: TP shards of each replica.
 
     Raises:
-        PipelineError: there is no plan.
-        PlacementError, PlanError: the plan cannot be made for as many ranks.
+        PipelineError: no plan was given, or the processes are not a multiple of dp · tp.
+        PlacementError, PlanError: the plan cannot be made for that number of ranks.
     """
     folder = os.environ.get(_FOLDER)
     if folder is not None:
         return Plan.from_json(Path(folder, "plan.json").read_text())
     if path is None:
         raise PipelineError(
-            "no plan was handed over; start the script by `rota run plan.json script.py`, or name the plan's file for "
+            "no plan was given; start the script with `rota run plan.json script.py`, or name the plan's file for "
             "torchrun: rota.given_plan('plan.json')"
         )
     plan = Plan.from_json(reading.read_text(str(path)))
     size = int(os.environ.get("WORLD_SIZE", plan.num_ranks * dp * tp))
     if size % (dp * tp):
         raise PipelineError(
-            f"{size} processes cannot be shared out to dp={dp} replicas of tp={tp} shards each; start a multiple of "
+            f"{size} processes cannot be divided into dp={dp} replicas of tp={tp} TP shards each; start a multiple of "
             f"{dp * tp}"
         )
     moved = replan(plan, size // (dp * tp))
@@ -77,23 +77,23 @@ def given_plan(path: str | Path | None = None, *, dp: int = 1, tp: int = 1) -> P
 # --- restarts and limits of time --------------------------------------------------------------------------------------
 
 
-def leave_restart(number: int) -> dict[str, str]:
-    """The environment by which ranks know that they are started again."""
+def restart_environment(number: int) -> dict[str, str]:
+    """The environment that says how often the ranks were started again."""
     return {_RESTART: str(number)}
 
 
 def is_restart() -> bool:
-    """Whether `rota run` or torchrun has started this process in the place of one that failed."""
+    """Whether `rota run` or torchrun started this process to replace one that failed."""
     return any(os.environ.get(name, "0") != "0" for name in (_RESTART, "TORCHELASTIC_RESTART_COUNT"))
 
 
-def leave_limit(timeout_s: float | None) -> dict[str, str]:
-    """The environment by which ranks know how long one of them may make no progress."""
+def limit_environment(timeout_s: float | None) -> dict[str, str]:
+    """The environment that says how many seconds a rank may make no progress."""
     return {} if timeout_s is None else {_LIMIT: repr(timeout_s)}
 
 
 def given_limit_s() -> float | None:
-    """What `rota run --timeout` was given."""
+    """The seconds of `rota run --timeout`, None without it."""
     return float(os.environ[_LIMIT]) if _LIMIT in os.environ else None
 
 
@@ -101,16 +101,16 @@ def given_limit_s() -> float | None:
 
 
 def leave_record(plan: Plan, record: Record) -> None:
-    """Leave a rank's record for the launcher, if there is one."""
+    """Write a rank's record for the launcher, if there is one."""
     if _FOLDER in os.environ:
         path = _path(os.environ[_FOLDER], plan, record.rank, int(os.environ.get(_RESTART, "0")))
         path.write_text(json.dumps(record.to_fields()))
 
 
 def collect(plan: Plan, folder: str, restart: int = 0) -> list[Record]:
-    """The ranks' records of the last steps since that restart; none if not every rank has left its own.
+    """The ranks' records of the last steps since that restart; an empty list unless every rank has written one.
 
-    Raises FormatError where one is no record.
+    Raises FormatError if one is not a valid record.
     """
     files = [_path(folder, plan, rank, restart) for rank in range(plan.num_ranks)]
     if not all(file.exists() for file in files):
@@ -136,5 +136,5 @@ _LATEST_NS = 2**63 - 1
 
 
 def _path(folder: str, plan: Plan, rank: int, restart: int) -> Path:
-    # By plan, since a script may run pipelines of several; and by restart, so that no record is an earlier one's.
+    # Named by plan, as a script may run pipelines of several plans, and by restart, so that old records are not read.
     return Path(folder, f"{digest(plan)[:16]}.restart{restart}.rank{rank}.json")

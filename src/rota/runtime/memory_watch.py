@@ -1,4 +1,4 @@
-"""How many bytes of tensors are alive: of all that an operation makes, and op by op as a debug mode."""
+"""Counts the bytes of tensors that are alive: those that operations make, and, as a debug mode, op by op."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rota.tasks import Op
 
 @final
 class LiveStorages:
-    """A storage counts once and whole, however many tensors view it: one of them keeps all of it alive."""
+    """Counts storages, each once and whole however many tensors view it: one view keeps all of it alive."""
 
     def __init__(self) -> None:
         self._alive: dict[int, tuple[StorageReference, int]] = {}  # by the storage's address
-        self._upper_bound_bytes = 0  # of what is alive, without looking for what has been freed since
+        self._upper_bound_bytes = 0  # counts storages that were freed since the last look, too
         #: The most that was alive since this was last set to 0.
         self.peak_bytes = 0
 
     def see(self, made: Any, given: Any = ()) -> None:
-        """Count the storages of all tensors in `made`, but those in `given`: views, or written in place."""
+        """Count the storages of all tensors in `made`, except those that are in `given`: views, or written in place."""
         there = {*map(address_of, storages(given))}
         for storage in storages(made):
             if (address := address_of(storage)) not in there:
@@ -34,17 +34,17 @@ class LiveStorages:
             self.peak_bytes = max(self.peak_bytes, self.num_bytes())
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Count this one no longer."""
+        """Stop counting a tensor's storage."""
         _, num_bytes = self._alive.pop(address_of(tensor.untyped_storage()), (None, 0))
         self._upper_bound_bytes -= num_bytes
 
     def num_bytes(self) -> int:
-        """Of all that are alive now."""
+        """The bytes of all counted storages that are alive now."""
         self._upper_bound_bytes = sum(self.alive().values())
         return self._upper_bound_bytes
 
     def alive(self) -> dict[int, int]:
-        """By address the bytes of all that are alive now."""
+        """The bytes of each counted storage that is alive now, by address."""
         expired = [at for at, (storage, _) in self._alive.items() if storage.is_expired]
         for at in expired:
             del self._alive[at]
@@ -52,12 +52,12 @@ class LiveStorages:
 
 
 def storages(value: Any) -> Iterator[torch.UntypedStorage]:
-    """Of all tensors in a value."""
+    """The storages of all tensors in a value."""
     return (tensor.untyped_storage() for tensor in tensors_anywhere(value))
 
 
 class OpMemory(NamedTuple):
-    """What was alive of all that came into being since the watch began: the most while `op` ran, and after it."""
+    """Bytes alive of tensors made since the watch began: the most while `op` ran, and after it."""
 
     op: Op
     peak_bytes: int
@@ -66,10 +66,10 @@ class OpMemory(NamedTuple):
 
 @final
 class MemoryWatch(TorchDispatchMode):
-    """While it is entered, every tensor that is made is seen: activations, boundary buffers, gradients on their way.
+    """Counts every tensor that is made while it is entered: activations, boundary buffers, gradients in transit.
 
-    Not counted: what was there before (parameters, buffers, the batch) and the parameters' `.grad`, which a plan has
-    among its static bytes. `ops` lists this rank's ops in the order in which they ran.
+    Not counted: tensors from before (parameters, buffers, the batch) and the parameters' `.grad`, which a plan counts
+    as static bytes. `ops` lists this rank's ops in the order in which they ran.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -80,12 +80,12 @@ class MemoryWatch(TorchDispatchMode):
 
     @property
     def most_held_bytes(self) -> int:
-        """The most that was held between two ops: kept activations and boundary buffers."""
+        """The most bytes held between two ops: kept activations and boundary buffers."""
         return max((op.after_bytes for op in self.ops), default=0)
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was alive at any time, what an op needs while it runs included."""
+        """The most bytes alive at any time, including what an op needs while it runs."""
         return max((op.peak_bytes for op in self.ops), default=0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,7 +94,7 @@ class MemoryWatch(TorchDispatchMode):
         return made
 
     def op_ended(self, op: Op) -> None:
-        """The runtime's call after each op, before what it made is sent."""
+        """Called by the runtime after each op, before its output is sent."""
         for parameter in self._parameters:
             if parameter.grad is not None:
                 self._live.forget(parameter.grad)

@@ -1,9 +1,9 @@
-"""Where a process is among replicas, ranks and shards, and the groups that it shares with others.
+"""The replica, rank and TP shard of each process, and its process groups.
 
 mesh(pp=2, dp=2, tp=2)        replica 0        replica 1
                             rank 0  rank 1   rank 0  rank 1
-shard 0 of each weight         0       2        4       6       processes 0, 2 are one pipeline; 0, 4 are replicas
-shard 1                        1       3        5       7       of each other; 0, 1 hold shards of the same weights
+TP shard 0 of each weight      0       2        4       6       processes 0, 2 are one pipeline; 0, 4 are replicas
+TP shard 1                     1       3        5       7       of each other; 0, 1 hold TP shards of the same weights
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rota.errors import PipelineError
 from rota.runtime.process_group import group_timeout, join, leave
 from rota.runtime.transport import together
 
-_DIMS = ("dp", "pp", "tp")  # from the outermost: what talks most is closest together
+_DIMS = ("dp", "pp", "tp")  # outermost first: processes that communicate most are closest together
 _GIVEN = "ROTA_MESH"  # an environment variable, set by the launcher
 
 
@@ -31,11 +31,11 @@ def mesh(*, pp: int | None = None, dp: int = 1, tp: int = 1, timeout_s: float | 
     Args:
         pp: ranks of the pipeline. None: as `rota run --mesh` says, else as many as there are processes for.
         dp: replicas.
-        tp: shards of each replica.
-        timeout_s: as `Pipeline` takes it; the other processes have ten times as long to come here.
+        tp: TP shards of each replica.
+        timeout_s: as for `Pipeline`; the other processes have ten times that long to join.
 
     Raises:
-        PipelineError: there are not as many processes, or one has not come in time.
+        PipelineError: another number of processes was started, or one did not join in time.
     """
     join(timeout_s)
     size = dist.get_world_size()
@@ -46,26 +46,26 @@ def mesh(*, pp: int | None = None, dp: int = 1, tp: int = 1, timeout_s: float | 
     if (needed := pp * dp * tp) != size:
         raise PipelineError(
             f"a mesh of pp={pp}, dp={dp}, tp={tp} is for {needed} processes, but {size} were started; start {needed}, "
-            f"such as by `rota run --mesh pp={pp},dp={dp},tp={tp} plan.json script.py`"
+            f"such as with `rota run --mesh pp={pp},dp={dp},tp={tp} plan.json script.py`"
         )
     with together("making the mesh"):
         return init_device_mesh("cpu", (dp, pp, tp), mesh_dim_names=_DIMS)
 
 
-def leave_mesh(pp: int, dp: int, tp: int) -> dict[str, str]:
-    """The environment by which the processes of a run find the mesh."""
+def mesh_environment(pp: int, dp: int, tp: int) -> dict[str, str]:
+    """The environment that describes the mesh to the processes of a run."""
     return {_GIVEN: f"{dp} {pp} {tp}"}
 
 
 def pipelines_of(mesh: DeviceMesh | None) -> list[list[int]]:
-    """The processes of each pipeline by rank: all shards of the first replica, then of the next."""
+    """The processes of each pipeline by rank: all TP shards of the first replica, then of the next."""
     if mesh is None:
         return [[*range(dist.get_world_size())]]
     names = mesh.mesh_dim_names or ()
     if not names or not {*names} <= {*_DIMS}:
         raise PipelineError(
             f"the mesh has the dims {', '.join(map(repr, names)) or 'without names'}; name them among 'dp', 'pp' and "
-            f"'tp', or make it by rota.mesh"
+            f"'tp', or make it with rota.mesh"
         )
     there = [dim for dim in _DIMS if dim in names]
     grid = mesh.mesh.permute([names.index(dim) for dim in there])
@@ -78,15 +78,15 @@ def pipelines_of(mesh: DeviceMesh | None) -> list[list[int]]:
             f"the mesh has {mesh.size()} of {dist.get_world_size()} processes; make one of all of them, or start fewer"
         )
     if any(pipeline != sorted(pipeline) for pipeline in pipelines):
-        raise PipelineError(f"along 'pp' the mesh has the processes {pipelines[0]}; order them upwards")
+        raise PipelineError(f"along 'pp' the mesh has the processes {pipelines[0]}; list them in ascending order")
     return pipelines
 
 
 @final
 class Processes:
-    """This process among those of a mesh. Collective to make. Raises PipelineError where the mesh does not fit.
+    """This process's place in a mesh, and its groups. Collective. Raises PipelineError if the mesh does not fit.
 
-    What its groups do may take `limit_s` without progress, and several times as long where ranks are patient.
+    `limit_s`: how long a rank may make no progress; the groups have `group_timeout(limit_s)`.
     """
 
     def __init__(self, mesh: DeviceMesh | None, limit_s: float = 0.0) -> None:
@@ -99,7 +99,7 @@ class Processes:
         self.num_replicas: Final = len(self.pipelines) // self.num_tp_shards
         mine = dist.get_rank()
         position = next(i for i, pipeline in enumerate(self.pipelines) if mine in pipeline)
-        #: Which replica this process belongs to, which shard of its weights it holds, and its rank in the plan.
+        #: Which replica this process belongs to, which TP shard of its weights it holds, and its rank in the plan.
         self.replica, self.tp_shard = divmod(position, self.num_tp_shards)
         self.pipeline_processes: Final = self.pipelines[position]
         self.rank: Final = self.pipeline_processes.index(mine)
@@ -113,11 +113,11 @@ class Processes:
             raise
 
     def _make_groups(self) -> None:
-        """The groups of all processes, of its pipeline, of its replicas, and of the shards of the same weights."""
+        """Make the groups of all processes, of this pipeline, of its replicas, and of its TP shards."""
         mine = dist.get_rank()
         self.everyone: dist.ProcessGroup = self._made([[*range(dist.get_world_size())]])
         self.pipeline: dist.ProcessGroup = self.everyone if len(self.pipelines) == 1 else self._made(self.pipelines)
-        across, together_on = self._across_replicas(), self._across_shards()
+        across, together_on = self._across_replicas(), self._across_tp_shards()
         #: This process and those that hold the same weights, one per replica.
         self.replica_processes = sorted(next(of for of in across if mine in of))
         self.replicas = self._made(across) if self.num_replicas > 1 else None
@@ -125,9 +125,9 @@ class Processes:
 
     def _across_replicas(self) -> list[list[int]]:
         n = self.num_tp_shards
-        return [[*column] for shard in range(n) for column in zip(*self.pipelines[shard::n], strict=True)]
+        return [[*column] for i in range(n) for column in zip(*self.pipelines[i::n], strict=True)]
 
-    def _across_shards(self) -> list[list[int]]:
+    def _across_tp_shards(self) -> list[list[int]]:
         n = self.num_tp_shards
         return [
             [*column]
@@ -137,12 +137,12 @@ class Processes:
 
     @property
     def names(self) -> list[str]:
-        """The names of all processes, for people."""
+        """What reports call the processes, such as "rank 1 of replica 0, TP shard 1"."""
         named: dict[int, str] = {}
         for position, pipeline in enumerate(self.pipelines):
-            replica, shard = divmod(position, self.num_tp_shards)
+            replica, tp_shard = divmod(position, self.num_tp_shards)
             of = f" of replica {replica}" if self.num_replicas > 1 else ""
-            of += f", shard {shard}" if self.num_tp_shards > 1 else ""
+            of += f", TP shard {tp_shard}" if self.num_tp_shards > 1 else ""
             named |= {process: f"rank {rank}{of}" for rank, process in enumerate(pipeline)}
         return [named[process] for process in sorted(named)]
 
@@ -152,7 +152,7 @@ class Processes:
         return self._made([[pipeline[rank] for rank in ranks] for pipeline in self.pipelines])
 
     def _made(self, enumeration: list[list[int]]) -> Any:
-        """Every process makes all of them, in one order; returns its own, None outside of all."""
+        """Make all groups, in the same order on every process; returns this process's, None if it is in none."""
         with together("making process groups"):
             made = [dist.new_group(processes, self._timeout, backend="gloo") for processes in enumeration]
         mine = dist.get_rank()
@@ -162,7 +162,7 @@ class Processes:
         return own
 
     def close(self) -> list[dist.ProcessGroup]:
-        """The groups, which are no longer used here."""
+        """Forget the groups; returns them, for `leave`."""
         groups, self._groups = self._groups, []
         del self.everyone, self.pipeline, self.replicas, self.tp_group
         return groups

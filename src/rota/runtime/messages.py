@@ -1,8 +1,8 @@
-"""What stages are given, return and send to each other: tensors, and tuples, lists and dicts of them.
+"""The values that stages receive, return and send to each other: tensors, and tuples, lists and dicts of them.
 
                           in a batch                  between stages              from the last stage
     tensor                split along dim 0           sent, if it is strided      any
-    tuple                 split item by item          sent; no subclass           any; subclasses stay what they are
+    tuple                 split item by item          sent; no subclass           any; subclasses are kept
     list                  only without tensors        sent; no subclass           any
     dict                  split item by item          sent, keys int or str       any; subclasses become dicts
     None, bool, int,      every micro-batch gets it   sent in the layout          any
@@ -10,8 +10,8 @@
     anything else         every micro-batch gets it   refused                     any, unless `forward` must send it
 
 `items` says what a container is, for all of them. Between stages `flatten` takes a value apart into flat tensors and a
-layout. The layout has everything but the numbers in tensors: structure, dtypes, shapes, which tensors want a gradient,
-and the plain values. Both sides know it after the first step, so later steps send tensors alone.
+layout. The layout has everything but the numbers in tensors: structure, dtypes, shapes, which tensors need a gradient,
+and the plain values. Both sides know it after the first step, so later steps send only tensors.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import torch
 from rota.errors import PipelineError
 
 # ("tensor", dtype, shape, wants_gradient) | ("value", v, type) | ("size", shape) | ("tuple" | "list", (layout, …))
-# | ("dict", ((key, layout), …)): nested tuples, so that layouts compare and travel as JSON. Every nan is `math.nan`,
-# since tuples take an object for equal to itself, and nan for equal to nothing else.
+# | ("dict", ((key, layout), …)): nested tuples, so that layouts compare and travel as JSON. Every nan is `math.nan`:
+# comparing tuples treats an object as equal to itself, but two different nan objects as different.
 Layout: TypeAlias = tuple[Any, ...]
 
 _PLAIN = (type(None), bool, int, float, str)  # and none of their subclasses, such as numpy.float64 or an IntEnum
@@ -68,12 +68,12 @@ def over_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> 
 
 
 def hand_over(value: Any) -> Any:
-    """A value for a stage on the same rank: the same memory, cut off from the graph that made it."""
+    """A value for a stage on the same rank: the same memory, detached from the graph that made it."""
     return over_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
 
 
 def describe_value(value: Any) -> str:
-    """For people: "float32[2, 8]", "(float32[2], None)"."""
+    """Dtypes and shapes of a value, such as "float32[2, 8]" or "(float32[2], None)"."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype)[6:]}{list(value.shape)}"
     if isinstance(value, dict):
@@ -172,14 +172,14 @@ def empty(tensor: Layout) -> torch.Tensor:
 
 @final
 class Format:
-    """A layout, with what each message of it asks for worked out once."""
+    """A layout, and what each message of this layout needs, computed once."""
 
     __slots__ = ("gradients", "layout", "leaves", "lone", "tensors")
 
     def __init__(self, layout: Layout) -> None:
         tensors = tensor_layouts(layout)
         self.layout = layout
-        #: Shape and dtype of each tensor; which of them want a gradient, and their shape and dtype.
+        #: Shape and dtype of each tensor; which of them need a gradient, and their shape and dtype.
         self.tensors = [(shape, _DTYPES[dtype]) for _, dtype, shape, _ in tensors]
         self.leaves = [i for i, (*_, wants) in enumerate(tensors) if wants]
         self.gradients = [self.tensors[i] for i in self.leaves]
@@ -187,7 +187,7 @@ class Format:
         self.lone = layout[0] == "tensor"
 
     def is_of(self, tensor: object) -> bool:
-        """Whether this is the format of a lone tensor: as comparing layouts, but without making one."""
+        """Whether this is the format of a lone tensor: the same as comparing layouts, but without making one."""
         return (
             self.lone
             and isinstance(tensor, torch.Tensor)
@@ -217,7 +217,7 @@ def _to_tuples(value: Any) -> Any:
 
 
 def describe(layout: Layout) -> str:
-    """For people: "float32[2, 8]", "(float32[2], None)"."""
+    """Dtypes and shapes of a layout, such as "float32[2, 8] with gradient" or "(float32[2], None)"."""
     what, content = layout[0], layout[1]
     if what == "tensor":
         return f"{content}{list(layout[2])}" + (" with gradient" if layout[3] else "")

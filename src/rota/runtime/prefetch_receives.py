@@ -1,11 +1,11 @@
-"""Receives are posted some ops before the op that reads, as far as the plan's memory allows.
+"""Receives are posted some ops before the op that reads the value, as far as the plan's memory allows.
 
     strict    … 1F1  send 1F1  receive 1B0  1F2  send 1F2  receive 1F3  1B0 …
     early     … receive 1B0  1F1  send 1F1  receive 1F3  1F2  send 1F2  1B0 …
 
 Data that is received early is there when it is needed, and its sender does not wait. Only receives move; sends and ops
-stay. Posting a receive waits for nothing, so the proof of `Plan.wire_order` still holds. The messages from one rank to
-another are in one order on both sides; the messages back are ordered separately.
+stay. Posting a receive does not wait, so the proof of `Plan.wire_order` still holds. The messages from one rank to
+another have the same order on both sides; the messages back are ordered separately.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from rota.plan import Plan
 from rota.runtime.program import Action
 from rota.simulation import simulate
 
-NUM_OPS_AHEAD = 2  # mostly one in either direction; no more, since buffers are memory
+NUM_OPS_AHEAD = 2  # mostly one in each direction; more would need more memory for buffers
 
 
 def prefetch_receives(plan: Plan, rank: int, strict: Sequence[Action]) -> list[Action]:
     """The rank's actions with each receive up to `NUM_OPS_AHEAD` ops before its reader.
 
-    Where the rank has a limit, not so early that its buffer, on top of what the plan holds then, would exceed it.
+    If the rank has a memory limit, a receive is not so early that its buffer and what the plan holds then exceed it.
     """
     headroom_bytes = _headroom_bytes(plan, rank)
     position = {op: i for i, op in enumerate(plan.orders[rank])}
-    floor = [0] * plan.num_ranks  # for each sender, before which op its last receive was posted: they keep their order
-    placed: list[tuple[int, int, Action]] = []  # behind how many ops, in three groups: moved here, the op, the rest
+    floor = [0] * plan.num_ranks  # by sender: the op before which its last receive was posted, to keep their order
+    placed: list[tuple[int, int, Action]] = []  # (number of ops before it, 0: moved here, 1: the op, 2: others, action)
     num_ops = 0
     for action in strict:
         if action.what == "receive":
@@ -47,7 +47,7 @@ def prefetch_receives(plan: Plan, rank: int, strict: Sequence[Action]) -> list[A
 
 
 def _first_fitting(earliest: int, planned: int, num_bytes: int, headroom_bytes: list[int] | None) -> int:
-    """Before which op to post: the first from where `num_bytes` fit beside all ops until `planned`; takes them."""
+    """The first op from which `num_bytes` fit beside all ops until `planned`; subtracts them from the headroom."""
     if headroom_bytes is None:
         return earliest
     before = planned
@@ -59,10 +59,7 @@ def _first_fitting(earliest: int, planned: int, num_bytes: int, headroom_bytes: 
 
 
 def _headroom_bytes(plan: Plan, rank: int) -> list[int] | None:
-    """For each op how much is free, at the least, from the end of the op before to the start of the next one.
-
-    None where the rank has no limit.
-    """
+    """The least free memory from the end of the op before to the start of the next one, by op; None without a limit."""
     limit = plan.placement.cluster.limit_bytes[rank]
     if limit is None:
         return None

@@ -27,32 +27,31 @@ from rota.runtime.torch_internals import replace_rendezvous, set_default_timeout
 
 Result = TypeVar("Result")
 
-_STORE = "ROTA_STORE"  # an environment variable, set by the launcher: the file by which its ranks meet
+_STORE = "ROTA_STORE"  # an environment variable, set by the launcher: the file through which its ranks meet
 _LOOK_S = 0.02
 _LONGEST_S = 10 * 365 * 86400.0  # in place of no limit
 _num_meetings = 0
 
 
 def join(timeout_s: float | None = None) -> bool:
-    """Be one of the run's processes, by what `rota run` or torchrun left in the environment.
+    """Join the other processes of the run, which `rota run` or torchrun described in the environment.
 
     Args:
-        timeout_s: how long a rank may make no progress, as `Pipeline` takes it; the others have ten times as long to
-            come here.
+        timeout_s: how long a rank may make no progress, as for `Pipeline`; the others have ten times that long to join.
 
     Returns:
         Whether this call has made the process group.
 
     Raises:
-        PipelineError: nothing has started this process as one of several, or another one has not come in time.
+        PipelineError: this process was not started as one of several, or another one did not join in time.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()  # torchrun ends its processes in any case but one: that it is killed itself
+        end_with_parent()  # torchrun ends its processes, except when it is killed itself
     if dist.is_initialized():
         return False
     if "RANK" not in os.environ:
         raise PipelineError(
-            "no process group: start the script by `rota run plan.json script.py` or torchrun, or call "
+            "no process group: start the script with `rota run plan.json script.py` or torchrun, or call "
             "torch.distributed.init_process_group first"
         )
     limit = _patience_s(limit_s(timeout_s))
@@ -68,15 +67,15 @@ def join(timeout_s: float | None = None) -> bool:
         dist.init_process_group("gloo", timeout=timedelta(seconds=limit))
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=limit))
-    # All have joined; the script's own collectives may take as long as PyTorch lets them, or longer.
+    # All have joined; the script's own collectives may last as long as PyTorch allows, or longer.
     set_default_timeout(group_timeout(limit_s(timeout_s)))
     return True
 
 
 def group_timeout(limit: float) -> timedelta:
-    """PyTorch's own limit on what a process group does: it must not end what may make no progress for `limit` seconds.
+    """A timeout for PyTorch's process groups, longer than a rank may make no progress if the limit is `limit` seconds.
 
-    PyTorch's default is half an hour, after which it would report a lost rank.
+    It is at least PyTorch's default of half an hour.
     """
     return max(timedelta(seconds=_patience_s(limit)), default_pg_timeout)
 
@@ -96,10 +95,10 @@ def leave(groups: Iterable[dist.ProcessGroup | None]) -> None:
 # --- in the launcher's folder -----------------------------------------------------------------------------------------
 
 
-def leave_meeting(folder: str, num_processes: int) -> list[dict[str, str]]:
-    """The environments of processes on this machine that meet in a new file of `folder`, each in its own.
+def meeting_environments(folder: str, num_processes: int) -> list[dict[str, str]]:
+    """The environment of each of the processes on this machine that meet through a new file in `folder`.
 
-    They listen on the loopback interface alone. Nothing listens at MASTER_PORT: it is there for scripts that look.
+    They listen only on the loopback interface. Nothing listens at MASTER_PORT: it is there for scripts that read it.
     """
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -117,15 +116,15 @@ def leave_meeting(folder: str, num_processes: int) -> list[dict[str, str]]:
 
 
 def loopback() -> str:
-    """The name of the interface that no other machine reaches."""
+    """The name of the loopback interface, which no other machine reaches."""
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if not names:
-        raise PipelineError("this machine has no loopback interface, lo; bring it up by `ip link set lo up`")
+        raise PipelineError("this machine has no loopback interface, lo; bring it up with `ip link set lo up`")
     return names[0]
 
 
 def meet_by_environment() -> None:
-    """Let `torch.distributed.init_process_group()` meet in the launcher's folder too, and not at a port."""
+    """Make `torch.distributed.init_process_group()` meet in the launcher's folder, too, instead of at a port."""
     if _STORE in os.environ:
         replace_rendezvous("env", _handle_environment)
 
@@ -139,10 +138,10 @@ def _handle_environment(url: str, timeout: timedelta, **_: Any) -> Iterator[tupl
 
 
 def _meet_in_folder(rank: int, size: int, limit: float) -> Store:
-    """What only the processes of this start write to and read from, once all are there."""
+    """A store that only the processes of this start use, once all have joined."""
     global _num_meetings
     _num_meetings += 1
-    # A script may leave and join again; the addresses from before are of connections that have ended.
+    # A script may leave and join again; the earlier addresses are those of closed connections.
     store = PrefixStore(f"rota/{_num_meetings}", FileStore(os.environ[_STORE], -1))
     store.set(f"here {rank}", "")
     missing = [*range(size)]
@@ -158,11 +157,11 @@ def _meet_in_folder(rank: int, size: int, limit: float) -> Store:
 
 
 def _meet_at_agent(rank: int, size: int, limit: float) -> Store:
-    """What only the processes of this start write to and read from.
+    """A store that only the processes of this start use.
 
     torchrun's agent keeps one store for all restarts (torch 2.13), and with it the addresses of processes that have
-    ended, which Gloo would call. So each process shows a word of its own until the first one has answered it: no answer
-    of an earlier start knows that word.
+    ended, which Gloo would call. So each process publishes a random word until the first process answers with that
+    word, which no answer of an earlier start contains.
 
         process r   "word r": w ─────────────────▶ sees its w in the answer ──▶ "heard r": w name
         the first              "answer r": w name ─▶ looks for other words until its answer is heard
@@ -198,7 +197,7 @@ def _answer_all(store: Store, size: int, limit: float) -> str:
 
 
 def _looks(missing: list[int], limit: float) -> Iterator[None]:
-    """Again and again, until whoever is missing has had `limit` seconds."""
+    """Yields repeatedly for `limit` seconds; then raises PipelineError that names the processes in `missing`."""
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
         yield
@@ -211,23 +210,23 @@ def _looks(missing: list[int], limit: float) -> Iterator[None]:
 
 
 def _got(store: Store, key: str) -> str:
-    """What is there, or nothing: without waiting for it."""
+    """The value of `key`, or "" if it has none yet."""
     return store.get(key).decode() if store.check([key]) else ""
 
 
 def on_first(doing: str, act: Callable[[], Result]) -> Result:
-    """What `act` returns on the first process, sent to all as JSON; without others, it runs here. Collective.
+    """What `act` returns on the first process, sent to all as JSON; without a process group, it runs here. Collective.
 
-    Raises PipelineError, on all, if it fails.
+    Raises PipelineError, on all processes, if it fails.
     """
     result: Result | None = None
     words, failure = "", None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             made = act()
-            json.dumps(made)  # what JSON does not write must fail here, and not on the way to the others
+            json.dumps(made)  # a value that JSON cannot hold must fail here, not in the broadcast
             result = made
-        except Exception as error:  # the others must hear of it, or they would wait
+        except Exception as error:  # the others must get it, or they would wait
             words, failure = f"{type(error).__name__}: {error}", error
     if dist.is_initialized():
         result, words = broadcast_json([result, words])

@@ -1,7 +1,7 @@
 """What one rank does, step by step: its ops, the receives before them and the sends after them, in the plan's order.
 
     plan.wire_order    … 0F1   0F1→1F1   1F0   1F0→2F0   2F1→1B… …        all ranks, one global order
-    rank 1             …       receive   run   send      receive …        what touches it, the order kept
+    rank 1             …       receive   run   send      receive …        its own actions, in that order
 
 `rota.runtime.prefetch_receives` moves the receives forward, so that the data travels while ops run.
 """
@@ -25,7 +25,7 @@ ValueKey = tuple[int, bool, int]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A transfer seen from this rank. `value` tells which value travels; `column` is (route, position)."""
+    """A transfer seen from this rank. `value` is the key of the value that travels; `column` is (route, position)."""
 
     transfer: Transfer
     value: ValueKey
@@ -43,7 +43,7 @@ class Action:
 
 @dataclass(slots=True)
 class Program:
-    """`actions` keep the global order.
+    """One rank's actions, in the global order.
 
     `arriving`: values that come by message. `num_uses`: by (edge, is gradient), how often a value made here is sent or
     read here. `unsent`: edges whose values this rank does not send, though their gradients come by message.
@@ -80,7 +80,7 @@ def compile_program(plan: Plan, edge_index: dict[tuple[int, int], int], rank: in
 
 
 def _num_uses(placement: Placement, edge_index: dict[tuple[int, int], int], rank: int) -> dict[tuple[int, bool], int]:
-    """How often what `rank` makes for an edge is sent or read here: not at all where only a task's first rank feeds."""
+    """How often the value that `rank` makes for an edge is sent or read here: 0 if only the task's first rank sends."""
     sender = {(route.source, route.target, route.receiver): route.sender for route in placement.routes}
     uses: dict[tuple[int, bool], int] = {}
     for edge in placement.edges:
@@ -93,14 +93,14 @@ def _num_uses(placement: Placement, edge_index: dict[tuple[int, int], int], rank
 
 
 def value_key(a: Op, b: Op, edge_index: dict[tuple[int, int], int]) -> ValueKey:
-    """What `a` makes for `b`: an activation travels along its stage edge, a gradient back along it."""
+    """The key of what `a` makes for `b`: an activation travels forward along its stage edge, a gradient backward."""
     if a.kind is Kind.F:
         return edge_index[a.stage, b.stage], False, a.microbatch
     return edge_index[b.stage, a.stage], True, a.microbatch
 
 
 def _columns(plan: Plan) -> dict[Transfer, tuple[int, int]]:
-    """Where a timeline keeps the times of each transfer."""
+    """(route, position) of each transfer, by which a timeline has its times."""
     columns = {}
     for r, route in enumerate(plan.placement.routes):
         a, b = plan.placement.tasks[route.source], plan.placement.tasks[route.target]
@@ -113,10 +113,10 @@ def _columns(plan: Plan) -> dict[Transfer, tuple[int, int]]:
 
 
 def for_all_streams(stages: Stages, plan: Plan) -> Stages:
-    """The stages once for each of the plan's data streams. Raises PipelineError where they are not as many."""
+    """The stages, repeated for each of the plan's data streams. Raises PipelineError if their number does not fit."""
     num_components = plan.placement.num_components
     num_stages, left = divmod(plan.placement.num_stages, num_components)
-    if num_components == 1 or left:  # what is left over belongs to no stream: an edge is missing
+    if num_components == 1 or left:  # stages left over are in no data stream: an edge is missing
         return stages
     if num_stages != len(stages):
         raise PipelineError(
@@ -127,7 +127,7 @@ def for_all_streams(stages: Stages, plan: Plan) -> Stages:
 
 
 def refuse_other_cuts(stages: Stages, plan: Plan) -> None:
-    """Raises PipelineError where `split` cut the model elsewhere than the plan says, whose times and bytes are void."""
+    """Raises PipelineError if `split` cut the model in other places than the plan's: its costs would be wrong."""
     if plan.cuts is not None and stages.cuts is not None and stages.cuts != plan.cuts:
         made, planned = (", ".join(cuts) or "nowhere" for cuts in (stages.cuts, plan.cuts))
         raise PipelineError(
@@ -136,7 +136,7 @@ def refuse_other_cuts(stages: Stages, plan: Plan) -> None:
 
 
 def refuse_unsupported(plan: Plan, edges: Iterable[tuple[int, int]], num_stages: int) -> None:
-    """Raises PipelineError where a plan and a model's stages do not fit, or ask for what cannot be run yet."""
+    """Raises PipelineError if a plan and a model's stages do not fit, or need what is not supported yet."""
     placement = plan.placement
     if placement.stages != tuple(range(num_stages)):
         raise PipelineError(
@@ -155,11 +155,11 @@ def refuse_unsupported(plan: Plan, edges: Iterable[tuple[int, int]], num_stages:
     there = {(str(placement.tasks[e.source]), str(placement.tasks[e.target])) for e in placement.edges}
     if len(there) < len(placement.edges):
         raise PipelineError("the plan's placement has an edge twice; give each pair of stages one edge")
-    for told, differing in (("lacks", expected - there), ("has, against the model,", there - expected)):
+    for verb, differing in (("lacks", expected - there), ("has, unlike the model,", there - expected)):
         if differing:
             a, b = min(differing)
             raise PipelineError(
-                f"the plan's placement {told} the edge {a} → {b}; measure the stages and plan with these "
+                f"the plan's placement {verb} the edge {a} → {b}; measure the stages and plan with these "
                 f"costs (rota.profile, then rota plan --costs), or place(costs, cluster, edges=stages.edges)"
             )
 

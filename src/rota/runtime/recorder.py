@@ -26,8 +26,8 @@ class Record:
     """One rank's last step, in ns of its own monotonic clock; `offset_ns` added gives rank 0's clock.
 
     `sent_ns` and `through_ns` are by (route, position), see `Timeline`; `reductions_ns` are (start, end) by stage.
-    `busy_ns`: what the ops of each of the last steps took. `microbatch_rows`: of each micro-batch's inputs, None where
-    they differ, and on a rank that reads none.
+    `busy_ns`: total time of the ops, for each of the last steps. `microbatch_rows`: rows of each micro-batch's inputs;
+    None if they differ, or if this rank reads no inputs.
     """
 
     rank: int
@@ -64,7 +64,7 @@ class Record:
 def merge(plan: Plan, records: list[Record]) -> Timeline:
     """The records of all ranks as one timeline that begins with the first op.
 
-    It has what reductions took also where the plan's costs have none: they are steps' ends of zero length there.
+    Measured reductions are shown even if the plan's costs have none: they become step ends of zero length in the plan.
     """
     records = sorted(records, key=lambda record: record.rank)
     plan = _with_step_ends(plan, {stage for record in records for stage in record.reductions_ns})
@@ -89,7 +89,7 @@ def merge(plan: Plan, records: list[Record]) -> Timeline:
         batches = plan.placement.microbatches(target.stage, plan.num_microbatches)
         begun = [us(sender, sender.sent_ns[r, k]) for k in range(len(batches))]
         through = [us(sender, sender.through_ns[r, k]) for k in range(len(batches))]
-        # A sender may hear late that its message is through, but the op that read it had it before it started.
+        # A sender may learn late that its message is through, but it arrived before the op that reads it started.
         read = [start_of[route.receiver, Op(target.stage, target.kind, m)] for m in batches]
         sent.append(tuple(begun))
         arrived.append(tuple(max(b, min(t, s)) for b, t, s in zip(begun, through, read, strict=True)))
@@ -102,7 +102,7 @@ def merge(plan: Plan, records: list[Record]) -> Timeline:
 
 
 def _in_turn(begun_and_done: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
-    """Reductions one after the other, as they were begun: they share a link. One that is done early counts no more."""
+    """Reductions one after another, in the order they began, as they share a link: the earlier one gets an overlap."""
     found: dict[int, tuple[int, int]] = {}
     before = 0
     for stage, (begun, done) in sorted(begun_and_done.items(), key=lambda item: item[1]):
@@ -120,10 +120,10 @@ def _with_step_ends(plan: Plan, stages: set[int]) -> Plan:
 
 
 def clock_offset_ns(group: dist.ProcessGroup, rounds: int = 20) -> int:
-    """What to add to this rank's monotonic clock to get rank 0's.
+    """What to add to this rank's monotonic clock to get rank 0's, in ns.
 
     Ranks of one machine share the clock. Others ask rank 0 in turn (Cristian, "Probabilistic clock synchronization",
-    1989): of several rounds the fastest counts, and rank 0 read its clock in the middle of it.
+    1989): the fastest of several rounds counts, and rank 0 is taken to have read its clock in the middle of it.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     machines = all_gather_json(_machine(), group)
@@ -143,7 +143,7 @@ def _answer(peer: int, group: dist.ProcessGroup, rounds: int) -> int:
 
 
 def ask_offset_ns(peer: int, group: dist.ProcessGroup, rounds: int) -> int:
-    """The peer's clock less ours, while the peer answers."""
+    """The peer's clock minus ours, in ns; the peer runs `_answer` meanwhile."""
     best_round_ns, offset = None, 0
     for _ in range(rounds):
         asked = time.monotonic_ns()
@@ -157,6 +157,6 @@ def ask_offset_ns(peer: int, group: dist.ProcessGroup, rounds: int) -> int:
 
 
 def _machine() -> str:
-    """Names the running kernel: processes that share it share its monotonic clock."""
+    """Identifies the running kernel: processes that share it share its monotonic clock."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text() if boot.exists() else socket.gethostname()

@@ -4,10 +4,10 @@ A stage on several ranks is an SPMD module: every rank runs it on the same value
 backward begins with the whole gradient of the output on every rank, and must end with the whole gradient of the inputs
 on every rank. Megatron's pair of conjugates does that (Shoeybi et al., "Megatron-LM", 2019, section 3):
 
-    x ──▶ copy_to_ranks ──▶ own shard of the weights ──▶ sum_over_ranks ──▶ y
-          backward: sum      gradients of own shard       backward: unchanged
+    x ──▶ copy_to_ranks ──▶ own TP shard of weights ───▶ sum_over_ranks ──▶ y
+          backward: sum      gradients of TP shard        backward: unchanged
 
-Without a group (None) all of them do nothing, for the same module on one rank.
+Without a group (None) all of these functions do nothing, so that the same module runs on one rank.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def group(ranks: Iterable[int], mesh: DeviceMesh | None = None) -> Group:
         mesh: the mesh that the pipeline gets; the ranks are those of this process's pipeline in it.
 
     Returns:
-        The group, in which ranks are in rising order: `group.rank()` is the number of this rank's shard of the weights.
-        None for one rank, and on a rank outside of the group.
+        The group, with ranks in ascending order: `group.rank()` is the number of this rank's TP shard of the weights.
+        None for one rank, and on a rank outside the group.
     """
     join()
     ranks, found = sorted(ranks), None
@@ -51,24 +51,24 @@ def group(ranks: Iterable[int], mesh: DeviceMesh | None = None) -> Group:
 
 
 def copy_to_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Put this before each rank's own shard: returns `x`; backward sums the gradients of all shards."""
+    """Use this before each rank's own TP shard: returns `x`; backward sums the gradients of all ranks."""
     return x if group is None else _Copy.apply(x, group)  # type: ignore[no-untyped-call]
 
 
 def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Put this where each rank has one summand: the sum of all ranks' `x`; backward passes the gradient on."""
+    """Use this where each rank has one summand: returns the sum of all ranks' `x`; backward passes the gradient on."""
     return x if group is None else _Sum.apply(x, group)  # type: ignore[no-untyped-call]
 
 
 def gather_from_ranks(x: torch.Tensor, group: Group, dim: int = -1) -> torch.Tensor:
-    """Put this where each rank has one slice: all ranks' `x`, of equal shapes, along `dim`; backward takes its own."""
+    """Use this where each rank has a slice: returns all ranks' `x`, of equal shapes, along `dim`; backward slices."""
     return x if group is None else _Gather.apply(x, group, dim)  # type: ignore[no-untyped-call]
 
 
 def replicated(module: Module) -> Module:
-    """Mark `module`, inside a stage on several ranks, as held whole by each of them, not in shards; returns it.
+    """Mark `module`, inside a stage on several ranks, as held whole by each of them, not in TP shards; returns it.
 
-    Its weights are made equal at the start, and count once in a norm. Every rank must make their whole gradient.
+    Its weights are made equal at the start, and count once in a norm. Every rank must compute their whole gradient.
     """
     module._rota_replicated = True  # type: ignore[assignment]
     return module
@@ -107,10 +107,10 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
         ctx.rank, ctx.size, ctx.dim = dist.get_rank(group), x.shape[dim], dim
-        shards = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        slices = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
         with together(_words("gathering", group)):
-            dist.all_gather(shards, x.contiguous(), group=group)
-        return torch.cat(shards, dim)
+            dist.all_gather(slices, x.contiguous(), group=group)
+        return torch.cat(slices, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -126,4 +126,4 @@ def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def _words(doing: str, group: dist.ProcessGroup) -> str:
     ranks = dist.get_process_group_ranks(group)
-    return f"{doing} the shards of a stage on ranks {', '.join(map(str, ranks))}"
+    return f"{doing} the TP shards of a stage on ranks {', '.join(map(str, ranks))}"

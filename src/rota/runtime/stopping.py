@@ -1,7 +1,7 @@
-"""SIGTERM and SIGUSR1 ask a training to end: noted at once, agreed on at the end of a step, acted on by the script.
+"""SIGTERM and SIGUSR1 ask a training run to end: noted at once, agreed on at a step's end, acted on by the script.
 
 one rank:  signal ──▶ noted ─┐
-launcher:  signal ──▶ told ──┴─▶ in the all-reduce of the losses ──▶ `pipeline.should_stop` on all ranks
+launcher:  signal ──▶ sent ──┴─▶ in the all-reduce of the losses ──▶ `pipeline.should_stop` on all ranks
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ SAME_REQUEST_S = 3.0
 
 @final
 class StopRequests:
-    """What one rank knows of requests to end. Until `listen`, signals do what they did before."""
+    """One rank's requests to end. Until `listen`, signals have the effect that they had before."""
 
     def __init__(self, is_first: bool, now: Callable[[], float] = time.monotonic) -> None:
-        #: Whether all ranks know, since the end of the last step.
+        #: Whether all ranks agreed to stop at the end of the last step.
         self.agreed = False
         self._is_first, self._now = is_first, now
         self._asked: signal.Signals | None = None
@@ -39,7 +39,7 @@ class StopRequests:
         self._listens = False
 
     def listen(self) -> None:
-        """From now on note signals instead of ending; only on the main thread, where Python lets handlers be set."""
+        """Note signals from now on instead of ending; only on the main thread, as Python allows no other to do so."""
         if self._listens:
             return
         self._listens = True
@@ -50,14 +50,14 @@ class StopRequests:
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
 
     def asked(self) -> bool:
-        """Whether anybody has asked this rank, or the launcher, which asks the first rank alone."""
+        """Whether this rank got a signal, or, on the first rank, a request of the launcher."""
         return self._asked is not None or (self._listens and self._is_first and control.stop_is_asked())
 
     def close(self, failed: bool = False) -> None:
-        """Let signals do what they did before; after a failure at once, if one came that no step's end has seen."""
+        """Restore the handlers; after a failure, repeat a signal that no step's end has handled."""
         before, self._before = self._before, {}
         for number, handler in before.items():
-            if signal.getsignal(number) == self._note:  # else somebody has set another one since
+            if signal.getsignal(number) == self._note:  # else another one was set since
                 with suppress(ValueError):  # closed on another thread: they stay, and act at the next signal
                     signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         if failed and self._asked is not None and not self.agreed:

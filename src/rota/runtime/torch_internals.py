@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 
 def run_backward(roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor | None]) -> None:
-    """`torch.autograd.backward` without its preparations, which cost half of its time: every root has its gradient.
+    """`torch.autograd.backward` without its preparations, which cost half of its time; every root needs its gradient.
 
     Relies on `torch.autograd.graph._engine_run_backward`, which `torch.autograd.backward` calls. The engine itself
     compares shapes, dtypes and devices of `gradients` and `roots`.
@@ -47,7 +47,7 @@ def zeros_at(edge: GradientEdge) -> torch.Tensor:
 
 
 def edges_into(node: Node) -> list[GradientEdge]:
-    """One edge per gradient that `node` takes. Relies on the length of `Node._input_metadata`."""
+    """One edge per gradient that `node` receives. Relies on the length of `Node._input_metadata`."""
     return [GradientEdge(node, i) for i in range(len(node._input_metadata))]
 
 
@@ -75,7 +75,7 @@ def without_donated_buffers() -> AbstractContextManager[None]:
 
     Relies on `torch._functorch.config.donated_buffer`, a setting per thread.
     """
-    from torch._functorch import config  # takes long to load, and is loaded where a function was compiled
+    from torch._functorch import config  # slow to import, but imported already if a function was compiled
 
     patch: AbstractContextManager[None] = config.patch(donated_buffer=False)
     return patch
@@ -161,7 +161,7 @@ def count_writes(leaves: Iterable[torch.Tensor], entered: Iterable[torch.Tensor]
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether autograd takes the tensor for a view of another one. Relies on `Tensor._is_view`."""
+    """Whether autograd treats the tensor as a view of another one. Relies on `Tensor._is_view`."""
     return bool(tensor._is_view())
 
 
@@ -200,7 +200,7 @@ class StorageReference:
 
 
 def tensors_anywhere(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in whatever PyTorch takes for a container: arguments and results of operations, optimizer states.
+    """All tensors inside a value, such as arguments of an operation or optimizer state, in containers known to PyTorch.
 
     Relies on `torch.utils._pytree.tree_iter`.
     """
@@ -223,8 +223,8 @@ def own_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, buffer
 
 
-#: What `scaled_dot_product_attention` chooses from, to call one of them: (query, key, value, …) to a tuple of which the
-#: output is the first. Relies on these names in `torch.ops.aten`, and on their arguments as in PyTorch 2.13.
+#: The kernels of `scaled_dot_product_attention`: from (query, key, value, …) to a tuple whose first item is the output.
+#: Relies on these names in `torch.ops.aten`, and on their arguments as in PyTorch 2.13.
 FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
 FLASH_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
 FLASH_ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -255,7 +255,7 @@ def set_default_timeout(timeout: Any) -> None:
 
 
 def replace_rendezvous(scheme: str, handler: Callable[..., Any]) -> None:
-    """Let `handler` answer for a scheme such as "env". Relies on `torch.distributed.rendezvous._rendezvous_handlers`.
+    """Make `handler` handle a scheme such as "env". Relies on `torch.distributed.rendezvous._rendezvous_handlers`.
 
     The public way adds handlers under new names only.
     """
@@ -291,11 +291,11 @@ def pipelining_schedule(
     """PyTorch's runtime of schedules for this rank's `stages`; the last stage returns its loss, already scaled.
 
     Relies on `_PipelineScheduleRuntime`, `_Action.from_str`, and the attributes that are set here, of PyTorch 2.13. The
-    cells skip PyTorch's validation, which knows no plans of forwards alone; `begins` gets each backward, as "1B0".
+    cells skip PyTorch's validation, which rejects plans of forwards only; `begins` is called with each backward: "1B0".
     """
     from torch.distributed.pipelining.schedules import _Action
 
-    # A schedule without a loss function takes itself for one that does not train.
+    # PyTorch treats a schedule without a loss function as one that does not train.
     schedule = _planned_schedule()(
         stages, num_microbatches, loss_fn=_loss_of_last_stage if trains else None, scale_grads=False
     )

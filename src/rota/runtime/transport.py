@@ -1,8 +1,8 @@
 """Values between ranks on `torch.distributed`.
 
-`Transport` runs the messages of a plan: it posts receives, and releases what was sent as soon as it is through. A step
-in which shapes may be new sends each activation's layout ahead of it; the others send tensors alone, into buffers that
-the receiver allocates when it posts.
+`Transport` runs the messages of a plan: it posts receives, and releases sent tensors as soon as they are through. If
+shapes may be new, a step sends each activation's layout first; other steps send only tensors, into buffers that the
+receiver allocates when it posts.
 
 `send_value` and `receive_value` send any value outside of a plan, such as the outputs of the last stage:
 
@@ -54,21 +54,21 @@ class Transport:
         self.watched: Callable[[Message, list[Any]], list[Any]] = lambda _, works: works
         self.sent_ns: dict[tuple[int, int], int] = {}
         self.through_ns: dict[tuple[int, int], int] = {}
-        # Only who waits for a send learns from Gloo that it is through. A thread waits, and releases the tensors. It
-        # wakes up now and then while there are sends, not for each: it takes Python's lock from the main thread.
+        # Gloo reports the end of a send only to whoever waits for it, so a thread waits, and releases the tensors.
+        # It wakes up now and then while there are sends, not for each: it takes Python's lock from the main thread.
         self._sending: deque[tuple[Message, list[Any], list[torch.Tensor]]] = deque()
-        self._letting_go = threading.Lock()
+        self._releasing = threading.Lock()
         self._awake = False
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._failure: LostRankError | None = None
-        self.oldest: Transfer | None = None  # of those not through yet
+        self.oldest: Transfer | None = None  # of the sends that are not through yet
         self._reaper = threading.Thread(target=self._reap, name="rota-sends", daemon=True)
         self._reaper.start()
 
     # --- receiving ------------------------------------------------------------------------------------------------
 
     def post(self, message: Message, with_layout: bool) -> None:
-        """Start to receive; `with_layout` waits for the layout that comes first.
+        """Start to receive; `with_layout`: wait for the layout, which comes first.
 
         Buffers are new ones each time: autograd, hooks and modules may hold on to them, and must not see them change.
         """
@@ -99,12 +99,12 @@ class Transport:
             raise _lost(message.transfer.sender, message) from error
 
     def awaited(self, frames: list[FrameType]) -> Message | None:
-        """What a thread with this stack waits to receive, so that receiving itself keeps no account of it."""
+        """The message that a thread with this stack waits for; so receiving need not keep a record of it."""
         codes = Transport.take.__code__, _wait.__code__
         return next((frame.f_locals.get("message") for frame in frames if frame.f_code in codes), None)
 
     def take(self, key: ValueKey) -> Any:
-        """Wait for a posted value: an activation (tensors that want a gradient are leaves) or a list of gradients."""
+        """Wait for a posted value: an activation (tensors that need a gradient are leaves) or a list of gradients."""
         message, works, buffers, form = self._arriving.pop(key)
         try:
             for work in works:
@@ -120,7 +120,7 @@ class Transport:
     # --- sending --------------------------------------------------------------------------------------------------
 
     def send_value(self, message: Message, value: Any, with_layout: bool) -> None:
-        """Send an activation; its layout first if this step says so, else it must be as before."""
+        """Send an activation; `with_layout`: after its layout, else its layout must be the same as before."""
         if not with_layout and self.formats[message.value].is_of(value):
             self._send(message, [value.detach()])
             return
@@ -162,15 +162,15 @@ class Transport:
         while self._wake.get():
             while True:
                 time.sleep(_PAUSE_S)
-                self._awake = False  # first: what is sent from now on wakes it again
+                self._awake = False  # before the check: what is sent from now on wakes it again
                 if not self._sending:
                     break
                 self._awake = True
-                self._let_go()
+                self._release_sent()
 
-    def _let_go(self) -> None:
-        """Wait for all sends so far, and release what they hold: what is sent must not outlive its transfer."""
-        with self._letting_go:
+    def _release_sent(self) -> None:
+        """Wait for all sends so far, and release their tensors, which must not outlive their transfers."""
+        with self._releasing:
             while self._sending:
                 message, works, _ = self._sending[0]
                 self.oldest = message.transfer
@@ -185,22 +185,22 @@ class Transport:
             self.oldest = None
 
     def drain(self) -> None:
-        """Wait until everything sent is through."""
-        self._let_go()
+        """Wait until all sends are through. Raises LostRankError if one failed."""
+        self._release_sent()
         if self._failure is not None:
             raise self._failure
 
     def all_reduce(self, tensor: torch.Tensor, how: Any, doing: str) -> None:
-        """`dist.all_reduce` over `everyone`, as light as the other messages. `doing`: for the error if one is lost."""
+        """`dist.all_reduce` over `everyone`, without its checks. `doing`: for the error if a rank is lost."""
         try:
             self._everyone.allreduce([tensor], _all_reduce_options(how)).wait()
         except RuntimeError as error:
             raise _lost_together(doing) from error
 
     def close(self) -> None:
-        """Stop the thread that waits for sends, and let go of the process groups."""
+        """Stop the thread that waits for sends, and release the process groups."""
         self._wake.put(False)
-        self._reaper.join(timeout=1)  # stuck only where a peer does not receive
+        self._reaper.join(timeout=1)  # stuck only if a peer does not receive
         del self._backend, self._everyone
 
 
@@ -209,7 +209,7 @@ _PAUSE_S = 0.001
 
 @contextmanager
 def together(doing: str) -> Iterator[None]:
-    """For a collective: the error says what was going on when a rank got lost."""
+    """Turns errors of a collective into a LostRankError that says what it was doing."""
     try:
         yield
     except RuntimeError as error:
@@ -228,7 +228,7 @@ def _all_reduce_options(how: Any) -> dist.AllreduceOptions:
 
 
 def as_sent(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory where it can be: contiguous, and real where it is complex."""
+    """The tensor as it is sent: contiguous, and real if it is complex; the same memory if possible."""
     return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).contiguous()
 
 
@@ -250,7 +250,7 @@ def _lost(peer: int, message: Message) -> LostRankError:
 def bring_outputs(
     made: dict[int, Any], ranks: tuple[int, ...], asking: list[int], where: str, group: dist.ProcessGroup
 ) -> dict[int, Any]:
-    """What the last stage `where` on `ranks` made, on all ranks that ask. Collective; ranks are those of `group`."""
+    """The outputs that the last stage, `where` on `ranks`, made, on all ranks in `asking`. Collective over `group`."""
     here, rank = made, dist.get_rank(group)
     for other in asking:
         if other not in ranks:
@@ -263,7 +263,7 @@ def bring_outputs(
 
 
 def send_value(value: Any, where: str, receiver: int, group: dist.ProcessGroup) -> None:
-    """Tensors, and tuples, lists and dicts of them. Raises PipelineError, here and there, if `value` is another.
+    """Send tensors, or tuples, lists and dicts of them. Raises PipelineError, on both ranks, for any other value.
 
     `where` names the stage in errors.
     """
@@ -272,7 +272,7 @@ def send_value(value: Any, where: str, receiver: int, group: dist.ProcessGroup) 
     try:
         tensors, layout = flatten(value, where)
         text = json.dumps({"layout": layout})
-    except PipelineError as error:  # the receiver must learn of it, or it would wait
+    except PipelineError as error:  # the receiver must get it, or it would wait
         refusal, text = error, json.dumps({"refusal": str(error)})
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     for tensor in (torch.tensor([data.numel()]), data, *tensors):
@@ -282,7 +282,7 @@ def send_value(value: Any, where: str, receiver: int, group: dist.ProcessGroup) 
 
 
 def receive_value(sender: int, group: dist.ProcessGroup) -> Any:
-    """What `send_value` sends."""
+    """Receive the value that `send_value` sends."""
     size = torch.empty(1, dtype=torch.int64)
     dist.recv(size, group_src=sender, group=group)
     data = torch.empty(int(size), dtype=torch.uint8)

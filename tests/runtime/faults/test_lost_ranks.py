@@ -193,7 +193,7 @@ def test_one_rank_of_a_stage(tmp_path: Path, where: str, kind: type[nn.Module], 
     ended = run_fresh(tmp_path, NUM_RANKS, step_with_parts, where, kind, plan)
     assert_told(ended[1], "^ValueError: broken on purpose")
     doing = forward if where == "forward" else "summing"
-    assert_lost(ended[0], "a rank", f"{doing} the shards of a stage on ranks 0, 1")
+    assert_lost(ended[0], "a rank", f"{doing} the TP shards of a stage on ranks 0, 1")
     earlier = ["sending 0F1→1F1"] if where == "forward" else []
     assert_lost(ended[2], "rank [01]", *earlier, "waiting for 1B0→0B0")
 

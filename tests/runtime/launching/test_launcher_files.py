@@ -8,7 +8,7 @@ import pytest
 
 from rota import Cluster, Costs, FormatError, PipelineError, PlacementError, given_plan, place
 from rota.replanning import replan
-from rota.runtime.launcher_files import is_restart, leave_plan
+from rota.runtime.launcher_files import is_restart, write_plan
 from rota.schedules import one_f_one_b
 
 PLAN = one_f_one_b(place(Costs.uniform(4, 100, 200), Cluster.uniform(4)), 8)
@@ -25,7 +25,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_the_launcher_left_goes_before_a_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = replan(PLAN, 2)
-    for name, value in leave_plan(other, str(file.parent)).items():
+    for name, value in write_plan(other, str(file.parent)).items():
         monkeypatch.setenv(name, value)
     assert given_plan() == given_plan(file) == other
 
@@ -62,7 +62,7 @@ def test_what_cannot_be_had_is_told(file: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("WORLD_SIZE", "6")
     with pytest.raises(PlacementError, match=r"4 stages cannot be placed on 6 ranks; start at most 4 ranks"):
         given_plan(file)
-    with pytest.raises(PipelineError, match=r"6 processes cannot be shared out to dp=4 replicas of tp=1 shards"):
+    with pytest.raises(PipelineError, match=r"6 processes cannot be divided into dp=4 replicas of tp=1 TP shards"):
         given_plan(file, dp=4)
 
 

@@ -15,12 +15,12 @@ from rota.checking import check
 from rota.errors import PipelineError
 from rota.plan import Plan
 from rota.runtime.faults.stragglers import Straggler, stragglers
-from rota.runtime.launcher_files import collect, leave_limit, leave_plan, leave_restart
+from rota.runtime.launcher_files import collect, limit_environment, restart_environment, write_plan
 from rota.runtime.launching.folder import Folder, run_folder
 from rota.runtime.launching.ranks import EndedBySignal, RankFailed, Ranks
 from rota.runtime.launching.requests import Requests
-from rota.runtime.meshes import leave_mesh
-from rota.runtime.process_group import leave_meeting
+from rota.runtime.meshes import mesh_environment
+from rota.runtime.process_group import meeting_environments
 from rota.runtime.recorder import merge
 from rota.timeline import Timeline
 from rota.units import count_text
@@ -83,16 +83,16 @@ def launch(
     command = ("-u", "-P", "-m", worker, script, *arguments)  # -P: the folder must not shadow what torch imports
     with run_folder("rota-run-") as folder:
         environment = {
-            **leave_plan(plan, folder.path),
-            **leave_mesh(plan.num_ranks, dp, tp),
-            **leave_limit(timeout_s),
+            **write_plan(plan, folder.path),
+            **mesh_environment(plan.num_ranks, dp, tp),
+            **limit_environment(timeout_s),
             "OMP_NUM_THREADS": str(threads_per_rank),
         }
         restarts = _Restarts(max_restarts, report)
         with Requests() as requests:
             while True:
                 with Ranks(folder, requests) as ranks:
-                    of_start = environment | leave_restart(restarts.num_all)
+                    of_start = environment | restart_environment(restarts.num_all)
                     try:
                         start(ranks, plan.num_ranks * dp * tp, command, folder, of_start)
                         ranks.wait()
@@ -114,8 +114,8 @@ def start(
     """Start `num_processes` processes that meet only in the folder; `environment` is added to this process's own."""
     # If this process runs under torchrun, its ranks do not.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
-    meeting = leave_meeting(folder.path, num_processes)
-    ranks.start(command, [inherited | environment | of_rank for of_rank in meeting])
+    environments = meeting_environments(folder.path, num_processes)
+    ranks.start(command, [inherited | environment | of_rank for of_rank in environments])
 
 
 @final
