@@ -203,7 +203,7 @@ def test_the_loop_closes() -> None:
     text = found.to_text().splitlines()
     assert text[1].split()[-2] == f"{simulate(old).makespan_us:,}"
     assert text[2] == f"measured (one step){'':<17}{first.makespan_us:>12,}        +0.0%"
-    assert text[-1].startswith(f"Take {best.name}: {found.gain:.1%} faster than the same orders")
+    assert text[-1].startswith(f"Use {best.name}: {found.gain:.1%} faster than the same orders")
 
 
 def test_one_schedule_may_be_asked_for_and_the_search_may_join() -> None:

@@ -99,7 +99,7 @@ def test_the_truth_of_the_docs_is_predicted(capsys: pytest.CaptureFixture[str]) 
     assert parts
     assert all(f"\n| {part} |" in page for part in parts)
     assert lines[-1] == "0"
-    assert any(line.startswith("Take ") for line in lines)
+    assert any(line.startswith("Use ") for line in lines)
 
 
 def test_the_pictures_of_the_docs_are_made(

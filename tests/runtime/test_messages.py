@@ -107,7 +107,7 @@ class Color(IntEnum):
         (np.arange(3), "numpy.ndarray", "return torch.as_tensor(…) of it"),
         (Color.RED, f"{__name__}.Color", "return int(…) of it"),
         ({Color.RED: 1}, "dict", "give its entries keys that are int or str"),
-        ({1, 2}, "set", "return what of it the next stage reads"),
+        ({1, 2}, "set", "return the parts of it that the next stage reads"),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -24,7 +24,7 @@ class Cause(StrEnum):
     MEMORY = "memory"  #: another op is ready, but it would not fit in memory
     WARM_UP = "warm-up"  #: the rank's first op waits for an op of another rank
     WAITING = "waiting"  #: the next op waits for an op of another rank
-    TRANSFER = "transfer"  #: what the next op reads is in transfer
+    TRANSFER = "transfer"  #: an input of the next op is in transfer
     LAUNCH = "launch"  #: the next op is ready but has not started yet
     DRAIN = "drain"  #: the rank has no op left
 
@@ -36,11 +36,11 @@ DESCRIPTIONS = {
     Cause.CORES: "more ranks are busy than the machine has cores",
     Cause.ORDER: "another op was ready, but the plan has it later",
     Cause.MEMORY: "another op was ready, but would not fit in memory",
-    Cause.WARM_UP: "the first micro-batches have not come this far",
+    Cause.WARM_UP: "the first micro-batches have not arrived yet",
     Cause.WAITING: "the next op waits for an op of another rank",
-    Cause.TRANSFER: "what the next op reads is on its way",
-    Cause.LAUNCH: "the next op is ready and has not started yet",
-    Cause.DRAIN: "this rank is done, others are not",
+    Cause.TRANSFER: "an input of the next op is in transfer",
+    Cause.LAUNCH: "the next op is ready but has not started yet",
+    Cause.DRAIN: "this rank has finished, others have not",
 }
 
 

@@ -172,7 +172,7 @@ def explain(
 
 
 def _task_of(work: Op | Transfer | StepEndWork | None) -> str:
-    """The name of what is waited for, without its micro-batch."""
+    """The name of an op, transfer or step end, without its micro-batch."""
     if isinstance(work, Op):
         return f"{work.stage}{work.kind}"
     if isinstance(work, Transfer):
@@ -190,7 +190,7 @@ def _describe(stretch: Stretch) -> str:
         Cause.STEP_END: f"at the step's end: {what}",
         Cause.WARM_UP: f"before its first op, waiting for {what}",
         Cause.WAITING: f"waiting for {what}",
-        Cause.TRANSFER: f"while {what} is on its way",
-        Cause.LAUNCH: f"before {what} starts, which is ready",
+        Cause.TRANSFER: f"while {what} is in transfer",
+        Cause.LAUNCH: f"before {what} starts, although it is ready",
         Cause.DRAIN: f"after its last op, until {what} ends the step",
     }[stretch.cause]

@@ -219,7 +219,7 @@ class _MemoryHeadroom:
 
 
 def _overlaid(pieces: Iterable[Idle], over: Sequence[Idle]) -> list[Idle]:
-    """`pieces`, replaced by those of `over` where they overlap; both are sorted and without overlaps of their own."""
+    """`pieces`, replaced by those of `over` where they overlap; both are sorted and have no overlaps inside."""
     if not over:
         return [*pieces]
     result, j = [], 0
@@ -238,7 +238,7 @@ def _overlaid(pieces: Iterable[Idle], over: Sequence[Idle]) -> list[Idle]:
 
 
 def _joined(pieces: Iterable[Idle]) -> Iterator[Idle]:
-    """One rank's pieces without empty ones; adjacent pieces that differ in time alone are joined."""
+    """One rank's pieces without empty ones; adjacent pieces that differ only in time are joined."""
     last: Idle | None = None
     for piece in pieces:
         if piece.start_us >= piece.end_us:

@@ -97,7 +97,7 @@ class Calibration:
         """Whether to keep the plan, and whether to cut the model again."""
         if self.gain >= MIN_GAIN:
             best = self.candidates[0]
-            text = f"Take {best.name}: {self.gain:.1%} faster than the same orders, with the new costs."
+            text = f"Use {best.name}: {self.gain:.1%} faster than the same orders, with the new costs."
         elif self.candidates:
             text = f"Keep the plan: none of {count_text(len(self.candidates), 'other plan')} is {MIN_GAIN:.0%} faster."
         else:
@@ -152,7 +152,7 @@ def calibrate(
 
 
 def _command(plan: Plan) -> str:
-    """The command that plans the model for the same ranks, memory and rows; "…" for what the plan does not know."""
+    """The command that plans the model for the same ranks, memory and rows; "…" for values that are not in the plan."""
     usage, limits = plan.usage, {*plan.placement.cluster.limit_bytes}
     limit = limits.pop() if len(limits) == 1 else None
     memory = "" if limit is None else f" --memory {limit}B"

@@ -19,11 +19,11 @@ def costs_of(placement: Placement, note: str = "") -> Costs:
 
     Args:
         placement: A placement of stages 0, 1, … that `rota.place` made.
-        note: The note of the returned costs: where the numbers come from.
+        note: The note of the returned costs: the origin of the numbers.
 
     Returns:
         Costs that `rota.place` turns into the same tasks and edges. Static bytes are known per rank only: they are
-        divided evenly among the stages that are on that rank alone.
+        divided evenly among the stages that are on that rank only.
 
     Raises:
         PlacementError: The placement is not one that `rota.place` makes for training.
@@ -86,14 +86,14 @@ def _edges(placement: Placement) -> tuple[tuple[tuple[int, int], ...], tuple[int
 
 
 def _static_bytes(placement: Placement) -> tuple[int, ...]:
-    """Static bytes per stage: a rank's bytes divided among the stages on it alone; the first get the remainder."""
+    """Static bytes per stage: a rank's bytes divided among the stages on it only; the first get the remainder."""
     of_stage = dict.fromkeys(placement.stages, 0)
     for rank, size in enumerate(placement.static_bytes):
-        alone = [stage for stage in placement.stages_on(rank) if placement.ranks_of(stage) == (rank,)]
-        if size and not alone:
+        stages = [stage for stage in placement.stages_on(rank) if placement.ranks_of(stage) == (rank,)]
+        if size and not stages:
             raise PlacementError(f"rank {rank} has {size} static bytes, but no stage of its own; {_REMEDY}")
-        for i, stage in enumerate(alone):
-            of_stage[stage] = size // len(alone) + (i < size % len(alone))
+        for i, stage in enumerate(stages):
+            of_stage[stage] = size // len(stages) + (i < size % len(stages))
     return tuple(of_stage.values())
 
 

@@ -156,7 +156,7 @@ class _RunBytes(NamedTuple):
 class _Runs(dict[tuple[int, int], _RunBytes]):
     """Bytes of runs of layers by (start, end), computed on first use.
 
-    The memory of a stage depends on its own layers alone. So one call of `LayerCosts.stages` computes all stages of one
+    The memory of a stage depends only on its own layers. So one call of `LayerCosts.stages` computes all stages of one
     length that tile the model.
     """
 

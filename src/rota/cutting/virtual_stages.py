@@ -1,4 +1,4 @@
-"""Several stages per rank: bisection on the slowest rank's time, where a tree search decides each bound.
+"""Several stages per rank: bisection on the slowest rank's time; a tree search decides each bound.
 
     rounds of stages    0 1 2 3 | 4 5 6 7 | 8 9 10 11      the tree: one stage at a time, in order
                                             ╰ last round: one budget per stage, solved exactly by `chain.balanced_ends`
@@ -154,7 +154,7 @@ class _Tree:
         self._run_times_us = sorted({b - a for i, a in enumerate(prefix) for b in prefix[i + 1 :]})
         self._shortest_us = [0, *accumulate(reversed(times_us), min)][::-1]  # shortest layer from each on
         self._quanta: list[tuple[int, list[int]]] = []  # quantum, and the quanta of all layers from each on
-        self._budgets_us: list[int] = []  # by rank: the whole budget, and what is left of it
+        self._budgets_us: list[int] = []  # by rank: the whole budget, and the rest of it
         self._left_us: list[int] = []
         self._left_bytes: list[int] = []
         self._peak_bytes: list[int] = []

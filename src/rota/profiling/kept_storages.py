@@ -1,7 +1,7 @@
 """Which storages a layer keeps, by identity: if two layers of a stage keep the same storage, the stage keeps it once.
 
 A storage that crosses a boundary has a name. A value's name is its own address in the pass through the layers: a layer
-that passes on what it received, or a view of it, passes on the name. A gradient's name is its edge and position.
+that passes on a received value, or a view of it, passes on the name. A gradient's name is its edge and position.
 """
 
 from __future__ import annotations

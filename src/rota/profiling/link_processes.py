@@ -52,7 +52,7 @@ def links_of_started(num_processes: int) -> Cluster:
         try:
             ranks.wait()
         except RankFailed as error:
-            raise PipelineError(f"a process that measured links failed: {error}; see above for what it wrote") from None
+            raise PipelineError(f"a process that measured links failed: {error}; see above for its output") from None
         return Cluster.from_json(Path(folder.path, _CLUSTER).read_text())
 
 

@@ -1,4 +1,4 @@
-"""Memory during a run: the peak in each of its parts, and what is left after them."""
+"""Memory during a run: the peak in each of its parts, and the memory held after them."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class _Job(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """One stage as measured: `times_us` and `peaks` in bytes of F, R, B or I, and W; boundary bytes by outgoing edge."""
+    """One stage as measured: `times_us` and `peaks` (bytes) of F, R, B or I, and W; sizes by outgoing edge."""
 
     times_us: tuple[int, ...]
     peaks: tuple[int, ...]
@@ -278,7 +278,7 @@ def _round_of(job: _Job, stage: int) -> StageRun:
         received = [hand_over(edge.take(outputs[edge.source])) for edge in stages.incoming(before)]
         if before == stage:
             break
-        # With split=True, as a stage may then write into what it receives.
+        # With split=True, as a stage may then write into its inputs.
         outputs[before] = hand_over(forward(stages, before, received, job.given.batch, split=True)[0])
     return StageRun(job.given, stage, received, split=job.split, recompute=stage in job.recompute)
 

@@ -1,6 +1,6 @@
 """Small values that ranks send each other outside of a step, as JSON in uint8 tensors.
 
-PyTorch's object collectives send pickles, and unpickling runs what the sender names. JSON does not.
+PyTorch's object collectives send pickles, and unpickling runs code that the sender names. JSON does not.
 """
 
 from __future__ import annotations

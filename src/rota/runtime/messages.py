@@ -9,7 +9,7 @@
     float, str
     anything else         every micro-batch gets it   refused                     any, unless `forward` must send it
 
-`items` says what a container is, for all of them. Between stages `flatten` takes a value apart into flat tensors and a
+`items` defines the containers for all of them. Between stages `flatten` takes a value apart into flat tensors and a
 layout. The layout has everything but the numbers in tensors: structure, dtypes, shapes, which tensors need a gradient,
 and the plain values. Both sides know it after the first step, so later steps send only tensors.
 """
@@ -136,7 +136,7 @@ def _remedy(value: object) -> str:
         return "return torch.as_tensor(…) of it"
     if isinstance(value, (int, float, str)):
         return f"return {next(plain.__name__ for plain in (int, float, str) if isinstance(value, plain))}(…) of it"
-    return "return what of it the next stage reads"
+    return "return the parts of it that the next stage reads"
 
 
 def unflatten(tensors: Iterator[torch.Tensor], layout: Layout) -> Any:

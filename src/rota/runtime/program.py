@@ -100,7 +100,7 @@ def value_key(a: Op, b: Op, edge_index: dict[tuple[int, int], int]) -> ValueKey:
 
 
 def _columns(plan: Plan) -> dict[Transfer, tuple[int, int]]:
-    """(route, position) of each transfer, by which a timeline has its times."""
+    """(route, position) of each transfer: the index of its times in a timeline."""
     columns = {}
     for r, route in enumerate(plan.placement.routes):
         a, b = plan.placement.tasks[route.source], plan.placement.tasks[route.target]
@@ -136,7 +136,7 @@ def refuse_other_cuts(stages: Stages, plan: Plan) -> None:
 
 
 def refuse_unsupported(plan: Plan, edges: Iterable[tuple[int, int]], num_stages: int) -> None:
-    """Raises PipelineError if a plan and a model's stages do not fit, or need what is not supported yet."""
+    """Raises PipelineError if a plan and a model's stages do not fit, or need something that is not supported yet."""
     placement = plan.placement
     if placement.stages != tuple(range(num_stages)):
         raise PipelineError(

@@ -51,17 +51,33 @@ def group(ranks: Iterable[int], mesh: DeviceMesh | None = None) -> Group:
 
 
 def copy_to_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Use this before each rank's own TP shard: returns `x`; backward sums the gradients of all ranks."""
+    """Returns `x`, for each rank's own TP shard to use; backward sums the gradients of all ranks.
+
+    Args:
+        x: Any shape and dtype; the same values on all ranks.
+        group: The stage's ranks, None for one rank.
+    """
     return x if group is None else _Copy.apply(x, group)  # type: ignore[no-untyped-call]
 
 
 def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Use this where each rank has one summand: returns the sum of all ranks' `x`; backward passes the gradient on."""
+    """Returns the sum of all ranks' `x`; backward passes the gradient on.
+
+    Args:
+        x: This rank's summand; shape and dtype are the same on all ranks.
+        group: The stage's ranks, None for one rank.
+    """
     return x if group is None else _Sum.apply(x, group)  # type: ignore[no-untyped-call]
 
 
 def gather_from_ranks(x: torch.Tensor, group: Group, dim: int = -1) -> torch.Tensor:
-    """Use this where each rank has a slice: returns all ranks' `x`, of equal shapes, along `dim`; backward slices."""
+    """Returns all ranks' `x`, concatenated along `dim`; backward returns this rank's slice of the gradient.
+
+    Args:
+        x: This rank's slice; shape and dtype are the same on all ranks.
+        group: The stage's ranks, None for one rank.
+        dim: The dimension to concatenate along.
+    """
     return x if group is None else _Gather.apply(x, group, dim)  # type: ignore[no-untyped-call]
 
 

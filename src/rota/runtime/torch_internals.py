@@ -102,9 +102,9 @@ def has_saved_tensor_hooks(node: Node) -> bool:
 
 
 def release_saved(nodes: Iterable[Node]) -> None:
-    """Free what was saved for nodes that will not run again, though the graph still exists.
+    """Free the saved tensors of nodes that will not run again, though the graph still exists.
 
-    Relies on `SavedTensor.register_hooks`, which replaces the saved tensor by what the hook returns, and detaches it.
+    Relies on `SavedTensor.register_hooks`, which replaces the saved tensor by the hook's result, and detaches it.
     A dispatch mode would see the Python number that a saved scalar is (`x * 0.5`), which has no `detach`, so no mode is
     active meanwhile: `_disable_current_modes`.
     """
@@ -151,7 +151,7 @@ def writable(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def count_writes(leaves: Iterable[torch.Tensor], entered: Iterable[torch.Tensor]) -> None:
-    """Count writes into what is `writable` as writes into the leaf, where autograd and the caller look for them.
+    """Count writes into the tensors of `writable` as writes into the leaves, whose versions autograd checks.
 
     Relies on `Tensor._version`.
     """

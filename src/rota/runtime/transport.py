@@ -6,7 +6,7 @@ receiver allocates when it posts.
 
 `send_value` and `receive_value` send any value outside of a plan, such as the outputs of the last stage:
 
-    sender     size of the text ─▶ layout as JSON, or why there is none ─▶ tensor ─▶ tensor …     receiver
+    sender     size of the text ─▶ layout as JSON, or an error instead ──▶ tensor ─▶ tensor …     receiver
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Transport:
         while self._wake.get():
             while True:
                 time.sleep(_PAUSE_S)
-                self._awake = False  # before the check: what is sent from now on wakes it again
+                self._awake = False  # before the check: a later send wakes it again
                 if not self._sending:
                     break
                 self._awake = True

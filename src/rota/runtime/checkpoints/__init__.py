@@ -65,7 +65,7 @@ class Checkpoints:
     """Saves a pipeline's training in `folder`, and resumes it with any cut, plan, number of ranks and of replicas.
 
     Every rank makes one, with the same arguments except its own `optimizer` and `scheduler`. Making one, `save` and
-    `load` are collective. Checkpoints hold no code: whatever optimizer and scheduler keep besides tensors is written as
+    `load` are collective. Checkpoints hold no code: all state of optimizer and scheduler besides tensors is written as
     JSON. It must be numbers, strings and tensors, in lists, tuples and dicts; `save` refuses anything else.
 
     Args:

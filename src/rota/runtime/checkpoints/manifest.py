@@ -1,4 +1,4 @@
-"""`rota.json`: which files a checkpoint has, and what a reader has to know first."""
+"""`rota.json`: which files a checkpoint has, and the facts that a reader needs first."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class File(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """`rota.json`. `number` counts the saves: the newest has the highest, whatever its step.
+    """`rota.json`. `number` counts the saves: the newest has the highest, independent of its step.
 
     `weights`: the number of TP shards of each weight and buffer of the whole model, 1 for most. `aliases`: other names
     of tied weights, each with the name under which the weight is saved.

@@ -177,7 +177,7 @@ def _require_like(own: Any, saved: Any, path: str) -> None:
 
 
 def split_scheduler(scheduler: Any, num_groups: int) -> tuple[Any, dict[Place, list[Any]]]:
-    """Split a scheduler's state into what is equal on all ranks, and values per group; (None, {}) if it is None."""
+    """Split a scheduler's state into the part equal on all ranks, and values per group; (None, {}) if it is None."""
     if scheduler is None:
         return None, {}
     by_group: dict[Place, list[Any]] = {}

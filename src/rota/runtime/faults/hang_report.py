@@ -10,7 +10,7 @@ from rota.units import count_text
 
 
 class Status(NamedTuple):
-    """What a process reports to the others: what it does (`words`, after its name), for `duration_s`, and did `last`.
+    """A process's report to the others: what it does, in `words` that follow its name, since when, and its `last` op.
 
     `kind`: it "waits" for others, is "busy" itself, or is "outside" of the pipeline's calls.
     """

@@ -40,8 +40,8 @@ class RankFailed(Exception):
     def to_text(self, after: str) -> str:
         """The error of the launcher in one line; `after` says after how many restarts."""
         if self._is_hang:
-            return f"{self}{after}, and all ranks were ended; see above for where each of them was"
-        return f"{self}{after}, and the others were ended; see above for what it wrote"
+            return f"{self}{after}, and all ranks were ended; see above for what each of them did"
+        return f"{self}{after}, and the others were ended; see above for its output"
 
 
 @final
@@ -186,7 +186,7 @@ class Ranks:
         if not any(rank.code for rank in self._ranks):
             return
         first = (self._suspects + self._lost)[0]
-        if first in self._lost or first.code is None:  # another rank may have failed before, or print its error yet
+        if first in self._lost or first.code is None:  # another rank may have failed first, or may yet print its error
             if self._deadline_s is None:
                 self._deadline_s = time.monotonic() + _FIRST_FAILURE_S
             if self._running and time.monotonic() < self._deadline_s:

@@ -141,7 +141,7 @@ def packed(parameters: list[nn.Parameter]) -> torch.Tensor:
 
 @torch.no_grad()
 def unpack(flat: torch.Tensor, parameters: list[nn.Parameter]) -> None:
-    """Copy the gradients of `packed` back into `.grad`, for each parameter of which any process had one."""
+    """Copy the gradients of `packed` back into `.grad`, for each parameter whose gradient any process had."""
     there = flat[-len(parameters) :].abs().tolist()
     for (parameter, own), anywhere in zip(_slices(flat, parameters), there, strict=True):
         if parameter.grad is not None:
