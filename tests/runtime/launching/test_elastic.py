@@ -66,7 +66,7 @@ def test_a_training_that_is_disturbed_again_and_again(pool: Pool, tmp_path: Path
 
     first = rota_run(tmp_path, "--max-restarts", "1")
     assert first.returncode == 0, first.stderr
-    lines = [line for line in first.stderr.splitlines() if line.startswith(("rota run: ", "rota: the training"))]
+    lines = [line for line in first.stderr.splitlines() if line.startswith(("rota run: ", "rota: training"))]
     run = tmp_path / "run"
     assert lines[:2] == [
         "rota run: rank 1 ended with SIGKILL: restart 1 of 1",
