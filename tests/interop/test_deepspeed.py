@@ -15,7 +15,7 @@ from fuzz.mutating import text_mutants
 from rota import Cluster, Costs, FormatError, RotaError, ScheduleError, SplitError, place
 from rota.compat.deepspeed import schedule as ds
 from rota.compat.deepspeed import to_plan
-from rota.compat.deepspeed.partition import partition
+from rota.compat.deepspeed.partition_method import partition
 from rota.cutting import by_regex
 from rota.interop import deepspeed
 from rota.schedules import NAMED

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from rota import cutting
 from rota.costs import Cluster, Costs
 from rota.errors import FormatError, ScheduleError
-from rota.interop.cuts import require_boundaries, stage_costs
+from rota.interop.layer_boundaries import require_boundaries, stage_costs
 from rota.placing import place
 from rota.plan import Plan
 from rota.reading import Field

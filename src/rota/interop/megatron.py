@@ -17,7 +17,7 @@ from typing import NamedTuple, final
 from rota.costs import Cluster, Costs
 from rota.cutting.partition import matching
 from rota.errors import FormatError, ScheduleError, SplitError
-from rota.interop.cuts import MOST_LAYERS, require_boundaries, stage_costs
+from rota.interop.layer_boundaries import MOST_LAYERS, require_boundaries, stage_costs
 from rota.placing import interleaved
 from rota.plan import Plan
 from rota.reading import short

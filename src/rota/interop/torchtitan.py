@@ -23,7 +23,7 @@ from rota import reading, schedule_csv
 from rota.checking import check
 from rota.costs import Cluster, Costs, assumed_costs
 from rota.errors import FormatError, ScheduleError, SplitError
-from rota.interop.cuts import MOST_LAYERS, read_limited, stage_costs
+from rota.interop.layer_boundaries import MOST_LAYERS, read_limited, stage_costs
 from rota.placement import Placement
 from rota.placing import place
 from rota.plan import Plan

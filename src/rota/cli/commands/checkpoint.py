@@ -54,7 +54,7 @@ def _ls(arguments: Namespace) -> int:
 
 
 def _verify(arguments: Namespace) -> int:
-    from rota.runtime.checkpoints.reading import damages
+    from rota.runtime.checkpoints.contents import damages
 
     whole, damaged = _readable(arguments.folder)
     for saved in whole:
@@ -69,8 +69,8 @@ def _verify(arguments: Namespace) -> int:
 
 def _readable(folder: str) -> tuple[list[Saved], list[str]]:
     """All checkpoints that can be read, and the names of those that cannot; prints one line for each of these."""
-    from rota.runtime.checkpoints.folder import unfinished_ones
-    from rota.runtime.checkpoints.reading import find
+    from rota.runtime.checkpoints.checkpoint_folder import unfinished_ones
+    from rota.runtime.checkpoints.contents import find
 
     found, damaged = find(Path(folder))
     for path in unfinished_ones(Path(folder)):
@@ -86,7 +86,7 @@ def _name(path: Path) -> str:
 
 def _export(arguments: Namespace) -> int:
     require("safetensors", "checkpoint")
-    from rota.runtime.checkpoints.reading import export, find
+    from rota.runtime.checkpoints.contents import export, find
 
     found, damaged = find(Path(arguments.folder))
     if not found:

@@ -16,9 +16,9 @@ from rota.errors import PipelineError
 from rota.plan import Plan
 from rota.runtime.faults.stragglers import Straggler, stragglers
 from rota.runtime.launcher_files import collect, leave_limit, leave_plan, leave_restart
-from rota.runtime.launching.folder import Folder, run_folder
-from rota.runtime.launching.ranks import EndedBySignal, RankFailed, Ranks
+from rota.runtime.launching.rank_processes import EndedBySignal, RankFailed, Ranks
 from rota.runtime.launching.requests import Requests
+from rota.runtime.launching.run_folder import Folder, run_folder
 from rota.runtime.meshes import leave_mesh
 from rota.runtime.process_group import leave_meeting
 from rota.runtime.recorder import merge
