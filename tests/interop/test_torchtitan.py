@@ -107,7 +107,7 @@ def test_a_cut_inside_of_a_module_is_refused_by_name_and_one_that_is_not_made_is
     model = Outer()
     assert module_parts(model, split(model, 2, cuts=["cut"])) == (("first", "blocks.0", "cut"), ("blocks.1",))
     with pytest.raises(
-        RotaError, match=r"stages 0, 1 share 'blocks.0' \(InnerCut\): a cut lies inside of it, .* first, "
+        RotaError, match=r"stages 0, 1 share 'blocks.0' \(InnerCut\): a cut is inside of it, .* first, "
     ):
         module_parts(model, split(model, 2, cuts=["blocks[0].cut"]))
 
@@ -151,7 +151,7 @@ def test_stages_and_names_that_do_not_fit_the_model() -> None:
         RotaError, match=r"GPT has no 'layer\.2' that a part can begin with; did you mean 'layers\.2'\?"
     ):
         parts_beginning_with(GPT(), ["layer.2"])
-    with pytest.raises(RotaError, match=r"'layers\.1' cannot begin a part: it is not behind 'layers\.3'"):
+    with pytest.raises(RotaError, match=r"'layers\.1' cannot begin a part: it is not after 'layers\.3'"):
         parts_beginning_with(GPT(), ["layers.3", "layers.1"])
     with pytest.raises(RotaError, match="'tok_embeddings' cannot begin a part"):
         parts_beginning_with(GPT(), ["tok_embeddings"])
@@ -205,7 +205,7 @@ def test_the_files_say_what_torchtitan_reads(tmp_path: Path) -> None:
     ("plan", "parts", "told"),
     [
         (a_plan(), FOUR[:3], "there are 3 parts for 4 stages; give one per stage"),
-        (a_plan(), (*FOUR[:3], ("out put",)), "part 3 has 'out put', which is no module's name, such as layers.0"),
+        (a_plan(), (*FOUR[:3], ("out put",)), "part 3 has 'out put', which is not a module.s name, such as layers.0"),
         (a_plan(), (*FOUR[:3], ('a"]\n',)), "no module's name"),
         (a_plan(), (*FOUR[:3], ("norm", "norm")), "part 3 has norm twice; remove one of them"),
         (
@@ -216,7 +216,7 @@ def test_the_files_say_what_torchtitan_reads(tmp_path: Path) -> None:
         (
             NAMED["forward_only"](interleaved(Costs.uniform(4), Cluster.uniform(2)).forward_only(), 2),
             FOUR,
-            "the plan has forwards alone, but torchtitan trains",
+            "the plan has only forwards, but torchtitan trains",
         ),
         (
             NAMED["gpipe"](place(Costs.uniform(4, edges=[(0, 1), (0, 2), (1, 3), (2, 3)]), Cluster.uniform(4)), 2),
@@ -233,7 +233,7 @@ def test_what_is_not_exported_leaves_no_file(tmp_path: Path, plan: Plan, parts: 
 
 
 def test_a_folder_that_no_config_can_name(tmp_path: Path) -> None:
-    with pytest.raises(RotaError, match="has characters that a config cannot say; use another"):
+    with pytest.raises(RotaError, match="has characters that a config cannot contain; use another"):
         torchtitan.export(FOUR, a_plan(), tmp_path / "a\nb")
 
 
@@ -296,7 +296,7 @@ def test_files_that_are_too_large_or_no_text(tmp_path: Path) -> None:
     with pytest.raises(RotaError, match="neither"):
         torchtitan.load(toml)
     toml.write_text(f"[parallelism]\npipeline_parallel_degree = {'9' * 5000}")
-    with pytest.raises(RotaError, match="is no TOML"):
+    with pytest.raises(RotaError, match="is not TOML"):
         torchtitan.load(toml)
 
 
