@@ -341,7 +341,7 @@ def test_a_profile_must_be_whole(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"communication\.link is"):
         Profile.load(tmp_path)
     (tmp_path / "comm-profile.json").unlink()
-    with pytest.raises(FormatError, match="is not whole"):
+    with pytest.raises(FormatError, match="is incomplete: "):
         Profile.load(tmp_path)
 
 
