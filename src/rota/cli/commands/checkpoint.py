@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from rota.runtime.checkpoints.files import Saved
 
 _HELP = """ls      what is in FOLDER, in the order in which it was saved
-verify  compare every file with its hash, and look whether every tensor is covered
+verify  compare every file with its hash, and check that every tensor is complete
 export  the model of one checkpoint, the newest of FOLDER, as one safetensors file
 
-None of them runs anything that is in a checkpoint: use them on checkpoints that you do not trust."""
+None of them runs code from a checkpoint, so they are safe for checkpoints that you do not trust."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -63,7 +63,7 @@ def _verify(arguments: Namespace) -> int:
         print(f"{_name(saved.path)}  {printable('; '.join(found) or whole_text)}")
         damaged += [saved.path.name] * bool(found)
     if damaged:
-        raise PipelineError(f"damaged: {', '.join(damaged)}; remove them to go on from those before them")
+        raise PipelineError(f"damaged: {', '.join(damaged)}; remove them to resume from earlier ones")
     return 0
 
 
