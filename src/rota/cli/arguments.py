@@ -60,10 +60,7 @@ def parse_link(text: str) -> tuple[int, int | None]:
         ):
             bytes_per_us = per_us
         else:
-            raise ValueError(
-                f"{text!r} is not a link: {part!r} is wrong; write latency and rate, each at most once, "
-                "such as 5us,50GB/s"
-            )
+            raise ValueError(f"{text!r} is not a link: {part!r} is wrong; write latency and rate, such as 5us,50GB/s")
     return latency_us or 0, bytes_per_us
 
 

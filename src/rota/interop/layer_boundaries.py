@@ -31,10 +31,7 @@ def read_limited(path: str | Path, most_bytes: int) -> str:
 
 
 def require_boundaries(boundaries: Sequence[int], num_stages: int | None = None) -> tuple[int, ...]:
-    """Check boundaries as in `rota.cutting`: 0, the start of each further part, the number of layers.
-
-    Raises SplitError.
-    """
+    """Boundaries as in `rota.cutting`: 0, the start of each further part, the number of layers. Raises SplitError."""
     cut = tuple(boundaries)
     given = f"boundaries {_short(cut)}"
     if len(cut) < 2 or cut[0] != 0 or cut[-1] < 1:

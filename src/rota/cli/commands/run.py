@@ -66,10 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"--timeline {arguments.timeline}: PyTorch's engine records none; use --engine rota")
     for option in ("--timeline", "--force", "--mesh", "--max-restarts", "--timeout", "--engine"):
         if option in arguments.arguments:
-            print(
-                f"rota run: {option} after the script goes to the script; to give it to rota, put it first",
-                file=sys.stderr,
-            )
+            print(f"rota run: {option} after the script goes to the script; for rota put it first", file=sys.stderr)
     try:
         done = launch(
             planned,

@@ -15,10 +15,7 @@ from rota.errors import FormatError
 from rota.reading import LONGEST_NAME, read_bytes, short
 
 LARGEST_BYTES = 1024**3  # of a trace, unpacked
-_ALWAYS_BYTES, _LARGEST_RATIO = (
-    64 * 1024**2,
-    100,
-)  # gzip packs traces to about 1/20; a file that unpacks to much more is not a trace
+_ALWAYS_BYTES, _LARGEST_RATIO = 64 * 1024**2, 100  # traces pack to about 1/20; no trace packs far better
 _LARGEST_NS = 2**62  # some 146 years
 _GZIP = b"\x1f\x8b"
 
