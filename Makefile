@@ -49,7 +49,7 @@ check: $(READY) ## lint, formatting, types, and what the pages say: links, files
 	$(BIN)/mypy
 	$(BIN)/pytest --quiet --numprocesses 0 tests/docs/test_pages.py
 
-fmt: $(READY) ## format the code and mend what the linter can
+fmt: $(READY) ## format the code and fix what the linter can
 	$(BIN)/ruff check --fix-only
 	$(BIN)/ruff format
 

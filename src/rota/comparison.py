@@ -2,7 +2,7 @@
 
 The causes come from a replay: the plan is simulated repeatedly, each time with one more measured quantity (see `Part`),
 until all are measured. The makespan grows from the planned to the measured one, and the growth of each step is one
-cause's part. Only clocks can leave a remainder, where by the clocks something was read before it arrived.
+cause's part. Only clocks that differ can leave a remainder: according to them, something was read before it arrived.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Part(StrEnum):
     CORES = "shared cores"  #: time that ops and launches lost because more ranks were busy than there are cores
     ARRIVALS = "later arrivals"  #: measured durations of transfers, without what CONTENTION counts
     CONTENTION = "contention"  #: time that transfers lost to others on the same link at the same time
-    SENDS = "late sends"  #: a transfer starts later than what it sends was made
-    LAUNCH = "launch gaps"  #: an op starts later than all that it needs arrived, or the ranks of a task start apart
+    SENDS = "late sends"  #: a transfer starts some time after its data was ready
+    LAUNCH = "launch gaps"  #: an op starts some time after its inputs arrived, or the ranks of a task start apart
     STEP_END = "step end"  #: measured starts and durations of reductions and optimizer steps
-    CLOCK = "clocks"  #: by the clocks, something was read before it arrived
+    CLOCK = "clocks"  #: according to the clocks, something was read before it arrived
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class Comparison:
 
 
 def _other_rows(planned: Plan, measured: Plan) -> list[str]:
-    """Says so if the micro-batches that ran have another size than those that the plan is for."""
+    """A remedy, if the measured micro-batches are not of the size that the plan is for."""
     expected, seen = planned.microbatch_rows, measured.microbatch_rows
     if expected is None or seen is None or expected == seen:
         return []
@@ -178,7 +178,7 @@ def compare(planned: Timeline | Plan, measured: Timeline | Plan, num_cores: int 
         Both timelines, the differences op by op, and the difference in makespan by cause.
 
     Raises:
-        PlanError: The two are not of the same plan, but for its costs.
+        PlanError: The two plans differ in more than their costs.
     """
     planned, measured = timeline_of(planned), timeline_of(measured)
     plan = planned.plan
@@ -400,7 +400,7 @@ class _Replay:
 
 
 def _with_step_ends(plan: Plan, other: Plan) -> Plan:
-    """`plan` with the step ends that only `other` has; they take no time."""
+    """`plan` with the step ends that only `other` has, with a duration of 0."""
     known = {end.stage for end in plan.placement.step_ends}
     more = tuple(StepEnd(end.stage, 0, 0) for end in other.placement.step_ends if end.stage not in known)
     if not more:

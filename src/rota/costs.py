@@ -20,7 +20,7 @@ def whole(name: str, value: object, signed: bool = False) -> int:
     """`value` as an int if it is a whole number of 0 or more (any whole number if `signed`).
 
     Raises:
-        PlacementError: It is not; the message calls it `name`.
+        PlacementError: It is not such a number; the message calls it `name`.
     """
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -71,7 +71,7 @@ class Cluster:
         links: (sender, receiver, Link) of the pairs that differ. The first entry of a pair counts.
 
     Raises:
-        PlacementError: There is no rank, a number is not whole or negative, or a link leaves the cluster.
+        PlacementError: There is no rank, a number is negative or not whole, or a link leaves the cluster.
     """
 
     limit_bytes: tuple[int | None, ...]
@@ -195,7 +195,7 @@ class Costs:
         microbatch_rows: Examples in the micro-batch whose costs these are. None: unknown.
 
     Raises:
-        PlacementError: A number is not whole or negative, a field has the wrong number of entries, or more bytes are
+        PlacementError: A number is negative or not whole, a field has the wrong number of entries, or more bytes are
             freed or kept than a stage has.
     """
 
@@ -302,7 +302,7 @@ class Costs:
             **others: The other fields of Costs.
 
         Raises:
-            PlacementError: `num_stages` is below 1, or a number is not whole or negative.
+            PlacementError: `num_stages` is below 1, or a number is negative or not whole.
         """
         if num_stages < 1:
             raise PlacementError(f"num_stages is {num_stages}: a pipeline needs at least 1 stage")
@@ -373,10 +373,10 @@ def _spread(name: str, value: object, count: int, gaps: bool = False, signed: bo
     )
 
 
-#: What is assumed of a stage of which nothing is known: so much that sharing it between stages rounds nothing.
+#: Assumed of a stage whose costs are unknown: large enough to be divided among stages without rounding.
 ASSUMED_COSTS = {"forward_us": 1000, "backward_us": 2000, "activation_bytes": 1000}
 
 
 def assumed_costs(num_stages: int, **given: int) -> Costs:
-    """Costs of equal stages of which only what is `given` is known; other fields have the assumed values."""
+    """Costs of equal stages: the `given` fields, and assumed values for the others."""
     return Costs.uniform(num_stages, **(ASSUMED_COSTS | given))

@@ -47,11 +47,11 @@ class PipelineError(RotaError):
 
 
 class LostRankError(PipelineError):
-    """Another rank is gone, and the first error is there, not here.
+    """Another rank was lost, and the first error is on that rank.
 
     Attributes:
         lost: Which rank was lost, and when.
-        first_error: What that rank still reported; empty if nothing.
+        first_error: The error that that rank reported before; empty if none.
     """
 
     def __init__(self, lost: str) -> None:

@@ -58,7 +58,7 @@ class LayerCosts:
         note: Where the numbers come from.
 
     Raises:
-        PlacementError: A field has the wrong number of entries, a number is not whole or negative, or an edge or a
+        PlacementError: A field has the wrong number of entries, a number is negative or not whole, or an edge or a
             pair does not go from a layer to a later one.
     """
 
@@ -131,7 +131,7 @@ class LayerCosts:
         """Costs of stages that are runs of layers.
 
         Times add up. Bytes add up, except that what layers share counts once. Of peaks the highest layer's counts. If
-        the backward is split, a stage none of whose inputs needs a gradient has no I: its W is the whole backward.
+        the backward is split, a stage whose inputs need no gradients has no I: its W is the whole backward.
 
         Args:
             boundaries: Stage i has the layers boundaries[i] to boundaries[i + 1] - 1.
@@ -185,7 +185,7 @@ class LayerCosts:
         for stage, (a, b) in enumerate(pairwise(boundaries)):
             if any(pair[1] == stage and sizes[1] for pair, sizes in crossing.items()):
                 left = waiting[stage] + old[stage]
-                # I lets nothing go before its end: all that it notes for W comes on top of what F kept.
+                # I frees nothing before its end: all that it keeps for W comes on top of what F kept.
                 needed_by_input = sum(map(self._input_peak, range(a, b))) - max(left - held[stage], 0)
                 times = sum(self.input_us[a:b]), sum(self.weight_us[a:b])
                 peaks = max(needed_by_input, 0), max(self.weight_peak_bytes[a:b])

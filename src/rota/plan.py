@@ -70,7 +70,7 @@ class Plan:
 
     @property
     def microbatch_rows(self) -> int | None:
-        """The examples of the micro-batch that its times and bytes are for. None: nobody knows."""
+        """The examples of the micro-batch that its times and bytes are for. None: unknown."""
         known = self.placement.microbatch_rows
         return self.usage.microbatch_rows if known is None and self.usage is not None else known
 

@@ -66,7 +66,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def read_bytes(read: Callable[[int], bytes], most: int) -> bytearray:
-    """All bytes from a stream's `read`, but `most + 1` at most: more than `most` means that there is more to read."""
+    """The bytes from a stream's `read`, at most `most + 1` of them: that many mean that the stream is too long."""
     data = bytearray()
     while len(data) <= most and (piece := read(min(most + 1 - len(data), _PIECE_BYTES))):
         data += piece

@@ -24,8 +24,8 @@ from rota.simulation import simulate
 def replan(plan: Plan, num_ranks: int) -> Plan:
     """Plan the same stages for another number of ranks.
 
-    Neighbouring stages share a rank so that the ranks' times are balanced; if that does not fit in memory, so that
-    their static bytes are, then what their ops hold. All ranks are assumed equal: the smallest memory limit applies to
+    Neighbouring stages share a rank. They are divided so that the ranks' times are balanced; if that does not fit in
+    memory, their static bytes, then the bytes that their ops hold. Ranks are assumed equal: the lowest limit applies to
     each, and a rank's static bytes are divided evenly among its stages. The result depends on the arguments alone, so
     processes that call it with the same arguments get the same plan.
 

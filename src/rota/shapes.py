@@ -73,13 +73,13 @@ class Shape(NamedTuple):
 
     Attributes:
         place: Makes the placement.
-        a_rank: Stages per rank, or the least number of them.
-        shared: Stages on all ranks; on n ranks a shape needs `a_rank * n + shared` stages, or more.
+        per_rank: Stages per rank, or the least number of them.
+        shared: Stages on all ranks; on n ranks a shape needs `per_rank * n + shared` stages, or more.
         summary: A few words.
     """
 
     place: Callable[[Costs, Cluster], Placement]
-    a_rank: int
+    per_rank: int
     shared: int
     summary: str
 

@@ -1,7 +1,7 @@
-"""What ends a search before it is done: Ctrl-C, its time limit, an error of the caller's `progress`.
+"""Stop a search early: on Ctrl-C, at its time limit, or on an error of the caller's `progress`.
 
-A search that is ended answers with the best so far. Its parts look every now and then whether they should go on: those
-that have a budget ask it; those that know of none, such as a schedule that is built step by step, call `look`.
+A stopped search returns the best result so far. Its parts check regularly whether to go on: those that have a budget
+ask it; the others, such as a schedule that is built step by step, call `look`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _Told = TypeVar("_Told")
 
 
 class Stoppable(Protocol):
-    """A search looks at `stopped_by` every now and then: "" or what has stopped it."""
+    """A search that checks `stopped_by` regularly: the reason to stop, "" if there is none."""
 
     stopped_by: str
     progress_error: Exception | None
 
 
 class Stopped(Exception):
-    """Raised by `look` where the search is over; whoever has something to show for its work so far returns that."""
+    """Raised by `look` when the search must stop; code that has a result by then catches it and returns the result."""
 
 
 _must_stop: ContextVar[Callable[[], bool]] = ContextVar("must_stop", default=lambda: False)
@@ -33,7 +33,7 @@ _must_stop: ContextVar[Callable[[], bool]] = ContextVar("must_stop", default=lam
 
 @contextmanager
 def watched(must_stop: Callable[[], bool]) -> Iterator[None]:
-    """Inside, `look` raises Stopped as soon as `must_stop()` holds, or what is watched around it."""
+    """In the block, `look` raises Stopped once `must_stop()`, or that of a surrounding block, is true."""
     around = _must_stop.get()
     token = _must_stop.set(lambda: must_stop() or around())
     try:
@@ -43,7 +43,7 @@ def watched(must_stop: Callable[[], bool]) -> Iterator[None]:
 
 
 def look() -> None:
-    """To be called after some milliseconds of work at most; raises Stopped where a search around it is over."""
+    """Raise Stopped if a surrounding search must stop; call this every few milliseconds."""
     if _must_stop.get()():
         raise Stopped
 
@@ -67,7 +67,7 @@ def ended_by_ctrl_c(search: Stoppable) -> Iterator[None]:
 
 
 def guarded(progress: Callable[[_Told], None] | None, search: Stoppable) -> Callable[[_Told], None]:
-    """`progress`, an error of which stops the search; it is warned of at once, and kept in `progress_error`."""
+    """Wrap `progress`: an error in it stops the search, is reported as a warning, and is kept in `progress_error`."""
 
     def tell(told: _Told) -> None:
         if progress is None or search.progress_error is not None:

@@ -127,7 +127,7 @@ class Timeline:
                 yield Span(route.sender, start, end, work)
 
     def step_end_spans(self) -> Iterator[Span]:
-        """Spans of the reductions and optimizer steps that take time."""
+        """Spans of the reductions and optimizer steps, without those of duration 0."""
         for (i, rank), times in zip(self.plan.step_end_ranks, self.step_ends_us, strict=True):
             stage = self.plan.placement.step_ends[i].stage
             spans = (
@@ -244,7 +244,7 @@ class Timeline:
         return timeline
 
     def refuse_disorder(self) -> None:
-        """Check the times, as it is done for a timeline from a file or from traces.
+        """Check the times of a timeline that was read from a file or from traces.
 
         Raises:
             FormatError: Ops of a rank overlap or are out of order, or something ends before it starts or starts before

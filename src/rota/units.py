@@ -1,4 +1,4 @@
-"""Times and sizes for people: three significant digits and a unit."""
+"""Times and sizes as text: three significant digits and a unit."""
 
 from __future__ import annotations
 

@@ -323,9 +323,9 @@ def test_calibrate_searches(measured_file: Path, tmp_path: Path, capsys: pytest.
     ("arguments", "told"),
     [
         (["{measured}", "--time-limit", "3"], "--time-limit is for --plan search; leave it out, or search"),
-        (["{measured}", "--costs", "{measured}"], "is what the command reads, and would be lost"),
-        (["{measured}", "-o", "{measured}"], "is what the command reads, and would be lost"),
-        (["{plan}"], "is a plan, which says what was expected; give timelines, what was measured"),
+        (["{measured}", "--costs", "{measured}"], "is read by the command, and would be overwritten"),
+        (["{measured}", "-o", "{measured}"], "is read by the command, and would be overwritten"),
+        (["{plan}"], "is a plan, whose times are expected ones; give measured timelines"),
         (["{measured}", "-o", "/nowhere/x.json"], "cannot write /nowhere/x.json"),
     ],
 )

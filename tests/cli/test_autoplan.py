@@ -150,8 +150,8 @@ def test_a_run_has_the_replicas_of_the_plan(tmp_path: Path, monkeypatch: pytest.
             ["--profile", "PROFILE", "--ranks", "100001"],
             "num_ranks is 100,001, more than any machine has; give 100,000",
         ),
-        (["--profile", __file__], "is a Python file, and one that Rota wrote is wanted here"),
-        (["PROFILE"], "is no Python file; a profile is given by --profile "),
+        (["--profile", __file__], "is a Python file, but this needs a file that Rota wrote"),
+        (["PROFILE"], "is not a Python file; give a profile by --profile "),
         (["--profile", "nowhere.json"], "cannot read nowhere.json"),
         (["nowhere.py"], "cannot read nowhere.py"),
     ],
@@ -189,5 +189,5 @@ def test_links_as_people_write_them(text: str, link: tuple[int, int | None]) -> 
 
 @pytest.mark.parametrize("text", ["", "fast", "5us,5us", "5us,1GB/s,2us", "1B/s", "-5us", "5us,xGB/s"])
 def test_no_links(text: str) -> None:
-    with pytest.raises(ValueError, match=r"no (link|size)"):
+    with pytest.raises(ValueError, match=r"not a (link|size)"):
         parse_link(text)

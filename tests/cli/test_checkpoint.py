@@ -12,10 +12,10 @@ import safetensors.torch
 import torch
 
 from rota.cli import main
-from rota.runtime.checkpoints import folder as checkpoint_folder
+from rota.runtime.checkpoints import checkpoint_folder
+from rota.runtime.checkpoints.contents import damages
 from rota.runtime.checkpoints.files import read_saved
 from rota.runtime.checkpoints.manifest import File, Manifest, digest
-from rota.runtime.checkpoints.reading import damages
 from support.checkpoint_runs import TWO, Training, model, save_model
 from support.pool import Pool
 

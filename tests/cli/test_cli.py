@@ -249,7 +249,7 @@ def test_what_a_command_reads_is_not_written_over(
     before = plan_file.read_text()
     code, _, error = run(capsys, *(plan_file if argument == "plan" else argument for argument in arguments))
     assert (code, error.count("\n")) == (2, 1)
-    assert "is what the command reads, and would be lost; write to another file" in error
+    assert "is read by the command, and would be overwritten; write to another file" in error
     assert plan_file.read_text() == before
 
 
@@ -312,7 +312,7 @@ def test_sizes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["1.5", "0.5b", "1.5 B", "-1", "1e3", ""])
 def test_no_sizes(text: str) -> None:
-    with pytest.raises(ValueError, match=f"^{text!r} is no "):
+    with pytest.raises(ValueError, match=f"^{text!r} is not a "):
         parse_bytes(text)
 
 

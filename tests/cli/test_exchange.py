@@ -85,7 +85,7 @@ def test_torchtitan(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         code, out, error = run(capsys, *export, f"model.py:{model}", "--cuts", cuts, "-o", model)
         assert (code, error) == (0, "")
         assert stages_of(out) == names
-        assert "must get 4 micro-batches a step" in out
+        assert "must get 4 micro-batches per step" in out
         code, out, _ = run(capsys, "import", "torchtitan", f"{model}/parallelism.toml", "-o", f"{model}.json")
         assert code == 0
         assert stages_of(out) == names
@@ -93,8 +93,8 @@ def test_torchtitan(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert Plan.from_json((here / f"{model}.json").read_text()) == Plan.from_json((here / "plan.json").read_text())
     code, out, _ = run(capsys, *export, "model.py:marked", "-o", "spread")
     assert (code, stages_of(out)[0]) == (0, "tok_embeddings layers.0")
-    assert "torchtitan puts None in the place of modules that other stages have" in out
-    assert "torchtitan puts None" in run(capsys, "export", "torchtitan", "--help")[1]
+    assert "torchtitan replaces the modules of other stages by None" in out
+    assert "torchtitan replaces the modules" in run(capsys, "export", "torchtitan", "--help")[1]
     code, out, _ = run(capsys, "export", "torchtitan", "cut.json", "--model", "model.py:marked", "-o", "planned")
     assert (code, stages_of(out)) == (0, ["tok_embeddings layers.0", "layers.1 layers.2", "layers.3", "output"])
 
@@ -116,7 +116,7 @@ def test_megatron(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.orders == Plan.from_json((here / "plan.json").read_text()).orders
     assert [task.duration_us for task in plan.placement.tasks[:4]] == [31, 40, 40, 35]
     code, out, _ = run(capsys, "export", "megatron", "three.json", "--boundaries", "0,2,4,6")
-    assert "Megatron does these stages in its own order" in out
+    assert "Megatron runs these stages in its own order" in out
     assert out.endswith("Not written; use -o to keep: Et|tt|tL\n")
     assert run(capsys, "export", "megatron", "cut.json", "--boundaries", "0,2,3,4,5")[1].endswith("keep: Et|t|t|L\n")
 
@@ -173,7 +173,7 @@ def test_deepspeed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, error) == (0, "")
     boundaries = json.loads((here / "parts.json").read_text())
     assert (boundaries[0], boundaries[-1], len(boundaries)) == (0, 8, 4)
-    assert "DeepSpeed does these stages in its own order, 1F1B" in out
+    assert "DeepSpeed runs these stages in its own order, 1F1B" in out
     code, out, _ = run(capsys, "import", "deepspeed", "parts.json", "--microbatches", "4", "-o", "back.json")
     assert code == 0
     assert f"Cut at the boundaries {','.join(map(str, boundaries))}." in out
@@ -208,9 +208,9 @@ EXPORT = "export torchtitan plan.json --model"
         (f"{EXPORT} model.py -o titan", "give FILE.py:FUNCTION, such as model.py:make_model"),
         (f"{EXPORT} none.py:make -o titan", "cannot read none.py: No such file or directory"),
         (f"{EXPORT} plan.json:make -o titan", "give FILE.py:FUNCTION"),
-        (f"{EXPORT} model.py:marked -o model.py", "model.py is there already"),
+        (f"{EXPORT} model.py:marked -o model.py", "model.py exists already"),
         ("export megatron plan.json --boundaries 0,4,8", "make 2 parts for 4 stages; give 5 entries"),
-        ("export megatron plan.json --boundaries 0,x", "'x' in '0,x' is no number of layers"),
+        ("export megatron plan.json --boundaries 0,x", "'x' in '0,x' is not a number of layers"),
         ("export megatron plan.json --boundaries 0,4,3,9,12", "fall from 4 to 3"),
         ("export megatron plan.json", "where is the cut? plan.json does not say; give --boundaries"),
         ("export megatron cut.json", "which of the layers that cut.json cuts at 0,1,3,4,5 are transformer layers?"),
@@ -220,11 +220,11 @@ EXPORT = "export torchtitan plan.json --model"
             "--layers cannot tell layers of multi-token prediction",
         ),
         ("export megatron cut.json --layers a*6 --type a", "boundaries end with 5, but there are 6 layers"),
-        ("export megatron cut.json --layers e,a,n,a,h --type a", "layer 2 (n) lies between transformer layers"),
+        ("export megatron cut.json --layers e,a,n,a,h --type a", "layer 2 (n) is between transformer layers"),
         ("export megatron cut.json --layers a*5 --type b", "pattern 'b' matches none of the layers"),
         ("export deepspeed three.json", "where is the cut? three.json does not say; give --boundaries, or --type and"),
         ("export deepspeed three.json --type a", "--type and --layers go together; give --boundaries, or --type and"),
-        ("export deepspeed three.json --type a --layers B*x", "'B*x' is no layer; write such as Block, or Block*8"),
+        ("export deepspeed three.json --type a --layers B*x", "'B*x' is not a layer; write such as Block, or Block*8"),
         (
             "export deepspeed three.json --type a --layers Block*4",
             "pattern 'a' matches none of the layers, which are Block",
@@ -236,7 +236,7 @@ EXPORT = "export torchtitan plan.json --model"
         ("import megatron plan.json --ranks 2 --microbatches 4", "plan.json: layout, character 1: '{' is unknown here"),
         ("import megatron good.txt --ranks 3 --microbatches 4", "good.txt: the layout has 4 stages for 3 ranks"),
         ("import megatron good.txt --ranks 2 --microbatches 0", "num_microbatches is 0"),
-        ("import deepspeed good.txt --microbatches 4", "good.txt: no list of boundaries"),
+        ("import deepspeed good.txt --microbatches 4", "good.txt: not a list of boundaries"),
         (
             "import deepspeed falling.json --microbatches 4",
             "falling.json: boundaries 0,3,2 fall from 3 to 2 at entry 2",
@@ -244,7 +244,7 @@ EXPORT = "export torchtitan plan.json --model"
         ("import deepspeed words.json --microbatches 4", 'words.json: boundaries[1] is "x"; expected a whole number'),
         ("import torchtitan plan.json", "plan.json: parallelism has neither of"),
         ("import torchtitan empty.toml", "empty.toml has no section [parallelism]"),
-        ("import torchtitan model.py", "is no TOML"),
+        ("import torchtitan model.py", "is not TOML"),
     ],
 )
 def test_what_cannot_be_is_told_in_a_line(
@@ -284,7 +284,7 @@ def test_what_exists_is_written_over_by_force_alone(here: Path, capsys: pytest.C
         kept.write_text("mine")
         code, _, error = run(capsys, *command.split())
         assert code == 2
-        assert "is there already; give another name, or --force to write over it" in error
+        assert "exists already; give another name, or --force to overwrite it" in error
         assert kept.read_text() == "mine"
         assert run(capsys, *command.split(), "--force")[0] == 0
         assert kept.read_text() != "mine"

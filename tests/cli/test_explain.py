@@ -89,10 +89,10 @@ def test_a_trace_is_imported_explained_and_kept(tmp_path: Path, capsys: pytest.C
 def test_what_is_no_trace_is_told(measured_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, error = run(capsys, "import-trace", measured_file)
     assert (code, out, error.count("\n")) == (2, "", 1)
-    assert "measured.json: no trace of torch.profiler" in error
+    assert "measured.json: not a trace of torch.profiler" in error
     code, _, error = run(capsys, "import-trace", measured_file, "-o", tmp_path / "absent" / "x.json")
     assert code == 2
-    assert "there is no such folder" in error
+    assert "its folder does not exist" in error
 
 
 def test_show_writes_a_trace_for_perfetto(

@@ -68,7 +68,7 @@ def test_what_is_there_is_written_over_by_force_alone(command: str, capsys: pyte
     code, error = rota(capsys, command)
     assert (code, error.count("\n")) == (2, 1)
     force = "--force (before the plan)" if command.startswith("run") else "--force"
-    assert f"{name} is there already; give another name, or {force} to write over it" in error
+    assert f"{name} exists already; give another name, or {force} to overwrite it" in error
     assert path.read_text() == "precious"
     if command.startswith(("plan", "simulate", "show", "compare")):
         assert rota(capsys, f"{command} --force")[0] == 0
@@ -122,7 +122,7 @@ def test_a_folder_that_cannot_be_made_is_refused(command: str, capsys: pytest.Ca
 def test_force_does_not_write_over_what_the_command_reads(capsys: pytest.CaptureFixture[str]) -> None:
     before = Path("plan.json").read_text()
     code, error = rota(capsys, "show plan.json --force -o plan.json")
-    assert (code, "is what the command reads" in error) == (2, True)
+    assert (code, "is read by the command" in error) == (2, True)
     assert Path("plan.json").read_text() == before
 
 
@@ -131,7 +131,7 @@ def test_force_does_not_write_over_what_the_command_reads(capsys: pytest.Capture
     [
         ("plan 1f1b --ranks 3 --microbatches 4 -o plan.html", "then draw it by `rota show plan.json -o plan.html`"),
         ("simulate plan.json -o x.html", "a timeline is written as .json, not as x.html; write it by -o timeline.json"),
-        ("simulate plan.json -o x.csv", "-o timeline.json, a CSV is of a plan"),
+        ("simulate plan.json -o x.csv", "-o timeline.json, a CSV holds a plan"),
         ("import-trace trace.json -o x.html", "then draw it by `rota show timeline.json -o x.html`"),
         ("run --timeline x.PNG plan.json train.py", "write it by --timeline timeline.json, then draw it by"),
         ("compare measured.json plan.json", "the plan comes first, as in `rota compare plan.json measured.json`"),
@@ -221,6 +221,6 @@ def test_two_things_do_not_go_into_one_file(capsys: pytest.CaptureFixture[str]) 
     code, error = rota(capsys, "calibrate measured.json -o a.json --costs ./a.json --force")
     assert (code, error) == (
         2,
-        "rota calibrate: error: a.json is given for two things; the second would be written over the first\n",
+        "rota calibrate: error: a.json is given for two outputs; the second would overwrite the first\n",
     )
     assert not Path("a.json").exists()

@@ -61,7 +61,7 @@ def test_a_profile_is_written_for_each_number_of_rows(
     assert sum(profile[4].parameter_bytes) == parameters
     assert sum(profile[4].optimizer_bytes) == 2 * parameters + 4 * 4  # two moments; a number of steps a parameter
     assert len(split(load_model_file(str(model)).make_model(), 3, profile[4].cuts)) == 3
-    assert "4 rows a micro-batch, measured on" in out
+    assert "4 rows per micro-batch, measured on" in out
     assert out.count("layer  F") == 2
 
 
@@ -136,9 +136,11 @@ def test_times_that_say_nothing_are_told(
     monkeypatch.setattr("rota.profiling.layer_measurement.timed", timed)
     code, out, _ = run(capsys, model, "--repeats", 9, "--cache", model.parent / "cache")
     assert (code, {*asked}) == (0, {9})
-    advice = "Measurements that vary by 657% are nothing to plan by: close other programs, and measure more often, by "
+    advice = (
+        "Measurements that vary by 657% are too noisy for planning: close other programs, and measure more often, by "
+    )
     assert (f"{advice}--repeats 27 --refresh." in out) is told
-    assert ("nothing to plan by" in out) is told
+    assert ("too noisy for planning" in out) is told
 
 
 def test_options_that_do_not_belong_are_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

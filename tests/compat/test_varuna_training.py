@@ -257,7 +257,7 @@ def whole_life(rank: int, folder: Path) -> None:
         Varuna(GPT(), "0,1;", batch(0, 2), 7, CHUNK_SIZE)
     with pytest.raises(SplitError, match=r"CutPoint cutpoints\[0\] is given a tuple; give it one tensor"):
         wrap(TwoTensors(), "0;1;")
-    with pytest.raises(SplitError, match=r"is 'lm_head_weight' in stage 1 too; register a Parameter of its own"):
+    with pytest.raises(SplitError, match=r"is also 'lm_head_weight' in stage 1; register a Parameter of its own"):
         wrap(tied(GPT(), 1), "0;1;")
     with pytest.raises(SplitError, match="did you mean 'lm_head_weight'"):
         wrap(GPT(), "0;1;", shared_weights=[("position.weight", "lm_head_weigth")])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rota.costs import Cluster, Costs
 from rota.cutting import Cut, cut
-from rota.cutting.problem import StageMemory
+from rota.cutting.cut_problem import StageMemory
 from rota.errors import SplitError
 from rota.layers import LayerCosts
 from rota.placing import interleaved, place, wave

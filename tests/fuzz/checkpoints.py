@@ -38,9 +38,9 @@ from fuzz import verdicts
 from fuzz.mutating import byte_mutants, json_mutants, text_mutants
 from rota import Checkpoints, Cluster, Costs, Pipeline, PipelineError, RotaError, Stages, place
 from rota.cli.commands.checkpoint import ACTIONS
+from rota.runtime.checkpoints.contents import damages, find
 from rota.runtime.checkpoints.files import read_saved
 from rota.runtime.checkpoints.manifest import digest
-from rota.runtime.checkpoints.reading import damages, find
 from rota.schedules import gpipe
 
 Files = dict[str, bytes | Callable[[Path], object]]  # by name: contents, or what makes something else of the name

@@ -15,7 +15,7 @@ from fuzz.mutating import text_mutants
 from rota import Cluster, Costs, FormatError, RotaError, ScheduleError, SplitError, place
 from rota.compat.deepspeed import schedule as ds
 from rota.compat.deepspeed import to_plan
-from rota.compat.deepspeed.partition import partition
+from rota.compat.deepspeed.partition_method import partition
 from rota.cutting import by_regex
 from rota.interop import deepspeed
 from rota.schedules import NAMED
@@ -31,8 +31,8 @@ def test_boundaries_are_read_as_written(counts: list[int]) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("[0, 4,", "no list of boundaries"),
-        ("[" * 100_000, "no list of boundaries"),
+        ("[0, 4,", "not a list of boundaries"),
+        ("[" * 100_000, "not a list of boundaries"),
         ('{"parts": [0, 4]}', "boundaries is"),
         ("[0, 4.5]", "boundaries[1] is 4.5; expected a whole number"),
         ("[0, true]", "boundaries[1] is true"),
@@ -44,7 +44,7 @@ def test_boundaries_are_read_as_written(counts: list[int]) -> None:
         ("[0, 5, 4]", "fall from 5 to 4 at entry 2; sort them"),
         ("[0, 100000000000]", "10,000 at most"),
         (f"[0, {'1, ' * 400_000}1]", "1,000,000 at most"),
-        (f"[0, {'9' * 5000}]", "no list of boundaries"),
+        (f"[0, {'9' * 5000}]", "not a list of boundaries"),
     ],
 )
 def test_what_are_no_boundaries(text: str, told: str) -> None:

@@ -120,7 +120,7 @@ def test_any_text_is_read_as_megatron_does_or_refused(text: str) -> None:
         ("Et|tLL", "2 L (loss)"),
         ("tE|L", "E (embedding) must be first in the first stage, which is 't' there"),
         ("Et|L|", "L (loss) must be last in the last stage, which is '' there"),
-        ("Em|tL", "a t (transformer layer) comes behind an m (MTP)"),
+        ("Em|tL", "a t (transformer layer) comes after an m (MTP)"),
         ("Et|m|mL", "m (MTP) is in the stages 1, 2; put all of them into one"),
     ],
 )

@@ -98,7 +98,7 @@ def test_whole_backwards_in_place_of_split_ones(at: str, cells: str) -> None:
 
 @pytest.mark.parametrize("options", [{"recompute": [1]}, {"recompute": "full"}, {"mesh": object()}])
 def test_options_of_the_other_engine(options: dict[str, Any]) -> None:
-    told = "{}={!r} is no option of PyTorch's engine here".format(*next(iter(options.items())))
+    told = "{}={!r} is not an option of PyTorch's engine here".format(*next(iter(options.items())))
     with pytest.raises(PipelineError, match=re.escape(told)):
         TorchEngine(layers(2), plan_on([0, 1]), loss_fn, **options)
 

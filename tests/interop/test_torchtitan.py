@@ -107,7 +107,7 @@ def test_a_cut_inside_of_a_module_is_refused_by_name_and_one_that_is_not_made_is
     model = Outer()
     assert module_parts(model, split(model, 2, cuts=["cut"])) == (("first", "blocks.0", "cut"), ("blocks.1",))
     with pytest.raises(
-        RotaError, match=r"stages 0, 1 share 'blocks.0' \(InnerCut\): a cut lies inside of it, .* first, "
+        RotaError, match=r"stages 0, 1 share 'blocks.0' \(InnerCut\): a cut is inside of it, .* first, "
     ):
         module_parts(model, split(model, 2, cuts=["blocks[0].cut"]))
 
@@ -151,7 +151,7 @@ def test_stages_and_names_that_do_not_fit_the_model() -> None:
         RotaError, match=r"GPT has no 'layer\.2' that a part can begin with; did you mean 'layers\.2'\?"
     ):
         parts_beginning_with(GPT(), ["layer.2"])
-    with pytest.raises(RotaError, match=r"'layers\.1' cannot begin a part: it is not behind 'layers\.3'"):
+    with pytest.raises(RotaError, match=r"'layers\.1' cannot begin a part: it is not after 'layers\.3'"):
         parts_beginning_with(GPT(), ["layers.3", "layers.1"])
     with pytest.raises(RotaError, match="'tok_embeddings' cannot begin a part"):
         parts_beginning_with(GPT(), ["tok_embeddings"])
@@ -205,8 +205,8 @@ def test_the_files_say_what_torchtitan_reads(tmp_path: Path) -> None:
     ("plan", "parts", "told"),
     [
         (a_plan(), FOUR[:3], "there are 3 parts for 4 stages; give one per stage"),
-        (a_plan(), (*FOUR[:3], ("out put",)), "part 3 has 'out put', which is no module's name, such as layers.0"),
-        (a_plan(), (*FOUR[:3], ('a"]\n',)), "no module's name"),
+        (a_plan(), (*FOUR[:3], ("out put",)), "part 3 has 'out put', which is not a module's name, such as layers.0"),
+        (a_plan(), (*FOUR[:3], ('a"]\n',)), "not a module's name"),
         (a_plan(), (*FOUR[:3], ("norm", "norm")), "part 3 has norm twice; remove one of them"),
         (
             NAMED["gpipe"](place(Costs.uniform(4), Cluster.uniform(2), [0, 0, 1, 1]), 2),
@@ -216,7 +216,7 @@ def test_the_files_say_what_torchtitan_reads(tmp_path: Path) -> None:
         (
             NAMED["forward_only"](interleaved(Costs.uniform(4), Cluster.uniform(2)).forward_only(), 2),
             FOUR,
-            "the plan has forwards alone, but torchtitan trains",
+            "the plan has only forwards, but torchtitan trains",
         ),
         (
             NAMED["gpipe"](place(Costs.uniform(4, edges=[(0, 1), (0, 2), (1, 3), (2, 3)]), Cluster.uniform(4)), 2),
@@ -233,7 +233,7 @@ def test_what_is_not_exported_leaves_no_file(tmp_path: Path, plan: Plan, parts: 
 
 
 def test_a_folder_that_no_config_can_name(tmp_path: Path) -> None:
-    with pytest.raises(RotaError, match="has characters that a config cannot say; use another"):
+    with pytest.raises(RotaError, match="has characters that a config cannot contain; use another"):
         torchtitan.export(FOUR, a_plan(), tmp_path / "a\nb")
 
 
@@ -284,7 +284,7 @@ def test_files_that_are_too_large_or_no_text(tmp_path: Path) -> None:
     with pytest.raises(RotaError, match="has more than 4,194,304 bytes"):
         torchtitan.load(config)
     config.write_bytes(b"\xff\xfe")
-    with pytest.raises(RotaError, match="no text file"):
+    with pytest.raises(RotaError, match="not a text file"):
         torchtitan.load(config)
     config.write_text("[" * 200_000)
     with pytest.raises(RotaError, match="nested too deep"):
@@ -296,7 +296,7 @@ def test_files_that_are_too_large_or_no_text(tmp_path: Path) -> None:
     with pytest.raises(RotaError, match="neither"):
         torchtitan.load(toml)
     toml.write_text(f"[parallelism]\npipeline_parallel_degree = {'9' * 5000}")
-    with pytest.raises(RotaError, match="is no TOML"):
+    with pytest.raises(RotaError, match="is not TOML"):
         torchtitan.load(toml)
 
 
@@ -325,8 +325,8 @@ def test_damaged_files_are_loaded_or_refused(tmp_path: Path) -> None:
     [
         ("[parallelism" + ".a" * 100_000 + "]\n" + "x = 1\n" * 1000, "it has a key of more than 32 names"),
         ("x = {p = '''\"''', " + '"a\\"".' * 1000 + "a = 1}\n", "it has a key of more than 32 names"),
-        ("x = " + '"\x00"' * 1000, "no TOML"),
-        ('"' + "k" * 10_000 + '" = 1\n' + '"' + "k" * 10_000 + '" = 1\n', "no TOML"),
+        ("x = " + '"\x00"' * 1000, "not TOML"),
+        ('"' + "k" * 10_000 + '" = 1\n' + '"' + "k" * 10_000 + '" = 1\n', "not TOML"),
         (
             '[parallelism]\npipeline_parallel_schedule_csv = "a\\u001b[2J"\nmodule_fqns_per_model_part = [["a"]]',
             "printa",

@@ -315,11 +315,11 @@ def test_what_cannot_be_asked(change: dict[str, object], told: str) -> None:
         ({"num_ranks": 0}, "num_ranks is 0"),
         ({"num_ranks": 2, "limit_bytes": (1,)}, "limit_bytes has 1 entries for 2 ranks"),
         ({"num_ranks": 1, "slowdowns": (0,)}, r"slowdowns\[0\] is 0: give 1 for ordinary speed"),
-        ({"num_ranks": 2, "node_link": Link(1)}, "node_link joins nodes: say how many ranks one has"),
+        ({"num_ranks": 2, "node_link": Link(1)}, "node_link joins nodes: give the number of ranks of a node"),
         ({"num_ranks": 2, "ranks_per_node": 0}, "ranks_per_node is 0"),
         ({"num_ranks": 3, "link": Cluster.uniform(2)}, "link is a cluster of 2 ranks for 3; measure"),
         ({"num_ranks": 2, "link": Cluster.uniform(2), "ranks_per_node": 1}, "a cluster has the links of all pairs"),
-        ({"num_ranks": 2, "link": Cluster.uniform(2, 9), "limit_bytes": 8}, "the cluster has limit_bytes, too"),
+        ({"num_ranks": 2, "link": Cluster.uniform(2, 9), "limit_bytes": 8}, "the cluster has limit_bytes too"),
     ],
 )
 def test_machines_that_there_are_not(given: dict[str, object], told: str) -> None:

@@ -124,7 +124,7 @@ def test_stages_on_one_rank_run_one_after_the_other(given: Costs, cluster: Clust
     [
         (
             lambda: one_f_one_b(place(Costs.uniform(4), Cluster.uniform(2), (0, 1, 0, 1)), 2),
-            "1f1b: rank 0 has the stages 0, 2, but 1f1b takes one stage a rank; place one stage a rank, "
+            "1f1b: rank 0 has the stages 0, 2, but 1f1b takes one stage per rank; place one stage per rank, "
             "or use interleaved_1f1b or gpipe",
         ),
         (

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import rota
 from rota import Checkpoints, Cluster, Costs, Op, Pipeline, Plan, Stages, place
 from rota.runtime import checkpoints as checkpoints_room
-from rota.runtime.checkpoints import folder as checkpoint_folder
+from rota.runtime.checkpoints import checkpoint_folder
 from rota.runtime.faults.watchdog import EXIT_CODE
 from rota.schedules import one_f_one_b, zb_h1
 from support.fresh import Ended, mark, run_fresh

@@ -35,11 +35,11 @@ def parse_bytes(text: str) -> int:
     """Return bytes: "40GB" -> 40000000000, "512MiB" -> 536870912, "1000" -> 1000. Raises ValueError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|[kmgt]i?)b?", text.strip().lower())
     if match is None:
-        raise ValueError(f"{text!r} is no size; write bytes, or such as 40GB or 512MiB")
+        raise ValueError(f"{text!r} is not a size; write bytes, or such as 40GB or 512MiB")
     number, unit = Fraction(match[1]), match[2]
     if not unit and number.denominator > 1:
-        raise ValueError(f"{text!r} is no whole number of bytes; write such as {int(number)}, or {match[1]}GB")
-    return int(number * (_UNITS | _BINARY)[unit])  # down: a limit is not to be exceeded by what a fraction adds
+        raise ValueError(f"{text!r} is not a whole number of bytes; write such as {int(number)}, or {match[1]}GB")
+    return int(number * (_UNITS | _BINARY)[unit])  # rounded down: a limit must not be exceeded by a fraction of a byte
 
 
 def parse_link(text: str) -> tuple[int, int | None]:
@@ -50,7 +50,7 @@ def parse_link(text: str) -> tuple[int, int | None]:
         time = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(us|µs|ms|s)\s*", part)
         rate = re.fullmatch(r"\s*(.*)/s\s*", part)
         if rate is not None and rate[1].endswith("b"):
-            raise ValueError(f"{text!r}: {part!r} would be bits; give bytes, B: an eighth of it")
+            raise ValueError(f"{text!r}: {part!r} would be bits; give bytes (B), an eighth of it")
         if time is not None and latency_us is None:
             latency_us = round(Fraction(time[1]) * _TIMES_US[time[2]])
         elif (
@@ -60,9 +60,7 @@ def parse_link(text: str) -> tuple[int, int | None]:
         ):
             bytes_per_us = per_us
         else:
-            raise ValueError(
-                f"{text!r} is no link: {part!r} is wrong; write latency and rate, such as 5us,50GB/s, each at most once"
-            )
+            raise ValueError(f"{text!r} is not a link: {part!r} is wrong; write latency and rate, such as 5us,50GB/s")
     return latency_us or 0, bytes_per_us
 
 
@@ -72,7 +70,9 @@ def parse_mesh(text: str) -> dict[str, int]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(pp|dp|tp)\s*=\s*([1-9]\d*)\s*", part)
         if match is None or match[1] in found:
-            raise ValueError(f"{text!r} is no mesh: {part!r} is wrong; write such as pp=4,dp=2,tp=1, each at most once")
+            raise ValueError(
+                f"{text!r} is not a mesh: {part!r} is wrong; write such as pp=4,dp=2,tp=1, each at most once"
+            )
         found[match[1]] = int(match[2])
     return found
 
@@ -111,13 +111,13 @@ def seconds(text: str) -> float:
 
 
 def comma_separated(values: Iterable[int]) -> str:
-    """(0, 4, 8) -> "0,4,8", as such an argument is given."""
+    """(0, 4, 8) -> "0,4,8", the form of such an argument."""
     return ",".join(map(str, values))
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
 
-#: What an output is: it decides which names are refused, and whether a folder is made.
+#: The kind of an output decides which names are refused, and whether a folder is made.
 Written = Literal["file", "plan", "timeline", "folder", "files in a folder"]
 
 

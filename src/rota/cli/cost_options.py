@@ -1,4 +1,4 @@
-"""--costs, --forward-us, --shape …: the options that say what stages cost and where they are, and what they mean."""
+"""--costs, --forward-us, --shape …: the options for the costs and the placement of stages."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def add_shape(parser: Parser, *, group: str | None = None, default: str | None =
 
 
 def costs_of(arguments: Namespace, stages_per_rank: int = 1, further_stages: int = 0) -> Costs:
-    """From the file, else uniform: as many stages as were asked for, or as the ranks need."""
+    """The costs in the file, or uniform ones for --stages stages or as many as the ranks need."""
     if arguments.costs is not None:
         if arguments.stages is not None:
             raise InputError(f"--stages {arguments.stages} and --costs {arguments.costs}: the file has the stages")
@@ -66,7 +66,7 @@ def costs_of(arguments: Namespace, stages_per_rank: int = 1, further_stages: int
 
 
 def measured(arguments: Namespace) -> Costs:
-    """Those of the file. Raises InputError where options give costs as well."""
+    """The costs in the file. Raises InputError if options give costs as well."""
     for name in _UNIFORM:
         if getattr(arguments, name) is not None:
             option = "--" + name.removesuffix("_bytes").replace("_", "-")
@@ -75,25 +75,25 @@ def measured(arguments: Namespace) -> Costs:
 
 
 def uniform(arguments: Namespace, num_stages: int) -> Costs:
-    """Those that the options give, the same for every stage."""
+    """The costs that the options give, the same for every stage."""
     given = {name: getattr(arguments, name) for name in _UNIFORM if getattr(arguments, name) is not None}
     return assumed_costs(num_stages, **given)
 
 
 def cluster_of(arguments: Namespace, num_ranks: int, limit_bytes: int | None) -> Cluster:
-    """Of `--ranks` ranks, else of `num_ranks`."""
+    """The cluster of `--ranks` ranks, or else of `num_ranks`."""
     return Cluster.uniform(
         arguments.ranks or max(num_ranks, 1), limit_bytes, arguments.latency_us, arguments.bytes_per_us
     )
 
 
 def shaped(arguments: Namespace, limit_bytes: int | None) -> Placement:
-    """The stages in the shape that was asked for."""
+    """The stages placed in the shape that --shape names."""
     shape = SHAPES[arguments.shape]
-    costs = costs_of(arguments, shape.a_rank, shape.shared)
+    costs = costs_of(arguments, shape.per_rank, shape.shared)
     if arguments.split_backward:
         costs = costs.with_split_backward()
-    num_ranks = (costs.num_stages - shape.shared) // shape.a_rank
+    num_ranks = (costs.num_stages - shape.shared) // shape.per_rank
     cluster = cluster_of(arguments, num_ranks, limit_bytes)
     try:
         return shape.place(costs, cluster)

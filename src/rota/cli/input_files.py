@@ -63,11 +63,11 @@ def read_plan_or_timeline(path: str) -> Plan | Timeline:
 
 
 def _text(path: str) -> str:
-    """The text of a file that Rota wrote. Raises InputError for a Python file, which says more than a JSON error."""
+    """The text of a file that Rota wrote. Raises InputError for a Python file: a JSON error would help less."""
     text = reading.read_text(path)
     if path.lower().endswith(".py"):
         raise InputError(
-            f"{path} is a Python file, and one that Rota wrote is wanted here; run a script by "
+            f"{path} is a Python file, but this needs a file that Rota wrote; run a script by "
             f"`rota run plan.json {path}`, plan a model by `rota autoplan {path}`"
         )
     return text

@@ -40,11 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0, 1 for a refused plan or a failed run, 2 for arguments or files that cannot be used, 130 for
-        Ctrl-C; `rota run` also passes on how its script was ended.
+        Ctrl-C; `rota run` also returns 128 + the number of the signal that ended the run.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that knows no µ gets a ?, not a traceback
+            stream.reconfigure(errors="replace")  # a terminal without µ gets a ?, not a traceback
     with exit_on_ctrl_c():
         parser = make_parser()
         given = parser.parse_args(argv)

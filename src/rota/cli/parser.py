@@ -31,7 +31,7 @@ class Command:
 
 @final
 class UnknownChoiceError(Exception):
-    """A word that is none of an argument's choices. argparse lets it through to `Parser.parse_known_args`."""
+    """A word that is not among an argument's choices. argparse lets it through to `Parser.parse_known_args`."""
 
     def __init__(self, option: str, wrong: str, choices: Iterable[str]) -> None:
         super().__init__(wrong)
@@ -39,7 +39,7 @@ class UnknownChoiceError(Exception):
 
 
 def one_of(choices: Iterable[str], option: str = "", *, any_case: bool = False) -> Callable[[str], str]:
-    """An argument type that takes these words alone; `option` is the argument's name if it is no positional."""
+    """An argument type that accepts only these words; `option` is the argument's name unless it is positional."""
     known = tuple(choices)
 
     def parse(text: str) -> str:
@@ -55,7 +55,7 @@ def one_of(choices: Iterable[str], option: str = "", *, any_case: bool = False) 
 class Parser(argparse.ArgumentParser):
     """Errors of usage end the process with exit code 2 and one line on standard error.
 
-    A sub-command's arguments are declared when the sub-command is parsed, so one command's mistake costs no other.
+    A sub-command's arguments are declared when the sub-command is parsed, so an error there breaks no other command.
     """
 
     def __init__(self, *, add_arguments: Callable[[Parser], None] | None = None, **options: Any) -> None:
@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
         self._words: Sequence[str] = ()  # what is being parsed
 
     def add_commands(self, commands: Iterable[Command], metavar: str, dest: str, required: bool = False) -> None:
-        """Declare sub-commands; `run` of the one that was chosen becomes the namespace's `function`."""
+        """Declare sub-commands; the chosen one's `run` becomes the namespace's `function`."""
         subparsers = self.add_subparsers(metavar=metavar, dest=dest, required=required)
         for command in commands:
             sub = subparsers.add_parser(
@@ -81,11 +81,11 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def options(self) -> list[str]:
-        """The long options that this parser takes. The only use of what argparse keeps to itself."""
+        """The long options of this parser. This is the only use of a private part of argparse."""
         return [option for option in self._option_string_actions if option.startswith("--")]
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuses what it does not know: here, as only a command's own parser knows the command's options."""
+        """Refuse unknown words here, because only a command's own parser knows the command's options."""
         if self._add_arguments is not None:
             self._add_arguments(self)
             self._add_arguments = None
@@ -107,13 +107,13 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def _check_command(self) -> None:
-        """The first word that is no option must be a sub-command, if there are any."""
+        """The first word that is not an option must be a sub-command, if there are any."""
         first = next((word for word in self._words if not word.startswith("-")), None)
         if self._commands and first is not None and first not in self._commands:
             raise UnknownChoiceError("", first, self._commands)
 
     def error(self, message: str) -> NoReturn:
-        """What argparse calls for an error that is no single argument's: a required one is missing."""
+        """Report an error that argparse assigns to no single argument: a required one is missing."""
         self._refuse_misspelt(self._words)
         _, _, examples = (self.epilog or "").partition("example:\n")
         self._end(message + (f"; for example: {examples.splitlines()[0].strip()}" if examples else ""))
@@ -126,10 +126,10 @@ class Parser(argparse.ArgumentParser):
         self._end(f"{error.option} {error.wrong!r} is not one of {', '.join(error.choices)}; {hint}".strip())
 
     def _refuse_misspelt(self, words: Sequence[str]) -> None:
-        """Ends with the first unknown option among `words` that resembles a known one, if any does."""
+        """Report the first unknown option among `words` that resembles a known one, if any does."""
         known = [option.removeprefix("--") for option in self.options]
         given = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
-        for name in given:  # argparse takes the beginning of an option's name for it
+        for name in given:  # argparse accepts the beginning of an option's name
             near = None if any(option.startswith(name) for option in known) else _nearest(name, known)
             if near is not None:
                 self._end(f"there is no option --{name}; did you mean --{near}?")
@@ -140,7 +140,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _nearest(wrong: str, choices: Iterable[str]) -> str | None:
-    """What `wrong` was probably meant to be; 1F1B may be spelt as in rota.schedules.one_f_one_b."""
+    """The choice that `wrong` probably stands for; 1F1B may be spelt as in rota.schedules.one_f_one_b."""
     wrong = wrong.lower()
     tries = (wrong, re.sub("(one|1)_f_(one|1)_?b", "1f1b", wrong))
     return next((near for word in tries for near in difflib.get_close_matches(word, choices, 1)), None)

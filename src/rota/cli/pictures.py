@@ -24,5 +24,5 @@ def draw(
 
 
 def is_measured(timeline: Timeline) -> bool:
-    """Whether its times differ from those that its plan's costs give."""
+    """Whether the timeline's times differ from those that its plan's costs give."""
     return timeline != simulate(timeline.plan)

@@ -1,4 +1,4 @@
-"""What a command needs before it can work: values it can use, and libraries, which take a while to import."""
+"""Requirements of a command: usable values, and libraries, which are slow to import."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def require_search() -> None:
 
 @contextmanager
 def exit_on_ctrl_c() -> Iterator[None]:
-    """Inside, Ctrl-C ends the process at once, with a message: run nothing inside that needs a clean-up.
+    """In the block, Ctrl-C ends the process at once with a message: run nothing in it that needs a clean-up.
 
     Some modules turn Ctrl-C into errors of their own while they are imported.
     """

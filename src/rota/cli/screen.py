@@ -1,4 +1,4 @@
-"""What goes to the terminal."""
+"""Output to the terminal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def print_replicas(plan: Plan, done: str) -> None:
 
 
 def show_progress(doing: object) -> None:
-    """Overwrite one line of a terminal; "" clears it. Nothing elsewhere, where it would fill a log."""
+    """Overwrite one line of a terminal; "" clears it. Other outputs get nothing, as it would fill a log."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{str(doing)[: _columns() - 1]}", end="", file=sys.stderr, flush=True)
 

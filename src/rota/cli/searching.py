@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rota.search import SearchResult
     from rota.search.result import Objective
 
-#: What stands for a schedule's name where the best order is to be searched for.
+#: In place of a schedule's name: search for the best order.
 SEARCH = "search"
 STARTING = "starting (the first search on a machine compiles for some ten seconds)"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from rota.cutting.chain import least
-from rota.cutting.problem import CutProblem
+from rota.cutting.cut_problem import CutProblem
 
 _MAX_MEMORY_CHECKS = 1_000
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 
-from rota.cutting.problem import CutProblem
+from rota.cutting.cut_problem import CutProblem
 
 Fits = Callable[[int, int, int], bool]  # (stage, start, end): whether these layers fit in memory as that stage
 

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Literal, final, get_args, overload
 
 from rota.cutting.chain import cut_chain
-from rota.cutting.problem import CutProblem, StageMemory
+from rota.cutting.cut_problem import CutProblem, StageMemory
 from rota.cutting.virtual_stages import cut_virtual_stages
 from rota.errors import SplitError
 from rota.layers import LayerCosts

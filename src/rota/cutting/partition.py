@@ -64,7 +64,7 @@ def by_regex(names: Sequence[str], pattern: str, num_parts: int) -> list[int]:
         num_parts: Number of parts.
 
     Raises:
-        SplitError: The pattern is no regular expression, no name matches, or `num_parts` is below 1.
+        SplitError: The pattern is not a regular expression, no name matches, or `num_parts` is below 1.
     """
     return balanced(matching(names, pattern), num_parts)
 

@@ -23,7 +23,7 @@ from typing import final
 
 from rota.cutting.balancing import balanced_memory, rebalance
 from rota.cutting.chain import balanced_ends, least
-from rota.cutting.problem import CutProblem, StageBytes
+from rota.cutting.cut_problem import CutProblem, StageBytes
 
 _MAX_FAILURES = 48  # failed states remembered per (stage, first layer)
 _NUM_NODE_QUANTA = 3  # quanta by which each node of the tree is bounded

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from rota import cutting
 from rota.costs import Cluster, Costs
 from rota.errors import FormatError, ScheduleError
-from rota.interop.cuts import require_boundaries, stage_costs
+from rota.interop.layer_boundaries import require_boundaries, stage_costs
 from rota.placing import place
 from rota.plan import Plan
 from rota.reading import Field
@@ -29,12 +29,12 @@ def read_boundaries(text: str) -> tuple[int, ...]:
         entries = json.loads(text)
     except (ValueError, RecursionError) as error:
         reason = "nested too deep" if isinstance(error, RecursionError) else error
-        raise FormatError(f"no list of boundaries ({reason}); write such as [0, 4, 8]") from None
+        raise FormatError(f"not a list of boundaries ({reason}); write such as [0, 4, 8]") from None
     return require_boundaries(Field("boundaries", entries).integers(0))
 
 
 def write_boundaries(boundaries: Sequence[int]) -> str:
-    """As `read_boundaries` reads them. Raises SplitError."""
+    """The text that `read_boundaries` reads. Raises SplitError."""
     return json.dumps(require_boundaries(boundaries)) + "\n"
 
 
@@ -44,7 +44,7 @@ def is_uniform(boundaries: Sequence[int]) -> bool:
 
 
 def boundaries_for(plan: Plan, boundaries: Sequence[int]) -> tuple[int, ...]:
-    """The boundaries if DeepSpeed can have the plan's stages there: a chain, one stage per rank.
+    """The boundaries, if DeepSpeed can place the plan's stages as it does: a chain, one stage per rank.
 
     Raises ScheduleError or SplitError.
     """
@@ -53,7 +53,7 @@ def boundaries_for(plan: Plan, boundaries: Sequence[int]) -> tuple[int, ...]:
 
 
 def runs_in_this_order(plan: Plan) -> bool:
-    """Whether DeepSpeed, which does 1F1B, does the plan's ops in the plan's order."""
+    """Whether DeepSpeed, which runs 1F1B, runs the ops in the plan's order."""
     try:
         return NAMED["1f1b"](plan.placement, plan.num_microbatches).orders == plan.orders
     except ScheduleError:
@@ -61,7 +61,7 @@ def runs_in_this_order(plan: Plan) -> bool:
 
 
 def plan_of(boundaries: Sequence[int], costs: Costs, num_microbatches: int, cluster: Cluster | None = None) -> Plan:
-    """What DeepSpeed does with this cut: 1F1B, one stage per rank; `costs` of its stages or of its layers.
+    """DeepSpeed's plan for this cut: 1F1B, one stage per rank; `costs` are those of its stages or of its layers.
 
     Raises SplitError or PlacementError.
     """

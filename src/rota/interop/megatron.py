@@ -17,7 +17,7 @@ from typing import NamedTuple, final
 from rota.costs import Cluster, Costs
 from rota.cutting.partition import matching
 from rota.errors import FormatError, ScheduleError, SplitError
-from rota.interop.cuts import MOST_LAYERS, require_boundaries, stage_costs
+from rota.interop.layer_boundaries import MOST_LAYERS, require_boundaries, stage_costs
 from rota.placing import interleaved
 from rota.plan import Plan
 from rota.reading import short
@@ -31,7 +31,7 @@ _LETTERS = "EtmL"
 @final
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`stages[i]`: the letters of stage i, "" for an empty one. Raises FormatError where Megatron would refuse it."""
+    """`stages[i]` has the letters of stage i, "" if it is empty. Raises FormatError if Megatron would refuse it."""
 
     stages: tuple[str, ...]
     num_ranks: int
@@ -57,20 +57,20 @@ class Layout:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Each stage's rank."""
+        """The rank of each stage."""
         return tuple(stage % self.num_ranks for stage in range(len(self.stages)))
 
     @property
     def boundaries(self) -> tuple[int, ...]:
-        """As `rota.cutting` gives them; every letter is a layer."""
+        """The stages' boundaries as in `rota.cutting`; every letter is a layer."""
         return tuple(accumulate(map(len, self.stages), initial=0))
 
 
 def _require_order(stages: Sequence[str]) -> None:
-    """E first, L last, MTP behind all transformer layers."""
+    """Check that E is first, L last, and MTP after all transformer layers."""
     letters = "".join(stages)
     if strange := letters.strip(_LETTERS):
-        raise FormatError(f"the layout has {strange[0]!r}, which is no layer; use E, t, m and L")
+        raise FormatError(f"the layout has {strange[0]!r}, which is not a layer; use E, t, m and L")
     for letter, name, place in (("E", "embedding", "first"), ("L", "loss", "last")):
         if letters.count(letter) != 1:
             raise FormatError(f"the layout has {letters.count(letter)} {letter} ({name}); it needs exactly one")
@@ -80,7 +80,7 @@ def _require_order(stages: Sequence[str]) -> None:
                 f"{letter} ({name}) must be {place} in the {place} stage, which is {end!r} there; move it"
             )
     if "t" in letters.partition("m")[2]:
-        raise FormatError("a t (transformer layer) comes behind an m (MTP); move all m behind the last t")
+        raise FormatError("a t (transformer layer) comes after an m (MTP); move all m after the last t")
 
 
 def _require_one_place_for_mtp(layout: Layout) -> None:
@@ -100,7 +100,7 @@ def _require_one_place_for_mtp(layout: Layout) -> None:
 def read_layout(text: str, num_ranks: int, num_virtual: int | None = None) -> Layout:
     """The stages of a layout for `num_ranks`. Raises FormatError with the character's place, from 1.
 
-    `num_virtual`, if given, is how many stages per rank it must have.
+    `num_virtual`, if given, is the number of stages per rank that it must have.
     """
     text = text.strip()
     if len(text) > _MOST_CHARACTERS:
@@ -139,7 +139,7 @@ class _Text:
 
 
 def _expanded(text: str) -> str:
-    """Without `*`, groups and commas."""
+    """The layout written out, without `*`, groups and commas."""
     end = _Character(len(text) + 1, "")
     rest = iter([*(_Character(at, one) for at, one in enumerate(text, 1) if one != ","), end])
     outside, group = _Text(), _Text()
@@ -171,7 +171,7 @@ def _expanded(text: str) -> str:
 
 
 def _number(rest: Iterator[_Character]) -> tuple[int, _Character]:
-    """What stands behind `*`, and the character after it."""
+    """The number after `*`, and the character after it."""
     first = here = next(rest)
     digits = ""
     while here.text and here.text in "0123456789":
@@ -223,7 +223,7 @@ def layout_of(boundaries: Sequence[int], num_ranks: int, num_mtp: int = 0) -> La
 def layout_for(plan: Plan, boundaries: Sequence[int], num_mtp: int = 0) -> Layout:
     """The layout of a cut into the plan's stages.
 
-    Raises ScheduleError where the plan has them on other ranks than Megatron, SplitError or FormatError for the cut.
+    Raises ScheduleError if the plan has them on other ranks than Megatron, SplitError or FormatError for the cut.
     """
     require_boundaries(boundaries, plan.num_stages)
     _require_ranks(plan)
@@ -238,20 +238,20 @@ def _require_ranks(plan: Plan) -> None:
 def layout_of_layers(plan: Plan, boundaries: Sequence[int], layers: Sequence[str], transformer: str) -> Layout:
     """The layout of a cut of a model's layers, of which Megatron counts the transformer layers alone.
 
-    What comes before them is its embedding (E), what comes after them, such as a last norm and the head, its loss (L).
+    The layers before them are its embedding (E); those after them, such as a last norm and the head, its loss (L).
 
     Args:
-        plan: It has the stages on the ranks on which Megatron has them.
-        boundaries: Of the stages among `layers`, as `rota.cutting` gives them.
+        plan: A plan with its stages on the ranks on which Megatron has them.
+        boundaries: The stages' boundaries in `layers`, as in `rota.cutting`.
         layers: The layers' names, in order.
-        transformer: What the names of transformer layers have in them: a regular expression, in upper or lower case.
+        transformer: A regular expression that the names of transformer layers contain, in upper or lower case.
 
     Returns:
         The layout of the plan's stages.
 
     Raises:
         ScheduleError: The plan has the stages on other ranks than Megatron.
-        SplitError: The boundaries do not fit the layers, or other layers lie between transformer layers.
+        SplitError: The boundaries do not fit the layers, or other layers are between transformer layers.
         FormatError: Megatron would refuse the layout.
     """
     cut = require_boundaries(boundaries, plan.num_stages)
@@ -262,7 +262,7 @@ def layout_of_layers(plan: Plan, boundaries: Sequence[int], layers: Sequence[str
     if not all(found[first : last + 1]):
         other = found.index(False, first)
         raise SplitError(
-            f"layer {other} ({layers[other]}) lies between transformer layers, where Megatron has none; make it a part "
+            f"layer {other} ({layers[other]}) is between transformer layers, where Megatron has none; make it a part "
             f"of one"
         )
     letters = ["t" * sum(found[before:after]) for before, after in pairwise(cut)]
@@ -272,9 +272,9 @@ def layout_of_layers(plan: Plan, boundaries: Sequence[int], layers: Sequence[str
 
 
 def plan_of(layout: Layout, costs: Costs, num_microbatches: int, cluster: Cluster | None = None) -> Plan:
-    """What Megatron does with this layout: 1F1B, interleaved where ranks have several stages.
+    """Megatron's plan for this layout: 1F1B, interleaved if ranks have several stages.
 
-    `costs`: of the stages, or of the layers, every letter one. Raises PlacementError or ScheduleError.
+    `costs` are those of the stages, or of the layers, one per letter. Raises PlacementError or ScheduleError.
     """
     costs = stage_costs(costs, layout.boundaries)
     placement = interleaved(costs, cluster or Cluster.uniform(layout.num_ranks))
@@ -282,7 +282,7 @@ def plan_of(layout: Layout, costs: Costs, num_microbatches: int, cluster: Cluste
 
 
 def runs_in_this_order(plan: Plan) -> bool:
-    """Whether Megatron, which has orders of its own, does the plan's ops in the plan's order."""
+    """Whether Megatron, which has its own order, runs the ops in the plan's order."""
     try:
         return NAMED["interleaved_1f1b"](plan.placement, plan.num_microbatches).orders == plan.orders
     except ScheduleError:

@@ -1,4 +1,4 @@
-"""Which modules each stage of a model has, by the names that torchtitan cuts a model by.
+"""The modules of each stage of a model, by the names by which torchtitan cuts a model.
 
 A name is a child of the model, or an entry of a child that is an nn.ModuleDict or nn.ModuleList:
 
@@ -28,9 +28,9 @@ _CONTAINERS = (nn.ModuleDict, nn.ModuleList)
 def module_parts(model: nn.Module, stages: Stages) -> Parts:
     """For each stage of `rota.split(model, …)` the names of its modules, in the model's order.
 
-    A module without parameters that several stages call is in the parts of all of them; a CutPoint is in that of the
-    stage that it ends, or lies in; one that the forward does not call is in every part. Raises SplitError where a cut
-    lies inside of a module, where stages are no chain, and where a parameter belongs to no module or to several parts.
+    A module without parameters that several stages call is in the parts of all of them; a CutPoint is in the part of
+    the stage that it ends or is inside of; one that the forward does not call is in every part. Raises SplitError if a
+    cut is inside of a module, if stages are not a chain, or if a parameter belongs to no module or to several parts.
     """
     named = _named(model)
     chain = [(stage, stage + 1) for stage in range(len(stages) - 1)]
@@ -45,7 +45,7 @@ def module_parts(model: nn.Module, stages: Stages) -> Parts:
         homes = users[name]
         if len(homes) > 1 and not all(_get(stages[s], name) is module for s in homes):
             raise SplitError(
-                f"stages {', '.join(map(str, homes))} share {name!r} ({type(module).__name__}): a cut lies inside of "
+                f"stages {', '.join(map(str, homes))} share {name!r} ({type(module).__name__}): a cut is inside of "
                 f"it, and torchtitan keeps or removes it whole; cut between two of {', '.join(named)}"
             )
         if not homes and next(module.parameters(), None) is not None:
@@ -56,7 +56,7 @@ def module_parts(model: nn.Module, stages: Stages) -> Parts:
 
 
 def _stages_of_cut_points(model: nn.Module, stages: Stages) -> dict[str, list[int]]:
-    """By name the stage that each CutPoint ends, or lies in; without those that the forward does not call."""
+    """By name the stage that each CutPoint ends or is inside of; without those that the forward does not call."""
     if not stages.cuts:  # one stage, or an nn.Sequential
         return {}
     found: dict[str, list[int]] = {}
@@ -68,9 +68,9 @@ def _stages_of_cut_points(model: nn.Module, stages: Stages) -> dict[str, list[in
 
 
 def parts_beginning_with(model: nn.Module, first_modules: Iterable[str]) -> Parts:
-    """The model's modules cut in the order in which it has them, a new part beginning with each of `first_modules`.
+    """The model's modules in its order, with a new part beginning at each of `first_modules`.
 
-    For models without CutPoints: nothing is traced, so whether they run in this order is yours to know. Raises
+    For models without CutPoints: nothing is traced, so you must make sure that they run in this order. Raises
     SplitError.
     """
     named = _named(model)
@@ -83,14 +83,14 @@ def parts_beginning_with(model: nn.Module, first_modules: Iterable[str]) -> Part
         begins.append(names.index(name))
         if begins[-1] <= begins[-2]:
             raise SplitError(
-                f"{name!r} cannot begin a part: it is not behind {names[begins[-2]]!r}, which begins the one before"
+                f"{name!r} cannot begin a part: it is not after {names[begins[-2]]!r}, which begins the previous part"
             )
     ends = [*begins[1:], len(names)]
     return _without_ties(named, [names[begin:end] for begin, end in zip(begins, ends, strict=True)])
 
 
 def _named(model: nn.Module) -> dict[str, nn.Module]:
-    """What a part can have or lack, by name."""
+    """The modules that a part can have or lack, by name."""
     if isinstance(model, nn.Sequential):
         raise SplitError(
             "an nn.Sequential calls each of its children, and torchtitan leaves None in the place of those of other "
@@ -111,7 +111,7 @@ def _named(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _paths(model: nn.Module, stage: nn.Module) -> set[str]:
-    """The paths of all that a stage holds. Raises SplitError for what is not the model's own."""
+    """The paths of all that a stage holds. Raises SplitError for anything that is not the model's own."""
     mine = dict(model.named_parameters(remove_duplicate=False))
     for path, parameter in stage.named_parameters(remove_duplicate=False):
         if mine.get(path) is not parameter:
@@ -131,7 +131,7 @@ def _get(stage: nn.Module, name: str) -> nn.Module | None:
 
 
 def _without_ties(named: dict[str, nn.Module], parts: Sequence[Sequence[str]]) -> Parts:
-    """Raises SplitError where two parts have one parameter."""
+    """Raise SplitError if two parts have the same parameter."""
     homes: dict[int, tuple[int, str]] = {}
     for part, names in enumerate(parts):
         for name in names:

@@ -12,10 +12,10 @@ from torch.profiler import record_function
 
 @contextmanager
 def named_actions(schedule: Any) -> Iterator[None]:
-    """Within it, a profiler sees the ops of a PyTorch schedule by name, as `rota import-trace` reads them.
+    """In the block, a profiler sees the ops of a PyTorch schedule by the names that `rota import-trace` reads.
 
-    For Schedule1F1B and others with one stage per rank. Schedules with several name their actions themselves: they stay
-    unchanged.
+    For Schedule1F1B and others with one stage per rank. Schedules with several stages per rank name their actions
+    themselves, and do not change.
     """
     if not isinstance(schedule, PipelineScheduleSingle):
         yield
@@ -34,7 +34,7 @@ def named_actions(schedule: Any) -> Iterator[None]:
         yield
     finally:
         for holder, name, _ in wrapped:
-            delattr(holder, name)  # the class's own is behind it
+            delattr(holder, name)  # the class's own method is visible again
 
 
 def _named(function: Callable[..., Any], name: str, microbatch_at: int) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Refuses what PyTorch's pipeline engine cannot run, before anything runs."""
+"""Refuse, before anything runs, what PyTorch's pipeline engine cannot run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rota.runtime.messages import tensors_in
 from rota.schedule_csv import require_chain
 
 _REMEDY = "or run the plan by Rota's engine (rota.Pipeline)"
-_OLDEST = (2, 13)  # before, every received tensor wants a gradient, and every gradient is sent
+_OLDEST = (2, 13)  # in earlier versions every received tensor requires a gradient, and every gradient is sent
 
 
 def refuse_what_torch_cannot_run(stages: Stages, plan: Plan, dynamic_shapes: bool) -> None:
-    """Raises PipelineError unless the plan is of a chain, one rank per stage, and the stages are one too."""
+    """Raise PipelineError unless the plan's stages and the model's stages are a chain, each stage on one rank."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST:
         raise PipelineError(
             f"torch is {torch.__version__}; PyTorch's engine can be used from 2.13 on: update, {_REMEDY}"
@@ -47,14 +47,14 @@ def refuse_what_torch_cannot_run(stages: Stages, plan: Plan, dynamic_shapes: boo
 
 
 def refuse_options(**given: object) -> None:
-    """Raises PipelineError where one is given that only Rota's engine has."""
+    """Raise PipelineError if an option is given that only Rota's engine has."""
     for name, value in given.items():
         if value is not None:
-            raise PipelineError(f"{name}={value!r} is no option of PyTorch's engine here: leave it out, {_REMEDY}")
+            raise PipelineError(f"{name}={value!r} is not an option of PyTorch's engine here: leave it out, {_REMEDY}")
 
 
 def _refuse_ties(stages: Stages, plan: Plan) -> None:
-    """PyTorch's engine sums no gradients over ranks."""
+    """Raise PipelineError for weights tied over ranks: PyTorch's engine does not sum their gradients."""
     homes: dict[int, tuple[int, str]] = {}
     for stage in range(len(stages)):
         rank = plan.placement.ranks_of(stage)[0]
@@ -68,7 +68,7 @@ def _refuse_ties(stages: Stages, plan: Plan) -> None:
 
 
 def refuse_ragged(inputs: list[Any]) -> None:
-    """Raises PipelineError where micro-batches have different shapes."""
+    """Raise PipelineError if micro-batches have different shapes."""
     first = _shapes(inputs[0])
     for m, microbatch in enumerate(inputs):
         if _shapes(microbatch) != first:

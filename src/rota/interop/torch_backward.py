@@ -1,13 +1,14 @@
-"""Where PyTorch's split of a backward into I and W can be trusted.
+"""Find out for which stages PyTorch's split of a backward into I and W is correct.
 
-It finds the weights' gradients from where paths of weights meet paths of stage inputs, in the graph of the outputs:
+PyTorch computes the weights' gradients from the nodes where paths of weights meet paths of stage inputs, in the graph
+of the outputs:
 
     input ──▶ ∘ ──▶ ∘ ──▶ output          I runs along this line, and keeps what enters from the right at each ∘;
               ▲     ▲                     W goes down from each ∘ to the weights
            weight  weight
 
-A weight below no ∘ is left out without a word. So is what hooks of weights would do; and the split fails where one
-weight is used at several ∘ with others between, and where an output is a view.
+A weight below no ∘ silently gets no gradient. Hooks of weights are silently ignored. The split fails if a weight is
+used at several ∘ with others between them, or if an output is a view.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ Node = Any  # torch.autograd.graph.Node has no type for next_functions
 def how_to_split(
     received: Sequence[Tensor], leaving: Sequence[Tensor], module: nn.Module
 ) -> Literal["I and W", "I", "W"]:
-    """Where a stage with I and W does its backward: in both, or whole in one of them, where the split is no good.
+    """Where a stage with I and W runs its backward: in both, or whole in one of them if the split is not correct.
 
-    `leaving` was made from `received` by `module`. Whole in W if no input wants a gradient, else whole in I, which
-    sends it.
+    `module` made `leaving` from `received`. The backward is whole in W if no input requires a gradient, else whole in
+    I, which sends it.
     """
     inputs = {get_gradient_edge(tensor).node for tensor in received if tensor.requires_grad}
     if not inputs:
@@ -44,14 +45,14 @@ def how_to_split(
         and not any(map(is_view, outputs))
         and all(len(graph.get(weight, ())) <= 1 for weight in weights)
         and not any(map(has_accumulation_hooks, module.parameters()))
-        # A function of the user's own would run its backward up to three times.
+        # The backward of a user's own function would run up to three times.
         and not any(map(is_custom_function, uses))
     )
     return "I and W" if trusted else "I"
 
 
 def _nodes(roots: Iterable[Node]) -> dict[Node, list[Node]]:
-    """All nodes of the graph above the roots, each with the nodes that hand it their gradients."""
+    """All nodes of the graph above the roots, each with the nodes from which it gets gradients."""
     readers: dict[Node, list[Node]] = {root: [] for root in roots}
     waiting = list(readers)
     while waiting:

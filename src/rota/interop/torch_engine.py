@@ -44,17 +44,17 @@ class TorchEngine:
     Args:
         stages: The stages, a chain.
         plan: Their plan, one rank per stage.
-        loss_fn: Makes the mean loss of an output and a target; None where the plan has forwards alone.
+        loss_fn: Returns the mean loss of an output and a target; None if the plan has only forwards.
         timeout_s: Limit on no progress; None: as for `Pipeline`.
-        dynamic_shapes: Refused if true: PyTorch's engine receives into buffers that it makes beforehand.
+        dynamic_shapes: Refused if true: PyTorch's engine receives into buffers that it allocates beforehand.
         keep_outputs: Whether to keep the outputs of the last step.
-        mesh: Refused, as PyTorch's engine runs one pipeline.
+        mesh: Refused, because PyTorch's engine runs one pipeline.
         recompute: Refused unless "none".
         allow_nonfinite_loss: Whether a loss may be infinite or NaN.
 
     Raises:
-        PlanError: Where `check` refuses the plan.
-        PipelineError: Where PyTorch's engine cannot run it, or plan, stages and processes do not fit.
+        PlanError: `check` refuses the plan.
+        PipelineError: PyTorch's engine cannot run the plan, or plan, stages and processes do not fit together.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class TorchEngine:
         return self.stages.named_parameters(self._local)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank's stages: what this rank's optimizer takes."""
+        """The parameters of this rank's stages, for this rank's optimizer."""
         return (parameter for _, parameter in self.named_parameters())
 
     # --- one step -------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class TorchEngine:
     ) -> float:
         """Run the plan once; gradients are added to `.grad`, as `loss.backward()` does. Collective.
 
-        Takes and returns what `Pipeline.step` does; all micro-batches must have the same shapes.
+        Arguments and results are those of `Pipeline.step`; all micro-batches must have the same shapes.
         """
         if self._closed:
             raise PipelineError("the engine is closed; make a new one")
@@ -177,7 +177,7 @@ class TorchEngine:
             self._loss_scale.settle(self.parameters(), self._agree)
 
     def _is_new(self, step: Step, sync: bool) -> bool:
-        """Whether any rank has reason to expect other boundaries than in the last step."""
+        """Whether any rank expects other boundaries than in the last step."""
         plain: list[Any] = []
         signature = (
             structure(step.inputs[0], plain),
@@ -243,16 +243,16 @@ class TorchEngine:
 
     @property
     def backward_at(self) -> dict[int, str]:
-        """For this rank's stages of I and W, once a step ran: whether PyTorch does "I and W", or all in "I" or "W"."""
+        """After a step: for this rank's stages with I and W, where their backward runs: "I and W", "I" or "W"."""
         split = {task.stage for task in self.plan.placement.tasks if task.kind is Kind.W}
         return {m.stage: m.layouts.backward_at for m in self._modules if m.stage in split}
 
     def timeline(self) -> Timeline:
-        """Always raises PipelineError: PyTorch's engine does not record when it did what."""
+        """Always raises PipelineError: PyTorch's engine records no times."""
         raise PipelineError("PyTorch's engine records no timeline; run the plan by Rota's engine for one")
 
     def close(self) -> None:
-        """End the engine's thread, and its connections."""
+        """End the engine's thread and close its connections."""
         self._close(sys.exception())
 
     def _close_at_exit(self) -> None:

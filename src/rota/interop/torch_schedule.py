@@ -22,9 +22,9 @@ def planned_schedule(
     num_microbatches: int,
     trains: bool,
 ) -> Any:
-    """For surveyed `modules`, this rank's; `row`: its cells; `homes`: the ranks in `group` of all stages.
+    """The schedule of this rank's surveyed `modules`; `row` has its cells, `homes` the rank in `group` of each stage.
 
-    The shares of the mean loss are in each loss already: PyTorch's scaling would divide what earlier steps added, too.
+    Each loss is already its share of the mean: PyTorch's scaling would also divide the gradients of earlier steps.
     """
     stages = [torch_stage(module, group) for module in modules]
     cells = with_whole_backwards(row, {module.stage: module.layouts.backward_at for module in modules})
@@ -32,7 +32,7 @@ def planned_schedule(
 
 
 def with_whole_backwards(row: Sequence[str], backward_at: Mapping[int, str]) -> list[str]:
-    """The cells with I and W as one B, in the place of either, for the stages that say so."""
+    """The cells, with B in place of I or of W for the stages whose backward is whole there."""
     cells = []
     for cell in row:
         match = _CELL.fullmatch(cell)
@@ -42,5 +42,5 @@ def with_whole_backwards(row: Sequence[str], backward_at: Mapping[int, str]) -> 
         elif match[2] == at:
             cells.append(f"{match[1]}B{match[3]}")
         elif match[2] == "SEND_B" and at == "I":
-            cells.append(cell)  # in W's place nothing is sent: no input wants a gradient
+            cells.append(cell)  # in place of W, nothing is sent: no input requires a gradient
     return cells

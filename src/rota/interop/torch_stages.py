@@ -1,4 +1,4 @@
-"""Rota's stages as PyTorch's engine wants them: flat tensors in and out, of shapes that are known beforehand.
+"""Rota's stages in the form that PyTorch's engine needs: flat tensors in and out, of shapes known beforehand.
 
     rank of stage s - 1 ──value──▶ rank of stage s: forward of micro-batch 0 ──value──▶ rank of stage s + 1
 
@@ -34,9 +34,9 @@ Tick = Callable[[str], None]  # called when an op begins
 
 @dataclass(slots=True)
 class Step:
-    """The step at hand: each micro-batch's inputs, targets and share of the mean loss; its losses and outputs.
+    """The current step: each micro-batch's inputs, targets and share of the mean loss; its losses and outputs.
 
-    `scale` multiplies gradients, `autocast` is on in forwards alone.
+    `scale` multiplies gradients; `autocast` is on only in forwards.
     """
 
     inputs: list[Any]
@@ -51,7 +51,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Surveyed:
-    """A stage's value from the stage before it and for the one after it; where a split backward is done."""
+    """Layouts of the values that a stage receives and sends, and where its split backward runs."""
 
     incoming: Layout
     outgoing: Layout
@@ -62,7 +62,7 @@ _NOTHING: Layout = ("tuple", ())
 
 
 class StageModule(nn.Module):
-    """What PyTorch takes for a stage. The last one returns its share of the loss, so that no order mixes losses up."""
+    """The module of PyTorch's stage. The last one returns its share of the loss, so that no order mixes up losses."""
 
     def __init__(self, stages: Stages, stage: int, loss_fn: LossFn | None, keep_outputs: bool, tick: Tick) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class StageModule(nn.Module):
             (edge,) = self.stages.outgoing(self.stage)
             return flatten(edge.take(output), f"stage {self.stage}")
         if self.keep_outputs:
-            # Cloned: it may be a view of what was received, into buffers that the next step uses again.
+            # Cloned: it may be a view of a received buffer, which the next step uses again.
             self.step.outputs[microbatch] = hand_over(over_tensors(Tensor.clone, output))
         target = self.step.targets[microbatch]
         if self.loss_fn is None or target is None:
@@ -109,7 +109,7 @@ class StageModule(nn.Module):
         return [loss * (self.step.shares[microbatch] * self.step.scale)], _NOTHING
 
     def survey(self, value: Any) -> Any:
-        """Run micro-batch 0 without a trace in buffers; know the layouts from then on. Returns what leaves."""
+        """Run micro-batch 0 without a change to buffers, and note the layouts. Returns the tensors to send."""
         received, incoming = flatten(value, f"stage {self.stage - 1}")
         entered = unflatten(map(_entering, received), incoming)
         arguments = (*self._arguments(entered), *self.stages.pick_inputs(self.stage, self.step.inputs[0]))
@@ -123,7 +123,7 @@ class StageModule(nn.Module):
 
 
 def _entering(tensor: Tensor) -> Tensor:
-    """A received tensor; its gradient will be contiguous, since the engine sends it as it comes."""
+    """A received tensor whose gradient will be contiguous, because the engine sends it as it is."""
     entering = writable(tensor)
     if entering.requires_grad:
         entering.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
@@ -131,7 +131,7 @@ def _entering(tensor: Tensor) -> Tensor:
 
 
 def survey(modules: Sequence[StageModule], ranks: Sequence[int], group: dist.ProcessGroup) -> None:
-    """Survey all stages; `modules` are this rank's, rising, and `ranks` those of all stages. Collective."""
+    """Survey all stages; `modules` are this rank's in ascending order, `ranks` those of all stages. Collective."""
     value: Any = ()
     for module in modules:
         before, after = module.stage - 1, module.stage + 1

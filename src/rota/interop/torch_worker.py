@@ -1,4 +1,4 @@
-"""What `rota run --engine torch` starts on each rank: the user's script, in which `rota.Pipeline` is TorchEngine.
+"""The process of a rank of `rota run --engine torch`: the user's script, in which `rota.Pipeline` is TorchEngine.
 
 python -m rota.interop.torch_worker SCRIPT [ARGUMENT …]
 """

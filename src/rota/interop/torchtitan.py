@@ -1,11 +1,11 @@
-"""A plan for torchtitan: PyTorch's schedule CSV, and the modules of each stage in the words of its config.
+"""A plan for torchtitan: PyTorch's schedule CSV, and the modules of each stage as its config names them.
 
     schedule.csv        what `parallelism.pipeline_parallel_schedule_csv` names
     parallelism.toml    [parallelism] of a job config: torchtitan 0.2
     parallelism.json    fields of `config.parallelism`: torchtitan after 0.2, whose configs are Python
 
-The latter says `pipeline_parallel_module_fqns_per_model_part` for what 0.2 calls `module_fqns_per_model_part`. Either
-is read. torchtitan puts stage i on rank i mod p, or for "V" schedules two stages per rank, down the ranks and back up.
+The latter has `pipeline_parallel_module_fqns_per_model_part` where 0.2 has `module_fqns_per_model_part`. Both are
+read. torchtitan puts stage i on rank i mod p, or for "V" schedules two stages per rank, down the ranks and back up.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rota import reading, schedule_csv
 from rota.checking import check
 from rota.costs import Cluster, Costs, assumed_costs
 from rota.errors import FormatError, ScheduleError, SplitError
-from rota.interop.cuts import MOST_LAYERS, read_limited, stage_costs
+from rota.interop.layer_boundaries import MOST_LAYERS, read_limited, stage_costs
 from rota.placement import Placement
 from rota.placing import place
 from rota.plan import Plan
@@ -54,7 +54,7 @@ class Imported(NamedTuple):
 
     @property
     def boundaries(self) -> tuple[int, ...]:
-        """As `rota.cutting` gives them, each module a layer."""
+        """The stages' boundaries as in `rota.cutting`, with each module a layer."""
         return _boundaries(self.parts)
 
 
@@ -66,7 +66,7 @@ def _boundaries(parts: Parts) -> tuple[int, ...]:
 
 
 def export(parts: Sequence[Sequence[str]], plan: Plan, folder: str | Path) -> tuple[Path, ...]:
-    """Write `FILES` into `folder`, which is made: what `render` gives, which raises."""
+    """Write `FILES` into a new folder, with the texts of `render`. Raises what `render` raises."""
     texts = render(parts, plan, folder)
     Path(folder).mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
@@ -77,15 +77,15 @@ def export(parts: Sequence[Sequence[str]], plan: Plan, folder: str | Path) -> tu
 def render(parts: Sequence[Sequence[str]], plan: Plan, folder: str | Path) -> dict[Path, str]:
     """The text of each of `FILES`; `parts`, one per stage, are as `module_parts` gives them.
 
-    They say where the CSV is as `folder` does. Raises ScheduleError where torchtitan cannot have the plan, PlanError
-    for one that must not run, SplitError where the parts do not fit it, FormatError for a folder that cannot be named.
+    They name the CSV by a path in `folder`. Raises ScheduleError if torchtitan cannot run the plan, PlanError if the
+    plan must not run, SplitError if the parts do not fit it, FormatError if the folder's name cannot be written.
     """
     check(plan)
     schedule = _schedule_of(plan)
     parts = _require_parts(parts, plan.num_stages)
     csv = (Path(folder) / FILES[0]).as_posix()
     if not csv.isprintable():
-        raise FormatError(f"folder {str(folder)!r} has characters that a config cannot say; use another")
+        raise FormatError(f"folder {str(folder)!r} has characters that a config cannot contain; use another")
     common: dict[str, str | int] = {
         "pipeline_parallel_degree": plan.num_ranks,
         "pipeline_parallel_schedule": schedule,
@@ -96,11 +96,11 @@ def render(parts: Sequence[Sequence[str]], plan: Plan, folder: str | Path) -> di
 
 
 def _schedule_of(plan: Plan) -> str:
-    """By which torchtitan puts the stages on the plan's ranks. Raises ScheduleError where none does."""
+    """The schedule by which torchtitan puts stages on the plan's ranks. Raises ScheduleError if there is none."""
     placement = plan.placement
     schedule_csv.require_chain(placement, "or run it by rota.Pipeline")
     if all(task.kind is Kind.F for task in placement.tasks):
-        raise ScheduleError("the plan has forwards alone, but torchtitan trains: give one with backwards")
+        raise ScheduleError("the plan has only forwards, but torchtitan trains: give one with backwards")
     on = [placement.ranks_of(stage)[0] for stage in range(placement.num_stages)]
     for schedule in (_LOOP, _V):
         if on == _homes(schedule, placement.num_stages, placement.num_ranks):
@@ -112,27 +112,27 @@ def _schedule_of(plan: Plan) -> str:
 
 
 def _homes(schedule: str, num_stages: int, num_ranks: int) -> list[int] | None:
-    """Each stage's rank as torchtitan has it; None where it refuses."""
+    """The rank of each stage in torchtitan; None if it refuses the schedule."""
     if schedule.lower() in _V_SCHEDULES:
         return [*range(num_ranks), *reversed(range(num_ranks))] if num_stages == 2 * num_ranks else None
     return [stage % num_ranks for stage in range(num_stages)] if num_stages % num_ranks == 0 else None
 
 
 def _require_parts(parts: Sequence[Sequence[str]], num_stages: int) -> Parts:
-    """Raises SplitError unless there is one for each stage, of names that torchtitan can find."""
+    """Raise SplitError unless each stage has a part, of names that torchtitan can find."""
     if len(parts) != num_stages:
         raise SplitError(f"there are {len(parts)} parts for {num_stages} stages; give one per stage")
     for part, names in enumerate(parts):
         for name in names:
             if not _NAME.fullmatch(name):
-                raise SplitError(f"part {part} has {name[:60]!r}, which is no module's name, such as layers.0")
+                raise SplitError(f"part {part} has {name[:60]!r}, which is not a module's name, such as layers.0")
         if len(set(names)) < len(names):
             raise SplitError(f"part {part} has {Counter(names).most_common(1)[0][0]} twice; remove one of them")
     return tuple(map(tuple, parts))
 
 
 def _toml(common: dict[str, str | int], parts: Parts, num_microbatches: int) -> str:
-    """JSON's numbers, and its strings of printable characters, are TOML's too."""
+    """The section in TOML, which has the same numbers and strings of printable characters as JSON."""
     lines = [
         f"# training.local_batch_size must be {num_microbatches} times pipeline_parallel_microbatch_size",
         "[parallelism]",
@@ -157,9 +157,9 @@ def _json(common: dict[str, str | int], parts: Parts, num_microbatches: int) -> 
 def load(path: str | Path, costs: Costs | None = None, cluster: Cluster | None = None) -> Imported:
     """The plan and parts of a job config (.toml) or of fields (.json), and of the CSV that it names, beside it.
 
-    `costs`: of the stages, or of the modules in the parts' order; by default F lasts 1 ms and the
-    backward 2 ms. The plan is checked. Raises FormatError or SplitError for what torchtitan would refuse,
-    PlacementError, PlanError.
+    `costs` are those of the stages, or of the modules in the parts' order; by default F lasts 1 ms and the backward
+    2 ms. The plan is checked. Raises FormatError or SplitError for what torchtitan would refuse, PlacementError,
+    PlanError.
     """
     config = _config(path)
     try:
@@ -195,14 +195,14 @@ def _config(path: str | Path) -> Field:
     except RecursionError:
         raise FormatError(f"{path}: nested too deep") from None
     except ValueError as error:
-        raise FormatError(f"{path} is no TOML: {_in_line(str(error))}") from None
+        raise FormatError(f"{path} is not TOML: {_in_line(str(error))}") from None
     if "parallelism" not in document:
         raise FormatError(f"{path} has no section [parallelism]; give a job config of torchtitan's")
     return Field("parallelism", document["parallelism"])
 
 
 def _in_line(text: str) -> str:
-    """What Python says of a text, which may quote much of it."""
+    """Python's error message in one line; it may quote much of the text."""
     return text if text.isprintable() and len(text) <= 200 else short(text)
 
 
@@ -246,7 +246,7 @@ def _plan(csv: str, config: Field, parts: Parts, costs: Costs | None, cluster: C
 
 
 def _placed(orders: schedule_csv.Orders, costs: Costs, cluster: Cluster, on: Sequence[int]) -> Placement:
-    """With the backward in halves where the CSV splits it and the costs do not."""
+    """The costs, with the backward halved if the CSV splits it and the costs do not."""
     kinds = {op.kind for order in orders for op in order}
     placement = place(costs.with_split_backward() if Kind.W in kinds else costs, cluster, on)
     return placement if kinds - {Kind.F} else placement.forward_only()

@@ -16,10 +16,10 @@ from rota.timeline import Timeline
 from rota.units import count_text, size_text, time_text
 
 _LEGEND = (
-    "▸ the plan   · 1F1B on equal layers, to compare with   ranks: of a pipeline x replicas",
-    "micro-batches: of a replica x rows of each   again: stages that recompute their forwards",
-    "bubble: idle share of step x ranks   gap: what another order could save of the step, at most",
-    "memory: of the fullest rank",
+    "▸ the plan   · 1F1B on equal layers, to compare with   ranks: per pipeline x replicas",
+    "micro-batches: per replica x rows of each   again: stages that recompute their forwards",
+    "bubble: idle share of step x ranks   gap: share of the step that another order could save, at most",
+    "memory: on the fullest rank",
 )
 _MOST_ROWS = 6
 _MOST_ALIKE = 2  # rows with the same ranks and replicas
@@ -47,16 +47,16 @@ class Answer:
     """What `autoplan` found.
 
     Attributes:
-        request: What was asked for.
+        request: The arguments of the call.
         candidates: The best plan of each kind, fastest first.
         usual: 1F1B on equal layers, with the sizes of the best plan; None for inference.
-        counts: How many layouts and plans were looked at.
+        counts: Numbers of layouts and plans that were tried.
         bound_us: A lower bound on the step time of every layout.
         elapsed_s: Seconds that the search took.
         stopped_by: What ended the search or the measuring early: Ctrl-C, or an error of `progress`; else "".
-        ran_out: Whether something was left out for lack of time.
+        ran_out: Whether layouts were left out for lack of time.
         confirmed: The candidates whose own stages were measured.
-        is_unmeasured: Whether Ctrl-C came before any was.
+        is_unmeasured: Whether Ctrl-C came before any of them was measured.
     """
 
     request: Request
@@ -115,13 +115,13 @@ class Answer:
         best, layout = self.best, self.best.candidate.layout
         used, ranks = layout.num_ranks * layout.num_replicas, self.request.machine.num_ranks
         sizes = [b - a for a, b in pairwise(best.candidate.boundaries)]
-        several = f"{layout.shape}, {layout.stages_per_rank} a rank" if layout.stages_per_rank > 1 else layout.shape
+        several = f"{layout.shape}, {layout.stages_per_rank} per rank" if layout.stages_per_rank > 1 else layout.shape
         again = sorted(best.candidate.recomputed)
         return [
-            f"{time_text(best.makespan_us)} a step, {self.rows_per_s:,.4g} rows/s: {best.schedule}",
+            f"{time_text(best.makespan_us)} per step, {self.rows_per_s:,.4g} rows/s: {best.schedule}",
             f"  ranks       {layout.num_ranks} x {count_text(layout.num_replicas, 'replica')}, {used} of {ranks}",
             f"  stages      {layout.num_stages} ({several}), layers {_runs(sizes)}",
-            f"  step        {count_text(layout.num_microbatches, 'micro-batch', 'es')} a replica, of "
+            f"  step        {count_text(layout.num_microbatches, 'micro-batch', 'es')} per replica, of "
             f"{count_text(layout.rows, 'row')} each",
             f"  recomputed  {_runs(again) if again else 'nothing'}",
             f"  memory      {memory_text(best)} on rank {_fullest(best)}",
@@ -163,15 +163,15 @@ class Answer:
         lines = [
             f"{counts.layouts:,} layouts, {counts.plans:,} plans simulated in {self.elapsed_s:.1f} s{stopped}: "
             f"{counts.slower:,} layouts cannot be faster by their bounds, {counts.too_large:,} do not fit"
-            + (f", {counts.left:,} were not looked at" if counts.left else ""),
-            f"no layout's step takes less than {time_text(self.bound_us)}, by its work alone",
+            + (f", {counts.left:,} were not tried" if counts.left else ""),
+            f"lower bound on the step of every layout, by its work alone: {time_text(self.bound_us)}",
         ]
         if self.is_unmeasured:
             lines.append("the plan's own stages were not measured: its times are added up from the layers'")
         for before_us, found in self.confirmed:
             lines.append(
                 f"stages of {found.schedule} on {count_text(found.candidate.layout.num_ranks, 'rank')} measured: "
-                f"{time_text(found.makespan_us)} a step, {time_text(before_us)} by the layers"
+                f"{time_text(found.makespan_us)} per step, {time_text(before_us)} by the layers"
             )
         return lines
 

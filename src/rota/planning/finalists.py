@@ -1,4 +1,4 @@
-"""The best candidates again, with searched orders in place of named schedules."""
+"""Search orders for the best candidates, in place of their named schedules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rota.stopping import ended_by_ctrl_c
 
 _MOST = 3  # finalists
 _SHARE, _MOST_S = 0.05, 3.0  # for each: a share of the time limit, in nominal seconds of the search
-_WORTH = 0.001  # of the best time: a smaller gain is not worth a search
+_WORTH = 0.001  # share of the best time: a smaller gain is not worth a search
 
 
 def can_search() -> bool:
@@ -40,7 +40,7 @@ def _seconds(sweep: Sweep) -> float:
 
 
 def _finalists(sweep: Sweep) -> Iterator[Candidate]:
-    """The fastest that could beat the best plan; if nothing fits, those that nearly do."""
+    """The fastest candidates that could beat the best plan; if nothing fits, those that nearly do."""
     if sweep.best is None:
         yield from sweep.almost_fitting[:_MOST]
         return

@@ -1,8 +1,8 @@
 """Lower bounds on a step's time and memory that hold for every order of its ops.
 
-They are proofs: a layout that they rule out cannot be faster, or cannot fit. A rank cannot end before it has waited for
-its first input, done all its work, and seen what follows that. These are fast, for thousands of layouts; docs/bounds.md
-has far sharper ones for a single placement.
+They are proofs: a layout that they rule out cannot be faster, or cannot fit. The bound on time is a rank's wait for its
+first input, plus all its work, plus the time after that. They are fast, for thousands of layouts; docs/bounds.md has
+far sharper ones for a single placement.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _longest_heads(layers: LayerCosts) -> list[int]:
 
 
 def _reduced_us(request: Request, layout: Layout, layers: LayerCosts) -> float:
-    """What follows the ranks' last ops, for all ranks together: all reductions, if each has one stage."""
+    """The time after the ranks' last ops, summed over ranks: all reductions, if each rank has one stage."""
     machine, n, replicas = request.machine, layout.num_ranks, layout.num_replicas
     if layout.shape != "chain" or replicas == 1:
         return 0.0
@@ -106,7 +106,7 @@ def least_bytes(*placements: Placement) -> list[int]:
     """For each rank a lower bound on the bytes that it holds, whatever the order: those of one micro-batch, alone.
 
     With several placements of the same stages, each stage may be as in any of them. When a stage's backward begins, the
-    forwards before it have been done, and keep what they keep.
+    forwards before it have run, and hold what they keep.
     """
     first = placements[0]
     before: dict[int, set[int]] = {stage: set() for stage in first.stages}

@@ -22,7 +22,7 @@ _STAGES_A_RANK = (2, 3, 4, 6, 8)  # besides one; more cost transfers and gain li
 class Layout:
     """`num_replicas` pipelines on `num_ranks` ranks each, with `stages_per_rank` stages per rank.
 
-    Each pipeline does `num_microbatches` of `rows` rows. `recompute` says which stages recompute their forwards.
+    Each pipeline runs `num_microbatches` of `rows` rows. `recompute` names the stages that recompute their forwards.
     """
 
     num_ranks: int
@@ -67,7 +67,7 @@ def layouts(
     pipeline_ranks: int | None = None,
     copies: bool = True,
 ) -> Iterator[Layout]:
-    """All layouts for micro-batches of these rows. Only a chain has several stages per rank.
+    """All layouts for micro-batches of these sizes. Only a chain has several stages per rank.
 
     Stages are on two ranks only with `copies`, and only if the cost of summing their gradients is known.
     """
@@ -112,7 +112,7 @@ def _recomputes(num_stages: int, recompute: bool) -> Iterator[Recompute]:
 
 
 def is_chain(layers: LayerCosts) -> bool:
-    """Whether every stage sends to the next one alone, wherever the model is cut."""
+    """Whether every stage sends only to the next one, wherever the model is cut."""
     return all(target == source + 1 for source, target in layers.edges)
 
 

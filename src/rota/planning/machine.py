@@ -1,4 +1,4 @@
-"""What a plan may use: processes, their memory and speed, and the links between them."""
+"""The machine of a plan: processes, their memory and speed, and the links between them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Machine:
 
     Attributes:
         num_ranks: The number of processes.
-        limit_bytes: What a process may hold: one number, or one per process (None: no limit).
-        link: Joins the processes of a node. A Cluster instead has the links of all pairs, as measured by
-            `rota.profiling.measure_links`, and may have limits.
-        ranks_per_node: Neighbouring processes on one node (None: all are).
-        node_link: Joins processes of different nodes (None: `link` does).
-        slowdowns: What each process's times are multiplied by (empty: 1).
+        limit_bytes: Most bytes that a process may hold: one number, or one per process (None: no limit).
+        link: The link between processes of a node; or a Cluster with the links of all pairs, as measured by
+            `rota.profiling.measure_links`, and maybe limits.
+        ranks_per_node: Number of neighbouring processes on one node (None: all).
+        node_link: The link between processes of different nodes (None: `link`).
+        slowdowns: The factor of each process's times (empty: 1).
 
     Raises:
-        PlacementError: For values that make no machine.
+        PlacementError: A value is invalid, or contradicts another one.
     """
 
     num_ranks: int
@@ -61,19 +61,19 @@ class Machine:
         if self.ranks_per_node is not None and whole("ranks_per_node", self.ranks_per_node) < 1:
             raise PlacementError(f"ranks_per_node is {self.ranks_per_node}: a node has at least 1")
         if self.node_link is not None and self.ranks_per_node is None:
-            raise PlacementError("node_link joins nodes: say how many ranks one has, by ranks_per_node")
+            raise PlacementError("node_link joins nodes: give the number of ranks of a node as ranks_per_node")
 
     def _take(self, measured: Cluster) -> None:
-        """Take a measured cluster's limits. Raises PlacementError where other arguments contradict it."""
+        """Take a measured cluster's limits. Raises PlacementError if other arguments contradict it."""
         if self.node_link is not None or self.ranks_per_node is not None:
-            raise PlacementError("node_link and ranks_per_node are too much: a cluster has the links of all pairs")
+            raise PlacementError("leave node_link and ranks_per_node out: a cluster has the links of all pairs")
         if measured.num_ranks < self.num_ranks:
             raise PlacementError(
-                f"link is a cluster of {measured.num_ranks} ranks for {self.num_ranks}; measure those of them all"
+                f"link is a cluster of {measured.num_ranks} ranks for {self.num_ranks}; measure the links of all"
             )
         if any(limit is not None for limit in measured.limit_bytes):
             if self.limit_bytes is not None:
-                raise PlacementError("the cluster has limit_bytes, too; give them once")
+                raise PlacementError("the cluster has limit_bytes too; give them once")
             object.__setattr__(self, "limit_bytes", measured.limit_bytes[: self.num_ranks])
 
     @property

@@ -14,10 +14,10 @@ _ALSO = 0.3  # of the difference: a part as large as this is a reason too
 
 
 class StepParts(NamedTuple):
-    """The parts of a step on the mean rank, in µs; they add up to the makespan.
+    """The parts of a step, as means over the ranks, in µs; they add up to the makespan.
 
-    Forwards and backwards; recomputed forwards; waiting for other ranks; and what follows the last op of all ranks. The
-    bubble, all idle time, is the last two.
+    Forwards and backwards; recomputed forwards; waiting for other ranks; and the time after the last op of all ranks.
+    The last two are the bubble, all idle time.
     """
 
     compute_us: float
@@ -44,7 +44,7 @@ def _count(found: Found) -> int:
 
 
 def why_slower(found: Found, best: Found) -> str:
-    """What takes longer than in the best plan, the largest part first."""
+    """The parts of the step that are longer than in the best plan, the largest first."""
     slower_us = found.makespan_us - best.makespan_us
     if slower_us <= _SAME * best.makespan_us:
         more = found.peak_bytes > best.peak_bytes
@@ -63,7 +63,7 @@ def _compute(found: Found, best: Found) -> str:
     share = parts_of(found).compute_us / max(parts_of(best).compute_us, 1) - 1
     used, others = mine.num_ranks * mine.num_replicas, theirs.num_ranks * theirs.num_replicas
     if used < others:
-        return f"uses {count_text(used, 'rank')}, not {others}: {share:+.0%} compute a rank"
+        return f"uses {count_text(used, 'rank')}, not {others}: {share:+.0%} compute per rank"
     if mine.rows != theirs.rows:
         return f"micro-batches of {count_text(mine.rows, 'row')}, not {theirs.rows}: {share:+.0%} compute"
     if found.candidate.splits_backward != best.candidate.splits_backward:
@@ -91,22 +91,22 @@ def _causes(found: Found, best: Found) -> Iterator[str]:
     if mine.num_ranks > theirs.num_ranks:
         yield f"a longer pipeline ({mine.num_ranks} ranks, not {theirs.num_ranks})"
     if _unevenness(found) > _unevenness(best) + 0.01:
-        yield f"ranks less even (the busiest {_unevenness(found):+.0%}, not {_unevenness(best):+.0%})"
+        yield f"ranks less balanced (the busiest {_unevenness(found):+.0%}, not {_unevenness(best):+.0%})"
     if (mine.num_ranks, mine.num_microbatches) == (theirs.num_ranks, theirs.num_microbatches):
         if mine.stages_per_rank < theirs.stages_per_rank:
             yield f"fewer stages per rank ({mine.stages_per_rank}, not {theirs.stages_per_rank})"
         elif found.candidate.splits_backward < best.candidate.splits_backward:
-            yield "no W of its own to fill it with"
+            yield "no separate W to fill it with"
         elif found.schedule != best.schedule:
             yield f"{found.schedule}, not {best.schedule}"
 
 
 def _unevenness(found: Found) -> float:
-    """By what share the busiest rank works longer than the mean."""
+    """The share by which the busiest rank works longer than the mean."""
     busy = found.timeline.busy_us
     return max(busy) * len(busy) / max(sum(busy), 1) - 1
 
 
 def _ending(found: Found, best: Found) -> str:
     mine, theirs = parts_of(found).ending_us, parts_of(best).ending_us
-    return f"all-reduce and optimizer {time_text(round(mine))} behind the last op, not {time_text(round(theirs))}"
+    return f"all-reduce and optimizer {time_text(round(mine))} after the last op, not {time_text(round(theirs))}"

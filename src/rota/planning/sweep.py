@@ -22,7 +22,7 @@ from rota.schedules import Family
 from rota.stopping import Stopped, look
 
 _KEPT = 24  # best plans, each of another kind
-_CLOSEST = 6  # plans that nearly fit, to find out what would
+_CLOSEST = 6  # plans that nearly fit, to search for orders that fit
 
 _RESERVED = 0.3  # of the time, for the search of the finalists' orders
 
@@ -35,7 +35,7 @@ Kind = tuple[int, int, str, bool]
 
 @final
 class Sweep:
-    """Call `run`, then read what it found. Deterministic unless the deadline ends it."""
+    """Tries layouts: call `run`, then read the attributes. Deterministic unless the deadline ends it."""
 
     def __init__(self, request: Request, deadline: Deadline) -> None:
         self.request = request
@@ -128,7 +128,7 @@ class Sweep:
             for candidate in whole_and_split(whole, self.request.inference):
                 try:
                     over = misfit(candidate)
-                except PlacementError:  # a shape that is not for these stages
+                except PlacementError:  # the shape does not suit these stages
                     continue
                 if over is not None:
                     self._over.add(layout)
@@ -160,7 +160,7 @@ class Sweep:
                 self.take(self._evaluated(candidate, family, self.worst_us))
 
     def _evaluated(self, candidate: Candidate, family: Family, worst_us: float) -> Found | Misfit | None:
-        """As `evaluate`; also None if the time is over before the result is known."""
+        """The result of `evaluate`; also None if the time is over before that."""
         try:
             look()
             return evaluate(candidate, family, worst_us)

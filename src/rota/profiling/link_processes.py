@@ -16,10 +16,10 @@ from rota.costs import Cluster
 from rota.errors import PipelineError
 from rota.profiling.links import measure_links
 from rota.runtime import control
-from rota.runtime.launching.folder import run_folder
 from rota.runtime.launching.launch import start
-from rota.runtime.launching.ranks import RankFailed, Ranks
+from rota.runtime.launching.rank_processes import RankFailed, Ranks
 from rota.runtime.launching.requests import Requests
+from rota.runtime.launching.run_folder import run_folder
 from rota.runtime.orphans import end_with_parent
 from rota.runtime.process_group import join
 

@@ -33,7 +33,7 @@ from rota.runtime.meshes import Processes, pipelines_of
 from rota.runtime.microbatch_inputs import MicrobatchInputs
 from rota.runtime.precision import LossScale
 from rota.runtime.reducing.shared_weights import SharedWeight
-from rota.runtime.stopping import StopRequests
+from rota.runtime.stop_requests import StopRequests
 from rota.runtime.transport import Transport, together
 
 # --- the plan ---------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from rota.runtime.recorder import Record, clock_offset_ns, merge
 from rota.runtime.reducing.gradient_sync import GradientSync
 from rota.runtime.reducing.shared_weights import shared_weights
 from rota.runtime.reducing.wrapped_stages import unwrapped
-from rota.runtime.stopping import StopRequests
+from rota.runtime.stop_requests import StopRequests
 from rota.runtime.transport import Transport, bring_outputs, together
 from rota.timeline import Timeline
 

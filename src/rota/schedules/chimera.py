@@ -25,7 +25,7 @@ from rota.tasks import Kind, Op
 
 
 def chimera(placement: Placement, num_microbatches: int) -> Plan:
-    """Two chains in opposite directions. With a split backward W follows I at once.
+    """Two chains in opposite directions. If the backward is split, W runs right after I.
 
     Args:
         placement: Made by `rota.bidirectional`, on an even number of ranks.

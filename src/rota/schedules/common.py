@@ -1,4 +1,4 @@
-"""What several families share: checks of the placement, and the pattern that most of them follow."""
+"""Shared by several families: checks of the placement, and the pattern that most of them follow."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stages_after(placement: Placement) -> dict[int, list[int]]:
 
 
 def backward_ops(placement: Placement, stage: int, microbatch: int) -> list[Op]:
-    """The ops that follow a forward: (R) B, or (R) I W."""
+    """The kinds of op that follow a forward: (R) B, or (R) I W."""
     return [Op(stage, kind, microbatch) for kind in BACKWARD_KINDS if (stage, kind) in placement.index]
 
 
@@ -91,7 +91,7 @@ def require_chain_on(name: str, placement: Placement, ranks: Sequence[int], shap
 
 
 def num_rounds(name: str, placement: Placement, step: int, shape: str) -> int:
-    """How often the stages go round the ranks, `step` stages each time; ScheduleError if that is no whole number."""
+    """How often the stages go round the ranks, `step` stages each time. Raises ScheduleError if not a whole number."""
     if placement.num_stages % step:
         raise ScheduleError(
             f"{name}: {placement.num_stages} stages do not go round {placement.num_ranks} ranks; place a multiple of "

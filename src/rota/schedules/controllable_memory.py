@@ -29,7 +29,7 @@ from rota.schedules.zb_v import require_v
 from rota.stopping import look
 
 _INTERVAL = 6
-_LONGEST_WAITS = 6  # slots that a block waits at its three turns together; more hardly makes anything faster
+_LONGEST_WAITS = 6  # slots that a block waits at its three turns together; more is hardly ever faster
 #: How to squeeze: how many slots after I begins W counts as done, and how many an op may go ahead of its turn. The
 #: first always finds a plan: the op that is due first has its inputs and, as the block fits, memory once W is done.
 _SQUEEZES = ((2, 0), (2, 2), (2, 3), (4, 3))
@@ -46,7 +46,7 @@ def v_half(placement: Placement, num_microbatches: int) -> Plan:
         The plan.
 
     Raises:
-        ScheduleError: The placement is no such V.
+        ScheduleError: The placement is not such a V.
     """
     require_v("v_half", placement, num_microbatches)
     limit = 2 * ((placement.num_ranks + 2) // 2)
@@ -64,7 +64,7 @@ def v_min(placement: Placement, num_microbatches: int) -> Plan:
         The plan.
 
     Raises:
-        ScheduleError: The placement is no such V.
+        ScheduleError: The placement is not such a V.
     """
     require_v("v_min", placement, num_microbatches)
     limit = 2 * ((placement.num_ranks + 4) // 3)

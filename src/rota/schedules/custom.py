@@ -62,7 +62,7 @@ class PipeSchedule(ABC):
             if len(stages) > 1:
                 raise ScheduleError(
                     f"{type(self).__name__}: rank {rank} has the stages {', '.join(map(str, stages))}, whose order "
-                    f"steps() cannot tell; place one stage a rank, or make rota.Plan(placement, n, orders)"
+                    f"steps() cannot tell; place one stage per rank, or make rota.Plan(placement, n, orders)"
                 )
             steps = [step for stage in stages for step in self.steps(stage)]
             orders.append(tuple(Op.parse(step) if isinstance(step, str) else step for step in steps))

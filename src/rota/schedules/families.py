@@ -1,4 +1,4 @@
-"""All named schedules: which placement each one takes, and the bubble that its paper states."""
+"""All named schedules: the placement of each, and the bubble that its paper states."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Family:
         source: The paper.
         backward: "whole" (B), "split" (I and W) or "any".
         stages_per_rank: Stages per rank.
-        recomputes: Whether all stages but the last do their forwards again before the backward.
+        recomputes: Whether all stages but the last run their forwards again before the backward.
         bubble: The published idle time; None without a formula.
         of_span: Whether `bubble` counts the idle time within the span; else within the makespan.
     """
@@ -83,7 +83,7 @@ class Family:
         return self.schedule(placement, num_microbatches)
 
     def costs_from(self, costs: Costs) -> Costs:
-        """A chain of one stage per rank, cut and split as this family's paper has it.
+        """A chain of one stage per rank, cut and split as in this family's paper.
 
         Args:
             costs: One stage per rank.
@@ -94,7 +94,7 @@ class Family:
             joined.
 
         Raises:
-            PlacementError: The costs' edges are no chain, or a rank has fewer µs than stages to share them.
+            PlacementError: The costs' edges are not a chain, or a rank has fewer µs than stages to share them.
         """
         costs = costs.as_chain()
         # As in the paper: a backward that need not be split is whole.
@@ -316,7 +316,7 @@ def named_plans(
 ) -> Iterator[tuple[str, Plan]]:
     """The named schedules that a placement allows, as candidates and for comparison.
 
-    `zb_auto` is left out, for it is a search itself.
+    `zb_auto` is left out because it is itself a search.
 
     Args:
         placement: Any placement.

@@ -1,11 +1,11 @@
-"""A list scheduler: a free rank starts, of the ops that it could do, the one that comes first in an ideal schedule.
+"""A list scheduler: of the ops that it could run, a free rank starts the one that comes first in an ideal schedule.
 
 Graham, "Bounds on Multiprocessing Timing Anomalies", 1969. In the ideal schedule every op has its turn, a slot, as if
 all ops took one slot. Here ops and transfers last as long as the placement says, and a forward waits until there is
 memory for what it keeps.
 
     turns of a rank      F0  .  .  I0 F1 .  .  I1        slots
-    what becomes of it   F0 .  .  .  .  F1 F1 I0 I0 W0   F1 overtakes I0, whose gradient is late; W fills gaps
+    what is run          F0 .  .  .  .  F1 F1 I0 I0 W0   F1 overtakes I0, whose gradient is late; W fills gaps
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WEIGHT = -1  # in place of a leg: the oldest W that was postponed
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """A part of the path of each micro-batch, down a chain and back: kinds of one stage, done in one go."""
+    """A part of the path of each micro-batch, down a chain and back: kinds of one stage that run back to back."""
 
     rank: int
     stage: int
@@ -68,7 +68,7 @@ def path_through(placement: Placement, postpones_weights: bool) -> list[Leg]:
 
 @dataclass(slots=True)
 class _Rank:
-    """How far a rank is."""
+    """The progress of one rank."""
 
     agenda: list[tuple[int, int, int]]  #: (turn, leg, micro-batch) of all that it does, in the order of turns
     left_us: int  #: work not yet started
@@ -123,7 +123,7 @@ class ListScheduler:
         return max(rank.free_us for rank in self.ranks)
 
     def plan(self, sooner_than_us: int | None = None) -> Plan | None:
-        """None if nothing more fits, or if the plan would last `sooner_than_us` or longer."""
+        """The plan; None if nothing more fits, or if the plan would last `sooner_than_us` or longer."""
         wakes = [(0, rank) for rank in range(len(self.ranks))]  # a heap: when to look at which rank
         while wakes:
             look()
@@ -202,7 +202,7 @@ class ListScheduler:
 
 
 def fastest(schedulers: Iterable[ListScheduler]) -> Plan:
-    """The fastest plan of those tried until a search around it is over; the first scheduler must find one."""
+    """The fastest plan of those tried before a surrounding search must stop; the first scheduler must find one."""
     best: tuple[Plan, int] | None = None
     try:
         for scheduler in schedulers:

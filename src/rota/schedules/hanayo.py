@@ -26,7 +26,7 @@ _SHAPE = "rota.wave(costs, cluster)"
 
 
 def hanayo(placement: Placement, num_microbatches: int) -> Plan:
-    """Waves; a rank keeps no more than the activations of p micro-batches, as in 1F1B. W follows I at once.
+    """Waves; a rank keeps no more than the activations of p micro-batches, as in 1F1B. W runs right after I.
 
     Several ways to handle a last unit that is not full, and to let ops overtake late ones, are tried; the fastest wins.
 
@@ -51,7 +51,7 @@ def hanayo(placement: Placement, num_microbatches: int) -> Plan:
 
 
 def _schedulers(placement: Placement, num_microbatches: int) -> Iterator[ListScheduler]:
-    """The first one keeps the turns, in which a rank never holds more than it may."""
+    """Schedulers to try; the first keeps to the turns, in which no rank exceeds its memory limit."""
     p, num_stages = placement.num_ranks, placement.num_stages
     legs = path_through(placement, postpones_weights=False)
     left_over = num_microbatches % p or p

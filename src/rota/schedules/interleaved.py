@@ -37,7 +37,7 @@ def interleaved_one_f_one_b(placement: Placement, num_microbatches: int, group_s
         The plan.
 
     Raises:
-        ScheduleError: The placement is no such chain, or `group_size` does not cut the micro-batches.
+        ScheduleError: The placement is not such a chain, or `group_size` does not cut the micro-batches.
     """
     name = "interleaved_1f1b"
     rounds = _rounds(name, placement, num_microbatches)
@@ -64,7 +64,7 @@ def interleaved_zero_bubble(placement: Placement, num_microbatches: int, group_s
         The plan.
 
     Raises:
-        ScheduleError: The placement is no such chain, or `group_size` does not cut the micro-batches.
+        ScheduleError: The placement is not such a chain, or `group_size` does not cut the micro-batches.
     """
     name = "interleaved_zb"
     rounds = _rounds(name, placement, num_microbatches)
@@ -91,7 +91,7 @@ def looped_bfs(placement: Placement, num_microbatches: int) -> Plan:
         The plan.
 
     Raises:
-        ScheduleError: The placement is no such chain.
+        ScheduleError: The placement is not such a chain.
     """
     rounds = _rounds("looped_bfs", placement, num_microbatches)
     p = placement.num_ranks

@@ -62,8 +62,8 @@ def _warmed_up(name: str, placement: Placement, num_microbatches: int, forwards_
         stages = placement.stages_on(rank)
         if len(stages) > 1:
             raise ScheduleError(
-                f"{name}: rank {rank} has the stages {', '.join(map(str, stages))}, but {name} takes one stage a rank; "
-                f"place one stage a rank, or use interleaved_1f1b or gpipe"
+                f"{name}: rank {rank} has the stages {', '.join(map(str, stages))}, but {name} takes one stage per "
+                f"rank; place one stage per rank, or use interleaved_1f1b or gpipe"
             )
         batches = [(stage, m) for stage in stages for m in placement.microbatches(stage, num_microbatches)]
         warmup = forwards_a_hop * depths[stages[0]] if stages else 0

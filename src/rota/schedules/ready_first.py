@@ -1,8 +1,8 @@
-"""Ready first: 1F1B for any placement. Of what is ready, a free rank starts a backward rather than a forward.
+"""Ready first: 1F1B for any placement. If both are ready, a free rank starts a backward rather than a forward.
 
 List scheduling: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969. A stage starts a forward only while it
 keeps fewer micro-batches than its limit. That is what 1F1B's warm-up amounts to: one, and one more for each rank that
-follows. Every piece of work takes its micro-batches in order and limits are 1 or more, so the oldest micro-batch can
+follows. Every piece of work runs its micro-batches in order and limits are 1 or more, so the oldest micro-batch can
 always go on: no deadlock.
 """
 
@@ -43,13 +43,13 @@ def ready_first(placement: Placement, num_microbatches: int, forwards_a_hop: int
 
 @dataclass(slots=True)
 class _Piece:
-    """Kinds of one stage that are done in one go: F, (R) B, (R) I, or W."""
+    """Kinds of one stage that run back to back: F, (R) B, (R) I, or W."""
 
     stage: int
     kinds: tuple[Kind, ...]
     rank: int
     duration_us: int
-    holds: int  #: micro-batches that the stage keeps more (or less) from its start on
+    holds: int  #: change in the number of micro-batches that the stage keeps, from its start on
     microbatches: range
     following: dict[int, int] = field(default_factory=dict)  #: piece -> lag in µs
     arrivals_us: list[int] = field(default_factory=list)  #: µs, by position in `microbatches`
@@ -62,12 +62,12 @@ class _Piece:
 
     @property
     def is_coming(self) -> bool:
-        """Whether it is known when everything that the next micro-batch needs is there."""
+        """Whether the time at which the next micro-batch's inputs are all available is known."""
         return self.num_started < len(self.microbatches) and not self.missing[self.num_started]
 
     @property
     def arrival_us(self) -> int:
-        """When that is, if it is known."""
+        """That time, if it is known."""
         return self.arrivals_us[self.num_started]
 
 
@@ -93,7 +93,7 @@ class _Scheduler:
         return Plan(self.placement, self.num_microbatches, tuple(map(tuple, self.orders)))
 
     def _next(self, pieces: list[_Piece], now_us: int) -> _Piece | None:
-        """What a free rank starts now; None to wait for what comes."""
+        """The piece that a free rank starts now; None to wait for a later one."""
         coming = [piece for piece in pieces if piece.is_coming]
         ready = [piece for piece in coming if piece.arrival_us <= now_us]
         startable = [piece for piece in ready if self._fits(piece)]
@@ -156,7 +156,7 @@ def _pieces(placement: Placement, num_microbatches: int) -> list[_Piece]:
 
 
 def _groups(placement: Placement, stage: int) -> Iterator[tuple[Kind, ...]]:
-    """R goes with its backward: done sooner, it would hold memory for nothing."""
+    """The stage's pieces. R is part of its backward's: run earlier, it would hold memory without need."""
     for kinds in ((Kind.F,), (Kind.R, Kind.B, Kind.I), (Kind.W,)):
         there = tuple(kind for kind in kinds if (stage, kind) in placement.index)
         if there:

@@ -69,7 +69,7 @@ def compare_schedules(
         One row per family.
 
     Raises:
-        PlacementError: The costs' edges are no chain.
+        PlacementError: The costs' edges are not a chain.
     """
     costs = costs.as_chain()
     rows = []
@@ -83,7 +83,7 @@ def compare_schedules(
 
 
 def best(rows: Iterable[Row]) -> Row | None:
-    """The fastest that fits; of equally fast ones, the one that holds least. None if none fits."""
+    """The fastest row that fits; of equally fast ones, the one that holds least. None if no row fits."""
     fitting = [row for row in rows if row.fits and row.makespan_us is not None]
     return min(fitting, key=lambda row: (row.makespan_us, row.activation_bytes), default=None)
 
@@ -136,7 +136,7 @@ def to_text(rows: list[Row], limit_bytes: int | None = None) -> str:
     one_f_one_b = next((row.activation_bytes for row in rows if row.name == "1f1b"), None)
     lines = [
         "                   stages                             activations     a rank's idle time",
-        "schedule           a rank   makespan      span  bubble  peak  of 1F1B   formula           it says   simulated",
+        "schedule         per rank   makespan      span  bubble  peak  of 1F1B   formula           it says   simulated",
     ]
     winner = best(rows)
     for row in rows:
@@ -153,7 +153,7 @@ def to_text(rows: list[Row], limit_bytes: int | None = None) -> str:
             line += f"{time_text(round(row.formula_us)):>9}{time_text(row.bubble_us):>12}"
         lines.append(line + ("" if row.fits else "   over the limit"))
     if winner is not None:
-        within = "" if limit_bytes is None else f" within {size_text(limit_bytes)} a rank"
+        within = "" if limit_bytes is None else f" within {size_text(limit_bytes)} per rank"
         lines.append(f"\n▸ the fastest{within}: {winner.name}, {time_text(winner.makespan_us or 0)}")
     return "\n".join(line.rstrip() for line in lines)
 

@@ -33,7 +33,7 @@ def varuna(placement: Placement, num_microbatches: int) -> Plan:
         The plan.
 
     Raises:
-        ScheduleError: The placement is no such chain.
+        ScheduleError: The placement is not such a chain.
     """
     require_microbatches("varuna", num_microbatches)
     p = placement.num_ranks
@@ -55,7 +55,7 @@ def _orders_by_ticks(num_stages: int, num_microbatches: int) -> tuple[tuple[Op, 
     half_done: list[int | None] = [None] * num_stages  # the micro-batch whose backward runs its second tick
     orders: list[list[Op]] = [[] for _ in range(num_stages)]
     while any(m is not None for m in half_done) or any(queue for stage in waiting for queue in stage.values()):
-        ended: list[tuple[int, Kind, int]] = []  # what this tick makes ready only counts in the next
+        ended: list[tuple[int, Kind, int]] = []  # what becomes ready in this tick can start in the next one
         for stage in range(num_stages):
             if half_done[stage] is not None:
                 half_done[stage] = None

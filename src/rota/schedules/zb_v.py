@@ -23,7 +23,7 @@ _SHAPE = "rota.wave(costs, cluster), with two stages per rank"
 
 
 def zb_v(placement: Placement, num_microbatches: int) -> Plan:
-    """ZB-V in PyTorch's order. Fewer than 2p - 1 micro-batches go as the first ones of 2p - 1 would.
+    """ZB-V in PyTorch's order. Fewer than 2p - 1 micro-batches run as the first ones of 2p - 1 would.
 
     Args:
         placement: A V: `rota.wave` with two stages per rank and a split backward.
@@ -33,7 +33,7 @@ def zb_v(placement: Placement, num_microbatches: int) -> Plan:
         The plan.
 
     Raises:
-        ScheduleError: The placement is no such V.
+        ScheduleError: The placement is not such a V.
     """
     require_v("zb_v", placement, num_microbatches)
     p = placement.num_ranks

@@ -27,7 +27,7 @@ def zb_h1(placement: Placement, num_microbatches: int) -> Plan:
         The plan.
 
     Raises:
-        ScheduleError: The placement is no such chain.
+        ScheduleError: The placement is not such a chain.
     """
     return _by_hand("zb_h1", placement, num_microbatches, forwards_a_hop=1)
 
@@ -35,7 +35,7 @@ def zb_h1(placement: Placement, num_microbatches: int) -> Plan:
 def zb_h2(placement: Placement, num_microbatches: int) -> Plan:
     """Forwards until the first gradient comes back, 2(p - r) - 1 of them.
 
-    When rank 0 has no forwards left it takes gradients faster, so the ranks after it postpone W to deliver them.
+    When rank 0 has no forwards left, it receives gradients faster, so the ranks after it postpone W to deliver them.
 
     Args:
         placement: A chain with one stage per rank (`rota.place`) and a split backward.
@@ -45,7 +45,7 @@ def zb_h2(placement: Placement, num_microbatches: int) -> Plan:
         The plan.
 
     Raises:
-        ScheduleError: The placement is no such chain.
+        ScheduleError: The placement is not such a chain.
     """
     return _by_hand("zb_h2", placement, num_microbatches, forwards_a_hop=2)
 

@@ -1,9 +1,9 @@
 """Zero bubble found by search: under a memory limit, for any costs of the stages and transfers.
 
-Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", 2023, section 3, set the task: a chain of stages, one a
-rank, F, I and W each in micro-batch order, and the shortest span (longest busy window of a rank) that memory allows.
-Here orders are built under many policies, zb_h1, zb_h2 and 1F1B are candidates too, and the best is improved along its
-critical path until it meets a lower bound or the moves are used up.
+Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", 2023, section 3, state the problem: a chain of stages, one
+per rank, F, I and W each in micro-batch order, and the shortest span (longest busy window of a rank) that memory
+allows. Here orders are built under many policies, zb_h1, zb_h2 and 1F1B are candidates too, and the best is improved
+along its critical path until it meets a lower bound or the moves are used up.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def zb_auto(placement: Placement, num_microbatches: int) -> Plan:
     """The shortest span found; of equal ones, the shortest makespan.
 
     It is no longer than that of zb_h1, zb_h2 and 1f1b where these fit, and never over `placement.cluster.limit_bytes`.
-    When a search around it is over, the best of what was tried by then is taken.
+    When a surrounding search must stop, the result is the best of what was tried by then.
 
     Args:
         placement: A chain with one stage per rank (`rota.place`) and a split backward.
@@ -60,7 +60,7 @@ def zb_auto(placement: Placement, num_microbatches: int) -> Plan:
         The plan.
 
     Raises:
-        ScheduleError: The placement is no such chain, or nothing fits in the memory limit.
+        ScheduleError: The placement is not such a chain, or nothing fits in the memory limit.
     """
     name, shape = "zb_auto", "rota.place(costs, cluster)"
     require_microbatches(name, num_microbatches)
@@ -111,7 +111,7 @@ class _Search:
             self.best, self.best_score = orders, timing.score
 
     def overflow(self, orders: Orders) -> list[int]:
-        """[num_ranks]: bytes over the limit, with what transfers hold, which the pipe does not count."""
+        """[num_ranks]: bytes over the limit, including those that transfers hold, which the pipe does not count."""
         if not self.has_buffers:
             return [0] * len(orders)
         plan = _plan(self.placement, self.pipe.num_microbatches, orders)
@@ -210,7 +210,7 @@ def _critical_blocks(orders: Orders, timing: Timing) -> list[tuple[int, int, int
 
 
 def _pipe(placement: Placement, num_microbatches: int) -> Pipe:
-    """The placement as a pipe. R, where a stage has it, counts as a part of I, for it is done right before I."""
+    """The placement as a pipe. R, where a stage has it, counts as a part of I, because it runs right before I."""
     index = placement.index
     times, needs, keeps, again = [], [], [], []
     for stage in placement.stages:

@@ -1,8 +1,8 @@
 """A chain of stages in plain integers, for the automatic zero-bubble scheduler: build orders, and time them.
 
 A rank's order is a `bytearray` of FORWARD, INPUT and WEIGHT. Each kind is done in micro-batch order, so the letters
-alone say which op is meant. A rank's first op is a forward that starts as soon as it can, so it is given when its busy
-window opens, and a short span means an early end.
+alone say which op is meant. A rank's first op is a forward that starts as soon as it can, so the opening of its busy
+window is fixed, and a short span means an early end.
 
     rank 0  F0 F1 F2 F3 .  .  I0 W0 …          round trip of rank 0: end of its F0 to start of its I0
     rank 1  .  F0 F1 .  I0 F2 W0 I1 …
@@ -31,11 +31,11 @@ class Pipe:
     Attributes:
         num_microbatches: Micro-batches per step.
         times_us: Durations.
-        down_us: How long an activation takes to the rank.
-        up_us: How long a gradient takes to the rank.
+        down_us: Duration of the transfer of an activation to the rank.
+        up_us: Duration of the transfer of a gradient to the rank.
         headroom_bytes: The limit less static bytes.
-        needs_bytes: What has to be free for an op to start.
-        keeps_bytes: What an op keeps after it; negative: frees.
+        needs_bytes: Bytes that must be free for an op to start.
+        keeps_bytes: Bytes that an op keeps after it; negative: frees.
     """
 
     num_microbatches: int
@@ -70,7 +70,7 @@ class Pipe:
 
     @cached_property
     def admits_bytes(self) -> tuple[int, ...]:
-        """What must be free for a forward, so that everything that follows from it can be done after it in any case."""
+        """Bytes that must be free for a forward, so that all ops that follow from it can always run after it."""
         admits = []
         for needs, keeps in zip(self.needs_bytes, self.keeps_bytes, strict=True):
             after = max(needs[INPUT], needs[WEIGHT], keeps[INPUT] + needs[WEIGHT])
@@ -108,7 +108,7 @@ class Pipe:
         return least
 
     def fitted(self, r: int, order: bytearray) -> bytearray | None:
-        """The order of rank `r`, with weight gradients done sooner where memory requires it, without boundary buffers.
+        """The order of rank `r`, with weight gradients earlier where memory requires it, without boundary buffers.
 
         None if that is not enough, or if an op comes before what it needs on its rank.
         """
@@ -151,7 +151,7 @@ class Timing:
 
 
 def time_orders(pipe: Pipe, orders: Orders) -> Timing | None:
-    """Starts everything as soon as it can; None where the orders wait in a cycle. The orders have passed `fitted`."""
+    """Starts every op as early as possible; None if the orders wait in a cycle. They have passed `fitted`."""
     m, last = pipe.num_microbatches, pipe.num_ranks - 1
     activations = [[0] * m, *([NEVER] * m for _ in range(last))]  # when they are there
     gradients = [[NEVER] * m for _ in orders]
@@ -199,9 +199,9 @@ class Policy:
 
     Attributes:
         caps: Most micro-batches in flight, per rank.
-        span_us: When the last micro-batch should be done.
-        spacing_us: From one micro-batch to the next in the end, so that this is reached.
-        urgent_first: Whether the more urgent op for that goes first; else forwards do.
+        span_us: When the last micro-batch should end.
+        spacing_us: Time between consecutive micro-batches at the end, with which that is reached.
+        urgent_first: Whether the op that is more urgent for that goes first; otherwise forwards do.
     """
 
     caps: tuple[int, ...]
@@ -211,7 +211,7 @@ class Policy:
 
 
 def build(pipe: Pipe, policy: Policy) -> Orders | None:
-    """Orders that fit, without boundary buffers; None where memory leaves a rank nothing that it could do."""
+    """Orders that fit, without boundary buffers; None if memory leaves a rank no op that it could run."""
     builder = _Builder(pipe, policy)
     while builder.heap:
         look()
@@ -224,8 +224,8 @@ def build(pipe: Pipe, policy: Policy) -> Orders | None:
 class _Builder:
     """Ranks decide in the order of time.
 
-    What others wait for goes first. In a gap, the rank does a weight gradient. Where none fits into the gap, it does
-    one that delays what comes next, if that can still be in time for the span aimed at, or if it may not idle longer.
+    Ops that others wait for go first. In a gap, the rank runs a weight gradient. If none fits into the gap, it runs one
+    that delays the next op, if that op can still be in time for the target span, or if the rank may not idle longer.
     """
 
     def __init__(self, pipe: Pipe, policy: Policy) -> None:

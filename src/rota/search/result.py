@@ -136,12 +136,12 @@ class SearchResult:
         lines = [
             f"{what} {_us(self.value_us)}, {proof} (found by {self.how}, {self.elapsed_s:.1f} s{stopped})",
             f"no plan for this placement has less than {_us(self.bound_us)}: {self.why}",
-            f"holds at most {size_text(max(self.peak_memory_bytes))} on a rank",
+            f"holds at most {size_text(max(self.peak_memory_bytes))} per rank",
         ]
         period_us = None if self.objective == "period" else self.period_us
         # A steady state that was abandoned before it became good says nothing.
         if period_us is not None and period_us * self.plan.num_microbatches <= self.makespan_us:
-            lines.append(f"steady state: {_us(period_us)} a micro-batch")
+            lines.append(f"steady state: {_us(period_us)} per micro-batch")
         for named in self.named:
             value = named.span_us if self.objective == "span" else named.makespan_us
             mine = self.span_us if self.objective == "span" else self.makespan_us

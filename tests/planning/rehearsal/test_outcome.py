@@ -90,13 +90,13 @@ def test_more_ranks_than_a_machine_has_connections_for() -> None:
 @pytest.mark.parametrize(
     ("allocate", "costs", "told"),
     [
-        (True, {"static_bytes": 10**15}, "2 ranks that allocate what the plan says take 2 PB"),
-        (True, {"activation_bytes": 10**15}, "2 ranks that allocate what the plan says take 4 PB"),
+        (True, {"static_bytes": 10**15}, "2 ranks that allocate the plan's memory need 2 PB"),
+        (True, {"activation_bytes": 10**15}, "2 ranks that allocate the plan's memory need 4 PB"),
         (False, {"boundary_bytes": 10**15}, r"the messages of 2 ranks take \d+ PB"),
     ],
 )
 def test_memory_that_the_machine_does_not_have(allocate: bool, costs: dict[str, Any], told: str) -> None:
-    with pytest.raises(PipelineError, match=f"{told}, and this machine has .* to give; "):
+    with pytest.raises(PipelineError, match=f"{told}, and this machine has .* available; "):
         rehearse(plan_of(**costs), allocate=allocate)
     with pytest.raises(AssertionError, match="a process is started"):
         rehearse(plan_of(static_bytes=10**15, activation_bytes=10**15))  # without allocate nothing of it is held
@@ -105,7 +105,7 @@ def test_memory_that_the_machine_does_not_have(allocate: bool, costs: dict[str, 
 def test_the_control_group_s_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocation, "available_bytes", lambda: 10)
     refuse_too_much(10, "they", "do without")
-    with pytest.raises(PipelineError, match="they take 11 B, and this machine has 10 B to give; do without"):
+    with pytest.raises(PipelineError, match="they need 11 B, and this machine has 10 B available; do without"):
         refuse_too_much(11, "they", "do without")
     monkeypatch.setattr(allocation, "available_bytes", lambda: None)  # the system does not tell
     refuse_too_much(10**18, "they", "do without")

@@ -63,7 +63,7 @@ def plans() -> list[Plan]:
         costs = family.adapted(costs_of(NUM_RANKS * family.stages_per_rank))
         found.append(family(family.place(costs, Cluster.uniform(NUM_RANKS)), 2 * NUM_RANKS))
     for shape in SHAPES.values():
-        costs = costs_of(shape.a_rank * NUM_RANKS + shape.shared)
+        costs = costs_of(shape.per_rank * NUM_RANKS + shape.shared)
         if shape.shared:  # joined and parted as the shape has it
             costs = replace(costs, boundary_bytes=7, gradient_bytes=0)
         placement = shape.place(costs, Cluster.uniform(NUM_RANKS))

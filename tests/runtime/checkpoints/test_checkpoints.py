@@ -17,8 +17,8 @@ from torch import nn
 
 from rota import Checkpoints, Cluster, Costs, Pipeline, Stages, interleaved
 from rota.runtime import checkpoints
-from rota.runtime.checkpoints import folder as checkpoint_folder
-from rota.runtime.checkpoints.folder import whole_paths
+from rota.runtime.checkpoints import checkpoint_folder
+from rota.runtime.checkpoints.checkpoint_folder import whole_paths
 from rota.runtime.checkpoints.lock import LOCK
 from rota.schedules import interleaved_one_f_one_b
 from support.checkpoint_runs import TWO, Training, refusal, serial_losses, stored

@@ -228,7 +228,7 @@ SCRIPT = """
     atexit.register(print, "registered after")
     pipeline.step(torch.ones(2, 2), torch.ones(2, 2))
     if how != "well":
-        from rota.runtime.checkpoints import folder as checkpoint_folder
+        from rota.runtime.checkpoints import checkpoint_folder
         def full(*args):
             raise OSError(28, "No space left on device")
         checkpoint_folder.publish = full

@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 
 from rota import FormatError, PipelineError
 from rota.reading import Field
-from rota.runtime.checkpoints import folder as folders
+from rota.runtime.checkpoints import checkpoint_folder
 from rota.runtime.checkpoints.files import MARKER, TRAINING, Saved
 from rota.runtime.checkpoints.manifest import File, Manifest
 from rota.runtime.checkpoints.optimizer_state import (
@@ -50,13 +50,13 @@ def manifest(number: int, step: int, **changes: Any) -> Manifest:
 
 
 def save(folder: Path, step: int, keep: int | None = None) -> None:
-    partial = folders.begin(folder, step)
+    partial = checkpoint_folder.begin(folder, step)
     (partial / "plan.json").write_bytes(b"abc")
-    folders.publish(partial, manifest(folders.next_number(folder), step), keep)
+    checkpoint_folder.publish(partial, manifest(checkpoint_folder.next_number(folder), step), keep)
 
 
 def steps_in(folder: Path) -> list[int]:
-    return [saved.manifest.step for saved in folders.readable_ones(folder)[0]]
+    return [saved.manifest.step for saved in checkpoint_folder.readable_ones(folder)[0]]
 
 
 def test_a_manifest_comes_back_as_it_was() -> None:
@@ -107,7 +107,7 @@ def test_a_wrong_manifest_is_told_by_file_and_field(tmp_path: Path, was: str, be
     text = path.read_text()
     assert was in text
     path.write_text(text.replace(was, becomes))
-    (none, [(where, error)]) = folders.readable_ones(tmp_path)
+    (none, [(where, error)]) = checkpoint_folder.readable_ones(tmp_path)
     assert (none, where) == ([], path.parent)
     assert str(path) in str(error)
     assert told in str(error)
@@ -148,15 +148,15 @@ def test_a_cut_at_any_point_leaves_a_whole_one_of_each_step(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", counted(Path.rename))
         patch.setattr(Path, "unlink", counted(Path.unlink))
-        patch.setattr(folders.shutil, "rmtree", counted(folders.shutil.rmtree))
-        patch.setattr(folders, "write_synced", counted(folders.write_synced))
+        patch.setattr(checkpoint_folder.shutil, "rmtree", counted(checkpoint_folder.shutil.rmtree))
+        patch.setattr(checkpoint_folder, "write_synced", counted(checkpoint_folder.write_synced))
         try:
             save(tmp_path, 2, keep=1)
             finished = True
         except PowerCut:
             finished = False
     assert finished is (num_done >= 10)
-    folders.recover_folder(tmp_path)
+    checkpoint_folder.recover_folder(tmp_path)
     assert steps_in(tmp_path)[-1] == 2
     assert {path.name for path in tmp_path.iterdir()} == {f"step-{step}" for step in steps_in(tmp_path)}
     save(tmp_path, 3, keep=1)
@@ -215,7 +215,7 @@ def test_what_was_cut_off_is_removed(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / MARKER).touch()
         (tmp_path / name / "tensors-0.bin").write_bytes(b"abc")
-    folders.recover_folder(tmp_path)
+    checkpoint_folder.recover_folder(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
 

@@ -13,10 +13,10 @@ import pytest
 
 from rota import Cluster, Costs, PipelineError, place
 from rota.runtime import control
-from rota.runtime.launching.folder import run_folder
 from rota.runtime.launching.launch import launch
-from rota.runtime.launching.ranks import RankFailed, Ranks
+from rota.runtime.launching.rank_processes import RankFailed, Ranks
 from rota.runtime.launching.requests import Requests
+from rota.runtime.launching.run_folder import run_folder
 from rota.schedules import gpipe
 from support import ROOT
 from support.faulty_training import processes_in

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rota.planning.model_file import ModelFile
 
 _ANY_LINK = (0, None)
-_ROWS = (1, 2, 4, 8)  # of a micro-batch, where nothing else is asked for
+_ROWS = (1, 2, 4, 8)  # of a micro-batch, by default
 
 
 def add_arguments(parser: Parser) -> None:
@@ -34,7 +34,7 @@ def add_arguments(parser: Parser) -> None:
         metavar="MODEL.py",
         help="Python file with make_model(), make_batch(rows), loss_fn and, if need be, make_optimizer(parameters)",
     )
-    parser.add_argument("--ranks", type=number(1), required=True, help="processes that there are, in all")
+    parser.add_argument("--ranks", type=number(1), required=True, help="number of processes, in all")
     parser.add_argument("--batch", type=number(1), required=True, help="rows of a step, over all replicas")
     parser.add_argument("--memory", type=_memory, help="of each rank, such as 40GB (default: no limit)")
     parser.add_argument("--profile", metavar="FILE", help="written by `rota profile`, in place of measuring")
@@ -51,9 +51,9 @@ def add_arguments(parser: Parser) -> None:
     help_text = "for ranks that differ: what times are multiplied by on each, such as 1,1,1.5,1.5"
     parser.add_argument("--slowdowns", type=_slowdowns, default=(), metavar="X,…", help=help_text)
     parser.add_argument("--inference", action="store_true", help="forwards alone")
-    help_text = "what `rota export` can say to other trainers: nothing is recomputed, and no stage is on two ranks"
+    help_text = "only plans that `rota export` can write for other trainers: no recomputation, each stage on one rank"
     parser.add_argument("--exportable", action="store_true", help=help_text)
-    help_text = "ranks of a pipeline, where that is decided; the others are replicas (default: the best)"
+    help_text = "ranks of a pipeline, if you have decided; the others are replicas (default: the best)"
     parser.add_argument("--pipeline", type=number(1), metavar="N", help=help_text)
     add_time_limit(parser, "of the search, in seconds (default: 60)", default=60.0)
     parser.add_argument("--cache", metavar="PATH", help="file or folder that keeps what was measured")
@@ -62,7 +62,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def _memory(text: str) -> int:
-    """Of a real machine, where a number alone is a forgotten unit."""
+    """Memory with its unit: a number alone is refused, because its unit was probably forgotten."""
     num_bytes = size(text)
     if text.strip()[-1].isdigit():
         raise argparse.ArgumentTypeError(f"{text} of what? write such as {text}GB, or {text}B for bytes")
@@ -151,12 +151,12 @@ def _model_file(path: str) -> ModelFile:
 
     reading.read_text(path)
     if path.lower().endswith(".json"):
-        raise InputError(f"{path} is no Python file; a profile is given by --profile {path}")
+        raise InputError(f"{path} is not a Python file; give a profile by --profile {path}")
     return load_model_file(path)
 
 
 def _read(arguments: Namespace) -> Mapping[int, LayerCosts]:
-    """From `--profile`, those of `--rows`."""
+    """The layers' costs from `--profile`, at the sizes of `--rows`."""
     profile = input_files.read_profile(arguments.profile)
     for num_rows in arguments.rows or ():
         if num_rows not in profile:

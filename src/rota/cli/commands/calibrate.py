@@ -57,7 +57,7 @@ def run(arguments: Namespace) -> int:
 def _measured(path: str) -> Timeline:
     loaded = input_files.read_plan_or_timeline(path)
     if not isinstance(loaded, Timeline):
-        raise InputError(f"{path} is a plan, which says what was expected; give timelines, what was measured")
+        raise InputError(f"{path} is a plan, whose times are expected ones; give measured timelines")
     return loaded
 
 

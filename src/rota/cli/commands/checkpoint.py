@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from rota.runtime.checkpoints.files import Saved
 
 _HELP = """ls      what is in FOLDER, in the order in which it was saved
-verify  compare every file with its hash, and look whether every tensor is covered
+verify  compare every file with its hash, and check that every tensor is complete
 export  the model of one checkpoint, the newest of FOLDER, as one safetensors file
 
-None of them runs anything that is in a checkpoint: use them on checkpoints that you do not trust."""
+None of them runs code from a checkpoint, so they are safe for checkpoints that you do not trust."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -54,7 +54,7 @@ def _ls(arguments: Namespace) -> int:
 
 
 def _verify(arguments: Namespace) -> int:
-    from rota.runtime.checkpoints.reading import damages
+    from rota.runtime.checkpoints.contents import damages
 
     whole, damaged = _readable(arguments.folder)
     for saved in whole:
@@ -63,14 +63,14 @@ def _verify(arguments: Namespace) -> int:
         print(f"{_name(saved.path)}  {printable('; '.join(found) or whole_text)}")
         damaged += [saved.path.name] * bool(found)
     if damaged:
-        raise PipelineError(f"damaged: {', '.join(damaged)}; remove them to go on from those before them")
+        raise PipelineError(f"damaged: {', '.join(damaged)}; remove them to resume from earlier ones")
     return 0
 
 
 def _readable(folder: str) -> tuple[list[Saved], list[str]]:
     """All checkpoints that can be read, and the names of those that cannot; prints one line for each of these."""
-    from rota.runtime.checkpoints.folder import unfinished_ones
-    from rota.runtime.checkpoints.reading import find
+    from rota.runtime.checkpoints.checkpoint_folder import unfinished_ones
+    from rota.runtime.checkpoints.contents import find
 
     found, damaged = find(Path(folder))
     for path in unfinished_ones(Path(folder)):
@@ -86,7 +86,7 @@ def _name(path: Path) -> str:
 
 def _export(arguments: Namespace) -> int:
     require("safetensors", "checkpoint")
-    from rota.runtime.checkpoints.reading import export, find
+    from rota.runtime.checkpoints.contents import export, find
 
     found, damaged = find(Path(arguments.folder))
     if not found:

@@ -19,7 +19,7 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: Namespace) -> int:
     """Run the demo, which writes its files to the output folder. Returns the exit code."""
     require("torch", "torch")
-    from rota.demo.main import run_demo
+    from rota.demo.walkthrough import run_demo
 
     output_files.make_folder(arguments.output)
     run_demo(arguments.output, arguments.steps)

@@ -26,8 +26,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.second is not None:
         a, b = arguments.timeline, arguments.second
         raise InputError(
-            f"explain takes one file, not {a} and {b}; for what was planned and what was measured give "
-            f"`rota explain measured.json --planned plan.json`; `rota compare` sets the two side by side"
+            f"explain takes one file, not {a} and {b}; to explain a measured timeline by its plan, give "
+            f"`rota explain measured.json --planned plan.json`; `rota compare` compares the two"
         )
     timeline = input_files.read_timeline(arguments.timeline)
     planned = timeline.plan if arguments.planned is None else input_files.read_timeline(arguments.planned)

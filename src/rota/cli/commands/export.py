@@ -14,10 +14,10 @@ from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
 from rota.plan import Plan
 
-#: What a model needs to have stages there, and that not every model does.
+#: A requirement of torchtitan that not every model meets.
 _TITAN_LEAVES_NONE = (
-    "In a stage, torchtitan puts None in the place of modules that other stages have: the model's forward must pass "
-    "over them, as those of torchtitan's own models do."
+    "In a stage, torchtitan replaces the modules of other stages by None: the model's forward must skip them, as those "
+    "of torchtitan's own models do."
 )
 
 
@@ -32,10 +32,10 @@ def _add_torchtitan(parser: Parser) -> None:
     parser.add_argument("--model", required=True, metavar="FILE.py:FUNCTION", help=help_text)
     help_text = (
         "its CutPoints to cut at, by number or name; without any, the modules that stages begin with (default: the "
-        "plan's cuts; where it has none, CutPoints that are spread)"
+        "plan's cuts; if it has none, evenly spread CutPoints)"
     )
     parser.add_argument("--cuts", type=argument_type(_split), metavar="NAME,…", help=help_text)
-    add_output(parser, "FOLDER", "for the files; made if need be", required=True, writes="files in a folder")
+    add_output(parser, "FOLDER", "for the files; made if missing", required=True, writes="files in a folder")
 
 
 def _add_megatron(parser: Parser) -> None:
@@ -82,7 +82,7 @@ def _integers(text: str) -> list[int]:
     words = _split(text)
     for word in words:
         if not (word.isascii() and word.isdecimal() and len(word) < 10):
-            raise ValueError(f"{word!r} in {text!r} is no number of layers; write such as 0,4,8")
+            raise ValueError(f"{word!r} in {text!r} is not a number of layers; write such as 0,4,8")
     return [*map(int, words)]
 
 
@@ -93,13 +93,13 @@ def _layers(text: str) -> list[str]:
     for word in _split(text):
         name, star, times = word.partition("*")
         if not name or (star and not (times.isascii() and times.isdecimal() and len(times) < 6)):
-            raise ValueError(f"{word!r} is no layer; write such as Block, or Block*8 for eight of them")
+            raise ValueError(f"{word!r} is not a layer; write such as Block, or Block*8 for eight of them")
         layers += [name] * (int(times) if star else 1)
     return layers
 
 
 def _checked_plan(arguments: Namespace) -> Plan:
-    """The plan to export. Raises PlanError where it is wrong."""
+    """The plan to export. Raises PlanError if it must not run."""
     planned = input_files.read_plan(arguments.plan)
     checking.check(planned)
     return planned
@@ -109,7 +109,7 @@ def _to_torchtitan(arguments: Namespace) -> int:
     planned = _checked_plan(arguments)
     from rota.interop import torchtitan
 
-    for name in torchtitan.FILES:  # the folder itself may be there
+    for name in torchtitan.FILES:  # the folder itself may exist
         output_files.refuse_taken(Path(arguments.output, name), arguments.force)
     parts = _parts(arguments.model, arguments.cuts or planned.cuts, planned.num_stages)
     texts = torchtitan.render(parts, planned, arguments.output)
@@ -119,13 +119,13 @@ def _to_torchtitan(arguments: Namespace) -> int:
         print(f"Wrote {path}.")
     for stage, names in enumerate(parts):
         print(f"stage {stage}: {' '.join(names)}")
-    print(f"torchtitan must get {planned.num_microbatches} micro-batches a step; docs/other-trainers.md says how.")
+    print(f"torchtitan must get {planned.num_microbatches} micro-batches per step; docs/other-trainers.md says how.")
     print(_TITAN_LEAVES_NONE)
     return 0
 
 
 def _parts(spec: str, cuts: Sequence[str] | None, num_stages: int) -> tuple[tuple[str, ...], ...]:
-    """By CutPoints where the model has some; else a stage begins with each of the modules in `cuts`."""
+    """Cut at CutPoints if the model has any; otherwise a stage begins with each of the modules in `cuts`."""
     require("torch", "torch")
     from rota.interop import module_parts, parts_beginning_with
     from rota.models import split
@@ -171,7 +171,7 @@ def _to_megatron(arguments: Namespace) -> int:
         f'--pipeline-model-parallel-layout "{text}"'
     )
     if not megatron.runs_in_this_order(planned):
-        print("Megatron does these stages in its own order, (interleaved) 1F1B, not in the plan's.")
+        print("Megatron runs these stages in its own order, (interleaved) 1F1B, not in the plan's.")
     return _write(arguments, text + "\n")
 
 
@@ -189,8 +189,8 @@ def _to_deepspeed(arguments: Namespace) -> int:
     else:
         boundaries = _planned_boundaries(arguments, planned, remedy)
         print(
-            f"Cut as planned, at the boundaries {comma_separated(boundaries)}: each of autoplan's layers is taken for "
-            f"one of the PipelineModule; where it is not, give --boundaries."
+            f"Cut as planned, at the boundaries {comma_separated(boundaries)}: each of autoplan's layers counts as "
+            f"one of the PipelineModule; if that is wrong, give --boundaries."
         )
     text = deepspeed.write_boundaries(deepspeed.boundaries_for(planned, boundaries))
     for stage, (before, after) in enumerate(pairwise(boundaries)):
@@ -198,12 +198,12 @@ def _to_deepspeed(arguments: Namespace) -> int:
     if deepspeed.is_uniform(boundaries):
         print('PipelineModule(…, partition_method="uniform") makes this cut by itself.')
     if not deepspeed.runs_in_this_order(planned):
-        print("DeepSpeed does these stages in its own order, 1F1B, not in the plan's.")
+        print("DeepSpeed runs these stages in its own order, 1F1B, not in the plan's.")
     return _write(arguments, text)
 
 
 def _planned_boundaries(arguments: Namespace, planned: Plan, remedy: str) -> tuple[int, ...]:
-    """Where autoplan cut the model."""
+    """The boundaries at which autoplan cut the model."""
     boundaries = None if planned.usage is None else planned.usage.boundaries
     if boundaries is None:
         raise InputError(f"where is the cut? {arguments.plan} does not say; {remedy}")

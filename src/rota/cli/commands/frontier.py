@@ -56,7 +56,7 @@ def _show_point(point: Point) -> None:
 
 COMMAND = Command(
     "frontier",
-    "what memory buys: the least time per micro-batch for each memory limit",
+    "the least time per micro-batch for each memory limit",
     "rota frontier --shape wave --ranks 8 --forward-us 93 --backward-us 91 --weight-us 47 --activation 2",
     add_arguments,
     run,

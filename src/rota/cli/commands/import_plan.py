@@ -56,10 +56,10 @@ def _from_torchtitan(arguments: Namespace) -> int:
 
 
 def _from_megatron(arguments: Namespace) -> int:
-    from rota.interop import cuts, megatron
+    from rota.interop import layer_boundaries, megatron
 
     costs = _costs(arguments)
-    text = cuts.read_limited(arguments.file, _MOST_LAYOUT_BYTES)
+    text = layer_boundaries.read_limited(arguments.file, _MOST_LAYOUT_BYTES)
     with input_files.named(arguments.file):
         layout = megatron.read_layout(text, arguments.ranks)
     for stage, letters in enumerate(layout.stages):
@@ -69,10 +69,10 @@ def _from_megatron(arguments: Namespace) -> int:
 
 
 def _from_deepspeed(arguments: Namespace) -> int:
-    from rota.interop import cuts, deepspeed
+    from rota.interop import deepspeed, layer_boundaries
 
     costs = _costs(arguments)
-    text = cuts.read_limited(arguments.file, _MOST_LAYOUT_BYTES)
+    text = layer_boundaries.read_limited(arguments.file, _MOST_LAYOUT_BYTES)
     with input_files.named(arguments.file):
         boundaries = deepspeed.read_boundaries(text)
     planned = deepspeed.plan_of(boundaries, costs or assumed_costs(len(boundaries) - 1), arguments.microbatches)

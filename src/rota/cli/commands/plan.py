@@ -34,12 +34,12 @@ def add_arguments(parser: Parser) -> None:
         "--objective",
         type=one_of(_OBJECTIVES, "--objective"),
         choices=_OBJECTIVES,
-        help="for search: what is to be least",
+        help="for search: the time to minimize",
     )
     add_time_limit(parser, "for search: at most this many seconds (default: 10)")
     add_output(parser, "FILE", "write the plan: .json, or .csv for PyTorch's form", writes="plan")
     width = max(map(len, NAMED))
-    named = [f"{SEARCH:<{width}}  the best order there is, for any placement, and how good it is"]
+    named = [f"{SEARCH:<{width}}  the best order for any placement, with a bound on how good it is"]
     named += [f"{name:<{width}}  {family.summary}" for name, family in NAMED.items()]
     parser.add_argument_group("schedules", "\n".join(named))
 
@@ -58,7 +58,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _named(arguments: Namespace) -> Plan:
-    """By the named schedule that was asked for."""
+    """Make the plan by the named schedule."""
     for option in ("shape", "objective", "time_limit", "split_backward"):
         if getattr(arguments, option):
             name = "--" + option.replace("_", "-")
@@ -75,7 +75,7 @@ def _named(arguments: Namespace) -> Plan:
 
 
 def _searched(arguments: Namespace) -> Plan:
-    """In the best order that was found."""
+    """Search for the plan with the best order."""
     require_search()
     arguments.shape = arguments.shape or "v"
     placement = shaped(arguments, arguments.limit)
@@ -88,7 +88,7 @@ def _searched(arguments: Namespace) -> Plan:
 
 
 def _print_assumed(given: Costs, adapted: Costs) -> None:
-    """What the schedule needs and the costs lack, in one line."""
+    """A line that names the costs that the schedule needs and that had to be assumed."""
     assumed = []
     if given.weight_us is None and adapted.weight_us is not None:
         assumed.append("I and W each take half of the backward, as the costs have no weight_us")

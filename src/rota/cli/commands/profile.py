@@ -24,7 +24,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL.py",
-        help="file that defines make_model, make_batch, loss_fn; or links, for how fast processes reach each other",
+        help="file that defines make_model, make_batch, loss_fn; or links, for the speed of messages between processes",
     )
     parser.add_argument("--rows", type=rows, metavar="N,N,…", help="rows of a micro-batch (default: 1)")
     parser.add_argument(
@@ -35,7 +35,7 @@ def add_arguments(parser: Parser) -> None:
     help_text = f"of each measurement, of which the median counts (default: {_REPEATS})"
     parser.add_argument("--repeats", type=number(1), metavar="N", help=help_text)
     parser.add_argument("--processes", type=number(2), help="for links: to start on this machine (default: 2)")
-    parser.add_argument("--cache", metavar="PATH", help="file or folder for which nothing is measured twice")
+    parser.add_argument("--cache", metavar="PATH", help="file or folder that keeps what was measured")
     parser.add_argument("--refresh", action="store_true", help="measure again what the cache has")
     add_output(parser, "FILE", "write the profile, or the cluster, as JSON")
 
@@ -65,7 +65,7 @@ def _layers(arguments: Namespace) -> int:
     if worst > _TOO_FAR_APART:
         refresh = " --refresh" if arguments.cache else ""
         print(
-            f"Measurements that vary by {worst:.0%} are nothing to plan by: close other programs, and measure more "
+            f"Measurements that vary by {worst:.0%} are too noisy for planning: close other programs, and measure more "
             f"often, by --repeats {3 * repeats}{refresh}."
         )
     _write(arguments, found.to_json(), f"plan with it by `rota autoplan --profile {arguments.output} …`")
@@ -84,7 +84,7 @@ def _summary(layers: LayerCosts) -> str:
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     table = "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in (header, *rows))
     spread = f"; F and B vary by {max(layers.spread):.0%} at most" if any(layers.spread) else ""
-    return f"{count_text(layers.rows, 'row')} a micro-batch, {layers.note}{spread}\n{table}"
+    return f"{count_text(layers.rows, 'row')} per micro-batch, {layers.note}{spread}\n{table}"
 
 
 def _links(arguments: Namespace) -> int:
@@ -119,7 +119,7 @@ def _write(arguments: Namespace, text: str, hint: str) -> None:
 
 COMMAND = Command(
     "profile",
-    "what each layer of a model takes, measured here or estimated for a device; or how fast links are",
+    "time and memory of each layer of a model, measured here or estimated for a device; or the speed of links",
     "rota profile model.py --rows 1,2,4,8 -o profile.json\n  rota profile links --processes 4 -o cluster.json",
     add_arguments,
     run,

@@ -15,8 +15,8 @@ def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota rehearse` to its parser."""
     parser.add_argument("plan", help="plan.json")
     parser.add_argument("--steps", type=number(1), default=5, help="steps, after one to warm up (default: 5)")
-    parser.add_argument("--allocate", action="store_true", help="really hold the memory that the plan says")
-    help_text = "end a rank that makes no progress for so long (default: 20 simulated steps, at least 60)"
+    parser.add_argument("--allocate", action="store_true", help="allocate the memory that the plan needs")
+    help_text = "end a rank that makes no progress for this long (default: 20 simulated steps, at least 60)"
     parser.add_argument("--timeout", type=seconds, metavar="S", help=help_text)
     add_output(parser, "FILE", "write the median step's timeline as JSON")
 

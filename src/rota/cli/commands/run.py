@@ -25,16 +25,16 @@ def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota run` to its parser."""
     parser.add_argument("plan", help="plan.json")
     parser.add_argument("script", help="Python file to run on every rank; it calls rota.given_plan()")
-    # Before Python 3.13, argparse says of the rest that it is required.
+    # Before Python 3.13, argparse reports the remaining words as required.
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the script").required = False
     parser.add_argument("--timeline", metavar="FILE", help="write the last step's measured timeline")
     add_force(parser)
     parser.set_defaults(written={"timeline": "timeline"})
     help_text = "processes: pp ranks of the plan, dp replicas (default: the plan's) and tp shards of each weight"
     parser.add_argument("--mesh", type=mesh, default={}, metavar="pp=N,dp=N,tp=N", help=help_text)
-    help_text = "when a rank fails, start all again, up to N times in a row without a newer checkpoint (default: 0)"
+    help_text = "if a rank fails, start all ranks again, up to N times in a row without a newer checkpoint (default: 0)"
     parser.add_argument("--max-restarts", type=number(0), default=0, metavar="N", help=help_text)
-    help_text = "limit on no progress, where the script gives no timeout_s (default: 20 simulated steps, at least 60 s)"
+    help_text = "limit on no progress, unless the script gives timeout_s (default: 20 simulated steps, at least 60 s)"
     parser.add_argument("--timeout", type=seconds, metavar="S", help=help_text)
     parser.add_argument(
         "--engine",
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"--timeline {arguments.timeline}: PyTorch's engine records none; use --engine rota")
     for option in ("--timeline", "--force", "--mesh", "--max-restarts", "--timeout", "--engine"):
         if option in arguments.arguments:
-            print(f"rota run: {option} behind the script goes to the script; for rota put it first", file=sys.stderr)
+            print(f"rota run: {option} after the script goes to the script; for rota put it first", file=sys.stderr)
     try:
         done = launch(
             planned,

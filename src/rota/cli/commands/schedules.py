@@ -14,7 +14,7 @@ from rota.schedules import table
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota schedules` to its parser."""
     add_step(parser)
-    add_costs(parser, "a rank; families with several stages per rank divide it among them")
+    add_costs(parser, "one rank; families with several stages per rank divide it among them")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--csv", action="store_true", help="print CSV")
@@ -27,7 +27,7 @@ def run(arguments: Namespace) -> int:
     costs = measured(arguments) if arguments.costs else uniform(arguments, arguments.ranks)
     if arguments.ranks not in (None, costs.num_stages):
         raise InputError(
-            f"{arguments.costs} has {costs.num_stages} stages for --ranks {arguments.ranks}; the table takes one a rank"
+            f"{arguments.costs} has {costs.num_stages} stages for --ranks {arguments.ranks}; give one stage per rank"
         )
     cluster = cluster_of(arguments, costs.num_stages, arguments.limit)
     rows = table.compare_schedules(

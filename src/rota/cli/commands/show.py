@@ -19,7 +19,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--width", type=number(20), help="columns (default: the terminal's)")
     add_output(parser, "PICTURE", "write a .png, .svg, .pdf or .html instead, or a .json for Perfetto")
     parser.add_argument("--above", metavar="FILE", help="for -o: a second one, over the first and aligned in time")
-    parser.add_argument("--bound", action="store_true", help="for -o: say how far the plan is from the best possible")
+    parser.add_argument("--bound", action="store_true", help="for -o: show the gap to a proven lower bound")
 
 
 def run(arguments: Namespace) -> int:

@@ -29,7 +29,7 @@ def run(arguments: Namespace) -> int:
 
 COMMAND = Command(
     "simulate",
-    "what a plan takes if everything takes what it should",
+    "the timeline of a plan in which everything takes its planned time",
     "rota simulate plan.json -o timeline.json",
     add_arguments,
     run,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rota.compat.deepspeed.partition import partition
+from rota.compat.deepspeed.partition_method import partition
 from rota.compat.deepspeed.plans import MakeSchedule, to_plan
 from rota.compat.deepspeed.schedule import TrainSchedule
 from rota.compat.deepspeed.specs import Layer, LayerSpec, TiedLayerSpec, build, on_meta, refuse_unfit

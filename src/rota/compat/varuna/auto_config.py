@@ -1,4 +1,4 @@
-"""AutoConfig: how many stages, and how large a micro-batch, by simulating Varuna's schedule on a profile."""
+"""AutoConfig: choose the number of stages and the micro-batch size by simulating Varuna's schedule on a profile."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class AutoConfig:
     costs=…)`.
 
     Args:
-        num_gpus: Ranks in all.
+        num_gpus: Total number of ranks.
         gpus_per_vm: Ranks per node.
         batch_size: Examples of a step, over all replicas.
-        num_pstages: How many pieces the profile must have; None: any number.
-        profile_folder: Where `Profiler` wrote.
+        num_pstages: Number of pieces that the profile must have; None: any number.
+        profile_folder: The folder that `Profiler` wrote.
         gpu_memory_capacity: Bytes per rank; None: no limit.
         verbose: Whether to print what is tried.
 
     Raises:
-        SearchError: For numbers that make no sense, and in `get_min` where nothing fits.
-        FormatError: For a profile that cannot be read.
+        SearchError: A number is out of range, or, in `get_min`, nothing fits.
+        FormatError: The profile cannot be read.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class AutoConfig:
         verbose: bool = True,
     ) -> None:
         if min(num_gpus, gpus_per_vm, batch_size) < 1:
-            raise SearchError(f"{num_gpus} ranks, {gpus_per_vm} a node, batch of {batch_size}; give at least 1 each")
+            raise SearchError(f"{num_gpus} ranks, {gpus_per_vm} per node, batch of {batch_size}; give at least 1 each")
         self._num_gpus, self._per_node, self._batch_size = num_gpus, gpus_per_vm, batch_size
         self._limit_bytes, self._verbose = gpu_memory_capacity, verbose
         self._profile = Profile.load(Path(profile_folder))
@@ -76,7 +76,7 @@ class AutoConfig:
         return depth, self._found[depth].chunk_size, self.batch_times[depth]
 
     def num_replicas(self, num_stages: int) -> int:
-        """As many pipelines as there are ranks for, and that divide the batch."""
+        """The largest number of pipelines that the ranks allow and that divides the batch."""
         most = self._num_gpus // num_stages
         return max(n for n in range(1, most + 1) if self._batch_size % n == 0)
 
@@ -94,7 +94,7 @@ class AutoConfig:
         return min(choices, default=None)
 
     def _step_us(self, costs: Costs, num_stages: int, chunk_size: int) -> int | None:
-        """None where a rank's memory does not suffice."""
+        """Time of a step in µs; None if a rank's memory does not suffice."""
         replicas = self.num_replicas(num_stages)
         reduce_us = tuple(self._reduce_us(num_bytes, replicas) for num_bytes in self._profile.reduced_bytes)
         of_stages = stage_costs(replace(costs, reduce_us=reduce_us), num_stages)
@@ -109,13 +109,13 @@ class AutoConfig:
         return simulate(plan).makespan_us
 
     def _cluster(self, num_stages: int) -> Cluster:
-        """Neighbours fill one node after another."""
+        """The cluster of one pipeline; neighbouring ranks fill one node after another."""
         far = [s for s in range(1, num_stages) if s % self._per_node == 0]
         links = [(*pair, self._profile.long_link) for s in far for pair in ((s - 1, s), (s, s - 1))]
         return Cluster((self._limit_bytes,) * num_stages, self._profile.link, tuple(links))
 
     def _reduce_us(self, num_bytes: int, replicas: int) -> int:
-        """Around a ring of replicas every byte is sent twice, but for one part in `replicas`."""
+        """Time of a ring all-reduce: each replica sends 2 (n - 1) / n of the bytes."""
         if replicas == 1:
             return 0
         link = self._profile.long_link if self._num_gpus > self._per_node else self._profile.link

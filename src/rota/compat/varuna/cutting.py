@@ -28,17 +28,17 @@ def cut(
 ) -> Stages:
     """Cut at the CutPoints with the numbers `cuts`, in call order; None: evenly.
 
-    Raises SplitError, also where stages share a weight that is not in `shared_weights`, or where a stage reads the
-    output of one that is not its neighbour.
+    Raises SplitError, also if stages share a weight that is not in `shared_weights`, or if a stage reads the output of
+    one that is not its neighbour.
     """
     stages = split(model, num_stages, cuts)
-    share(model, shared_weights, stages.modules)  # a trace of shared ones would know one name alone
+    share(model, shared_weights, stages.modules)  # a trace of shared weights would have only one of their names
     named = {name for pair in shared_weights for name in pair}
     for tie in stages.ties:
         for stage, name in tie:
             if name not in named and len({stage for stage, _ in tie}) > 1:
                 others = " and ".join(f"{other!r} in stage {s}" for s, other in tie if s != stage)
-                raise SplitError(f"stage {stage} has the weight {name!r}, which is {others} too; {_SHARE}")
+                raise SplitError(f"stage {stage} has the weight {name!r}, which is also {others}; {_SHARE}")
     for edge in stages.edges:
         if edge.target != edge.source + 1:
             raise SplitError(
@@ -49,7 +49,7 @@ def cut(
 
 
 def cuts_by(costs: Costs, num_stages: int, num_cut_points: int) -> list[int]:
-    """Which CutPoints to cut at, given the costs of all pieces that they make."""
+    """The CutPoints to cut at, from the costs of the pieces between CutPoints."""
     if costs.num_stages != num_cut_points + 1:
         raise SplitError(
             f"costs are those of {costs.num_stages} pieces, but {num_cut_points} CutPoints make {num_cut_points + 1}; "
@@ -59,7 +59,7 @@ def cuts_by(costs: Costs, num_stages: int, num_cut_points: int) -> list[int]:
 
 
 def boundaries(costs: Costs, num_stages: int) -> list[int]:
-    """Where pieces are cut into stages so that the slowest is as fast as can be; all but the last recompute."""
+    """The cut of pieces into stages with the fastest slowest stage; all stages but the last recompute."""
     num_pieces = costs.num_stages
     if not 0 < num_stages <= num_pieces:
         raise SplitError(f"{num_stages} stages out of {num_pieces} pieces; add CutPoints, or make fewer stages")
@@ -133,9 +133,9 @@ def _parameter(model: nn.Module, name: str) -> nn.Parameter:
 
 @torch.no_grad()
 def dry_run(model: nn.Module, inputs: Mapping[str, Any], num_examples: int) -> int:
-    """Run one forward to look at what CutPoints are given; returns how many it calls. The model stays as it was.
+    """Run one forward to check the inputs of CutPoints; returns the number of CutPoints. The model does not change.
 
-    Raises SplitError where a CutPoint gets anything but one tensor, once, with the examples along dim 0.
+    Raises SplitError unless each CutPoint is called once, with one tensor with the examples along dim 0.
     """
     names = find_cut_points(model)
     called: set[CutPoint] = set()

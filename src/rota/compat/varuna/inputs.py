@@ -1,4 +1,4 @@
-"""What Varuna is given: the map of stages to ranks, sample batches, and a step's inputs, cut into micro-batches."""
+"""Inputs of Varuna: the map of stages to ranks, sample batches, and a step's inputs, cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GetBatch = Callable[[int], Mapping[str, Any]]
 
 
 class MicroBatches(NamedTuple):
-    """`sizes[m]` has as many rows as micro-batch m has examples, which tells its share of the mean loss."""
+    """`sizes[m]` has as many rows as micro-batch m has examples, which gives its share of the mean loss."""
 
     inputs: list[dict[str, Any]]
     sizes: list[torch.Tensor]
@@ -52,7 +52,7 @@ def sample_of(get_batch_fn: GetBatch | Mapping[str, Any], size: int) -> dict[str
 
 
 def num_rows(inputs: Mapping[str, Any]) -> int:
-    """Of the first tensor that has any."""
+    """The number of examples: dim 0 of the first tensor that has one."""
     rows = next((value.shape[0] for value in inputs.values() if _has_rows(value)), None)
     if not rows:
         raise PipelineError(f"the inputs {', '.join(map(repr, inputs)) or '{}'} hold no tensor with examples; add one")
@@ -60,14 +60,14 @@ def num_rows(inputs: Mapping[str, Any]) -> int:
 
 
 def to_micro_batches(inputs: Mapping[str, Any], num_examples: int, chunk_size: int) -> MicroBatches:
-    """Tensors split along dim 0, the last part short where it does not divide; what has no rows goes to all."""
+    """The inputs of each micro-batch: tensors split along dim 0, the last part maybe shorter; the rest goes to all."""
     if not isinstance(inputs, Mapping):
         raise PipelineError(f"inputs is a {type(inputs).__name__}; give a dictionary of the forward's inputs by name")
     for name, value in inputs.items():
         if _has_rows(value) and len(value) != num_examples:
             raise PipelineError(
                 f"inputs[{name!r}] has {len(value)} rows, but a replica's part of the batch has {num_examples}; give "
-                f"as many, expand what is alike for all examples, or set another batch_size"
+                f"as many, expand what is equal for all examples, or set another batch_size"
             )
     if not any(map(_has_rows, inputs.values())):
         num_rows(inputs)  # raises

@@ -1,4 +1,4 @@
-"""fp16: autocast around forwards, and a loss scale that all ranks lower alike where one of them overflows."""
+"""fp16: autocast around forwards, and a loss scale that all ranks lower together if one of them overflows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rota.errors import PipelineError
 
 @final
 class MixedPrecision:
-    """Weights, gradients and optimizer stay in float32, forwards compute in float16. Off, it does nothing."""
+    """Weights, gradients and optimizer stay in float32, forwards compute in float16. Does nothing if it is off."""
 
     def __init__(self, enabled: bool) -> None:
         self.enabled: Final = enabled
@@ -39,11 +39,11 @@ class MixedPrecision:
         return 1.0 if self.scaler is None else self.scaler.get_scale()
 
     def forwards(self) -> AbstractContextManager[object]:
-        """Around steps: how forwards compute."""
+        """A context for steps, which sets the dtype of forwards."""
         return torch.autocast("cpu", torch.float16) if self.enabled else nullcontext()
 
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
-        """What is in `.grad` already gets the factor that this step's gradients will have."""
+        """Multiply the gradients that are in `.grad` already by the factor of this step's gradients."""
         if self.enabled and self.scaler is None:
             raise PipelineError("with fp16, call set_optimizer before step (None on a rank without parameters)")
         for parameter in parameters if self.scaler is not None else ():
@@ -56,7 +56,7 @@ class MixedPrecision:
             self.scaler.unscale_(optimizer)
 
     def finish(self, parameters: Iterable[nn.Parameter], norm: float) -> bool:
-        """Whether there was an overflow. Gradients are gone then, so that the optimizer's step does nothing."""
+        """Whether there was an overflow; if so, gradients are removed, so that the optimizer's step does nothing."""
         if self.scaler is None:
             return False
         overflow = not math.isfinite(norm)

@@ -1,4 +1,4 @@
-"""Profiler: what each piece between CutPoints takes at each micro-batch size, and how fast the links are."""
+"""Profiler: costs of each piece between CutPoints at each micro-batch size, and the speed of the links."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Profile(NamedTuple):
         if not costs:
             raise FormatError(f"no profile in {folder}; make one by Profiler(…, out_folder=…).profile_all(sizes)")
         if not (path := folder / "comm-profile.json").exists():
-            raise FormatError(f"the profile in {folder} is not whole: there is no {path.name}; profile again")
+            raise FormatError(f"the profile in {folder} is incomplete: {path.name} is missing; profile again")
         links = _read(path, _links)
         return cls(dict(sorted(costs.items())), *links)
 
@@ -93,11 +93,11 @@ class Profiler:
     Args:
         model: A model with CutPoints.
         get_batch: Returns inputs as a dictionary, given the number of examples.
-        device: Changes nothing.
+        device: Ignored.
         gpus_per_node: Processes on one node; None: all.
         fp16: Whether forwards compute in float16.
-        out_folder: Where the profile is written.
-        from_cache: Changes nothing.
+        out_folder: The folder for the profile.
+        from_cache: Ignored.
         add_to_existing: Whether to keep the folder's profiles of other sizes.
     """
 
@@ -118,7 +118,7 @@ class Profiler:
         self._state_share = 0.0
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count its state as memory, learned from a step of a copy: the optimizer itself does not change."""
+        """Count the optimizer's state as memory; its size is measured by a step of a copy."""
         tried = copy.deepcopy(optimizer)
         parameters = [parameter for group in tried.param_groups for parameter in group["params"]]
         for parameter in parameters:
@@ -149,7 +149,7 @@ class Profiler:
         """The size, its costs, and the bytes of each piece's gradients."""
         inputs = sample_of(self._get_batch, size)
         if (rows := num_rows(inputs)) != size:
-            raise PipelineError(f"get_batch({size}) returned {rows} examples; return as many as it is asked for")
+            raise PipelineError(f"get_batch({size}) returned {rows} examples; return {size}")
         with self._precision.forwards():
             stages = split(self._model, dry_run(self._model, inputs, rows) + 1)
             costs = profile_here(stages, inputs, repeats=_REPEATS).as_chain()

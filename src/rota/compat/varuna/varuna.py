@@ -49,16 +49,16 @@ class Varuna(nn.Module):
         batch_size: Examples of a step, over all replicas.
         chunk_size: Examples of a micro-batch.
         fp16: Whether forwards compute in float16, with a loss scale.
-        local_rank: Changes nothing: Varuna on Rota runs on CPUs.
-        device: Changes nothing.
+        local_rank: Ignored: Varuna on Rota runs on CPUs.
+        device: Ignored.
         shared_weights: Pairs of names of parameters that become one weight, with the first one's value.
-        from_cache: Changes nothing.
+        from_cache: Ignored.
         costs: Costs of all pieces between CutPoints, as `Profiler` finds them: the cut makes the slowest stage as fast
             as possible. None: an even cut.
 
     Raises:
-        PipelineError: Where map, sizes and processes do not fit.
-        SplitError: Where the model cannot be cut so.
+        PipelineError: The map, the sizes and the processes do not fit together.
+        SplitError: The model cannot be cut in this way.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Varuna(nn.Module):
         self._checkpoints: dict[tuple[Path, bool], Checkpoints] = {}
         self._optimizer: torch.optim.Optimizer | None = None
         self._optimizer_set = False
-        #: Steps done, over all runs that were resumed.
+        #: Number of steps, including those before a checkpoint was loaded.
         self.iteration = 0
         # Making it is collective, and makes weights equal.
         self._first = self._pipeline_of(self._num_microbatches(batch_size))
@@ -129,7 +129,7 @@ class Varuna(nn.Module):
 
     @property
     def pipeline(self) -> Pipeline:
-        """What runs the steps: its plan and its timeline."""
+        """The `rota.Pipeline` that runs the steps, with its plan and its timeline."""
         return self._pipeline_for(self._num_microbatches(self.batch_size))
 
     # --- steps ----------------------------------------------------------------------------------------------------
@@ -137,11 +137,16 @@ class Varuna(nn.Module):
     def step(self, inputs: Mapping[str, Any], clip_grad_max_norm: float | None = None) -> tuple[float, bool, float]:
         """Run the forwards and backwards of one batch. Collective; the caller steps the optimizer.
 
-        Returns (mean loss, whether fp16 overflowed, norm of all gradients before clipping), the same on every rank.
+        Gradients are added to `.grad`, as means over all examples. After an overflow they are removed, so that the
+        optimizer's step does nothing.
 
-        `inputs`: of this replica, the same on all its stages, by the forward's names. Tensors are split along dim 0;
-        None, numbers and tensors without dims go to every micro-batch. Gradients are added to `.grad`, as means over
-        all examples. After an overflow there are none, so that the optimizer's step does nothing.
+        Args:
+            inputs: This replica's inputs, the same on all its stages, by the names of the forward's arguments. Tensors
+                are split along dim 0; None, numbers and tensors without dims go to every micro-batch.
+            clip_grad_max_norm: The norm to which all gradients together are clipped; None: no clipping.
+
+        Returns:
+            (mean loss, whether fp16 overflowed, norm of all gradients before clipping), the same on every rank.
         """
         batch = self._taken(inputs, self.batch_size)
         parameters = [*self.parameters()]
@@ -177,7 +182,7 @@ class Varuna(nn.Module):
         init_loss_scale: float = 2.0**20,
         min_loss_scale: float = 1.0,
     ) -> None:
-        """The optimizer of this rank's parameters, None where it has none; how fp16 scales the loss."""
+        """Set the optimizer of this rank's parameters (None if it has none), and the loss scale of fp16."""
         self._precision.set_scale(loss_scale, init_loss_scale, min_loss_scale)
         self._optimizer, self._optimizer_set = optimizer, True
         for checkpoints in self._checkpoints.values():
@@ -198,8 +203,8 @@ class Varuna(nn.Module):
     ) -> None:
         """Save weights, optimizer and loss scale under `global_store`, a folder that all ranks see. Collective.
 
-        `step`: default is the number of steps done. With a `tempdir`, whichever, files are written in the background.
-        Each weight is written once, `shard` or not.
+        `step` is by default the number of steps so far. With any `tempdir`, files are written in the background. Each
+        weight is written once, whatever `shard` is.
         """
         scaler = self._precision.scaler
         extra = {} if scaler is None else {"loss_scaler": scaler.state_dict()}
@@ -208,10 +213,10 @@ class Varuna(nn.Module):
     def load_checkpoint(self, global_store: str | Path, iteration: int, check_complete: bool = True) -> None:  # noqa: ARG002
         """Set all that `checkpoint` saved as step `iteration`, with any number of stages and replicas. Collective.
 
-        What is not complete is never loaded. Raises PipelineError.
+        An incomplete checkpoint is never loaded. Raises PipelineError.
         """
         found = self._store(global_store, False).load(iteration)
-        assert found is not None  # of a step that is not there, load says so
+        assert found is not None  # load reports a step that does not exist
         if self._precision.scaler is not None and "loss_scaler" in found.extra:
             self._precision.scaler.load_state_dict(found.extra["loss_scaler"])
         self.iteration = iteration
@@ -242,16 +247,16 @@ class Varuna(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of this process's stage, by their names in the whole model."""
+        """The parameters of this process's stage, by their names in the whole model."""
         return self.model.named_parameters(prefix, recurse, remove_duplicate)
 
     def to(self, device: Any) -> Self:  # type: ignore[override]
-        """Stages run on the CPU, where they are. Raises PipelineError for another device."""
+        """Do nothing: stages are on the CPU. Raises PipelineError for another device."""
         if not isinstance(device, str | torch.device) or torch.device(device).type != "cpu":
             raise PipelineError(f"stages run on the CPU, in the dtypes of the model; leave to({device!r}) out")
         return self
 
 
 def _loss_of(output: Any, sizes: torch.Tensor) -> Any:  # noqa: ARG001
-    """The model has made it; the sizes are for the shares of micro-batches."""
+    """Return the loss that the model computed; the sizes serve only the micro-batches' shares of the mean."""
     return output

@@ -1,12 +1,12 @@
-"""What a rank of PyTorch's pipeline engine did, step by step, from the names in its trace.
+"""The actions of a rank of PyTorch's pipeline engine, step by step, from the names in its trace.
 
     PP:1RECV_F0, PP:1F0, PP:1SEND_F0 …    schedules of several stages per rank, and those loaded from CSV
     Forward 0, Backward 0                 ScheduleGPipe; the stage is the rank
     forward_one_chunk, …                  Schedule1F1B, which names nothing: Python calls, if with_stack=True
     PP:1F0, PP:1LOSS0                     any, within `rota.interop.named_actions`
 
-A range may begin with a wait for what the op reads, and end with sends. The op itself is from the first operator in it
-that computes to the end of the last one; on an accelerator, what its kernels take.
+A range may begin with a wait for the op's inputs, and end with sends. The op itself is from the first operator in it
+that computes to the end of the last one; on an accelerator, from its first kernel to its last.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NONE_NAMED = (
 
 
 class Ran(NamedTuple):
-    """When an op ran, in ns of its rank's clock. `received_ns`: when what it reads had arrived, where that is seen."""
+    """When an op ran, in ns of its rank's clock. `received_ns`: when its inputs had arrived, if the trace shows it."""
 
     start_ns: int
     end_ns: int
@@ -48,7 +48,7 @@ class Ran(NamedTuple):
 class Step:
     """One step of one rank: its ops, its stages' reductions and its optimizer step.
 
-    `sent_ns`: when the send of ("F" or "B", stage, micro-batch) began, where it is named.
+    `sent_ns`: when the send of ("F" or "B", stage, micro-batch) began, if it is named.
     """
 
     ops: dict[Op, Ran] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Step:
     optimizer: tuple[int, int] | None = None
 
     def moved(self, by_ns: int) -> Step:
-        """The same step on a clock that is ahead by so much."""
+        """The same step on a clock that is ahead by `shift_ns`."""
 
         def pair(times: tuple[int, int]) -> tuple[int, int]:
             return times[0] + by_ns, times[1] + by_ns
@@ -82,9 +82,9 @@ class _Range(NamedTuple):
 
 
 def steps_of(trace: RankTrace, position: int, is_last: bool) -> list[Step]:
-    """The steps of a trace in turn. `position`: the rank's in the pipeline, its stage where the names give none.
+    """The steps of a trace in order. `position` is the rank's place in the pipeline, its stage if no name has one.
 
-    Raises FormatError where nothing is named.
+    Raises FormatError if no action is named.
     """
     ranges = list(_named(trace)) or list(_chunks(trace, position)) or list(_calls(trace, position, is_last))
     if not any(one.what in Kind.__members__ for one in ranges):
@@ -147,7 +147,7 @@ def _calls(trace: RankTrace, stage: int, is_last: bool) -> Iterator[_Range]:
 
 
 def _split(ranges: list[_Range]) -> Iterator[list[_Range]]:
-    """Into steps: a new one begins with what the last one has done already."""
+    """Divide actions into steps: an action that a step has already begins a new step."""
     step: list[_Range] = []
     seen: set[tuple[int, str, int]] = set()
     for one in sorted(ranges):
@@ -176,7 +176,7 @@ class _Clock:
         self._receives = [event for event in trace.annotations if _RECEIVES.fullmatch(event.name)]
 
     def ran(self, one: _Range) -> tuple[int, int]:
-        """The part of a range in which something was computed; all of it where that is unknown."""
+        """The part of a range in which something was computed; all of it if that is unknown."""
         inside = [event for event in self._launched(*one[:2]) if not event.name.startswith(_COMMUNICATION)]
         if not self._has_kernels:
             events = self._computing.get(one.thread, [])
@@ -190,7 +190,7 @@ class _Clock:
         return [event for _, event in self._kernels[first:last]]
 
     def received_ns(self, start_ns: int, end_ns: int) -> int | None:
-        """When the receives that began in a stretch of time were through."""
+        """When the receives that began in a stretch of time had ended."""
         begun = self._launched(start_ns, end_ns)
         if not self._has_kernels:
             begun = self._receives[
@@ -225,7 +225,7 @@ def _step(ranges: Sequence[_Range], clock: _Clock) -> Step:
 
 
 def _add_optimizers(steps: Sequence[Step], annotations: Iterable[Event]) -> None:
-    """To each step what its optimizer does between its last op and the next step's first."""
+    """Add to each step its optimizer's work between the step's last op and the next step's first."""
     firsts = [min(ran.start_ns for ran in step.ops.values()) for step in steps]
     for event in annotations:
         i = bisect_right(firsts, event.start_ns) - 1

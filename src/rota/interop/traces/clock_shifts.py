@@ -1,4 +1,4 @@
-"""The clocks of several ranks as one: moved so that no message arrives before it was sent, and no further."""
+"""Put the clocks of several ranks on one: moved just so far that no message arrives before it was sent."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rota.errors import FormatError
 def shifts_ns(at_least_ns: Mapping[tuple[int, int], int], num_ranks: int) -> list[int]:
     """How far each rank's clock must be moved ahead; 0 for all where the clocks agree with the messages.
 
-    `at_least_ns[sender, receiver]`: the most by which the receiver's clock is seen to be behind the sender's, a message
-    having been read that long before it was made (negative: after). Clocks of one machine are one, and those that a
-    time server sets differ by little, so what contradicts no message is left as it was recorded. Raises FormatError
-    where no shifts will do: the traces are not of one run.
+    `at_least_ns[sender, receiver]` is the longest time by which a message was read before it was made (negative:
+    after), so at least as much as the receiver's clock is behind the sender's. Ranks of one machine share a clock, and
+    clocks that a time server sets differ by little, so times that contradict no message are left as recorded. Raises
+    FormatError if no shifts suffice: the traces are not of one run.
     """
     shifts = [0] * num_ranks
     for _ in range(num_ranks):

@@ -21,16 +21,16 @@ from rota.tasks import Kind, Op
 from rota.timeline import Timeline
 from rota.units import count_text
 
-_ONE_CLOCK_NS = 10**9  # processes of one machine do not differ by as much
+_ONE_CLOCK_NS = 10**9  # processes of one machine do not differ by this much
 
 
 @dataclass(frozen=True, slots=True)
 class ImportedTrace:
-    """A measured timeline, and how it came about.
+    """A measured timeline, and how it was made.
 
-    `step` of `num_steps` was taken. `clock_shifts_us`: by how much each rank's clock was moved ahead, so that no
-    message arrives before it is sent. `hosts`: the machine of each rank, "" where the trace does not say.
-    `world_size`: how many processes the run had, as far as the traces say.
+    The timeline is that of `step`, of `num_steps` in the traces. `clock_shifts_us`: by how much each rank's clock was
+    moved ahead, so that no message arrives before it is sent. `hosts`: the machine of each rank, "" if unknown.
+    `world_size`: the number of processes of the run, if known.
     """
 
     timeline: Timeline
@@ -41,7 +41,7 @@ class ImportedTrace:
     world_size: int
 
     def to_text(self) -> str:
-        """What was read, in a line or two."""
+        """A summary in a few lines."""
         plan = self.timeline.plan
         lines = [
             f"step {self.step} of {self.num_steps} (counted from 0): {count_text(plan.num_ranks, 'rank')}, "
@@ -64,18 +64,18 @@ class ImportedTrace:
 def import_traces(paths: Sequence[str], step: int | None = None) -> ImportedTrace:
     """Read torch.profiler traces of a run on PyTorch's pipeline engine.
 
-    The plan is rebuilt from what ran; its costs are the medians of what was measured, without memory.
+    The plan is rebuilt from the ops that ran; its costs are the medians of the measured times, without memory.
 
     Args:
-        paths: One trace per rank, .json or .json.gz. Ranks are ordered as the traces say, else as the paths are.
+        paths: One trace per rank, .json or .json.gz. Ranks are ordered by the traces' ranks, else as the paths are.
         step: Which of the profiled steps, from 0; None: the last.
 
     Returns:
-        The measured timeline, and what was done to make it.
+        The measured timeline, and how it was made.
 
     Raises:
-        FormatError: For traces that cannot be read, or that contradict each other.
-        PlanError: Where what ran is no correct plan.
+        FormatError: Traces cannot be read, or contradict each other.
+        PlanError: The ops that ran are not a correct plan.
     """
     traces = _in_order([read_trace(path) for path in paths])
     by_rank = [steps_of(trace, rank, rank == len(traces) - 1) for rank, trace in enumerate(traces)]
@@ -101,7 +101,7 @@ def import_traces(paths: Sequence[str], step: int | None = None) -> ImportedTrac
 
 
 def _refuse_disorder(timeline: Timeline, traces: Sequence[RankTrace]) -> None:
-    """What a pipeline cannot have done, such as two ops of a rank at once."""
+    """Refuse times that no pipeline can have, such as two ops of a rank at once."""
     try:
         timeline.refuse_disorder()
         if timeline.makespan_us > LARGEST:
@@ -137,7 +137,7 @@ def _refuse_two_runs(traces: Sequence[RankTrace], shifts_ns: Sequence[int]) -> N
 
 
 def _with_one_backward(steps: list[Step]) -> list[Step]:
-    """Where any backward is split into I and W, each whole one as I and W of half its time: a plan has one or both."""
+    """If any backward is split into I and W, each whole one as I and W of half its time, as a plan requires."""
     if not any(op.kind is Kind.W for step in steps for op in step.ops):
         return steps
     for step in steps:
@@ -153,7 +153,7 @@ def _with_one_backward(steps: list[Step]) -> list[Step]:
 
 
 def _plan(steps: Sequence[Step]) -> Plan:
-    """What ran, in the order in which it did, on a chain of stages with the median times."""
+    """The plan of the ops in the order in which they ran, on a chain of stages with the median times."""
     ranks: dict[int, int] = {}
     times: dict[tuple[int, Kind], list[int]] = {}
     for rank, step in enumerate(steps):
@@ -181,7 +181,7 @@ def _plan(steps: Sequence[Step]) -> Plan:
 
 
 def _step_ends(steps: Sequence[Step]) -> Iterator[StepEnd]:
-    """A rank's optimizer step goes with the last of its stages that is done."""
+    """Assign a rank's optimizer step to the stage whose last op ends last."""
     for step in steps:
         last = {op.stage: ran.end_ns for op, ran in sorted(step.ops.items(), key=lambda item: item[1].end_ns)}
         for stage in last:
@@ -196,7 +196,7 @@ def _step_ends(steps: Sequence[Step]) -> Iterator[StepEnd]:
 
 
 class _Message(NamedTuple):
-    """What travels along a route for one micro-batch."""
+    """The message of one micro-batch on a route."""
 
     route: int
     sender: int
@@ -206,7 +206,7 @@ class _Message(NamedTuple):
 
 
 def _messages(plan: Plan) -> Iterator[_Message]:
-    """Route by route, micro-batch by micro-batch. Raises PlanError where ops are missing."""
+    """The messages, route by route, micro-batch by micro-batch. Raises PlanError if ops are missing."""
     assert plan.nodes
     for i, route in enumerate(plan.placement.routes):
         a, b = plan.placement.tasks[route.source], plan.placement.tasks[route.target]
@@ -215,7 +215,7 @@ def _messages(plan: Plan) -> Iterator[_Message]:
 
 
 def _behind(messages: Iterable[_Message], steps: Sequence[Step]) -> dict[tuple[int, int], int]:
-    """For each pair of ranks the most by which a message was read before it was made, by their own clocks."""
+    """For each pair of ranks the longest time by which a message was read before it was made, by their own clocks."""
     behind: dict[tuple[int, int], int] = {}
     for _, sender, receiver, source, target in messages:
         early = steps[sender].ops[source].end_ns - steps[receiver].ops[target].start_ns
@@ -248,7 +248,7 @@ def _flights(messages: Sequence[_Message], steps: Sequence[Step]) -> list[tuple[
 
 
 def _timeline(plan: Plan, messages: Sequence[_Message], steps: Sequence[Step]) -> Timeline:
-    """Of steps on one clock, from the first op's start; the links of its plan take the median of what messages took."""
+    """The timeline of steps on one clock, from the first op's start; links have their messages' median times."""
     origin = min(ran.start_ns for step in steps for ran in step.ops.values())
 
     def us(time_ns: int) -> int:

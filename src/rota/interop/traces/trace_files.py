@@ -15,7 +15,7 @@ from rota.errors import FormatError
 from rota.reading import LONGEST_NAME, read_bytes, short
 
 LARGEST_BYTES = 1024**3  # of a trace, unpacked
-_ALWAYS_BYTES, _LARGEST_RATIO = 64 * 1024**2, 100  # traces are packed to some 1/20; what unpacks to more is none
+_ALWAYS_BYTES, _LARGEST_RATIO = 64 * 1024**2, 100  # traces pack to about 1/20; no trace packs far better
 _LARGEST_NS = 2**62  # some 146 years
 _GZIP = b"\x1f\x8b"
 
@@ -31,9 +31,9 @@ class Event(NamedTuple):
 
 @dataclass(slots=True)
 class RankTrace:
-    """The events of one trace by what they are, each list in order of start.
+    """The events of one trace by kind, each list in order of start.
 
-    `kernels` are on an accelerator, with the host's time of the call that launched each.
+    `kernels` ran on an accelerator; each has the host's time of the call that launched it.
     """
 
     path: str
@@ -47,22 +47,22 @@ class RankTrace:
 
 
 def read_trace(path: str) -> RankTrace:
-    """Plain or gzip. Raises FormatError, naming the file, what is wrong in it and where."""
+    """Read a trace, plain or gzip. Raises FormatError, which names the file, the error and its place."""
     document = _parse(path, _unpacked(path))
     if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
-        raise FormatError(f"{path}: no trace of torch.profiler: it has no list of traceEvents (export_chrome_trace)")
+        raise FormatError(f"{path}: not a trace of torch.profiler: it has no list of traceEvents (export_chrome_trace)")
     info = document.get("distributedInfo")
     rank = info.get("rank") if isinstance(info, dict) else None
     base_ns = document.get("baseTimeNanoseconds", 0)
     if not _is_whole(base_ns) or (rank is not None and not (_is_whole(rank) and rank >= 0)):
-        raise FormatError(f"{path}: baseTimeNanoseconds or distributedInfo.rank is no whole number of 0 or more")
+        raise FormatError(f"{path}: baseTimeNanoseconds or distributedInfo.rank is not a whole number of 0 or more")
     trace = RankTrace(path, rank, *_world(info, document.get("host_name")))
     _sort_in(trace, document["traceEvents"], base_ns)
     return trace
 
 
 def _world(info: object, host: object) -> tuple[int, str]:
-    """How many processes there were, and the machine, where the trace says."""
+    """The number of processes, and the machine, if the trace has them."""
     world_size = info.get("world_size") if isinstance(info, dict) else None
     printable = isinstance(host, str) and len(host) <= LONGEST_NAME and host.isprintable()
     return world_size if _is_whole(world_size) else 1, str(host) if printable else ""
@@ -92,8 +92,8 @@ def _parse(path: str, data: bytearray) -> Any:
     except json.JSONDecodeError as error:
         raise FormatError(f"{path}: not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
     except RecursionError:
-        raise FormatError(f"{path}: no trace: nested too deep") from None
-    except ValueError as error:  # no UTF-8, or numbers of more digits than Python converts
+        raise FormatError(f"{path}: not a trace: nested too deep") from None
+    except ValueError as error:  # not UTF-8, or numbers of more digits than Python converts
         raise FormatError(f"{path}: not JSON that can be read: {error}") from None
 
 
@@ -122,10 +122,10 @@ def _sort_in(trace: RankTrace, entries: list[Any], base_ns: int) -> None:
 
 
 def _events(path: str, entries: list[Any], base_ns: int) -> Iterator[tuple[str, Event, object]]:
-    """(category, event, correlation) of all that have a duration."""
+    """(category, event, correlation) of all events with a duration."""
     for i, entry in enumerate(entries):
         if not isinstance(entry, dict):
-            raise FormatError(f"{path}: traceEvents[{i}] is no object")
+            raise FormatError(f"{path}: traceEvents[{i}] is not an object")
         category = entry.get("cat")
         if entry.get("ph") != "X" or not isinstance(category, str):
             continue
@@ -143,7 +143,7 @@ def _events(path: str, entries: list[Any], base_ns: int) -> Iterator[tuple[str, 
 
 
 def _ns(time_us: object) -> int | None:
-    """A time in µs that a computer's clock may show, in ns."""
+    """A time in µs that a computer's clock can have, in ns."""
     if not isinstance(time_us, (int, float)) or isinstance(time_us, bool) or not abs(time_us) < _LARGEST_NS / 1000:
-        return None  # not even if it is no number at all: NaN is less than nothing
+        return None  # also refuses NaN, which compares false to every number
     return round(time_us * 1000)

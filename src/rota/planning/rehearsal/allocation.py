@@ -1,4 +1,4 @@
-"""The memory that a rehearsed rank really holds: each op's bytes, allocated, and freed when the plan says.
+"""The memory that a rehearsed rank allocates: each op's bytes, which are freed when the plan frees them.
 
 0F0  keeps 10       ▕ 6 until 0W0 ▏▕ 4 until 0I0 ▏     one block for each later op that frees a part of them
 0I0  frees 4        ▕ 6 until 0W0 ▏
@@ -25,14 +25,14 @@ Blocks = dict[tuple[int, Kind], list[tuple[int, Kind | None]]]
 
 
 def touched(num_bytes: int) -> torch.Tensor:
-    """New memory that is written to: before, the system has not handed out its pages."""
+    """New memory, which is written to: the system provides its pages only then."""
     return torch.empty(num_bytes, dtype=torch.uint8).fill_(1)
 
 
 def blocks_of(placement: Placement) -> Blocks:
     """What each task allocates, one block for each later task that frees some of it; the newest is freed first.
 
-    Raises PipelineError where a task frees more than the tasks before it hold.
+    Raises PipelineError if a task frees more than the tasks before it hold.
     """
     blocks: Blocks = {}
     for stage in placement.stages:
@@ -63,10 +63,10 @@ def blocks_of(placement: Placement) -> Blocks:
 
 @final
 class RankMemory:
-    """What one rank holds: its static bytes from now on, and what its ops hold. Messages are the transport's.
+    """The memory of one rank: its static bytes from now on, and what its ops hold. The transport holds messages.
 
     `held_bytes` are those of all buffers now, `peak_bytes` the most so far, and `process_bytes` the most by which the
-    process has grown since this was made (None where the system does not say).
+    process has grown since this was made (None if the system does not report it).
     """
 
     def __init__(self, placement: Placement, rank: int) -> None:
@@ -112,22 +112,22 @@ class RankMemory:
 
 
 def _resident_bytes() -> int | None:
-    """The process's memory; None where the system does not say."""
+    """The process's memory; None if the system does not report it."""
     status = Path("/proc/self/statm")
     return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if status.exists() else None
 
 
 def refuse_too_much(needed_bytes: int, what: str, remedy: str) -> None:
-    """Raises PipelineError where the machine has less memory available."""
+    """Raise PipelineError if the machine has less memory available."""
     available = available_bytes()
     if available is not None and needed_bytes > available:
         raise PipelineError(
-            f"{what} take {size_text(needed_bytes)}, and this machine has {size_text(available)} to give; {remedy}"
+            f"{what} need {size_text(needed_bytes)}, and this machine has {size_text(available)} available; {remedy}"
         )
 
 
 def available_bytes() -> int | None:
-    """What new processes can have, by the machine and by the control group; None where the system does not say."""
+    """Memory available to new processes, by the machine and the control group; None if the system has no figure."""
     found = []
     machine = Path("/proc/meminfo")
     if machine.exists():

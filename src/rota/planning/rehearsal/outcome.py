@@ -15,7 +15,7 @@ _MOST_ROWS = 8  # of ranks and pairs, the worst first; the others are counted
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """How long after its ops' ends a rank got there: in total, and at the worst op (None: it has no op)."""
+    """How late a rank was at its ops' ends: in total, and at the worst op (None: it has no op)."""
 
     rank: int
     late_us: int
@@ -41,7 +41,7 @@ class LinkUse:
 class MemoryUse:
     """The most that a rank held: as planned, in its ops' buffers (without messages), and by how much the process grew.
 
-    `process_bytes` is None where the system does not say.
+    `process_bytes` is None if the system does not report it.
     """
 
     rank: int
@@ -60,8 +60,8 @@ class Rehearsal:
         measured: The timeline of the step with the median makespan.
         makespans_us: The makespan of each step.
         overheads: For each rank how late it was at its ops' ends, in the same step.
-        links: For each pair of ranks how long its messages took, in the same step.
-        memory: For each rank what it held; empty unless memory was allocated.
+        links: For each pair of ranks the durations of its messages, in the same step.
+        memory: For each rank the memory that it held; empty unless memory was allocated.
     """
 
     planned: Timeline
@@ -77,12 +77,12 @@ class Rehearsal:
         return compare(self.planned, self.measured)
 
     def to_text(self) -> str:
-        """What `rota rehearse` prints: the verdict, then what the difference is made of."""
+        """The report that `rota rehearse` prints: the verdict, then the causes of the difference."""
         tables = [_difference(self.comparison), _overhead_table(self), _link_table(self), _memory_table(self)]
         return "\n\n".join([self.verdict(), *(table for table in tables if table)])
 
     def verdict(self) -> str:
-        """One line: that it ran to its end, and how long a step took."""
+        """One line: the plan ran to its end, and the duration of a step."""
         planned, measured = self.planned.makespan_us, self.measured.makespan_us
         digits = 1 if planned >= 10_000 else 3
         times = f"{measured / 1000:,.{digits}f} ms against {planned / 1000:,.{digits}f} simulated"
@@ -103,7 +103,7 @@ def _difference(comparison: Comparison) -> str:
 
 
 def _overhead_table(rehearsal: Rehearsal) -> str:
-    """An op's end is fixed by when it could begin: only what comes after that end delays other ranks."""
+    """How late each rank was: an op's end is fixed by its earliest start, so only time after it delays others."""
     rows = [
         f"  {o.rank:<4}{o.late_us:>15,}    " + (f"{o.worst} (+{o.worst_us:,} µs)" if o.worst is not None else "-")
         for o in sorted(rehearsal.overheads, key=lambda o: -o.late_us)

@@ -19,7 +19,7 @@ from rota.runtime.faults.watchdog import Watchdog
 from rota.runtime.meshes import Processes
 from rota.runtime.transport import Transport
 
-_HEAD_START_NS, _HEAD_START_PER_RANK_NS = 2_000_000, 500_000  # for all ranks to learn when a step begins
+_HEAD_START_NS, _HEAD_START_PER_RANK_NS = 2_000_000, 500_000  # for all ranks to receive the time at which a step begins
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ def run_rank(
             report.steps.append(_step(execution, transport, watchdog, memory))
             step_ended(num_ended)
         with watchdog.watching("the other ranks to end their last step"):
-            _common_start_ns(transport)  # a rank that leaves earlier would be taken for lost
+            _common_start_ns(transport)  # a rank that leaves earlier would count as lost
     finally:
         watchdog.close()
         arrivals.close()

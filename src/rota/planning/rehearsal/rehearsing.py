@@ -40,16 +40,16 @@ def rehearse(
     Args:
         plan: The plan to run.
         num_steps: Steps to measure, after one to warm up.
-        allocate: Whether ranks really hold the memory that the plan says, static bytes included.
-        timeout_s: A rank without progress for so long is ended; None: 20 simulated steps, at least 60 s.
+        allocate: Whether ranks allocate the memory that the plan needs, static bytes included.
+        timeout_s: A rank that makes no progress for this long is ended; None: 20 simulated steps, at least 60 s.
         progress: Called with a line of text at the start and after each step.
 
     Returns:
-        The planned and the measured timeline, and what made the difference.
+        The planned and the measured timeline, and the causes of the difference.
 
     Raises:
-        PlanError: Where `check` raises it.
-        PipelineError: Where `Pipeline` would refuse the plan, the machine lacks the memory, or a rank hangs or dies.
+        PlanError: `check` refuses the plan.
+        PipelineError: `Pipeline` would refuse the plan, the machine lacks the memory, or a rank hangs or dies.
     """
     check(plan)
     _refuse(plan, num_steps, allocate, timeout_s)
@@ -80,7 +80,7 @@ def rehearse(
 
 
 def _refuse(plan: Plan, num_steps: int, allocate: bool, timeout_s: float | None) -> None:
-    """Raises PipelineError for what is known to fail before a process is started."""
+    """Raise PipelineError for problems that are known before a process is started."""
     placement = plan.placement
     if not isinstance(num_steps, int) or num_steps < 1:
         raise PipelineError(f"num_steps is {num_steps!r}; give a whole number of 1 or more")
@@ -92,7 +92,7 @@ def _refuse(plan: Plan, num_steps: int, allocate: bool, timeout_s: float | None)
             f"rehearse the same schedule on fewer ranks"
         )
     refuse_unsupported(plan, placement.stage_edges, placement.num_stages)
-    held, what = placement, f"{count_text(plan.num_ranks, 'rank')} that allocate what the plan says"
+    held, what = placement, f"{count_text(plan.num_ranks, 'rank')} that allocate the plan's memory"
     if allocate:
         blocks_of(placement)
     else:

@@ -55,13 +55,13 @@ def main() -> None:
         for process in running:
             os.waitpid(process, 0)
     if running and failed is None:
-        shutil.rmtree(folder, ignore_errors=True)  # the caller, which normally does it, may be gone
+        shutil.rmtree(folder, ignore_errors=True)  # the caller, which normally does this, may be gone
         return
     _send(caller, rank=failed, code=code)
 
 
 def _reap(running: dict[int, int]) -> tuple[int | None, int]:
-    """Take out the processes that have ended; returns the first one that failed, if any, and its exit code."""
+    """Remove the processes that have ended; returns the first one that failed, if any, and its exit code."""
     while running:
         process, status = os.waitpid(-1, os.WNOHANG)
         if not process:
@@ -101,7 +101,7 @@ def _run(plan: Plan, folder: str, rank: int, caller: int) -> NoReturn:
         report_file(folder, rank).write_text(report.to_json())
         if store.add("done", 1) == plan.num_ranks:
             store.set("all done", "")
-        store.wait(["all done"])  # a rank that leaves earlier would be taken for lost
+        store.wait(["all done"])  # a rank that leaves earlier would count as lost
     except LostRankError as error:
         print(error, file=sys.stderr)
         time.sleep(_LET_FIRST_ERROR_BE_SEEN_S)

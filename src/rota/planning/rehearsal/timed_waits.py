@@ -78,7 +78,7 @@ class TimedWaits:
         return made if op.kind is Kind.F else [[gradient] for gradient in made]
 
     def _latest(self, ranks: tuple[int, ...], ready_ns: int) -> int:
-        """When the last of a task's ranks is ready: collectives inside such a task would wait for it."""
+        """When the last of a task's ranks is ready: collectives in such a task would wait for it."""
         latest = torch.tensor([ready_ns])
         with together(f"waiting for the other ranks of {ranks}"):
             dist.all_reduce(latest, dist.ReduceOp.MAX, self._groups[ranks])
@@ -117,7 +117,7 @@ def formats_of(plan: Plan, stages: Stages) -> dict[ValueKey, Format]:
 
 
 def _made_bytes(placement: Placement, stages: Stages, rank: int, stage: int, kind: Kind) -> list[int]:
-    """The bytes of each of an op's outputs, in the order of its edges; 0 where another rank sends it."""
+    """The bytes of each of an op's outputs, in the order of its edges; 0 if another rank sends it."""
     task = placement.index[stage, kind]
     sizes = {
         placement.tasks[r.target].stage: r.num_bytes for r in placement.routes if (r.source, r.sender) == (task, rank)
@@ -142,7 +142,7 @@ class Arrivals:
         self._posted: dict[int, queue.SimpleQueue[_Arrival | None]] = {}
 
     def watch(self, message: Message, works: list[Any]) -> list[Any]:
-        """What to wait for in place of a posted receive's works."""
+        """The object to wait for in place of a posted receive's works."""
         sender = message.transfer.sender
         if sender not in self._posted:
             self._posted[sender] = queue.SimpleQueue()

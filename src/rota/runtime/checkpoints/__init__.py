@@ -22,14 +22,13 @@ from torch.optim import Optimizer
 from rota.errors import FormatError, PipelineError
 from rota.plan import Plan
 from rota.runtime import control
-from rota.runtime.checkpoints import files
-from rota.runtime.checkpoints import folder as folders
+from rota.runtime.checkpoints import checkpoint_folder, files
+from rota.runtime.checkpoints.all_ranks import DamagedError, Ranks
+from rota.runtime.checkpoints.contents import read_contents
 from rota.runtime.checkpoints.files import Saved
 from rota.runtime.checkpoints.lock import locked
 from rota.runtime.checkpoints.manifest import File, Manifest, require_json
 from rota.runtime.checkpoints.names import Weights
-from rota.runtime.checkpoints.ranks import DamagedError, Ranks
-from rota.runtime.checkpoints.reading import read_contents
 from rota.runtime.checkpoints.state import Merged, Restoring, Trained, merge
 from rota.runtime.checkpoints.tensors import (
     Layout,
@@ -123,7 +122,7 @@ class Checkpoints:
         self._folder.mkdir(parents=True, exist_ok=True)
         if os.access(self._folder, os.W_OK):  # a read-only folder needs no lock: it can only be loaded from
             self._lock.enter_context(locked(self._folder))
-            folders.recover_folder(self._folder)
+            checkpoint_folder.recover_folder(self._folder)
 
     # --- saving ---------------------------------------------------------------------------------------------------
 
@@ -191,7 +190,9 @@ class Checkpoints:
     def _write(self, step: int, tensors: Tensors, merged: list[Merged]) -> None:
         """Write and publish; on the thread if asynchronous, so its messages have a process group of their own."""
         ranks = self._ranks
-        partial = self._folder / ranks.first("making the folder", lambda: folders.begin(self._folder, step).name)
+        partial = self._folder / ranks.first(
+            "making the folder", lambda: checkpoint_folder.begin(self._folder, step).name
+        )
         layout = ranks.agreed("listing the tensors", lambda: Layout(tensors))
         layouts = ranks.gather(layout.to_json())
         share = share_out(layouts)[ranks.mine]
@@ -213,11 +214,11 @@ class Checkpoints:
             (files.TRAINING, training_to_json(merged.training)),
             (files.PLAN, self._pipeline.plan.to_json()),
         ):
-            folders.write_synced(partial / name, text.encode())
+            checkpoint_folder.write_synced(partial / name, text.encode())
             found[name] = File.of(text.encode())
         weights = self._trained.weights.all
         manifest = Manifest(
-            number=folders.next_number(self._folder),
+            number=checkpoint_folder.next_number(self._folder),
             step=merged.step,
             extra=merged.extra,
             num_ranks=self._pipeline.plan.num_ranks,
@@ -226,7 +227,7 @@ class Checkpoints:
             aliases={alias: weight.names[0] for weight in weights for alias in weight.names[1:]},
             files=found,
         )
-        folders.publish(partial, manifest, self._keep)
+        checkpoint_folder.publish(partial, manifest, self._keep)
         control.report("saves", step=merged.step)
 
     # --- loading --------------------------------------------------------------------------------------------------
@@ -270,8 +271,8 @@ class Checkpoints:
     def _find(self, step: int | None) -> list[str]:
         """The names of the checkpoints to try, in order."""
         if os.access(self._folder, os.W_OK):
-            folders.recover_folder(self._folder)
-        found, damaged = folders.readable_ones(self._folder)
+            checkpoint_folder.recover_folder(self._folder)
+        found, damaged = checkpoint_folder.readable_ones(self._folder)
         if step is not None:
             return [self._of_step(step, found, damaged)]
         for _, error in damaged:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from rota import Cluster, Costs, place
-from rota.search.periodic.frontier import find_frontier
+from rota.search.periodic.memory_frontier import find_frontier
 
 
 def test_more_memory_is_faster_until_the_work_is_met():

@@ -23,8 +23,8 @@ from typing import final
 from rota.errors import PipelineError
 from rota.runtime import control
 from rota.runtime.control import Message
-from rota.runtime.launching.folder import Folder
 from rota.runtime.launching.requests import Requests
+from rota.runtime.launching.run_folder import Folder
 
 _FIRST_FAILURE_S = 2.0  # that the rank with the first error has to print it and end, after others have lost it
 _TERM_S = 5.0  # for handlers of SIGTERM that the script has set

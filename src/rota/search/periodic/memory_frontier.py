@@ -1,4 +1,4 @@
-"""The curve of memory against period: what each byte of a rank's memory buys in time per micro-batch."""
+"""The curve of memory against period: the least time per micro-batch for each memory limit."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class Frontier:
 
     def to_text(self) -> str:
         """One line per point."""
-        lines = ["memory of a rank   time a micro-batch   at least   over the fastest"]
+        lines = ["memory per rank   time per micro-batch   lower bound   over the fastest"]
         least = float(self.points[-1].us_per_microbatch)
         for point in self.points:
             us = float(point.us_per_microbatch)
             slower = f"{us / least - 1:.1%}" if least else "-"
-            proven = "   the least possible" if point.result.is_optimal else ""
+            proven = "   proven optimal" if point.result.is_optimal else ""
             bound = f"{float(point.bound_us):,.1f}"
-            lines.append(f"{point.limit_bytes:>16,}{us:>18,.1f} µs{bound:>11}{slower:>19}{proven}")
+            lines.append(f"{point.limit_bytes:>15,}{us:>20,.1f} µs{bound:>14}{slower:>19}{proven}")
         lines += [f"stopped by {self.stopped_by}"] if self.stopped_by else []
         lines += [f"not tried, for lack of time: between {low:,} and {high:,}" for low, high in self.untried]
         return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What the layouts of other trainers share: boundaries between layers, and reading files that others wrote."""
+"""Shared by the layouts of other trainers: boundaries between layers, and reading files that they wrote."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rota.costs import Costs
 from rota.errors import FormatError, PlacementError, SplitError
 from rota.reading import read_bytes
 
-MOST_LAYERS = 10_000  # that a layout may have, and stages
+MOST_LAYERS = 10_000  # limit for a layout's layers, and for its stages
 
 
 def read_limited(path: str | Path, most_bytes: int) -> str:
@@ -27,11 +27,11 @@ def read_limited(path: str | Path, most_bytes: int) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise FormatError(f"cannot read {path}: it is no text file") from None
+        raise FormatError(f"cannot read {path}: it is not a text file") from None
 
 
 def require_boundaries(boundaries: Sequence[int], num_stages: int | None = None) -> tuple[int, ...]:
-    """As `rota.cutting` gives them: 0, where each further part begins, the number of layers. Raises SplitError."""
+    """Boundaries as in `rota.cutting`: 0, the start of each further part, the number of layers. Raises SplitError."""
     cut = tuple(boundaries)
     given = f"boundaries {_short(cut)}"
     if len(cut) < 2 or cut[0] != 0 or cut[-1] < 1:
@@ -47,9 +47,9 @@ def require_boundaries(boundaries: Sequence[int], num_stages: int | None = None)
 
 
 def stage_costs(costs: Costs, boundaries: Sequence[int]) -> Costs:
-    """The costs of a cut's stages: as given for these, or merged where they are those of its layers.
+    """The costs of a cut's stages: `costs` itself if it is for stages, merged if it is for layers.
 
-    Raises PlacementError where they are of neither, or where a stage without layers leaves nothing to merge.
+    Raises PlacementError if it is for neither, or if a stage without layers has nothing to merge.
     """
     num_layers, num_stages = boundaries[-1], len(boundaries) - 1
     if costs.num_stages == num_stages:
@@ -61,7 +61,9 @@ def stage_costs(costs: Costs, boundaries: Sequence[int]) -> Costs:
         )
     for stage, (before, after) in enumerate(pairwise(boundaries)):
         if before == after:
-            raise PlacementError(f"stage {stage} has no layer, so layers' costs say nothing of it; give stages' costs")
+            raise PlacementError(
+                f"stage {stage} has no layer, so it has no cost among those of layers; give costs of stages"
+            )
     return cutting.merge(costs, boundaries)
 
 

@@ -11,8 +11,8 @@ import torch
 from rota.errors import FormatError, RotaError
 from rota.plan import Plan
 from rota.reading import printable, short
+from rota.runtime.checkpoints.checkpoint_folder import is_checkpoint, readable_ones
 from rota.runtime.checkpoints.files import PLAN, Saved, read_saved
-from rota.runtime.checkpoints.folder import is_checkpoint, readable_ones
 from rota.runtime.checkpoints.manifest import Manifest
 from rota.runtime.checkpoints.names import model_key
 from rota.runtime.checkpoints.optimizer_state import tensor_key

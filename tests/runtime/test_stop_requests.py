@@ -13,7 +13,7 @@ import torch
 
 from rota.runtime import control
 from rota.runtime.agreement import mean_of_all
-from rota.runtime.stopping import SAME_REQUEST_S, SIGNALS, StopRequests
+from rota.runtime.stop_requests import SAME_REQUEST_S, SIGNALS, StopRequests
 
 
 @pytest.fixture
