@@ -92,7 +92,7 @@ def test_more_ranks_than_a_machine_has_connections_for() -> None:
     [
         (True, {"static_bytes": 10**15}, "2 ranks that allocate the plan's memory need 2 PB"),
         (True, {"activation_bytes": 10**15}, "2 ranks that allocate the plan's memory need 4 PB"),
-        (False, {"boundary_bytes": 10**15}, r"the messages of 2 ranks take \d+ PB"),
+        (False, {"boundary_bytes": 10**15}, r"the messages of 2 ranks need \d+ PB"),
     ],
 )
 def test_memory_that_the_machine_does_not_have(allocate: bool, costs: dict[str, Any], told: str) -> None:
