@@ -175,7 +175,8 @@ def one_at_a_time(problem: Problem) -> tuple[int, ...]:
 
 def from_starts(problem: Problem, starts_us: NDArray[np.float64], period_us: float) -> Priorities:
     """Task t would start its k-th micro-batch at `starts_us[t]` + k · `period_us`; `starts_us`: float64[num_tasks]."""
-    task_of, nth = _nodes(problem)
+    task_of = problem.task_of
+    nth = np.arange(len(task_of)) - problem.first_node[task_of]
     return starts_us[task_of] + nth * period_us
 
 
@@ -184,7 +185,7 @@ def guesses(problem: Problem) -> Iterator[Priorities]:
 
     Tasks that nothing reads (weight gradients) come when their turn comes, a period later, or last of all.
     """
-    heads, tails = heads_us(problem), _tails(problem)
+    heads, tails = problem.heads_us, problem.tails_us + problem.durations_us
     whole = float((heads + tails).max(initial=0))
     period = busiest_us(problem)
     read_by_none = problem.outputs.first[1:] == problem.outputs.first[:-1]
@@ -196,30 +197,6 @@ def guesses(problem: Problem) -> Iterator[Priorities]:
                     starts = -starts
                 starts = starts + put_off * read_by_none
                 yield from_starts(problem, starts, period * pace if pace else 1e-3)
-
-
-def _nodes(problem: Problem) -> tuple[Integers, Integers]:
-    """(int64[num_ops], int64[num_ops]): the task of each node, and which of its task's micro-batches it is."""
-    task_of = np.repeat(np.arange(len(problem.counts)), problem.counts)
-    return task_of, np.arange(len(task_of)) - problem.first_node[task_of]
-
-
-def heads_us(problem: Problem) -> Integers:
-    """int64[num_tasks]: how long after its micro-batch's start each task can start."""
-    heads = np.zeros(len(problem.counts), np.int64)
-    for task in problem.topological:
-        for source, lag in problem.inputs[task].reshape(-1, 2):
-            heads[task] = max(heads[task], heads[source] + problem.durations_us[source] + lag)
-    return heads
-
-
-def _tails(problem: Problem) -> Integers:
-    """int64[num_tasks]: least time from the task's start to the end of its micro-batch."""
-    tails = problem.durations_us.copy()
-    for task in reversed(problem.topological):
-        for target, lag in problem.outputs[task].reshape(-1, 2):
-            tails[task] = max(tails[task], problem.durations_us[task] + lag + tails[target])
-    return tails
 
 
 def busiest_us(problem: Problem) -> float:

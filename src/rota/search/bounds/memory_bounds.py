@@ -17,7 +17,6 @@ import numpy as np
 from rota.placement import Placement
 from rota.search.problem import NO_LIMIT, Integers, Problem, without_common_tasks
 
-_NO_PATH = -(1 << 60)
 _MOST_SETS = 20_000  # closed sets of a rank's tasks that are looked at for its least memory
 
 
@@ -44,20 +43,18 @@ class RankLoad:
 
 def rank_loads(problem: Problem, whole_step: bool = True) -> list[RankLoad]:
     """One entry per rank; the ends are those of the step if `whole_step`, else those of the rank's own window."""
-    paths, durations = _longest_paths(problem), problem.durations_us
-    heads = paths.max(axis=1) * whole_step
-    tails = ((paths + durations[:, None]).max(axis=0) - durations) * whole_step
+    heads, tails = problem.heads_us * whole_step, problem.tails_us * whole_step
     result = []
     for rank, tasks in enumerate(problem.tasks_on):
         headroom = int(problem.limits_bytes[rank])
-        held = _held_byte_us(problem, paths, tasks) if headroom != NO_LIMIT else 0
+        held = _held_byte_us(problem, tasks) if headroom != NO_LIMIT else 0
         unused = ends = 0
         if held:
             for sign, nearest in ((1, heads[tasks].min()), (-1, tails[tasks].min())):
                 ramp, ramp_us = _ramp(problem, tasks, sign, headroom)
                 unused += int(nearest) * headroom + ramp
                 ends += int(nearest) + ramp_us
-        result.append(RankLoad(rank, int(durations[tasks].sum()), held, headroom, unused, ends))
+        result.append(RankLoad(rank, int(problem.durations_us[tasks].sum()), held, headroom, unused, ends))
     return result
 
 
@@ -107,23 +104,12 @@ def _round_us(problem: Problem) -> Fraction:
     return max(*(Fraction(rank.work_us) for rank in ranks), *by_memory)
 
 
-def _longest_paths(problem: Problem) -> Integers:
-    """int64[num_tasks, num_tasks], [t, s]: least µs from the start of task s to that of task t, in one micro-batch."""
-    paths = np.full((len(problem.counts),) * 2, _NO_PATH, np.int64)
-    inputs, durations = problem.inputs, problem.durations_us
-    for task in problem.topological:
-        paths[task, task] = 0
-        for source, lag in inputs[task].reshape(-1, 2):
-            np.maximum(paths[task], paths[source] + durations[source] + lag, out=paths[task])
-    return paths
-
-
-def _held_byte_us(problem: Problem, paths: Integers, tasks: Integers) -> int:
+def _held_byte_us(problem: Problem, tasks: Integers) -> int:
     """Bytes times µs that a round holds on the rank with these tasks: each byte freed was taken on a path to there.
 
     0 if some byte is freed that may have been taken by no task before.
     """
-    held, durations = problem.held_bytes, problem.durations_us
+    held, durations, paths_us = problem.held_bytes, problem.durations_us, problem.paths_us
     place = {task: i for i, task in enumerate(problem.topological)}
     ordered = sorted(tasks.tolist(), key=place.__getitem__)
     left = {task: int(held[task]) for task in ordered if held[task] > 0}
@@ -131,11 +117,11 @@ def _held_byte_us(problem: Problem, paths: Integers, tasks: Integers) -> int:
     for task in ordered:
         freed = max(-int(held[task]), 0)
         for source in reversed(left):
-            if freed and paths[task, source] >= 0:
+            if freed and paths_us[source, task] >= 0:
                 taken = min(freed, left[source])
                 left[source] -= taken
                 freed -= taken
-                total += taken * int(paths[task, source] + durations[task])
+                total += taken * int(paths_us[source, task] + durations[task])
         if freed:
             return 0
     return total

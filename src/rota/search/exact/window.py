@@ -45,7 +45,7 @@ class Window:
     @cached_property
     def task_of(self) -> dict[int, int]:
         """The task of each node."""
-        return dict(zip(self.sequence, self.critical_path.task_of[list(self.sequence)].tolist(), strict=True))
+        return dict(zip(self.sequence, self.critical_path.problem.task_of[list(self.sequence)].tolist(), strict=True))
 
     @cached_property
     def lengths(self) -> dict[int, int]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rota.search.budget import NOMINAL_OPS_PER_S, Budget
-from rota.search.dispatching import OPS_A_DISPATCH, Dispatcher, busiest_us, from_starts, heads_us
+from rota.search.dispatching import OPS_A_DISPATCH, Dispatcher, busiest_us, from_starts
 from rota.search.local.moves import State, anneal
 from rota.search.problem import Integers, Orders, Problem
 from rota.search.timing import Score, score
@@ -178,7 +178,7 @@ class Climb:
     def _plain(self) -> Iterator[Policy]:
         """Tasks that nothing waits for come last of all, or when their turn comes."""
         problem = self.problem
-        heads = heads_us(problem).astype(np.float64)
+        heads = problem.heads_us.astype(np.float64)
         is_read = problem.outputs.first[1:] > problem.outputs.first[:-1]
         last = 4 * heads.max(initial=0) + self.period_us * problem.num_microbatches
         for put_off, spread, patience in product((0.0,) if is_read.all() else (last, 0.0), _SPREADS, _PATIENCES):

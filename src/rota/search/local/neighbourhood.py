@@ -110,7 +110,7 @@ def _idle(critical_path: CriticalPath, paths: Paths, turn: Random) -> tuple[int,
     """(rank, start of its op after an idle time, or of its last op); long idle times are more likely."""
     rank = turn.choice([r for r, row in enumerate(paths.rows) if len(row)])
     starts = paths.starts[paths.rows[rank]]
-    ends = starts + critical_path.lengths[critical_path.task_of[paths.rows[rank]]]
+    ends = starts + critical_path.lengths[critical_path.problem.task_of[paths.rows[rank]]]
     over = max(paths.value_us * critical_path.ticks, int(ends[-1]))
     idle = np.cumsum(np.append(starts, over) - np.insert(ends, 0, 0))
     place = int(np.searchsorted(idle, turn.random() * idle[-1], side="right"))
@@ -125,7 +125,7 @@ def window_at(critical_path: CriticalPath, paths: Paths, begin: int, end: int, i
     tails: dict[int, int] = {}
     for rank, row in enumerate(paths.rows):
         first, after = np.searchsorted(starts[row], (begin, end))
-        nodes, tasks = row[first:after].tolist(), critical_path.task_of[row]
+        nodes, tasks = row[first:after].tolist(), critical_path.problem.task_of[row]
         head = int(starts[row[first - 1]] + lengths[tasks[first - 1]]) if first else 0
         tail = int(lengths[tasks[after]] + tails_of[row[after]] if after < len(row) else paths.after[rank])
         for node in nodes:
@@ -161,7 +161,7 @@ def _add_paths(critical_path: CriticalPath, paths: Paths, heads: dict[int, int],
     """Raises heads by data that comes into the window, and tails by data that leaves it."""
     first, starts, tails_of = critical_path.problem.first_node.tolist(), paths.starts, paths.tails
     lengths, ticks = critical_path.lengths.tolist(), critical_path.ticks
-    tasks = critical_path.task_of[list(heads)].tolist()
+    tasks = critical_path.problem.task_of[list(heads)].tolist()
     outgoing: dict[int, list[tuple[int, int]]] = {}
     incoming: dict[int, list[tuple[int, int]]] = {}
     for (source, target), lag in critical_path.problem.lags_us.items():
