@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rota import reading
-from rota.cli import input_files, output_files
+from rota.cli import files
 from rota.cli.arguments import add_output, add_time_limit, link, number, rows, size
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
@@ -114,12 +114,11 @@ def run(arguments: Namespace) -> int:
 def _print_answer(answer: Answer, arguments: Namespace) -> None:
     print_timeline(answer.timeline)
     print(answer.to_text())
-    if arguments.output is None:
-        print("Not written; use -o plan.json to keep it.")
-    else:
-        output_files.write(arguments.output, answer.plan.to_json())
-        print(f"Wrote {arguments.output}; use it by `rota run {arguments.output} train.py`. There, the model is cut by")
-        print("rota.split(model, plan.num_stages, plan.cuts), of plan = rota.given_plan().")
+    then = (
+        f"; use it by `rota run {arguments.output} train.py`. There, the model is cut by\n"
+        "rota.split(model, plan.num_stages, plan.cuts), of plan = rota.given_plan()"
+    )
+    files.keep(arguments.output, answer.plan.to_json(), "plan.json", then)
 
 
 def _machine(arguments: Namespace) -> Machine:
@@ -131,7 +130,7 @@ def _machine(arguments: Namespace) -> Machine:
     if arguments.links is not None:
         if arguments.link != _ANY_LINK or arguments.node is not None:
             raise InputError(f"--links {arguments.links} has all links; leave --link and --node out")
-        link = input_files.read_cluster(arguments.links)
+        link = files.read_cluster(arguments.links)
     try:
         return Machine(
             arguments.ranks,
@@ -157,7 +156,7 @@ def _model_file(path: str) -> ModelFile:
 
 def _read(arguments: Namespace) -> Mapping[int, LayerCosts]:
     """From `--profile`, those of `--rows`."""
-    profile = input_files.read_profile(arguments.profile)
+    profile = files.read_profile(arguments.profile)
     for num_rows in arguments.rows or ():
         if num_rows not in profile:
             there = ", ".join(map(str, profile))

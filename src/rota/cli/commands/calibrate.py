@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from rota import calibration
-from rota.cli import input_files, output_files
+from rota.cli import files
 from rota.cli.arguments import add_output, add_time_limit
 from rota.cli.parser import Command, Parser, one_of
 from rota.cli.requirements import InputError
@@ -46,16 +46,14 @@ def run(arguments: Namespace) -> int:
     print(found.to_text())
     if arguments.costs is not None:
         note = f"calibrated by {', '.join(arguments.timelines)}"
-        output_files.write(arguments.costs, calibration.costs_of(found.plan.placement, note).to_json())
-        print(f"Wrote {arguments.costs}.")
+        files.write(arguments.costs, calibration.costs_of(found.plan.placement, note).to_json())
     if arguments.output is not None:
-        output_files.write(arguments.output, found.chosen.to_json())
-        print(f"Wrote {arguments.output}.")
+        files.write(arguments.output, found.chosen.to_json())
     return 0
 
 
 def _measured(path: str) -> Timeline:
-    loaded = input_files.read_plan_or_timeline(path)
+    loaded = files.read_plan_or_timeline(path)
     if not isinstance(loaded, Timeline):
         raise InputError(f"{path} is a plan, which says what was expected; give timelines, what was measured")
     return loaded

@@ -5,8 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from rota.cli.arguments import add_output, add_time_limit, number
-from rota.cli.cost_options import add_costs, add_shape, shaped
+from rota.cli.arguments import add_costs, add_output, add_shape, add_time_limit, number, shaped
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import require, require_search
 from rota.cli.screen import show_progress

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from rota.cli import input_files, output_files
+from rota.cli import files
 from rota.cli.arguments import add_output, number, seconds
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import require
@@ -23,7 +23,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Rehearse the plan, print the report, and write the median step's timeline. Returns the exit code."""
-    planned = input_files.read_plan(arguments.plan)
+    planned = files.read_plan(arguments.plan)
     require("torch", "torch")
     from rota.planning import rehearsal
 
@@ -40,8 +40,8 @@ def run(arguments: Namespace) -> int:
     print(rehearsed.to_text())
     print_replicas(planned, "rehearsed")
     if arguments.output is not None:
-        output_files.write(arguments.output, rehearsed.measured.to_json())
-        print(f"\nWrote {arguments.output}; see it by `rota show {arguments.output}`.")
+        print()
+        files.write(arguments.output, rehearsed.measured.to_json(), f"; see it by `rota show {arguments.output}`")
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from rota.cli.cost_options import add_costs, add_step, cluster_of, measured, uniform
+from rota.cli.arguments import add_costs, add_step, cluster_of, measured, uniform
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError
 from rota.cli.screen import show_progress
