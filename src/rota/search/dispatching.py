@@ -32,8 +32,8 @@ _MOST_STATES = 10_000  # tried to find the one order of a micro-batch that needs
 _NEVER = 1 << 61
 _OPS_A_CALL = 20_000  # of the compiled loop, which cannot be interrupted
 
-# Overflow, tasks left, a number, the set of tasks done, levels, tasks that can follow, tasks done in order.
-_State = tuple[int, int, int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+#: Overflow, tasks left, a number, the set of tasks done, levels, tasks that can follow, tasks done in order.
+_PartialOrder = tuple[int, int, int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 class Memory(NamedTuple):
@@ -58,7 +58,7 @@ class Memory(NamedTuple):
         return cls(problem.limits_bytes, problem.held_bytes, problem.peak_bytes, rows.first, rows.values, components)
 
 
-class State(NamedTuple):
+class DispatchState(NamedTuple):
     """How far a dispatch is, for compiled loops. Micro-batches are numbered as in the plan."""
 
     orders: Orders  #: int32[num_ops]
@@ -73,7 +73,7 @@ class State(NamedTuple):
     due_us: Integers  #: int64[num_tasks]: when the task's next op could start
 
     @classmethod
-    def of(cls, tables: Tables) -> State:
+    def of(cls, tables: Tables) -> DispatchState:
         """The state before the first op."""
 
         def zeros(size: int) -> Integers:
@@ -114,7 +114,7 @@ class Dispatcher:
             limits_bytes: int64[num_ranks], lower than the problem's limits to keep fewer micro-batches in flight.
         """
         memory = self.memory if limits_bytes is None else self.memory._replace(limits_bytes=limits_bytes)
-        state = State.of(self.tables)
+        state = DispatchState.of(self.tables)
         while run(self.tables, memory, priorities, patience, state, _OPS_A_CALL):
             look()
         num_started = int((state.next_op - self.tables.first_op[:-1]).sum())
@@ -147,7 +147,7 @@ def one_at_a_time(problem: Problem) -> tuple[int, ...]:
         needs[target] |= 1 << source
     roots = tuple(task for task in problem.topological if not needs[task])
     nothing_over, tie_breaker = -2 * NO_LIMIT, count()
-    heap: list[_State] = [(nothing_over, 0, 0, 0, (0,) * len(limits), roots, ())]
+    heap: list[_PartialOrder] = [(nothing_over, 0, 0, 0, (0,) * len(limits), roots, ())]
     seen: set[int] = set()
     while True:
         over, _, _, done, levels, ready, order = heappop(heap)

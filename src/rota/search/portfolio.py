@@ -27,10 +27,9 @@ from rota.plan import Plan
 from rota.schedules import zb_auto
 from rota.schedules.families import named_plans
 from rota.search import bounds, exact
-from rota.search.bounds.memory_bounds import period_reason
+from rota.search.bounds.memory_bounds import period_reason, refuse_too_little_memory
 from rota.search.budget import Budget
 from rota.search.dispatching import OPS_A_DISPATCH, Dispatcher, Priorities, guesses, serial
-from rota.search.infeasibility import nothing_found, refuse_too_little_memory
 from rota.search.local import improving, neighbourhood
 from rota.search.periodic.steady import SteadyResult, find_steady
 from rota.search.problem import NO_LIMIT, Integers, Orders, Problem, reserving
@@ -39,6 +38,7 @@ from rota.search.timing import Score, fits, peaks, score, start_times
 from rota.search.validation import refuse_wrong, refuse_wrong_options, seconds_of
 from rota.simulation import simulate
 from rota.stopping import Stopped, ended_by_ctrl_c, guarded, look, watched
+from rota.units import size_text
 
 _PATIENCES = (0.0, 1.0)  # of list scheduling: never wait for a better op, or do
 _CAPS = (1.0, 0.75, 0.5)  # parts of the memory limit: fewer micro-batches in flight are sometimes faster
@@ -193,8 +193,18 @@ class Portfolio:
                 "found no steady state that fits; ask for the makespan, which also knows plans without one, or raise "
                 "the memory limit"
             )
-        held = self.incumbent.peaks_bytes(serial(self.problem)).tolist()
-        return nothing_found(self.problem.placement, held, self.budget.elapsed_s, self.has_tried_all)
+        orders = serial(self.problem)
+        held, over = self.incumbent.peaks_bytes(orders).tolist(), self.incumbent.over_bytes(orders)
+        raised = ", ".join(
+            f"of rank {rank} to {held[rank]} bytes ({size_text(held[rank])})" for rank in np.flatnonzero(over)
+        )
+        found, longer = "found no order that fits", "give the search more time, "
+        if self.has_tried_all:
+            found, longer = "no order with each task's micro-batches in turn fits", ""
+        return SearchError(
+            f"{found}, in {self.budget.elapsed_s:.1f} s: {longer}raise the limit {raised}, in which one micro-batch at "
+            f"a time fits, or make micro-batches smaller"
+        )
 
     # --- methods --------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,10 @@ from fractions import Fraction
 
 import numpy as np
 
+from rota.errors import SearchError
 from rota.placement import Placement
 from rota.search.problem import NO_LIMIT, Integers, Problem, without_common_tasks
+from rota.units import size_text
 
 _MOST_SETS = 20_000  # closed sets of a rank's tasks that are looked at for its least memory
 
@@ -221,3 +223,43 @@ def _frees_what_is_held(before: list[int], net: list[int]) -> bool:
         if freed:
             return False
     return True
+
+
+def refuse_too_little_memory(problem: Problem) -> None:
+    """Raises SearchError where a rank's limit is below what every plan needs."""
+    placement = problem.placement
+    limits = placement.cluster.limit_bytes
+    short = []
+    for need, limit in zip(least_memory(problem), limits, strict=True):
+        if limit is not None and need.num_bytes > limit:
+            short.append(need)
+    if not short:
+        return
+    first, *others = short
+    infeasible = f"{_describe_need(placement, first)}, over its limit of {limits[first.rank]}"
+    raised = "the limit to that"
+    if others:
+        ranks = ", ".join(f"rank {need.rank} ({need.num_bytes} bytes)" for need in others)
+        infeasible += f"; also {ranks}"
+        raised = f"the limits to these, or all to {max(need.num_bytes for need in short)}"
+    remedies = ["give such ranks fewer layers" if others else "give the rank fewer layers"]
+    remedies.append("free what is left behind" if _is_left_behind(placement, first) else "make micro-batches smaller")
+    raise SearchError(f"{infeasible}; raise {raised}, {remedies[0]}, or {remedies[1]}")
+
+
+def _describe_need(placement: Placement, need: Need) -> str:
+    static = placement.static_bytes[need.rank]
+    what = "parameters, gradients and optimizer alone"
+    if need.task >= 0:
+        what = f"{placement.tasks[need.task]} of a single micro-batch"
+    elif _is_left_behind(placement, need):
+        what = f"what its micro-batches leave behind: {need.num_bytes - static} bytes that no op frees"
+    return (
+        f"rank {need.rank} needs at least {need.num_bytes} bytes ({size_text(need.num_bytes)}; {size_text(static)} of "
+        f"them static) for {what}"
+    )
+
+
+def _is_left_behind(placement: Placement, need: Need) -> bool:
+    """Whether the largest need is for bytes that nothing frees."""
+    return need.task < 0 and need.num_bytes > placement.static_bytes[need.rank]

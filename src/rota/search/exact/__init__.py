@@ -13,9 +13,8 @@ from ortools.sat.python import cp_model
 from rota.search.budget import Budget
 from rota.search.critical_path import CriticalPath, last_gradients
 from rota.search.exact import cpsat
-from rota.search.exact.ordering import Ordering
+from rota.search.exact.ordering import Ordering, StepEndTimes, Window
 from rota.search.exact.transfer_memory import Carry, Level, TimePoint, Times
-from rota.search.exact.window import StepEndTimes, Window
 from rota.search.problem import NO_LIMIT, Orders, Problem
 from rota.stopping import look
 
