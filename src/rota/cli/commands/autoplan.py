@@ -13,7 +13,7 @@ from rota.cli import files
 from rota.cli.arguments import add_output, add_time_limit, link, number, rows, size
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
-from rota.cli.screen import print_timeline, show_progress
+from rota.cli.screen import print_timeline, progress_line, show_progress
 from rota.costs import Cluster, Link
 from rota.errors import PlacementError
 from rota.layers import LayerCosts
@@ -84,7 +84,7 @@ def run(arguments: Namespace) -> int:
 
     machine = _machine(arguments)
     model_file = None if arguments.model is None else _model_file(arguments.model)
-    try:
+    with progress_line() as show:
         profiles = _measured(arguments, model_file) if arguments.profile is None else _read(arguments)
         if all(layers.num_layers == 1 for layers in profiles.values()) and machine.num_ranks > 1:
             print(
@@ -101,12 +101,10 @@ def run(arguments: Namespace) -> int:
             copies=not arguments.exportable,
             pipeline_ranks=arguments.pipeline,
             time_limit_s=arguments.time_limit,
-            progress=show_progress,
+            progress=show,
         )
         if model_file is not None and arguments.device in (None, "cpu") and not arguments.inference:
             answer = _confirmed(answer, model_file)
-    finally:
-        show_progress("")
     _print_answer(answer, arguments)
     return 0
 

@@ -9,7 +9,7 @@ from rota.cli import files
 from rota.cli.arguments import add_output, add_time_limit
 from rota.cli.parser import Command, Parser, one_of
 from rota.cli.requirements import InputError
-from rota.cli.screen import show_progress
+from rota.cli.screen import progress_line
 from rota.cli.searching import SEARCH, search_plan
 from rota.schedules import NAMED
 from rota.timeline import Timeline
@@ -38,8 +38,8 @@ def run(arguments: Namespace) -> int:
         raise InputError("--time-limit is for --plan search; leave it out, or search")
     timelines = [_measured(path) for path in arguments.timelines]
     named = None if arguments.schedule == SEARCH else arguments.schedule
-    found = calibration.calibrate(timelines, named, lambda name: show_progress(f"planning {name} …"))
-    show_progress("")
+    with progress_line() as show:
+        found = calibration.calibrate(timelines, named, lambda name: show(f"planning {name} …"))
     if arguments.schedule == SEARCH:
         result = search_plan(found.plan.placement, found.plan.num_microbatches, arguments.time_limit)
         found = found.with_plan(f"{SEARCH} ({result.how})", result.plan)

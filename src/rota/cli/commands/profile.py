@@ -9,7 +9,7 @@ from rota.cli import files
 from rota.cli.arguments import add_output, number, rows
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
-from rota.cli.screen import show_progress
+from rota.cli.screen import progress_line
 from rota.costs import Cluster
 from rota.layers import LayerCosts
 from rota.units import count_text, size_text, time_text
@@ -54,11 +54,9 @@ def _layers(arguments: Namespace) -> int:
 
     how = {"device": arguments.device, "cache": arguments.cache, "refresh": arguments.refresh}
     repeats = arguments.repeats or _REPEATS
-    try:
+    with progress_line() as show:
         model_file = load_model_file(arguments.model)
-        found = profile_file(model_file, arguments.rows or (1,), repeats=repeats, report=show_progress, **how)
-    finally:
-        show_progress("")
+        found = profile_file(model_file, arguments.rows or (1,), repeats=repeats, report=show, **how)
     for layers in found.values():
         print(_summary(layers))
     worst = max((spread for layers in found.values() for spread in layers.spread), default=0.0)

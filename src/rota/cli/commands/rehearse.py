@@ -8,7 +8,7 @@ from rota.cli import files
 from rota.cli.arguments import add_output, number, seconds
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import require
-from rota.cli.screen import print_replicas, show_progress
+from rota.cli.screen import print_replicas, progress_line
 
 
 def add_arguments(parser: Parser) -> None:
@@ -27,16 +27,14 @@ def run(arguments: Namespace) -> int:
     require("torch", "torch")
     from rota.planning import rehearsal
 
-    try:
+    with progress_line() as show:
         rehearsed = rehearsal.rehearse(
             planned,
             num_steps=arguments.steps,
             allocate=arguments.allocate,
             timeout_s=arguments.timeout,
-            progress=show_progress,
+            progress=show,
         )
-    finally:
-        show_progress("")
     print(rehearsed.to_text())
     print_replicas(planned, "rehearsed")
     if arguments.output is not None:
