@@ -26,11 +26,11 @@ from rota.stopping import look
 
 Priorities = NDArray[np.float64]  #: float64[num_ops]: per node, the lowest goes first
 
-OPS_A_DISPATCH = 20  #: list scheduling costs as much per op as a replay costs for this many
+OPS_PER_DISPATCH = 20  #: list scheduling costs as much per op as a replay costs for this many
 
 _MOST_STATES = 10_000  # tried to find the one order of a micro-batch that needs least memory
 _NEVER = 1 << 61
-_OPS_A_CALL = 20_000  # of the compiled loop, which cannot be interrupted
+_OPS_PER_CALL = 20_000  # of the compiled loop, which cannot be interrupted
 
 #: Overflow, tasks left, a number, the set of tasks done, levels, tasks that can follow, tasks done in order.
 _PartialOrder = tuple[int, int, int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -115,7 +115,7 @@ class Dispatcher:
         """
         memory = self.memory if limits_bytes is None else self.memory._replace(limits_bytes=limits_bytes)
         state = DispatchState.of(self.tables)
-        while run(self.tables, memory, priorities, patience, state, _OPS_A_CALL):
+        while run(self.tables, memory, priorities, patience, state, _OPS_PER_CALL):
             look()
         num_started = int((state.next_op - self.tables.first_op[:-1]).sum())
         return state.orders if num_started == self.tables.first_op[-1] else None

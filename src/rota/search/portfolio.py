@@ -29,7 +29,7 @@ from rota.schedules.families import named_plans
 from rota.search import bounds, exact
 from rota.search.bounds.memory_bounds import period_reason, refuse_too_little_memory
 from rota.search.budget import Budget
-from rota.search.dispatching import OPS_A_DISPATCH, Dispatcher, Priorities, guesses, serial
+from rota.search.dispatching import OPS_PER_DISPATCH, Dispatcher, Priorities, guesses, serial
 from rota.search.local import improving, neighbourhood
 from rota.search.periodic.steady import SteadyResult, find_steady
 from rota.search.problem import NO_LIMIT, Integers, Orders, Problem, reserving
@@ -46,7 +46,7 @@ _DISPATCH_SHARE = 0.1  # of the whole budget
 _FIRST_SHARE, _GROWTH = 0.03, 1.5  # of the whole budget for a method's first turn, and its growth from turn to turn
 _EXACT_TIMES = 3  # times that share for a proof
 _TURN_S = 0.01  # nominal cost of a turn itself, so that turns in which nothing is done come to an end
-_AUTO_S_AN_OP = 0.0006  # nominal seconds that zb_auto costs per op
+_AUTO_S_PER_OP = 0.0006  # nominal seconds that zb_auto costs per op
 _HALVINGS = 5
 _FEW_OPS, _FEW_GUESSES = 3_000, 4  # in longer steps fewer priorities are tried for holding less
 _EXACT_OPS = 400  # up to here CP-SAT may prove a whole step
@@ -224,7 +224,7 @@ class Portfolio:
 
     def _take_auto(self) -> None:
         """`zb_auto` is a search itself: it is left out where it would use up the time."""
-        auto_s = _AUTO_S_AN_OP * self.num_ops
+        auto_s = _AUTO_S_PER_OP * self.num_ops
         if auto_s > self.budget.left_s:
             return
         self.turn_to("zb_auto")
@@ -246,7 +246,7 @@ class Portfolio:
                 capped = np.minimum(limits, np.maximum(least, (limits * cap).astype(np.int64)))
                 look()
                 self.incumbent.offer(dispatcher(priorities, patience, capped), how)
-                share.spend_ops(OPS_A_DISPATCH * self.num_ops)
+                share.spend_ops(OPS_PER_DISPATCH * self.num_ops)
                 if self.is_proven or share.is_over:
                     break
             if not self._reserve_more():
@@ -325,7 +325,7 @@ class Portfolio:
             self.has_tried_all |= ended and (is_kept or orders is None)
 
     def _take_turns(self) -> None:
-        """Gives each method a turn with ever larger shares, so that none keeps the others waiting for long."""
+        """Give each method a turn, with larger and larger shares, so that no method delays the others for long."""
         turn, part = 0, _FIRST_SHARE
         while not self.is_over and not (self.has_tried_all and self.incumbent.orders is None):
             for method in (self._unroll, self._improve, self._prove, self._windows):
@@ -355,7 +355,7 @@ class Portfolio:
             for policy, p in product(all_priorities, _PATIENCES):
                 look()
                 found.append(dispatcher(policy, p, limits))
-            self.budget.spend_ops(OPS_A_DISPATCH * self.num_ops * len(found))
+            self.budget.spend_ops(OPS_PER_DISPATCH * self.num_ops * len(found))
             better = [self.incumbent.offer(orders, how) for orders in found]
             if not any(better):
                 part += step

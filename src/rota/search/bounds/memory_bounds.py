@@ -24,7 +24,7 @@ _MOST_SETS = 20_000  # closed sets of a rank's tasks that are looked at for its 
 
 @dataclass(frozen=True)
 class RankLoad:
-    """What a round, one micro-batch of each component, costs a rank in time and memory, at least.
+    """The least time and memory that a round (one micro-batch of each component) costs on a rank.
 
     Attributes:
         rank: The rank.
@@ -44,7 +44,7 @@ class RankLoad:
 
 
 def rank_loads(problem: Problem, whole_step: bool = True) -> list[RankLoad]:
-    """One entry per rank; the ends are those of the step if `whole_step`, else those of the rank's own window."""
+    """One entry per rank. The two ends are those of the step if `whole_step`, else of the rank's own window."""
     heads, tails = problem.heads_us * whole_step, problem.tails_us * whole_step
     result = []
     for rank, tasks in enumerate(problem.tasks_on):
@@ -78,8 +78,8 @@ def _ramp(problem: Problem, tasks: Integers, sign: int, headroom: int) -> tuple[
 def period_bound(placement: Placement) -> Fraction:
     """A lower bound for the µs per micro-batch of any steady state, however many micro-batches make a period.
 
-    It is the largest of a rank's work, what a rank has to hold over its limit, and both again for what is left when the
-    time in which all ranks work together is taken out.
+    It is the largest, over all ranks, of the rank's work, and of the byte-µs that it must hold divided by its limit.
+    Both are also computed without the time in which all ranks work together, which is then added.
     """
     problem = Problem(placement, placement.num_components)
     apart, together_us = without_common_tasks(problem)
@@ -192,7 +192,7 @@ def _serial_peak(problem: Problem, rank: int, tasks: list[int]) -> tuple[int, in
 
 
 def _changes(problem: Problem, rank: int, tasks: list[int]) -> tuple[list[int], list[int]]:
-    """What each task needs above the level before it: while it runs, with what it received; when it has just sent."""
+    """Two lists, per task: bytes above the level before it while it runs (with what it received), and after it sent."""
     received, sent = dict.fromkeys(tasks, 0), dict.fromkeys(tasks, 0)
     for route in problem.placement.routes:
         if route.receiver == rank and route.target in received:

@@ -23,7 +23,7 @@ from rota.search.critical_path import CriticalPath
 from rota.search.problem import NO_LIMIT
 from rota.stopping import look
 
-_S_A_NODE, _S_A_LITERAL = 1e-5, 2e-5  # nominal seconds, of deduction and of building the model
+_S_PER_NODE, _S_PER_LITERAL = 1e-5, 2e-5  # nominal seconds, of deduction and of building the model
 _MOST_ROUNDS = 8  # of deduction; what was found by then holds
 
 
@@ -178,7 +178,7 @@ class Certain:
         return changed
 
     def _by_memory(self, rank: int) -> bool:
-        """Finds what has to be freed before an op that takes memory, and what may not be taken before it."""
+        """Finds which ops must free memory before an op that allocates it, and which ops must come after it."""
         problem = self.window.critical_path.problem
         limit = int(problem.limits_bytes[rank])
         if limit == NO_LIMIT or not self.window.is_free[rank]:
@@ -201,7 +201,7 @@ class Certain:
         return changed
 
     def _helpful(self, c: int, x: int, j: int, node: int, held: int) -> int:
-        """How many nodes of c come before x's j-th at best: few if they take memory, many if they free it."""
+        """How many nodes of c come before x's j-th at best: few if they allocate memory, many if they free it."""
         nodes = self.window.nodes_of[c]
         if held > 0:
             return self.sure[c, x][j] - nodes.start
@@ -257,7 +257,9 @@ class Ordering:
     @property
     def nominal_s(self) -> float:
         """Nominal seconds that it costs to make the model."""
-        return _S_A_NODE * len(self.window.sequence) + (0 if self.is_impossible else _S_A_LITERAL * len(self.literals))
+        return _S_PER_NODE * len(self.window.sequence) + (
+            0 if self.is_impossible else _S_PER_LITERAL * len(self.literals)
+        )
 
     def before(self, a: int, b: int) -> cp_model.LiteralT:
         """Whether node `a` comes before node `b`, both on one free rank."""

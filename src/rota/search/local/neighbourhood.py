@@ -22,7 +22,7 @@ from rota.search.problem import Orders, Problem
 from rota.stopping import Stopped
 
 _FIRST_SIZE, _LEAST_SIZE, _MOST_SIZE = 60, 20, 400  # ops of a window that are re-ordered
-_OPS_A_RANK = 12  # of a window on average; with fewer there is little to exchange, so only some ranks are free
+_OPS_PER_RANK = 12  # of a window on average; with fewer there is little to exchange, so only some ranks are free
 _WINDOW_S = 1.0  # nominal seconds for one window
 _GROW, _SHRINK = 1.06, 0.9  # the size, after a window that was easy, and after one that was too hard
 
@@ -95,7 +95,7 @@ def _choose(critical_path: CriticalPath, paths: Paths, size: int, turn: Random) 
     """(begin, end, which ranks are free), in ticks: `size` ops around an idle time, where there is time to gain."""
     rank, at = _idle(critical_path, paths, turn)
     num_ranks = len(paths.rows)
-    width = min(max(size // _OPS_A_RANK, 2), num_ranks)
+    width = min(max(size // _OPS_PER_RANK, 2), num_ranks)
     first = min(max(rank - turn.randrange(width), 0), num_ranks - width)
     free = range(first, first + width)
     starts = np.sort(np.concatenate([paths.starts[paths.rows[r]] for r in free]))

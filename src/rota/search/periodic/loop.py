@@ -54,7 +54,7 @@ class Loop:
         )
 
     def left_bytes(self, rank: int) -> int:
-        """Bytes that a micro-batch leaves behind on a rank; with a limit, more than 0 cannot go on forever."""
+        """Bytes that each micro-batch leaves behind on a rank; more than 0 will exceed any limit in the end."""
         return sum(self.placement.tasks[i].held_bytes for i in self.tasks_on[rank])
 
     # --- what waits for what ---------------------------------------------------------------------------------------
@@ -90,12 +90,13 @@ class Loop:
 
     @cached_property
     def bridges(self) -> frozenset[tuple[int, int]]:
-        """Edges whose data wait less than a period in some best schedule, so that a search may require it of all.
+        """Edges whose data wait less than a period in some best schedule, so a search may require this of all of them.
 
-        Take all that depends on `target`. If no other edge leads there, it may all start a period earlier whenever the
-        data wait a period or more: offsets stay, and memory does not grow if what moves frees at least what it takes.
-        The same holds for all that `source` depends on, a period later. Each move shortens the sum of the waits on all
-        edges, so moves come to an end, and then every bridge is short.
+        Consider the tasks that depend on `target`, and assume that no other edge leads to them. If the data wait a
+        period or more, all of these tasks can start a period earlier: offsets stay the same, and memory does not grow
+        if the tasks free at least as much as they allocate. In the same way, all tasks that `source` depends on can
+        start a period later. Each such move shortens the sum of the waits on all edges, so the moves end, and then the
+        data of every bridge wait less than a period.
         """
         reaches = self.problem.paths_us >= 0  # a task reaches itself
         following, before = ([set(np.flatnonzero(row).tolist()) for row in rows] for rows in (reaches, reaches.T))
@@ -118,7 +119,7 @@ class Loop:
 
     @cached_property
     def parts(self) -> tuple[tuple[int, ...], ...]:
-        """The tasks that edges join, part by part, each in topological order."""
+        """The connected components of the waits: the tasks of each, in topological order."""
         part = list(range(self.num_tasks))
         for source, target, _ in self.waits:
             old, new = part[target], part[source]
