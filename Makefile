@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-core test-faults browser fuzz soak check fmt docs pictures bench site package clean
+.PHONY: help demo test test-core test-faults test-newest-torch browser fuzz soak check fmt docs pictures bench site package clean
 
 PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -11,12 +11,12 @@ READY := .venv/.ready
 BIN := .venv/bin
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(READY) ## a first tour: run `rota demo`
 	$(BIN)/rota demo --force
 
-test test-core test-faults fuzz soak: export OMP_NUM_THREADS := 1
+test test-core test-faults test-newest-torch fuzz soak: export OMP_NUM_THREADS := 1
 
 test: test-core browser ## run every test
 	$(BIN)/pytest -m "dist and not faults" --numprocesses 2 --dist worksteal
@@ -26,6 +26,22 @@ test-core: $(READY) ## run the tests of which none starts processes, side by sid
 
 test-faults: $(READY) ## run the tests that kill, stop and starve processes, some minutes
 	$(BIN)/pytest -m faults --numprocesses 2 --dist loadfile
+
+# Its own venv: the newest PyTorch may be above pyproject.toml's ceiling, hence --no-deps. A CPU build has the later
+# version of two, such as 2.13.0+cpu, so that pip prefers it.
+NEWEST := .venv-newest/bin/python
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+test-newest-torch: ## test what Rota relies on in the newest PyTorch, in .venv-newest (TORCH=2.13.0: in that one)
+	$(PYTHON) -m venv --clear .venv-newest
+	$(NEWEST) -m pip install -qq --constraint constraints.txt pip
+	$(NEWEST) -m pip install -qq $(addprefix --extra-index-url=,$(TORCH_INDEX)) torch$(addprefix ==,$(TORCH))
+	$(NEWEST) -m pip install -qq --constraint constraints.txt numpy safetensors hypothesis \
+		pytest pytest-timeout pytest-xdist
+	$(NEWEST) -m pip install -qq --build-constraint constraints.txt --no-deps --editable .
+	@$(NEWEST) -c 'import torch; print("PyTorch", torch.__version__)'
+	$(NEWEST) -m pytest --numprocesses 0 tests/runtime/test_torch_internals.py tests/runtime/gradients \
+		tests/runtime/reducing/test_wrapped_stages.py tests/runtime/test_pipeline_gradients.py \
+		tests/runtime/test_training.py tests/interop/test_torch_backward.py
 
 # The tests of the HTML page drive a real browser. Where there is none and it cannot be had, they are skipped.
 browser:
@@ -71,7 +87,7 @@ package: $(READY) ## build wheel and sdist, install the wheel into an empty envi
 	$(BIN)/python packaging/check.py
 
 clean: ## remove all that the other targets made, .venv included
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site rota-demo*/ fuzz-failures
+	rm -rf .venv .venv-newest .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site rota-demo*/ fuzz-failures
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip first: the one that comes with Python 3.11 knows neither --group nor --build-constraint.

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fuzz.mutating import text_mutants
 from rota.checking import check
 from rota.cli import main
-from rota.cli.input_files import _placement_of_csv
+from rota.cli.files import _placement_of_csv
 from rota.costs import Cluster, Costs
 from rota.errors import FormatError, PlanError, RotaError, ScheduleError
 from rota.placement import Edge, Placement

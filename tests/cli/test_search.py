@@ -13,7 +13,7 @@ import pytest
 from cli.test_cli import run
 from rota import Cluster, Costs, Plan, check, place, simulate
 from rota.cli import main, screen
-from rota.cli.input_files import read_plan
+from rota.cli.files import read_plan
 from rota.schedules import NAMED
 
 CHAIN = ["--ranks", "4", "--forward-us", "100", "--backward-us", "100", "--weight-us", "100"]

@@ -20,7 +20,7 @@ from typing import Any
 from fuzz import checkpoints, seeds, verdicts
 from fuzz.mutating import byte_mutants, csv_mutants, json_mutants, piece_mutants, text_mutants
 from rota import Cluster, Plan, RotaError, Timeline, reading
-from rota.cli import input_files
+from rota.cli import files
 from rota.compat.tessel.schedule.schedplan import SchedPlan
 from rota.interop import ImportedTrace, cuts, deepspeed, import_traces, megatron, torchtitan
 from rota.layers import LayerCosts
@@ -51,7 +51,7 @@ def _read_traces(path: Path, chooser: Random) -> ImportedTrace:
 
 
 def _plan(path: Path, chooser: Random) -> Plan | Timeline:
-    return input_files.read_plan_or_timeline(str(path))
+    return files.read_plan_or_timeline(str(path))
 
 
 def _read_export(path: Path, chooser: Random) -> torchtitan.Imported:
@@ -83,7 +83,7 @@ TARGETS = {
     "csv": Target(seeds.csv_texts, "plan.csv", _plan, verdicts.of_plan, 40_000),
     "timelines": Target(seeds.timeline_texts, "timeline.json", _plan, verdicts.of_plan, 7_000),
     "costs": Target(
-        seeds.costs_texts, "costs.json", lambda path, _: input_files.read_costs(str(path)), verdicts.of_costs, 5_000
+        seeds.costs_texts, "costs.json", lambda path, _: files.read_costs(str(path)), verdicts.of_costs, 5_000
     ),
     "traces": Target(_first_traces, "trace0.json", _read_traces, verdicts.of_traces, 4_000),
     "schedules": Target(

@@ -290,15 +290,8 @@ def test_pipelining_runs_cells_as_given(alone: dist.ProcessGroup, trains: bool) 
     from torch.distributed.pipelining import PipelineStage
 
     module, begun = _Squared(), list[str]()
-    stage = PipelineStage(
-        module,
-        0,
-        1,
-        torch.device("cpu"),
-        input_args=(),
-        output_args=(torch.empty((), requires_grad=True),),
-        group=alone,
-    )
+    output = torch.empty((), requires_grad=True)
+    stage = PipelineStage(module, 0, 1, torch.device("cpu"), input_args=(), output_args=(output,), group=alone)
     cells = ["0F0", "0F1", "0B1", "0B0"] if trains else ["0F0", "0F1"]
     schedule = torch_internals.pipelining_schedule([stage], 2, cells, {0: 0}, 0, trains, begun.append)
     with torch.set_grad_enabled(trains):
@@ -306,6 +299,23 @@ def test_pipelining_runs_cells_as_given(alone: dist.ProcessGroup, trains: bool) 
         torch_internals.run_pipelining_schedule(schedule)
     assert begun == (["0B1", "0B0"] * 2 if trains else [])
     assert (module.weight.grad is not None and module.weight.grad.item() == 2 * 6 * 3) == trains
+
+
+def test_schedules_with_one_stage_per_rank_compute_losses_of_numbered_microbatches(alone: dist.ProcessGroup) -> None:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    stage = PipelineStage(nn.Linear(2, 2), 0, 1, torch.device("cpu"), group=alone)
+    schedule, made = Schedule1F1B(stage, 3, nn.functional.mse_loss), []
+    compute_loss = getattr(schedule, torch_internals.COMPUTE_LOSS)
+
+    def counted(*arguments: Any) -> None:
+        made.append((arguments[0], arguments[3]))
+        compute_loss(*arguments)
+
+    setattr(schedule, torch_internals.COMPUTE_LOSS, counted)
+    schedule.step(torch.ones(3, 2), target=torch.ones(3, 2))
+    assert torch_internals.stage_of(schedule) is stage
+    assert made == [(stage, 0), (stage, 1), (stage, 2)]
 
 
 # --- nowhere else -----------------------------------------------------------------------------------------------------
@@ -320,12 +330,14 @@ _ATTRIBUTES = {
     "_get_fsdp_state",
     "_input_metadata",
     "_is_view",
+    "_maybe_compute_loss",
     "_n_microbatches",
     "_post_accumulate_grad_hooks",
     "_rendezvous_handlers",
     "_root_post_backward_final_callback",
     "_schema",
     "_set_pg_timeout",
+    "_stage",
     "_step_microbatches",
     "_unsafe_view",
     "_values",
@@ -369,6 +381,7 @@ def private_uses(source: str) -> list[str]:
         "from torch.utils._pytree import tree_iter",
         "from torch.autograd.graph import _engine_run_backward",
         "from torch.autograd.function import BackwardCFunction",
+        "schedule._stage",
         "import torch._C",
         "tensor._version",
         "torch.ops.aten._unsafe_view.default",

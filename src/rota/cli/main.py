@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from rota.cli import output_files
+from rota.cli import files
 from rota.cli.commands import COMMANDS
 from rota.cli.parser import Parser
 from rota.cli.requirements import exit_on_ctrl_c
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
-        output_files.refuse_outputs(given)
+        files.refuse_outputs(given)
         return int(given.function(given))
     except RotaError as error:
         what = "refused" if isinstance(error, PlanError) else "error"

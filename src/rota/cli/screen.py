@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rota.plan import Plan
 from rota.timeline import Timeline
@@ -27,6 +29,15 @@ def print_replicas(plan: Plan, done: str) -> None:
     """Say that a plan is one pipeline, if it is meant for several replicas of it."""
     if plan.usage is not None and plan.usage.num_replicas > 1:
         print(f"This {done} one of {plan.usage.num_replicas} replicas: all of them run the same pipeline.")
+
+
+@contextmanager
+def progress_line() -> Iterator[Callable[[object], None]]:
+    """`show_progress`, whose line is cleared in the end."""
+    try:
+        yield show_progress
+    finally:
+        show_progress("")
 
 
 def show_progress(doing: object) -> None:

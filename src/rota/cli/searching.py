@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rota.cli.requirements import require_search
-from rota.cli.screen import show_progress
+from rota.cli.screen import progress_line
 from rota.placement import Placement
 
 if TYPE_CHECKING:
@@ -24,14 +24,8 @@ def search_plan(
     require_search()
     from rota.search import find_plan
 
-    show_progress(STARTING)
-    try:
+    with progress_line() as show:
+        show(STARTING)
         return find_plan(
-            placement,
-            num_microbatches,
-            objective=objective,
-            time_limit_s=time_limit_s or 10.0,
-            progress=show_progress,
+            placement, num_microbatches, objective=objective, time_limit_s=time_limit_s or 10.0, progress=show
         )
-    finally:
-        show_progress("")

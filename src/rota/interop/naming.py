@@ -9,6 +9,8 @@ from typing import Any
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.profiler import record_function
 
+from rota.runtime.torch_internals import COMPUTE_LOSS, stage_of
+
 
 @contextmanager
 def named_actions(schedule: Any) -> Iterator[None]:
@@ -20,14 +22,14 @@ def named_actions(schedule: Any) -> Iterator[None]:
     if not isinstance(schedule, PipelineScheduleSingle):
         yield
         return
-    stage = schedule._stage
+    stage = stage_of(schedule)
     wrapped: list[tuple[Any, str, Callable[..., Any]]] = [
         (stage, "forward_one_chunk", _named(stage.forward_one_chunk, f"PP:{stage.stage_index}F", 0)),
         (stage, "backward_one_chunk", _named(stage.backward_one_chunk, f"PP:{stage.stage_index}B", 0)),
     ]
     if stage.is_last:
-        losses = _named(schedule._maybe_compute_loss, f"PP:{stage.stage_index}LOSS", 3)
-        wrapped.append((schedule, "_maybe_compute_loss", losses))
+        losses = _named(getattr(schedule, COMPUTE_LOSS), f"PP:{stage.stage_index}LOSS", 3)
+        wrapped.append((schedule, COMPUTE_LOSS, losses))
     for holder, name, function in wrapped:
         setattr(holder, name, function)
     try:

@@ -278,6 +278,14 @@ def reduce_sharded_gradients(root: Any) -> None:
 
 # --- torch.distributed.pipelining -------------------------------------------------------------------------------------
 
+#: The method of PyTorch's schedules that makes a loss; its arguments are stage, output, targets, number of micro-batch.
+COMPUTE_LOSS = "_maybe_compute_loss"
+
+
+def stage_of(schedule: Any) -> Any:
+    """The stage of a schedule with one stage per rank. Relies on `PipelineScheduleSingle._stage`."""
+    return schedule._stage
+
 
 def pipelining_schedule(
     stages: Sequence[Any],

@@ -39,17 +39,9 @@ def interleaved_one_f_one_b(placement: Placement, num_microbatches: int, group_s
     Raises:
         ScheduleError: The placement is not such a chain, or `group_size` does not cut the micro-batches.
     """
-    name = "interleaved_1f1b"
-    rounds = _rounds(name, placement, num_microbatches)
-    groups = _groups(name, placement, num_microbatches, group_size)
-    p = placement.num_ranks
-    orders = []
-    for rank in range(p):
-        look()
-        forwards, backwards = _virtual_order(rank, p, rounds, groups)
-        warmup = p - 1 - rank if rounds == 1 else 2 * (p - 1 - rank) + (rounds - 1) * len(groups[0])
-        orders.append(alternate(placement, forwards, backwards, min(warmup, len(forwards))))
-    return Plan(placement, num_microbatches, tuple(orders))
+    rounds = _rounds("interleaved_1f1b", placement, num_microbatches)
+    groups = _groups("interleaved_1f1b", placement, num_microbatches, group_size)
+    return _in_groups(placement, num_microbatches, rounds, groups, forwards_a_hop=1 if rounds == 1 else 2)
 
 
 def interleaved_zero_bubble(placement: Placement, num_microbatches: int, group_size: int | None = None) -> Plan:
@@ -66,18 +58,10 @@ def interleaved_zero_bubble(placement: Placement, num_microbatches: int, group_s
     Raises:
         ScheduleError: The placement is not such a chain, or `group_size` does not cut the micro-batches.
     """
-    name = "interleaved_zb"
-    rounds = _rounds(name, placement, num_microbatches)
-    require_split(name, placement)
-    groups = _groups(name, placement, num_microbatches, group_size)
-    p = placement.num_ranks
-    orders = []
-    for rank in range(p):
-        look()
-        forwards, backwards = _virtual_order(rank, p, rounds, groups)
-        warmup = min(p - 1 - rank + (rounds - 1) * len(groups[0]), len(forwards))
-        orders.append(alternate(placement, forwards, backwards, warmup, rounds_without_weight=range(rank)))
-    return Plan(placement, num_microbatches, tuple(orders))
+    rounds = _rounds("interleaved_zb", placement, num_microbatches)
+    require_split("interleaved_zb", placement)
+    groups = _groups("interleaved_zb", placement, num_microbatches, group_size)
+    return _in_groups(placement, num_microbatches, rounds, groups, forwards_a_hop=1, postpones_weights=True)
 
 
 def looped_bfs(placement: Placement, num_microbatches: int) -> Plan:
@@ -103,6 +87,28 @@ def looped_bfs(placement: Placement, num_microbatches: int) -> Plan:
     return Plan(placement, num_microbatches, tuple(orders))
 
 
+def _in_groups(
+    placement: Placement,
+    num_microbatches: int,
+    rounds: int,
+    groups: list[range],
+    forwards_a_hop: int,
+    postpones_weights: bool = False,
+) -> Plan:
+    """The plan whose warm-up is `forwards_a_hop` for each rank that follows, and the first group's further rounds."""
+    p = placement.num_ranks
+    orders = []
+    for rank in range(p):
+        look()
+        stages = [rank + i * p for i in range(rounds)]
+        forwards = [(stage, m) for batches in groups for stage in stages for m in batches]
+        backwards = [(stage, m) for batches in groups for stage in reversed(stages) for m in batches]
+        warmup = min(forwards_a_hop * (p - 1 - rank) + (rounds - 1) * len(groups[0]), len(forwards))
+        without_weight = range(rank if postpones_weights else 0)
+        orders.append(alternate(placement, forwards, backwards, warmup, without_weight))
+    return Plan(placement, num_microbatches, tuple(orders))
+
+
 def _rounds(name: str, placement: Placement, num_microbatches: int) -> int:
     require_microbatches(name, num_microbatches)
     rounds = num_rounds(name, placement, placement.num_ranks, _SHAPE)
@@ -125,13 +131,3 @@ def _groups(name: str, placement: Placement, num_microbatches: int, size: int | 
             f"(with less, ranks come back to their first stage too early); give {' or '.join(map(str, near))}"
         )
     return [range(start, min(start + size, num_microbatches)) for start in range(0, num_microbatches, size)]
-
-
-def _virtual_order(
-    rank: int, num_ranks: int, rounds: int, groups: list[range]
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(stage, micro-batch) of a rank's forwards and of its backwards: group by group, through all its stages."""
-    stages = [rank + i * num_ranks for i in range(rounds)]
-    forwards = [(stage, m) for batches in groups for stage in stages for m in batches]
-    backwards = [(stage, m) for batches in groups for stage in reversed(stages) for m in batches]
-    return forwards, backwards

@@ -38,11 +38,6 @@ class CriticalPath:
         return np.maximum(self.problem.durations_us * self.ticks, 1)
 
     @cached_property
-    def task_of(self) -> Integers:
-        """int64[num_ops]: the task of each node."""
-        return np.repeat(np.arange(len(self.problem.counts)), self.problem.counts)
-
-    @cached_property
     def nodes_on(self) -> list[Integers]:
         """One int64 array per rank: its nodes, task by task."""
         first = self.problem.first_node
@@ -66,7 +61,7 @@ class CriticalPath:
 
     def orders(self, rows: Sequence[Sequence[int]]) -> Orders:
         """The orders in which each rank does these nodes."""
-        return self.task_of[[node for row in rows for node in row]].astype(np.int32)
+        return self.problem.task_of[[node for row in rows for node in row]].astype(np.int32)
 
     def paths(self, orders: Orders) -> Paths | None:
         """None if the orders wait in a cycle. A span's tails assume that each rank's first start stays where it is."""
@@ -83,8 +78,8 @@ class CriticalPath:
             step_ends = [self._add_step_ends(rank, row, tails) for rank, row in enumerate(rows)]
         t = self._tables
         _spread_back(
-            np.argsort(starts), tails, after.copy(), self.task_of, t.first_node, self.lengths, t.first_rank, t.ranks,
-            t.first_output, t.outputs,
+            np.argsort(starts), tails, after.copy(), self.problem.task_of, t.first_node, self.lengths, t.first_rank,
+            t.ranks, t.first_output, t.outputs,
         )  # fmt: skip
         makespan_us, span_us = measure(self._tables_us, self.problem.step_ends, orders, starts // self.ticks)
         return Paths(int(span_us if self.of_span else makespan_us), starts, tails, after, rows, step_ends)

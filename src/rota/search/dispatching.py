@@ -26,14 +26,14 @@ from rota.stopping import look
 
 Priorities = NDArray[np.float64]  #: float64[num_ops]: per node, the lowest goes first
 
-OPS_A_DISPATCH = 20  #: list scheduling costs as much per op as a replay costs for this many
+OPS_PER_DISPATCH = 20  #: list scheduling costs as much per op as a replay costs for this many
 
 _MOST_STATES = 10_000  # tried to find the one order of a micro-batch that needs least memory
 _NEVER = 1 << 61
-_OPS_A_CALL = 20_000  # of the compiled loop, which cannot be interrupted
+_OPS_PER_CALL = 20_000  # of the compiled loop, which cannot be interrupted
 
-# Overflow, tasks left, a number, the set of tasks done, levels, tasks that can follow, tasks done in order.
-_State = tuple[int, int, int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+#: Overflow, tasks left, a number, the set of tasks done, levels, tasks that can follow, tasks done in order.
+_PartialOrder = tuple[int, int, int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 class Memory(NamedTuple):
@@ -58,7 +58,7 @@ class Memory(NamedTuple):
         return cls(problem.limits_bytes, problem.held_bytes, problem.peak_bytes, rows.first, rows.values, components)
 
 
-class State(NamedTuple):
+class DispatchState(NamedTuple):
     """How far a dispatch is, for compiled loops. Micro-batches are numbered as in the plan."""
 
     orders: Orders  #: int32[num_ops]
@@ -73,7 +73,7 @@ class State(NamedTuple):
     due_us: Integers  #: int64[num_tasks]: when the task's next op could start
 
     @classmethod
-    def of(cls, tables: Tables) -> State:
+    def of(cls, tables: Tables) -> DispatchState:
         """The state before the first op."""
 
         def zeros(size: int) -> Integers:
@@ -114,8 +114,8 @@ class Dispatcher:
             limits_bytes: int64[num_ranks], lower than the problem's limits to keep fewer micro-batches in flight.
         """
         memory = self.memory if limits_bytes is None else self.memory._replace(limits_bytes=limits_bytes)
-        state = State.of(self.tables)
-        while run(self.tables, memory, priorities, patience, state, _OPS_A_CALL):
+        state = DispatchState.of(self.tables)
+        while run(self.tables, memory, priorities, patience, state, _OPS_PER_CALL):
             look()
         num_started = int((state.next_op - self.tables.first_op[:-1]).sum())
         return state.orders if num_started == self.tables.first_op[-1] else None
@@ -147,7 +147,7 @@ def one_at_a_time(problem: Problem) -> tuple[int, ...]:
         needs[target] |= 1 << source
     roots = tuple(task for task in problem.topological if not needs[task])
     nothing_over, tie_breaker = -2 * NO_LIMIT, count()
-    heap: list[_State] = [(nothing_over, 0, 0, 0, (0,) * len(limits), roots, ())]
+    heap: list[_PartialOrder] = [(nothing_over, 0, 0, 0, (0,) * len(limits), roots, ())]
     seen: set[int] = set()
     while True:
         over, _, _, done, levels, ready, order = heappop(heap)
@@ -175,7 +175,8 @@ def one_at_a_time(problem: Problem) -> tuple[int, ...]:
 
 def from_starts(problem: Problem, starts_us: NDArray[np.float64], period_us: float) -> Priorities:
     """Task t would start its k-th micro-batch at `starts_us[t]` + k · `period_us`; `starts_us`: float64[num_tasks]."""
-    task_of, nth = _nodes(problem)
+    task_of = problem.task_of
+    nth = np.arange(len(task_of)) - problem.first_node[task_of]
     return starts_us[task_of] + nth * period_us
 
 
@@ -184,7 +185,7 @@ def guesses(problem: Problem) -> Iterator[Priorities]:
 
     Tasks that nothing reads (weight gradients) come when their turn comes, a period later, or last of all.
     """
-    heads, tails = heads_us(problem), _tails(problem)
+    heads, tails = problem.heads_us, problem.tails_us + problem.durations_us
     whole = float((heads + tails).max(initial=0))
     period = busiest_us(problem)
     read_by_none = problem.outputs.first[1:] == problem.outputs.first[:-1]
@@ -196,30 +197,6 @@ def guesses(problem: Problem) -> Iterator[Priorities]:
                     starts = -starts
                 starts = starts + put_off * read_by_none
                 yield from_starts(problem, starts, period * pace if pace else 1e-3)
-
-
-def _nodes(problem: Problem) -> tuple[Integers, Integers]:
-    """(int64[num_ops], int64[num_ops]): the task of each node, and which of its task's micro-batches it is."""
-    task_of = np.repeat(np.arange(len(problem.counts)), problem.counts)
-    return task_of, np.arange(len(task_of)) - problem.first_node[task_of]
-
-
-def heads_us(problem: Problem) -> Integers:
-    """int64[num_tasks]: how long after its micro-batch's start each task can start."""
-    heads = np.zeros(len(problem.counts), np.int64)
-    for task in problem.topological:
-        for source, lag in problem.inputs[task].reshape(-1, 2):
-            heads[task] = max(heads[task], heads[source] + problem.durations_us[source] + lag)
-    return heads
-
-
-def _tails(problem: Problem) -> Integers:
-    """int64[num_tasks]: least time from the task's start to the end of its micro-batch."""
-    tails = problem.durations_us.copy()
-    for task in reversed(problem.topological):
-        for target, lag in problem.outputs[task].reshape(-1, 2):
-            tails[task] = max(tails[task], problem.durations_us[task] + lag + tails[target])
-    return tails
 
 
 def busiest_us(problem: Problem) -> float:

@@ -27,10 +27,9 @@ from rota.plan import Plan
 from rota.schedules import zb_auto
 from rota.schedules.families import named_plans
 from rota.search import bounds, exact
-from rota.search.bounds.memory_bounds import period_reason
+from rota.search.bounds.memory_bounds import period_reason, refuse_too_little_memory
 from rota.search.budget import Budget
-from rota.search.dispatching import OPS_A_DISPATCH, Dispatcher, Priorities, guesses, serial
-from rota.search.infeasibility import nothing_found, refuse_too_little_memory
+from rota.search.dispatching import OPS_PER_DISPATCH, Dispatcher, Priorities, guesses, serial
 from rota.search.local import improving, neighbourhood
 from rota.search.periodic.steady import SteadyResult, find_steady
 from rota.search.problem import NO_LIMIT, Integers, Orders, Problem, reserving
@@ -39,6 +38,7 @@ from rota.search.timing import Score, fits, peaks, score, start_times
 from rota.search.validation import refuse_wrong, refuse_wrong_options, seconds_of
 from rota.simulation import simulate
 from rota.stopping import Stopped, ended_by_ctrl_c, guarded, look, watched
+from rota.units import size_text
 
 _PATIENCES = (0.0, 1.0)  # of list scheduling: never wait for a better op, or do
 _CAPS = (1.0, 0.75, 0.5)  # parts of the memory limit: fewer micro-batches in flight are sometimes faster
@@ -46,7 +46,7 @@ _DISPATCH_SHARE = 0.1  # of the whole budget
 _FIRST_SHARE, _GROWTH = 0.03, 1.5  # of the whole budget for a method's first turn, and its growth from turn to turn
 _EXACT_TIMES = 3  # times that share for a proof
 _TURN_S = 0.01  # nominal cost of a turn itself, so that turns in which nothing is done come to an end
-_AUTO_S_AN_OP = 0.0006  # nominal seconds that zb_auto costs per op
+_AUTO_S_PER_OP = 0.0006  # nominal seconds that zb_auto costs per op
 _HALVINGS = 5
 _FEW_OPS, _FEW_GUESSES = 3_000, 4  # in longer steps fewer priorities are tried for holding less
 _EXACT_OPS = 400  # up to here CP-SAT may prove a whole step
@@ -193,8 +193,18 @@ class Portfolio:
                 "found no steady state that fits; ask for the makespan, which also knows plans without one, or raise "
                 "the memory limit"
             )
-        held = self.incumbent.peaks_bytes(serial(self.problem)).tolist()
-        return nothing_found(self.problem.placement, held, self.budget.elapsed_s, self.has_tried_all)
+        orders = serial(self.problem)
+        held, over = self.incumbent.peaks_bytes(orders).tolist(), self.incumbent.over_bytes(orders)
+        raised = ", ".join(
+            f"of rank {rank} to {held[rank]} bytes ({size_text(held[rank])})" for rank in np.flatnonzero(over)
+        )
+        found, longer = "found no order that fits", "give the search more time, "
+        if self.has_tried_all:
+            found, longer = "no order with each task's micro-batches in turn fits", ""
+        return SearchError(
+            f"{found}, in {self.budget.elapsed_s:.1f} s: {longer}raise the limit {raised}, in which one micro-batch at "
+            f"a time fits, or make micro-batches smaller"
+        )
 
     # --- methods --------------------------------------------------------------------------------------------------
 
@@ -214,7 +224,7 @@ class Portfolio:
 
     def _take_auto(self) -> None:
         """`zb_auto` is a search itself: it is left out where it would use up the time."""
-        auto_s = _AUTO_S_AN_OP * self.num_ops
+        auto_s = _AUTO_S_PER_OP * self.num_ops
         if auto_s > self.budget.left_s:
             return
         self.turn_to("zb_auto")
@@ -236,7 +246,7 @@ class Portfolio:
                 capped = np.minimum(limits, np.maximum(least, (limits * cap).astype(np.int64)))
                 look()
                 self.incumbent.offer(dispatcher(priorities, patience, capped), how)
-                share.spend_ops(OPS_A_DISPATCH * self.num_ops)
+                share.spend_ops(OPS_PER_DISPATCH * self.num_ops)
                 if self.is_proven or share.is_over:
                     break
             if not self._reserve_more():
@@ -315,7 +325,7 @@ class Portfolio:
             self.has_tried_all |= ended and (is_kept or orders is None)
 
     def _take_turns(self) -> None:
-        """Gives each method a turn with ever larger shares, so that none keeps the others waiting for long."""
+        """Give each method a turn, with larger and larger shares, so that no method delays the others for long."""
         turn, part = 0, _FIRST_SHARE
         while not self.is_over and not (self.has_tried_all and self.incumbent.orders is None):
             for method in (self._unroll, self._improve, self._prove, self._windows):
@@ -345,7 +355,7 @@ class Portfolio:
             for policy, p in product(all_priorities, _PATIENCES):
                 look()
                 found.append(dispatcher(policy, p, limits))
-            self.budget.spend_ops(OPS_A_DISPATCH * self.num_ops * len(found))
+            self.budget.spend_ops(OPS_PER_DISPATCH * self.num_ops * len(found))
             better = [self.incumbent.offer(orders, how) for orders in found]
             if not any(better):
                 part += step

@@ -32,6 +32,7 @@ Flags = NDArray[np.bool_]
 Orders = NDArray[np.int32]
 
 NO_LIMIT = 1 << 60  #: stands for "no limit" in arrays of bytes
+_NO_PATH = -(1 << 60)
 
 
 @dataclass(frozen=True)
@@ -173,14 +174,42 @@ class Problem:
         return tuple(result)
 
     @cached_property
+    def task_of(self) -> Integers:
+        """int64[num_ops]: the task of each node."""
+        return np.repeat(np.arange(len(self.counts)), self.counts)
+
+    @cached_property
+    def paths_us(self) -> Integers:
+        """int64[num_tasks, num_tasks]: the longest paths through one micro-batch.
+
+        `paths_us[t, u]` is the least µs from the start of task t to the start of task u: 0 where u is t, less than 0
+        where u does not depend on t.
+        """
+        into = np.full((len(self.counts),) * 2, _NO_PATH, np.int64)  # [target, source]: rows are contiguous
+        for task in self.topological:
+            into[task, task] = 0
+            for source, lag in self.inputs[task].reshape(-1, 2):
+                np.maximum(into[task], into[source] + self.durations_us[source] + lag, out=into[task])
+        return np.ascontiguousarray(into.T)
+
+    @cached_property
     def after(self) -> Flags:
         """bool[num_tasks, num_tasks]: `after[t, u]` is set where task u depends on task t, directly or not."""
-        after = np.zeros((len(self.counts),) * 2, np.bool_)
-        for task in reversed(self.topological):
-            for target in self.outputs[task][::2]:
-                after[task] |= after[target]
-                after[task, target] = True
+        after: Flags = self.paths_us >= 0
+        np.fill_diagonal(after, False)
         return after
+
+    @cached_property
+    def heads_us(self) -> Integers:
+        """int64[num_tasks]: least µs from the start of its micro-batch to the start of each task."""
+        heads: Integers = self.paths_us.max(axis=0)
+        return heads
+
+    @cached_property
+    def tails_us(self) -> Integers:
+        """int64[num_tasks]: least µs from the end of each task to the end of its micro-batch."""
+        tails: Integers = (self.paths_us + self.durations_us).max(axis=1) - self.durations_us
+        return tails
 
     @cached_property
     def limits_bytes(self) -> Integers:

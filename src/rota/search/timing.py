@@ -1,7 +1,7 @@
-"""When everything happens in given orders, and what memory they need: the simulator's answer, compiled.
+"""When each op starts in given orders, and how much memory the orders need: the simulator's answer, compiled.
 
-Each rank goes as far as it can, then the ranks that it fed do: the time is linear in ops and edges. An op of several
-ranks starts when it is next on all of them.
+Each rank runs as far as it can; then the ranks that it sent data to do. This is linear in ops and edges. An op on
+several ranks starts when it is next on all of them.
 """
 
 from __future__ import annotations
@@ -79,10 +79,18 @@ def fits(problem: Problem, orders: Orders) -> bool:
 
 @njit(cache=True, nogil=True)
 def replay(tables, orders, next_op, free_us, latest_us, started, starts_us):  # type: ignore[no-untyped-def]
-    """Continues from `next_op`, `free_us` (per rank) and `started` (per task) on; whether it reached the end.
+    """Times the ops from `next_op` on, and returns whether it reached the end.
 
-    It stops in a cycle, and where a rank is late: `latest_us` is when the rank's next op has to start if all ops that
-    follow it on the rank come without a gap.
+    It stops in a cycle, and when a rank is late: the rank's next op must start by `latest_us`.
+
+    Args:
+        tables: The problem, as `Tables`.
+        orders: int32[num_ops].
+        next_op: int64[num_ranks]: where in `orders` each rank goes on; updated.
+        free_us: int64[num_ranks]: when each rank is free; updated.
+        latest_us: int64[num_ranks]: when the next op must start if the ops after it are to end in time; updated.
+        started: int64[num_tasks]: how many ops of each task have a start; updated.
+        starts_us: int64[num_ops], per node; filled.
     """
     first_op, first_node, durations, first_rank, ranks, first_input, inputs, first_output, outputs, _, _ = tables
     num_ranks = len(first_op) - 1
@@ -138,7 +146,7 @@ def replay(tables, orders, next_op, free_us, latest_us, started, starts_us):  # 
 
 @njit(cache=True, nogil=True)
 def measure(tables, step_ends, orders, starts_us):  # type: ignore[no-untyped-def]
-    """(makespan, span) in µs."""
+    """(makespan, span) in µs of `orders` (int32[num_ops]) whose nodes start at `starts_us` (int64[num_ops])."""
     first_op, first_node, durations = tables.first_op, tables.first_node, tables.durations_us
     makespan = span = np.int64(0)
     for r in range(len(first_op) - 1):
@@ -155,9 +163,9 @@ def measure(tables, step_ends, orders, starts_us):  # type: ignore[no-untyped-de
 
 @njit(cache=True, nogil=True)
 def end_step(tables, step_ends, orders, starts_us, rank, free):  # type: ignore[no-untyped-def]
-    """When a rank whose ops end at `free` has done its step ends too, in µs.
+    """When a rank, whose ops end at `free`, has also finished its step ends, in µs.
 
-    Reductions follow each other in the order of their last gradients, then come all optimizer steps.
+    Reductions run in the order of their last gradients; all optimizer steps run after them.
     """
     first, after = step_ends.first[rank], step_ends.first[rank + 1]
     last_at = np.full(len(tables.durations_us), -1)
@@ -179,7 +187,7 @@ def end_step(tables, step_ends, orders, starts_us, rank, free):  # type: ignore[
 
 @njit(cache=True, nogil=True)
 def walk_memory(orders, first_op, held_bytes, peak_bytes):  # type: ignore[no-untyped-def]
-    """int64[num_ranks]: the most that each rank's ops hold, which follows from their order alone."""
+    """int64[num_ranks]: the most bytes that each rank's ops hold at once; this depends on their order alone."""
     num_ranks = len(first_op) - 1
     peaks = np.zeros(num_ranks, np.int64)
     for r in range(num_ranks):

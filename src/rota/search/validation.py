@@ -1,4 +1,4 @@
-"""Checks of what callers ask for."""
+"""Checks of the arguments of a search: each function raises SearchError with the value and the remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rota.timeline import Timeline
 _TOO_LARGE = 1 << 53  # of µs and bytes: numbers up to here are exact in floats, and their sums fit into 64 bits
 _MOST_OPS = 10_000_000  # these need a few GB of memory
 _MOST_SEED = (1 << 30) - 1  # numbers of turns are added to it, and CP-SAT allows 31 bits
-_MOST_A_PERIOD = 64
+_MOST_PER_PERIOD = 64
 
 _INSTEAD = {
     Costs: "place them first, such as by rota.place(costs, cluster)",
@@ -23,7 +23,7 @@ _INSTEAD = {
 
 
 def refuse_wrong(placement: Placement, num_microbatches: int, objective: str, objectives: Sequence[str]) -> None:
-    """Raises SearchError."""
+    """Refuse what cannot be searched. Raises SearchError."""
     _refuse_no_placement(placement)
     if objective not in objectives:
         raise SearchError(f"objective is {objective!r}: use one of {', '.join(objectives)}")
@@ -32,23 +32,23 @@ def refuse_wrong(placement: Placement, num_microbatches: int, objective: str, ob
 
 
 def refuse_wrong_curve(placement: Placement, microbatches_per_period: int | None) -> None:
-    """Raises SearchError."""
+    """Refuse what has no curve of memory against period. Raises SearchError."""
     _refuse_no_placement(placement)
     if microbatches_per_period is not None:
-        remedy = f"give a whole number from 1 to {_MOST_A_PERIOD}, or None for one and more"
-        _refuse_no_whole("microbatches_per_period", microbatches_per_period, 1, _MOST_A_PERIOD, remedy)
-    refuse_too_large(placement, _MOST_A_PERIOD * placement.num_components)
+        remedy = f"give a whole number from 1 to {_MOST_PER_PERIOD}, or None for one and more"
+        _refuse_no_whole("microbatches_per_period", microbatches_per_period, 1, _MOST_PER_PERIOD, remedy)
+    refuse_too_large(placement, _MOST_PER_PERIOD * placement.num_components)
 
 
 def refuse_wrong_options(seed: object, progress: object) -> None:
-    """Raises SearchError."""
+    """Refuse an invalid seed or `progress`. Raises SearchError."""
     _refuse_no_whole("seed", seed, 0, _MOST_SEED, f"give a whole number from 0 to {_MOST_SEED}")
     if progress is not None and not callable(progress):
         raise SearchError(f"progress is {_short(progress)}; give a function, such as print, or None")
 
 
 def seconds_of(time_limit_s: float) -> float:
-    """The limit in seconds. Raises SearchError where it is not more than 0."""
+    """The time limit, in seconds. Raises SearchError unless it is a number above 0."""
     is_number = isinstance(time_limit_s, (int, float)) and not isinstance(time_limit_s, bool)
     if not is_number or not time_limit_s > 0:
         raise SearchError(f"time_limit_s is {_short(time_limit_s)}; give the search more than 0 seconds, as a number")
@@ -56,7 +56,7 @@ def seconds_of(time_limit_s: float) -> float:
 
 
 def refuse_too_large(placement: Placement, num_microbatches: int) -> None:
-    """Raises SearchError where the sum of all times or sizes, or the number of ops, is too large for a search."""
+    """Refuse too many ops, and times or sizes whose sums could overflow. Raises SearchError."""
     ops = len(placement.tasks) * -(-num_microbatches // placement.num_components)
     if ops > _MOST_OPS:
         raise SearchError(

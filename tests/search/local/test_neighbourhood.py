@@ -63,7 +63,7 @@ def test_heads_and_tails(plan: object, objective: str) -> None:
     assert (paths.starts // critical_path.ticks).tolist() == list(
         timeline.plan.earliest.starts_us[: timeline.plan.num_ops]
     )
-    through = paths.starts + critical_path.lengths[critical_path.task_of] + paths.tails
+    through = paths.starts + critical_path.lengths[problem.task_of] + paths.tails
     assert (through // critical_path.ticks <= paths.value_us).all()
     if not problem.placement.step_ends or objective == "span":
         assert (through // critical_path.ticks).max() == paths.value_us

@@ -76,7 +76,8 @@ def test_annealing_packs_a_full_period_on_tight_memory():
 @given(placed())
 def test_what_is_found_is_true_for_any_placement(placement):
     loop = Loop(placement)
-    interval = Interval(loop, 2, max(2 * loop.work_us, 1) + 3)
+    work_us = max(sum(loop.durations_us[task] for task in tasks) for tasks in loop.tasks_on)
+    interval = Interval(loop, 2, max(2 * work_us, 1) + 3)
     for rhythm in (
         Period(interval).solve(Budget(0.2, deterministic=True)).rhythm,
         anneal_offsets(interval, Budget(0.001, deterministic=True)),

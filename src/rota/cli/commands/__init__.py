@@ -22,25 +22,9 @@ from rota.cli.commands import (
     simulate,
 )
 
-#: In the order of `rota --help`.
-COMMANDS = (
-    demo.COMMAND,
-    autoplan.COMMAND,
-    profile.COMMAND,
-    plan.COMMAND,
-    schedules.COMMAND,
-    bound.COMMAND,
-    frontier.COMMAND,
-    check.COMMAND,
-    simulate.COMMAND,
-    rehearse.COMMAND,
-    show.COMMAND,
-    explain.COMMAND,
-    run.COMMAND,
-    compare.COMMAND,
-    calibrate.COMMAND,
-    import_trace.COMMAND,
-    export.COMMAND,
-    import_plan.COMMAND,
-    checkpoint.COMMAND,
+_IN_ORDER = (
+    *(demo, autoplan, profile, plan, schedules, bound, frontier, check, simulate, rehearse, show, explain),
+    *(run, compare, calibrate, import_trace, export, import_plan, checkpoint),
 )
+#: In the order of `rota --help`.
+COMMANDS = tuple(module.COMMAND for module in _IN_ORDER)

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rota import reading
-from rota.cli import input_files, output_files
+from rota.cli import files
 from rota.cli.arguments import add_output, add_time_limit, link, number, rows, size
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
-from rota.cli.screen import print_timeline, show_progress
+from rota.cli.screen import print_timeline, progress_line, show_progress
 from rota.costs import Cluster, Link
 from rota.errors import PlacementError
 from rota.layers import LayerCosts
@@ -84,7 +84,7 @@ def run(arguments: Namespace) -> int:
 
     machine = _machine(arguments)
     model_file = None if arguments.model is None else _model_file(arguments.model)
-    try:
+    with progress_line() as show:
         profiles = _measured(arguments, model_file) if arguments.profile is None else _read(arguments)
         if all(layers.num_layers == 1 for layers in profiles.values()) and machine.num_ranks > 1:
             print(
@@ -101,12 +101,10 @@ def run(arguments: Namespace) -> int:
             copies=not arguments.exportable,
             pipeline_ranks=arguments.pipeline,
             time_limit_s=arguments.time_limit,
-            progress=show_progress,
+            progress=show,
         )
         if model_file is not None and arguments.device in (None, "cpu") and not arguments.inference:
             answer = _confirmed(answer, model_file)
-    finally:
-        show_progress("")
     _print_answer(answer, arguments)
     return 0
 
@@ -114,12 +112,11 @@ def run(arguments: Namespace) -> int:
 def _print_answer(answer: Answer, arguments: Namespace) -> None:
     print_timeline(answer.timeline)
     print(answer.to_text())
-    if arguments.output is None:
-        print("Not written; use -o plan.json to keep it.")
-    else:
-        output_files.write(arguments.output, answer.plan.to_json())
-        print(f"Wrote {arguments.output}; use it by `rota run {arguments.output} train.py`. There, the model is cut by")
-        print("rota.split(model, plan.num_stages, plan.cuts), of plan = rota.given_plan().")
+    then = (
+        f"; use it by `rota run {arguments.output} train.py`. There, the model is cut by\n"
+        "rota.split(model, plan.num_stages, plan.cuts), of plan = rota.given_plan()"
+    )
+    files.keep(arguments.output, answer.plan.to_json(), "plan.json", then)
 
 
 def _machine(arguments: Namespace) -> Machine:
@@ -131,7 +128,7 @@ def _machine(arguments: Namespace) -> Machine:
     if arguments.links is not None:
         if arguments.link != _ANY_LINK or arguments.node is not None:
             raise InputError(f"--links {arguments.links} has all links; leave --link and --node out")
-        link = input_files.read_cluster(arguments.links)
+        link = files.read_cluster(arguments.links)
     try:
         return Machine(
             arguments.ranks,
@@ -157,7 +154,7 @@ def _model_file(path: str) -> ModelFile:
 
 def _read(arguments: Namespace) -> Mapping[int, LayerCosts]:
     """The layers' costs from `--profile`, at the sizes of `--rows`."""
-    profile = input_files.read_profile(arguments.profile)
+    profile = files.read_profile(arguments.profile)
     for num_rows in arguments.rows or ():
         if num_rows not in profile:
             there = ", ".join(map(str, profile))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from rota import simulation
-from rota.cli import input_files
+from rota.cli import files
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import require_search
 from rota.timeline import Timeline
@@ -18,7 +18,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Print lower bounds (µs) on the makespan and span, and the plan's gap to them. Returns the exit code."""
-    loaded = input_files.read_plan_or_timeline(arguments.plan)
+    loaded = files.read_plan_or_timeline(arguments.plan)
     planned = loaded.plan if isinstance(loaded, Timeline) else loaded
     require_search()
     from rota.search import bounds_of, gap

@@ -5,11 +5,11 @@ from __future__ import annotations
 from argparse import Namespace
 
 from rota import calibration
-from rota.cli import input_files, output_files
+from rota.cli import files
 from rota.cli.arguments import add_output, add_time_limit
 from rota.cli.parser import Command, Parser, one_of
 from rota.cli.requirements import InputError
-from rota.cli.screen import show_progress
+from rota.cli.screen import progress_line
 from rota.cli.searching import SEARCH, search_plan
 from rota.schedules import NAMED
 from rota.timeline import Timeline
@@ -38,24 +38,22 @@ def run(arguments: Namespace) -> int:
         raise InputError("--time-limit is for --plan search; leave it out, or search")
     timelines = [_measured(path) for path in arguments.timelines]
     named = None if arguments.schedule == SEARCH else arguments.schedule
-    found = calibration.calibrate(timelines, named, lambda name: show_progress(f"planning {name} …"))
-    show_progress("")
+    with progress_line() as show:
+        found = calibration.calibrate(timelines, named, lambda name: show(f"planning {name} …"))
     if arguments.schedule == SEARCH:
         result = search_plan(found.plan.placement, found.plan.num_microbatches, arguments.time_limit)
         found = found.with_plan(f"{SEARCH} ({result.how})", result.plan)
     print(found.to_text())
     if arguments.costs is not None:
         note = f"calibrated by {', '.join(arguments.timelines)}"
-        output_files.write(arguments.costs, calibration.costs_of(found.plan.placement, note).to_json())
-        print(f"Wrote {arguments.costs}.")
+        files.write(arguments.costs, calibration.costs_of(found.plan.placement, note).to_json())
     if arguments.output is not None:
-        output_files.write(arguments.output, found.chosen.to_json())
-        print(f"Wrote {arguments.output}.")
+        files.write(arguments.output, found.chosen.to_json())
     return 0
 
 
 def _measured(path: str) -> Timeline:
-    loaded = input_files.read_plan_or_timeline(path)
+    loaded = files.read_plan_or_timeline(path)
     if not isinstance(loaded, Timeline):
         raise InputError(f"{path} is a plan, whose times are expected ones; give measured timelines")
     return loaded

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from rota import checking, simulation
-from rota.cli import input_files
+from rota.cli import files
 from rota.cli.parser import Command, Parser
 from rota.cli.screen import print_replicas
 
@@ -17,7 +17,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Check the plan, and print its size, makespan (µs) and bubble. Returns the exit code."""
-    planned = input_files.read_plan(arguments.plan)
+    planned = files.read_plan(arguments.plan)
     checking.check(planned)
     timeline = simulation.simulate(planned)
     limits = planned.placement.cluster.limit_bytes

@@ -6,7 +6,7 @@ import sys
 from argparse import Namespace
 
 from rota import comparison
-from rota.cli import input_files
+from rota.cli import files
 from rota.cli.arguments import add_cores, add_output
 from rota.cli.parser import Command, Parser
 from rota.cli.pictures import draw, is_measured
@@ -23,7 +23,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Print the planned timeline against the measured one, and draw both to --output. Returns the exit code."""
-    planned, measured = input_files.read_timeline(arguments.planned), input_files.read_timeline(arguments.measured)
+    planned, measured = files.read_timeline(arguments.planned), files.read_timeline(arguments.measured)
     if is_measured(planned):
         if not is_measured(measured):
             raise InputError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from rota.cli import output_files
+from rota.cli import files
 from rota.cli.arguments import add_output, number
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import require
@@ -21,7 +21,7 @@ def run(arguments: Namespace) -> int:
     require("torch", "torch")
     from rota.demo.walkthrough import run_demo
 
-    output_files.make_folder(arguments.output)
+    files.make_folder(arguments.output)
     run_demo(arguments.output, arguments.steps)
     return 0
 

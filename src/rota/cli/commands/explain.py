@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from rota import accounting
-from rota.cli import input_files
+from rota.cli import files
 from rota.cli.arguments import add_cores
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError
@@ -29,8 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"explain takes one file, not {a} and {b}; to explain a measured timeline by its plan, give "
             f"`rota explain measured.json --planned plan.json`; `rota compare` compares the two"
         )
-    timeline = input_files.read_timeline(arguments.timeline)
-    planned = timeline.plan if arguments.planned is None else input_files.read_timeline(arguments.planned)
+    timeline = files.read_timeline(arguments.timeline)
+    planned = timeline.plan if arguments.planned is None else files.read_timeline(arguments.planned)
     explanation = accounting.explain(timeline, planned, arguments.cores)
     print(explanation.to_json() if arguments.json else explanation.to_text() + "\n", end="")
     return 0

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from rota import checking, cutting
-from rota.cli import input_files, output_files
+from rota.cli import files
 from rota.cli.arguments import add_output, argument_type, comma_separated
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
@@ -100,7 +100,7 @@ def _layers(text: str) -> list[str]:
 
 def _checked_plan(arguments: Namespace) -> Plan:
     """The plan to export. Raises PlanError if it must not run."""
-    planned = input_files.read_plan(arguments.plan)
+    planned = files.read_plan(arguments.plan)
     checking.check(planned)
     return planned
 
@@ -110,13 +110,12 @@ def _to_torchtitan(arguments: Namespace) -> int:
     from rota.interop import torchtitan
 
     for name in torchtitan.FILES:  # the folder itself may exist
-        output_files.refuse_taken(Path(arguments.output, name), arguments.force)
+        files.refuse_taken(Path(arguments.output, name), arguments.force)
     parts = _parts(arguments.model, arguments.cuts or planned.cuts, planned.num_stages)
     texts = torchtitan.render(parts, planned, arguments.output)
-    output_files.make_folder(arguments.output)
+    files.make_folder(arguments.output)
     for path, text in texts.items():
-        output_files.write(str(path), text)
-        print(f"Wrote {path}.")
+        files.write(str(path), text)
     for stage, names in enumerate(parts):
         print(f"stage {stage}: {' '.join(names)}")
     print(f"torchtitan must get {planned.num_microbatches} micro-batches per step; docs/other-trainers.md says how.")
@@ -214,8 +213,7 @@ def _write(arguments: Namespace, text: str) -> int:
     if arguments.output is None:
         print(f"Not written; use -o to keep: {text}", end="")
     else:
-        output_files.write(arguments.output, text)
-        print(f"Wrote {arguments.output}.")
+        files.write(arguments.output, text)
     return 0
 
 

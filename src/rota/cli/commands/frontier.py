@@ -5,11 +5,10 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from rota.cli.arguments import add_output, add_time_limit, number
-from rota.cli.cost_options import add_costs, add_shape, shaped
+from rota.cli.arguments import add_costs, add_output, add_shape, add_time_limit, number, shaped
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import require, require_search
-from rota.cli.screen import show_progress
+from rota.cli.screen import progress_line
 from rota.cli.searching import STARTING
 from rota.units import size_text
 
@@ -34,11 +33,9 @@ def run(arguments: Namespace) -> int:
     if arguments.output is not None:
         require("matplotlib", "draw")
     placement = shaped(arguments, None)
-    show_progress(STARTING)
-    try:
-        found = find_frontier(placement, time_limit_s=arguments.time_limit, progress=_show_point)
-    finally:
-        show_progress("")
+    with progress_line() as show:
+        show(STARTING)
+        found = find_frontier(placement, time_limit_s=arguments.time_limit, progress=lambda point: show(_text(point)))
     print(found.to_text())
     if arguments.output is not None:
         from rota.drawing import save_frontier
@@ -49,9 +46,8 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def _show_point(point: Point) -> None:
-    limit, us = size_text(point.limit_bytes), float(point.us_per_microbatch)
-    show_progress(f"{limit} per rank: {us:,.1f} µs per micro-batch")
+def _text(point: Point) -> str:
+    return f"{size_text(point.limit_bytes)} per rank: {float(point.us_per_microbatch):,.1f} µs per micro-batch"
 
 
 COMMAND = Command(

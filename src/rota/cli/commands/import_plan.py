@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from rota import checking
-from rota.cli import input_files, output_files
+from rota.cli import files
 from rota.cli.arguments import add_output, comma_separated
 from rota.cli.parser import Command, Parser
 from rota.cli.screen import print_timeline
@@ -60,7 +60,7 @@ def _from_megatron(arguments: Namespace) -> int:
 
     costs = _costs(arguments)
     text = layer_boundaries.read_limited(arguments.file, _MOST_LAYOUT_BYTES)
-    with input_files.named(arguments.file):
+    with files.named(arguments.file):
         layout = megatron.read_layout(text, arguments.ranks)
     for stage, letters in enumerate(layout.stages):
         print(f"stage {stage} on rank {layout.ranks[stage]}: {letters or 'empty'}")
@@ -73,25 +73,21 @@ def _from_deepspeed(arguments: Namespace) -> int:
 
     costs = _costs(arguments)
     text = layer_boundaries.read_limited(arguments.file, _MOST_LAYOUT_BYTES)
-    with input_files.named(arguments.file):
+    with files.named(arguments.file):
         boundaries = deepspeed.read_boundaries(text)
     planned = deepspeed.plan_of(boundaries, costs or assumed_costs(len(boundaries) - 1), arguments.microbatches)
     return _check_and_write(arguments, planned, boundaries)
 
 
 def _costs(arguments: Namespace) -> Costs | None:
-    return None if arguments.costs is None else input_files.read_costs(arguments.costs)
+    return None if arguments.costs is None else files.read_costs(arguments.costs)
 
 
 def _check_and_write(arguments: Namespace, planned: Plan, boundaries: Sequence[int]) -> int:
     checking.check(planned)
     print_timeline(simulate(planned))
     print(f"Cut at the boundaries {comma_separated(boundaries)}.")
-    if arguments.output is None:
-        print("Not written; use -o plan.json to keep it.")
-    else:
-        output_files.write(arguments.output, planned.to_json())
-        print(f"Wrote {arguments.output}.")
+    files.keep(arguments.output, planned.to_json(), "plan.json")
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from rota import accounting
-from rota.cli import output_files
+from rota.cli import files
 from rota.cli.arguments import add_cores, add_output, number
 from rota.cli.parser import Command, Parser
 
@@ -27,11 +27,8 @@ def run(arguments: Namespace) -> int:
     print(imported.to_text())
     print()
     print(accounting.explain(imported.timeline, imported.timeline.plan, arguments.cores).to_text())
-    if arguments.output is None:
-        print("Not written; use -o timeline.json to keep it.")
-    else:
-        output_files.write(arguments.output, imported.timeline.to_json())
-        print(f"Wrote {arguments.output}; see it by `rota show {arguments.output} -o timeline.html`.")
+    then = f"; see it by `rota show {arguments.output} -o timeline.html`"
+    files.keep(arguments.output, imported.timeline.to_json(), "timeline.json", then)
     return 0
 
 

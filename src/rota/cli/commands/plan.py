@@ -6,9 +6,18 @@ import sys
 from argparse import Namespace
 
 from rota import checking, simulation
-from rota.cli import output_files
-from rota.cli.arguments import add_output, add_time_limit, number
-from rota.cli.cost_options import add_costs, add_shape, add_step, cluster_of, costs_of, shaped
+from rota.cli import files
+from rota.cli.arguments import (
+    add_costs,
+    add_output,
+    add_shape,
+    add_step,
+    add_time_limit,
+    cluster_of,
+    costs_of,
+    number,
+    shaped,
+)
 from rota.cli.parser import Command, Parser, one_of
 from rota.cli.requirements import InputError, require_search
 from rota.cli.screen import print_timeline
@@ -48,12 +57,8 @@ def run(arguments: Namespace) -> int:
     """Make a plan by the named schedule or by search, and write it as JSON or CSV. Returns the exit code."""
     planned = _searched(arguments) if arguments.schedule == SEARCH else _named(arguments)
     _warn_of_idle_ranks(planned)
-    if arguments.output is None:
-        print("Not written; use -o plan.json to keep it.")
-    else:
-        text = planned.to_csv() if arguments.output.endswith(".csv") else planned.to_json()
-        output_files.write(arguments.output, text)
-        print(f"Wrote {arguments.output}.")
+    is_csv = arguments.output is not None and arguments.output.endswith(".csv")
+    files.keep(arguments.output, planned.to_csv() if is_csv else planned.to_json(), "plan.json")
     return 0
 
 

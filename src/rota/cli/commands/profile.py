@@ -5,11 +5,11 @@ from __future__ import annotations
 from argparse import Namespace
 
 from rota import reading
-from rota.cli import output_files
+from rota.cli import files
 from rota.cli.arguments import add_output, number, rows
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
-from rota.cli.screen import show_progress
+from rota.cli.screen import progress_line
 from rota.costs import Cluster
 from rota.layers import LayerCosts
 from rota.units import count_text, size_text, time_text
@@ -54,11 +54,9 @@ def _layers(arguments: Namespace) -> int:
 
     how = {"device": arguments.device, "cache": arguments.cache, "refresh": arguments.refresh}
     repeats = arguments.repeats or _REPEATS
-    try:
+    with progress_line() as show:
         model_file = load_model_file(arguments.model)
-        found = profile_file(model_file, arguments.rows or (1,), repeats=repeats, report=show_progress, **how)
-    finally:
-        show_progress("")
+        found = profile_file(model_file, arguments.rows or (1,), repeats=repeats, report=show, **how)
     for layers in found.values():
         print(_summary(layers))
     worst = max((spread for layers in found.values() for spread in layers.spread), default=0.0)
@@ -68,7 +66,8 @@ def _layers(arguments: Namespace) -> int:
             f"Measurements that vary by {worst:.0%} are too noisy for planning: close other programs, and measure more "
             f"often, by --repeats {3 * repeats}{refresh}."
         )
-    _write(arguments, found.to_json(), f"plan with it by `rota autoplan --profile {arguments.output} …`")
+    then = f"; plan with it by `rota autoplan --profile {arguments.output} …`"
+    files.keep(arguments.output, found.to_json(), then=then)
     return 0
 
 
@@ -105,16 +104,8 @@ def _links(arguments: Namespace) -> int:
     for a, b in pairs:
         link = cluster.link_between(a, b)
         print(f"{a} - {b}: {time_text(link.latency_us)}, {size_text((link.bytes_per_us or 0) * 1_000_000)}/s")
-    _write(arguments, cluster.to_json(), "it is a rota.Cluster: Cluster.from_json reads it")
+    files.keep(arguments.output, cluster.to_json(), then="; it is a rota.Cluster: Cluster.from_json reads it")
     return 0
-
-
-def _write(arguments: Namespace, text: str, hint: str) -> None:
-    if arguments.output is None:
-        print("Not written; use -o to keep it.")
-    else:
-        output_files.write(arguments.output, text)
-        print(f"Wrote {arguments.output}; {hint}.")
 
 
 COMMAND = Command(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from rota.cli import input_files, output_files
+from rota.cli import files
 from rota.cli.arguments import add_output, number, seconds
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import require
-from rota.cli.screen import print_replicas, show_progress
+from rota.cli.screen import print_replicas, progress_line
 
 
 def add_arguments(parser: Parser) -> None:
@@ -23,25 +23,23 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Rehearse the plan, print the report, and write the median step's timeline. Returns the exit code."""
-    planned = input_files.read_plan(arguments.plan)
+    planned = files.read_plan(arguments.plan)
     require("torch", "torch")
     from rota.planning import rehearsal
 
-    try:
+    with progress_line() as show:
         rehearsed = rehearsal.rehearse(
             planned,
             num_steps=arguments.steps,
             allocate=arguments.allocate,
             timeout_s=arguments.timeout,
-            progress=show_progress,
+            progress=show,
         )
-    finally:
-        show_progress("")
     print(rehearsed.to_text())
     print_replicas(planned, "rehearsed")
     if arguments.output is not None:
-        output_files.write(arguments.output, rehearsed.measured.to_json())
-        print(f"\nWrote {arguments.output}; see it by `rota show {arguments.output}`.")
+        print()
+        files.write(arguments.output, rehearsed.measured.to_json(), f"; see it by `rota show {arguments.output}`")
     return 0
 
 

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from rota import reading, schedule_csv
-from rota.cli import input_files, output_files
+from rota.cli import files
 from rota.cli.arguments import add_force, mesh, number, seconds
 from rota.cli.parser import Command, Parser, one_of
 from rota.cli.requirements import InputError, require
@@ -47,7 +47,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the script on every rank of the plan. Returns the exit code: 128 + its number if a signal ended the run."""
-    planned = input_files.read_plan(arguments.plan)
+    planned = files.read_plan(arguments.plan)
     require("torch", "torch")
     from rota.runtime.launching.launch import EndedBySignal, launch
 
@@ -87,8 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise PipelineError(
                 f"{arguments.script} ran no step of a Pipeline: there is no timeline to write to {arguments.timeline}"
             )
-        output_files.write(arguments.timeline, done.timeline.to_json())
-        print(f"Wrote {arguments.timeline}; see it by `rota compare {arguments.plan} {arguments.timeline}`.")
+        then = f"; see it by `rota compare {arguments.plan} {arguments.timeline}`"
+        files.write(arguments.timeline, done.timeline.to_json(), then)
     return _report_end(done, arguments.timeline)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from rota.cli.cost_options import add_costs, add_step, cluster_of, measured, uniform
+from rota.cli.arguments import add_costs, add_step, cluster_of, measured, uniform
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError
-from rota.cli.screen import show_progress
+from rota.cli.screen import progress_line
 from rota.schedules import table
 
 
@@ -30,10 +30,10 @@ def run(arguments: Namespace) -> int:
             f"{arguments.costs} has {costs.num_stages} stages for --ranks {arguments.ranks}; give one stage per rank"
         )
     cluster = cluster_of(arguments, costs.num_stages, arguments.limit)
-    rows = table.compare_schedules(
-        costs, cluster, arguments.microbatches, progress=lambda name: show_progress(f"planning {name} …")
-    )
-    show_progress("")
+    with progress_line() as show:
+        rows = table.compare_schedules(
+            costs, cluster, arguments.microbatches, progress=lambda name: show(f"planning {name} …")
+        )
     if arguments.json or arguments.csv:
         print(table.to_json(rows) if arguments.json else table.to_csv(rows), end="")
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from rota.cli import input_files
+from rota.cli import files
 from rota.cli.arguments import add_output, number
 from rota.cli.parser import Command, Parser
 from rota.cli.pictures import draw, is_measured
@@ -24,9 +24,9 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Print the timeline in the terminal, or draw it to --output. Returns the exit code."""
-    timeline = input_files.read_timeline(arguments.file)
+    timeline = files.read_timeline(arguments.file)
     if arguments.output is not None:
-        above = None if arguments.above is None else input_files.read_timeline(arguments.above)
+        above = None if arguments.above is None else files.read_timeline(arguments.above)
         bound_us = _bound_us(timeline, arguments.file) if arguments.bound else None
         draw(timeline, arguments.output, above, (str(arguments.above), arguments.file), bound_us)
     elif arguments.above is not None or arguments.bound:

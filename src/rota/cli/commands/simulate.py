@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from rota import simulation
-from rota.cli import input_files, output_files
+from rota.cli import files
 from rota.cli.arguments import add_output
 from rota.cli.parser import Command, Parser
 from rota.cli.screen import print_timeline
@@ -19,11 +19,10 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Simulate the plan, print its timeline, and write it to --output. Returns the exit code."""
-    timeline = simulation.simulate(input_files.read_plan(arguments.plan))
+    timeline = simulation.simulate(files.read_plan(arguments.plan))
     print_timeline(timeline)
     if arguments.output is not None:
-        output_files.write(arguments.output, timeline.to_json())
-        print(f"Wrote {arguments.output}.")
+        files.write(arguments.output, timeline.to_json())
     return 0
 
 

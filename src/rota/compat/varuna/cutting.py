@@ -117,9 +117,9 @@ def share(model: nn.Module, pairs: Collection[tuple[str, str]], stages: Iterable
             sizes = " and ".join(f"{name!r} is {[*p.shape]}, {p.dtype}" for name, p in both)
             raise SplitError(f"{sizes}, so they cannot be shared; make them alike")
         for module in everywhere:
-            for name, parameter in module._parameters.items():
+            for name, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
                 if parameter is dropped:
-                    module._parameters[name] = kept
+                    module.register_parameter(name, kept)
 
 
 def _parameter(model: nn.Module, name: str) -> nn.Parameter:

@@ -14,16 +14,17 @@ from fractions import Fraction
 
 import numpy as np
 
+from rota.errors import SearchError
 from rota.placement import Placement
 from rota.search.problem import NO_LIMIT, Integers, Problem, without_common_tasks
+from rota.units import size_text
 
-_NO_PATH = -(1 << 60)
 _MOST_SETS = 20_000  # closed sets of a rank's tasks that are looked at for its least memory
 
 
 @dataclass(frozen=True)
 class RankLoad:
-    """What a round, one micro-batch of each component, costs a rank in time and memory, at least.
+    """The least time and memory that a round (one micro-batch of each component) costs on a rank.
 
     Attributes:
         rank: The rank.
@@ -43,21 +44,19 @@ class RankLoad:
 
 
 def rank_loads(problem: Problem, whole_step: bool = True) -> list[RankLoad]:
-    """One entry per rank; the ends are those of the step if `whole_step`, else those of the rank's own window."""
-    paths, durations = _longest_paths(problem), problem.durations_us
-    heads = paths.max(axis=1) * whole_step
-    tails = ((paths + durations[:, None]).max(axis=0) - durations) * whole_step
+    """One entry per rank. The two ends are those of the step if `whole_step`, else of the rank's own window."""
+    heads, tails = problem.heads_us * whole_step, problem.tails_us * whole_step
     result = []
     for rank, tasks in enumerate(problem.tasks_on):
         headroom = int(problem.limits_bytes[rank])
-        held = _held_byte_us(problem, paths, tasks) if headroom != NO_LIMIT else 0
+        held = _held_byte_us(problem, tasks) if headroom != NO_LIMIT else 0
         unused = ends = 0
         if held:
             for sign, nearest in ((1, heads[tasks].min()), (-1, tails[tasks].min())):
                 ramp, ramp_us = _ramp(problem, tasks, sign, headroom)
                 unused += int(nearest) * headroom + ramp
                 ends += int(nearest) + ramp_us
-        result.append(RankLoad(rank, int(durations[tasks].sum()), held, headroom, unused, ends))
+        result.append(RankLoad(rank, int(problem.durations_us[tasks].sum()), held, headroom, unused, ends))
     return result
 
 
@@ -79,8 +78,8 @@ def _ramp(problem: Problem, tasks: Integers, sign: int, headroom: int) -> tuple[
 def period_bound(placement: Placement) -> Fraction:
     """A lower bound for the µs per micro-batch of any steady state, however many micro-batches make a period.
 
-    It is the largest of a rank's work, what a rank has to hold over its limit, and both again for what is left when the
-    time in which all ranks work together is taken out.
+    It is the largest, over all ranks, of the rank's work, and of the byte-µs that it must hold divided by its limit.
+    Both are also computed without the time in which all ranks work together, which is then added.
     """
     problem = Problem(placement, placement.num_components)
     apart, together_us = without_common_tasks(problem)
@@ -107,23 +106,12 @@ def _round_us(problem: Problem) -> Fraction:
     return max(*(Fraction(rank.work_us) for rank in ranks), *by_memory)
 
 
-def _longest_paths(problem: Problem) -> Integers:
-    """int64[num_tasks, num_tasks], [t, s]: least µs from the start of task s to that of task t, in one micro-batch."""
-    paths = np.full((len(problem.counts),) * 2, _NO_PATH, np.int64)
-    inputs, durations = problem.inputs, problem.durations_us
-    for task in problem.topological:
-        paths[task, task] = 0
-        for source, lag in inputs[task].reshape(-1, 2):
-            np.maximum(paths[task], paths[source] + durations[source] + lag, out=paths[task])
-    return paths
-
-
-def _held_byte_us(problem: Problem, paths: Integers, tasks: Integers) -> int:
+def _held_byte_us(problem: Problem, tasks: Integers) -> int:
     """Bytes times µs that a round holds on the rank with these tasks: each byte freed was taken on a path to there.
 
     0 if some byte is freed that may have been taken by no task before.
     """
-    held, durations = problem.held_bytes, problem.durations_us
+    held, durations, paths_us = problem.held_bytes, problem.durations_us, problem.paths_us
     place = {task: i for i, task in enumerate(problem.topological)}
     ordered = sorted(tasks.tolist(), key=place.__getitem__)
     left = {task: int(held[task]) for task in ordered if held[task] > 0}
@@ -131,11 +119,11 @@ def _held_byte_us(problem: Problem, paths: Integers, tasks: Integers) -> int:
     for task in ordered:
         freed = max(-int(held[task]), 0)
         for source in reversed(left):
-            if freed and paths[task, source] >= 0:
+            if freed and paths_us[source, task] >= 0:
                 taken = min(freed, left[source])
                 left[source] -= taken
                 freed -= taken
-                total += taken * int(paths[task, source] + durations[task])
+                total += taken * int(paths_us[source, task] + durations[task])
         if freed:
             return 0
     return total
@@ -204,7 +192,7 @@ def _serial_peak(problem: Problem, rank: int, tasks: list[int]) -> tuple[int, in
 
 
 def _changes(problem: Problem, rank: int, tasks: list[int]) -> tuple[list[int], list[int]]:
-    """What each task needs above the level before it: while it runs, with what it received; when it has just sent."""
+    """Two lists, per task: bytes above the level before it while it runs (with what it received), and after it sent."""
     received, sent = dict.fromkeys(tasks, 0), dict.fromkeys(tasks, 0)
     for route in problem.placement.routes:
         if route.receiver == rank and route.target in received:
@@ -235,3 +223,43 @@ def _frees_what_is_held(before: list[int], net: list[int]) -> bool:
         if freed:
             return False
     return True
+
+
+def refuse_too_little_memory(problem: Problem) -> None:
+    """Raises SearchError where a rank's limit is below what every plan needs."""
+    placement = problem.placement
+    limits = placement.cluster.limit_bytes
+    short = []
+    for need, limit in zip(least_memory(problem), limits, strict=True):
+        if limit is not None and need.num_bytes > limit:
+            short.append(need)
+    if not short:
+        return
+    first, *others = short
+    infeasible = f"{_describe_need(placement, first)}, over its limit of {limits[first.rank]}"
+    raised = "the limit to that"
+    if others:
+        ranks = ", ".join(f"rank {need.rank} ({need.num_bytes} bytes)" for need in others)
+        infeasible += f"; also {ranks}"
+        raised = f"the limits to these, or all to {max(need.num_bytes for need in short)}"
+    remedies = ["give such ranks fewer layers" if others else "give the rank fewer layers"]
+    remedies.append("free what is left behind" if _is_left_behind(placement, first) else "make micro-batches smaller")
+    raise SearchError(f"{infeasible}; raise {raised}, {remedies[0]}, or {remedies[1]}")
+
+
+def _describe_need(placement: Placement, need: Need) -> str:
+    static = placement.static_bytes[need.rank]
+    what = "parameters, gradients and optimizer alone"
+    if need.task >= 0:
+        what = f"{placement.tasks[need.task]} of a single micro-batch"
+    elif _is_left_behind(placement, need):
+        what = f"what its micro-batches leave behind: {need.num_bytes - static} bytes that no op frees"
+    return (
+        f"rank {need.rank} needs at least {need.num_bytes} bytes ({size_text(need.num_bytes)}; {size_text(static)} of "
+        f"them static) for {what}"
+    )
+
+
+def _is_left_behind(placement: Placement, need: Need) -> bool:
+    """Whether the largest need is for bytes that nothing frees."""
+    return need.task < 0 and need.num_bytes > placement.static_bytes[need.rank]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
 from math import ceil
@@ -14,9 +13,8 @@ from ortools.sat.python import cp_model
 from rota.search.budget import Budget
 from rota.search.critical_path import CriticalPath, last_gradients
 from rota.search.exact import cpsat
-from rota.search.exact.ordering import Ordering
+from rota.search.exact.ordering import Ordering, StepEndTimes, Window
 from rota.search.exact.transfer_memory import Carry, Level, TimePoint, Times
-from rota.search.exact.window import StepEndTimes, Window
 from rota.search.problem import NO_LIMIT, Orders, Problem
 from rota.stopping import look
 
@@ -40,7 +38,6 @@ def solve(
     bound_us: int,
     budget: Budget,
     seed: int = 0,
-    on_better: Callable[[Orders], None] | None = None,
 ) -> Exact:
     """Looks for orders better than `best`, and for a proof that there are none.
 
@@ -51,7 +48,6 @@ def solve(
         bound_us: A lower bound for all orders.
         budget: What CP-SAT may spend.
         seed: Of CP-SAT.
-        on_better: Called with the orders that were found.
 
     Returns:
         The orders and a lower bound. When no orders fit at all, the bound is longer than any step.
@@ -75,18 +71,15 @@ def solve(
     bound_us = max(bound_us, ceil(solver.best_objective_bound))
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Exact(None, bound_us)
-    orders = critical_path.orders(ordering.rows(solver.value))
-    if on_better is not None:
-        on_better(orders)
-    return Exact(orders, bound_us)
+    return Exact(critical_path.orders(ordering.rows(solver.value)), bound_us)
 
 
 def whole_step(critical_path: CriticalPath, best: Orders | None) -> tuple[Window, int | None]:
     """(all ops in the order of `best`, or one micro-batch at a time, free on every rank; the value of `best`)."""
     problem, value_us = critical_path.problem, None
     if best is None:
-        place = np.argsort(problem.topological)[critical_path.task_of]
-        sequence = np.lexsort((place, np.arange(len(place)) - problem.first_node[critical_path.task_of]))
+        place = np.argsort(problem.topological)[problem.task_of]
+        sequence = np.lexsort((place, np.arange(len(place)) - problem.first_node[problem.task_of]))
     else:
         paths = critical_path.paths(best)
         assert paths is not None

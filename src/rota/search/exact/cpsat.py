@@ -8,7 +8,7 @@ from ortools.sat.python import cp_model
 
 from rota.search.budget import Budget
 
-_S_A_UNIT = 2.0  # seconds of an ordinary machine per unit of CP-SAT's own count of work
+_S_PER_UNIT = 2.0  # seconds of an ordinary machine per unit of CP-SAT's own count of work
 _LOOK_EVERY_S = 0.05  # how often to look whether the search as a whole is over
 
 
@@ -21,7 +21,7 @@ def solve(model: cp_model.CpModel, budget: Budget, seed: int = 0) -> tuple[int, 
     parameters = solver.parameters
     parameters.num_workers = 1
     parameters.random_seed = seed
-    parameters.max_deterministic_time = budget.left_s / _S_A_UNIT
+    parameters.max_deterministic_time = budget.left_s / _S_PER_UNIT
     parameters.catch_sigint_signal = False
     status = [int(cp_model.UNKNOWN)]
 
@@ -34,5 +34,5 @@ def solve(model: cp_model.CpModel, budget: Budget, seed: int = 0) -> tuple[int, 
         thread.join(_LOOK_EVERY_S)
         if budget.must_stop:
             solver.stop_search()
-    budget.spend(solver.response_proto.deterministic_time * _S_A_UNIT)
+    budget.spend(solver.response_proto.deterministic_time * _S_PER_UNIT)
     return status[0], solver

@@ -15,7 +15,7 @@ from ortools.sat.python import cp_model
 
 from rota.stopping import look
 
-_S_A_LITERAL = 1e-4  # nominal seconds per literal
+_S_PER_LITERAL = 1e-4  # nominal seconds per literal
 
 
 class TimePoint(NamedTuple):
@@ -58,7 +58,7 @@ class Level:
     @property
     def nominal_s(self) -> float:
         """Nominal seconds that it costs to make the terms."""
-        return _S_A_LITERAL * len(self._until)
+        return _S_PER_LITERAL * len(self._until)
 
     def all(self, held_bytes: Mapping[int, int], peak_bytes: Mapping[int, int]) -> Iterator[Any]:
         """The level at each point where it may be highest."""

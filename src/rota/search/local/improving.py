@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rota.search.budget import NOMINAL_OPS_PER_S, Budget
-from rota.search.dispatching import OPS_A_DISPATCH, Dispatcher, busiest_us, from_starts, heads_us
+from rota.search.dispatching import OPS_PER_DISPATCH, Dispatcher, busiest_us, from_starts
 from rota.search.local.moves import State, anneal
 from rota.search.problem import Integers, Orders, Problem
 from rota.search.timing import Score, score
@@ -62,7 +62,7 @@ def improve(
 
 
 class _Improvement:
-    """The best so far. Each round tries policies, then anneals what they found, if that is new, and the best."""
+    """Keeps the best orders. Each round tries policies, then anneals the best of them (if it is new) and the best."""
 
     def __init__(
         self,
@@ -108,8 +108,8 @@ class _Improvement:
         done = 0
         while done < most_work and not self.is_over:
             self.climb.try_one()
-            done += self.climb.work_a_try
-            self.budget.spend_ops(self.climb.work_a_try)
+            done += self.climb.ops_per_try
+            self.budget.spend_ops(self.climb.ops_per_try)
             if self.climb.orders is not None and self.climb.key is not None and self.climb.key < self.key:
                 self._take(self.climb.orders, self.climb.key)
 
@@ -159,9 +159,9 @@ class Climb:
         self.orders: Orders | None = None
 
     @property
-    def work_a_try(self) -> int:
-        """How many ops could be timed instead."""
-        return OPS_A_DISPATCH * int(self.problem.first_op[-1])
+    def ops_per_try(self) -> int:
+        """What one try costs, as the number of ops that could be timed instead."""
+        return OPS_PER_DISPATCH * int(self.problem.first_op[-1])
 
     def try_one(self) -> None:
         """Tries the next plain policy; when there are no more, a change of the best."""
@@ -178,7 +178,7 @@ class Climb:
     def _plain(self) -> Iterator[Policy]:
         """Tasks that nothing waits for come last of all, or when their turn comes."""
         problem = self.problem
-        heads = heads_us(problem).astype(np.float64)
+        heads = problem.heads_us.astype(np.float64)
         is_read = problem.outputs.first[1:] > problem.outputs.first[:-1]
         last = 4 * heads.max(initial=0) + self.period_us * problem.num_microbatches
         for put_off, spread, patience in product((0.0,) if is_read.all() else (last, 0.0), _SPREADS, _PATIENCES):

@@ -17,13 +17,12 @@ from ortools.sat.python import cp_model
 from rota.search.budget import Budget
 from rota.search.critical_path import CriticalPath, Paths, last_gradients
 from rota.search.exact import cpsat
-from rota.search.exact.ordering import Ordering
-from rota.search.exact.window import StepEndTimes, Window
+from rota.search.exact.ordering import Ordering, StepEndTimes, Window
 from rota.search.problem import Orders, Problem
 from rota.stopping import Stopped
 
 _FIRST_SIZE, _LEAST_SIZE, _MOST_SIZE = 60, 20, 400  # ops of a window that are re-ordered
-_OPS_A_RANK = 12  # of a window on average; with fewer there is little to exchange, so only some ranks are free
+_OPS_PER_RANK = 12  # of a window on average; with fewer there is little to exchange, so only some ranks are free
 _WINDOW_S = 1.0  # nominal seconds for one window
 _GROW, _SHRINK = 1.06, 0.9  # the size, after a window that was easy, and after one that was too hard
 
@@ -96,7 +95,7 @@ def _choose(critical_path: CriticalPath, paths: Paths, size: int, turn: Random) 
     """(begin, end, which ranks are free), in ticks: `size` ops around an idle time, where there is time to gain."""
     rank, at = _idle(critical_path, paths, turn)
     num_ranks = len(paths.rows)
-    width = min(max(size // _OPS_A_RANK, 2), num_ranks)
+    width = min(max(size // _OPS_PER_RANK, 2), num_ranks)
     first = min(max(rank - turn.randrange(width), 0), num_ranks - width)
     free = range(first, first + width)
     starts = np.sort(np.concatenate([paths.starts[paths.rows[r]] for r in free]))
@@ -110,7 +109,7 @@ def _idle(critical_path: CriticalPath, paths: Paths, turn: Random) -> tuple[int,
     """(rank, start of its op after an idle time, or of its last op); long idle times are more likely."""
     rank = turn.choice([r for r, row in enumerate(paths.rows) if len(row)])
     starts = paths.starts[paths.rows[rank]]
-    ends = starts + critical_path.lengths[critical_path.task_of[paths.rows[rank]]]
+    ends = starts + critical_path.lengths[critical_path.problem.task_of[paths.rows[rank]]]
     over = max(paths.value_us * critical_path.ticks, int(ends[-1]))
     idle = np.cumsum(np.append(starts, over) - np.insert(ends, 0, 0))
     place = int(np.searchsorted(idle, turn.random() * idle[-1], side="right"))
@@ -125,7 +124,7 @@ def window_at(critical_path: CriticalPath, paths: Paths, begin: int, end: int, i
     tails: dict[int, int] = {}
     for rank, row in enumerate(paths.rows):
         first, after = np.searchsorted(starts[row], (begin, end))
-        nodes, tasks = row[first:after].tolist(), critical_path.task_of[row]
+        nodes, tasks = row[first:after].tolist(), critical_path.problem.task_of[row]
         head = int(starts[row[first - 1]] + lengths[tasks[first - 1]]) if first else 0
         tail = int(lengths[tasks[after]] + tails_of[row[after]] if after < len(row) else paths.after[rank])
         for node in nodes:
@@ -161,7 +160,7 @@ def _add_paths(critical_path: CriticalPath, paths: Paths, heads: dict[int, int],
     """Raises heads by data that comes into the window, and tails by data that leaves it."""
     first, starts, tails_of = critical_path.problem.first_node.tolist(), paths.starts, paths.tails
     lengths, ticks = critical_path.lengths.tolist(), critical_path.ticks
-    tasks = critical_path.task_of[list(heads)].tolist()
+    tasks = critical_path.problem.task_of[list(heads)].tolist()
     outgoing: dict[int, list[tuple[int, int]]] = {}
     incoming: dict[int, list[tuple[int, int]]] = {}
     for (source, target), lag in critical_path.problem.lags_us.items():

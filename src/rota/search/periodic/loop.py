@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from rota.placement import Placement, Route
 from rota.search.problem import NO_LIMIT, Problem
 
@@ -52,32 +54,21 @@ class Loop:
         )
 
     def left_bytes(self, rank: int) -> int:
-        """Bytes that a micro-batch leaves behind on a rank; with a limit, more than 0 cannot go on forever."""
+        """Bytes that each micro-batch leaves behind on a rank; more than 0 will exceed any limit in the end."""
         return sum(self.placement.tasks[i].held_bytes for i in self.tasks_on[rank])
-
-    @cached_property
-    def work_us(self) -> int:
-        """The work of the busiest rank."""
-        return max(sum(self.durations_us[i] for i in tasks) for tasks in self.tasks_on)
 
     # --- what waits for what ---------------------------------------------------------------------------------------
 
     @cached_property
-    def _reach_us(self) -> tuple[dict[int, int], ...]:
-        """Per task, each task that depends on it, and how much later that one starts at least (itself: 0)."""
-        reach: list[dict[int, int]] = [{task: 0} for task in range(self.num_tasks)]
-        outputs: list[list[tuple[int, int]]] = [[] for _ in range(self.num_tasks)]
-        for (source, target), lag in self.problem.lags_us.items():
-            outputs[source].append((target, self.durations_us[source] + lag))
-        for task in reversed(self.problem.topological):
-            for target, least in outputs[task]:
-                for further, more in reach[target].items():
-                    reach[task][further] = max(reach[task].get(further, 0), least + more)
-        return tuple(reach)
+    def _paths_us(self) -> list[list[int]]:
+        """`Problem.paths_us` as whole numbers of Python, which CP-SAT takes."""
+        paths: list[list[int]] = self.problem.paths_us.tolist()
+        return paths
 
     def apart_us(self, source: int, target: int) -> int | None:
         """How much later than `source` the task `target` starts at least; None if it does not depend on it."""
-        return self._reach_us[source].get(target)
+        least_us = self._paths_us[source][target]
+        return least_us if least_us >= 0 else None
 
     @cached_property
     def waits(self) -> tuple[tuple[int, int, int], ...]:
@@ -88,9 +79,10 @@ class Loop:
         result = []
         for (source, target), lag in self.problem.lags_us.items():
             least = self.durations_us[source] + lag
-            others = (other for other in inputs[target] if other != source and other in self._reach_us[source])
+            others = (other for other in inputs[target] if other != source)
+            paths_us = self._paths_us[source]  # far below 0 where there is none
             if not any(
-                self._reach_us[source][other] + self.durations_us[other] + self.problem.lags_us[other, target] >= least
+                paths_us[other] + self.durations_us[other] + self.problem.lags_us[other, target] >= least
                 for other in others
             ):
                 result.append((source, target, least))
@@ -98,18 +90,16 @@ class Loop:
 
     @cached_property
     def bridges(self) -> frozenset[tuple[int, int]]:
-        """Edges whose data wait less than a period in some best schedule, so that a search may require it of all.
+        """Edges whose data wait less than a period in some best schedule, so a search may require this of all of them.
 
-        Take all that depends on `target`. If no other edge leads there, it may all start a period earlier whenever the
-        data wait a period or more: offsets stay, and memory does not grow if what moves frees at least what it takes.
-        The same holds for all that `source` depends on, a period later. Each move shortens the sum of the waits on all
-        edges, so moves come to an end, and then every bridge is short.
+        Consider the tasks that depend on `target`, and assume that no other edge leads to them. If the data wait a
+        period or more, all of these tasks can start a period earlier: offsets stay the same, and memory does not grow
+        if the tasks free at least as much as they allocate. In the same way, all tasks that `source` depends on can
+        start a period later. Each such move shortens the sum of the waits on all edges, so the moves end, and then the
+        data of every bridge wait less than a period.
         """
-        following = [set(reach) for reach in self._reach_us]
-        before: list[set[int]] = [set() for _ in range(self.num_tasks)]
-        for task, reach in enumerate(following):
-            for other in reach:
-                before[other].add(task)
+        reaches = self.problem.paths_us >= 0  # a task reaches itself
+        following, before = ([set(np.flatnonzero(row).tolist()) for row in rows] for rows in (reaches, reaches.T))
         result = set()
         for source, target, _ in self.waits:
             after, until = following[target], before[source]
@@ -129,7 +119,7 @@ class Loop:
 
     @cached_property
     def parts(self) -> tuple[tuple[int, ...], ...]:
-        """The tasks that edges join, part by part, each in topological order."""
+        """The connected components of the waits: the tasks of each, in topological order."""
         part = list(range(self.num_tasks))
         for source, target, _ in self.waits:
             old, new = part[target], part[source]
@@ -142,4 +132,4 @@ class Loop:
     @cached_property
     def critical_us(self) -> int:
         """Least time in which a micro-batch passes through all tasks."""
-        return max(least + self.durations_us[target] for reach in self._reach_us for target, least in reach.items())
+        return int((self.problem.heads_us + self.problem.durations_us).max())

@@ -17,12 +17,12 @@ from rota.search.periodic.modulo import Interval, rhythm_of
 from rota.search.periodic.retiming import Rhythm
 from rota.search.problem import NO_LIMIT, Integers, Rows
 
-_MOVES_A_NODE = 6_000
+_MOVES_PER_NODE = 6_000
 _STEPS = 12  # least number of calls of the compiled loop; the budget is checked between them
-_MOST_OPS_A_CALL = 4_000_000  # in ops as the budget counts them
+_MOST_OPS_PER_CALL = 4_000_000  # in ops as the budget counts them
 _HOT, _COLD = 0.05, 0.003  # temperatures; an overlap of a whole period has the energy 1
 _OVER = 0.2  # the energy of exceeding a limit by the largest task of the rank
-_OPS_A_VISIT = 0.25  # cost of a node, or of a pair on one rank, in ops as the budget counts them
+_OPS_PER_VISIT = 0.25  # cost of a node, or of a pair on one rank, in ops as the budget counts them
 
 
 class _Tables(NamedTuple):
@@ -55,13 +55,13 @@ def anneal_offsets(interval: Interval, budget: Budget, seed: int = 0) -> Rhythm 
     state = rng.integers(0, interval.period_us, num_nodes)
     best, least = state.copy(), np.array([np.inf])
     visits = num_nodes + int((np.diff(tables.first_on) ** 2).sum())
-    steps = max(int(_MOVES_A_NODE * num_nodes * visits * _OPS_A_VISIT) // _MOST_OPS_A_CALL, _STEPS)
-    moves = _MOVES_A_NODE * num_nodes // steps
+    steps = max(int(_MOVES_PER_NODE * num_nodes * visits * _OPS_PER_VISIT) // _MOST_OPS_PER_CALL, _STEPS)
+    moves = _MOVES_PER_NODE * num_nodes // steps
     for step in range(steps):
         hot, cold = (_HOT * (_COLD / _HOT) ** (part / steps) for part in (step, step + 1))
         random_seed = int(rng.integers(1 << 31))
         _walk(interval.period_us, interval.num_copies, tables, state, best, least, random_seed, moves, hot, cold)
-        budget.spend_ops(int(moves * visits * _OPS_A_VISIT))
+        budget.spend_ops(int(moves * visits * _OPS_PER_VISIT))
         if least[0] == 0 or budget.is_over:
             break
     starts = best.copy()

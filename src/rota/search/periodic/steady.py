@@ -359,7 +359,7 @@ class _Search:
         return Interval(self.loop, self.num_copies, period_us, latency_us, self.in_flight)
 
     def take(self, rhythm: Rhythm | None) -> bool:
-        """Takes it if it is faster than the best, and fits; whether it did."""
+        """Keep the rhythm if it is faster than the best one, and fits; returns whether it is kept."""
         if rhythm is None or (self.best is not None and rhythm.period_us >= self.best.period_us):
             return False
         if self._fits(rhythm):
@@ -367,7 +367,7 @@ class _Search:
         return self.best is rhythm
 
     def _take_answer(self, answer: Answer) -> bool:
-        """Takes the earliest starts, else the model's own."""
+        """Keep the rhythm with the earliest starts, or else the model's own; returns whether one is kept."""
         return self.take(answer.rhythm) or (self.has_carries and self.take(answer.as_solved))
 
     def _fits(self, rhythm: Rhythm) -> bool:
@@ -382,7 +382,7 @@ class _Search:
         return not over.any()
 
     def _try(self, period_us: int) -> bool:
-        """Looks for a rhythm of at most this period; whether one is known now."""
+        """Look for a rhythm of at most this period; returns whether one is known afterwards."""
         if self.best is not None and self.best.period_us <= period_us:
             return True
         interval = self._interval(period_us)
