@@ -110,7 +110,7 @@ LAYERS = "nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))"
         (MODEL.replace("return nn.Sequential", "return str"), "make_model failed: TypeError"),
         (MODEL.replace(LAYERS, "3"), "make_model returned a int; return an nn.Module"),
         (MODEL.replace("return torch.zeros(rows, 4), ", "return "), "make_batch(2) returned no pair"),
-        (MODEL.replace("torch.zeros(rows, 4)", "torch.zeros(3, 4)"), "the batch for 2 rows has 3; return as many"),
+        (MODEL.replace("torch.zeros(rows, 4)", "torch.zeros(3, 4)"), "the batch for 2 rows has 3; return 2"),
     ],
 )
 def test_what_a_file_lacks_is_told(source: str, told: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
