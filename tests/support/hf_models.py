@@ -6,6 +6,7 @@ Without dropout, so that whole and split give equal numbers; `make_model` seeds,
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -147,7 +148,9 @@ def lora_gpt2() -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
-    return get_peft_model(gpt2(), config)
+    with warnings.catch_warnings():  # of transformers, about what peft calls
+        warnings.simplefilter("ignore", FutureWarning)
+        return get_peft_model(gpt2(), config)
 
 
 _DECODER = {
