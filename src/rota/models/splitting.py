@@ -23,7 +23,9 @@ from rota.models.unmodified import Candidates, as_inputs
 Cuts: TypeAlias = Iterable[int | str]
 
 
-def split(model: nn.Module, num_stages: int, cuts: Cuts | None = None, *, example: Any = None) -> Stages:
+def split(
+    model: nn.Module, num_stages: int, cuts: Cuts | None = None, *, example: Any = None, direct_skips: bool = False
+) -> Stages:
     """Cut `model` into stages that together do what it does, with its own parameters.
 
     A model whose forward calls CutPoints is cut at them, and an `nn.Sequential` between its children. Any other model
@@ -41,6 +43,8 @@ def split(model: nn.Module, num_stages: int, cuts: Cuts | None = None, *, exampl
             (`"model.layers.4"`), or patterns of modules that a stage may begin with (`"model.layers.*"`). None: spread
             so that no stage has two pieces more than another.
         example: For a model without CutPoints: a batch, as a dict of its keyword arguments, or as a tuple.
+        direct_skips: With an example: what a stage needs of one that is not right before it travels directly. By
+            default it passes through the stages between, which are a chain then, as most named schedules require.
 
     Returns:
         The stages, with `cuts` set to the names of these cuts.
@@ -53,7 +57,7 @@ def split(model: nn.Module, num_stages: int, cuts: Cuts | None = None, *, exampl
     if is_marked(model) or (num_stages == 1 and example is None):
         return _split_marked(model, num_stages, cuts)
     candidates = Candidates(model, cuts, _example_for(model, example))
-    return candidates.split(_chosen_calls(candidates, num_stages, cuts))
+    return candidates.split(_chosen_calls(candidates, num_stages, cuts), relay=not direct_skips)
 
 
 def finest(model: nn.Module, example: Any = None) -> tuple[Stages, tuple[str, ...]]:

@@ -110,19 +110,21 @@ class Candidates:
 
         return {call: name for call, name in self.called().items() if can_be_cut(call)}
 
-    def split(self, calls: Sequence[int]) -> Stages:
+    def split(self, calls: Sequence[int], *, relay: bool = True) -> Stages:
         """Stages that begin at these calls."""
-        return carve(self._model, self._recording, calls, self._inputs)
+        return carve(self._model, self._recording, calls, self._inputs, relay)
 
 
 def _outermost(paths: Sequence[str]) -> list[str]:
     return [path for path in paths if not any(path.startswith(other + ".") for other in paths)]
 
 
-def carve(model: nn.Module, recording: Recording, starts: Sequence[int], inputs: Mapping[str, Any]) -> Stages:
-    """Stages of `model` that begin at these calls. `inputs`: the batch that was recorded."""
+def carve(
+    model: nn.Module, recording: Recording, starts: Sequence[int], inputs: Mapping[str, Any], relay: bool
+) -> Stages:
+    """Stages of `model` that begin at these calls. `inputs`: the recorded batch. `relay`: see `cut_recording`."""
     names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
-    cutting = cut_recording(recording, starts, names)
+    cutting = cut_recording(recording, starts, names, relay=relay)
     signature = inspect.signature(model.forward).parameters
     positional = [one.name for one in signature.values() if one.kind is Parameter.POSITIONAL_OR_KEYWORD]
     readings = _readings(cutting, inputs)

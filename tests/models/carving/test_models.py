@@ -66,6 +66,8 @@ def test_gradients_are_those_of_the_whole_model(name: str) -> None:
         stages = split(model, num_stages, case.cuts, example=example)
         for rows, length in ((2, 8), (3, 12)):
             assert_as_whole(stages, model, case, case.make_batch(rows, length, rows))
+    stages = split(model, 3, case.cuts, example=example, direct_skips=True)
+    assert_as_whole(stages, model, case, case.make_batch(2, 7, 1))
     stages, cuts = finest(model, example)
     assert len(stages) == len(cuts) + 1 >= 5
     assert_as_whole(stages, model, case, case.make_batch(2, 5, 1))

@@ -53,7 +53,7 @@ class CarvedStage(nn.Module):
         self._leaving = {
             target: [(cutting.value_name(value), value) for value in values] for target, values in part.sent.items()
         }
-        self._sizes = tuple(sizes)
+        self._sizes, self._needed = tuple(sizes), frozenset(part.needed)
         self._incomplete = [
             number
             for number, labels in recording.result_objects
@@ -80,18 +80,18 @@ class CarvedStage(nn.Module):
                 "model.train() before rota.split"
             )
         run, reading = self._run, self._reading
-        received = {
+        arrived = {
             returned: value[key]
             for arriving, value in zip(self._arriving, values, strict=False)
             for key, returned in arriving
         }
         given = zip(reading.inputs, values[len(reading.sources) :], strict=True)
         inputs = {name: value for name, value in given if value is not LeftOut}
-        device = _device_of([*received.values(), *inputs.values()])
+        device = _device_of([*arrived.values(), *inputs.values()])
         for name, dtype in reading.sized.items():
             if (shape := values[0][SIZES][name]) is not None:
                 inputs[name] = absent(tuple(shape), dtype, device)
-        run.begin(received, device)
+        run.begin({returned: value for returned, value in arrived.items() if returned in self._needed}, device)
         output, has_stopped = None, False
         try:
             output = self._root(**inputs)
@@ -101,7 +101,7 @@ class CarvedStage(nn.Module):
             sent = run.end()
         if has_stopped == self._is_last:
             raise run.deviation("the forward ended")
-        return self._checked(output) if self._is_last else self._sent(sent, inputs)
+        return self._checked(output) if self._is_last else self._sent(arrived | sent, inputs)
 
     def _sent(self, sent: dict[Returned, Any], inputs: dict[str, Any]) -> dict[int, dict[str, Any]]:
         sizes = {name: value.shape if isinstance(value := inputs.get(name), Tensor) else None for name in self._sizes}
