@@ -56,6 +56,11 @@ def split(
         raise SplitError(f"num_stages is {num_stages}: give at least 1")
     if is_marked(model) or (num_stages == 1 and example is None):
         return _split_marked(model, num_stages, cuts)
+    if hasattr(model, "_orig_mod"):
+        raise SplitError(
+            "the model comes from torch.compile(model), which hides its modules: split the model itself, and compile "
+            "its blocks, block.compile(), before or after"
+        )
     candidates = Candidates(model, cuts, _example_for(model, example))
     return candidates.split(_chosen_calls(candidates, num_stages, cuts), relay=not direct_skips)
 
@@ -98,9 +103,10 @@ def _chosen_calls(candidates: Candidates, num_stages: int, cuts: Cuts | None) ->
     possible = candidates.called()
     cuts = None if cuts is None else [*cuts]
     if cuts is None or any(isinstance(cut, str) and "*" in cut for cut in cuts):
+        cuts = None
         if len(possible) >= num_stages:  # else even the first block needs a cut before it
             possible.pop(min(possible))
-        cuts = None
+    possible.pop(0, None)  # what comes before the forward's first call is no stage
     return _choose(num_stages, cuts, possible, "module that the forward calls and a stage may begin with")
 
 

@@ -87,16 +87,12 @@ class Candidates:
         self._recording = record(model, _outermost(self._blocks), inputs)
 
     def called(self) -> dict[int, str]:
-        """The first call of each module, with its path, in order; without the forward's very first call."""
+        """The first call of each module, with its path, in order."""
         recording = self._recording
         first: dict[int, int] = {}
         for call, unit in enumerate(recording.calls):
             first.setdefault(unit, call)
-        return {
-            call: recording.units[unit]
-            for unit, call in first.items()
-            if call > 0 and recording.units[unit] in self._blocks
-        }
+        return {call: recording.units[unit] for unit, call in first.items() if recording.units[unit] in self._blocks}
 
     def possible(self) -> dict[int, str]:
         """As `called`, without those where a cut would be refused."""
@@ -108,7 +104,7 @@ class Candidates:
                 return False
             return True
 
-        return {call: name for call, name in self.called().items() if can_be_cut(call)}
+        return {call: name for call, name in self.called().items() if call > 0 and can_be_cut(call)}
 
     def split(self, calls: Sequence[int], *, relay: bool = True) -> Stages:
         """Stages that begin at these calls."""

@@ -168,8 +168,9 @@ class _Unit:
                 if leaf is not arguments[recorded.argument]:
                     raise run.deviation(f"{self._name} does not give back its argument")
             elif not recorded.is_tensor:
-                if leaf is not recorded.value and type(leaf) in PLAIN and leaf != recorded.value:
-                    raise run.deviation(f"{self._name} returns {leaf!r} for {recorded.value!r}")
+                if type(leaf) is not type(recorded.value) or (type(leaf) in PLAIN and leaf != recorded.value):
+                    was = type(recorded.value).__name__ if recorded.value is not None else "None"
+                    raise run.deviation(f"{self._name} returns a {type(leaf).__name__} ({leaf!r:.40}) for {was}")
             elif leaves_stage:
                 if not isinstance(leaf, Tensor) or isinstance(leaf, Absent):
                     raise run.deviation(f"{self._name} returns no tensor of its own")

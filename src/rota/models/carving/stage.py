@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rota.errors import PipelineError
 from rota.models.carving.absent import Absent, absent, absent_like
+from rota.models.carving.compiled import compile_alike
 from rota.models.carving.cutting import Cutting
 from rota.models.carving.recording import Returned
 from rota.models.carving.running import Run, Stopped, install
@@ -62,6 +63,9 @@ class CarvedStage(nn.Module):
         #: The paths of the modules that run here, in the order of their calls.
         self.holds = tuple(recording.call_name(call) for call in range(part.begin, part.end))
         self._shapes = install(root, cutting, stage, self._run)
+        for path in {recording.units[unit] for unit in recording.calls[part.begin : part.end]}:
+            if path not in {recording.units[unit] for unit in recording.calls[: part.begin]}:
+                compile_alike(model.get_submodule(path), root.get_submodule(path))
         # The copy's own dicts: what is registered in one is in the other.
         self._parameters, self._buffers, self._modules = root._parameters, root._buffers, root._modules
         self._non_persistent_buffers_set = root._non_persistent_buffers_set
