@@ -79,7 +79,7 @@ def add_loss(value: torch.Tensor, count: float | torch.Tensor | None = None) -> 
     elif value.requires_grad:
         warnings.warn(
             "rota.add_loss is called outside of a Pipeline, so its loss is not trained; use "
-            "`with rota.collect_losses() as added:` around the forward, and add `added.total` to the loss",
+            "`with rota.collect_losses() as added:` around forward and backward, and add `added.total` to the loss",
             stacklevel=2,
         )
 
@@ -87,6 +87,8 @@ def add_loss(value: torch.Tensor, count: float | torch.Tensor | None = None) -> 
 @contextmanager
 def collect_losses() -> Iterator[AddedLosses]:
     """Collect what `add_loss` is called with, so that the unsplit model trains as its stages do.
+
+    The backward of checkpointed blocks calls it again: keep the backward inside too, after `total` was read.
 
     Returns:
         A context manager that gives an `AddedLosses`, with `total` and `weighted_total`.
