@@ -22,7 +22,7 @@ from rota.errors import FormatError
 from rota.profiles import Profile
 from rota.profiling import profile_model
 from rota.profiling.optimizers import MakeOptimizer
-from rota.profiling.stage_run import LossFn
+from rota.runtime.losses import LossFn
 from rota.runtime.messages import over_tensors
 
 _REAL = ("cpu", "cuda")  # devices that compute
