@@ -56,7 +56,11 @@ def give_memory(stages: Stages, local: Iterable[int], loaded: Iterable[torch.Ten
     _refuse_undrawn({name: tensor for name, tensor in named.items() if tensor not in loaded})
     for tensor in loaded & {*named.values()}:
         if tensor.is_meta:
-            replace(tensor, torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_home(tensor)), holders)
+            replace(
+                tensor,
+                torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_home(tensor)),
+                holders,
+            )
     by_log: dict[int, tuple[Log, list[torch.Tensor]]] = {}
     for tensor in named.values():
         if (mark := deferred(tensor)) is not None:

@@ -43,7 +43,7 @@ class Region(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor, number: int) -> Region:
         """Where `tensor`, which is deferred, is in its storage."""
-        return cls(number, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+        return cls(number, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The same part of a storage with memory."""
@@ -71,7 +71,7 @@ class Operation:
         """Do it with memory, and add the storages that it makes to `reals`."""
         for region in self.arguments:
             if isinstance(region, Region) and region.number not in reals:  # it is overwritten
-                reals[region.number] = torch.UntypedStorage(region.num_bytes, device=self.device)
+                reals[region.number] = torch.UntypedStorage(region.num_bytes, device=self.device)  # type: ignore[no-untyped-call]
         filled = [leaf.on(reals[leaf.number]) if isinstance(leaf, Region) else leaf for leaf in self.arguments]
         args, kwargs = tree_unflatten(filled, self.structure)
         with _default_dtype(self.default_dtype), _generator_in(self.state, args, kwargs):
@@ -169,7 +169,7 @@ class Log:
 
     @torch.no_grad()
     def replay(self, wanted: Iterable[int], keep: WeakSet[Deferred] | None = None) -> Reals:
-        """The storages `wanted` as they are now. What they are made of is freed, or is kept by marks, which `keep` gets."""
+        """The storages `wanted` as they are now. `keep` gets the marks of all that was made, which keep its memory."""
         wanted = {*wanted}
         chosen, kept = self.needed_for(wanted)
         last_use = {n: i for i in chosen for n in self.operations[i].reads | self.operations[i].writes}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from mmap import mmap
 from typing import Any, final
 from weakref import WeakSet
 
@@ -46,14 +47,19 @@ _FILLS = frozenset(
 @contextmanager
 def deferring(draws: bool) -> Iterator[None]:
     """Meanwhile large tensors are made without memory."""
-    with _Recorder(Log(draws)), _AsOnTheirDevice():
-        yield
+    log = Log(draws)
+    try:
+        with _Recorder(log), _AsOnTheirDevice():
+            yield
+    finally:
+        for mark in log.marks.values():
+            mark.release()
 
 
 @final
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, log: Log) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._log = log
         self._drawn: WeakSet[Deferred] = WeakSet()  # those whose memory is kept: the last that was drawn,
         self._read: WeakSet[Deferred] = WeakSet()  # and what was made for the last read
@@ -71,6 +77,8 @@ class _Recorder(TorchDispatchMode):
             return func(*self._real(args), **self._real(kwargs))
         if any(tensor.is_meta and not deferred(tensor) for tensor in tensors):
             raise PipelineError(f"{func} reads a tensor on the meta device, of which nothing is known; {_REMEDY}")
+        if func.overloadpacket == torch.ops.aten.set_:  # it writes no values
+            return func(*args, **kwargs)
         call = _Call(func, args, kwargs, written)
         if call.is_random:
             return self._draw(call)
@@ -124,27 +132,30 @@ class _Recorder(TorchDispatchMode):
     def _draw(self, call: _Call) -> Any:
         """Draw as ever, into memory that is soon freed."""
         func, args, kwargs = call.func, call.args, call.kwargs
+        state: torch.Tensor | None = None
         if not call.is_fill:
-            state = generator_of(self._real(args), kwargs).get_state()
-            drawn = func(*self._real(args), **self._real(kwargs))
+            real_args, real_kwargs = self._real((args, kwargs))
+            state = generator_of(real_args, real_kwargs).get_state()
+            drawn = func(*real_args, **real_kwargs)
+            for tensor in call.written:  # what is kept of it has changed, by what the log is yet to have
+                if (mark := deferred(tensor)) is not None:
+                    mark.release()
             try:
                 made = self._on_meta(func, args, kwargs)
             except NotImplementedError:
                 return drawn
             self._note(call, made, state)
             return made
-        state = None
         if self._log.draws:
-            storage = torch.UntypedStorage(args[0].untyped_storage().nbytes(), device=call.device)
+            for other in self._drawn - self._read:
+                other.release()
+            storage = _scratch(args[0].untyped_storage().nbytes(), call.device)
             target = Region.of(args[0], 0).on(storage)
             state = generator_of((target,), kwargs).get_state()
             func(target, *args[1:], **kwargs)
         self._note(call, args[0], state)
         mark = deferred(args[0])
         if state is not None and mark is not None and call.overwrites:
-            for other in self._drawn:
-                if other not in self._read:
-                    other.release()
             self._drawn = WeakSet((mark,))
             mark.keep(storage, len(self._log.operations) - 1)
         return args[0]
@@ -186,7 +197,9 @@ class _Call:
         self._tensors = [*tensors_anywhere((args, kwargs))]
         given = kwargs.get("device")
         of_first = next((mark.device for tensor in self._tensors if (mark := deferred(tensor))), None)
-        self.device: torch.device = device or (given if given not in (None, _META) else of_first)
+        found = device or (given if given not in (None, _META) else of_first)
+        assert found is not None
+        self.device: torch.device = found
         self.is_random = torch.Tag.nondeterministic_seeded in func.tags
         name = str(func.overloadpacket)
         self.is_fill = name in _FILLS and len(self._tensors) == 1
@@ -216,6 +229,13 @@ class _Call:
             mark = deferred(leaf)
             return leaf.detach().clone() if mark is None else Region.of(leaf, mark.number)
         return self.device if leaf == _META else leaf
+
+
+def _scratch(num_bytes: int, device: torch.device) -> torch.UntypedStorage:
+    """Memory that goes back to the system when it is freed: `malloc` would keep it, in pieces."""
+    if device.type != "cpu" or not num_bytes:
+        return torch.UntypedStorage(num_bytes, device=device)  # type: ignore[no-untyped-call]
+    return torch.frombuffer(mmap(-1, num_bytes), dtype=torch.uint8).untyped_storage()
 
 
 def _covers_its_storage(tensor: torch.Tensor) -> bool:
@@ -248,7 +268,10 @@ class _AsOnTheirDevice(TorchFunctionMode):
             # Else the number would become a tensor on the meta device, before anyone sees it.
             args = *args[:2], torch.tensor(args[2], dtype=args[0].dtype, device=mark.device)
         if mark is not None and func in _READ_WHOLE:
-            args = with_values(mark.log, args)[0]
+            made = func(*with_values(mark.log, args)[0], **(kwargs or {}))
+            if not isinstance(made, list):
+                made.flags.writeable = False  # a write into the array would not be one into the tensor
+            return made
         if func == _SET_DATA and args[0].is_meta is not args[1].is_meta:
             replace(args[0], args[1].detach())
             return None
@@ -261,5 +284,5 @@ _ABOUT_DEVICE: dict[Any, Callable[[torch.device], Any]] = {
     torch.Tensor.is_cpu.__get__: lambda device: device.type == "cpu",  # type: ignore[attr-defined]
     torch.Tensor.is_cuda.__get__: lambda device: device.type == "cuda",  # type: ignore[attr-defined]
 }
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_DATA = torch.Tensor.data.__set__
 _READ_WHOLE = frozenset((torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__))
