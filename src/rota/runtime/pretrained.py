@@ -24,7 +24,6 @@ from rota.errors import FormatError
 from rota.models import Stages
 from rota.runtime.checkpoints.names import names_of
 from rota.runtime.deferred import give_memory
-from rota.runtime.deferred.replacing import replace
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {
@@ -59,7 +58,7 @@ def load_pretrained(
     local: Iterable[int],
     folder: str | Path,
     *,
-    dtype: torch.dtype | None = None,
+    cast: bool = False,
     missing: Iterable[str] = (),
     unexpected: Iterable[str] = (),
 ) -> None:
@@ -72,7 +71,7 @@ def load_pretrained(
         stages: The stages of a whole model, best made in `rota.deferred_init(to_load=True)`.
         local: The stages that this process runs, as `local_stages` gives them.
         folder: It has `model.safetensors`, or `model.safetensors.index.json` and its files.
-        dtype: Convert all floating-point weights to it. None: the folder must have the model's.
+        cast: Convert floating-point weights to the model's dtypes. Otherwise the folder must have these.
         missing: Patterns of names that the folder may lack, such as "score.*": they are as the constructor makes them.
         unexpected: Patterns of names that the folder may have beside the model's, such as "*.attn.bias".
 
@@ -84,17 +83,10 @@ def load_pretrained(
     named = names_of(stages)
     stored = _stored(Path(folder))
     found = _matched(named, stored, Path(folder), [*missing], [*unexpected])
-    _refuse_other_kinds(found, dtype, Path(folder))
+    _refuse_other_kinds(found, cast, Path(folder))
     here = {tensor for stage in local for tensor in stages[stage].state_dict(keep_vars=True).values()}
     loaded = {tensor: sources for tensor, sources in found.items() if tensor in here}
-    holders = [inner for module in stages.modules for inner in module.modules()]
-    for tensor in found:  # those of other stages too: all processes must agree on what they are
-        if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
-            replace(tensor, torch.empty_like(tensor, dtype=dtype, device="meta"), holders)
     give_memory(stages, local, loaded)
-    for tensor in named.keys() - found.keys():
-        if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
-            replace(tensor, tensor.detach().to(dtype), holders)
     for tensor, sources in loaded.items():
         _read(tensor, sources)
 
@@ -204,14 +196,14 @@ def _fits(name: str, patterns: list[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _refuse_other_kinds(found: Mapping[torch.Tensor, list[_Stored]], dtype: torch.dtype | None, folder: Path) -> None:
+def _refuse_other_kinds(found: Mapping[torch.Tensor, list[_Stored]], cast: bool, folder: Path) -> None:
     """Raises FormatError with all tensors whose shapes or dtypes are not the model's."""
     shapes, dtypes = [], []
     for tensor, sources in found.items():
         for stored in sources:
             if stored.shape != tuple(tensor.shape):
                 shapes.append(f"{stored.name} is {[*stored.shape]}, in the model {[*tensor.shape]}")
-            converts = dtype is not None and tensor.is_floating_point() and _is_floating_point(stored.dtype)
+            converts = cast and tensor.is_floating_point() and _is_floating_point(stored.dtype)
             if stored.dtype != tensor.dtype and not converts:
                 dtypes.append(f"{stored.name} is {stored.dtype}, in the model {tensor.dtype}")
     if shapes:
@@ -219,7 +211,7 @@ def _refuse_other_kinds(found: Mapping[torch.Tensor, list[_Stored]], dtype: torc
     if dtypes:
         raise FormatError(
             f"{folder} has other dtypes than the model: {_few(dtypes)}; make the model with these, or convert them by "
-            "load_pretrained(…, dtype=torch.float32)"
+            "load_pretrained(…, cast=True)"
         )
 
 

@@ -12,6 +12,7 @@ import torch
 
 from rota.errors import PipelineError
 from rota.models import Stages
+from rota.models.carving.absent import Absent
 from rota.runtime.deferred.log import Log, Region, deferred
 from rota.runtime.deferred.recording import deferring
 from rota.runtime.deferred.replacing import replace
@@ -50,7 +51,8 @@ def materialize(stages: Stages, local: Iterable[int]) -> None:
 
 def give_memory(stages: Stages, local: Iterable[int], loaded: Iterable[torch.Tensor] = ()) -> None:
     """`materialize`, but tensors in `loaded`, whose values come from elsewhere, get memory without values."""
-    named = _held(stages, _checked(stages, local))
+    local = _checked(stages, local)
+    named = _held(stages, local)
     loaded, holders = {*loaded}, [inner for module in stages.modules for inner in module.modules()]
     _refuse_unknown(named, loaded)
     _refuse_undrawn({name: tensor for name, tensor in named.items() if tensor not in loaded})
@@ -70,7 +72,11 @@ def give_memory(stages: Stages, local: Iterable[int], loaded: Iterable[torch.Ten
         reals = log.replay(region.number for region in regions.values())
         for tensor, region in regions.items():
             replace(tensor, region.on(reals[region.number]), holders)
-    kept = {*_held(stages, _checked(stages, local)).values()}
+    for stage in local:
+        devices = {tensor.device for tensor in stages[stage].parameters()}
+        if len(devices) == 1:  # what stands for weights of other stages follows
+            stages[stage].to(devices.pop())
+    kept = {*_held(stages, local).values()}
     for tensor in _held(stages, range(len(stages))).values():
         if tensor not in kept and not tensor.is_meta:
             replace(tensor, torch.empty_like(tensor, device="meta"), holders)
@@ -95,7 +101,7 @@ def _held(stages: Stages, which: Iterable[int]) -> dict[str, torch.Tensor]:
                     found |= {
                         f"{of}{name} of stage {stage}" + (f" ({i})" if len(members) > 1 else ""): member
                         for i, member in enumerate(members)
-                        if isinstance(member, torch.Tensor)
+                        if isinstance(member, torch.Tensor) and not isinstance(member, Absent)
                     }
     return found
 

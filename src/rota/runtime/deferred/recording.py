@@ -279,10 +279,10 @@ class _AsOnTheirDevice(TorchFunctionMode):
 
 
 _ABOUT_DEVICE: dict[Any, Callable[[torch.device], Any]] = {
-    torch.Tensor.device.__get__: lambda device: device,  # type: ignore[attr-defined]
+    torch.Tensor.device.__get__: lambda device: device,
     torch.Tensor.is_meta.__get__: lambda device: False,  # type: ignore[attr-defined]  # noqa: ARG005
     torch.Tensor.is_cpu.__get__: lambda device: device.type == "cpu",  # type: ignore[attr-defined]
     torch.Tensor.is_cuda.__get__: lambda device: device.type == "cuda",  # type: ignore[attr-defined]
 }
-_SET_DATA = torch.Tensor.data.__set__
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _READ_WHOLE = frozenset((torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__))
