@@ -118,7 +118,7 @@ def comma_separated(values: Iterable[int]) -> str:
 # --- options ----------------------------------------------------------------------------------------------------------
 
 #: What an output is: it decides which names are refused, and whether a folder is made.
-Written = Literal["file", "plan", "timeline", "folder", "files in a folder"]
+Written = Literal["file", "plan", "timeline", "folder", "files in a folder", "file or folder"]
 
 
 def add_output(

@@ -29,6 +29,8 @@ def refuse_outputs(arguments: Namespace) -> None:
         if any(isinstance(path, str) and _same_file(path, output) for path in read):
             raise InputError(f"{output} is what the command reads, and would be lost; write to another file")
         option = "--force (before the plan)" if arguments.command == "run" else "--force"
+        if what == "file or folder":  # a folder where --config goes into it
+            what = "file" if arguments.config is None else "folder"
         refuse_taken(Path(output), arguments.force, is_folder=what == "folder", option=option)
         (_refuse_file if what in ("file", "plan", "timeline") else _refuse_folder)(output)
 

@@ -106,7 +106,8 @@ def damages(saved: Saved) -> list[str]:
 def export(saved: Saved, path: Path) -> int:
     """Write the whole model, weights and buffers by their names, into one safetensors file; returns their number.
 
-    Of a tied weight the aliases stand in the file's metadata, as `safetensors.torch.save_model` puts them there.
+    A tied weight is in it once, and its other names are in the file's metadata, as `safetensors.torch.save_model` and
+    transformers have it.
     Raises FormatError where weights are in shards, where the checkpoint is damaged, and where `path` cannot be written.
     """
     from safetensors import SafetensorError
