@@ -118,3 +118,39 @@ def test_transformers_loads_what_is_exported_and_any_cut_resumes(kind: str, pool
         assert torch.equal(stages[0].state_dict()[name], tensor), name
     logits = [model.eval()(**batch(9)).logits for model in (loaded, stages[0])]
     assert torch.equal(*logits)
+
+
+def by_hand(num_stages: int) -> Stages:
+    """Eight layers in sequences, whose own names for their weights clash; `names` says which layers they are."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4).double() for _ in range(8)]
+    size = len(layers) // num_stages
+    return Stages(
+        [nn.Sequential(*layers[first : first + size]) for first in range(0, len(layers), size)],
+        names=[{str(i): f"layers.{first + i}" for i in range(size)} for first in range(0, len(layers), size)],
+    )
+
+
+def train_by_hand(rank: int, num_stages: int, folder: Path, steps: range) -> list[float]:
+    plan = gpipe(
+        place(Costs.uniform(num_stages), Cluster.uniform(2), [s * 2 // num_stages for s in range(num_stages)]), 2
+    )
+    with Pipeline(by_hand(num_stages), plan, nn.functional.mse_loss) as pipeline:
+        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.01)
+        checkpoints = Checkpoints(folder, pipeline, optimizer)
+        checkpoints.load()
+        losses = []
+        for step in steps:
+            x = torch.rand(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            losses.append(pipeline.step(x, x))
+            optimizer.step()
+            optimizer.zero_grad()
+        checkpoints.save(steps.stop)
+        return losses
+
+
+def test_stages_made_by_hand_resume_on_another_cut(pool: Pool, tmp_path: Path) -> None:
+    straight = pool.run(2, train_by_hand, 2, tmp_path / "straight", range(4))[0]
+    first = pool.run(2, train_by_hand, 2, tmp_path / "cut", range(2))[0]
+    then = pool.run(2, train_by_hand, 4, tmp_path / "cut", range(2, 4))[0]
+    assert first + then == pytest.approx(straight, abs=1e-10)

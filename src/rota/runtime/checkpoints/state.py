@@ -156,7 +156,11 @@ def _stored_names(weights: list[Weight], manifest: Manifest) -> dict[str, str]:
     extra = [name for name in manifest.weights if name not in {*found.values()}]
     if missing or extra:
         told = [f"{kind} {_few(names)}" for kind, names in (("lacks", missing), ("has also", extra)) if names]
-        raise PipelineError(f"this is another model: the checkpoint {' and '.join(told)}; build the one that was saved")
+        raise PipelineError(
+            f"this is another model: the checkpoint {' and '.join(told)}; build the one that was saved. If it is that, "
+            "cut elsewhere by hand, say what the whole model calls its weights: Stages(…, names=[…]), as when it was "
+            "saved"
+        )
     return found
 
 
