@@ -42,7 +42,8 @@ _HOMES = {
     "rota.search": ("SearchResult", "find_frontier", "find_plan"),
     "rota.models": ("CutPoint", "Stages", "add_loss", "collect_losses", "split"),
     "rota.profiling": ("profile", "profile_layers"),
-    "rota.runtime": ("Pipeline", "given_plan", "mesh", "spmd"),
+    "rota.runtime": ("Pipeline", "deferred_init", "given_plan", "local_stages", "materialize", "mesh", "spmd"),
+    "rota.runtime.pretrained": ("load_pretrained",),
     "rota.runtime.checkpoints": ("Checkpoints",),
     "rota.planning": ("Machine", "autoplan"),
     "rota.planning.rehearsal": ("Rehearsal", "rehearse"),
@@ -107,10 +108,14 @@ if TYPE_CHECKING:
     from rota.profiling import profile_layers as profile_layers
     from rota.replanning import replan as replan
     from rota.runtime import Pipeline as Pipeline
+    from rota.runtime import deferred_init as deferred_init
     from rota.runtime import given_plan as given_plan
+    from rota.runtime import local_stages as local_stages
+    from rota.runtime import materialize as materialize
     from rota.runtime import mesh as mesh
     from rota.runtime import spmd as spmd
     from rota.runtime.checkpoints import Checkpoints as Checkpoints
+    from rota.runtime.pretrained import load_pretrained as load_pretrained
     from rota.search import SearchResult as SearchResult
     from rota.search import find_frontier as find_frontier
     from rota.search import find_plan as find_plan

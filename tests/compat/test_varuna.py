@@ -27,7 +27,7 @@ from rota.compat.varuna import AutoConfig, CutPoint, Profiler
 from rota.compat.varuna.cutting import boundaries, cut, cuts_by, dry_run, share, stage_costs
 from rota.compat.varuna.inputs import num_rows, sample_of, stages_to_ranks, to_micro_batches
 from rota.compat.varuna.profiler import Profile
-from rota.models import keep_local
+from rota.runtime import materialize
 from rota.schedules import varuna
 
 NUM_CUTS, WIDTH = 4, 6
@@ -204,7 +204,7 @@ def test_weights_of_other_stages_are_let_go() -> None:
     share(model, [("layers.0.weight", "layers.2.weight"), ("layers.1.weight", "layers.4.weight")])
     stages = cut(model, 5, [("layers.0.weight", "layers.2.weight"), ("layers.1.weight", "layers.4.weight")], None)
     ties, names = stages.ties, [name for name, _ in stages.named_parameters()]
-    keep_local(stages, [2])
+    materialize(stages, [2])
     there = {name for name, p in stages.named_parameters() if p.device.type == "cpu"}
     assert there == {"layers.0.weight", "layers.2.bias"}  # the first is tied to layers.2.weight
     assert stages.ties == ties
@@ -214,7 +214,7 @@ def test_weights_of_other_stages_are_let_go() -> None:
     other.weight = one.weight
     by_hand = Stages([nn.Sequential(one), nn.Sequential(one, other), nn.Linear(WIDTH, WIDTH)])
     ties = by_hand.ties
-    keep_local(by_hand, [2])
+    materialize(by_hand, [2])
     assert by_hand.ties == ties
     assert one.weight is other.weight
     assert one.weight.is_meta

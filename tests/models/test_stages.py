@@ -229,3 +229,19 @@ def test_numbered_neighbours_are_condensed() -> None:
 def test_cut_point_returns_what_it_is_given() -> None:
     value = (torch.ones(1), {"a": 1})
     assert CutPoint()(value) is value
+
+
+def test_names_say_what_the_model_calls_its_weights() -> None:
+    stages = Stages(
+        [nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2)],
+        names=[{"0": "embed", "1": "layers.0"}, "layers.1"],
+    )
+    names = ["embed.weight", "embed.bias", "layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"]
+    assert [name for name, _ in stages.named_parameters()] == names
+    assert [name for name, _ in stages.repeated(2).named_parameters()] == names
+    assert [name for name, _ in stages.with_modules(stages.modules).named_parameters()] == names
+    modules = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    with pytest.raises(SplitError, match="names has 1 entries for 2 stages"):
+        Stages(modules, names=["a"])
+    with pytest.raises(SplitError, match=r"names\[1\] has 'head', which is no module or weight of stage 1"):
+        Stages(modules, names=["a", {"head": "b"}])

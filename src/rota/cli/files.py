@@ -24,7 +24,7 @@ from rota.timeline import Timeline
 _PICTURES = (".html", ".png", ".svg", ".pdf")
 
 #: The kind of an output decides which names are refused, and whether a folder is made.
-Written = Literal["file", "plan", "timeline", "folder", "files in a folder"]
+Written = Literal["file", "plan", "timeline", "folder", "files in a folder", "file or folder"]
 
 # --- reading: errors name the file ------------------------------------------------------------------------------------
 
@@ -127,6 +127,8 @@ def refuse_outputs(arguments: Namespace) -> None:
         if any(isinstance(path, str) and _same_file(path, output) for path in read):
             raise InputError(f"{output} is read by the command, and would be overwritten; write to another file")
         option = "--force (before the plan)" if arguments.command == "run" else "--force"
+        if what == "file or folder":  # a folder where --config goes into it
+            what = "file" if arguments.config is None else "folder"
         refuse_taken(Path(output), arguments.force, is_folder=what == "folder", option=option)
         (_refuse_file if what in ("file", "plan", "timeline") else _refuse_folder)(output)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from rota.models.added_losses import AddedLoss, AddedLosses, add_loss, collect_losses
 from rota.models.cutpoint import CutPoint
-from rota.models.local import keep_local
 from rota.models.splitting import finest, split
 from rota.models.stage_edges import StageEdge
 from rota.models.stages import Stages
@@ -18,6 +17,5 @@ __all__ = [
     "add_loss",
     "collect_losses",
     "finest",
-    "keep_local",
     "split",
 ]

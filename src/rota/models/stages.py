@@ -46,9 +46,12 @@ class Stages:
             without incoming edges, nothing for the others.
         input_names: The inputs' names by position, to read named inputs out of a tuple.
         input_defaults: Values of inputs that a batch may leave out.
+        names: For each stage the names of its weights in the whole model: what comes in front of all of them
+            (`"layers.4"`), or by path of a module in the stage its path in the model (`{"0": "layers.4"}`). With them a
+            checkpoint resumes on other cuts. None: the names in the stage's module.
 
     Raises:
-        SplitError: For edges or inputs that do not fit the modules.
+        SplitError: For edges, inputs or names that do not fit the modules.
     """
 
     def __init__(
@@ -58,8 +61,10 @@ class Stages:
         inputs: Inputs | None = None,
         input_names: Iterable[str] | None = None,
         input_defaults: Mapping[str, Any] | None = None,
+        names: Iterable[str | Mapping[str, str]] | None = None,
     ) -> None:
         self.modules: Final = _check_modules(modules)
+        self._names = _parse_names(names, self.modules)
         chain = [(stage, stage + 1) for stage in range(len(self.modules) - 1)]
         self.edges: Final = parse_edges(chain if edges is None else edges, len(self.modules))
         numbers = range(len(self.modules))
@@ -146,6 +151,8 @@ class Stages:
 
     def _known_as(self, other: Stages) -> Stages:
         self.cuts, self.carried, self.known_inputs = other.cuts, other.carried, other.known_inputs
+        if other._names is not None:
+            self._names = other._names * (len(self) // len(other))
         return self
 
     def pick_inputs(self, stage: int, batch: Any) -> tuple[Any, ...]:
@@ -212,6 +219,17 @@ class Stages:
         """The number of elements of the parameters of `stage`, trainable or frozen."""
         return sum(parameter.numel() for parameter in self.modules[stage].parameters())
 
+    def name_in_model(self, stage: int, name: str) -> str:
+        """What the whole model calls what the module of `stage` calls `name`."""
+        if self._names is None:
+            return name
+        paths = self._names[stage]
+        steps = name.split(".")
+        for length in range(len(steps), -1, -1):
+            if (path := paths.get(".".join(steps[:length]))) is not None:
+                return ".".join([*filter(None, [path]), *steps[length:]])
+        return name
+
     def named_parameters(self, of: Iterable[int] | None = None) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter once, and its name in the first stage that has it, the same whichever rank asks.
 
@@ -223,7 +241,11 @@ class Stages:
         Returns:
             The names and parameters, in the order of the stages.
         """
-        named = [(s, *pair) for s, module in enumerate(self.modules) for pair in module.named_parameters()]
+        named = [
+            (stage, self.name_in_model(stage, name), parameter)
+            for stage, module in enumerate(self.modules)
+            for name, parameter in module.named_parameters()
+        ]
         clash = len({name for _, name, _ in named}) < len({(name, parameter) for _, name, parameter in named})
         left = {
             parameter for stage in (range(len(self)) if of is None else of) for parameter in self[stage].parameters()
@@ -250,6 +272,27 @@ def _check_modules(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
         if not isinstance(module, nn.Module):
             raise SplitError(f"modules[{stage}] is a {type(module).__name__}: every stage must be an nn.Module")
     return checked
+
+
+def _parse_names(
+    names: Iterable[str | Mapping[str, str]] | None, modules: tuple[nn.Module, ...]
+) -> tuple[dict[str, str], ...] | None:
+    """By stage, and by path of a module in it, the path in the model; "" is the stage's module itself."""
+    if names is None:
+        return None
+    parsed = tuple({"": given} if isinstance(given, str) else dict(given) for given in names)
+    if len(parsed) != len(modules):
+        raise SplitError(f"names has {len(parsed)} entries for {len(modules)} stages: give one per stage")
+    for stage, (paths, module) in enumerate(zip(parsed, modules, strict=True)):
+        own = {path for path, _ in module.named_modules(remove_duplicate=False)} | {
+            n for n, _ in module.named_parameters()
+        }
+        if unknown := sorted(paths.keys() - own):
+            raise SplitError(
+                f"names[{stage}] has {unknown[0]!r}, which is no module or weight of stage {stage}, a "
+                f"{type(module).__name__}: give paths as its named_modules() has them"
+            )
+    return parsed
 
 
 def _parse_inputs(inputs: Inputs, num_stages: int, names: tuple[str, ...]) -> tuple[tuple[Input, ...], ...]:

@@ -1,8 +1,9 @@
 """Plans run on `torch.distributed`: one process per rank, messages over Gloo, the planned order, all of it recorded."""
 
 from rota.runtime import spmd
+from rota.runtime.deferred import deferred_init, materialize
 from rota.runtime.launcher_files import given_plan
-from rota.runtime.meshes import mesh
+from rota.runtime.meshes import local_stages, mesh
 from rota.runtime.pipeline import Pipeline
 
-__all__ = ["Pipeline", "given_plan", "mesh", "spmd"]
+__all__ = ["Pipeline", "deferred_init", "given_plan", "local_stages", "materialize", "mesh", "spmd"]

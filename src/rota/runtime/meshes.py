@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rota.errors import PipelineError
+from rota.plan import Plan
 from rota.runtime.process_group import group_timeout, join, leave
 from rota.runtime.transport import together
 
@@ -50,6 +51,22 @@ def mesh(*, pp: int | None = None, dp: int = 1, tp: int = 1, timeout_s: float | 
         )
     with together("making the mesh"):
         return init_device_mesh("cpu", (dp, pp, tp), mesh_dim_names=_DIMS)
+
+
+def local_stages(plan: Plan, mesh: DeviceMesh | None = None) -> tuple[int, ...]:
+    """The stages that this process runs, as `Stages` numbers them.
+
+    Joins the processes that `rota run` or torchrun started, if nothing has done so yet.
+
+    Args:
+        plan: the plan that the pipeline gets.
+        mesh: the mesh that the pipeline gets.
+    """
+    join()
+    mine = next(pipeline for pipeline in pipelines_of(mesh) if dist.get_rank() in pipeline)
+    num_stages, left = divmod(plan.placement.num_stages, plan.placement.num_components)
+    stages = plan.placement.stages_on(mine.index(dist.get_rank()))
+    return tuple(sorted({stage if left else stage % num_stages for stage in stages}))
 
 
 def mesh_environment(pp: int, dp: int, tp: int) -> dict[str, str]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rota import PipelineError, SplitError, Stages, split
-from rota.models import keep_local
+from rota.runtime.deferred import materialize
 from support.hf_models import CASES, gpt2
 from support.hf_models import decoder as decoder_only
 
@@ -135,7 +135,7 @@ def test_only_local_stages_keep_memory() -> None:
     model, batch = Blocks(), {"x": rows()}
     stages = split(model, 2, example=batch)
     sent = stages.call(0, [], batch)
-    keep_local(stages, [0])
+    materialize(stages, [0])
     assert [parameter.is_meta for parameter in stages[1].parameters()] == [True] * 4
     assert torch.equal(stages.call(0, [], batch)[1]["layers.1"], sent[1]["layers.1"])
 

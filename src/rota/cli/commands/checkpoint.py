@@ -7,11 +7,12 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rota.cli import files
 from rota.cli.arguments import add_output
 from rota.cli.parser import Command, Parser, one_of
 from rota.cli.requirements import InputError, require
 from rota.errors import PipelineError
-from rota.reading import printable, short
+from rota.reading import printable, read_text, short
 
 if TYPE_CHECKING:
     from rota.runtime.checkpoints.files import Saved
@@ -29,7 +30,11 @@ def add_arguments(parser: Parser) -> None:
     actions.add_argument("action", type=one_of(ACTIONS), metavar="ACTION", help="ls, verify or export")
     help_text = "folder of rota.Checkpoints, or one checkpoint: FOLDER/step-N"
     actions.add_argument("folder", metavar="FOLDER", help=help_text)
-    add_output(parser, "FILE", "for export: model.safetensors")
+    add_output(
+        parser, "FILE", "for export: model.safetensors, or a folder for it with --config", writes="file or folder"
+    )
+    help_text = "for export: the model's config.json, copied beside the model.safetensors that from_pretrained loads"
+    parser.add_argument("--config", metavar="CONFIG.json", help=help_text)
 
 
 def run(arguments: Namespace) -> int:
@@ -37,6 +42,8 @@ def run(arguments: Namespace) -> int:
     if (arguments.output is None) is (arguments.action == "export"):
         remedy = "needs -o FILE" if arguments.output is None else f"writes no file: leave out -o {arguments.output}"
         raise InputError(f"{arguments.action} {remedy}")
+    if arguments.config is not None and arguments.action != "export":
+        raise InputError(f"{arguments.action} writes no model: leave out --config {arguments.config}")
     require("torch", "torch")
     return ACTIONS[arguments.action](arguments)
 
@@ -93,8 +100,15 @@ def _export(arguments: Namespace) -> int:
         raise damaged[0][1]
     for _, error in damaged:
         print(f"rota checkpoint: left out: {printable(str(error))}", file=sys.stderr)
-    num_tensors = export(found[-1], Path(arguments.output))
-    print(printable(f"Wrote {num_tensors:,} weights and buffers of {found[-1].path} to {arguments.output}."))
+    path = Path(arguments.output)
+    if arguments.config is not None:
+        config = read_text(arguments.config)
+        files.make_folder(arguments.output)
+        path /= "model.safetensors"
+    num_tensors = export(found[-1], path)
+    if arguments.config is not None:
+        files.write(str(path.with_name("config.json")), config)
+    print(printable(f"Wrote {num_tensors:,} weights and buffers of {found[-1].path} to {path}."))
     return 0
 
 

@@ -29,8 +29,7 @@ from rota.compat.varuna.inputs import (
 from rota.compat.varuna.mixed_precision import MixedPrecision
 from rota.costs import Costs
 from rota.errors import PipelineError
-from rota.models import keep_local
-from rota.runtime import Pipeline
+from rota.runtime import Pipeline, materialize
 from rota.runtime.checkpoints import Checkpoints
 from rota.runtime.process_group import join
 
@@ -89,7 +88,7 @@ class Varuna(nn.Module):
             num_cut_points = dry_run(model, sample, num_rows(sample))
         cuts = None if costs is None else cuts_by(costs, self.num_stages, num_cut_points)
         self.stages = cut(model, self.num_stages, shared_weights or (), cuts)
-        keep_local(self.stages, [self.stage])
+        materialize(self.stages, [self.stage])
         #: This process's stage; its parameters have the names that they have in the whole model.
         self.model = self.stages[self.stage]
         self._mesh = mesh_of(of_stages)

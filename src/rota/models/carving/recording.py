@@ -27,6 +27,7 @@ from rota.models.carving.dispatch import (
     storage_of,
     written_arguments,
 )
+from rota.models.carving.on_meta import OnMeta, is_on_meta
 from rota.models.carving.structure import PLAIN, Structure, flatten
 from rota.models.carving.units import copy_sharing, find_units, intercept, is_dropout
 from rota.models.randomness import random_state_kept
@@ -162,6 +163,8 @@ def record(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, Any]) -
         stack.enter_context(random_state_kept(model))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(flow.inner_outputs_recorded())
+        if is_on_meta(model):
+            stack.enter_context(OnMeta())  # type: ignore[no-untyped-call]
         stack.enter_context(flow)
         for name, value in inputs.items():
             flow.label_input(name, value)

@@ -106,8 +106,9 @@ def damages(saved: Saved) -> list[str]:
 def export(saved: Saved, path: Path) -> int:
     """Write the whole model, weights and buffers by their names, into one safetensors file; returns their number.
 
-    Aliases of tied weights are in the file's metadata, where `safetensors.torch.save_model` puts them, too. Raises
-    FormatError if weights are in several TP shards, if the checkpoint is damaged, and if `path` cannot be written.
+    A tied weight is in it once, and its other names are in the file's metadata, as `safetensors.torch.save_model` and
+    transformers write them. Raises FormatError if weights are in several TP shards, if the checkpoint is damaged, and
+    if `path` cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file

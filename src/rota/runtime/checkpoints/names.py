@@ -83,7 +83,11 @@ def _weights(pipeline: Pipeline) -> Iterator[Weight]:
 
 def names_of(stages: Stages) -> dict[torch.Tensor, tuple[str, ...]]:
     """All names of each weight and buffer; the first is that of `Stages.named_parameters`, without wrappers' names."""
-    named = [(stage, *pair) for stage, module in enumerate(stages.modules) for pair in _saved(module)]
+    named = [
+        (stage, stages.name_in_model(stage, name), tensor)
+        for stage, module in enumerate(stages.modules)
+        for name, tensor in _saved(module)
+    ]
     kinds = [[entry for entry in named if isinstance(entry[2], nn.Parameter) is wanted] for wanted in (True, False)]
     found: dict[torch.Tensor, tuple[str, ...]] = {}
     taken: dict[str, torch.Tensor] = {}

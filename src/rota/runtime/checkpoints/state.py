@@ -156,7 +156,10 @@ def _stored_names(weights: list[Weight], manifest: Manifest) -> dict[str, str]:
     extra = [name for name in manifest.weights if name not in {*found.values()}]
     if missing or extra:
         what = [f"{kind} {_few(names)}" for kind, names in (("lacks", missing), ("also has", extra)) if names]
-        raise PipelineError(f"this is another model: the checkpoint {' and '.join(what)}; build the one that was saved")
+        raise PipelineError(
+            f"this is another model: the checkpoint {' and '.join(what)}; build the one that was saved. If it is the "
+            "same model, cut elsewhere by hand, name its weights as when it was saved: Stages(…, names=[…])"
+        )
     return found
 
 

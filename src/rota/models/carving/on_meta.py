@@ -1,0 +1,51 @@
+"""A forward of a model on the meta device, with a batch that has numbers.
+
+What is made of the batch alone, such as masks and positions, has numbers, and can decide about what the forward does.
+What weights take part in has only a shape.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from rota.models.carving.dispatch import TorchDispatchMode, leaves_of, mapped
+
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether a weight of the model has no memory."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+@final
+class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets tensors with and without numbers be used together."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The operation with numbers if all its tensors have them, else on shapes."""
+        del types
+        kwargs = kwargs or {}
+        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves_of((args, kwargs))):
+            args, kwargs = mapped(_shape_of, args), mapped(_shape_of, kwargs)
+            if func is torch.ops.aten._grouped_mm.default:  # on meta it takes only what GPUs do
+                return func(*mapped(_as_bfloat16, args), **mapped(_as_bfloat16, kwargs)).to(args[0].dtype)
+            return func(*args, **kwargs)
+        return func(*mapped(_on_cpu, args), **mapped(_on_cpu, kwargs))
+
+
+def _shape_of(leaf: Any) -> Any:
+    if isinstance(leaf, torch.device):
+        return _META
+    return leaf.detach().to("meta") if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
+
+
+def _on_cpu(leaf: Any) -> Any:
+    return _CPU if leaf == _META and isinstance(leaf, torch.device) else leaf
+
+
+def _as_bfloat16(leaf: Any) -> Any:
+    return leaf.to(torch.bfloat16) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

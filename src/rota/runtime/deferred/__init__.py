@@ -1,0 +1,144 @@
+"""Models larger than a machine's memory: made without weights, of which a process then makes those of its own stages.
+
+with deferred_init():  ──▶ model on meta, and a log ──split──▶ stages ──materialize(local)──▶ these with memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from rota.errors import PipelineError
+from rota.models import Stages
+from rota.models.carving.absent import Absent
+from rota.runtime.deferred.log import Log, Region, deferred
+from rota.runtime.deferred.recording import deferring
+from rota.runtime.deferred.replacing import replace
+
+__all__ = ["deferred_init", "materialize"]
+
+
+@contextmanager
+def deferred_init(*, to_load: bool = False) -> Iterator[None]:
+    """A model that is made in this context gets no memory for its weights: they are on the meta device.
+
+    All random numbers are drawn as without it, so that what is made later of a weight is what it would have been, to
+    the last bit. It takes as long as making the model, and memory for one weight at a time.
+
+    Args:
+        to_load: The weights will be loaded: nothing is drawn for them. Buffers can still be made.
+    """
+    with deferring(draws=not to_load):
+        yield
+
+
+def materialize(stages: Stages, local: Iterable[int]) -> None:
+    """Give memory to the `local` stages, and free that of all others. Do it before they are wrapped or trained.
+
+    What was made in `deferred_init` gets the values that it would have had without it. Tensors stay the same objects.
+
+    Args:
+        stages: The stages of a whole model.
+        local: Those that this process runs, as `local_stages` gives them.
+
+    Raises:
+        PipelineError: A weight of these stages is on the meta device, and was not made in `deferred_init`.
+    """
+    give_memory(stages, local)
+
+
+def give_memory(stages: Stages, local: Iterable[int], loaded: Iterable[torch.Tensor] = ()) -> None:
+    """`materialize`, but tensors in `loaded`, whose values come from elsewhere, get memory without values."""
+    local = _checked(stages, local)
+    named = _held(stages, local)
+    loaded, holders = {*loaded}, [inner for module in stages.modules for inner in module.modules()]
+    _refuse_unknown(named, loaded)
+    _refuse_undrawn({name: tensor for name, tensor in named.items() if tensor not in loaded})
+    for tensor in loaded & {*named.values()}:
+        if tensor.is_meta:
+            replace(
+                tensor,
+                torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_home(tensor)),
+                holders,
+            )
+    by_log: dict[int, tuple[Log, list[torch.Tensor]]] = {}
+    for tensor in named.values():
+        if (mark := deferred(tensor)) is not None:
+            by_log.setdefault(id(mark.log), (mark.log, []))[1].append(tensor)
+    for log, tensors in by_log.values():
+        regions = {tensor: Region.of(tensor, mark.number) for tensor in tensors if (mark := deferred(tensor))}
+        reals = log.replay(region.number for region in regions.values())
+        for tensor, region in regions.items():
+            replace(tensor, region.on(reals[region.number]), holders)
+    for stage in local:
+        devices = {tensor.device for tensor in stages[stage].parameters()}
+        if len(devices) == 1:  # what stands for weights of other stages follows
+            stages[stage].to(devices.pop())
+    kept = {*_held(stages, local).values()}
+    for tensor in _held(stages, range(len(stages))).values():
+        if tensor not in kept and not tensor.is_meta:
+            replace(tensor, torch.empty_like(tensor, device="meta"), holders)
+
+
+def _checked(stages: Stages, local: Iterable[int]) -> list[int]:
+    chosen = sorted({*local})
+    if wrong := [stage for stage in chosen if not 0 <= stage < len(stages)]:
+        raise PipelineError(f"local has stage {wrong[0]}, but the stages are 0 to {len(stages) - 1}")
+    return chosen
+
+
+def _held(stages: Stages, which: Iterable[int]) -> dict[str, torch.Tensor]:
+    """All tensors of these stages by a name: weights, buffers, and what modules have as plain attributes."""
+    found: dict[str, torch.Tensor] = {}
+    for stage in which:
+        for path, module in stages[stage].named_modules():
+            of = f"{path}." if path else ""
+            for held in (module._parameters, module._buffers, vars(module)):
+                for name, value in held.items():
+                    members = value if isinstance(value, list | tuple) else (value,)
+                    found |= {
+                        f"{of}{name} of stage {stage}" + (f" ({i})" if len(members) > 1 else ""): member
+                        for i, member in enumerate(members)
+                        if isinstance(member, torch.Tensor) and not isinstance(member, Absent)
+                    }
+    return found
+
+
+def _refuse_unknown(named: dict[str, torch.Tensor], loaded: set[torch.Tensor]) -> None:
+    """Those that nothing is known of but their shape."""
+    unknown = [
+        name for name, tensor in named.items() if tensor.is_meta and deferred(tensor) is None and tensor not in loaded
+    ]
+    if unknown:
+        raise PipelineError(
+            f"{_few(unknown)}: on the meta device, and nothing says what its values are. Make the model in "
+            "`with rota.deferred_init():`, all of it, with its dtype and what is done to its weights"
+        )
+
+
+def _refuse_undrawn(named: dict[str, torch.Tensor]) -> None:
+    """Those that would be random, of a model that was to be loaded."""
+    undrawn = [
+        name
+        for name, tensor in named.items()
+        if (mark := deferred(tensor)) is not None
+        and not mark.log.draws
+        and any(mark.log.is_undrawn(index) for index in mark.log.needed_for({mark.number})[0])
+    ]
+    if undrawn:
+        raise PipelineError(
+            f"{_few(undrawn)}: its random numbers were not drawn, since the model was made in "
+            "deferred_init(to_load=True): load it, or leave to_load out"
+        )
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _home(tensor: torch.Tensor) -> torch.device:
+    """Where a tensor without memory is to be."""
+    mark = deferred(tensor)
+    return torch.device("cpu") if mark is None else mark.device

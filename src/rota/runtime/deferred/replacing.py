@@ -1,0 +1,35 @@
+"""A tensor becomes another one, and stays the same object: so ties and all that refers to it stay as they are."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from rota.errors import PipelineError
+
+
+def replace(tensor: torch.Tensor, other: torch.Tensor, holders: Iterable[nn.Module] = ()) -> None:
+    """Let `tensor`, the same object, be what `other` is.
+
+    Where that cannot be, since something has a weak reference to it, as an LSTM has to its weights, `other` takes its
+    place in `holders`.
+    """
+    if isinstance(tensor, nn.Parameter):
+        other = nn.Parameter(other, tensor.requires_grad)
+    vars(other).update(vars(tensor))
+    if weakref.getweakrefs(tensor):
+        for module in holders:
+            for name in [*module._parameters, *module._buffers]:
+                if getattr(module, name) is tensor:
+                    setattr(module, name, other)
+        return
+    try:
+        torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise PipelineError(
+            f"a weight of shape {list(tensor.shape)} is in use ({error}): materialize the stages before anything else "
+            "refers to their weights (an optimizer, DDP, a graph of a forward)"
+        ) from None

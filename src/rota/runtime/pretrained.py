@@ -1,0 +1,240 @@
+"""A pretrained folder as Hugging Face writes it, straight into the stages of one process.
+
+config.json                      is not read: the model is made from it before
+model.safetensors                or, in several files,
+model.safetensors.index.json     which file has which weight
+model-00001-of-00004.safetensors …
+
+Of each file only the header is read, and the bytes of local weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rota import reading
+from rota.errors import FormatError
+from rota.models import Stages
+from rota.runtime.checkpoints.names import names_of
+from rota.runtime.deferred import give_memory
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor of the folder."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | str
+
+
+def load_pretrained(
+    stages: Stages,
+    local: Iterable[int],
+    folder: str | Path,
+    *,
+    cast: bool = False,
+    missing: Iterable[str] = (),
+    unexpected: Iterable[str] = (),
+) -> None:
+    """Give memory to the `local` stages, with the weights and buffers of a pretrained folder; free that of all others.
+
+    Buffers that are not saved get the values that the model's constructor gives them. All names are checked, also those
+    of other stages. Names of a bare model (`layers.0…`) fit one with a head (`model.layers.0…`) as well.
+
+    Args:
+        stages: The stages of a whole model, best made in `rota.deferred_init(to_load=True)`.
+        local: The stages that this process runs, as `local_stages` gives them.
+        folder: It has `model.safetensors`, or `model.safetensors.index.json` and its files.
+        cast: Convert floating-point weights to the model's dtypes. Otherwise the folder must have these.
+        missing: Patterns of names that the folder may lack, such as "score.*": they are as the constructor makes them.
+        unexpected: Patterns of names that the folder may have beside the model's, such as "*.attn.bias".
+
+    Raises:
+        FormatError: The folder cannot be read, or its tensors are not those of the model; lists them.
+        PipelineError: A tensor that is not in the folder is on the meta device, and nothing says what its values are.
+    """
+    local = sorted({*local})
+    named = names_of(stages)
+    stored = _stored(Path(folder))
+    found = _matched(named, stored, Path(folder), [*missing], [*unexpected])
+    _refuse_other_kinds(found, cast, Path(folder))
+    here = {tensor for stage in local for tensor in stages[stage].state_dict(keep_vars=True).values()}
+    loaded = {tensor: sources for tensor, sources in found.items() if tensor in here}
+    give_memory(stages, local, loaded)
+    for tensor, sources in loaded.items():
+        _read(tensor, sources)
+
+
+# --- the folder -------------------------------------------------------------------------------------------------------
+
+
+def _stored(folder: Path) -> dict[str, _Stored]:
+    """All tensors of the folder by name, from the files' headers."""
+    if not folder.is_dir():
+        raise FormatError(f"{folder} is no folder; give one with {_SINGLE} or {_INDEX}")
+    if (folder / _INDEX).is_file():
+        wanted: dict[str, set[str] | None] = {**_index(folder / _INDEX)}
+    elif (folder / _SINGLE).is_file():
+        wanted = {_SINGLE: None}
+    else:
+        pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+        if pickles:
+            raise FormatError(
+                f"{folder} has {reading.printable(pickles[0])}, a pickle, which could run code as it is read; have it "
+                "converted: from_pretrained(…) and save_pretrained(…) of transformers, where you trust it"
+            )
+        raise FormatError(f"{folder} has neither {_SINGLE} nor {_INDEX}; give a folder that save_pretrained has made")
+    found: dict[str, _Stored] = {}
+    for file, names in wanted.items():
+        of_file = {stored.name: stored for stored in _header(folder / file)}
+        if names is not None and (lacking := sorted(names - of_file.keys())):
+            raise FormatError(f"{folder / file} lacks {_few(lacking)}, which {_INDEX} says is there; get it again")
+        found |= of_file if names is None else {name: of_file[name] for name in names}
+    return found
+
+
+def _index(path: Path) -> dict[str, set[str]]:
+    """By file the tensors that it has. All files are beside the index."""
+    document = reading.Field("index", reading.load(reading.read_text(path)))
+    found: dict[str, set[str]] = {}
+    try:
+        for name, file in document["weight_map"].items():
+            if Path(file.text()).name != file.text() or not file.text().endswith(".safetensors"):
+                raise file.wrong("the name of a .safetensors file in the same folder")
+            found.setdefault(file.text(), set()).add(name.text())
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from None
+    return found
+
+
+def _header(path: Path) -> Iterator[_Stored]:
+    with _opened(path) as file:
+        for name in file.keys():  # noqa: SIM118
+            part = file.get_slice(name)
+            yield _Stored(path, name, tuple(part.get_shape()), _DTYPES.get(part.get_dtype(), part.get_dtype()))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file; raises FormatError where it is none."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise FormatError(f"cannot read {path}: {error}; get it again") from None
+
+
+# --- names, shapes and dtypes -----------------------------------------------------------------------------------------
+
+
+def _matched(
+    named: Mapping[torch.Tensor, tuple[str, ...]],
+    stored: Mapping[str, _Stored],
+    folder: Path,
+    may_lack: list[str],
+    may_have: list[str],
+) -> dict[torch.Tensor, list[_Stored]]:
+    """What the folder has of each tensor, by any of its names. Raises FormatError with the names that do not fit."""
+    known = {name for names in named.values() for name in names}
+    by_name = _renamed(known, stored)
+    found = {tensor: [by_name[name] for name in names if name in by_name] for tensor, names in named.items()}
+    lacking = [named[tensor][0] for tensor, sources in found.items() if not sources]
+    lacking = [name for name in lacking if not _fits(name, may_lack)]
+    more = [name for name in by_name if name not in known and not _fits(name, may_have)]
+    if lacking or more:
+        told = [f"{words} {_few(names)}" for words, names in (("lacks", lacking), ("has also", more)) if names]
+        raise FormatError(
+            f"{folder} is not this model: it {' and '.join(told)}. Allow them by missing=[…] and unexpected=[…], or "
+            "make the model that it is of. Where transformers renames weights as it loads (fused experts), load it "
+            "there once, and write it by save_pretrained(…, save_original_format=False)"
+        )
+    return {tensor: sources for tensor, sources in found.items() if sources}
+
+
+def _renamed(known: set[str], stored: Mapping[str, _Stored]) -> dict[str, _Stored]:
+    """By the model's names, where all names of one have a word in front that those of the other lack."""
+    ways = [{name: name for name in stored}]
+    ways += [{name: f"{first}.{name}" for name in stored} for first in sorted(_first_words(known))]
+    ways += [{name: name.removeprefix(f"{first}.") for name in stored} for first in sorted(_first_words(stored))]
+    best = max(ways, key=lambda way: len(known.intersection(way.values())))
+    return {best[name]: of for name, of in stored.items()}
+
+
+def _first_words(names: Iterable[str]) -> set[str]:
+    return {name.partition(".")[0] for name in names if "." in name}
+
+
+def _fits(name: str, patterns: list[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _refuse_other_kinds(found: Mapping[torch.Tensor, list[_Stored]], cast: bool, folder: Path) -> None:
+    """Raises FormatError with all tensors whose shapes or dtypes are not the model's."""
+    shapes, dtypes = [], []
+    for tensor, sources in found.items():
+        for stored in sources:
+            if stored.shape != tuple(tensor.shape):
+                shapes.append(f"{stored.name} is {[*stored.shape]}, in the model {[*tensor.shape]}")
+            converts = cast and tensor.is_floating_point() and _is_floating_point(stored.dtype)
+            if stored.dtype != tensor.dtype and not converts:
+                dtypes.append(f"{stored.name} is {stored.dtype}, in the model {tensor.dtype}")
+    if shapes:
+        raise FormatError(f"{folder} has other shapes than the model: {_few(shapes)}; make the model that it is of")
+    if dtypes:
+        raise FormatError(
+            f"{folder} has other dtypes than the model: {_few(dtypes)}; make the model with these, or convert them by "
+            "load_pretrained(…, cast=True)"
+        )
+
+
+def _is_floating_point(dtype: torch.dtype | str) -> bool:
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
+
+
+@torch.no_grad()
+def _read(tensor: torch.Tensor, sources: list[_Stored]) -> None:
+    """Fill a tensor. Each file is opened for one tensor alone: so what was read does not count as memory in use."""
+    for source in sources:
+        with _opened(source.path) as file:
+            value = file.get_tensor(source.name)
+            if source is sources[0]:
+                tensor.copy_(value)
+            elif not torch.equal(tensor, value.to(tensor.device, tensor.dtype)):
+                raise FormatError(
+                    f"{source.path}: {source.name} has other values than {sources[0].name}, but the model has them as "
+                    "one tied weight; make the model without the tie"
+                )
+
+
+def _few(names: Iterable[str]) -> str:
+    """Up to eight of them."""
+    told = [reading.printable(name if len(name) <= 200 else f"{name[:197]}...") for name in names]
+    return ", ".join(told[:8]) + (f" and {len(told) - 8} more" if len(told) > 8 else "")
