@@ -268,7 +268,7 @@ def test_the_command_line_refuses_in_a_line(tmp_path: Path) -> None:
     done = rota(tmp_path, "run", "--engine", "torch", "plan.json", "train.py")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    assert "inputs has 10 rows" in done.stderr
+    assert "micro-batch 2 has inputs of the shapes [[2, 2]], micro-batch 0 of [[3, 2]]" in done.stderr
     done = rota(tmp_path, "run", "--engine", "torch", "--timeline", "t.json", "plan.json", "train.py")
     assert (done.returncode, "PyTorch's engine records none; use --engine rota" in done.stderr) == (2, True)
     placement = place(Costs.uniform(3, edges=[(0, 2), (1, 2)]), Cluster.uniform(3))
