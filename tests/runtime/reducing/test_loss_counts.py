@@ -30,11 +30,11 @@ def token_loss(output: Tensor, target: tuple[Tensor, Tensor]) -> tuple[Tensor, T
 
 
 def batch_of(rows: int, seed: int) -> Batch:
-    """Very different numbers of rows count in each micro-batch, none in the first."""
+    """Very different numbers of rows count in each micro-batch, none in the first if there is a row for each."""
     generator = torch.Generator().manual_seed(seed)
     x, target = torch.randn(2, rows, WIDTH, generator=generator, dtype=torch.float64)
     mask = torch.rand(rows, generator=generator, dtype=torch.float64) < torch.linspace(0, 1, rows) ** 2
-    mask[: -(-rows // N)], mask[-1] = False, True
+    mask[: max(rows // N, 1)], mask[-1] = rows < N, True  # padding must not count, so let its row count
     return x, (target, mask.double())
 
 
