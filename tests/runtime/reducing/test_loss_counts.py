@@ -30,11 +30,11 @@ def token_loss(output: Tensor, target: tuple[Tensor, Tensor]) -> tuple[Tensor, T
 
 
 def batch_of(rows: int, seed: int) -> Batch:
-    """Very different numbers of rows count in each micro-batch, none in the first."""
+    """Very different numbers of rows count in each micro-batch, none in the first if there is a row for each."""
     generator = torch.Generator().manual_seed(seed)
     x, target = torch.randn(2, rows, WIDTH, generator=generator, dtype=torch.float64)
     mask = torch.rand(rows, generator=generator, dtype=torch.float64) < torch.linspace(0, 1, rows) ** 2
-    mask[: -(-rows // N)], mask[-1] = False, True
+    mask[: max(rows // N, 1)], mask[-1] = rows < N, True  # padding must not count, so let its row count
     return x, (target, mask.double())
 
 
@@ -170,6 +170,19 @@ def test_two_ranks(pool: Pool) -> None:
             "recomputed by R": Case(chain(2), plan_for(2, recompute_us=1), rounds_of(14, 2)),
             "first stage frozen": Case(frozen_first(), plan_for(2), rounds_of(14, 2, 2)),
             "fewer rows than micro-batches": Case(chain(2), plan_for(2), [[batch_of(3, 1)], [batch_of(2, 2)]]),
+        },
+    )
+
+
+def test_four_ranks(pool: Pool) -> None:
+    assert_exact(
+        pool,
+        {
+            "1f1b, tied": Case(tied(4), plan_for(4), rounds_of(14, 2, 1), clear=False),
+            "I and W": Case(chain(4), plan_for(4, "zb_h1", weight_us=1), rounds_of(14, 2, 1)),
+            "bidirectional": Case(
+                chain(4), chimera(bidirectional(Costs.uniform(4), Cluster.uniform(4)), N), rounds_of(14, 1, 2)
+            ),
         },
     )
 
