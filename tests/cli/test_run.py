@@ -209,7 +209,7 @@ def test_a_timeline_that_cannot_be_written_is_told_before_the_run(tmp_path: Path
 
 @pytest.mark.timeout(180)
 def test_a_training_goes_on_with_another_plan_as_the_docs_say(tmp_path: Path) -> None:
-    (script,) = blocks_of(ROOT / "docs" / "checkpoints.md", "python")
+    script, _ = blocks_of(ROOT / "docs" / "checkpoints.md", "python")
     (tmp_path / "train.py").write_text(script)
     both = Costs.uniform(2), Costs.uniform(2, weight_us=1)
     for name, costs, schedule in zip("ab", both, ("1f1b", "zb_h1"), strict=True):
@@ -224,3 +224,17 @@ def test_a_training_goes_on_with_another_plan_as_the_docs_say(tmp_path: Path) ->
         assert [line.split()[0] for line in listed.splitlines()] == ["step-2", "step-4", "step-6"]
         shutil.rmtree(tmp_path / "run" / "step-6")  # so that the second run goes on at step 4
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.timeout(180)
+def test_a_model_without_memory_trains_as_the_docs_say(tmp_path: Path) -> None:
+    training, _ = blocks_of(ROOT / "docs" / "large-models.md", "python")
+    (tmp_path / "train.py").write_text(training)
+    losses = []
+    for num_ranks in (1, 2):
+        plan = NAMED["1f1b"](place(Costs.uniform(num_ranks), Cluster.uniform(num_ranks)), 2)
+        (tmp_path / "plan.json").write_text(plan.to_json())
+        done = rota(tmp_path, "run", "plan.json", "train.py")
+        assert done.returncode == 0, done.stderr
+        losses.append(float(done.stdout))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from matplotlib import pyplot
 
 from rota import PlanError
@@ -120,6 +122,24 @@ def test_the_plan_of_the_docs_is_found(capsys: pytest.CaptureFixture[str]) -> No
     assert any(line.startswith("▸") for line in lines)
     assert lines[-1].startswith("('cuts[")
     assert lines[-1].endswith(" 1 1")
+
+
+def test_stages_made_by_hand_have_the_names_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    run("checkpoints.md", 1, {"__name__": "example"})
+    assert capsys.readouterr().out.startswith("layers.0.weight layers.0.bias layers.1.weight ")
+
+
+def test_a_pretrained_folder_loads_as_the_docs_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made, _ = blocks("large-models.md")
+    space: dict[str, Any] = {}
+    exec(made[: made.index("plan, mesh =")], space)
+    model = space["LlamaForCausalLM"](space["CONFIG"])
+    model.save_pretrained("pretrained")
+    run("large-models.md", 1, space)
+    stages = space["stages"]
+    assert all(torch.equal(parameter, model.get_parameter(name)) for name, parameter in stages[1].named_parameters())
+    assert stages[0].get_parameter("model.embed_tokens.weight").is_meta
 
 
 def test_every_picture_is_there() -> None:
