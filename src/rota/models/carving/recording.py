@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from rota.models.carving.absent import place_now
+from rota.models.carving.copies import copy_sharing
 from rota.models.carving.dispatch import (
     TorchDispatchMode,
     is_random,
@@ -28,7 +29,7 @@ from rota.models.carving.dispatch import (
     written_arguments,
 )
 from rota.models.carving.structure import PLAIN, Structure, flatten
-from rota.models.carving.units import copy_sharing, find_units, intercept, is_dropout
+from rota.models.carving.units import find_units, intercept, is_dropout
 from rota.models.randomness import random_state_kept
 
 LabelSet: TypeAlias = int
