@@ -57,7 +57,7 @@ class Drawn:
     by: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Returned:
     """Leaf `leaf` of what a unit returned in call `call`, or of what its inner module `inner` returned the nth time."""
 
