@@ -109,8 +109,9 @@ def main() -> None:
             print(f"| {' | '.join(cells)} |")
     print()
     print(
-        f"The whole: {made['whole'] / 1e6:,.0f} MB; above imports alone ({made['imported'] / 1e6:,.0f} MB). Worst {worst:.3f}, bar 0.35. "
-        f"Lazy imports are {(made['before'] - made['imported']) / 1e6:,.0f} MB of each peak. Unsplit, the model is made in "
+        f"The whole: {made['whole'] / 1e6:,.0f} MB; above imports alone ({made['imported'] / 1e6:,.0f} MB). "
+        f"Worst {worst:.3f}, bar 0.35. Lazy imports are {(made['before'] - made['imported']) / 1e6:,.0f} MB of each peak. "
+        "Unsplit, the model is made in "
         f"{unsplit['seconds']:.1f} s."
     )
 

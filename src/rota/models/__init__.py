@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rota.models.added_losses import AddedLoss, AddedLosses, add_loss, collect_losses
 from rota.models.cutpoint import CutPoint
-from rota.models.splitting import finest, split
+from rota.models.splitting import finest, is_marked, split
 from rota.models.stage_edges import StageEdge
 from rota.models.stages import Stages
 
@@ -17,5 +17,6 @@ __all__ = [
     "add_loss",
     "collect_losses",
     "finest",
+    "is_marked",
     "split",
 ]

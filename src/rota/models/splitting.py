@@ -101,6 +101,11 @@ def _example_for(model: nn.Module, example: Any) -> dict[str, Any]:
 def _chosen_calls(candidates: Candidates, num_stages: int, cuts: Cuts | None) -> list[int]:
     """The calls of modules that stages begin with, in order."""
     possible = candidates.called()
+    if not possible and num_stages > 1:
+        raise SplitError(
+            "the forward calls no list of blocks (nn.ModuleList) that a stage could begin with: name modules to cut "
+            "before, cuts=['encoder', 'head']"
+        )
     cuts = None if cuts is None else [*cuts]
     if cuts is None or any(isinstance(cut, str) and "*" in cut for cut in cuts):
         cuts = None

@@ -79,11 +79,6 @@ class Candidates:
         named = [cut for cut in cuts or () if isinstance(cut, str)]
         self._model, self._inputs = model, inputs
         self._blocks = matching(model, named) if named else find_blocks(model)
-        if not self._blocks:
-            raise SplitError(
-                f"{type(model).__name__} has no list of blocks (nn.ModuleList) that a stage could begin with: name "
-                "modules to cut before, cuts=['encoder', 'head']"
-            )
         self._recording = record(model, _outermost(self._blocks), inputs)
 
     def called(self) -> dict[int, str]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from rota.errors import PipelineError
 from rota.layers import LayerCosts
-from rota.models import Stages, finest
+from rota.models import Stages, finest, is_marked
 from rota.profiles import Profile
 from rota.profiling.devices import DeviceModel, device_named
 from rota.profiling.layer_costs import costs_of
@@ -113,13 +113,17 @@ def profile_model(
     Raises:
         PipelineError: As in `profile_layers`, and for a batch with another number of rows.
     """
-    stages, cuts = (model, tuple(map(str, range(1, len(model))))) if isinstance(model, Stages) else finest(model)
+    sizes = sorted({*rows})
+    if isinstance(model, Stages):
+        stages, cuts = model, tuple(map(str, range(1, len(model))))
+    else:
+        stages, cuts = finest(model, None if is_marked(model) or not sizes else make_batch(sizes[0])[0])
     _refuse(stages, device)
     how = HowTo(repeats, None if device is None else device_named(device), optimizer)
     where = place_name(stages, how.device)
     identity = identity_of(stages, loss_fn, optimizer) | {"device": where}
     cached = ProfileCache.of(cache, f"{_class_name(model)}-{where}", identity, refresh)
-    for count in sorted({*rows}):
+    for count in sizes:
         batch, target = make_batch(count)
         if (given := num_rows(batch)) != count:
             raise PipelineError(f"the batch for {count} rows has {given}; return {count}")

@@ -327,3 +327,21 @@ def test_a_mask_that_the_forward_makes_is_made_on_each_stage() -> None:
     assert staged_step(stages, case, batch) == pytest.approx(
         case.loss_fn(model(**batch), case.make_targets(batch)).item(), abs=1e-12
     )
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "vit", "unet", "resnet"])
+def test_a_model_on_meta_is_cut_as_one_with_numbers(name: str) -> None:
+    case = CASES[name]
+    model, example = case.make_model(), case.make_batch(2, 8, 0)
+    stages = split(model, 3, case.cuts, example=example)
+    on_meta = split(case.make_model().to("meta"), 3, case.cuts, example=example)
+    assert on_meta.carried == stages.carried
+    assert on_meta.inputs == stages.inputs
+    for one, other in zip(on_meta.modules, stages.modules, strict=True):
+        assert [*one.state_dict()] == [*other.state_dict()]
+        one.to_empty(device="cpu").load_state_dict(other.state_dict())
+        for buffer, known in zip(one.buffers(), other.buffers(), strict=True):
+            buffer.copy_(known)
+    batch = case.make_batch(3, 11, 1)
+    expected = case.loss_fn(stages.run(batch), case.make_targets(batch))
+    assert torch.equal(case.loss_fn(on_meta.run(batch), case.make_targets(batch)), expected)

@@ -10,7 +10,7 @@ from torch import nn
 
 from rota import Stages, split
 from rota.models import finest
-from rota.runtime.gradients.forward_backward import backward, forward, take_loss
+from rota.runtime.gradients.forward_backward import backward, forward, keep_loss
 from rota.runtime.messages import hand_over
 from support.hf_models import CASES, ModelCase
 
@@ -23,7 +23,9 @@ def staged_step(stages: Stages, case: ModelCase, batch: dict[str, Any]) -> float
         output, made, kept[stage] = forward(stages, stage, received, batch)
         values |= zip(stages.outgoing(stage), made, strict=True)
         if stage == stages.sink:
-            loss = take_loss(kept[stage], case.loss_fn, output, case.make_targets(batch), 1.0)
+            root = case.loss_fn(output, case.make_targets(batch))
+            keep_loss(kept[stage], root, 1.0)
+            loss = root.item()
     for stage in reversed(stages.order()):
         made = backward(kept[stage], [gradients[edge] for edge in stages.outgoing(stage)])
         gradients |= zip(stages.incoming(stage), made, strict=True)

@@ -77,8 +77,8 @@ def cut_recording(
         later = range(stage + 1, len(ranges))
         sent = {target: tuple(one for one in needed[target] if one.call in calls) for target in later}
         if relay and later:
-            passing = dict.fromkeys(one for target in later for one in needed[target] if one.call < calls.stop)
-            sent = {stage + 1: tuple(passing)}
+            passing = {one for target in later for one in needed[target] if one.call < calls.stop}
+            sent = {stage + 1: tuple(sorted(passing))}
         parts.append(
             StagePart(
                 calls.start,

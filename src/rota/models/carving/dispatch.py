@@ -53,6 +53,8 @@ def written_arguments(func: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
 
 def storage_of(tensor: Tensor) -> int:
     """A number of the memory that a tensor is in."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter):  # a wrapper has none
+        return id(tensor)
     return int(tensor.untyped_storage()._cdata)
 
 

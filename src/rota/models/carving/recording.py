@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from rota.models.carving.absent import place_now
+from rota.models.carving.absent import absent, place_now
+from rota.models.carving.copies import copy_sharing
 from rota.models.carving.dispatch import (
     TorchDispatchMode,
     is_random,
@@ -29,7 +30,7 @@ from rota.models.carving.dispatch import (
 )
 from rota.models.carving.on_meta import OnMeta, is_on_meta
 from rota.models.carving.structure import PLAIN, Structure, flatten
-from rota.models.carving.units import copy_sharing, find_units, intercept, is_dropout
+from rota.models.carving.units import find_units, intercept, is_dropout
 from rota.models.randomness import random_state_kept
 
 LabelSet: TypeAlias = int
@@ -57,7 +58,7 @@ class Drawn:
     by: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Returned:
     """Leaf `leaf` of what a unit returned in call `call`, or of what its inner module `inner` returned the nth time."""
 
@@ -146,11 +147,18 @@ class Recording:
 def record(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, Any]) -> Recording:
     """Run `model` once on `inputs`, leaving it, its buffers and all random states as they were.
 
-    `blocks`: the paths of modules that are units whatever they hold.
+    `blocks`: the paths of modules that are units whatever they hold. A model on the meta device is recorded by shapes
+    alone; where inputs are elsewhere, what is made of them alone has its numbers.
     """
     recording = Recording(find_units(model, blocks), training=model.training)
-    buffers = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
-    copied = copy_sharing(model, buffers)
+    replaced = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
+    given: list[Any] = []
+    flatten(dict(inputs), given)
+    device = next((leaf.device for leaf in given if isinstance(leaf, Tensor) and not leaf.is_meta), None)
+    if device is not None:
+        held = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_meta]
+        replaced |= {id(tensor): absent(tuple(tensor.shape), tensor.dtype, device) for tensor in held}
+    copied = copy_sharing(model, replaced)
     flow = _Flow(recording)
     for name, tensor in [*copied.named_parameters(), *copied.named_buffers()]:
         flow.label(tensor, FromModel(name))

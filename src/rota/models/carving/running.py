@@ -208,18 +208,19 @@ class _Unit:
             if value is not None:
                 leaves.append(value.clone() if call.mutated[number] else value)
                 continue
-            if arguments is None:
-                arguments = []
-                flatten((args, kwargs), arguments)
             if recorded.argument is not None:
+                if arguments is None:
+                    arguments = []
+                    flatten((args, kwargs), arguments)
                 leaves.append(arguments[recorded.argument])
                 continue
             if absents is None:
-                absents = self._shapes.find(module, self._forward, call.output, arguments, (args, kwargs), run.mode)
+                absents = self._shapes.find(module, self._forward, call.output, args, kwargs, run.mode)
             leaves.append(absents[number])
-        for number, recorded in enumerate(call.output.leaves):
-            if recorded.overwritten is not None:
-                self._refuse_overwritten(recorded.overwritten, args, kwargs, leaves[number])
+        if call.overwrites:
+            for number, recorded in enumerate(call.output.leaves):
+                if recorded.overwritten is not None:
+                    self._refuse_overwritten(recorded.overwritten, args, kwargs, leaves[number])
         return leaves[0] if call.output.structure is None else rebuild(call.output.structure, iter(leaves))
 
     def _refuse_overwritten(self, argument: int, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
@@ -247,13 +248,14 @@ class _Unit:
 class _Call:
     """What is known of one call of a unit."""
 
-    __slots__ = ("gives_back", "inner", "leaving", "mutated", "output", "values")
+    __slots__ = ("gives_back", "inner", "leaving", "mutated", "output", "overwrites", "values")
 
     def __init__(
         self, output: Output, values: list[Returned], mutated: list[bool], leaving: list[bool], gives_back: bool
     ) -> None:
         self.output, self.values, self.mutated, self.leaving = output, values, mutated, leaving
         self.gives_back = gives_back
+        self.overwrites = any(leaf.overwritten is not None for leaf in output.leaves)
         self.inner: list[tuple[str, int, Output]] = []
 
 

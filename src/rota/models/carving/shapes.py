@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -21,14 +21,21 @@ from rota.models.randomness import random_state_kept
 _MOST_SIGNATURES = 256
 
 
-def signature_of(arguments: list[Any]) -> tuple[Any, ...]:
-    """What shapes may depend on: shapes and dtypes of tensors, plain values, the types of others."""
-    return tuple(
-        [
-            (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf if type(leaf) in PLAIN else type(leaf)
-            for leaf in arguments
-        ]
-    )
+def signature_of(values: Iterable[Any], found: list[Any]) -> list[Any]:
+    """What shapes may depend on, added to `found`: shapes and dtypes of tensors, plain values, the types of others."""
+    for value in values:
+        if isinstance(value, Tensor):
+            found += (value.shape, value.dtype)
+        elif isinstance(value, (tuple, list)):
+            found.append(len(value))
+            signature_of(value, found)
+        elif isinstance(value, dict):
+            found += value
+            signature_of(value.values(), found)
+        else:
+            kind = type(value)
+            found.append(value if kind in PLAIN else kind)
+    return found
 
 
 @final
@@ -47,17 +54,17 @@ class OutputShapes:
         module: nn.Module,
         forward: Callable[..., Any],
         output: Output,
-        arguments: list[Any],
-        call: tuple[tuple[Any, ...], dict[str, Any]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
         mode: Any,
     ) -> list[Any]:
         """An Absent for each leaf of the output that is a tensor. `mode`: what else the shapes may depend on."""
-        key = (mode, signature_of(arguments))
+        key = (mode, *signature_of(kwargs.values(), signature_of(args, [])))
         found = self._known.get(key)
         if found is None:
             if len(self._known) >= _MOST_SIGNATURES:
                 self._known.clear()
-            found = self._known[key] = _run_absent(module, forward, output, arguments, call, mode[0])
+            found = self._known[key] = _run_absent(module, forward, output, (args, kwargs), mode[0])
         return found
 
 
@@ -65,7 +72,6 @@ def _run_absent(
     module: nn.Module,
     forward: Callable[..., Any],
     output: Output,
-    arguments: list[Any],
     call: tuple[tuple[Any, ...], dict[str, Any]],
     device: torch.device,
 ) -> list[Any]:
@@ -79,6 +85,8 @@ def _run_absent(
         if flatten(made, leaves) != output.structure:
             raise PipelineError("another structure")
     except Exception as error:
+        arguments: list[Any] = []
+        flatten(call, arguments)
         return [_alike(module, leaf, arguments, device, error) for leaf in output.leaves]
     return [absent_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 

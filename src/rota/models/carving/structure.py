@@ -12,7 +12,7 @@ from torch import Tensor
 
 Structure: TypeAlias = Any  # None for a leaf, else (how, type, keys, structures of the items)
 
-PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
+PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
 
 
 def flatten(value: Any, leaves: list[Any]) -> Structure:

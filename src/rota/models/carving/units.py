@@ -1,4 +1,4 @@
-"""Units: the modules whose calls a stage runs or answers; and copies of models that share tensors.
+"""Units: the modules whose calls a stage runs or answers, and how their calls are intercepted.
 
 model ─┬─ embed         unit: has parameters
        ├─ layers ─┬─ 0  unit: a block, where a stage may begin
@@ -9,11 +9,10 @@ model ─┬─ embed         unit: has parameters
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterator
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -54,15 +53,6 @@ def find_units(model: nn.Module, blocks: Collection[str]) -> list[str]:
 def is_dropout(module: nn.Module) -> bool:
     """Whether it is one of PyTorch's dropouts, which in evaluation give back what they are given."""
     return isinstance(module, _DropoutNd)
-
-
-def copy_sharing(model: nn.Module, replaced: dict[int, Any]) -> nn.Module:
-    """A copy of the modules, not compiled, with the tensors of `model`, but those in `replaced` by their ids."""
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        held = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
-        memo.update((id(tensor), tensor) for tensor in held if isinstance(tensor, Tensor))
-    return copy.deepcopy(model, memo | replaced)
 
 
 def intercept(module: nn.Module, interceptor: Interceptor) -> None:

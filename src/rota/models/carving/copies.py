@@ -1,0 +1,44 @@
+"""Copies of a model's modules that share its tensors: `copy.deepcopy`, but twenty times as fast."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+
+_SIMPLE = (type(None), bool, int, float, str, Tensor, nn.Parameter)
+_PICKLING = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
+
+
+def copy_sharing(model: nn.Module, replaced: dict[int, Any]) -> nn.Module:
+    """A copy of the modules, not compiled, with the tensors of `model`, but those in `replaced` by their ids."""
+    memo: dict[int, Any] = {}
+    modules = [*model.modules()]
+    for module in modules:
+        held = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
+        memo.update((id(tensor), tensor) for tensor in held if isinstance(tensor, Tensor))
+    memo |= replaced
+    plain = [module for module in modules if _is_plain(type(module))]
+    memo |= {id(module): type(module).__new__(type(module)) for module in plain}  # first all: they know each other
+    for module in plain:
+        vars(memo[id(module)]).update((name, _copied(name, value, memo)) for name, value in vars(module).items())
+    copied: nn.Module = copy.deepcopy(model, memo)
+    return copied
+
+
+def _copied(name: str, value: Any, memo: dict[int, Any]) -> Any:
+    if name == "_compiled_call_impl":
+        return None
+    if type(value) in _SIMPLE:
+        return memo.get(id(value), value) if isinstance(value, Tensor) else value
+    if name in ("_parameters", "_buffers", "_modules"):
+        return type(value)((key, copy.deepcopy(one, memo)) for key, one in value.items())
+    if not value and isinstance(value, (dict, set, list)):
+        return type(value)()
+    return copy.deepcopy(value, memo)
+
+
+def _is_plain(kind: type[nn.Module]) -> bool:
+    """Whether modules of this class are copied as `nn.Module` is."""
+    return all(getattr(kind, name, None) is getattr(nn.Module, name, None) for name in _PICKLING)
