@@ -87,8 +87,8 @@ def load_pretrained(
     here = {tensor for stage in local for tensor in stages[stage].state_dict(keep_vars=True).values()}
     loaded = {tensor: sources for tensor, sources in found.items() if tensor in here}
     give_memory(stages, local, loaded)
-    for tensor, sources in loaded.items():
-        _read(tensor, sources)
+    for tensor in sorted(loaded, key=lambda tensor: -tensor.nbytes):  # while little else is in memory
+        _read(tensor, loaded[tensor])
 
 
 # --- the folder -------------------------------------------------------------------------------------------------------
