@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -225,6 +226,11 @@ def test_dropout_between_modules_that_several_stages_read_is_refused() -> None:
     ):
         split(Dropping(), 2, ["layers.2"], example={"x": rows()})
     split(Dropping().eval(), 2, ["layers.2"], example={"x": rows()})
+
+
+def test_randomness_of_python_is_refused() -> None:
+    with pytest.raises(SplitError, match=r"forward of Blocks draws from Python's or NumPy's random numbers"):
+        split(Blocks(lambda _, x: x * random.random()), 2, example={"x": rows()})
 
 
 def test_layer_drop_is_refused_and_none_is_not() -> None:

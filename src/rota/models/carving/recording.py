@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from rota.errors import SplitError
 from rota.models.carving.absent import absent, place_now
 from rota.models.carving.copies import copy_sharing
 from rota.models.carving.dispatch import (
@@ -31,7 +32,7 @@ from rota.models.carving.dispatch import (
 from rota.models.carving.on_meta import OnMeta, is_on_meta
 from rota.models.carving.structure import PLAIN, Structure, flatten
 from rota.models.carving.units import find_units, intercept, is_dropout
-from rota.models.randomness import random_state_kept
+from rota.models.randomness import RandomStates, random_state_kept
 
 LabelSet: TypeAlias = int
 
@@ -176,7 +177,13 @@ def record(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, Any]) -
         stack.enter_context(flow)
         for name, value in inputs.items():
             flow.label_input(name, value)
+        others = RandomStates(model, seeded=True)
         result = copied(**inputs)
+        if others.changed():  # these leave no label on tensors
+            raise SplitError(
+                f"the forward of {type(model).__name__} draws from Python's or NumPy's random numbers, or a generator "
+                "of its own, and each stage would draw its own: draw from PyTorch's in a module's forward"
+            )
     flow.finish(result)
     return recording
 

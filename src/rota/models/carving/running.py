@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from operator import is_
 from typing import Any, final
 
 import torch
@@ -36,6 +37,7 @@ class Run:
         self.sent: dict[Returned, Any] = {}
         self.nth: dict[str, int] = {}  # calls of inner modules of the unit that runs
         self.mode: tuple[Any, ...] = ()  # what shapes depend on besides arguments
+        self.last: tuple[OutputShapes | None, list[Any], list[Any]] = None, [], []  # found last, for which arguments
 
     def begin(self, received: dict[Returned, Any], device: torch.device) -> None:
         """A forward begins."""
@@ -48,6 +50,7 @@ class Run:
     def end(self) -> dict[Returned, Any]:
         """It has ended; returns what is to be sent."""
         sent, self.sent, self.received = self.sent, {}, {}
+        self.last = None, [], []
         self.active, self.is_inside, now.inside = False, False, None
         return sent
 
@@ -196,7 +199,7 @@ class _Unit:
         return self._patched(*args, **kwargs) if self._patched else self._base.forward(self._module, *args, **kwargs)
 
     def _answered(self, module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        run, received = self._run, self._run.received
+        received = self._run.received
         leaves: list[Any] = []
         arguments: list[Any] | None = None
         absents: list[Any] | None = None
@@ -215,13 +218,22 @@ class _Unit:
                 leaves.append(arguments[recorded.argument])
                 continue
             if absents is None:
-                absents = self._shapes.find(module, self._forward, call.output, args, kwargs, run.mode)
+                absents = self._absents(module, call, args, kwargs)
             leaves.append(absents[number])
         if call.overwrites:
             for number, recorded in enumerate(call.output.leaves):
                 if recorded.overwritten is not None:
                     self._refuse_overwritten(recorded.overwritten, args, kwargs, leaves[number])
         return leaves[0] if call.output.structure is None else rebuild(call.output.structure, iter(leaves))
+
+    def _absents(self, module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """An Absent for each tensor of its output: as of the last unit, if that was alike and got the same objects."""
+        values = [*args, *kwargs.values()]
+        shapes, last_values, found = self._run.last
+        if shapes is not self._shapes or len(values) != len(last_values) or not all(map(is_, values, last_values)):
+            found = self._shapes.find(module, self._forward, call.output, args, kwargs, self._run.mode)
+            self._run.last = self._shapes, values, found
+        return found
 
     def _refuse_overwritten(self, argument: int, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
         arguments: list[Any] = []
