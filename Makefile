@@ -39,7 +39,7 @@ test-newest-torch: ## test what Rota relies on in the newest PyTorch, in .venv-n
 		pytest pytest-timeout pytest-xdist
 	$(NEWEST) -m pip install -qq --build-constraint constraints.txt --no-deps --editable .
 	@$(NEWEST) -c 'import torch; print("PyTorch", torch.__version__)'
-	$(NEWEST) -m pytest --numprocesses 0 tests/runtime/test_torch_internals.py tests/runtime/gradients \
+	$(NEWEST) -m pytest --numprocesses 0 tests/test_torch_internals.py tests/runtime/gradients \
 		tests/runtime/reducing/test_wrapped_stages.py tests/runtime/test_pipeline_gradients.py \
 		tests/runtime/test_training.py tests/interop/test_torch_backward.py
 

@@ -60,28 +60,31 @@ CORE = tuple(
 )
 #: Layouts of other trainers: text alone, read and written where torch is not installed.
 TRAINERS = ("rota.interop.deepspeed", "rota.interop.megatron", "rota.interop.torchtitan")
+#: What uses torch may use what torch does not promise.
+TORCH = ("torch", "rota.torch_internals")
 #: A module belongs to the longest name here that it begins with.
 TABLE = {
     "rota": Row(),
     "rota.__main__": Row(("rota.cli",)),
     **{name: Row(CORE[:i]) for i, name in enumerate(CORE)},
     "rota.search": Row((*CORE, "numpy", "numba", "ortools")),
-    "rota.models": Row((*CORE, "torch")),
-    "rota.runtime": Row((*CORE, "rota.models", "torch"), lazy=("safetensors",)),
-    "rota.profiling": Row((*CORE, "rota.models", "rota.runtime", "torch")),
-    "rota.interop": Row((*CORE, "rota.models", "rota.runtime", "torch"), lazy=TRAINERS),
+    "rota.torch_internals": Row(("torch",)),
+    "rota.models": Row((*CORE, *TORCH)),
+    "rota.runtime": Row((*CORE, "rota.models", *TORCH), lazy=("safetensors",)),
+    "rota.profiling": Row((*CORE, "rota.models", "rota.runtime", *TORCH)),
+    "rota.interop": Row((*CORE, "rota.models", "rota.runtime", *TORCH), lazy=TRAINERS),
     "rota.interop.layer_boundaries": Row(CORE),
     **{name: Row((*CORE, "rota.interop.layer_boundaries")) for name in TRAINERS},
-    "rota.planning": Row((*CORE, "rota.models", "rota.runtime", "rota.profiling", "torch"), lazy=("rota.search",)),
+    "rota.planning": Row((*CORE, "rota.models", "rota.runtime", "rota.profiling", *TORCH), lazy=("rota.search",)),
     "rota.drawing": Row(CORE, lazy=("rota.drawing.artists", "matplotlib", "numpy")),
     "rota.drawing.artists": Row((*CORE, "rota.drawing", "matplotlib", "numpy")),
     "rota.compat": Row(),
-    "rota.compat.deepspeed": Row((*CORE, "rota.models", "rota.runtime", "rota.profiling", "torch")),
+    "rota.compat.deepspeed": Row((*CORE, "rota.models", "rota.runtime", "rota.profiling", *TORCH)),
     "rota.compat.rene": Row((*CORE, "rota.drawing"), lazy=("matplotlib", "lowtime", "networkx")),
     "rota.compat.tessel": Row((*CORE, "rota.search")),
-    "rota.compat.torchdistpackage": Row((*CORE, "rota.models", "rota.runtime", "torch")),
-    "rota.compat.varuna": Row((*CORE, "rota.models", "rota.runtime", "rota.profiling", "torch")),
-    "rota.demo": Row((*CORE, "rota", "rota.models", "rota.runtime", "rota.profiling", "rota.drawing", "torch")),
+    "rota.compat.torchdistpackage": Row((*CORE, "rota.models", "rota.runtime", *TORCH)),
+    "rota.compat.varuna": Row((*CORE, "rota.models", "rota.runtime", "rota.profiling", *TORCH)),
+    "rota.demo": Row((*CORE, "rota", "rota.models", "rota.runtime", "rota.profiling", "rota.drawing", *TORCH)),
     "rota.cli": Row(
         CORE,
         lazy=(

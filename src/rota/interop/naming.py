@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.profiler import record_function
 
-from rota.runtime.torch_internals import COMPUTE_LOSS, stage_of
+from rota.torch_internals import COMPUTE_LOSS, stage_of
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from rota.runtime.torch_internals import has_accumulation_hooks, is_custom_function, is_view
+from rota.torch_internals import has_accumulation_hooks, is_custom_function, is_view
 
 Node = Any  # torch.autograd.graph.Node has no type for next_functions
 

@@ -33,10 +33,10 @@ from rota.runtime.microbatch_inputs import MicrobatchInputs
 from rota.runtime.microbatches import structure
 from rota.runtime.precision import LossScale, ambient_autocast, without_autocast
 from rota.runtime.process_group import join, leave
-from rota.runtime.torch_internals import run_pipelining_schedule
 from rota.runtime.transport import together
 from rota.tasks import Kind
 from rota.timeline import Timeline
+from rota.torch_internals import run_pipelining_schedule
 
 
 @final

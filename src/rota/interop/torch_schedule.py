@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rota.interop.torch_stages import StageModule, torch_stage
-from rota.runtime.torch_internals import pipelining_schedule
+from rota.torch_internals import pipelining_schedule
 
 _CELL = re.compile(r"(\d+)(F|B|I|W|SEND_B)(\d+)")
 

@@ -25,8 +25,8 @@ from rota.runtime.compute import seed_op
 from rota.runtime.losses import LossFn, loss_of
 from rota.runtime.messages import Layout, describe, empty, flatten, hand_over, over_tensors, tensor_layouts, unflatten
 from rota.runtime.precision import Autocast, under_autocast
-from rota.runtime.torch_internals import count_writes, writable
 from rota.runtime.transport import receive_value, send_value, together
+from rota.torch_internals import count_writes, writable
 
 Tick = Callable[[str], None]  # called when an op begins
 

@@ -21,7 +21,7 @@ from rota.runtime.gradients.forward_backward import Kept
 from rota.runtime.gradients.split_backward import WeightWork
 from rota.runtime.memory_watch import LiveStorages
 from rota.runtime.messages import over_tensors
-from rota.runtime.torch_internals import StorageReference, address_of
+from rota.torch_internals import StorageReference, address_of
 
 Name: TypeAlias = Hashable
 

@@ -23,7 +23,7 @@ from rota.profiling.peak_memory import peaks
 from rota.profiling.roofline import Kernels, Roofline
 from rota.profiling.stage_run import Given, StageRun, num_bytes, tensors_of
 from rota.runtime.messages import over_tensors
-from rota.runtime.torch_internals import StorageReference
+from rota.torch_internals import StorageReference
 
 _RUN_NS = 5_000_000  # of one measurement: long compared with the clock's resolution; no other rank shares the core
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from rota.profiling.clocks import Laps, Run
 from rota.runtime.memory_watch import storages
-from rota.runtime.torch_internals import address_of
+from rota.torch_internals import address_of
 
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

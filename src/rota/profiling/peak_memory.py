@@ -10,7 +10,7 @@ import torch
 
 from rota.profiling.clocks import Run
 from rota.runtime.memory_watch import LiveStorages
-from rota.runtime.torch_internals import TorchDispatchMode, address_of
+from rota.torch_internals import TorchDispatchMode, address_of
 
 
 @final

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from rota.profiling.devices import DeviceModel
 from rota.runtime.memory_watch import storages
-from rota.runtime.torch_internals import (
+from rota.torch_internals import (
     EFFICIENT_ATTENTION,
     FLASH_ATTENTION,
     FLASH_ATTENTION_BACKWARD,

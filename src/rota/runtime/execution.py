@@ -27,9 +27,9 @@ from rota.runtime.precision import ambient_autocast
 from rota.runtime.prefetch_receives import prefetch_receives
 from rota.runtime.program import Action, Message, ValueKey, compile_program
 from rota.runtime.recorder import Record
-from rota.runtime.torch_internals import version_of
 from rota.runtime.transport import Transport
 from rota.tasks import Kind, Op
+from rota.torch_internals import version_of
 
 Read: TypeAlias = tuple[ValueKey, bool]  # and whether it arrives by message
 Makes: TypeAlias = tuple[ValueKey, int, bool]  # how often it is used here; whether only its gradient travels

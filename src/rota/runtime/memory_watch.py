@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import nn
 
-from rota.runtime.torch_internals import StorageReference, TorchDispatchMode, address_of, tensors_anywhere
 from rota.tasks import Op
+from rota.torch_internals import StorageReference, TorchDispatchMode, address_of, tensors_anywhere
 
 
 @final

@@ -18,7 +18,7 @@ import torch
 
 from rota.errors import PipelineError
 from rota.runtime.messages import items, tensors_in
-from rota.runtime.torch_internals import version_of
+from rota.torch_internals import version_of
 
 
 class Microbatches(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rota.errors import PipelineError
-from rota.runtime.torch_internals import sparse_values
+from rota.torch_internals import sparse_values
 
 Autocast: TypeAlias = tuple[tuple[str, torch.dtype], ...]
 

@@ -23,7 +23,7 @@ from rota.runtime import control
 from rota.runtime.faults.watchdog import PATIENT, limit_s
 from rota.runtime.json_messages import broadcast_json
 from rota.runtime.orphans import end_with_parent
-from rota.runtime.torch_internals import replace_rendezvous, set_default_timeout
+from rota.torch_internals import replace_rendezvous, set_default_timeout
 
 Result = TypeVar("Result")
 

@@ -40,7 +40,7 @@ from rota.runtime.messages import (
     unflatten,
 )
 from rota.runtime.program import Message, ValueKey
-from rota.runtime.torch_internals import cpu_backend
+from rota.torch_internals import cpu_backend
 
 
 class Transport:

@@ -9,18 +9,15 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from rota.models.carving.absent import Absent, absent
-from rota.models.carving.compiled import compile_alike
 from rota.models.carving.copies import copy_sharing
-from rota.models.carving.dispatch import (
-    TorchDispatchMode,
+from rota.models.carving.operations import (
     is_random,
     is_shape_only,
-    name_of,
     needs_numbers,
     storage_of,
-    written_arguments,
 )
 from rota.models.carving.units import intercept
+from rota.torch_internals import TorchDispatchMode, compile_alike, name_of, written_arguments
 
 CPU = torch.device("cpu")
 
@@ -50,9 +47,9 @@ def test_operations_are_classified() -> None:
     assert any(needs_numbers(func) for func, _ in operations(lambda: x.sum().item()))
     assert any(needs_numbers(func) for func, _ in operations(lambda: x.nonzero()))
     ((add, args),) = operations(lambda: x.add_(1))
-    assert [*written_arguments(add, args)] == [x]
+    assert [*written_arguments(add, args, {})] == [x]
     ((add, args),) = operations(lambda: x.add(1))
-    assert [*written_arguments(add, args)] == []
+    assert [*written_arguments(add, args, {})] == []
 
 
 def test_a_view_is_in_the_memory_of_its_base() -> None:

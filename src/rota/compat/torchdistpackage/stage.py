@@ -16,7 +16,7 @@ from torch import nn
 
 from rota.runtime import spmd
 from rota.runtime.messages import over_tensors
-from rota.runtime.torch_internals import tree_flatten, tree_unflatten
+from rota.torch_internals import tree_flatten, tree_unflatten
 
 Forward = Callable[[Any], Any]
 Backward = Callable[[Any, Any], Any]

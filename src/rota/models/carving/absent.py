@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from rota.errors import PipelineError
-from rota.models.carving.dispatch import is_shape_only, leaves_of, mapped, name_of, written_arguments
+from rota.models.carving.operations import is_shape_only, leaves_of, mapped
 from rota.models.tracer import user_place
+from rota.torch_internals import WITHOUT_TORCH_FUNCTION, name_of, written_arguments
 
 _READ_ALL = (
     "so what the forward does there depends on numbers of another stage, which the example did not show: split with an "
@@ -49,7 +50,7 @@ class Absent(Tensor):
         return made
 
     meta: Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = WITHOUT_TORCH_FUNCTION  # type: ignore[assignment]
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """For people."""
@@ -77,7 +78,7 @@ class Absent(Tensor):
                 f"{now.inside} reads a value of another stage ({name_of(func)}) at {place_now()}, {_READ_ALL}"
             )
         device = next(leaf.device for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Absent))
-        for written in written_arguments(func, args):
+        for written in written_arguments(func, args, kwargs):
             if not isinstance(written, Absent):
                 raise PipelineError(
                     f"{name_of(func)} at {place_now()} writes a value of another stage into a tensor of this one, "
@@ -91,7 +92,7 @@ class Absent(Tensor):
             raise PipelineError(
                 f"{name_of(func)} at {place_now()} asks for the numbers in a value of another stage, {_READ_ALL}"
             ) from error
-        if func._schema.name.endswith("_") and isinstance(args[0], Absent):
+        if name_of(func).endswith("_") and isinstance(args[0], Absent):
             return args[0]
         if not any(isinstance(leaf, Tensor) for leaf in leaves_of(made)) and made is not None:
             raise PipelineError(

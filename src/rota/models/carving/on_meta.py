@@ -11,7 +11,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from rota.models.carving.dispatch import TorchDispatchMode, leaves_of, mapped
+from rota.models.carving.operations import leaves_of, mapped
+from rota.torch_internals import GROUPED_MM, TorchDispatchMode
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
@@ -31,7 +32,7 @@ class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves_of((args, kwargs))):
             args, kwargs = mapped(_shape_of, args), mapped(_shape_of, kwargs)
-            if func is torch.ops.aten._grouped_mm.default:  # on meta it takes only what GPUs do
+            if func is GROUPED_MM:  # on meta it takes only what GPUs do
                 return func(*mapped(_as_bfloat16, args), **mapped(_as_bfloat16, kwargs)).to(args[0].dtype)
             return func(*args, **kwargs)
         return func(*mapped(_on_cpu, args), **mapped(_on_cpu, kwargs))

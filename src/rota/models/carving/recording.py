@@ -19,20 +19,18 @@ from torch.nn.modules.module import register_module_forward_hook
 from rota.errors import SplitError
 from rota.models.carving.absent import absent, place_now
 from rota.models.carving.copies import copy_sharing
-from rota.models.carving.dispatch import (
-    TorchDispatchMode,
+from rota.models.carving.on_meta import OnMeta, is_on_meta
+from rota.models.carving.operations import (
     is_random,
     is_shape_only,
     leaves_of,
-    name_of,
     needs_numbers,
     storage_of,
-    written_arguments,
 )
-from rota.models.carving.on_meta import OnMeta, is_on_meta
 from rota.models.carving.structure import PLAIN, Structure, flatten
 from rota.models.carving.units import find_units, intercept, is_dropout
 from rota.models.randomness import RandomStates, random_state_kept
+from rota.torch_internals import TorchDispatchMode, name_of, written_arguments
 
 LabelSet: TypeAlias = int
 
@@ -250,7 +248,7 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 found |= self.of(tensor)
         made = func(*args, **kwargs)
         found = self._between_units(func, args, found, made) if self.call is None else self._in_unit(found)
-        for written in written_arguments(func, args):
+        for written in written_arguments(func, args, kwargs):
             self._write(written, found)
         for tensor in leaves_of(made):
             if isinstance(tensor, Tensor) and not any(tensor is one for one in given):

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from rota.errors import PipelineError
 from rota.models.carving.absent import Absent, absent, absent_like
-from rota.models.carving.compiled import compile_alike
 from rota.models.carving.copies import copy_sharing
 from rota.models.carving.cutting import Cutting
 from rota.models.carving.recording import Returned
 from rota.models.carving.running import Run, Stopped, install
 from rota.models.carving.structure import flatten, paths, rebuild
+from rota.torch_internals import compile_alike
 
 SIZES = "shapes of inputs"  # the key under which they travel
 

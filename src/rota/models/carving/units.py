@@ -13,8 +13,13 @@ from collections.abc import Collection, Iterator
 from typing import Any, Protocol
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+#: They have buffers, and some have no parameters.
+_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
 
 
 class Interceptor(Protocol):
@@ -33,11 +38,11 @@ def find_units(model: nn.Module, blocks: Collection[str]) -> list[str]:
             if (
                 path in blocks
                 or is_dropout(module)
-                or isinstance(module, _NormBase)
+                or isinstance(module, _NORMS)
                 or any(True for _ in module.parameters())
             ):
                 yield path
-            elif any(isinstance(one, (_DropoutNd, _NormBase)) for one in module.modules()):
+            elif any(isinstance(one, (*_DROPOUTS, *_NORMS)) for one in module.modules()):
                 for name, child in module.named_children():
                     yield from visit(inside + name, child)
         else:
@@ -52,7 +57,7 @@ def find_units(model: nn.Module, blocks: Collection[str]) -> list[str]:
 
 def is_dropout(module: nn.Module) -> bool:
     """Whether it is one of PyTorch's dropouts, which in evaluation give back what they are given."""
-    return isinstance(module, _DropoutNd)
+    return isinstance(module, _DROPOUTS)
 
 
 def intercept(module: nn.Module, interceptor: Interceptor) -> None:

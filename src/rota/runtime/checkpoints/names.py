@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.runtime.spmd import replicated_names
-from rota.runtime.torch_internals import own_state
+from rota.torch_internals import own_state
 
 if TYPE_CHECKING:
     from rota.runtime.pipeline import Pipeline

@@ -21,7 +21,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
-from rota.runtime.torch_internals import mark_of, mark_storage, tree_flatten, tree_unflatten
+from rota.torch_internals import mark_of, mark_storage, tree_flatten, tree_unflatten
 
 Reals = dict[int, torch.UntypedStorage]  # by the storage's number
 

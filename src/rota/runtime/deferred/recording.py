@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from rota.errors import PipelineError
 from rota.runtime.deferred.log import Deferred, Log, Operation, Region, deferred, generator_of
 from rota.runtime.deferred.replacing import replace
-from rota.runtime.torch_internals import (
+from rota.torch_internals import (
     TorchDispatchMode,
     takes_device,
     tensors_anywhere,

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, final
 import torch.distributed as dist
 
 from rota.runtime.faults.hang_report import Status, compose
-from rota.runtime.torch_internals import own_connection_to_store
+from rota.torch_internals import own_connection_to_store
 
 Result = TypeVar("Result")
 

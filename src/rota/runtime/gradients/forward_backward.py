@@ -21,7 +21,7 @@ from rota.errors import PipelineError
 from rota.models import Stages
 from rota.runtime.gradients.split_backward import WeightWork, enter, input_gradients
 from rota.runtime.messages import flatten, tensors_in, with_tensors
-from rota.runtime.torch_internals import count_writes, run_backward, writable, zeros_at
+from rota.torch_internals import count_writes, run_backward, writable, zeros_at
 
 
 @dataclass(slots=True)

@@ -19,8 +19,8 @@ from rota.errors import PipelineError
 from rota.models.randomness import RandomStates
 from rota.placement import Placement
 from rota.runtime.messages import tensors_in
-from rota.runtime.torch_internals import version_of
 from rota.tasks import Kind
+from rota.torch_internals import version_of
 
 _WITHOUT = "plan without recomputation, and leave the stage out of Pipeline(recompute=…)"
 

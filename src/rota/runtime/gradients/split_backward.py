@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
-from rota.runtime.torch_internals import (
+from rota.torch_internals import (
     accumulates_gradient,
     edges_into,
     has_saved_tensor_hooks,

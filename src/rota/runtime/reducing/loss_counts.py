@@ -21,7 +21,7 @@ from rota.errors import PipelineError
 from rota.runtime.microbatches import num_elements
 from rota.runtime.reducing.norms import local
 from rota.runtime.reducing.wrapped_stages import is_sharded
-from rota.runtime.torch_internals import version_of
+from rota.torch_internals import version_of
 
 _KEPT, _CLEARED, _STEPPED, _ELEMENTS = range(4)
 NUM_FLAGS = 4

@@ -19,8 +19,8 @@ from rota.placement import Placement
 from rota.runtime.meshes import Processes
 from rota.runtime.reducing.replicas import by_dtype, packed, unpack
 from rota.runtime.spmd import replicated_names
-from rota.runtime.torch_internals import version_of
 from rota.runtime.transport import together
+from rota.torch_internals import version_of
 
 
 class SharedWeight(NamedTuple):

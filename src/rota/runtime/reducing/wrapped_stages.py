@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.placement import Placement
-from rota.runtime.torch_internals import communication_hook_of, reduce_sharded_gradients
 from rota.runtime.transport import together
+from rota.torch_internals import communication_hook_of, reduce_sharded_gradients
 
 
 def unwrapped(stages: Stages) -> tuple[Stages, dict[nn.Module, dist.ProcessGroup]]:

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["TorchDispatchMode"]
+from rota.torch_internals import address_of, name_of
 
 _SHAPE_ONLY = frozenset(
     f"{prefix}_{what}" if prefix == "new" else f"{what}_{prefix}"
@@ -17,11 +16,6 @@ _SHAPE_ONLY = frozenset(
     for what in whats
 )
 _known: dict[Any, bool] = {}
-
-
-def name_of(func: Any) -> str:
-    """An operation's name, without `aten::`."""
-    return str(func._schema.name.split("::")[1])
 
 
 def is_shape_only(func: Any) -> bool:
@@ -42,20 +36,11 @@ def needs_numbers(func: Any) -> bool:
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
-def written_arguments(func: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
-    """The tensors among its positional arguments that it writes to."""
-    if not func._schema.is_mutable:
-        return
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from (leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor))
-
-
 def storage_of(tensor: Tensor) -> int:
     """A number of the memory that a tensor is in."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):  # a wrapper has none
         return id(tensor)
-    return int(tensor.untyped_storage()._cdata)
+    return address_of(tensor.untyped_storage())
 
 
 def leaves_of(value: Any) -> Iterator[Any]:

@@ -1,7 +1,7 @@
 """Everything that Rota uses of PyTorch and that PyTorch does not promise to keep, behind functions with plain names.
 
 Each function says what it relies on. All of it is in PyTorch 2.10, the oldest that Rota supports, unless a function
-names a later one. `tests/runtime/test_torch_internals.py` has a canary for each function: if one fails after an update
+names a later one. `tests/test_torch_internals.py` has a canary for each function: if one fails after an update
 of PyTorch, the change belongs here and nowhere else. This module imports nothing of Rota.
 """
 
@@ -228,6 +228,11 @@ def written_arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[str, 
     return found
 
 
+def name_of(operation: Any) -> str:
+    """An ATen operation's name without `aten::` and overload, `mul_`. Relies on `OpOverload._schema`."""
+    return str(operation._schema.name.split("::")[1])
+
+
 def takes_device(operation: Any) -> bool:
     """Whether an ATen operation has an argument `device`. Relies on `OpOverload._schema`."""
     return any(argument.name == "device" for argument in operation._schema.arguments)
@@ -260,6 +265,30 @@ def own_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         if name not in module._non_persistent_buffers_set:
             yield name, buffer
+
+
+#: As `__torch_function__` of a tensor subclass: its operations reach `__torch_dispatch__` alone.
+WITHOUT_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
+
+#: The product of several matrices with slices of another, as `torch.nn.functional.grouped_mm` calls it.
+GROUPED_MM = torch.ops.aten._grouped_mm.default
+
+
+def compile_alike(original: nn.Module, copied: nn.Module) -> None:
+    """Compile `copied` and the modules in it with the options with which those of `original` were compiled.
+
+    Relies on `Module._compiled_call_impl`, `Module._call_impl`, and on the closure of what `torch.compile` returns.
+    """
+    for one, other in zip(original.modules(), copied.modules(), strict=True):
+        if one._compiled_call_impl is not None:
+            other._compiled_call_impl = _compiler_of(one._compiled_call_impl)(other._call_impl)
+
+
+def _compiler_of(compiled: Any) -> Callable[..., Any]:
+    from torch._dynamo.eval_frame import _TorchDynamoContext  # it is loaded by now
+
+    cells = [cell.cell_contents for cell in compiled.__closure__ or ()]
+    return next((one for one in cells if isinstance(one, _TorchDynamoContext)), torch.compile)
 
 
 #: The kernels of `scaled_dot_product_attention`: from (query, key, value, …) to a tuple whose first item is the output.

@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 import rota
-from rota.runtime import torch_internals
+from rota import torch_internals
 
 
 @pytest.fixture
@@ -359,7 +359,7 @@ def test_schedules_with_one_stage_per_rank_compute_losses_of_numbered_microbatch
 # --- nowhere else -----------------------------------------------------------------------------------------------------
 
 _PACKAGE = Path(rota.__file__).parent
-_HOME = _PACKAGE / "runtime" / "torch_internals.py"
+_HOME = _PACKAGE / "torch_internals.py"
 _ATTRIBUTES = {
     "_cdata",
     "_get_backend",
