@@ -44,6 +44,7 @@ _HOMES = {
     "rota.profiling": ("profile", "profile_layers"),
     "rota.runtime": ("Pipeline", "given_plan", "mesh", "spmd"),
     "rota.runtime.checkpoints": ("Checkpoints",),
+    "rota.verifying": ("Verification", "verify"),
     "rota.planning": ("Machine", "autoplan"),
     "rota.planning.rehearsal": ("Rehearsal", "rehearse"),
     "rota.drawing": ("draw",),
@@ -118,6 +119,8 @@ if TYPE_CHECKING:
     from rota.tasks import Task as Task
     from rota.timeline import Span as Span
     from rota.timeline import Timeline as Timeline
+    from rota.verifying import Verification as Verification
+    from rota.verifying import verify as verify
 
 
 def __getattr__(name: str) -> Any:

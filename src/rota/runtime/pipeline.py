@@ -326,6 +326,19 @@ class Pipeline:
             finally:
                 self._training.watch = None
 
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """For steps that only look: outputs are kept, and weights may have another dtype inside. On all ranks."""
+        kept, count = self._compute.keep_outputs, self._num_steps
+        self._compute.keep_outputs = True
+        self._training.forget()
+        try:
+            yield
+        finally:
+            self._compute.keep_outputs, self._num_steps = kept, count
+            self._compute.outputs = {}
+            self._training.forget()
+
     # --- gradients ------------------------------------------------------------------------------------------------
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
