@@ -14,6 +14,7 @@ from torch import nn
 
 from rota.errors import SplitError
 from rota.models.cutpoint import find_cut_points
+from rota.models.grouping import grouped
 from rota.models.stages import Stages
 from rota.models.traced_stages import cut_trace
 from rota.models.tracer import BY_HAND
@@ -22,17 +23,19 @@ from rota.models.tracing import honours_none, trace
 Cuts: TypeAlias = Iterable[int | str]
 
 
-def split(model: nn.Module, num_stages: int, cuts: Cuts | None = None) -> Stages:
+def split(model: nn.Module | Stages, num_stages: int, cuts: Cuts | None = None) -> Stages:
     """Cut `model` into stages that together do what it does, with its own parameters.
 
     Stages read the forward's inputs where they use them. The inputs' defaults hold, unless the trace cannot follow what
     the forward does with them (`mask=None`, and `if mask is None` in the forward): then a batch must have that input.
 
     Args:
-        model: A model whose forward calls CutPoints, or an `nn.Sequential`, which is cut without tracing.
+        model: A model whose forward calls CutPoints, or an `nn.Sequential`, which is cut without tracing. Or stages
+            made by hand, of which neighbours become one; what is `weight` in stage 3 is `3.weight` then.
         num_stages: The number of stages, 1 or more.
         cuts: The CutPoints to cut at, by number in call order or by attribute path (`"cutpoints[2]"`), or the children
-            of an `nn.Sequential` to cut before. None: spread so that no stage has two pieces more than another.
+            of an `nn.Sequential`, or the stages made by hand, to cut before. None: spread so that no stage has two
+            pieces more than another.
 
     Returns:
         The stages, with `cuts` set to the names of these cuts.
@@ -42,6 +45,8 @@ def split(model: nn.Module, num_stages: int, cuts: Cuts | None = None) -> Stages
     """
     if num_stages < 1:
         raise SplitError(f"num_stages is {num_stages}: give at least 1")
+    if isinstance(model, Stages):
+        return _split_stages(model, num_stages, cuts)
     signature = _signature(model)
     defaults = {name: default for name, default in signature.items() if default is not Parameter.empty}
     if num_stages == 1:
@@ -79,6 +84,15 @@ def finest(model: nn.Module) -> tuple[Stages, tuple[str, ...]]:
     else:
         names = []
     return split(model, len(names) + 1, names), tuple(names)
+
+
+def _split_stages(stages: Stages, num_stages: int, cuts: Cuts | None) -> Stages:
+    """Runs of stages made by hand, cut before some of them."""
+    possible = {stage: str(stage) for stage in range(1, len(stages))}
+    chosen = _choose(num_stages, cuts, possible, "stage but the first")
+    found = grouped(stages, [0, *chosen, len(stages)])
+    found.cuts = tuple(possible[stage] for stage in chosen)
+    return found
 
 
 def _split_sequential(model: nn.Sequential, num_stages: int, cuts: Cuts | None, names: tuple[str, ...]) -> Stages:

@@ -12,7 +12,7 @@ from torch import nn
 
 from rota.checking import check
 from rota.errors import PlanError, SearchError
-from rota.models import split
+from rota.models import Stages, split
 from rota.planning.answer import Answer, Confirmed
 from rota.planning.evaluation import Found
 from rota.planning.layout_bounds import placement_bound_us
@@ -27,7 +27,7 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 
 def confirm(
     answer: Answer,
-    model: nn.Module,
+    model: nn.Module | Stages,
     make_batch: MakeBatch,
     loss_fn: LossFn | None,
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
@@ -40,7 +40,7 @@ def confirm(
 
     Args:
         answer: What `autoplan` found.
-        model: The model, on the CPU.
+        model: The model, or its stages made by hand, on the CPU.
         make_batch: Makes inputs and targets of one micro-batch, given its rows.
         loss_fn: Makes the loss of an output and a target; None: no loss.
         make_optimizer: Makes an optimizer of a list of parameters; None: no optimizer.
@@ -88,7 +88,7 @@ def confirm(
 
 def _measured(
     found: Found,
-    model: nn.Module,
+    model: nn.Module | Stages,
     make_batch: MakeBatch,
     loss_fn: LossFn | None,
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None,

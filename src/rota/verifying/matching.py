@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rota.models import Stages
+from rota.runtime.reducing.wrapped_stages import is_sharded
 
 Place: TypeAlias = tuple[int, str]  # a stage, and the name in its module
 
@@ -69,11 +70,11 @@ def _match_tensors(
     names: dict[torch.Tensor, list[str]] = {}
     for name, tensor in of_model:
         names.setdefault(tensor, []).append(name)
-    owner_by_name = dict(of_model)
+    owner_by_name, are_names_ours = dict(of_model), _are_names_ours(dict(of_model), of_stages)
     found: dict[torch.Tensor, list[tuple[Place, torch.Tensor]]] = {tensor: [] for tensor in names}
     left = []
     for place, tensor in of_stages:
-        owner = tensor if tensor in names else _of_name(place, tensor, owner_by_name)
+        owner = tensor if tensor in names else _of_name(place, tensor, owner_by_name, are_names_ours)
         if owner is None:
             left.append((place, tensor))
         else:
@@ -87,12 +88,24 @@ def _match_tensors(
     return matched, [place for place, _ in left]
 
 
-def _of_name(place: Place, tensor: torch.Tensor, owner_by_name: dict[str, torch.Tensor]) -> torch.Tensor | None:
+def _are_names_ours(owner_by_name: dict[str, torch.Tensor], of_stages: list[tuple[Place, torch.Tensor]]) -> bool:
+    """Whether the stages name all their tensors as the model does; if they number layers from 0, two names clash."""
+    named: dict[str, torch.Tensor] = {}
+    for (_, name), tensor in of_stages:
+        owner = owner_by_name.get(name)
+        if owner is None or owner.shape != tensor.shape or named.setdefault(name, tensor) is not tensor:
+            return False
+    return True
+
+
+def _of_name(
+    place: Place, tensor: torch.Tensor, owner_by_name: dict[str, torch.Tensor], are_names_ours: bool
+) -> torch.Tensor | None:
     owner = owner_by_name.get(place[1])
     if owner is None or owner.shape != tensor.shape:
         return None
-    # Stages that number their layers from 0 have names that are the model's by chance.
-    return owner if owner.is_meta or tensor.is_meta or _is_equal(owner, tensor) else None
+    has_no_values = owner.is_meta or tensor.is_meta or is_sharded(tensor)
+    return owner if are_names_ours or has_no_values or _is_equal(owner, tensor) else None
 
 
 def _match_values(
@@ -118,7 +131,7 @@ def _match_values(
 
 
 def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.is_meta or other.is_meta or one.shape != other.shape or hasattr(other, "to_local"):
+    if one.is_meta or other.is_meta or is_sharded(one) or is_sharded(other) or one.shape != other.shape:
         return False
     return bool(torch.equal(one.detach(), other.detach().to(one.dtype)))
 
