@@ -73,7 +73,9 @@ TABLE = {
     "rota.interop": Row((*CORE, "rota.models", "rota.runtime", "torch"), lazy=TRAINERS),
     "rota.interop.cuts": Row(CORE),
     **{name: Row((*CORE, "rota.interop.cuts")) for name in TRAINERS},
-    "rota.planning": Row((*CORE, "rota.models", "rota.runtime", "rota.profiling", "torch"), lazy=("rota.search",)),
+    "rota.planning": Row(
+        (*CORE, "rota.models", "rota.runtime", "rota.profiling", "rota.verifying", "torch"), lazy=("rota.search",)
+    ),
     "rota.drawing": Row(CORE, lazy=("rota.drawing.artists", "matplotlib", "numpy")),
     "rota.drawing.artists": Row((*CORE, "rota.drawing", "matplotlib", "numpy")),
     "rota.compat": Row(),

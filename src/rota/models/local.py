@@ -18,7 +18,7 @@ def keep_local(stages: Stages, local: Iterable[int]) -> None:
     """
     kept = {tensor for stage in local for tensor in _tensors(stages[stage])}
     shapes: dict[torch.Tensor, torch.Tensor] = {}
-    for module in stages.modules:
+    for module in (*stages.modules, *([stages.unsplit] if isinstance(stages.unsplit, nn.Module) else [])):
         for inner in module.modules():
             held: dict[str, torch.Tensor | None]
             for held in (inner._parameters, inner._buffers):  # type: ignore[assignment]

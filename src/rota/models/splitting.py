@@ -47,6 +47,12 @@ def split(model: nn.Module | Stages, num_stages: int, cuts: Cuts | None = None) 
         raise SplitError(f"num_stages is {num_stages}: give at least 1")
     if isinstance(model, Stages):
         return _split_stages(model, num_stages, cuts)
+    stages = _split_model(model, num_stages, cuts)
+    stages.unsplit = model
+    return stages
+
+
+def _split_model(model: nn.Module, num_stages: int, cuts: Cuts | None) -> Stages:
     signature = _signature(model)
     defaults = {name: default for name, default in signature.items() if default is not Parameter.empty}
     if num_stages == 1:

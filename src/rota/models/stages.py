@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias, final
 
 from torch import nn
@@ -59,6 +59,8 @@ class Stages:
         self.num_components = 1
         #: The names of the cuts that `split` made; None for stages made by hand.
         self.cuts: tuple[str, ...] | None = None
+        #: The model that these stages are, or a function that makes it, to verify them by; `split` sets it.
+        self.unsplit: nn.Module | Callable[[], nn.Module] | None = None
 
     def __len__(self) -> int:
         return len(self.modules)
@@ -117,6 +119,7 @@ class Stages:
             self.input_defaults,
         )
         copies.num_components, copies.cuts = times * self.num_components, self.cuts
+        copies.unsplit = self.unsplit
         return copies
 
     def pick_inputs(self, stage: int, batch: Any) -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ from rota.cli.commands import (
     schedules,
     show,
     simulate,
+    verify,
 )
 
 #: In the order of `rota --help`.
@@ -36,6 +37,7 @@ COMMANDS = (
     rehearse.COMMAND,
     show.COMMAND,
     explain.COMMAND,
+    verify.COMMAND,
     run.COMMAND,
     compare.COMMAND,
     calibrate.COMMAND,

@@ -36,7 +36,7 @@ def unwrapped(stages: Stages) -> tuple[Stages, dict[nn.Module, dist.ProcessGroup
     if not groups:
         return stages, {}
     bare = Stages(modules, stages.edges, stages.inputs, stages.input_names, stages.input_defaults)
-    bare.num_components = stages.num_components
+    bare.num_components, bare.unsplit = stages.num_components, stages.unsplit
     return bare, groups
 
 
