@@ -1,4 +1,4 @@
-"""split: a model cut into stages at its CutPoints, or an nn.Sequential between its children."""
+"""split: a model cut into stages: at its CutPoints, between the children of an nn.Sequential, or before any module."""
 
 from __future__ import annotations
 
@@ -19,23 +19,30 @@ from rota.models.stages import Stages
 from rota.models.traced_stages import cut_trace
 from rota.models.tracer import BY_HAND
 from rota.models.tracing import honours_none, trace
+from rota.models.unmodified import Candidates, as_inputs
 
 Cuts: TypeAlias = Iterable[int | str]
 
 
-def split(model: nn.Module | Stages, num_stages: int, cuts: Cuts | None = None) -> Stages:
+def split(model: nn.Module | Stages, num_stages: int, cuts: Cuts | None = None, *, example: Any = None) -> Stages:
     """Cut `model` into stages that together do what it does, with its own parameters.
 
-    Stages read the forward's inputs where they use them. The inputs' defaults hold, unless the trace cannot follow what
-    the forward does with them (`mask=None`, and `if mask is None` in the forward): then a batch must have that input.
+    A model whose forward calls CutPoints is cut at them, and an `nn.Sequential` between its children. Any other model
+    is cut before modules of it, unmodified: one forward on `example` shows what each stage reads and sends.
+
+    Stages read the forward's inputs where they use them. With CutPoints, the inputs' defaults hold, unless the trace
+    cannot follow what the forward does with them (`mask=None`, and `if mask is None` in the forward): then a batch must
+    have that input.
 
     Args:
-        model: A model whose forward calls CutPoints, or an `nn.Sequential`, which is cut without tracing. Or stages
-            made by hand, of which neighbours become one; what is `weight` in stage 3 is `3.weight` then.
+        model: The model, in training mode if it is to be trained. Or stages made by hand, of which neighbours become
+            one; what is `weight` in stage 3 is `3.weight` then.
         num_stages: The number of stages, 1 or more.
         cuts: The CutPoints to cut at, by number in call order or by attribute path (`"cutpoints[2]"`), or the children
-            of an `nn.Sequential`, or the stages made by hand, to cut before. None: spread so that no stage has two
-            pieces more than another.
+            of an `nn.Sequential`, or the stages made by hand, to cut before. For any other model the modules to cut
+            before, by path (`"model.layers.4"`), or patterns of modules that a stage may begin with
+            (`"model.layers.*"`). None: spread so that no stage has two pieces more than another.
+        example: For a model without CutPoints: a batch, as a dict of its keyword arguments, or as a tuple.
 
     Returns:
         The stages, with `cuts` set to the names of these cuts.
@@ -47,12 +54,63 @@ def split(model: nn.Module | Stages, num_stages: int, cuts: Cuts | None = None) 
         raise SplitError(f"num_stages is {num_stages}: give at least 1")
     if isinstance(model, Stages):
         return _split_stages(model, num_stages, cuts)
-    stages = _split_model(model, num_stages, cuts)
+    stages = _split_model(model, num_stages, cuts, example)
     stages.unsplit = model
     return stages
 
 
-def _split_model(model: nn.Module, num_stages: int, cuts: Cuts | None) -> Stages:
+def _split_model(model: nn.Module, num_stages: int, cuts: Cuts | None, example: Any) -> Stages:
+    if is_marked(model) or (num_stages == 1 and example is None):
+        return _split_marked(model, num_stages, cuts)
+    candidates = Candidates(model, cuts, _example_for(model, example))
+    return candidates.split(_chosen_calls(candidates, num_stages, cuts))
+
+
+def finest(model: nn.Module, example: Any = None) -> tuple[Stages, tuple[str, ...]]:
+    """`model` cut wherever `split` can cut it, and the names of these cuts, as `split` takes them, in order.
+
+    One stage, and no names, where it cannot be cut at all.
+    """
+    names: list[str] = []
+    if find_cut_points(model):
+        names = trace(model).cut_names
+    elif is_marked(model):
+        names = [*model._modules][1:]
+    elif example is not None:
+        candidates = Candidates(model, None, as_inputs(model, example))
+        calls = candidates.possible()
+        return candidates.split([*calls]), tuple(calls.values())
+    return split(model, len(names) + 1, names), tuple(names)
+
+
+def is_marked(model: nn.Module) -> bool:
+    """Whether the model says itself where it may be cut: by CutPoints, or as an `nn.Sequential`."""
+    is_sequential = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+    return is_sequential or bool(find_cut_points(model))
+
+
+def _example_for(model: nn.Module, example: Any) -> dict[str, Any]:
+    if example is not None:
+        return as_inputs(model, example)
+    raise SplitError(
+        f"{type(model).__name__} has no CutPoint to cut it at, and without an example nobody knows what crosses other "
+        "cuts: give one small batch, split(…, example={'input_ids': …}), as the keyword arguments of its forward; or "
+        f"call a CutPoint() of its own between blocks in its forward, or {BY_HAND}"
+    )
+
+
+def _chosen_calls(candidates: Candidates, num_stages: int, cuts: Cuts | None) -> list[int]:
+    """The calls of modules that stages begin with, in order."""
+    possible = candidates.called()
+    cuts = None if cuts is None else [*cuts]
+    if cuts is None or any(isinstance(cut, str) and "*" in cut for cut in cuts):
+        if len(possible) >= num_stages:  # else even the first block needs a cut before it
+            possible.pop(min(possible))
+        cuts = None
+    return _choose(num_stages, cuts, possible, "module that the forward calls and a stage may begin with")
+
+
+def _split_marked(model: nn.Module, num_stages: int, cuts: Cuts | None) -> Stages:
     signature = _signature(model)
     defaults = {name: default for name, default in signature.items() if default is not Parameter.empty}
     if num_stages == 1:
@@ -70,26 +128,8 @@ def _split_model(model: nn.Module, num_stages: int, cuts: Cuts | None) -> Stages
         stages = Stages(*cut_trace(model, whole, chosen), input_names=signature, input_defaults=kept)
         stages.cuts = tuple(whole.cut_names[number] for number in chosen)
         return stages
-    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
-        return _split_sequential(model, num_stages, cuts, tuple(signature))
-    raise SplitError(
-        f"{type(model).__name__} has no CutPoint to cut it at into {num_stages} stages: call a CutPoint() of its own "
-        f"between blocks in its forward, or {BY_HAND}"
-    )
-
-
-def finest(model: nn.Module) -> tuple[Stages, tuple[str, ...]]:
-    """`model` cut wherever `split` can cut it, and the names of these cuts, as `split` takes them, in order.
-
-    One stage, and no names, where it cannot be cut at all.
-    """
-    if find_cut_points(model):
-        names = trace(model).cut_names
-    elif isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
-        names = [*model._modules][1:]
-    else:
-        names = []
-    return split(model, len(names) + 1, names), tuple(names)
+    assert isinstance(model, nn.Sequential)
+    return _split_sequential(model, num_stages, cuts, tuple(signature))
 
 
 def _split_stages(stages: Stages, num_stages: int, cuts: Cuts | None) -> Stages:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, NamedTuple, TypeAlias, final
 
 from torch import nn
 
@@ -14,6 +14,21 @@ from rota.models.stage_edges import StageEdge, parse_edges, topological_order
 Input: TypeAlias = int | str
 Tie: TypeAlias = tuple[tuple[int, str], ...]
 Inputs: TypeAlias = Sequence[Input | Iterable[Input]] | Mapping[int, Input | Iterable[Input]]
+
+
+class Carried(NamedTuple):
+    """A tensor that crosses cuts, with the shape and the bytes that it had in the example."""
+
+    source: int
+    target: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+
+    def __str__(self) -> str:
+        shape = ", ".join(map(str, self.shape))
+        return f"{self.source} -> {self.target}  {self.name}  {self.dtype}[{shape}]  {self.num_bytes:,} bytes"
 
 
 @final
@@ -61,6 +76,10 @@ class Stages:
         self.cuts: tuple[str, ...] | None = None
         #: The model that these stages are, or a function that makes it, to verify them by; `split` sets it.
         self.unsplit: nn.Module | Callable[[], nn.Module] | None = None
+        #: What each cut sends for the example that `split` got; empty for stages that were made without one.
+        self.carried: tuple[Carried, ...] = ()
+        #: The inputs that a batch may have; None: any. What an example did not show, no stage would read.
+        self.known_inputs: frozenset[str] | None = None
 
     def __len__(self) -> int:
         return len(self.modules)
@@ -118,12 +137,24 @@ class Stages:
             self.input_names,
             self.input_defaults,
         )
-        copies.num_components, copies.cuts = times * self.num_components, self.cuts
-        copies.unsplit = self.unsplit
-        return copies
+        copies.num_components = times * self.num_components
+        return copies._known_as(self)
+
+    def with_modules(self, modules: Iterable[nn.Module]) -> Stages:
+        """The same stages with other modules, as when each is wrapped."""
+        others = Stages(modules, self.edges, self.inputs, self.input_names, self.input_defaults)
+        others.num_components = self.num_components
+        return others._known_as(self)
+
+    def _known_as(self, other: Stages) -> Stages:
+        self.cuts, self.carried, self.known_inputs = other.cuts, other.carried, other.known_inputs
+        self.unsplit = other.unsplit
+        return self
 
     def pick_inputs(self, stage: int, batch: Any) -> tuple[Any, ...]:
         """What `stage` reads of a batch: a lone tensor, a tuple of inputs, or a dict of inputs by name."""
+        if self.known_inputs is not None and isinstance(batch, Mapping) and not batch.keys() <= self.known_inputs:
+            self._refuse_unknown(batch)
         return tuple(self._pick(stage, wanted, batch) for wanted in self.inputs[stage])
 
     def _pick(self, stage: int, wanted: Input, batch: Any) -> Any:
@@ -144,6 +175,16 @@ class Stages:
             f"{', '.join(map(repr, self.input_names)) or 'not given'}): add it to the batch, or give it a default "
             "in input_defaults"
         )
+
+    def _refuse_unknown(self, batch: Mapping[str, Any]) -> None:
+        assert self.known_inputs is not None
+        unknown = [name for name in batch if name not in self.known_inputs and batch[name] is not None]
+        if unknown:
+            raise PipelineError(
+                f"the batch has {', '.join(map(repr, unknown))}, which the example that the model was split with did "
+                f"not have ({', '.join(map(repr, sorted(self.known_inputs)))}), so no stage reads it: add it to the "
+                "example, or leave it out"
+            )
 
     def _name_and_position(self, wanted: Input) -> tuple[str | None, int | None]:
         if isinstance(wanted, str):
@@ -196,8 +237,11 @@ class Stages:
                 yield (f"{stage}.{name}" if clash else name), parameter
 
     def table(self) -> str:
-        """The cut as text, one line per stage: what it holds, its size, what it reads and where it sends."""
-        return cut_table(self.modules, self.edges, self.inputs)
+        """The cut as text, one line per stage: what it holds, its size, what it reads and where it sends.
+
+        Below it `carried`, one line per value.
+        """
+        return "\n".join([cut_table(self.modules, self.edges, self.inputs), *map(str, self.carried)])
 
 
 def _check_modules(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:

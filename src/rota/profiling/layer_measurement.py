@@ -115,7 +115,7 @@ def _with_a_copy(stages: Stages, layer: int, device: DeviceModel | None) -> Stag
     for parameter in module.parameters():
         parameter.grad = None
     modules = (*stages.modules[:layer], module, *stages.modules[layer + 1 :])
-    return Stages(modules, stages.edges, stages.inputs, stages.input_names, stages.input_defaults)
+    return stages.with_modules(modules)
 
 
 def _measured(given: Given, layer: int, received: list[Any], how: HowTo, clock: Clock) -> tuple[Layer, Any, list[Any]]:

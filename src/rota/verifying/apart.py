@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import nn
 
+from rota.models.carving.stage import CarvedStage
 from rota.models.randomness import random_state_kept
 from rota.runtime.reducing.wrapped_stages import is_sharded
 from rota.runtime.torch_internals import TorchDispatchMode
@@ -25,7 +27,10 @@ def apart(modules: Iterable[nn.Module], dtype: torch.dtype | None) -> Iterator[N
     tensors = {t: t.data for t in (*everything.parameters(), *everything.buffers()) if not (is_sharded(t) or t.is_meta)}
     gradients = {parameter: parameter.grad for parameter in everything.parameters()}
     buffers = [(module, *pair) for module in everything.modules() for pair in module.named_buffers(recurse=False)]
-    with random_state_kept(everything):
+    with random_state_kept(everything), ExitStack() as stack:
+        for module in everything:
+            if isinstance(module, CarvedStage):
+                stack.enter_context(module.absents_as(partial(in_dtype, dtype=dtype)))
         try:
             for parameter in gradients:
                 parameter.grad = None

@@ -35,9 +35,7 @@ def unwrapped(stages: Stages) -> tuple[Stages, dict[nn.Module, dist.ProcessGroup
         modules.append(module)
     if not groups:
         return stages, {}
-    bare = Stages(modules, stages.edges, stages.inputs, stages.input_names, stages.input_defaults)
-    bare.num_components, bare.unsplit = stages.num_components, stages.unsplit
-    return bare, groups
+    return stages.with_modules(modules), groups
 
 
 def _refuse_options(stage: int, module: DistributedDataParallel) -> None:

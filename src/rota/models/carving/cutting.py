@@ -1,0 +1,166 @@
+"""Cutting: which calls are whose, what each stage receives, sends and owns, and why a cut is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from rota.errors import SplitError
+from rota.models.carving.recording import Drawn, FromInput, FromModel, Output, Recording, Returned, Within
+
+CUT_ELSEWHERE = "cut elsewhere, so that both are on one stage"
+
+
+@dataclass(frozen=True, slots=True)
+class StagePart:
+    """What one stage does of a recorded forward."""
+
+    begin: int  # its first call of a unit
+    end: int  # the first call of the next stage
+    received: tuple[Returned, ...]
+    sent: dict[int, tuple[Returned, ...]]  # by target
+    owned: frozenset[str]  # names of parameters and buffers
+    inputs: frozenset[str]  # whose numbers it reads
+
+
+@dataclass(frozen=True, slots=True)
+class Cutting:
+    """A recorded forward in stages."""
+
+    recording: Recording
+    parts: tuple[StagePart, ...]
+
+    def stage_of(self, call: int) -> int:
+        """The stage that runs a call."""
+        return next(stage for stage, part in enumerate(self.parts) if call < part.end)
+
+    def value_name(self, value: Returned) -> str:
+        """How a value is called that crosses a cut: by its module, and by its place in what that returns."""
+        recording = self.recording
+        name = recording.call_name(value.call) + (f".{value.inner}" if value.inner else "")
+        if value.nth:
+            name += f"#{value.nth + 1}"
+        return name if len(output_of(recording, value).leaves) == 1 else f"{name}[{value.leaf}]"
+
+
+def output_of(recording: Recording, value: Returned) -> Output:
+    """What the module returned that the value is a leaf of."""
+    if value.inner:
+        return recording.inner_outputs[value.call, value.inner, value.nth]
+    return recording.outputs[value.call]
+
+
+def cut_recording(recording: Recording, starts: Sequence[int], names: Collection[str]) -> Cutting:
+    """Stages that begin at these calls, in order. `names`: of all the model's parameters and buffers."""
+    num_calls = len(recording.calls)
+    begins, ends = [0, *starts], [*starts, num_calls]
+    reads = [_reads(recording, begin, end, end == num_calls) for begin, end in zip(begins, ends, strict=True)]
+    ranges = [range(begin, end) for begin, end in zip(begins, ends, strict=True)]
+    _add_writes(recording, reads, ranges)
+    reads = [_with_whole_inner(recording, labels) for labels in reads]
+    _refuse(recording, reads, ranges)
+    received = [
+        tuple(one for one in recording.in_set(labels) if isinstance(one, Returned) and one.call not in calls)
+        for labels, calls in zip(reads, ranges, strict=True)
+    ]
+    owned = [{one.name for one in recording.in_set(labels) if isinstance(one, FromModel)} for labels in reads]
+    for name in set(names).difference(*owned):
+        owned[_home(recording, name, ranges)].add(name)
+    parts = []
+    for stage, calls in enumerate(ranges):
+        sent = {
+            target: tuple(one for one in received[target] if one.call in calls)
+            for target in range(stage + 1, len(ranges))
+        }
+        parts.append(
+            StagePart(
+                calls.start,
+                calls.stop,
+                received[stage],
+                {target: values for target, values in sent.items() if values},
+                frozenset(owned[stage]),
+                frozenset(one.name for one in recording.in_set(reads[stage]) if isinstance(one, FromInput)),
+            )
+        )
+    for stage, part in enumerate(parts[:-1]):
+        if not part.sent:
+            raise SplitError(
+                f"nothing that stage {stage} makes, before {recording.call_name(part.end)}, is used after it: cut "
+                "elsewhere"
+            )
+    return Cutting(recording, tuple(parts))
+
+
+def _reads(recording: Recording, begin: int, end: int, is_last: bool) -> int:
+    """What a stage reads: its units, the looks of code that it runs as all do up to its end, the model's result."""
+    found = recording.result if is_last else 0
+    for call in range(begin, end):
+        found |= recording.reads[call]
+    for look in recording.looks:
+        if is_last or look.before <= end:
+            found |= look.seen
+    return found
+
+
+def _add_writes(recording: Recording, reads: list[int], ranges: list[range]) -> None:
+    """Where a stage has a tensor that code between units writes into, it needs what is written too."""
+    for stage, calls in enumerate(ranges):
+        changed = True
+        while changed:
+            changed = False
+            for write in recording.writes:
+                if write.before > calls.stop or not write.source & ~reads[stage]:
+                    continue
+                if all(_has(one, reads[stage], recording, calls) for one in recording.in_set(write.target)):
+                    reads[stage] |= write.source
+                    changed = True
+
+
+def _has(label: object, reads: int, recording: Recording, calls: range) -> bool:
+    if isinstance(label, (Returned, Within)) and label.call in calls:
+        return True
+    return isinstance(label, Drawn) or any(label == one for one in recording.in_set(reads))
+
+
+def _with_whole_inner(recording: Recording, labels: int) -> int:
+    """With all that an inner module returned, where any of it is read: hooks get the whole of it."""
+    bits = {one: 1 << bit for bit, one in enumerate(recording.labels) if isinstance(one, Returned) and one.inner}
+    wanted = {(one.call, one.inner, one.nth) for one in recording.in_set(labels) if one in bits}
+    for one, bit in bits.items():
+        if (one.call, one.inner, one.nth) in wanted:
+            labels |= bit
+    return labels
+
+
+def _refuse(recording: Recording, reads: list[int], ranges: list[range]) -> None:
+    for stage, (labels, calls) in enumerate(zip(reads, ranges, strict=True)):
+        for one in recording.in_set(labels):
+            if isinstance(one, Within) and one.call not in calls:
+                raise SplitError(
+                    f"stage {stage} reads what {recording.call_name(one.call)} makes, which neither it nor a module in "
+                    f"it returns: {CUT_ELSEWHERE}, or return it from that module's forward"
+                )
+            if isinstance(one, Drawn) and sum(one in [*recording.in_set(other)] for other in reads) > 1:
+                raise SplitError(
+                    f"stages read random numbers that the forward draws between modules, {one.by}, and each stage "
+                    f"would draw its own: use a module for it (nn.Dropout for F.dropout), or {CUT_ELSEWHERE}"
+                )
+            if isinstance(one, FromModel) and any(_writes_into(recording, one, w.target) for w in recording.writes):
+                raise SplitError(
+                    f"the forward writes into {one.name} between modules, which each stage would do: do it in the "
+                    "forward of a module that may be on one stage"
+                )
+
+
+def _writes_into(recording: Recording, label: FromModel, target: int) -> bool:
+    return any(one == label for one in recording.in_set(target)) and not any(
+        not isinstance(one, FromModel) for one in recording.in_set(target)
+    )
+
+
+def _home(recording: Recording, name: str, ranges: list[range]) -> int:
+    """The stage of what nothing reads: that of the first call of the unit that it is in, else the last."""
+    for call, unit in enumerate(recording.calls):
+        if name.startswith(recording.units[unit] + "."):
+            return next(stage for stage, calls in enumerate(ranges) if call in calls)
+    return len(ranges) - 1

@@ -1,0 +1,387 @@
+"""Recording: one forward of a model, in which every tensor is labelled with what it was made from.
+
+A label is a parameter, a buffer, an input, a draw of random numbers, a value that a unit returned, or something that a
+unit made and did not return. Sets of labels are ints, one bit per label. Code between units passes the labels of what
+it reads on to what it makes; a unit's own operations note what the unit reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from rota.models.carving.absent import place_now
+from rota.models.carving.dispatch import (
+    TorchDispatchMode,
+    is_random,
+    is_shape_only,
+    leaves_of,
+    name_of,
+    needs_numbers,
+    storage_of,
+    written_arguments,
+)
+from rota.models.carving.structure import PLAIN, Structure, flatten
+from rota.models.carving.units import copy_sharing, find_units, intercept, is_dropout
+from rota.models.randomness import random_state_kept
+
+LabelSet: TypeAlias = int
+
+
+@dataclass(frozen=True, slots=True)
+class FromModel:
+    """A parameter or a buffer, by its name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class FromInput:
+    """A tensor among the batch's input of that name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Random numbers that code between units drew."""
+
+    number: int
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """Leaf `leaf` of what a unit returned in call `call`, or of what its inner module `inner` returned the nth time."""
+
+    call: int
+    leaf: int
+    inner: str = ""
+    nth: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Within:
+    """What a unit made in that call and did not return."""
+
+    call: int
+
+
+Label: TypeAlias = FromModel | FromInput | Drawn | Returned | Within
+
+
+class Leaf(NamedTuple):
+    """A leaf of what a module returned: an argument given back (by its number), a tensor, or a plain value."""
+
+    argument: int | None
+    is_tensor: bool
+    value: Any = None  # of a plain leaf
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    alike: int | None = None  # the first argument of the same shape
+    overwritten: int | None = None  # the argument whose memory it is, with new numbers
+
+
+class Output(NamedTuple):
+    """What a module returned in one call."""
+
+    structure: Structure
+    leaves: tuple[Leaf, ...]
+
+
+class Write(NamedTuple):
+    """Code between units wrote `source` into a tensor that was made from `target`, before unit call `before`."""
+
+    before: int
+    target: LabelSet
+    source: LabelSet
+
+
+class Look(NamedTuple):
+    """Code between units looked at numbers, before unit call `before`."""
+
+    before: int
+    seen: LabelSet
+    place: str
+
+
+@dataclass(slots=True)
+class Recording:
+    """What one forward did."""
+
+    units: list[str]  # paths
+    labels: list[Label] = field(default_factory=list)  # by bit
+    calls: list[int] = field(default_factory=list)  # the unit of each call, in order
+    reads: list[LabelSet] = field(default_factory=list)  # by call
+    outputs: list[Output] = field(default_factory=list)  # by call
+    inner_outputs: dict[tuple[int, str, int], Output] = field(default_factory=dict)  # by call, inner path, nth time
+    writes: list[Write] = field(default_factory=list)
+    looks: list[Look] = field(default_factory=list)
+    mutated: LabelSet = 0
+    result: LabelSet = 0  # of what the model returned
+    result_objects: list[tuple[int, LabelSet]] = field(default_factory=list)  # leaves that are objects with tensors
+    training: bool = True
+
+    def in_set(self, labels: LabelSet) -> Iterator[Label]:
+        """The labels in a set."""
+        while labels:
+            low = labels & -labels
+            yield self.labels[low.bit_length() - 1]
+            labels ^= low
+
+    def call_name(self, call: int) -> str:
+        """The unit of a call, by its path, and by number if it was called before: `layers.0`, `layers.0#2`."""
+        unit = self.calls[call]
+        nth = self.calls[: call + 1].count(unit)
+        return self.units[unit] + (f"#{nth}" if nth > 1 else "")
+
+
+def record(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, Any]) -> Recording:
+    """Run `model` once on `inputs`, leaving it, its buffers and all random states as they were.
+
+    `blocks`: the paths of modules that are units whatever they hold.
+    """
+    recording = Recording(find_units(model, blocks), training=model.training)
+    buffers = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
+    copied = copy_sharing(model, buffers)
+    flow = _Flow(recording)
+    for name, tensor in [*copied.named_parameters(), *copied.named_buffers()]:
+        flow.label(tensor, FromModel(name))
+    for number, path in enumerate(recording.units):
+        unit = copied.get_submodule(path)
+        base = type(unit)
+        intercept(unit, _RecordedUnit(flow, number, base))
+        flow.add_inner(unit)
+    with ExitStack() as stack:
+        stack.enter_context(random_state_kept(model))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(flow.inner_outputs_recorded())
+        stack.enter_context(flow)
+        for name, value in inputs.items():
+            flow.label_input(name, value)
+        result = copied(**inputs)
+    flow.finish(result)
+    return recording
+
+
+@final
+class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows every operation."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording = recording
+        self.call: int | None = None  # of the unit that runs
+        self._sets: dict[int, LabelSet] = {}  # by the id of a tensor
+        self._written: dict[int, LabelSet] = {}  # by storage: what was written into it
+        self._memory: dict[int, LabelSet] = {}  # by storage: of a tensor whose object PyTorch has replaced
+        self._alive: list[Any] = []  # so that no other tensor gets its id
+        self._bits: dict[Label, int] = {}
+        self._num_drawn = 0
+        self._inner: dict[nn.Module, str] = {}
+        self._nth: dict[str, int] = {}
+        self._draws: set[int] = set()  # ids of tensors of random numbers between 0 and 1
+
+    def bit(self, label: Label) -> LabelSet:
+        """The set of this label alone."""
+        if label not in self._bits:
+            self._bits[label] = 1 << len(self.recording.labels)
+            self.recording.labels.append(label)
+        return self._bits[label]
+
+    def label(self, tensor: Tensor, label: Label) -> None:
+        """Say that `tensor` is that, and nothing else."""
+        self._set(tensor, self.bit(label))
+        if (storage := storage_of(tensor)) in self._written:
+            self._written[storage] = self.bit(label)
+
+    def label_input(self, name: str, value: Any) -> None:
+        """Label all tensors of an input."""
+        leaves: list[Any] = []
+        flatten(value, leaves)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                self.label(leaf, FromInput(name))
+
+    def of(self, tensor: Tensor) -> LabelSet:
+        """What a tensor was made from."""
+        storage = storage_of(tensor)
+        found = self._sets.get(id(tensor))
+        return (self._memory.get(storage, 0) if found is None else found) | self._written.get(storage, 0)
+
+    def _set(self, tensor: Tensor, labels: LabelSet) -> None:
+        self._sets[id(tensor)] = labels
+        storage = storage_of(tensor)
+        self._memory[storage] = self._memory.get(storage, 0) | labels
+        self._alive.append(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and label what it makes."""
+        del types
+        kwargs = kwargs or {}
+        given = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
+        found = 0
+        if not is_shape_only(func):
+            for tensor in given:
+                found |= self.of(tensor)
+        made = func(*args, **kwargs)
+        found = self._between_units(func, args, found, made) if self.call is None else self._in_unit(found)
+        for written in written_arguments(func, args):
+            self._write(written, found)
+        for tensor in leaves_of(made):
+            if isinstance(tensor, Tensor) and not any(tensor is one for one in given):
+                self._set(tensor, found)
+        return made
+
+    def _in_unit(self, found: LabelSet) -> LabelSet:
+        assert self.call is not None
+        self.recording.reads[self.call] |= found
+        return self.bit(Within(self.call))
+
+    def _between_units(self, func: Any, args: tuple[Any, ...], found: LabelSet, made: Any) -> LabelSet:
+        before = len(self.recording.calls)
+        if is_random(func):
+            self._num_drawn += 1
+            if isinstance(made, Tensor) and name_of(func) == "rand":
+                self._draws.add(id(made))
+            return found | self.bit(Drawn(self._num_drawn, f"{name_of(func)} at {place_now()}"))
+        if _is_certain(func, args, self._draws):
+            return 0
+        if needs_numbers(func) and found:
+            self.recording.looks.append(Look(before, found, f"{name_of(func)} at {place_now()}"))
+        return found
+
+    def _write(self, written: Tensor, found: LabelSet) -> None:
+        before = self.of(written)
+        self.recording.mutated |= before
+        if self.call is None:
+            self.recording.writes.append(Write(len(self.recording.calls), before, found & ~before))
+        storage = storage_of(written)
+        self._written[storage] = self._written.get(storage, 0) | found
+        self._alive.append(written)
+
+    # --- units ----------------------------------------------------------------------------------------------------
+
+    def add_inner(self, unit: nn.Module) -> None:
+        """Watch the modules inside a unit: their outputs may leave it by hooks."""
+        for path, module in unit.named_modules():
+            if path:
+                self._inner.setdefault(module, path)
+
+    @contextmanager
+    def inner_outputs_recorded(self) -> Iterator[None]:
+        """Around the forward."""
+        hook = register_module_forward_hook(self._inner_ends)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _inner_ends(self, module: nn.Module, _: Any, output: Any) -> None:
+        path = self._inner.get(module)
+        if path is None or self.call is None:
+            return
+        nth = self._nth[path] = self._nth.get(path, -1) + 1
+        leaves: list[Any] = []
+        structure = flatten(output, leaves)
+        within = self.bit(Within(self.call))
+        of_leaves = []
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and self.of(leaf) == within:
+                self.label(leaf, Returned(self.call, number, path, nth))
+            of_leaves.append(_leaf_of(leaf, None, []))
+        self.recording.inner_outputs[self.call, path, nth] = Output(structure, tuple(of_leaves))
+
+    def begin(self, unit: int) -> None:
+        """A unit is called."""
+        self.call = len(self.recording.calls)
+        self.recording.calls.append(unit)
+        self.recording.reads.append(0)
+        self._nth.clear()
+
+    def end(self, output: Any, arguments: list[Any], *, always_new: bool) -> None:
+        """The unit has returned. `always_new`: what it gives back is taken for new."""
+        assert self.call is not None
+        leaves: list[Any] = []
+        structure = flatten(output, leaves)
+        of_leaves = []
+        for number, leaf in enumerate(leaves):
+            same = None if always_new else next((j for j, one in enumerate(arguments) if one is leaf), None)
+            if not isinstance(leaf, Tensor) and isinstance(leaf, (bool, int, float, str, type(None))):
+                same = None
+            overwritten = None
+            if isinstance(leaf, Tensor):
+                if same is not None and self.of(leaf) & self.bit(Within(self.call)):
+                    same, overwritten = None, same
+                if same is None:
+                    self.label(leaf, Returned(self.call, number))
+            of_leaves.append(_leaf_of(leaf, same, arguments)._replace(overwritten=overwritten))
+        self.recording.outputs.append(Output(structure, tuple(of_leaves)))
+        self.call = None
+
+    def finish(self, result: Any) -> None:
+        """The forward has returned."""
+        leaves: list[Any] = []
+        flatten(result, leaves)
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                self.recording.result |= self.of(leaf)
+            elif type(leaf) not in PLAIN:
+                labels = 0
+                for tensor in _tensors_in_object(leaf):
+                    labels |= self.of(tensor)
+                self.recording.result_objects.append((number, labels))
+
+
+@final
+class _RecordedUnit:
+    """Stands before a unit's calls while recording."""
+
+    def __init__(self, flow: _Flow, number: int, base: type[nn.Module]) -> None:
+        self._flow, self._number, self._base = flow, number, base
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        flow = self._flow
+        if flow.call is not None:
+            return self._base.__call__(module, *args, **kwargs)
+        flow.begin(self._number)
+        output = self._base.__call__(module, *args, **kwargs)
+        arguments: list[Any] = []
+        flatten((args, kwargs), arguments)
+        always_new = is_dropout(module)
+        if always_new:
+            output = output.view_as(output)
+        flow.end(output, arguments, always_new=always_new)
+        return output
+
+
+def _leaf_of(leaf: Any, argument: int | None, arguments: list[Any]) -> Leaf:
+    if not isinstance(leaf, Tensor):
+        return Leaf(argument, False, leaf)
+    shape = tuple(leaf.shape)
+    alike = (j for j, one in enumerate(arguments) if isinstance(one, Tensor) and tuple(one.shape) == shape)
+    return Leaf(argument, True, None, shape, leaf.dtype, next(alike, None))
+
+
+def _tensors_in_object(value: Any, depth: int = 6) -> Iterator[Tensor]:
+    """Tensors that an object of any class holds, as a cache of keys and values does."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if depth:
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        for item in (*items, *getattr(value, "__dict__", {}).values()):
+            yield from _tensors_in_object(item, depth - 1)
+
+
+def _is_certain(func: Any, args: tuple[Any, ...], draws: set[int]) -> bool:
+    """Whether an operation compares numbers drawn between 0 and 1 with one that none of them is beyond."""
+    if name_of(func) not in ("lt", "le", "gt", "ge") or id(args[0]) not in draws or isinstance(args[1], Tensor):
+        return False
+    return args[1] < 0 or args[1] > 1 or (args[1] == 0 and name_of(func) in ("lt", "ge"))

@@ -1,0 +1,290 @@
+"""What stands before the calls of units while a stage runs: it answers, runs them or ends the forward."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from rota.errors import PipelineError, SplitError
+from rota.models.carving.absent import Absent, now, place_now
+from rota.models.carving.cutting import Cutting
+from rota.models.carving.recording import Output, Returned
+from rota.models.carving.shapes import OutputShapes, kind_of
+from rota.models.carving.structure import PLAIN, flatten, rebuild
+from rota.models.carving.units import intercept
+
+AS_RECORDED = "split with an example that does as this batch does, in the same mode"
+
+
+@final
+class Stopped(BaseException):
+    """Leaves the forward where a stage ends."""
+
+
+@final
+class Run:
+    """Where a stage's forward is."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self.is_inside = False  # a unit of the stage runs
+        self.call = 0  # the next one
+        self.received: dict[Returned, Any] = {}
+        self.sent: dict[Returned, Any] = {}
+        self.nth: dict[str, int] = {}  # calls of inner modules of the unit that runs
+        self.mode: tuple[Any, ...] = ()  # what shapes depend on besides arguments
+
+    def begin(self, received: dict[Returned, Any], device: torch.device) -> None:
+        """A forward begins."""
+        self.received, self.sent, self.call = received, {}, 0
+        kind = device.type
+        has_autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        self.mode = (device, torch.get_autocast_dtype(kind) if has_autocast else None)
+        self.active, self.is_inside = True, False
+
+    def end(self) -> dict[Returned, Any]:
+        """It has ended; returns what is to be sent."""
+        sent, self.sent, self.received = self.sent, {}, {}
+        self.active, self.is_inside, now.inside = False, False, None
+        return sent
+
+    def deviation(self, what: str) -> PipelineError:
+        """The error for a forward that does not do what the recorded one did."""
+        return PipelineError(f"{what} at {place_now()}, unlike in the example that was recorded: {AS_RECORDED}")
+
+
+def install(root: nn.Module, cutting: Cutting, stage: int, run: Run) -> list[OutputShapes]:
+    """Put interceptors before the units of a stage's copy. Returns what remembers shapes."""
+    recording, part = cutting.recording, cutting.parts[stage]
+    mutated = {one for one in recording.in_set(recording.mutated) if isinstance(one, Returned)}
+    leaving = {value for values in part.sent.values() for value in values}
+    calls_of: defaultdict[int, list[int]] = defaultdict(list)
+    for call, called in enumerate(recording.calls):
+        calls_of[called].append(call)
+    shapes: defaultdict[Any, OutputShapes] = defaultdict(OutputShapes)
+    for unit_number, path in enumerate(recording.units):
+        module = root.get_submodule(path)
+        calls = calls_of[unit_number]
+        recorded = tuple(
+            (one.structure, tuple((leaf.argument, leaf.shape, leaf.dtype) for leaf in one.leaves))
+            for one in map(recording.outputs.__getitem__, calls)
+        )
+        unit = _Unit(module, path, unit_number, run, cutting, stage, shapes[kind_of(module, recorded)])
+        for call in calls:
+            inner = [value for value in leaving if value.call == call and value.inner]
+            unit.add_call(call, recording.outputs[call], mutated, leaving)
+            for value in inner:
+                _Inner.of(module.get_submodule(value.inner), value.inner, run).add(value, value in mutated)
+            if call < part.begin:
+                unit.add_inner_answers(call, [v for v in part.received if v.call == call and v.inner], recording)
+        if any(call < part.begin for call in calls):
+            vars(module)["forward"] = unit.answer_now
+        intercept(module, unit)
+    return [*shapes.values()]
+
+
+@final
+class _Unit:
+    """Stands before the calls of one unit of one stage."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str,
+        number: int,
+        run: Run,
+        cutting: Cutting,
+        stage: int,
+        shapes: OutputShapes,
+    ) -> None:
+        part = cutting.parts[stage]
+        self._base, self._patched = type(module), vars(module).get("forward")
+        self._module = module
+        self._path, self._number, self._run, self._shapes = path, number, run, shapes
+        self._name = f"{path} ({type(module).__name__}) on stage {stage}"
+        self._order, self._begin, self._end = tuple(cutting.recording.calls), part.begin, part.end
+        self._paths = cutting.recording.units
+        self._calls: dict[int, _Call] = {}
+        self._pending: list[Any] = []  # the answer, while hooks get it
+
+    def add_call(self, call: int, output: Output, mutated: set[Returned], leaving: set[Returned]) -> None:
+        """What is known of one of its calls."""
+        values = [Returned(call, leaf) for leaf in range(len(output.leaves))]
+        self._calls[call] = _Call(
+            output,
+            values,
+            [value in mutated for value in values],
+            [value in leaving for value in values],
+            any(leaf.argument is not None for leaf in output.leaves),
+        )
+        if call < self._begin:
+            for leaf in output.leaves:
+                if not leaf.is_tensor and leaf.argument is None and type(leaf.value) not in PLAIN:
+                    raise SplitError(
+                        f"{self._path} returns a {type(leaf.value).__name__}, which other stages cannot have: cut "
+                        "inside of that module, or return tensors, tuples, lists and dicts"
+                    )
+
+    def add_inner_answers(self, call: int, values: list[Returned], recording: Any) -> None:
+        """What leaves the unit by hooks of modules in it."""
+        for path, nth in sorted({(value.inner, value.nth) for value in values}):
+            output = recording.inner_outputs[call, path, nth]
+            self._calls[call].inner.append((path, nth, output))
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run = self._run
+        if not run.active or run.is_inside:
+            return self._base.__call__(module, *args, **kwargs)
+        call = run.call
+        if call >= len(self._order) or self._order[call] != self._number:
+            due = self._paths[self._order[call]] if call < len(self._order) else "no module"
+            raise run.deviation(f"{self._name} is called where {due} was")
+        if call >= self._end:
+            raise Stopped
+        run.call = call + 1
+        if call >= self._begin:
+            return self._run_own(module, self._calls[call], args, kwargs)
+        return self._answer(module, self._calls[call], args, kwargs)
+
+    def _run_own(self, module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run = self._run
+        run.is_inside, now.inside = True, self._name
+        run.nth.clear()
+        output = self._base.__call__(module, *args, **kwargs)
+        run.is_inside, now.inside = False, None
+        leaves: list[Any] = []
+        if flatten(output, leaves) != call.output.structure:
+            raise run.deviation(f"{self._name} returns another structure")
+        arguments: list[Any] = []
+        if call.gives_back:
+            flatten((args, kwargs), arguments)
+        for leaf, recorded, returned, leaves_stage, is_mutated in zip(
+            leaves, call.output.leaves, call.values, call.leaving, call.mutated, strict=True
+        ):
+            if recorded.argument is not None:
+                if leaf is not arguments[recorded.argument]:
+                    raise run.deviation(f"{self._name} does not give back its argument")
+            elif not recorded.is_tensor:
+                if leaf is not recorded.value and type(leaf) in PLAIN and leaf != recorded.value:
+                    raise run.deviation(f"{self._name} returns {leaf!r} for {recorded.value!r}")
+            elif leaves_stage:
+                if not isinstance(leaf, Tensor) or isinstance(leaf, Absent):
+                    raise run.deviation(f"{self._name} returns no tensor of its own")
+                run.sent[returned] = leaf.clone() if is_mutated else leaf
+        return output
+
+    # --- calls of other stages ------------------------------------------------------------------------------------
+
+    def _answer(self, module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for path, nth, output in call.inner:
+            self._show_hooks(module.get_submodule(path), call, path, nth, output)
+        answer = self._answered(module, call, args, kwargs)
+        if not (module._forward_hooks or module._forward_pre_hooks):
+            return answer
+        self._pending.append(answer)
+        return self._base.__call__(module, *args, **kwargs)
+
+    def answer_now(self, *args: Any, **kwargs: Any) -> Any:
+        """The unit's forward: what was answered, where hooks are to see it."""
+        return self._pending.pop() if self._pending else self._forward(*args, **kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._patched(*args, **kwargs) if self._patched else self._base.forward(self._module, *args, **kwargs)
+
+    def _answered(self, module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run, received = self._run, self._run.received
+        leaves: list[Any] = []
+        arguments: list[Any] | None = None
+        absents: list[Any] | None = None
+        for number, recorded in enumerate(call.output.leaves):
+            if recorded.argument is None and not recorded.is_tensor:
+                leaves.append(recorded.value)
+                continue
+            value = received.get(call.values[number])
+            if value is not None:
+                leaves.append(value.clone() if call.mutated[number] else value)
+                continue
+            if arguments is None:
+                arguments = []
+                flatten((args, kwargs), arguments)
+            if recorded.argument is not None:
+                leaves.append(arguments[recorded.argument])
+                continue
+            if absents is None:
+                absents = self._shapes.find(module, self._forward, call.output, arguments, (args, kwargs), run.mode)
+            leaves.append(absents[number])
+        for number, recorded in enumerate(call.output.leaves):
+            if recorded.overwritten is not None:
+                self._refuse_overwritten(recorded.overwritten, args, kwargs, leaves[number])
+        return leaves[0] if call.output.structure is None else rebuild(call.output.structure, iter(leaves))
+
+    def _refuse_overwritten(self, argument: int, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
+        arguments: list[Any] = []
+        flatten((args, kwargs), arguments)
+        if not isinstance(arguments[argument], Absent) and not isinstance(value, Absent):
+            raise PipelineError(
+                f"{self._path} writes into its argument, which stages after it have from before: let it make a new "
+                "tensor, or cut elsewhere, so that both are on one stage"
+            )
+
+    def _show_hooks(self, inner: nn.Module, call: _Call, path: str, nth: int, output: Output) -> None:
+        """Let the hooks of a module in the unit see what it returned."""
+        begun = call.values[0].call
+        leaves = [
+            self._run.received[Returned(begun, number, path, nth)] if leaf.is_tensor else leaf.value
+            for number, leaf in enumerate(output.leaves)
+        ]
+        value = rebuild(output.structure, iter(leaves))
+        for hook in [*inner._forward_hooks.values()]:
+            hook(inner, (), value)
+
+
+@final
+class _Call:
+    """What is known of one call of a unit."""
+
+    __slots__ = ("gives_back", "inner", "leaving", "mutated", "output", "values")
+
+    def __init__(
+        self, output: Output, values: list[Returned], mutated: list[bool], leaving: list[bool], gives_back: bool
+    ) -> None:
+        self.output, self.values, self.mutated, self.leaving = output, values, mutated, leaving
+        self.gives_back = gives_back
+        self.inner: list[tuple[str, int, Output]] = []
+
+
+@final
+class _Inner:
+    """Stands before a module in a unit whose output other stages read, as hooks see it."""
+
+    def __init__(self, base: type[nn.Module], path: str, run: Run) -> None:
+        self._base, self._path, self._run = base, path, run
+        self._leaving: dict[tuple[int, int], list[tuple[Returned, bool]]] = defaultdict(list)
+
+    @staticmethod
+    def of(module: nn.Module, path: str, run: Run) -> _Inner:
+        """The one before this module, put there if there is none."""
+        found = vars(module).get("_rota_interceptor")
+        if found is None:
+            found = _Inner(type(module), path, run)
+            intercept(module, found)
+        assert isinstance(found, _Inner)
+        return found
+
+    def add(self, value: Returned, is_mutated: bool) -> None:
+        """A value that is to be sent."""
+        self._leaving[value.call, value.nth].append((value, is_mutated))
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = self._base.__call__(module, *args, **kwargs)
+        run = self._run
+        if run.active and run.is_inside:
+            nth = run.nth[self._path] = run.nth.get(self._path, -1) + 1
+            leaves: list[Any] = []
+            flatten(output, leaves)
+            for value, is_mutated in self._leaving[run.call - 1, nth]:
+                run.sent[value] = leaves[value.leaf].clone() if is_mutated else leaves[value.leaf]
+        return output

@@ -1,0 +1,128 @@
+"""The shapes of what an absent unit would return: its own forward on Absent arguments, once per signature."""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from rota.errors import PipelineError
+from rota.models.carving.absent import Absent, absent, absent_like
+from rota.models.carving.recording import Output
+from rota.models.carving.structure import PLAIN, flatten
+
+_MOST_SIGNATURES = 256
+
+
+def signature_of(arguments: list[Any]) -> tuple[Any, ...]:
+    """What shapes may depend on: shapes and dtypes of tensors, plain values, the types of others."""
+    return tuple(
+        [
+            (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf if type(leaf) in PLAIN else type(leaf)
+            for leaf in arguments
+        ]
+    )
+
+
+@final
+class OutputShapes:
+    """Absents for the outputs of units of one kind, by signature; units of one kind share it."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, list[Any]] = {}
+
+    def clear(self) -> None:
+        """Forget all, as after a change of device or dtype."""
+        self._known.clear()
+
+    def find(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        output: Output,
+        arguments: list[Any],
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        mode: Any,
+    ) -> list[Any]:
+        """An Absent for each leaf of the output that is a tensor. `mode`: what else the shapes may depend on."""
+        key = (mode, signature_of(arguments))
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= _MOST_SIGNATURES:
+                self._known.clear()
+            found = self._known[key] = _run_absent(module, forward, output, arguments, call, mode[0])
+        return found
+
+
+def _run_absent(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    output: Output,
+    arguments: list[Any],
+    call: tuple[tuple[Any, ...], dict[str, Any]],
+    device: torch.device,
+) -> list[Any]:
+    try:
+        with _AbsentCopies():
+            args, kwargs = copy.deepcopy(call)
+        # In a context of its own, with no hooks: what collects outputs on the side shall not see these.
+        with _without_hooks(module), torch.no_grad():
+            made = contextvars.Context().run(forward, *args, **kwargs)
+        leaves: list[Any] = []
+        if flatten(made, leaves) != output.structure:
+            raise PipelineError("another structure")
+    except Exception as error:
+        return [_alike(module, leaf, arguments, device, error) for leaf in output.leaves]
+    return [absent_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def _alike(module: nn.Module, leaf: Any, arguments: list[Any], device: torch.device, error: Exception) -> Any:
+    """Where its shape depends on numbers (a router of experts): the shape of the argument that had it when recorded."""
+    if not leaf.is_tensor or leaf.argument is not None:
+        return None
+    if leaf.alike is None:
+        raise PipelineError(
+            f"what {type(module).__name__} returns has a shape that depends on numbers of another stage: let the stage "
+            "before end with it, or return something of the shape of an argument"
+        ) from error
+    return absent(tuple(arguments[leaf.alike].shape), leaf.dtype, device)
+
+
+@final
+class _AbsentCopies(TorchFunctionMode):
+    """Within it a deep copy has Absents for tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func is Tensor.__deepcopy__:
+            return args[1].setdefault(id(args[0]), absent_like(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    held = [(hooks, dict(hooks)) for one in module.modules() for hooks in (one._forward_hooks, one._forward_pre_hooks)]
+    for hooks, _ in held:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in held:
+            hooks.update(before)
+
+
+def kind_of(module: nn.Module, recorded: Any) -> Any:
+    """Modules of equal kinds return equal shapes for equal signatures. `recorded`: what it returned in the example."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return type(module), repr(module), tuple((name, t.shape, t.dtype) for name, t in tensors), recorded
+
+
+def is_absent(value: Any) -> bool:
+    """Whether it is an Absent."""
+    return isinstance(value, Absent)

@@ -1,0 +1,197 @@
+"""A stage of an unmodified model: the model's own forward, with the calls of other stages' units answered.
+
+calls before the stage's    answered: what was received, arguments given back, or Absent
+the stage's own calls       run; what other stages read of them is kept for sending
+the first call after them   ends the forward, but on the last stage, which returns what the model does
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from rota.errors import PipelineError
+from rota.models.carving.absent import Absent, absent, absent_like
+from rota.models.carving.cutting import Cutting
+from rota.models.carving.recording import Returned
+from rota.models.carving.running import Run, Stopped, install
+from rota.models.carving.structure import flatten, paths, rebuild
+from rota.models.carving.units import copy_sharing
+
+SIZES = "shapes of inputs"  # the key under which they travel
+
+
+class LeftOut:
+    """Stands for an input that a batch leaves out."""
+
+
+class Reading(NamedTuple):
+    """What a stage is called with: values by source and inputs by name; and the inputs that it knows the shape of."""
+
+    sources: tuple[int, ...]
+    inputs: tuple[str, ...]
+    sized: dict[str, torch.dtype]
+
+
+@final
+class CarvedStage(nn.Module):
+    """One stage. Its parameters and buffers are those that it owns, under the model's names."""
+
+    def __init__(self, model: nn.Module, cutting: Cutting, stage: int, reading: Reading, sizes: list[str]) -> None:
+        super().__init__()
+        part, recording = cutting.parts[stage], cutting.recording
+        root = _copy_owning(model, part.owned)
+        self._run, self._reading = Run(), reading
+        self._can_train, self._is_last = recording.training, stage == len(cutting.parts) - 1
+        self._arriving = [
+            [(cutting.value_name(value), value) for value in cutting.parts[source].sent[stage]]
+            for source in reading.sources
+        ]
+        self._leaving = {
+            target: [(cutting.value_name(value), value) for value in values] for target, values in part.sent.items()
+        }
+        self._sizes = tuple(sizes)
+        self._incomplete = [
+            number
+            for number, labels in recording.result_objects
+            if any(getattr(one, "call", part.begin) < part.begin for one in recording.in_set(labels))
+        ]
+        #: The paths of the modules that run here, in the order of their calls.
+        self.holds = tuple(recording.call_name(call) for call in range(part.begin, part.end))
+        self._shapes = install(root, cutting, stage, self._run)
+        # The copy's own dicts: what is registered in one is in the other.
+        self._parameters, self._buffers, self._modules = root._parameters, root._buffers, root._modules
+        self._non_persistent_buffers_set = root._non_persistent_buffers_set
+        self.training = root.training
+        vars(self)["_root"] = root  # not registered: its names would get a prefix
+
+    def forward(self, *values: Any) -> Any:
+        """For each target what it is sent, by name; from the last stage what the model returns.
+
+        Args:
+            values: What each source sent, then the inputs, see `Stages`.
+        """
+        if self.training and not self._can_train:
+            raise PipelineError(
+                f"this {self._name} was split in evaluation mode, which does not show what it does in training: call "
+                "model.train() before rota.split"
+            )
+        run, reading = self._run, self._reading
+        received = {
+            returned: value[key]
+            for arriving, value in zip(self._arriving, values, strict=False)
+            for key, returned in arriving
+        }
+        given = zip(reading.inputs, values[len(reading.sources) :], strict=True)
+        inputs = {name: value for name, value in given if value is not LeftOut}
+        device = _device_of([*received.values(), *inputs.values()])
+        for name, dtype in reading.sized.items():
+            if (shape := values[0][SIZES][name]) is not None:
+                inputs[name] = absent(tuple(shape), dtype, device)
+        run.begin(received, device)
+        output, has_stopped = None, False
+        try:
+            output = self._root(**inputs)
+        except Stopped:
+            has_stopped = True
+        finally:
+            sent = run.end()
+        if has_stopped == self._is_last:
+            raise run.deviation("the forward ended")
+        return self._checked(output) if self._is_last else self._sent(sent, inputs)
+
+    def _sent(self, sent: dict[Returned, Any], inputs: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        sizes = {name: value.shape if isinstance(value := inputs.get(name), Tensor) else None for name in self._sizes}
+        return {
+            target: {key: sent[returned] for key, returned in leaving} | ({SIZES: sizes} if sizes else {})
+            for target, leaving in self._leaving.items()
+        }
+
+    def _checked(self, output: Any) -> Any:
+        leaves: list[Any] = []
+        structure = flatten(output, leaves)
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, Absent):
+                raise PipelineError(
+                    f"{self._name} returns a value of another stage{[*paths(structure)][number]} that its example did "
+                    "not return: split with an example that returns it"
+                )
+        if not self._incomplete:
+            return output
+        for number in self._incomplete:
+            leaves[number] = None
+        return rebuild(structure, iter(leaves))
+
+    def train(self, mode: bool = True) -> CarvedStage:
+        """Set the mode of all that the stage has, also of the model's own class."""
+        super().train(mode)
+        self._root.training = mode
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CarvedStage:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for module in self._root.modules():
+            for name, value in vars(module).items():
+                if isinstance(value, Absent):
+                    vars(module)[name] = absent_like(fn(value))
+        for shapes in self._shapes:
+            shapes.clear()
+        return self
+
+    @contextmanager
+    def absents_as(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Inside, what other stages own has the dtype that `change` gives it, as this stage's own tensors may have."""
+        before = [
+            (vars(module), name, value)
+            for module in self._root.modules()
+            for name, value in vars(module).items()
+            if isinstance(value, Absent)
+        ]
+        changed = {id(value): absent_like(change(value)) for _, _, value in before}
+        try:
+            for owner, name, value in before:
+                owner[name] = changed[id(value)]
+            for shapes in self._shapes:
+                shapes.clear()
+            yield
+        finally:
+            for owner, name, value in before:
+                owner[name] = value
+            for shapes in self._shapes:
+                shapes.clear()
+
+    @property
+    def _root(self) -> nn.Module:
+        root: nn.Module = vars(self)["_root"]
+        return root
+
+    @property
+    def _name(self) -> str:
+        return type(self._root).__name__
+
+
+def _device_of(values: Iterable[Any]) -> torch.device:
+    tensors = (value for value in values if isinstance(value, Tensor))
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def _copy_owning(model: nn.Module, owned: frozenset[str]) -> nn.Module:
+    """A copy with the model's own parameters and buffers of these names; the others are Absent, as plain attributes."""
+    absents: dict[int, Any] = {
+        id(tensor): absent_like(tensor)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        if name not in owned
+    }
+    copied = copy_sharing(model, absents)
+    for module in copied.modules():
+        held: dict[str, Any]
+        for held in (module._parameters, module._buffers):
+            for name, tensor in [*held.items()]:
+                if isinstance(tensor, Absent):
+                    del held[name]
+                    vars(module)[name] = tensor
+    return copied

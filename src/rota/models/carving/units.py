@@ -1,0 +1,100 @@
+"""Units: the modules whose calls a stage runs or answers; and copies of models that share tensors.
+
+model ─┬─ embed         unit: has parameters
+       ├─ layers ─┬─ 0  unit: a block, where a stage may begin
+       │          └─ 1  unit
+       ├─ rotary        not a unit: its code runs wherever it is needed, as the forwards of model and layers do
+       └─ head          unit
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+
+class Interceptor(Protocol):
+    """What gets the calls of a module."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call's result."""
+
+
+def find_units(model: nn.Module, blocks: Collection[str]) -> list[str]:
+    """The paths of all units, in the model's order: blocks, and modules without blocks that have state or draw."""
+
+    def visit(path: str, module: nn.Module) -> Iterator[str]:
+        inside = path + "." if path else ""
+        if path in blocks or not any(block.startswith(inside) for block in blocks):
+            if (
+                path in blocks
+                or is_dropout(module)
+                or isinstance(module, _NormBase)
+                or any(True for _ in module.parameters())
+            ):
+                yield path
+            elif any(isinstance(one, (_DropoutNd, _NormBase)) for one in module.modules()):
+                for name, child in module.named_children():
+                    yield from visit(inside + name, child)
+        else:
+            for name, child in module.named_children():
+                yield from visit(inside + name, child)
+
+    found: dict[nn.Module, str] = {}
+    for path in visit("", model):
+        found.setdefault(model.get_submodule(path), path)
+    return [*found.values()]
+
+
+def is_dropout(module: nn.Module) -> bool:
+    """Whether it is one of PyTorch's dropouts, which in evaluation give back what they are given."""
+    return isinstance(module, _DropoutNd)
+
+
+def copy_sharing(model: nn.Module, replaced: dict[int, Any]) -> nn.Module:
+    """A copy of the modules alone: it shares all tensors with `model`, but those in `replaced` by their ids."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        held = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
+        memo.update((id(tensor), tensor) for tensor in held if isinstance(tensor, Tensor))
+    return copy.deepcopy(model, memo | replaced)
+
+
+def intercept(module: nn.Module, interceptor: Interceptor) -> None:
+    """From now on calls of `module` go to `interceptor`; it stays an instance of its class.
+
+    The class's own `__call__` runs the module itself: with hooks, and compiled if it is.
+    """
+    module.__class__ = _intercepted(type(module))
+    vars(module)["_rota_interceptor"] = interceptor
+
+
+_made: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _intercepted(base: type[nn.Module]) -> type[nn.Module]:
+    if base in _made:
+        return _made[base]
+
+    class Intercepted(base):  # type: ignore[misc, valid-type]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self._rota_interceptor(self, args, kwargs)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:  # a class made here has no place to be imported from
+            del protocol
+            return _new, (base,), self.__getstate__()
+
+    Intercepted.__name__, Intercepted.__qualname__ = base.__name__, base.__qualname__
+    Intercepted.__module__ = base.__module__
+    _made[base] = Intercepted
+    return Intercepted
+
+
+def _new(base: type[nn.Module]) -> nn.Module:
+    made = _intercepted(base)
+    return made.__new__(made)

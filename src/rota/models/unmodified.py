@@ -1,0 +1,178 @@
+"""Unmodified models as Stages, cut before modules that are named or found."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from inspect import Parameter
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from rota.errors import SplitError
+from rota.models.carving.cutting import Cutting, cut_recording, output_of
+from rota.models.carving.recording import Recording, record
+from rota.models.carving.stage import CarvedStage, LeftOut, Reading
+from rota.models.stage_edges import StageEdge
+from rota.models.stages import Carried, Stages
+
+
+def find_blocks(model: nn.Module) -> list[str]:
+    """The modules where stages may begin if nothing is said: those in lists of modules with parameters."""
+    for containers in ((nn.ModuleList,), (nn.Sequential,)):
+        found = [*_in_containers(model, containers)]
+        if found:
+            return found
+    return []
+
+
+def _in_containers(module: nn.Module, containers: tuple[type[nn.Module], ...], path: str = "") -> list[str]:
+    found: list[str] = []
+    for name, child in module.named_children():
+        inside = f"{path}.{name}".lstrip(".")
+        having = [key for key, one in child.named_children() if any(True for _ in one.parameters())]
+        if isinstance(child, containers) and len(having) > 1:
+            found += [f"{inside}.{key}" for key in having]
+        else:
+            found += _in_containers(child, containers, inside)
+    return found
+
+
+def matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """The paths of modules that patterns name, `model.layers.*`; a star stands for one step of a path."""
+    names = [name for name, _ in model.named_modules() if name]
+    found = []
+    for pattern in patterns:
+        path = pattern.replace("[", ".").replace("]", "")
+        of_one = [name for name in names if name.count(".") == path.count(".") and fnmatchcase(name, path)]
+        if not of_one:
+            raise SplitError(f"cuts has {pattern!r}, which names no module of {type(model).__name__}")
+        found += of_one
+    return [*dict.fromkeys(found)]
+
+
+def as_inputs(model: nn.Module, example: Any) -> dict[str, Any]:
+    """A batch by the names of the forward's parameters."""
+    if isinstance(example, Mapping):
+        return dict(example)
+    values = example if isinstance(example, (tuple, list)) else (example,)
+    names = [
+        parameter.name
+        for parameter in inspect.signature(model.forward).parameters.values()
+        if parameter.kind is Parameter.POSITIONAL_OR_KEYWORD
+    ]
+    if len(names) < len(values):
+        raise SplitError(
+            f"example has {len(values)} values by position, but the forward of {type(model).__name__} takes "
+            f"{len(names)}: give the example as a dict of its keyword arguments"
+        )
+    return dict(zip(names, values, strict=False))
+
+
+@final
+class Candidates:
+    """A model, recorded, with the modules that a stage may begin with."""
+
+    def __init__(self, model: nn.Module, cuts: Iterable[int | str] | None, inputs: Mapping[str, Any]) -> None:
+        named = [cut for cut in cuts or () if isinstance(cut, str)]
+        self._model, self._inputs = model, inputs
+        self._blocks = matching(model, named) if named else find_blocks(model)
+        if not self._blocks:
+            raise SplitError(
+                f"{type(model).__name__} has no list of blocks (nn.ModuleList) that a stage could begin with: name "
+                "modules to cut before, cuts=['encoder', 'head']"
+            )
+        self._recording = record(model, _outermost(self._blocks), inputs)
+
+    def called(self) -> dict[int, str]:
+        """The first call of each module, with its path, in order; without the forward's very first call."""
+        recording = self._recording
+        first: dict[int, int] = {}
+        for call, unit in enumerate(recording.calls):
+            first.setdefault(unit, call)
+        return {
+            call: recording.units[unit]
+            for unit, call in first.items()
+            if call > 0 and recording.units[unit] in self._blocks
+        }
+
+    def possible(self) -> dict[int, str]:
+        """As `called`, without those where a cut would be refused."""
+
+        def can_be_cut(call: int) -> bool:
+            try:
+                cut_recording(self._recording, [call], ())
+            except SplitError:
+                return False
+            return True
+
+        return {call: name for call, name in self.called().items() if can_be_cut(call)}
+
+    def split(self, calls: Sequence[int]) -> Stages:
+        """Stages that begin at these calls."""
+        return carve(self._model, self._recording, calls, self._inputs)
+
+
+def _outermost(paths: Sequence[str]) -> list[str]:
+    return [path for path in paths if not any(path.startswith(other + ".") for other in paths)]
+
+
+def carve(model: nn.Module, recording: Recording, starts: Sequence[int], inputs: Mapping[str, Any]) -> Stages:
+    """Stages of `model` that begin at these calls. `inputs`: the batch that was recorded."""
+    names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+    cutting = cut_recording(recording, starts, names)
+    signature = inspect.signature(model.forward).parameters
+    positional = [one.name for one in signature.values() if one.kind is Parameter.POSITIONAL_OR_KEYWORD]
+    readings = _readings(cutting, inputs)
+    modules = [
+        CarvedStage(model, cutting, stage, reading, _sizes_for(stage, readings))
+        for stage, reading in enumerate(readings)
+    ]
+    edges = [StageEdge(source, target, target) for target, reading in enumerate(readings) for source in reading.sources]
+    optional = {
+        name: LeftOut for name in inputs if name not in signature or signature[name].default is not Parameter.empty
+    }
+    stages = Stages(
+        modules,
+        edges,
+        [reading.inputs for reading in readings],
+        [*positional, *(name for name in inputs if name not in positional)],
+        optional,
+    )
+    stages.cuts = tuple(recording.call_name(start) for start in starts)
+    stages.known_inputs, stages.carried = frozenset(inputs), tuple(_carried(cutting))
+    return stages
+
+
+def _carried(cutting: Cutting) -> Iterator[Carried]:
+    for source, part in enumerate(cutting.parts):
+        for target, values in part.sent.items():
+            for value in values:
+                leaf = output_of(cutting.recording, value).leaves[value.leaf]
+                assert leaf.dtype is not None
+                num_bytes = math.prod(leaf.shape) * leaf.dtype.itemsize
+                dtype = str(leaf.dtype).removeprefix("torch.")
+                yield Carried(source, target, cutting.value_name(value), leaf.shape, dtype, num_bytes)
+
+
+def _readings(cutting: Cutting, inputs: Mapping[str, Any]) -> list[Reading]:
+    """What each stage is called with. Of tensors that it does not read it gets the shapes, from its first source."""
+    readings = []
+    for stage, part in enumerate(cutting.parts):
+        sources = tuple(source for source, one in enumerate(cutting.parts) if stage in one.sent)
+        sized = {
+            name: value.dtype
+            for name, value in inputs.items()
+            if sources and type(value) is Tensor and name not in part.inputs
+        }
+        read = tuple(name for name in inputs if name not in sized)
+        readings.append(Reading(sources, read, sized))
+    return readings
+
+
+def _sizes_for(stage: int, readings: list[Reading]) -> list[str]:
+    """The inputs whose shapes some stage gets from this one."""
+    wanted = {name for reading in readings if reading.sources and reading.sources[0] == stage for name in reading.sized}
+    return sorted(wanted)
