@@ -74,7 +74,8 @@ TABLE = {
     "rota.interop.cuts": Row(CORE),
     **{name: Row((*CORE, "rota.interop.cuts")) for name in TRAINERS},
     "rota.planning": Row(
-        (*CORE, "rota.models", "rota.runtime", "rota.profiling", "rota.verifying", "torch"), lazy=("rota.search",)
+        (*CORE, "rota.models", "rota.runtime", "rota.profiling", "rota.verifying", "torch"),
+        lazy=("rota.search", "transformers"),
     ),
     "rota.drawing": Row(CORE, lazy=("rota.drawing.artists", "matplotlib", "numpy")),
     "rota.drawing.artists": Row((*CORE, "rota.drawing", "matplotlib", "numpy")),

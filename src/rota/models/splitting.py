@@ -66,10 +66,11 @@ def _split_model(model: nn.Module, num_stages: int, cuts: Cuts | None, example: 
     return candidates.split(_chosen_calls(candidates, num_stages, cuts))
 
 
-def finest(model: nn.Module, example: Any = None) -> tuple[Stages, tuple[str, ...]]:
+def finest(model: nn.Module, example: Any = None, cuts: Cuts | None = None) -> tuple[Stages, tuple[str, ...]]:
     """`model` cut wherever `split` can cut it, and the names of these cuts, as `split` takes them, in order.
 
-    One stage, and no names, where it cannot be cut at all.
+    One stage, and no names, where it cannot be cut at all. `example` and `cuts`: as `split` takes them, for models
+    without CutPoints.
     """
     names: list[str] = []
     if find_cut_points(model):
@@ -77,7 +78,7 @@ def finest(model: nn.Module, example: Any = None) -> tuple[Stages, tuple[str, ..
     elif is_marked(model):
         names = [*model._modules][1:]
     elif example is not None:
-        candidates = Candidates(model, None, as_inputs(model, example))
+        candidates = Candidates(model, cuts, as_inputs(model, example))
         calls = candidates.possible()
         return candidates.split([*calls]), tuple(calls.values())
     return split(model, len(names) + 1, names), tuple(names)

@@ -95,13 +95,14 @@ def _measured(
 ) -> Found:
     """The same orders on a placement with the stages' own measured costs."""
     candidate, layout = found.candidate, found.candidate.layout
-    stages = split(model, layout.num_stages, candidate.usage.cuts)
+    inputs, target = make_batch(layout.rows)
+    stages = split(model, layout.num_stages, candidate.usage.cuts, example=inputs)
     how: dict[str, Any] = {
         "split_backward": candidate.splits_backward,
         "recompute": candidate.recomputed,
         "optimizer": make_optimizer,
     }
-    batch = *make_batch(layout.rows), loss_fn
+    batch = inputs, target, loss_fn
     if layout.num_ranks <= len(os.sched_getaffinity(0)) and layout.shape != "bidirectional":
         costs = profile(stages, *batch, ranks=layout.ranks, **how)
     else:  # they will run on other machines: on this one they would share cores

@@ -20,6 +20,7 @@ from torch import nn
 from rota import reading
 from rota.errors import FormatError
 from rota.models import Stages
+from rota.planning import hf_models
 from rota.profiles import Profile
 from rota.profiling import profile_model
 from rota.profiling.optimizers import MakeOptimizer
@@ -71,14 +72,38 @@ class ModelFile:
         return made
 
 
-def load_model_file(path: str) -> ModelFile:
-    """Run the file, as `python path` would, but under another name. Raises FormatError for what it lacks."""
+def load_model_file(path: str, length: int | None = None) -> ModelFile:
+    """The file, run as `python path` would, but under another name; or what `hf:config.json` describes.
+
+    Args:
+        path: The file, or "hf:" and the path of a config of transformers.
+        length: Tokens per row of the batches that are made where the file does not make them.
+
+    Raises:
+        FormatError: It lacks something, or fails.
+    """
+    if path.startswith(hf_models.PREFIX):
+        model = hf_models.read_config(path)
+        batches = hf_models.batches_of(model.config, length, model.path)
+        return ModelFile(path, model.make_model, batches, hf_models.own_loss)
+    reading.read_text(path)
     module = _module(path)
+    if not hasattr(module, "make_batch") and callable(getattr(module, "make_model", None)):
+        _give_batches(module, path, length)
     for name in ("make_model", "make_batch", "loss_fn"):
         if not callable(getattr(module, name, None)):
             raise FormatError(f"{path} defines no function {name}; it needs:\n{EXAMPLE}")
     optional = (getattr(module, name, None) for name in ("make_optimizer", "make_unsplit"))
     return ModelFile(path, module.make_model, module.make_batch, module.loss_fn, *optional)
+
+
+def _give_batches(module: ModuleType, path: str, length: int | None) -> None:
+    """Random tokens, and the model's own loss, if the file makes a model of transformers."""
+    with torch.device("meta"):
+        config = getattr(module.make_model(), "config", None)
+    if config is not None and hasattr(config, "model_type"):
+        vars(module)["make_batch"] = hf_models.batches_of(config, length, path)
+        vars(module).setdefault("loss_fn", hf_models.own_loss)
 
 
 def _module(path: str) -> ModuleType:
@@ -105,6 +130,7 @@ def profile_file(
     report: Callable[[str], None] = lambda _: None,
     cache: str | Path | None = None,
     refresh: bool = False,
+    cuts: Iterable[str] | None = None,
 ) -> Profile:
     """Costs of the model's layers for micro-batches of `rows` rows.
 
@@ -133,6 +159,7 @@ def profile_file(
         report=report,
         cache=cache,
         refresh=refresh,
+        cuts=cuts,
     )
 
 

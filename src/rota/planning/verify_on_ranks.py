@@ -27,13 +27,17 @@ from rota.verifying import Verification, verify
 @final
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What `rota verify` was asked for. `rows`: of a micro-batch. `against` and `fp64`: as `rota.verify` takes them."""
+    """What `rota verify` was asked for: as `rota.verify` and `launch` take it.
+
+    `rows`: of a micro-batch, `length`: tokens of each.
+    """
 
     model: str
     rows: int
     against: str = "batch"
     fp64: bool = True
     timeout_s: float | None = None
+    length: int | None = None
 
 
 def verify_plan(plan: Plan, options: Options) -> Verification:
@@ -54,8 +58,8 @@ def main(path: str) -> None:
     """On one rank."""
     options = Options(**json.loads(Path(path).read_text()))
     plan, processes = given_plan(), mesh()
-    file = load_model_file(options.model)
-    stages = _stages(file, plan)
+    file = load_model_file(options.model, options.length)
+    stages = _stages(file, plan, options.rows)
     keep_local(stages, plan.placement.stages_on(processes.get_local_rank("pp")))
     with Pipeline(stages, plan, file.loss_fn, mesh=processes) as pipeline:
         torch.manual_seed(1 + pipeline.replica)  # the same batch on all ranks of a replica
@@ -67,9 +71,10 @@ def main(path: str) -> None:
             _report_file(Path(path)).write_text(json.dumps(found.to_fields()))
 
 
-def _stages(file: ModelFile, plan: Plan) -> Stages:
+def _stages(file: ModelFile, plan: Plan, rows: int) -> Stages:
     torch.manual_seed(0)
-    return split(file.made_model(), plan.num_stages, plan.cuts)
+    model = file.made_model()
+    return split(model, plan.num_stages, plan.cuts, example=file.made_batch(rows)[0])
 
 
 def _unsplit(file: ModelFile) -> nn.Module:

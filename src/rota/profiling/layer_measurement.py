@@ -62,7 +62,7 @@ def measure_layers(given: Given, how: HowTo) -> Iterator[Layer]:
     """
     stages = given.stages
     if how.device is not None:
-        given = given._replace(batch=_on_meta(given.batch), target=_on_meta(given.target))
+        given = given._replace(batch=on_meta(given.batch), target=on_meta(given.target))
     outputs: dict[int, Any] = {}
     last_reader = {edge.source: max(e.target for e in stages.outgoing(edge.source)) for edge in stages.edges}
     names: list[StorageReference] = []  # keep addresses that were names from being used again
@@ -165,5 +165,6 @@ def _changed_buffers(one: StageRun, module: nn.Module) -> dict[str, torch.Tensor
     return {name: old for name, old in before.items() if not torch.equal(old, buffers[name])}
 
 
-def _on_meta(value: Any) -> Any:
+def on_meta(value: Any) -> Any:
+    """A batch without numbers."""
     return over_tensors(lambda tensor: tensor.to("meta"), value)

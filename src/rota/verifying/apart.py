@@ -1,4 +1,4 @@
-"""Runs that leave no trace: modules on copies of their tensors, and forwards without dropout."""
+"""Runs that leave no trace: modules on copies of their tensors, and forwards without what makes equal models differ."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from rota.models.carving.stage import CarvedStage
 from rota.models.randomness import random_state_kept
 from rota.runtime.reducing.wrapped_stages import is_sharded
 from rota.runtime.torch_internals import TorchDispatchMode
+
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @contextmanager
@@ -56,19 +58,25 @@ def in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 @final
-class WithoutDropout(TorchDispatchMode):
-    """Dropout keeps everything, whatever asks for it: a module, a function, or attention.
+class ForComparison(TorchDispatchMode):
+    """Takes out what would make equal models differ; whatever asks for it, a module, a function or attention.
 
-    On CPUs dropout draws `bernoulli_(keep)` into a fresh tensor and divides by `keep`.
+    Args:
+        without_dropout: dropout keeps everything. On CPUs it draws `bernoulli_(keep)` into a fresh tensor and divides
+            by `keep`.
+        in_float64: what the model casts to a narrower dtype, such as the numbers inside a norm, is float64 too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, without_dropout: bool, in_float64: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._without_dropout, self._in_float64 = without_dropout, in_float64
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten.bernoulli_.float:
+        if self._in_float64 and kwargs.get("dtype") in _NARROW:
+            kwargs = {**kwargs, "dtype": torch.float64}
+        if self._without_dropout and func is torch.ops.aten.bernoulli_.float:
             return args[0].fill_(args[1] if len(args) > 1 else kwargs.get("p", 0.5))
-        if func is torch.ops.aten.native_dropout.default:
+        if self._without_dropout and func is torch.ops.aten.native_dropout.default:
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         return func(*args, **kwargs)

@@ -25,7 +25,7 @@ _MOST = 3  # of what is listed
 # --- the batch: the unsplit model itself differs when it is run by micro-batches --------------------------------------
 
 
-def mixing(unsplit: Unsplit, whole: list[Part], by_microbatches: list[Part]) -> list[str]:
+def mixing(unsplit: Unsplit, whole: list[Part], by_microbatches: list[Part], tolerance: float) -> list[str]:
     """Why the unsplit model computes something else on the whole batch than on its micro-batches."""
     one, other = Probes(), Probes()
     modules = [(name, module) for name, module in unsplit.module.named_modules() if name]
@@ -34,7 +34,7 @@ def mixing(unsplit: Unsplit, whole: list[Part], by_microbatches: list[Part]) -> 
     with other.on(modules):
         on_parts = unsplit.run(by_microbatches)
     of_outputs = compare_outputs(on_whole.outputs, on_parts.outputs)
-    if of_outputs is not None and of_outputs <= _EQUAL:
+    if of_outputs is not None and of_outputs <= max(tolerance, _EQUAL):
         return [_of_loss(on_whole, on_parts, by_microbatches)]
     found = [*_mixing_modules(unsplit.module, one, other)]
     if found:

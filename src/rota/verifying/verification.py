@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, final
 
@@ -18,7 +18,7 @@ from rota.runtime.faults.watchdog import PATIENT
 from rota.runtime.microbatch_inputs import num_examples
 from rota.runtime.reducing.wrapped_stages import unwrapped
 from rota.verifying import reasons
-from rota.verifying.apart import WithoutDropout
+from rota.verifying.apart import ForComparison
 from rota.verifying.comparing import compare_gradients, compare_outputs, places, relative
 from rota.verifying.matching import Matched, Matching, match
 from rota.verifying.probes import Probes
@@ -167,6 +167,7 @@ class _Verifier:
     ) -> tuple[Comparison, list[str], bool | None, bool]:
         """In one dtype: the differences, why, whether micro-batches agree, whether there is dropout."""
         side = self.side
+        in_float64 = dtype is torch.float64
         name = "float64" if dtype is torch.float64 else "the model's own dtype"
         unsplit = self._made(dtype) if side.is_first else None
         side.first("making the unsplit model", lambda: None)
@@ -179,14 +180,14 @@ class _Verifier:
             self.report(f"{name}: the unsplit model")
             unsplit.refuse_empty()
             done["draws"] = any(map(unsplit.draws, batches))
-            with WithoutDropout() if done["draws"] else nullcontext():
+            with ForComparison(done["draws"], in_float64):
                 done["still draws"] = done["draws"] and any(map(unsplit.draws, batches))
                 parts = whole(batches) if self.against == "batch" else by_microbatches(batches, side.num_microbatches)
                 done["unsplit"] = unsplit.run(parts)
             return [done["draws"], done["still draws"]]
 
         draws, still_draws = side.first("the unsplit model's step", run_unsplit)
-        with WithoutDropout() if draws else nullcontext():
+        with ForComparison(draws, in_float64):
             if side.is_first:
                 self.report(f"{name}: the split model")
             loss, outputs = side.step(dtype)
@@ -227,7 +228,7 @@ class _Verifier:
         own = _own_dtype(unsplit.module)
         return Comparison(
             str(dtype or own).removeprefix("torch."),
-            EXACT if (dtype or own) is torch.float64 else torch.finfo(own).eps ** 0.5,
+            EXACT if dtype is torch.float64 else _rounding(own),
             outcome.loss,
             loss,
             relative(outcome.loss, loss),
@@ -254,7 +255,11 @@ class _Verifier:
             assert unsplit is not None
             self.report("not equal: the unsplit model on one micro-batch after the other, to see why")
             parts = by_microbatches(batches, side.num_microbatches)
-            mixed = reasons.mixing(unsplit, whole(batches), parts) if self._is_mixed(unsplit, batches, parts) else []
+            mixed = (
+                reasons.mixing(unsplit, whole(batches), parts, comparison.tolerance)
+                if self._is_mixed(unsplit, batches, parts, comparison.tolerance)
+                else []
+            )
             with of_unsplit.on([(n, module) for n, module in unsplit.module.named_modules() if n]):
                 done.append(unsplit.run(parts))
             return mixed
@@ -282,7 +287,7 @@ class _Verifier:
         ]
         return (mixed + split or [_unknown(comparison)]), False
 
-    def _is_mixed(self, unsplit: Unsplit, batches: list[GivenBatch], parts: list[Any]) -> bool:
+    def _is_mixed(self, unsplit: Unsplit, batches: list[GivenBatch], parts: list[Any], tolerance: float) -> bool:
         """Whether the unsplit model's loss or gradients change with the micro-batches."""
         one = unsplit.run(whole(batches))
         names = [name for name, _ in unsplit.module.named_parameters()]
@@ -291,7 +296,6 @@ class _Verifier:
         as_split = Matching([Matched(name, ((0, name),), False) for name in names], [], [], [])
         differences = compare_gradients(as_split, unsplit, iter(gradients))
         largest = max((each.relative for each in differences), default=0.0)
-        tolerance = EXACT if _own_dtype(unsplit.module) is torch.float64 else torch.finfo(torch.float32).eps ** 0.5
         return max(largest, relative(one.loss, other.loss)) > tolerance
 
 
@@ -302,6 +306,11 @@ def _unknown(comparison: Comparison) -> str:
         f"the stages compute something else than the unsplit model{place}, although what its modules get and make is "
         f"equal: look at the code between the modules, and at loss_fn"
     )
+
+
+def _rounding(own: torch.dtype) -> float:
+    """By how much equal models may differ; many compute in float32 inside, whatever their dtype."""
+    return float(max(torch.finfo(own).eps, torch.finfo(torch.float32).eps) ** 0.5)
 
 
 def _own_dtype(module: nn.Module) -> torch.dtype:

@@ -8,9 +8,8 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rota import reading
 from rota.cli import input_files, output_files
-from rota.cli.arguments import add_output, add_time_limit, link, number, rows, size
+from rota.cli.arguments import add_model_options, add_output, add_time_limit, link, number, rows, size
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import print_timeline, show_progress
@@ -32,8 +31,10 @@ def add_arguments(parser: Parser) -> None:
         "model",
         nargs="?",
         metavar="MODEL.py",
-        help="Python file with make_model(), make_batch(rows), loss_fn and, if need be, make_optimizer(parameters)",
+        help="Python file with make_model(), make_batch(rows), loss_fn and, if need be, make_optimizer(parameters); or "
+        "hf:config.json, a language model of transformers",
     )
+    add_model_options(parser)
     parser.add_argument("--ranks", type=number(1), required=True, help="processes that there are, in all")
     parser.add_argument("--batch", type=number(1), required=True, help="rows of a step, over all replicas")
     parser.add_argument("--memory", type=_memory, help="of each rank, such as 40GB (default: no limit)")
@@ -83,13 +84,14 @@ def run(arguments: Namespace) -> int:
     from rota.planning import autoplan
 
     machine = _machine(arguments)
-    model_file = None if arguments.model is None else _model_file(arguments.model)
+    model_file = None if arguments.model is None else _model_file(arguments)
     try:
         profiles = _measured(arguments, model_file) if arguments.profile is None else _read(arguments)
         if all(layers.num_layers == 1 for layers in profiles.values()) and machine.num_ranks > 1:
             print(
                 "rota autoplan: warning: the model has no place where it may be cut, so there is no pipeline, only "
-                "replicas: call a rota.CutPoint() of its own between blocks in its forward, x = self.cuts[i](x)",
+                "replicas: name modules that a stage may begin with, --cuts 'layers.*', or call a rota.CutPoint() of "
+                "its own between blocks in its forward, x = self.cuts[i](x)",
                 file=sys.stderr,
             )
         answer = autoplan(
@@ -119,7 +121,8 @@ def _print_answer(answer: Answer, arguments: Namespace) -> None:
     else:
         output_files.write(arguments.output, answer.plan.to_json())
         print(f"Wrote {arguments.output}; use it by `rota run {arguments.output} train.py`. There, the model is cut by")
-        print("rota.split(model, plan.num_stages, plan.cuts), of plan = rota.given_plan().")
+        print("rota.split(model, plan.num_stages, plan.cuts), of plan = rota.given_plan(); an unmodified one needs")
+        print("example=batch besides. Whether it is exact: rota verify PLAN MODEL.py".replace("PLAN", arguments.output))
 
 
 def _machine(arguments: Namespace) -> Machine:
@@ -145,14 +148,16 @@ def _machine(arguments: Namespace) -> Machine:
         raise InputError(f"the machine: {error}") from None
 
 
-def _model_file(path: str) -> ModelFile:
+def _model_file(arguments: Namespace) -> ModelFile:
     require("torch", "torch")
     from rota.planning.model_file import load_model_file
 
-    reading.read_text(path)
-    if path.lower().endswith(".json"):
-        raise InputError(f"{path} is no Python file; a profile is given by --profile {path}")
-    return load_model_file(path)
+    path = arguments.model
+    if path.lower().endswith(".json") and not path.startswith("hf:"):
+        raise InputError(
+            f"{path} is no Python file; a profile is given by --profile {path}, a config of transformers by hf:{path}"
+        )
+    return load_model_file(path, arguments.length)
 
 
 def _read(arguments: Namespace) -> Mapping[int, LayerCosts]:
@@ -170,7 +175,7 @@ def _measured(arguments: Namespace, model_file: ModelFile | None) -> Mapping[int
     from rota.planning.model_file import profile_file
 
     sizes = arguments.rows or [num_rows for num_rows in _ROWS if arguments.batch % num_rows == 0]
-    how = {"device": arguments.device, "cache": arguments.cache, "refresh": arguments.refresh}
+    how = {"device": arguments.device, "cache": arguments.cache, "refresh": arguments.refresh, "cuts": arguments.cuts}
     return profile_file(model_file, sizes, report=show_progress, **how)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 
-from rota import reading
 from rota.cli import input_files
 from rota.cli.arguments import number, seconds
 from rota.cli.parser import Command, Parser, one_of
@@ -28,8 +27,10 @@ def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota verify` to its parser."""
     parser.add_argument("plan", help="plan.json")
     help_text = "Python file with make_model(), make_batch(rows) and loss_fn, as for rota autoplan; where make_model "
-    help_text += "returns Stages made by hand, make_unsplit() returns what they must equal"
+    help_text += "returns Stages made by hand, make_unsplit() returns what they must equal; or hf:config.json"
     parser.add_argument("model", metavar="MODEL.py", help=help_text)
+    help_text = "tokens per row, where MODEL.py makes no batch (default: 1024, or as many as the model takes)"
+    parser.add_argument("--length", type=number(1), metavar="N", help=help_text)
     parser.add_argument("--rows", type=number(1), metavar="N", help="of a micro-batch (default: the plan's, else 1)")
     help_text = "the unsplit model runs on the whole batch (default), or on one micro-batch after the other: what "
     help_text += "BatchNorm sees in any accumulation of gradients"
@@ -48,12 +49,12 @@ def run(arguments: argparse.Namespace) -> int:
     from rota.planning.model_file import load_model_file
     from rota.planning.verify_on_ranks import Options, verify_plan
 
-    reading.read_text(arguments.model)
-    load_model_file(arguments.model)  # what it lacks is said once, and not by every rank
+    load_model_file(arguments.model, arguments.length)  # what it lacks is said once, and not by every rank
     if not any(task.kind.makes_weight_gradients for task in planned.placement.tasks):
         raise InputError(f"{arguments.plan} has forwards alone, so there are no gradients to verify")
     rows = arguments.rows or planned.microbatch_rows or 1
-    options = Options(arguments.model, rows, arguments.against, not arguments.own_dtype, arguments.timeout)
+    how = (arguments.against, not arguments.own_dtype, arguments.timeout, arguments.length)
+    options = Options(arguments.model, rows, *how)
     found = verify_plan(planned, options)
     print(json.dumps({"exact": found.exact, **found.to_fields()}) if arguments.json else found.to_text())
     return 0 if found.exact else 1
