@@ -24,7 +24,14 @@ from rota.models.unmodified import Candidates, as_inputs
 Cuts: TypeAlias = Iterable[int | str]
 
 
-def split(model: nn.Module | Stages, num_stages: int, cuts: Cuts | None = None, *, example: Any = None) -> Stages:
+def split(
+    model: nn.Module | Stages,
+    num_stages: int,
+    cuts: Cuts | None = None,
+    *,
+    example: Any = None,
+    direct_skips: bool = False,
+) -> Stages:
     """Cut `model` into stages that together do what it does, with its own parameters.
 
     A model whose forward calls CutPoints is cut at them, and an `nn.Sequential` between its children. Any other model
@@ -43,6 +50,8 @@ def split(model: nn.Module | Stages, num_stages: int, cuts: Cuts | None = None, 
             before, by path (`"model.layers.4"`), or patterns of modules that a stage may begin with
             (`"model.layers.*"`). None: spread so that no stage has two pieces more than another.
         example: For a model without CutPoints: a batch, as a dict of its keyword arguments, or as a tuple.
+        direct_skips: With an example: what a stage needs of one that is not right before it travels directly. By
+            default it passes through the stages between, which are a chain then, as most named schedules require.
 
     Returns:
         The stages, with `cuts` set to the names of these cuts.
@@ -54,16 +63,21 @@ def split(model: nn.Module | Stages, num_stages: int, cuts: Cuts | None = None, 
         raise SplitError(f"num_stages is {num_stages}: give at least 1")
     if isinstance(model, Stages):
         return _split_stages(model, num_stages, cuts)
-    stages = _split_model(model, num_stages, cuts, example)
+    stages = _split_model(model, num_stages, cuts, example, direct_skips)
     stages.unsplit = model
     return stages
 
 
-def _split_model(model: nn.Module, num_stages: int, cuts: Cuts | None, example: Any) -> Stages:
+def _split_model(model: nn.Module, num_stages: int, cuts: Cuts | None, example: Any, direct_skips: bool) -> Stages:
     if is_marked(model) or (num_stages == 1 and example is None):
         return _split_marked(model, num_stages, cuts)
+    if hasattr(model, "_orig_mod"):
+        raise SplitError(
+            "the model comes from torch.compile(model), which hides its modules: split the model itself, and compile "
+            "its blocks, block.compile(), before or after"
+        )
     candidates = Candidates(model, cuts, _example_for(model, example))
-    return candidates.split(_chosen_calls(candidates, num_stages, cuts))
+    return candidates.split(_chosen_calls(candidates, num_stages, cuts), relay=not direct_skips)
 
 
 def finest(model: nn.Module, example: Any = None, cuts: Cuts | None = None) -> tuple[Stages, tuple[str, ...]]:
@@ -105,9 +119,10 @@ def _chosen_calls(candidates: Candidates, num_stages: int, cuts: Cuts | None) ->
     possible = candidates.called()
     cuts = None if cuts is None else [*cuts]
     if cuts is None or any(isinstance(cut, str) and "*" in cut for cut in cuts):
+        cuts = None
         if len(possible) >= num_stages:  # else even the first block needs a cut before it
             possible.pop(min(possible))
-        cuts = None
+    possible.pop(0, None)  # what comes before the forward's first call is no stage
     return _choose(num_stages, cuts, possible, "module that the forward calls and a stage may begin with")
 
 

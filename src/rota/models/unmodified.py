@@ -87,16 +87,12 @@ class Candidates:
         self._recording = record(model, _outermost(self._blocks), inputs)
 
     def called(self) -> dict[int, str]:
-        """The first call of each module, with its path, in order; without the forward's very first call."""
+        """The first call of each module, with its path, in order."""
         recording = self._recording
         first: dict[int, int] = {}
         for call, unit in enumerate(recording.calls):
             first.setdefault(unit, call)
-        return {
-            call: recording.units[unit]
-            for unit, call in first.items()
-            if call > 0 and recording.units[unit] in self._blocks
-        }
+        return {call: recording.units[unit] for unit, call in first.items() if recording.units[unit] in self._blocks}
 
     def possible(self) -> dict[int, str]:
         """As `called`, without those where a cut would be refused."""
@@ -108,21 +104,23 @@ class Candidates:
                 return False
             return True
 
-        return {call: name for call, name in self.called().items() if can_be_cut(call)}
+        return {call: name for call, name in self.called().items() if call > 0 and can_be_cut(call)}
 
-    def split(self, calls: Sequence[int]) -> Stages:
+    def split(self, calls: Sequence[int], *, relay: bool = True) -> Stages:
         """Stages that begin at these calls."""
-        return carve(self._model, self._recording, calls, self._inputs)
+        return carve(self._model, self._recording, calls, self._inputs, relay)
 
 
 def _outermost(paths: Sequence[str]) -> list[str]:
     return [path for path in paths if not any(path.startswith(other + ".") for other in paths)]
 
 
-def carve(model: nn.Module, recording: Recording, starts: Sequence[int], inputs: Mapping[str, Any]) -> Stages:
-    """Stages of `model` that begin at these calls. `inputs`: the batch that was recorded."""
+def carve(
+    model: nn.Module, recording: Recording, starts: Sequence[int], inputs: Mapping[str, Any], relay: bool
+) -> Stages:
+    """Stages of `model` that begin at these calls. `inputs`: the recorded batch. `relay`: see `cut_recording`."""
     names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
-    cutting = cut_recording(recording, starts, names)
+    cutting = cut_recording(recording, starts, names, relay=relay)
     signature = inspect.signature(model.forward).parameters
     positional = [one.name for one in signature.values() if one.kind is Parameter.POSITIONAL_OR_KEYWORD]
     readings = _readings(cutting, inputs)

@@ -16,8 +16,9 @@ from rota.models import Stages, finest
 from rota.models.splitting import is_marked
 from rota.profiles import Profile
 from rota.profiling.devices import DeviceModel, device_named
+from rota.profiling.known_numbers import KnownNumbers
 from rota.profiling.layer_costs import costs_of
-from rota.profiling.layer_measurement import HowTo, Layer, called, measure_layers, on_meta
+from rota.profiling.layer_measurement import HowTo, Layer, called, measure_layers
 from rota.profiling.optimizers import MakeOptimizer
 from rota.profiling.profile_cache import ProfileCache, identity_of, inputs_of
 from rota.profiling.stage_run import Given, LossFn, tensors_of
@@ -153,7 +154,11 @@ def _layers(
     if is_marked(model) or not sizes:
         return finest(model)
     example, _ = make_batch(sizes[0])
-    return finest(model, example if device is None else on_meta(example), cuts)
+    if device is None:
+        return finest(model, example, cuts)
+    known = KnownNumbers()
+    with known:
+        return finest(model, known.on_meta(example), cuts)
 
 
 def num_rows(batch: Any) -> int:

@@ -21,9 +21,12 @@ _READ_ALL = (
 
 @final
 class Now(threading.local):
-    """What this thread runs: the name of a stage's own unit, which may not compute with Absent."""
+    """What this thread runs."""
 
+    #: The name of a stage's own unit, which may not compute with Absent.
     inside: str | None = None
+    #: Whether only shapes are wanted: then no operation makes a real tensor of an Absent.
+    only_shapes = False
 
 
 now = Now()
@@ -67,7 +70,7 @@ class Absent(Tensor):
         """The operation on shapes alone."""
         del types
         kwargs = dict(kwargs or {})
-        if is_shape_only(func):
+        if is_shape_only(func) and not now.only_shapes:
             return func(*mapped(_zeros, args), **mapped(_zeros, kwargs))
         if now.inside is not None and func is not torch.ops.aten.detach.default:
             raise PipelineError(

@@ -17,7 +17,7 @@ class StagePart:
 
     begin: int  # its first call of a unit
     end: int  # the first call of the next stage
-    received: tuple[Returned, ...]
+    needed: tuple[Returned, ...]  # of earlier stages
     sent: dict[int, tuple[Returned, ...]]  # by target
     owned: frozenset[str]  # names of parameters and buffers
     inputs: frozenset[str]  # whose numbers it reads
@@ -50,8 +50,14 @@ def output_of(recording: Recording, value: Returned) -> Output:
     return recording.outputs[value.call]
 
 
-def cut_recording(recording: Recording, starts: Sequence[int], names: Collection[str]) -> Cutting:
-    """Stages that begin at these calls, in order. `names`: of all the model's parameters and buffers."""
+def cut_recording(
+    recording: Recording, starts: Sequence[int], names: Collection[str], *, relay: bool = True
+) -> Cutting:
+    """Stages that begin at these calls, in order. `names`: of all the model's parameters and buffers.
+
+    `relay`: what a stage needs from one that is not right before it passes through those between, so that the stages
+    are a chain; otherwise it travels directly.
+    """
     num_calls = len(recording.calls)
     begins, ends = [0, *starts], [*starts, num_calls]
     reads = [_reads(recording, begin, end, end == num_calls) for begin, end in zip(begins, ends, strict=True)]
@@ -59,7 +65,7 @@ def cut_recording(recording: Recording, starts: Sequence[int], names: Collection
     _add_writes(recording, reads, ranges)
     reads = [_with_whole_inner(recording, labels) for labels in reads]
     _refuse(recording, reads, ranges)
-    received = [
+    needed = [
         tuple(one for one in recording.in_set(labels) if isinstance(one, Returned) and one.call not in calls)
         for labels, calls in zip(reads, ranges, strict=True)
     ]
@@ -68,22 +74,23 @@ def cut_recording(recording: Recording, starts: Sequence[int], names: Collection
         owned[_home(recording, name, ranges)].add(name)
     parts = []
     for stage, calls in enumerate(ranges):
-        sent = {
-            target: tuple(one for one in received[target] if one.call in calls)
-            for target in range(stage + 1, len(ranges))
-        }
+        later = range(stage + 1, len(ranges))
+        sent = {target: tuple(one for one in needed[target] if one.call in calls) for target in later}
+        if relay and later:
+            passing = dict.fromkeys(one for target in later for one in needed[target] if one.call < calls.stop)
+            sent = {stage + 1: tuple(passing)}
         parts.append(
             StagePart(
                 calls.start,
                 calls.stop,
-                received[stage],
+                needed[stage],
                 {target: values for target, values in sent.items() if values},
                 frozenset(owned[stage]),
                 frozenset(one.name for one in recording.in_set(reads[stage]) if isinstance(one, FromInput)),
             )
         )
     for stage, part in enumerate(parts[:-1]):
-        if not part.sent:
+        if not any(one.call in ranges[stage] for values in part.sent.values() for one in values):
             raise SplitError(
                 f"nothing that stage {stage} makes, before {recording.call_name(part.end)}, is used after it: cut "
                 "elsewhere"

@@ -206,8 +206,8 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         leaves: list[Any] = []
         flatten(value, leaves)
         for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                self.label(leaf, FromInput(name))
+            if isinstance(leaf, Tensor):  # which may be a parameter, or given under two names
+                self._set(leaf, self._sets.get(id(leaf), 0) | self.bit(FromInput(name)))
 
     def of(self, tensor: Tensor) -> LabelSet:
         """What a tensor was made from."""

@@ -60,7 +60,7 @@ def install(root: nn.Module, cutting: Cutting, stage: int, run: Run) -> list[Out
     """Put interceptors before the units of a stage's copy. Returns what remembers shapes."""
     recording, part = cutting.recording, cutting.parts[stage]
     mutated = {one for one in recording.in_set(recording.mutated) if isinstance(one, Returned)}
-    leaving = {value for values in part.sent.values() for value in values}
+    leaving = {value for values in part.sent.values() for value in values if part.begin <= value.call}
     calls_of: defaultdict[int, list[int]] = defaultdict(list)
     for call, called in enumerate(recording.calls):
         calls_of[called].append(call)
@@ -79,7 +79,7 @@ def install(root: nn.Module, cutting: Cutting, stage: int, run: Run) -> list[Out
             for value in inner:
                 _Inner.of(module.get_submodule(value.inner), value.inner, run).add(value, value in mutated)
             if call < part.begin:
-                unit.add_inner_answers(call, [v for v in part.received if v.call == call and v.inner], recording)
+                unit.add_inner_answers(call, [v for v in part.needed if v.call == call and v.inner], recording)
         if any(call < part.begin for call in calls):
             vars(module)["forward"] = unit.answer_now
         intercept(module, unit)
@@ -168,8 +168,9 @@ class _Unit:
                 if leaf is not arguments[recorded.argument]:
                     raise run.deviation(f"{self._name} does not give back its argument")
             elif not recorded.is_tensor:
-                if leaf is not recorded.value and type(leaf) in PLAIN and leaf != recorded.value:
-                    raise run.deviation(f"{self._name} returns {leaf!r} for {recorded.value!r}")
+                if type(leaf) is not type(recorded.value) or (type(leaf) in PLAIN and leaf != recorded.value):
+                    was = type(recorded.value).__name__ if recorded.value is not None else "None"
+                    raise run.deviation(f"{self._name} returns a {type(leaf).__name__} ({leaf!r:.40}) for {was}")
             elif leaves_stage:
                 if not isinstance(leaf, Tensor) or isinstance(leaf, Absent):
                     raise run.deviation(f"{self._name} returns no tensor of its own")

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from rota.errors import PipelineError
-from rota.models.carving.absent import Absent, absent, absent_like
+from rota.models.carving.absent import absent, absent_like, now
 from rota.models.carving.recording import Output
 from rota.models.carving.structure import PLAIN, flatten
+from rota.models.randomness import random_state_kept
 
 _MOST_SIGNATURES = 256
 
@@ -72,7 +73,7 @@ def _run_absent(
         with _AbsentCopies():
             args, kwargs = copy.deepcopy(call)
         # In a context of its own, with no hooks: what collects outputs on the side shall not see these.
-        with _without_hooks(module), torch.no_grad():
+        with _without_hooks(module), torch.no_grad(), random_state_kept(module), _only_shapes():
             made = contextvars.Context().run(forward, *args, **kwargs)
         leaves: list[Any] = []
         if flatten(made, leaves) != output.structure:
@@ -106,6 +107,15 @@ class _AbsentCopies(TorchFunctionMode):
 
 
 @contextmanager
+def _only_shapes() -> Iterator[None]:
+    now.only_shapes = True
+    try:
+        yield
+    finally:
+        now.only_shapes = False
+
+
+@contextmanager
 def _without_hooks(module: nn.Module) -> Iterator[None]:
     held = [(hooks, dict(hooks)) for one in module.modules() for hooks in (one._forward_hooks, one._forward_pre_hooks)]
     for hooks, _ in held:
@@ -121,8 +131,3 @@ def kind_of(module: nn.Module, recorded: Any) -> Any:
     """Modules of equal kinds return equal shapes for equal signatures. `recorded`: what it returned in the example."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
     return type(module), repr(module), tuple((name, t.shape, t.dtype) for name, t in tensors), recorded
-
-
-def is_absent(value: Any) -> bool:
-    """Whether it is an Absent."""
-    return isinstance(value, Absent)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rota.errors import PipelineError
 from rota.models.carving.absent import Absent, absent, absent_like
+from rota.models.carving.compiled import compile_alike
 from rota.models.carving.cutting import Cutting
 from rota.models.carving.recording import Returned
 from rota.models.carving.running import Run, Stopped, install
@@ -54,7 +55,7 @@ class CarvedStage(nn.Module):
         self._leaving = {
             target: [(cutting.value_name(value), value) for value in values] for target, values in part.sent.items()
         }
-        self._sizes = tuple(sizes)
+        self._sizes, self._needed = tuple(sizes), frozenset(part.needed)
         self._incomplete = [
             number
             for number, labels in recording.result_objects
@@ -63,6 +64,9 @@ class CarvedStage(nn.Module):
         #: The paths of the modules that run here, in the order of their calls.
         self.holds = tuple(recording.call_name(call) for call in range(part.begin, part.end))
         self._shapes = install(root, cutting, stage, self._run)
+        for path in {recording.units[unit] for unit in recording.calls[part.begin : part.end]}:
+            if path not in {recording.units[unit] for unit in recording.calls[: part.begin]}:
+                compile_alike(model.get_submodule(path), root.get_submodule(path))
         # The copy's own dicts: what is registered in one is in the other.
         self._parameters, self._buffers, self._modules = root._parameters, root._buffers, root._modules
         self._non_persistent_buffers_set = root._non_persistent_buffers_set
@@ -81,18 +85,18 @@ class CarvedStage(nn.Module):
                 "model.train() before rota.split"
             )
         run, reading = self._run, self._reading
-        received = {
+        arrived = {
             returned: value[key]
             for arriving, value in zip(self._arriving, values, strict=False)
             for key, returned in arriving
         }
         given = zip(reading.inputs, values[len(reading.sources) :], strict=True)
         inputs = {name: value for name, value in given if value is not LeftOut}
-        device = _device_of([*received.values(), *inputs.values()])
+        device = _device_of([*arrived.values(), *inputs.values()])
         for name, dtype in reading.sized.items():
             if (shape := values[0][SIZES][name]) is not None:
                 inputs[name] = absent(tuple(shape), dtype, device)
-        run.begin(received, device)
+        run.begin({returned: value for returned, value in arrived.items() if returned in self._needed}, device)
         output, has_stopped = None, False
         try:
             output = self._root(**inputs)
@@ -102,7 +106,7 @@ class CarvedStage(nn.Module):
             sent = run.end()
         if has_stopped == self._is_last:
             raise run.deviation("the forward ended")
-        return self._checked(output) if self._is_last else self._sent(sent, inputs)
+        return self._checked(output) if self._is_last else self._sent(arrived | sent, inputs)
 
     def _sent(self, sent: dict[Returned, Any], inputs: dict[str, Any]) -> dict[int, dict[str, Any]]:
         sizes = {name: value.shape if isinstance(value := inputs.get(name), Tensor) else None for name in self._sizes}

@@ -57,7 +57,7 @@ def is_dropout(module: nn.Module) -> bool:
 
 
 def copy_sharing(model: nn.Module, replaced: dict[int, Any]) -> nn.Module:
-    """A copy of the modules alone: it shares all tensors with `model`, but those in `replaced` by their ids."""
+    """A copy of the modules, not compiled, with the tensors of `model`, but those in `replaced` by their ids."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         held = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())

@@ -1,0 +1,329 @@
+"""What stages of unmodified models do with other modes, inputs and models than the recorded ones."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rota import PipelineError, SplitError, Stages, split
+from rota.models import keep_local
+from support.hf_models import CASES, gpt2
+from support.hf_models import decoder as decoder_only
+
+from .test_models import assert_as_whole, staged_step
+
+WIDTH = 6
+
+
+class Blocks(nn.Module):
+    """Four layers; `between` is what the forward does after the second."""
+
+    def __init__(self, between: Callable[[Any, Tensor], Tensor] | None = None, layer: type = nn.Linear) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer(WIDTH, WIDTH) for _ in range(4))
+        self.between = between
+
+    def forward(self, x: Tensor, scale: Tensor | None = None, *, shift: Any = None, **more: Any) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if number == 1 and self.between is not None:
+                x = self.between(self, x)
+        if scale is not None:
+            x = x * scale
+        for value in more.values():
+            x = x + value
+        return x if shift is None else x + shift
+
+
+def rows(count: int = 3) -> Tensor:
+    return torch.linspace(-1, 1, count * WIDTH).reshape(count, WIDTH)
+
+
+def same(model: nn.Module, stages: Stages, batch: Any) -> None:
+    expected = model(**batch) if isinstance(batch, dict) else model(*batch)
+    torch.testing.assert_close(stages.run(batch), expected, rtol=0, atol=0)
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+def test_inputs_may_be_positional_keywords_none_plain_or_left_out() -> None:
+    model = Blocks()
+    x, scale = rows(), torch.full((1,), 2.0)
+    stages = split(model, 2, example={"x": x, "scale": scale, "shift": 0.5, "bias": scale})
+    same(model, stages, {"x": rows(5), "scale": scale, "shift": 1.5, "bias": scale * 3})
+    same(model, stages, {"x": x, "scale": scale})
+    same(model, stages, {"x": x, "shift": None, "bias": scale})
+    same(model, stages, (x, scale))
+    same(model, split(model, 3, example=(x,)), (x,))
+    same(model, split(model, 3, example=x), (x,))
+
+
+def test_an_input_that_the_example_lacks_is_refused() -> None:
+    stages = split(Blocks(), 2, example={"x": rows()})
+    with pytest.raises(PipelineError, match=r"the batch has 'scale', which the example .* add it to the example"):
+        stages.run({"x": rows(), "scale": torch.ones(1)})
+    stages.run({"x": rows(), "scale": None})
+
+
+def test_without_example_the_error_says_how_to_give_one() -> None:
+    with pytest.raises(SplitError, match=r"Blocks has no CutPoint .* give one small batch, split\(…, example="):
+        split(Blocks(), 2)
+
+
+def test_cuts_are_paths_or_patterns() -> None:
+    model, example = Blocks(), {"x": rows()}
+    assert split(model, 3, ["layers.1", "layers.3"], example=example).cuts == ("layers.1", "layers.3")
+    assert split(model, 3, ["layers.*"], example=example).cuts == ("layers.1", "layers.2")
+    assert split(model, 2, ["layers[2]"], example=example).cuts == ("layers.2",)
+    with pytest.raises(SplitError, match=r"cuts has 'layer.1', which names no module of Blocks"):
+        split(model, 2, ["layer.1"], example=example)
+    with pytest.raises(SplitError, match=r"6 stages need 5 cuts, but there are 3"):
+        split(model, 6, example=example)
+
+
+# --- what is left as it was -------------------------------------------------------------------------------------------
+
+
+def test_recording_leaves_random_states_buffers_and_the_model() -> None:
+    case = CASES["resnet"]
+    model, example = case.make_model(), case.make_batch(2, 8, 0)
+    model.resnet.embedder.register_forward_hook(lambda *_: None)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    attributes = [{**vars(module)} for module in model.modules()]
+    state = torch.get_rng_state()
+    split(model, 2, example=example)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+    assert [type(module) for module in model.modules()] == [type(module) for module in copy.deepcopy(model).modules()]
+    assert attributes == [{**vars(module)} for module in model.modules()]
+
+
+def test_stages_survive_deepcopy_and_pickle() -> None:
+    case = CASES["t5"]
+    model, batch = case.make_model(), case.make_batch(2, 8, 0)
+    stages = split(model, 3, example=batch)
+    expected = stages.run(batch).loss
+    for other in (copy.deepcopy(stages), pickle.loads(pickle.dumps(stages))):
+        assert torch.equal(other.run(batch).loss, expected)
+        assert len(other.ties) == len(stages.ties) == 1
+        assert not {*other[0].parameters()} & {*model.parameters()}
+
+
+def test_parameters_are_the_models_own_under_its_names() -> None:
+    case = CASES["gpt2"]
+    model = case.make_model()
+    stages = split(model, 2, example=case.make_batch(2, 8, 0))
+    own = dict(model.named_parameters())
+    for module in stages.modules:
+        assert all(parameter is own[name] for name, parameter in module.named_parameters())
+    ((first, last),) = stages.ties
+    assert first == (0, "transformer.wte.weight")
+    assert last[0] == 1
+    stages[0].to(torch.float32)
+    assert model.transformer.wte.weight.dtype is torch.float32
+
+
+def test_only_local_stages_keep_memory() -> None:
+    model, batch = Blocks(), {"x": rows()}
+    stages = split(model, 2, example=batch)
+    sent = stages.call(0, [], batch)
+    keep_local(stages, [0])
+    assert [parameter.is_meta for parameter in stages[1].parameters()] == [True] * 4
+    assert torch.equal(stages.call(0, [], batch)[1]["layers.1"], sent[1]["layers.1"])
+
+
+# --- modes ------------------------------------------------------------------------------------------------------------
+
+
+def test_training_and_evaluation() -> None:
+    case = CASES["gpt2"]
+    torch.manual_seed(0)
+    model = gpt2(resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5).double()
+    batch = case.make_batch(2, 8, 0)
+    stages = split(model.train(), 3, example=batch)
+    torch.manual_seed(1)
+    expected = model(**batch).loss
+    torch.manual_seed(1)
+    assert torch.equal(stages.run(batch).loss, expected)
+    for module in (model, *stages.modules):
+        module.eval()
+    assert torch.equal(stages.run(batch).loss, model(**batch).loss)
+    of_evaluation = split(model.eval(), 2, example=batch)
+    assert torch.equal(of_evaluation.run(batch).loss, model(**batch).loss)
+    of_evaluation[0].train()
+    with pytest.raises(PipelineError, match="was split in evaluation mode"):
+        of_evaluation.run(batch)
+
+
+def test_a_cache_stays_on_its_stages() -> None:
+    case = CASES["gpt2"]
+    model, batch = case.make_model(), case.make_batch(2, 8, 0)
+    assert model(**batch).past_key_values is not None
+    output = split(model, 2, example=batch).run(batch)
+    assert output.past_key_values is None
+    assert torch.equal(output.logits, model(**batch).logits)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant: bool) -> None:
+    case = CASES["llama"]
+    model = case.make_model()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_as_whole(split(model, 3, example=case.make_batch(2, 8, 0)), model, case, case.make_batch(3, 9, 1))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["llama", "t5", "bert"])
+def test_autocast_and_attentions(name: str, attention: str) -> None:
+    case = CASES[name]
+    model = case.make_model().float()
+    model.set_attn_implementation(attention)
+    stages = split(model, 3, example=case.make_batch(2, 8, 0))
+    with torch.autocast("cpu", torch.bfloat16):
+        for length in (8, 10):
+            assert_as_whole(stages, model, case, case.make_batch(2, length, 1), tolerance=1e-5)
+
+
+def test_all_hidden_states() -> None:
+    case = CASES["llama"]
+    model, batch = case.make_model(), case.make_batch(2, 8, 0) | {"output_hidden_states": True}
+    expected, output = model(**batch), split(model, 3, example=batch).run(batch)
+    assert len(output.hidden_states) == 5
+    for one, other in zip(output.hidden_states, expected.hidden_states, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_compiled_blocks() -> None:
+    model = Blocks()
+    for layer in model.layers:
+        layer.compile(backend="eager")
+    stages = split(model, 2, example={"x": rows()})
+    same(model, stages, {"x": rows()})
+    assert [layer._compiled_call_impl is not None for layer in stages[1].layers] == [False, False, True, True]
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+
+def test_dropout_between_modules_that_several_stages_read_is_refused() -> None:
+    class Dropping(Blocks):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            x = F.dropout(self.layers[0](x), 0.5, training=self.training)
+            return self.layers[3](self.layers[2](self.layers[1](x)) + x)
+
+    with pytest.raises(
+        SplitError, match=r"random numbers .* at .*test_behaviour.py:\d+ \(x = F.dropout.* use a module"
+    ):
+        split(Dropping(), 2, ["layers.2"], example={"x": rows()})
+    split(Dropping().eval(), 2, ["layers.2"], example={"x": rows()})
+
+
+def test_layer_drop_is_refused_and_none_is_not() -> None:
+    case = CASES["bart"]
+    model, example = case.make_model(), case.make_batch(2, 8, 0)
+    model.model.encoder.layerdrop = 0.5
+    with pytest.raises(SplitError, match=r"random numbers .* rand at"):
+        split(model, 2, example=example)
+
+
+def test_what_leaves_a_block_without_being_returned_is_refused() -> None:
+    class Storing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = x * 2
+            return super().forward(x)
+
+    class Reading(Blocks):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            for layer in self.layers:
+                x = layer(x)
+            return x + self.layers[0].seen
+
+    with pytest.raises(SplitError, match=r"stage 1 reads what layers.0 makes, which neither it nor a module"):
+        split(Reading(layer=Storing), 2, example={"x": rows()})
+
+
+def test_control_flow_on_numbers_is_exact_or_fails() -> None:
+    def branch(self: Any, x: Tensor) -> Tensor:
+        return x * 2 if x.sum() > 0 else self.layers[0](x)
+
+    model = Blocks(branch)
+    positive = {"x": rows() + 3}
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.weight.copy_(torch.eye(WIDTH))
+            layer.bias.zero_()
+    stages = split(model, 4, example=positive)
+    same(model, stages, {"x": rows() + 5})
+    with pytest.raises(
+        PipelineError, match=r"layers.0 \(Linear\) on stage \d is called where layers.2 was at .* unlike in"
+    ):
+        stages.run({"x": rows() - 5})
+
+
+def test_a_unit_that_returns_something_else_fails() -> None:
+    class Varying(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            made = super().forward(x)
+            return (made, made) if len(x) > 4 else (made, None)
+
+    class Reading(Blocks):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            for layer in self.layers:
+                x, more = layer(x)
+                x = x if more is None else x + more
+            return x
+
+    stages = split(Reading(layer=Varying), 2, example={"x": rows()})
+    with pytest.raises(PipelineError, match=r"layers.0 \(Varying\) on stage 0 returns"):
+        stages.run({"x": rows(6)})
+
+
+def test_writing_into_a_received_value() -> None:
+    class InPlace(Blocks):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            first = self.layers[0](x)
+            second = self.layers[1](first)
+            second += 1
+            second.relu_()
+            third = self.layers[2](second)
+            third.mul_(2)
+            return self.layers[3](third) + second
+
+    model = InPlace()
+    stages = split(model, 4, example={"x": rows()})
+    same(model, stages, {"x": rows(5)})
+
+
+def test_a_block_that_overwrites_what_later_stages_read() -> None:
+    class Overwriting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            x += 1
+            return super().forward(x)
+
+    class Reading(Blocks):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            first = self.layers[0](x.clone())
+            return self.layers[2](self.layers[1](first)) + first
+
+    with pytest.raises(SplitError, match=r"reads what layers.1 makes"):
+        split(Reading(layer=Overwriting), 2, ["layers.2"], example={"x": rows()})
+
+
+def test_a_mask_that_the_forward_makes_is_made_on_each_stage() -> None:
+    case = CASES["mistral"]
+    torch.manual_seed(0)
+    model = decoder_only("Mistral", sliding_window=3).double()
+    batch = case.make_batch(3, 12, 1)
+    stages = split(model, 4, example=case.make_batch(2, 6, 0))
+    assert staged_step(stages, case, batch) == pytest.approx(
+        case.loss_fn(model(**batch), case.make_targets(batch)).item(), abs=1e-12
+    )
