@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten as tree_flatten
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 # --- autograd's graph -------------------------------------------------------------------------------------------------
@@ -211,6 +211,11 @@ def tensors_anywhere(value: Any) -> Iterator[torch.Tensor]:
     Relies on `torch.utils._pytree.tree_iter`.
     """
     return (leaf for leaf in tree_iter(value) if isinstance(leaf, torch.Tensor))
+
+
+def over_tensors_anywhere(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """The value with each tensor in it changed, as `tensors_anywhere` finds them. Relies on `torch.utils._pytree`."""
+    return tree_map(lambda leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
 def writes_to_arguments(operation: Any) -> bool:
