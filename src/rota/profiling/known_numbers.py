@@ -55,9 +55,8 @@ class KnownNumbers(TorchDispatchMode):
             kwargs = {**kwargs, "device": torch.device("cpu")}
         self._known[made] = func(*args, **kwargs)
 
-    def _number(self, tensor: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self._known[tensor] if tensor in self._known else tensor
-        return found
+    def _number(self, tensor: torch.Tensor) -> Any:
+        return self._known.get(tensor, tensor)  # type: ignore[no-untyped-call]
 
 
 def _is_countable(tensor: torch.Tensor) -> bool:
