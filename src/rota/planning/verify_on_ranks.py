@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from rota import reading
-from rota.models import Stages, keep_local, split
+from rota.models import Stages, split
 from rota.plan import Plan
 from rota.planning.model_file import ModelFile, load_model_file
-from rota.runtime import Pipeline, given_plan, mesh
+from rota.runtime import Pipeline, given_plan, local_stages, materialize, mesh
 from rota.runtime.launching.folder import run_folder
 from rota.runtime.launching.launch import launch
 from rota.verifying import Verification, verify
@@ -60,7 +60,7 @@ def main(path: str) -> None:
     plan, processes = given_plan(), mesh()
     file = load_model_file(options.model, options.length)
     stages = _stages(file, plan, options.rows)
-    keep_local(stages, plan.placement.stages_on(processes.get_local_rank("pp")))
+    materialize(stages, local_stages(plan, processes))
     with Pipeline(stages, plan, file.loss_fn, mesh=processes) as pipeline:
         torch.manual_seed(1 + pipeline.replica)  # the same batch on all ranks of a replica
         batch = file.made_batch(options.rows * plan.num_microbatches)
@@ -82,7 +82,9 @@ def _unsplit(file: ModelFile) -> nn.Module:
     if file.make_unsplit is not None:
         return file.make_unsplit()
     model = file.made_model()
-    return Unsplit(model) if isinstance(model, Stages) else model
+    stages = model if isinstance(model, Stages) else Stages([model])
+    materialize(stages, range(len(stages)))
+    return Unsplit(stages) if isinstance(model, Stages) else model
 
 
 @final

@@ -56,7 +56,7 @@ class KnownNumbers(TorchDispatchMode):
         self._known[made] = func(*args, **kwargs)
 
     def _number(self, tensor: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self._known.get(tensor, tensor)
+        found: torch.Tensor = self._known.get(tensor, tensor)  # type: ignore[no-untyped-call]
         return found
 
 

@@ -298,7 +298,7 @@ class Pipeline:
         """
         batch = self._take(inputs, None, needs_targets=False)
         done, ran = self._evaluate(Call.FORWARD if outputs else Call.FORWARD_WITHOUT_OUTPUTS, batch)
-        made = {m: output for m, output in done.compute.outputs.items() if not ran.batch.is_padding(m)}
+        made = done.compute.outputs
         found: dict[int, Any] = {}
         for sink, ranks in self._inputs.sink_ranks.items():
             batches = self.plan.placement.microbatches(sink, self.plan.num_microbatches)
@@ -409,13 +409,13 @@ class Pipeline:
     @contextmanager
     def trial(self) -> Iterator[None]:
         """For steps that only look: outputs are kept, and weights may have another dtype inside. On all ranks."""
-        kept, count = self._compute.keep_outputs, self._num_steps
+        kept, count, metrics = self._compute.keep_outputs, self._num_steps, self.metrics
         self._compute.keep_outputs = True
         self._training.forget()
         try:
             yield
         finally:
-            self._compute.keep_outputs, self._num_steps = kept, count
+            self._compute.keep_outputs, self._num_steps, self.metrics = kept, count, metrics
             self._compute.outputs = {}
             self._training.forget()
 

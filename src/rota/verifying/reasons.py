@@ -34,14 +34,15 @@ def mixing(unsplit: Unsplit, whole: list[Part], by_microbatches: list[Part], tol
     with other.on(modules):
         on_parts = unsplit.run(by_microbatches)
     of_outputs = compare_outputs(on_whole.outputs, on_parts.outputs)
-    if of_outputs is not None and of_outputs <= max(tolerance, _EQUAL):
-        return [_of_loss(on_whole, on_parts, by_microbatches)]
+    equal = max(tolerance, _EQUAL)
+    if of_outputs is not None and of_outputs <= equal:
+        return _of_loss(on_whole, on_parts, by_microbatches, equal)
     found = [*_mixing_modules(unsplit.module, one, other)]
     if found:
         more = [f"{len(found) - _MOST} more modules mix rows"] if len(found) > _MOST else []
         return found[:_MOST] + more
     if of_outputs is None:
-        return [_of_loss(on_whole, on_parts, by_microbatches)]
+        return _of_loss(on_whole, on_parts, by_microbatches, equal)
     return ["the model's own forward, outside of its modules, mixes the rows of a batch"]
 
 
@@ -75,27 +76,54 @@ def _of_module(name: str, module: nn.Module) -> str:
     return f"{type(module).__name__} {name!r} mixes the rows of a batch: on micro-batches it computes something else"
 
 
-def _of_loss(whole: Outcome, parts: Outcome, given: list[Part]) -> str:
-    """The outputs are the same row by row, so it is the loss."""
+def _of_loss(whole: Outcome, parts: Outcome, given: list[Part], tolerance: float) -> list[str]:
+    """The outputs are the same row by row, so it is the loss, or what modules add to it."""
+    one, other = whole.loss_without_added, parts.loss_without_added
+    added, added_by_parts = whole.loss - one, parts.loss - other
+    found = []
+    if abs(added - added_by_parts) > tolerance * abs(whole.loss):
+        found.append(
+            f"a loss that modules add by rota.add_loss is no mean over rows, as the balance of experts is not: it is "
+            f"{added:.9g} on the whole batch and {added_by_parts:.9g} on the micro-batches. Accept it, as in any "
+            f"accumulation of gradients: compare with against='microbatches'"
+        )
+    if relative(one, other) > tolerance or not found:
+        found.append(_of_loss_fn(whole, parts, given, tolerance))
+    return found
+
+
+def _of_loss_fn(whole: Outcome, parts: Outcome, given: list[Part], tolerance: float) -> str:
+    one = whole.loss_without_added
+    if any(loss.count is not None for loss in parts.losses):
+        return (
+            f"loss_fn's sums and counts do not add up: the whole batch gives {_sum_and_count(whole)}, its micro-batches "
+            f"{_sum_and_count(parts)}. Let loss_fn return a sum over tokens, not a mean, and their number; or it "
+            f"compares the rows of a batch, as a contrastive loss does"
+        )
     for name, counts in _token_counts(given):
-        weighted = sum(n * loss for n, loss in zip(counts, parts.losses, strict=True)) / sum(counts)
-        if relative(whole.loss, weighted) <= _EQUAL and len({*counts}) > 1:
+        shares = [count / sum(counts) for count in counts]
+        weighted = sum(share * loss.value for share, loss in zip(shares, parts.losses, strict=True))
+        weighs_otherwise = any(relative(part.share, share) > _EQUAL for part, share in zip(given, shares, strict=True))
+        if weighs_otherwise and relative(one, weighted) <= tolerance:
             return (
                 f"loss_fn takes the mean over tokens, and the micro-batches have {_listed(counts)} of them ({name}): "
-                f"the mean of their means is not the mean over all tokens, {whole.loss:.9g}. Let loss_fn return "
-                f"(sum, count)"
+                f"the mean of their means is not the mean over all tokens, {one:.9g}. Let loss_fn return (sum, count)"
             )
-    losses = _listed(f"{loss:.9g}" for loss in parts.losses)
+    losses = _listed(f"{loss.value:.9g}" for loss in parts.losses)
     return (
         f"loss_fn compares or mixes the rows of a batch, as a contrastive loss does: from equal outputs it makes "
-        f"{whole.loss:.9g} of the whole batch and {losses} of the micro-batches"
+        f"{one:.9g} of the whole batch and {losses} of the micro-batches"
     )
+
+
+def _sum_and_count(outcome: Outcome) -> str:
+    return f"({sum(loss.value for loss in outcome.losses):.9g}, {sum(loss.count or 0 for loss in outcome.losses):g})"
 
 
 def _token_counts(given: list[Part]) -> Iterator[tuple[str, list[int]]]:
     """What a loss may count, for each part: labels that are not ignored, marks of a mask."""
-    for position, what in ((1, "targets"), (0, "inputs")):
-        columns = [dict(_integers(what, part[position])) for part in given]
+    for what in ("targets", "inputs"):
+        columns = [dict(_integers(what, getattr(part, what))) for part in given]
         for path in columns[0]:
             tensors = [column[path] for column in columns if path in column]
             if len(tensors) < len(columns):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar, final
 
 import torch
@@ -15,13 +16,15 @@ from rota.errors import PipelineError
 from rota.models import Stages
 from rota.placing import place
 from rota.runtime import Pipeline
-from rota.runtime.compute import Compute, LossFn
+from rota.runtime.compute import Compute
 from rota.runtime.execution import Execution
 from rota.runtime.json_messages import all_gather_json, broadcast_json
+from rota.runtime.losses import LossFn, loss_of_parts
 from rota.runtime.messages import tensors_in
 from rota.runtime.microbatch_inputs import MicrobatchInputs
 from rota.runtime.process_group import on_first
 from rota.runtime.program import ValueKey
+from rota.runtime.reducing.loss_counts import LossCounts
 from rota.runtime.reducing.wrapped_stages import is_sharded
 from rota.runtime.transport import Transport, receive_value, send_value
 from rota.schedules import gpipe
@@ -124,10 +127,14 @@ class OneProcess:
         compute = Compute(self.stages, self._plan.placement, self.loss_fn, keep_outputs=True)
         transport: Transport = _NoMessages()  # type: ignore[assignment]
         execution = Execution(self.stages, self._plan, 0, transport, compute)
-        batch = self._inputs.take(*self._batch.in_dtype(batch_dtype), needs_targets=False)
+        batch = self._inputs.take(*self._batch.in_dtype(batch_dtype), needs_targets=True)
+        counts = LossCounts(parameter for _, parameter in self.stages.named_parameters())
+        batch = replace(batch, per_count=counts.begin(counts.flags(batch.targets)))
         execution.run(batch, _SEED, True, lambda: None)
-        outputs = [[*tensors_in(compute.outputs[m])] for m in sorted(compute.outputs)]
-        return self._inputs.counted_loss(batch, compute.losses), outputs
+        self._inputs.refuse_writes(batch)
+        loss = loss_of_parts(compute.losses, compute.added, batch.shares)
+        counts.finish(loss.count, sync=True)
+        return loss.mean, [[*tensors_in(compute.outputs[m])] for m in sorted(compute.outputs)]
 
     def tensors(self, places: Iterable[Place], of_gradient: bool) -> Iterator[torch.Tensor | None]:
         """See `Side`."""

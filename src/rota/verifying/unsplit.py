@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, final
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
 
 from rota.errors import PipelineError
+from rota.models import collect_losses
 from rota.models.randomness import RandomStates, random_state_kept
-from rota.runtime.compute import LossFn
-from rota.runtime.gradients.forward_backward import loss_of
+from rota.runtime.losses import LossFn, MicrobatchLoss, Weighed, loss_of, loss_of_parts, number_in
 from rota.runtime.messages import over_tensors, tensors_in
-from rota.runtime.microbatch_inputs import to_microbatches, weights
+from rota.runtime.microbatches import num_examples, shares_of, to_microbatches, with_dicts
 from rota.verifying.apart import in_dtype
 
-Part: TypeAlias = tuple[Any, Any, float]  # inputs, targets, and the share of the mean loss
+
+class Part(NamedTuple):
+    """What the model runs on at once, and its share of a mean loss."""
+
+    inputs: Any
+    targets: Any
+    share: float
 
 
 class Outcome(NamedTuple):
-    """The mean loss, the tensors of each part's output, and the losses of the parts; gradients are in `.grad`."""
+    """The loss, and of each part the tensors of its output and its losses; gradients are in `.grad`.
+
+    `loss_without_added`: without what modules add by `rota.add_loss`.
+    """
 
     loss: float
+    loss_without_added: float
     outputs: list[list[torch.Tensor]]
-    losses: list[float]
+    losses: list[MicrobatchLoss]
 
 
 class GivenBatch(NamedTuple):
@@ -69,36 +80,64 @@ class Unsplit:
         """Of the last run; None without one."""
         return self.module.get_parameter(name).grad
 
-    def draws(self, batch: GivenBatch) -> bool:
+    def draws(self, inputs: Any) -> bool:
         """Whether the forward draws random numbers."""
         with random_state_kept(self.module), torch.no_grad():
             states = RandomStates(self.module)
-            call(self.module, batch.inputs)
+            call(self.module, inputs)
             return states.changed()
 
-    def run(self, parts: Iterable[Part]) -> Outcome:
+    def run(self, parts: Sequence[Part]) -> Outcome:
         """Forward and backward of each part; gradients add up in `.grad`. Buffers and random states do not change."""
         self.module.zero_grad(set_to_none=True)
         buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
-        losses, outputs, mean = [], [], 0.0
+        found = _Losses()
         with random_state_kept(self.module):
-            for inputs, targets, share in parts:
-                output = call(self.module, inputs)
-                loss = loss_of(self._loss_fn, output, targets)
-                if loss.requires_grad:
-                    torch.autograd.backward(loss * share)
-                losses.append(loss.item())
-                mean += share * losses[-1]
-                outputs.append([tensor.detach() for tensor in tensors_in(output)])
+            outputs = [self._run(part, found) for part in parts]
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-        return Outcome(mean, outputs, losses)
+        shares = [part.share for part in parts]
+        losses = dict(enumerate(found.losses))
+        total = loss_of_parts(losses, {(0, i): added for i, added in enumerate(found.added)}, shares)
+        if total.count is not None:
+            self._multiply_gradients(1 / (total.count * found.per_count))
+        return Outcome(total.mean, loss_of_parts(losses, {}, shares).mean, outputs, found.losses)
 
-    def loss(self, output: Any, targets: Any) -> float:
-        """What `loss_fn` makes of an output."""
+    def _run(self, part: Part, found: _Losses) -> list[torch.Tensor]:
+        with collect_losses() as added:  # around the backward too: checkpointed blocks add theirs again in it
+            output = call(self.module, part.inputs)
+            returned, loss = loss_of(self._loss_fn, output, part.targets)
+            if loss.count is not None and not found.losses:
+                found.per_count = 2.0 ** -round(math.log2(max(loss.count, 1)))
+            root = returned.reshape(()) * (part.share if loss.count is None else found.per_count)
+            for each in added.losses:
+                root = root + each.value.reshape(()) * found.weight(each.count, part.share)
+            found.losses.append(loss)
+            found.added.append([Weighed(number_in(each.value), each.count) for each in added.losses])
+            if root.requires_grad:
+                torch.autograd.backward(root)
+        return [tensor.detach() for tensor in tensors_in(output)]
+
+    def _multiply_gradients(self, factor: float) -> None:
         with torch.no_grad():
-            return float(self._loss_fn(output, targets))
+            for parameter in self.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+
+
+@final
+class _Losses:
+    """Of the parts of a run. Backwards start from sums times `per_count`, so that low precision does not overflow."""
+
+    def __init__(self) -> None:
+        self.losses: list[MicrobatchLoss] = []
+        self.added: list[list[Weighed]] = []
+        self.per_count = 1.0
+
+    def weight(self, count: float | None, share: float) -> float:
+        """What the backward of an added loss is multiplied by."""
+        return share if count is None else count * self.per_count
 
 
 def _fresh(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -109,44 +148,60 @@ def _fresh(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def whole(batches: Sequence[GivenBatch]) -> list[Part]:
-    """The batch of each replica as a part."""
-    return [(*batch, 1 / len(batches)) for batch in map(_joined, batches)]
+    """The batch of each replica as a part, with its share of all rows."""
+    joined = [*map(_joined, batches)]
+    shares = shares_of([num_examples(batch.targets) or num_examples(batch.inputs) for batch in joined], len(joined))
+    return [Part(*batch, share) for batch, share in zip(joined, shares, strict=True)]
 
 
 def by_microbatches(batches: Sequence[GivenBatch], num_microbatches: int) -> list[Part]:
-    """Each micro-batch of each replica as a part."""
-    return [
-        (inputs, targets, share / len(batches))
-        for batch in batches
-        for inputs, targets, share in zip(
-            to_microbatches("inputs", batch.inputs, num_microbatches),
-            to_microbatches("targets", batch.targets, num_microbatches),
-            weights(batch.inputs, batch.targets, num_microbatches),
-            strict=True,
-        )
+    """Each micro-batch of each replica as a part; all replicas weigh the same."""
+    return [part for batch in batches for part in _parts(batch, num_microbatches, len(batches))]
+
+
+def _parts(batch: GivenBatch, num_microbatches: int, num_replicas: int) -> list[Part]:
+    inputs = to_microbatches("inputs", batch.inputs, num_microbatches)
+    targets = to_microbatches("targets", batch.targets, num_microbatches)
+    shares = shares_of(targets.sizes or inputs.sizes, num_microbatches)
+    parts = [
+        Part(given, wanted, share / num_replicas)
+        for given, wanted, share in zip(inputs.values, targets.values, shares, strict=True)
     ]
+    return parts[: num_microbatches - (targets.num_padding or inputs.num_padding)]
 
 
 def _joined(batch: GivenBatch) -> GivenBatch:
     """Lists of micro-batches as one batch."""
-    return GivenBatch(*(_cat(each) if isinstance(each, list) else each for each in batch))
+    return GivenBatch(*(_cat(each, [*map(num_examples, each)]) if isinstance(each, list) else each for each in batch))
 
 
-def _cat(parts: list[Any]) -> Any:
+def _cat(parts: list[Any], rows: list[int]) -> Any:
+    """`rows`: of each micro-batch."""
     first = parts[0]
     if isinstance(first, torch.Tensor):
-        if len({part.shape[1:] for part in parts}) > 1:
-            shapes = ", ".join(str([*part.shape]) for part in parts)
-            raise PipelineError(
-                f"micro-batches of shapes {shapes} make no batch for the unsplit model; pad them to one length, or "
-                f"compare with against='microbatches'"
-            )
-        return torch.cat(parts) if first.dim() else first
+        return _cat_tensors(parts, rows)
     if isinstance(first, dict):
-        return {key: _cat([part[key] for part in parts]) for key in first}
+        return {key: _cat([part[key] for part in parts], rows) for key in first}
     if isinstance(first, tuple):
-        return tuple(_cat([*items]) for items in zip(*parts, strict=True))
+        return tuple(_cat([*items], rows) for items in zip(*parts, strict=True))
     return first
+
+
+def _cat_tensors(parts: list[torch.Tensor], rows: list[int]) -> torch.Tensor:
+    if len({part.shape[1:] for part in parts}) > 1:
+        shapes = ", ".join(str([*part.shape]) for part in parts)
+        raise PipelineError(
+            f"micro-batches of shapes {shapes} make no batch for the unsplit model; pad them to one length, or "
+            f"compare with against='microbatches'"
+        )
+    first = parts[0]
+    if not first.dim():
+        return first
+    if max(rows) > 1 and all(len(part) == 1 for part in parts):  # one row for all rows of its micro-batch
+        if all(torch.equal(first, part) for part in parts):
+            return first
+        parts = [part.expand(num, *part.shape[1:]) for part, num in zip(parts, rows, strict=True)]
+    return torch.cat(parts)
 
 
 def call(module: nn.Module, inputs: Any) -> Any:
@@ -157,5 +212,5 @@ def call(module: nn.Module, inputs: Any) -> Any:
 
 
 def plain(batch: Any) -> Any:
-    """A tokenizer's batch and other mappings as a dict."""
-    return dict(batch) if isinstance(batch, Mapping) else batch
+    """A tokenizer's batch and other mappings as dicts, also in a list of micro-batches."""
+    return [*map(with_dicts, batch)] if isinstance(batch, list) else with_dicts(batch)

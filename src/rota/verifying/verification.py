@@ -13,9 +13,9 @@ from torch import nn
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.runtime import Pipeline
-from rota.runtime.compute import LossFn
 from rota.runtime.faults.watchdog import PATIENT
-from rota.runtime.microbatch_inputs import num_examples
+from rota.runtime.losses import LossFn
+from rota.runtime.microbatches import num_examples
 from rota.runtime.reducing.wrapped_stages import unwrapped
 from rota.verifying import reasons
 from rota.verifying.apart import ForComparison
@@ -24,7 +24,7 @@ from rota.verifying.matching import Matched, Matching, match
 from rota.verifying.probes import Probes
 from rota.verifying.report import EXACT, Comparison, Verification
 from rota.verifying.sides import ManyProcesses, OneProcess, Side, agreed
-from rota.verifying.unsplit import GivenBatch, Outcome, Unsplit, by_microbatches, plain, whole
+from rota.verifying.unsplit import GivenBatch, Outcome, Part, Unsplit, by_microbatches, plain, whole
 
 Against: TypeAlias = Literal["batch", "microbatches"]
 _CANNOT_DRAW = (
@@ -179,10 +179,10 @@ class _Verifier:
             assert unsplit is not None
             self.report(f"{name}: the unsplit model")
             unsplit.refuse_empty()
-            done["draws"] = any(map(unsplit.draws, batches))
+            parts = whole(batches) if self.against == "batch" else by_microbatches(batches, side.num_microbatches)
+            done["draws"] = any(unsplit.draws(part.inputs) for part in parts)
             with ForComparison(done["draws"], in_float64):
-                done["still draws"] = done["draws"] and any(map(unsplit.draws, batches))
-                parts = whole(batches) if self.against == "batch" else by_microbatches(batches, side.num_microbatches)
+                done["still draws"] = done["draws"] and any(unsplit.draws(part.inputs) for part in parts)
                 done["unsplit"] = unsplit.run(parts)
             return [done["draws"], done["still draws"]]
 
@@ -257,7 +257,7 @@ class _Verifier:
             parts = by_microbatches(batches, side.num_microbatches)
             mixed = (
                 reasons.mixing(unsplit, whole(batches), parts, comparison.tolerance)
-                if self._is_mixed(unsplit, batches, parts, comparison.tolerance)
+                if self.against == "batch" and self._is_mixed(unsplit, batches, parts, comparison.tolerance)
                 else []
             )
             with of_unsplit.on([(n, module) for n, module in unsplit.module.named_modules() if n]):
@@ -287,7 +287,7 @@ class _Verifier:
         ]
         return (mixed + split or [_unknown(comparison)]), False
 
-    def _is_mixed(self, unsplit: Unsplit, batches: list[GivenBatch], parts: list[Any], tolerance: float) -> bool:
+    def _is_mixed(self, unsplit: Unsplit, batches: list[GivenBatch], parts: list[Part], tolerance: float) -> bool:
         """Whether the unsplit model's loss or gradients change with the micro-batches."""
         one = unsplit.run(whole(batches))
         names = [name for name, _ in unsplit.module.named_parameters()]
