@@ -40,7 +40,7 @@ _HOMES = {
         "SplitError",
     ),
     "rota.search": ("SearchResult", "find_frontier", "find_plan"),
-    "rota.models": ("CutPoint", "Stages", "split"),
+    "rota.models": ("CutPoint", "Stages", "add_loss", "collect_losses", "split"),
     "rota.profiling": ("profile", "profile_layers"),
     "rota.runtime": ("Pipeline", "given_plan", "mesh", "spmd"),
     "rota.runtime.checkpoints": ("Checkpoints",),
@@ -87,6 +87,8 @@ if TYPE_CHECKING:
     from rota.layers import LayerCosts as LayerCosts
     from rota.models import CutPoint as CutPoint
     from rota.models import Stages as Stages
+    from rota.models import add_loss as add_loss
+    from rota.models import collect_losses as collect_losses
     from rota.models import split as split
     from rota.placement import Edge as Edge
     from rota.placement import Placement as Placement

@@ -225,7 +225,7 @@ def mend_the_batch(rank: int, stages: Stages, plan: Plan, batch: Any) -> Any:
     heard = []
     x, targets = batch
     with Pipeline(stages, plan, loss_fn) as pipeline:
-        wrong = {0: [(x[:-1], None), ([x], None), (None, None)], 2: [(None, targets[:-1]), (None, None)]}
+        wrong = {0: [((x, x[:-1]), None), ([x], None), (None, None)], 2: [(None, targets[:0]), (None, None)]}
         for inputs, target in wrong.get(rank, []):
             with pytest.raises(PipelineError) as error:
                 pipeline.step(inputs, target)
@@ -239,12 +239,12 @@ def test_batch_that_does_not_fit_is_refused_before_anything_is_sent(pool: Pool) 
     batch = batch_of(4)
     by_rank = pool.run(3, mend_the_batch, chain(3), plan_for(4), batch)
     assert_equal_steps([result for result, _ in by_rank], serial_step(chain(3), *batch))
-    undivided, few, none = by_rank[0][1]
-    assert "inputs has 19 rows (shape [19, 6]), which do not divide into 4 micro-batches; give 16 or 20" in undivided
+    uneven, few, none = by_rank[0][1]
+    assert "inputs[1] has 19 rows (shape [19, 6]), but inputs[0] has 20; give equally many" in uneven
     assert "inputs is a list of 1 micro-batches, but the plan has 4" in few
     assert "rank 0 holds stage 0, which reads the step's inputs [0], but got inputs=None" in none
-    undivided, none = by_rank[2][1]
-    assert "targets has 19 rows" in undivided
+    empty, none = by_rank[2][1]
+    assert "targets has 0 rows (shape [0, 6]); give one row or more" in empty
     assert "rank 2 holds the last stage, but got targets=None" in none
 
 
@@ -273,7 +273,8 @@ UNFIT: dict[str, tuple[Stages, dict[int, tuple[Any, Any]], str]] = {
     "inputs": (
         both_read(),
         {0: (X, None), 2: (X[:8], TARGETS)},
-        "as input 0 of micro-batch 0 rank 2 was given float64[2, 6], rank 0 float64[4, 6]. Give all",
+        "rank 0 and rank 2 are of one pipeline, but were given different inputs[0] (first in micro-batch 0), so inputs "
+        "and targets would be of different rows",
     ),
     "dtype": (
         chain(3),
@@ -292,6 +293,8 @@ def test_batches_that_do_not_fit_together_are_told_on_all_ranks(tmp_path: Path, 
     if case == "dtype":  # one rank alone is wrong: the error stays the user's, and says where it was
         assert "rota: in 0F0 on rank 0, stage 0 (Layer)" in ended[0].stderr
         assert "RuntimeError: mat1" in ended[0].stderr
+    elif case == "inputs":  # seen before anything runs
+        assert all("PipelineError: rank 0 and rank 2" in each.last_line for each in ended)
     else:
         assert "PipelineError: 2F0 failed on rank 2" in ended[2].last_line
         assert "LostRankError" in ended[0].last_line

@@ -70,7 +70,7 @@ def test_all_ranks_hear_of_different_calls_and_can_go_on(pool: Pool) -> None:
 
 def other_scale(rank: int) -> list[str]:
     told = []
-    with Pipeline(chain(2), plan_for(2), loss_fn, mesh=rota.mesh(pp=2, dp=2)) as pipeline:
+    with Pipeline(chain(2), plan_for(2), loss_fn, mesh=rota.mesh(pp=2, dp=2), check_data="never") as pipeline:
         for scale in (0.5 if dist.get_rank() == 3 else 1.0, 1.0 if pipeline.replica else 0.5):
             try:
                 pipeline.step(*BATCH, scale=scale)

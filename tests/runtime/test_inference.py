@@ -58,7 +58,7 @@ def infer(rank: int, plan: Plan, edges: Any, batches: list[tuple[Tensor, Tensor]
             outputs = pipeline.forward(inputs, outputs=rank in asking)
             found.append((outputs, pipeline.evaluate(inputs, targets)))
             assert torch.equal(state, torch.get_rng_state())
-            assert pipeline.losses is losses
+            assert pipeline.losses == losses
             assert trained != found[-1][1]
             pipeline.timeline()
         assert [m.training for m in stages[0].modules()] == [True, False, False, True]

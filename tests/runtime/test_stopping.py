@@ -9,10 +9,8 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from rota.runtime import control
-from rota.runtime.agreement import mean_of_all
 from rota.runtime.stopping import SAME_REQUEST_S, SIGNALS, StopRequests
 
 
@@ -149,15 +147,3 @@ def test_the_launcher_asks_the_first_rank(supervisor: socket.socket) -> None:
     assert first.asked()
     for stops in (other, first):
         stops.close()
-
-
-def test_the_all_reduce_of_the_losses_tells_all() -> None:
-    ranks = [StopRequests(is_first=False) for _ in range(3)]
-    ranks[1]._asked = signal.SIGTERM
-
-    def sum_over(told: torch.Tensor) -> None:
-        told += torch.tensor([2.5, 1.0]) if stops is not ranks[1] else torch.tensor([2.5, 0.0])
-
-    for stops in ranks:
-        assert mean_of_all(0.5, 2, sum_over, stops) == 1.5
-        assert stops.agreed

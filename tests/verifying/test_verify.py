@@ -141,6 +141,17 @@ def test_uneven_tokens() -> None:
     assert verify(split(model, 2), model, x, even, functional.cross_entropy).exact
 
 
+def test_losses_with_a_count_are_exact_for_uneven_tokens() -> None:
+    model, x = sequential()
+    target = torch.tensor([0, 1, -100, -100, 2, 3, 0, -100])
+
+    def loss_fn(output: Tensor, target: Tensor) -> Any:
+        return functional.cross_entropy(output, target, reduction="sum"), (target != -100).sum()
+
+    found = verify(split(model, 2), model, x, target, loss_fn)
+    assert found.exact, found.to_text()
+
+
 def test_a_contrastive_loss() -> None:
     model, x = sequential()
 
@@ -302,7 +313,6 @@ def test_a_model_on_the_meta_device_gets_the_stages_weights() -> None:
     [
         ({}, "give verify a loss_fn"),
         ({"loss_fn": functional.mse_loss, "against": "rows"}, "'batch' or 'microbatches'"),
-        ({"loss_fn": functional.mse_loss, "num_microbatches": 3}, "do not divide into 3 micro-batches"),
     ],
 )
 def test_refusals(options: dict[str, Any], words: str) -> None:

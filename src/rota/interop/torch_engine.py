@@ -7,7 +7,6 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from functools import partial
 from types import FrameType
 from typing import Any, final
 
@@ -15,20 +14,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import Dataset, DistributedSampler
 
 from rota.checking import check
 from rota.errors import LostRankError, PipelineError
 from rota.interop.refusals import refuse_options, refuse_ragged, refuse_what_torch_cannot_run
 from rota.interop.torch_schedule import planned_schedule
-from rota.interop.torch_stages import LossFn, StageModule, Step, survey
+from rota.interop.torch_stages import StageModule, Step, survey
 from rota.models import Stages
 from rota.plan import Plan
-from rota.runtime.agreement import mean_of_all, refuse_differences, refuse_loss
+from rota.runtime.agreement import refuse_differences, refuse_loss
 from rota.runtime.compute import Batch, step_seed
 from rota.runtime.faults.stack_location import Doing, is_in_a_collective
 from rota.runtime.faults.watchdog import Watchdog, limit_s
 from rota.runtime.gradients.forward_backward import refuse_modes_without_gradients
-from rota.runtime.microbatch_inputs import MicrobatchInputs, structure
+from rota.runtime.losses import LossFn
+from rota.runtime.microbatch_inputs import MicrobatchInputs
+from rota.runtime.microbatches import structure
 from rota.runtime.precision import LossScale, ambient_autocast, without_autocast
 from rota.runtime.process_group import join, leave
 from rota.runtime.torch_internals import run_pipelining_schedule
@@ -51,6 +53,7 @@ class TorchEngine:
         mesh: Refused, as PyTorch's engine runs one pipeline.
         recompute: Refused unless "none".
         allow_nonfinite_loss: Whether a loss may be infinite or NaN.
+        check_data: Taken as `Pipeline` takes it, but nothing is compared.
 
     Raises:
         PlanError: Where `check` refuses the plan.
@@ -69,6 +72,7 @@ class TorchEngine:
         mesh: DeviceMesh | None = None,
         recompute: str | Iterable[int] = "none",
         allow_nonfinite_loss: bool = False,
+        check_data: str = "first",  # noqa: ARG002
     ) -> None:
         check(plan)
         limit = limit_s(timeout_s, plan)
@@ -94,6 +98,8 @@ class TorchEngine:
         self._modules = [
             StageModule(stages, stage, loss_fn, keep_outputs or not self._trains, self._begin) for stage in self._local
         ]
+        #: It runs one pipeline.
+        self.replica, self.num_replicas = 0, 1
         self._schedule: Any = None
         self._signature: object = None
         self._loss_scale = LossScale()
@@ -130,6 +136,24 @@ class TorchEngine:
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages: what this rank's optimizer takes."""
         return (parameter for _, parameter in self.named_parameters())
+
+    @property
+    def reads_inputs(self) -> bool:
+        """As in `Pipeline`."""
+        return self._inputs.reads_inputs
+
+    @property
+    def reads_targets(self) -> bool:
+        """As in `Pipeline`."""
+        return self._inputs.reads_targets
+
+    def sampler(
+        self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+    ) -> DistributedSampler[Any]:
+        """As in `Pipeline`, for one replica."""
+        return DistributedSampler(
+            dataset, self.num_replicas, self.replica, shuffle=shuffle, seed=seed, drop_last=drop_last
+        )
 
     # --- one step -------------------------------------------------------------------------------------------------
 
@@ -221,9 +245,11 @@ class TorchEngine:
             raise first from None
 
     def _mean_loss(self, batch: Batch, losses: dict[int, float]) -> float:
-        mine = self._inputs.counted_loss(batch, losses)
+        mine = sum(batch.shares[m] * losses.get(m, math.nan) for m in self._inputs.counted)
+        total = torch.tensor(mine, dtype=torch.float64)
         with together(f"waiting for the loss from rank {self._ranks[-1]}"):
-            mean = mean_of_all(mine, 1, partial(dist.all_reduce, group=self._group))
+            dist.all_reduce(total, group=self._group)
+        mean = total.item()
         if self._trains and not (math.isfinite(mean) or self._allow_nonfinite_loss or self._loss_scale.is_on):
             by_stage, empty = self._inputs.losses_by_stage(losses), self._inputs.without_rows(batch)
             refuse_loss(mean, self._num_steps, self._watchdog.name, by_stage, empty, self._group)

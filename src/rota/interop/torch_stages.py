@@ -20,15 +20,14 @@ from torch.func import functional_call
 
 from rota.errors import PipelineError
 from rota.interop.torch_backward import how_to_split
-from rota.models import Stages
+from rota.models import Stages, collect_losses
 from rota.runtime.compute import seed_op
-from rota.runtime.gradients.forward_backward import loss_of
+from rota.runtime.losses import LossFn, loss_of
 from rota.runtime.messages import Layout, describe, empty, flatten, hand_over, over_tensors, tensor_layouts, unflatten
 from rota.runtime.precision import Autocast, under_autocast
 from rota.runtime.torch_internals import count_writes, writable
 from rota.runtime.transport import receive_value, send_value, together
 
-LossFn = Callable[[Any, Any], Tensor]
 Tick = Callable[[str], None]  # called when an op begins
 
 
@@ -78,8 +77,13 @@ class StageModule(nn.Module):
         seed_op(self.step.seed, self.stage, microbatch)
         entered = [*map(_entering, tensors)]
         value = unflatten(iter(entered), self.layouts.incoming)
-        with under_autocast(self.step.autocast):
+        with under_autocast(self.step.autocast), collect_losses() as added:
             output = self.stages.call(self.stage, self._arguments(value), self.step.inputs[microbatch])
+            if added.losses:
+                raise PipelineError(
+                    f"stage {self.stage} calls rota.add_loss, which PyTorch's engine does not take; run the plan by "
+                    f"Rota's engine"
+                )
             leaving, layout = self.leaving(output, microbatch)
         count_writes(tensors, entered)
         if layout != self.layouts.outgoing:
@@ -104,8 +108,13 @@ class StageModule(nn.Module):
         target = self.step.targets[microbatch]
         if self.loss_fn is None or target is None:
             return [], _NOTHING
-        loss = loss_of(self.loss_fn, output, target)
-        self.step.losses[microbatch] = loss.item()
+        loss, made = loss_of(self.loss_fn, output, target)
+        if made.count is not None or made.metrics:
+            raise PipelineError(
+                "loss_fn returned a count or metrics, but PyTorch's engine takes a mean loss alone; return the mean, "
+                "or run the plan by Rota's engine"
+            )
+        self.step.losses[microbatch] = made.value
         return [loss * (self.step.shares[microbatch] * self.step.scale)], _NOTHING
 
     def survey(self, value: Any) -> Any:
@@ -114,7 +123,7 @@ class StageModule(nn.Module):
         entered = unflatten(map(_entering, received), incoming)
         arguments = (*self._arguments(entered), *self.stages.pick_inputs(self.stage, self.step.inputs[0]))
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        with under_autocast(self.step.autocast):
+        with under_autocast(self.step.autocast), collect_losses():  # which `forward` refuses
             output = functional_call(self.module, buffers, arguments)
             leaving, layout = self.leaving(output, 0)
         split = how_to_split(received, leaving, self.module)

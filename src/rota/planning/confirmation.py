@@ -17,12 +17,12 @@ from rota.planning.answer import Answer, Confirmed
 from rota.planning.evaluation import Found
 from rota.planning.layout_bounds import placement_bound_us
 from rota.profiling import profile, profile_here
+from rota.runtime.losses import LossFn
 from rota.units import count_text
 
 _MOST = 3  # candidates, of different kinds
 
 MakeBatch = Callable[[int], tuple[Any, Any]]
-LossFn = Callable[[Any, Any], torch.Tensor]
 
 
 def confirm(

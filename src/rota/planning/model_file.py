@@ -24,7 +24,7 @@ from rota.planning import hf_models
 from rota.profiles import Profile
 from rota.profiling import profile_model
 from rota.profiling.optimizers import MakeOptimizer
-from rota.profiling.stage_run import LossFn
+from rota.runtime.losses import LossFn
 from rota.runtime.messages import over_tensors
 
 _REAL = ("cpu", "cuda")  # devices that compute

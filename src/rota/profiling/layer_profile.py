@@ -21,7 +21,8 @@ from rota.profiling.layer_costs import costs_of
 from rota.profiling.layer_measurement import HowTo, Layer, called, measure_layers
 from rota.profiling.optimizers import MakeOptimizer
 from rota.profiling.profile_cache import ProfileCache, identity_of, inputs_of
-from rota.profiling.stage_run import Given, LossFn, tensors_of
+from rota.profiling.stage_run import Given, tensors_of
+from rota.runtime.losses import LossFn
 from rota.units import count_text, time_text
 
 Report = Callable[[str], None]

@@ -23,10 +23,11 @@ from rota.models.randomness import random_state_kept
 from rota.profiling.clocks import CudaClock, WallClock, timed
 from rota.profiling.optimizers import MakeOptimizer, optimizer_costs
 from rota.profiling.peak_memory import peaks
-from rota.profiling.stage_run import Given, LossFn, StageRun, static_bytes
+from rota.profiling.stage_run import Given, StageRun, static_bytes
 from rota.runtime.gradients.forward_backward import forward
+from rota.runtime.losses import LossFn
 from rota.runtime.messages import hand_over
-from rota.runtime.microbatch_inputs import num_examples
+from rota.runtime.microbatches import num_examples
 
 _RUN_NS = 60_000_000  # several of the scheduler's time slices: a single op may meet none, or a whole one
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, final
 
 import torch
 
-from rota.models import Stages
+from rota.models import Stages, collect_losses
 from rota.profiling.peak_memory import StorageWatch, copier
-from rota.runtime.gradients.forward_backward import Kept, backward, backward_inputs, forward, gradient_edges, take_loss
+from rota.runtime.gradients.forward_backward import Kept, backward, backward_inputs, forward, gradient_edges, keep_loss
 from rota.runtime.gradients.recompute import Again, without_activations
 from rota.runtime.gradients.split_backward import WeightWork
+from rota.runtime.losses import LossFn, loss_of
 from rota.runtime.messages import flatten, hand_over, over_tensors
 from rota.runtime.precision import ambient_autocast, without_autocast
-
-LossFn: TypeAlias = Callable[[Any, Any], torch.Tensor]
 
 
 class Given(NamedTuple):
@@ -101,9 +100,12 @@ class StageRun:
 
     def _forward(self, received: list[Any], **options: Any) -> tuple[Any, list[Any], Kept]:
         given = self._given
-        output, values, kept = forward(given.stages, self.stage, received, given.batch, **options)
+        with collect_losses() as added:
+            output, values, kept = forward(given.stages, self.stage, received, given.batch, **options)
+        for loss in added.losses:
+            keep_loss(kept, loss.value, 1.0)
         if not values and given.loss_fn is not None:
-            take_loss(kept, given.loss_fn, output, given.target, 1.0)
+            keep_loss(kept, loss_of(given.loss_fn, output, given.target)[0], 1.0)
         elif not values:  # without a loss the backward starts from the last stage's output
             kept.outputs = [gradient_edges(output, f"stage {self.stage}")]
         return output, values, kept
@@ -112,7 +114,7 @@ class StageRun:
         self, kept: Kept, gradients: list[list[torch.Tensor]]
     ) -> tuple[list[list[torch.Tensor]], WeightWork | None]:
         """The gradients of what was received, and what is left to W."""
-        with without_autocast(ambient_autocast()):
+        with without_autocast(ambient_autocast()), collect_losses():
             return backward_inputs(kept, gradients) if self.split else (backward(kept, gradients), None)
 
     def _first_forward(self, received: list[Any]) -> Kept | Again:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from enum import IntEnum
 from itertools import zip_longest
 from typing import Any, NamedTuple, final
@@ -27,13 +28,15 @@ from rota.models import Stages
 from rota.plan import Plan
 from rota.runtime.compute import Batch
 from rota.runtime.execution import Execution
+from rota.runtime.fingerprints import Fingerprints, refuse_other_data
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.launcher_files import digest
 from rota.runtime.meshes import Processes, pipelines_of
 from rota.runtime.microbatch_inputs import MicrobatchInputs
+from rota.runtime.microbatches import Microbatches, shares_of
 from rota.runtime.precision import LossScale
+from rota.runtime.reducing.loss_counts import NUM_FLAGS as NUM_COUNT_FLAGS
 from rota.runtime.reducing.shared_weights import SharedWeight
-from rota.runtime.stopping import StopRequests
 from rota.runtime.transport import Transport, together
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
@@ -80,7 +83,7 @@ def refuse_devices(stages: Stages, local: tuple[int, ...]) -> None:
 
 # --- calls and runs ---------------------------------------------------------------------------------------------------
 
-_NUM_FLAGS = 5
+_NUM_FLAGS = 5 + NUM_COUNT_FLAGS
 _MOST_NAMES = 4
 
 
@@ -113,13 +116,16 @@ class Begun(NamedTuple):
     fresh: bool  # layouts travel with the values
     seed: int
     asking: list[int]  # the ranks of this pipeline that ask for outputs
+    batch: Batch  # with the shares that all ranks give the micro-batches
+    count_flags: list[int]  # see `LossCounts.begin`
 
 
 @final
 class Agreement:
     """What the ranks of a pipeline agree on at each call. All methods except `explain` are collective.
 
-    With `dynamic_shapes`, layouts may be new in every run.
+    With `dynamic_shapes`, layouts may be new in every run. `check_data`: when to compare what ranks were given,
+    "first", "always" or "never".
     """
 
     def __init__(
@@ -129,36 +135,52 @@ class Agreement:
         inputs: MicrobatchInputs,
         loss_scale: LossScale,
         dynamic_shapes: bool,
+        check_data: str,
     ) -> None:
         self._processes, self._transport, self._inputs = processes, transport, inputs
         self._names, self._mine = processes.names, dist.get_rank()
         self._loss_scale, self._dynamic_shapes = loss_scale, dynamic_shapes
+        self._check_data = check_data
         self._sizes: dict[Execution[Any], object] = {}  # of the last batch that all ranks compared
+        self._weights: dict[Execution[Any], _Weights] = {}  # of that batch's micro-batches
         self._differences = ""  # between what the ranks were given
 
     def share(self, call: Call, doing: str, number: float = 0.0) -> list[float]:
         """All processes' `number`s of 0 or more, inf or nan, if all make this `call`. `doing`: see `_all_reduce`."""
         return self._all_reduce(call, doing, number=number)[2]
 
-    def begin(self, call: Call, execution: Execution[Any], batch: Batch, seed: int, scale: float) -> Begun:
+    def begin(
+        self,
+        call: Call,
+        execution: Execution[Any],
+        batch: Batch,
+        seed: int,
+        scale: float,
+        count_flags: Sequence[int] = (0,) * NUM_COUNT_FLAGS,
+    ) -> Begun:
         """Before a run: whether layouts may be new, and one seed for all.
 
         Raises:
-            PipelineError: on all processes, if their calls, scales or gradient scalers differ.
+            PipelineError: on all processes, if their calls, scales or gradient scalers differ, or what they were given
+                does not fit together.
         """
         is_new = execution.is_new(batch) or self._dynamic_shapes
-        sizes = batch.rows, batch.target_rows
-        has_other_size = sizes != self._sizes.get(execution)
-        flags = is_new, has_other_size, seed if self._processes.is_first else 0, *self._loss_scale.flags()
+        sizes = batch.rows, batch.target_rows, batch.given.num_rows, batch.wanted.num_rows
+        checks = self._check_data == "always" or (self._check_data == "first" and execution not in self._sizes)
+        compares = checks or sizes != self._sizes.get(execution)
+        flags = is_new, compares, seed if self._processes.is_first else 0, *self._loss_scale.flags(), *count_flags
         agreed, calls, scales = self._all_reduce(call, "waiting for the others to begin the step", flags, scale)
-        fresh, compares, seed, most, least = agreed
+        fresh, must_compare, seed, most, least, *agreed_count_flags = agreed
         self._loss_scale.refuse_differences(most, least)
         self._refuse_scales(scales)
-        if compares:
-            self._compare(batch)
+        if must_compare:
+            self._weights[execution] = self._compare(batch, checks, call)
             self._sizes[execution] = sizes
+        shares, num_padding = self._weights[execution]
+        batch = replace(batch, shares=shares, num_padding=num_padding)
         processes = enumerate(self._processes.pipeline_processes)
-        return Begun(bool(fresh), seed, [rank for rank, process in processes if calls[process] is Call.FORWARD])
+        asking = [rank for rank, process in processes if calls[process] is Call.FORWARD]
+        return Begun(bool(fresh), seed, asking, batch, agreed_count_flags)
 
     def explain(self, error: Exception, execution: Execution[Any]) -> None:
         """Raise a PipelineError in place of an op's `error` if the ranks' batches do not fit together."""
@@ -176,7 +198,7 @@ class Agreement:
         Args:
             call: what this process calls.
             doing: for people, if a rank gets lost.
-            flags: whole numbers of 64 bits, at most five.
+            flags: whole numbers of 64 bits, at most `_NUM_FLAGS`.
             number: one of 0 or more, inf or nan.
 
         Raises:
@@ -218,12 +240,37 @@ class Agreement:
                         f"{scales[process]:g}; give all ranks the same"
                     )
 
-    def _compare(self, batch: Batch) -> None:
-        """Learn what the others were given."""
-        mine = GivenBatch(self._inputs.given(batch), [*batch.rows], [*batch.target_rows])
+    def _compare(self, batch: Batch, checks: bool, call: Call) -> _Weights:
+        """Learn what the others were given, and refuse what does not fit together. Collective."""
+        given_here = batch.given if self._inputs.reads_inputs else Microbatches([])
+        wanted_here = batch.wanted if self._inputs.reads_targets else Microbatches([])
+        mine = GivenBatch(
+            self._inputs.given(batch),
+            [*batch.rows],
+            [*batch.target_rows],
+            [*given_here.sizes],
+            [*wanted_here.sizes],
+            given_here.num_rows,
+            wanted_here.num_rows,
+            max(given_here.num_padding, wanted_here.num_padding),
+            self._inputs.fingerprints(batch) if checks else {},
+        )
+        processes = self._processes
         with together("comparing batches"):
-            given = [GivenBatch(*fields) for fields in all_gather_json(mine, self._processes.everyone)]
-        self._differences = batch_differences(given, self._processes.pipelines, self._names)
+            given = [GivenBatch(*fields) for fields in all_gather_json(mine, processes.everyone)]
+            refuse_other_data(
+                [each.fingerprints for each in given],
+                processes.pipelines,
+                processes.num_shards,
+                self._names,
+                batch.whole,
+                processes.everyone,
+                compare_replicas=call in (Call.STEP, Call.STEP_WITHOUT_SYNC),
+            )
+        for pipeline in processes.pipelines:
+            _refuse_uneven_rows([given[process] for process in pipeline], len(batch.shares))
+        self._differences = batch_differences(given, processes.pipelines, self._names)
+        return _weights([given[process] for process in processes.pipeline_processes], len(batch.shares))
 
 
 def listed(names: Sequence[str]) -> str:
@@ -247,11 +294,47 @@ def _to_float(bits: int) -> float:
 
 
 class GivenBatch(NamedTuple):
-    """What a process was given: what it reads (see `MicrobatchInputs.given`), and the rows of inputs and targets."""
+    """What a process was given.
+
+    `inputs` it reads (see `MicrobatchInputs.given`); the rows of inputs and targets that it reads; `sizes` of all
+    micro-batches of inputs and targets, where a list was given or they differ; the rows of whole batches that were
+    split, and how many micro-batches are padding. All of it is empty for what the process does not read.
+    """
 
     inputs: dict[str, list[str]]
     rows: list[int]
     target_rows: list[int]
+    sizes: list[int] = []  # noqa: RUF012 - nobody changes it
+    target_sizes: list[int] = []  # noqa: RUF012
+    num_rows: int = 0
+    num_target_rows: int = 0
+    num_padding: int = 0
+    fingerprints: Fingerprints = {}  # noqa: RUF012
+
+
+class _Weights(NamedTuple):
+    """Each micro-batch's share of a mean loss, and how many of them are padding."""
+
+    shares: list[float]
+    num_padding: int
+
+
+def _weights(of_ranks: Sequence[GivenBatch], num_microbatches: int) -> _Weights:
+    """As the targets say on any rank, else the inputs."""
+    sizes = [given.target_sizes for given in of_ranks] + [given.sizes for given in of_ranks]
+    shares = shares_of(next(filter(None, sizes), ()), num_microbatches)
+    return _Weights(shares, max(given.num_padding for given in of_ranks))
+
+
+def _refuse_uneven_rows(of_ranks: Sequence[GivenBatch], n: int) -> None:
+    """Rows that do not divide are spread alike only if inputs and targets have equally many."""
+    rows, target_rows = max(given.num_rows for given in of_ranks), max(given.num_target_rows for given in of_ranks)
+    if rows and target_rows and rows != target_rows and (rows % n or target_rows % n):
+        raise PipelineError(
+            f"inputs have {rows} rows and targets {target_rows}, which do not both divide into {n} micro-batches, so "
+            f"it is not known which targets belong to which rows; give equally many rows, such as targets with a row "
+            f"per example, or lists of {n} micro-batches"
+        )
 
 
 def batch_differences(given: Sequence[GivenBatch], pipelines: list[list[int]], names: Sequence[str]) -> str:
@@ -297,22 +380,6 @@ def _told(rows: Sequence[int]) -> str:
 
 
 # --- the loss ---------------------------------------------------------------------------------------------------------
-
-
-def mean_of_all(
-    mine: float, num_pipelines: int, add_up: Callable[[torch.Tensor], None], stops: StopRequests | None = None
-) -> float:
-    """The mean loss, on all processes: the mean over pipelines of the sums of their ranks' `mine`. Collective.
-
-    `add_up` sums a tensor over all processes. The same message carries requests to stop, so that all ranks learn of
-    them at the end of the same step.
-    """
-    sums = torch.tensor([mine, stops is not None and stops.asked()], dtype=torch.float64)
-    add_up(sums)
-    total, num_asked = sums.tolist()
-    if stops is not None:
-        stops.agreed |= num_asked > 0
-    return float(total / num_pipelines)
 
 
 def refuse_loss(

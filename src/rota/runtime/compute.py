@@ -6,7 +6,7 @@ F ──Kept──▶ I ──WeightWork──▶ W
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, final
@@ -14,40 +14,67 @@ from typing import Any, Protocol, final
 import torch
 
 from rota.errors import PipelineError
-from rota.models import Stages
+from rota.models import AddedLoss, Stages, collect_losses
 from rota.placement import Placement
 from rota.runtime.gradients.forward_backward import (
     Kept,
     backward,
     backward_inputs,
     forward,
+    keep_loss,
     refuse_modes_without_gradients,
-    take_loss,
 )
 from rota.runtime.gradients.recompute import Again, drawing_again, versions_in, without_activations
 from rota.runtime.gradients.split_backward import WeightWork
+from rota.runtime.losses import LossFn, MicrobatchLoss, Weighed, loss_of, number_in
 from rota.runtime.messages import hand_over
+from rota.runtime.microbatches import Microbatches
 from rota.runtime.precision import Autocast, ambient_autocast, without_autocast
 from rota.tasks import Kind, Op
-
-LossFn = Callable[[Any, Any], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step's micro-batches, each one's share of the mean loss, and what its gradient is multiplied by.
+    """A step's micro-batches, each one's share of a mean loss, and what gradients are multiplied by.
 
-    `alike`: all inputs have the same shapes. `rows` and `target_rows`: the examples in each micro-batch that is read
-    here, or only in the first one if all have equally many.
+    The last `num_padding` micro-batches count nothing. `alike`: all inputs have the same shapes. `rows` and
+    `target_rows`: the examples in each micro-batch that is read here, or only in the first one if all have equally
+    many. `whole`: inputs and targets as the caller gave them. `per_count`: what the sum of a loss with a count is
+    multiplied by until the count of all micro-batches is known.
     """
 
-    inputs: list[Any]
-    targets: list[Any]
+    given: Microbatches
+    wanted: Microbatches
     shares: list[float]
+    num_padding: int = 0
     scale: float = 1.0
     alike: bool = False
     rows: tuple[int, ...] = ()
     target_rows: tuple[int, ...] = ()
+    whole: tuple[Any, Any] = (None, None)
+    per_count: float = 1.0
+
+    @property
+    def inputs(self) -> list[Any]:
+        """By micro-batch."""
+        return self.given.values
+
+    @property
+    def targets(self) -> list[Any]:
+        """By micro-batch."""
+        return self.wanted.values
+
+    def is_padding(self, microbatch: int) -> bool:
+        """Whether it was added because there are fewer rows than micro-batches."""
+        return microbatch >= len(self.shares) - self.num_padding
+
+    def weight(self, microbatch: int, count: float | None, *, is_sum: bool = False) -> float:
+        """What the backward of a loss starts from: a mean, with a count or none, or a sum that has a count."""
+        if self.is_padding(microbatch):
+            return 0.0
+        if count is None:
+            return self.shares[microbatch] * self.scale
+        return self.per_count * self.scale * (1.0 if is_sum else count)
 
 
 @contextmanager
@@ -81,7 +108,9 @@ class RunsOps(Protocol):
 
 @final
 class Compute:
-    """Runs ops of any stage; `losses` and `outputs` of the last stage are by micro-batch.
+    """Runs ops of any stage.
+
+    `losses` and `outputs` of the last stage are by micro-batch, `added` losses by stage and micro-batch.
 
     The stages in `recompute` run their forward again as those with R do, at the beginning of their backward.
     """
@@ -102,10 +131,11 @@ class Compute:
         self._sinks = {*stages.sinks}
         self._num_stages = len(stages) // stages.num_components  # of one copy of the model
         self._kept: dict[tuple[int, int], Kept | Again | WeightWork] = {}
-        self._batch = Batch([], [], [])
+        self._batch = Batch(Microbatches([]), Microbatches([]), [])
         self._seed = 0
         self._autocast: Autocast = ()
-        self.losses: dict[int, float] = {}
+        self.losses: dict[int, MicrobatchLoss] = {}
+        self.added: dict[tuple[int, int], list[Weighed]] = {}
         self.outputs: dict[int, Any] = {}
 
     def begin(self, batch: Batch, seed: int) -> None:
@@ -115,7 +145,7 @@ class Compute:
         self._batch, self._seed = batch, seed
         self._autocast = ambient_autocast()
         self._kept.clear()
-        self.losses, self.outputs = {}, {}
+        self.losses, self.added, self.outputs = {}, {}, {}
 
     def run(self, op: Op, received: list[Any]) -> list[Any]:
         """Run one op on what its stage received, and return what the stage sends.
@@ -133,7 +163,8 @@ class Compute:
             self._recompute(op)
         if op.kind is Kind.R:
             return []
-        with without_autocast(self._autocast):
+        # A checkpointed block runs its forward again, which must not add its losses again.
+        with without_autocast(self._autocast), collect_losses():
             return self._backward(op, received)
 
     def _recompute(self, op: Op) -> None:
@@ -167,14 +198,15 @@ class Compute:
         seed_op(self._seed, stage % self._num_stages, m)
         batch = self._batch
         versions = self._versions_of_shared(stage, m)
-        output, values, kept = forward(
-            self._stages,
-            stage,
-            received,
-            batch.inputs[m],
-            split=stage in self._split,
-            buffers=buffers,
-        )
+        with collect_losses() as added:
+            output, values, kept = forward(
+                self._stages,
+                stage,
+                received,
+                batch.inputs[m],
+                split=stage in self._split,
+                buffers=buffers,
+            )
         if versions != self._versions_of_shared(stage, m):
             raise PipelineError(
                 f"stage {stage} writes into an input that other stages read too, which on another rank would have it "
@@ -182,17 +214,32 @@ class Compute:
             )
         if stage in self._sinks:
             if self._loss_fn is not None and (targets := batch.targets[m]) is not None:
-                self.losses[m] = take_loss(kept, self._loss_fn, output, targets, batch.shares[m] * batch.scale)
+                self._take_loss(kept, m, *loss_of(self._loss_fn, output, targets))
             if self.keep_outputs:
                 self.outputs[m] = hand_over(output)
+        if added.losses:
+            self._take_added(kept, stage, m, added.losses)
         if torch.is_grad_enabled():
             self._refuse_lost_gradients(stage, kept)
             self._kept[stage, m] = kept
         return values
 
+    def _take_loss(self, kept: Kept, microbatch: int, root: torch.Tensor, loss: MicrobatchLoss) -> None:
+        batch = self._batch
+        keep_loss(kept, root, batch.weight(microbatch, loss.count, is_sum=True))
+        if not batch.is_padding(microbatch):
+            self.losses[microbatch] = loss
+
+    def _take_added(self, kept: Kept, stage: int, microbatch: int, losses: list[AddedLoss]) -> None:
+        batch = self._batch
+        for loss in losses:
+            keep_loss(kept, loss.value, batch.weight(microbatch, loss.count))
+        if not batch.is_padding(microbatch):
+            self.added[stage, microbatch] = [Weighed(number_in(loss.value), loss.count) for loss in losses]
+
     def _refuse_lost_gradients(self, stage: int, kept: Kept) -> None:
         """Raises PipelineError if no path leads from the loss to a stage, whose gradients would then be zeros."""
-        if kept.loss is not None or any(kept.outputs):
+        if kept.losses or any(kept.outputs):
             return
         received = kept.leaves if kept.entries is None else kept.entries
         if stage not in self._sinks:

@@ -22,7 +22,7 @@ from rota.runtime.compute import Batch, RunsOps
 from rota.runtime.faults.stack_location import Doing, is_in_a_collective
 from rota.runtime.memory_watch import MemoryWatch
 from rota.runtime.messages import Format, describe_value, flatten, hand_over, tensors_in
-from rota.runtime.microbatch_inputs import structure
+from rota.runtime.microbatches import structure
 from rota.runtime.precision import ambient_autocast
 from rota.runtime.prefetch_receives import prefetch_receives
 from rota.runtime.program import Action, Message, ValueKey, compile_program

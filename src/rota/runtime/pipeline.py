@@ -8,27 +8,30 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from numbers import Real
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Literal, NamedTuple, final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import Dataset, DistributedSampler
 
 from rota.checking import check
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.plan import Plan
-from rota.runtime.agreement import Agreement, Call, mean_of_all, refuse_devices, refuse_differences, refuse_loss
-from rota.runtime.compute import Batch, Compute, LossFn, step_seed
+from rota.runtime.agreement import Agreement, Call, refuse_devices, refuse_differences, refuse_loss
+from rota.runtime.compute import Batch, Compute, step_seed
 from rota.runtime.execution import Execution, evaluating, forwards_of
 from rota.runtime.faults.watchdog import PATIENT, Watchdog, limit_s
 from rota.runtime.gradients.forward_backward import warm_up
 from rota.runtime.gradients.recompute import recomputed_by_backward
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.launcher_files import leave_record
+from rota.runtime.losses import LossFn, StepLoss, StepLosses
 from rota.runtime.memory_watch import MemoryWatch
 from rota.runtime.meshes import Processes
 from rota.runtime.microbatch_inputs import MicrobatchInputs
@@ -37,6 +40,7 @@ from rota.runtime.process_group import join, leave
 from rota.runtime.program import for_all_streams, refuse_other_cuts, refuse_unsupported
 from rota.runtime.recorder import Record, clock_offset_ns, merge
 from rota.runtime.reducing.gradient_sync import GradientSync
+from rota.runtime.reducing.loss_counts import NUM_FLAGS, LossCounts
 from rota.runtime.reducing.shared_weights import shared_weights
 from rota.runtime.reducing.wrapped_stages import unwrapped
 from rota.runtime.stopping import StopRequests
@@ -53,13 +57,16 @@ class Pipeline:
     Args:
         stages: the model; this process runs the stages that the plan has on its rank.
         plan: for each rank its ops in order; `check` must accept it.
-        loss_fn: `loss_fn(output, target)`, the mean loss of a micro-batch (one element); None if nothing is trained.
+        loss_fn: `loss_fn(output, target)`, None if nothing is trained. It returns the mean loss of a micro-batch (one
+            element), or `(sum, count)`, or a dict with one of the two as "loss" and metrics beside it.
         timeout_s: a rank without progress for so long ends all; None: 20 simulated steps, at least 60 s.
         dynamic_shapes: shapes between stages depend on the data, not only on the inputs' shapes.
         keep_outputs: keep the last stage's outputs in `outputs`; a plan of forwards alone always does.
         mesh: as `rota.mesh` makes it; the plan's ranks are its dim "pp". None: all processes are the pipeline.
         recompute: "none", "full", or stages that keep only what they receive, and repeat their forward for B or I.
         allow_nonfinite_loss: `step` returns a loss that is nan or infinite instead of raising PipelineError.
+        check_data: when ranks compare what they were given: "first" (in the first step, evaluation and forward),
+            "always" or "never". Ranks of one replica must have the same batch, replicas different ones.
 
     Raises:
         PlanError: `check` refuses the plan.
@@ -81,8 +88,11 @@ class Pipeline:
         mesh: DeviceMesh | None = None,
         recompute: str | Iterable[int] = "none",
         allow_nonfinite_loss: bool = False,
+        check_data: Literal["first", "always", "never"] = "first",
     ) -> None:
         check(plan)
+        if check_data not in ("first", "always", "never"):
+            raise PipelineError(f"check_data={check_data!r}; say 'first', 'always' or 'never'")
         refuse_other_cuts(stages, plan)
         limit = limit_s(timeout_s, plan)
         stages, ddp_groups = unwrapped(stages)
@@ -135,10 +145,14 @@ class Pipeline:
                 with together("comparing clocks"):
                     self._training.record.offset_ns = clock_offset_ns(self._processes.pipeline)
             self._inputs = MicrobatchInputs(stages, plan, self.rank, sink_ranks)
+            self._step_losses = StepLosses(plan, self.rank, self._processes.num_pipelines)
+            self._loss_counts = LossCounts(self.parameters())
+            #: The means of the metrics that `loss_fn` returned in the last `step` or `evaluate`, the same on all ranks.
+            self.metrics: dict[str, float] = {}
             self._num_steps = 0  # that were begun
             self._loss_scale, self._stops = LossScale(), StopRequests(self._processes.is_first)
             self._agreement = Agreement(
-                self._processes, self._transport, self._inputs, self._loss_scale, dynamic_shapes
+                self._processes, self._transport, self._inputs, self._loss_scale, dynamic_shapes, check_data
             )
             self._teardown.callback(self._leave_record)
             atexit.register(self._close_at_exit)
@@ -156,13 +170,45 @@ class Pipeline:
 
     @property
     def losses(self) -> dict[int, float]:
-        """The loss of each micro-batch of the last step, on the ranks of the last stage."""
-        return self._compute.losses
+        """The mean loss of each micro-batch of the last step, on the ranks of the last stage."""
+        return {microbatch: loss.mean for microbatch, loss in self._compute.losses.items()}
 
     @property
     def outputs(self) -> dict[int, Any]:
         """The output of each micro-batch of the last step, on the ranks of the last stage, if outputs are kept."""
         return self._compute.outputs
+
+    # --- data ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def reads_inputs(self) -> bool:
+        """Whether a stage of this rank reads the step's inputs; other ranks may give None."""
+        return self._inputs.reads_inputs
+
+    @property
+    def reads_targets(self) -> bool:
+        """Whether this rank has the last stage, and so needs targets; other ranks may give None."""
+        return self._inputs.reads_targets
+
+    def sampler(
+        self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+    ) -> DistributedSampler[Any]:
+        """A sampler that gives all ranks of a replica the same rows, and each replica different ones.
+
+        Call its `set_epoch` before each epoch, as usual, to shuffle again.
+
+        Args:
+            dataset: what the DataLoader gets.
+            shuffle: as for `torch.utils.data.DistributedSampler`.
+            seed: the same on all ranks.
+            drop_last: leave out what does not divide among the replicas, instead of repeating rows.
+
+        Returns:
+            A `DistributedSampler` over the replicas.
+        """
+        return DistributedSampler(
+            dataset, self.num_replicas, self.replica, shuffle=shuffle, seed=seed, drop_last=drop_last
+        )
 
     @property
     def should_stop(self) -> bool:
@@ -190,8 +236,9 @@ class Pipeline:
         To accumulate over k steps, give `scale=1/k` to each, and `sync=False` to all but the last.
 
         Args:
-            inputs: what the stages on this rank read, None if they read nothing: a tensor, or a tuple or dict of
-                tensors, split along dim 0 into the plan's micro-batches; or a list of micro-batches.
+            inputs: what the stages on this rank read, None if they read nothing: a tensor, or a tuple or mapping of
+                tensors, whose rows are spread over the plan's micro-batches; or a list of micro-batches. A tensor
+                without dims, or with one row beside others with more, goes to every micro-batch whole.
             targets: what `loss_fn` gets, on the ranks of the last stage; in the same forms as `inputs`.
             scale: multiplies the gradients, but not the loss returned.
             sync: reduce the gradients of replicas and of tied weights, with those of earlier steps without `sync`.
@@ -199,7 +246,8 @@ class Pipeline:
                 overflow on one rank, they become infinite on all, so that every scaler skips the step.
 
         Returns:
-            The mean loss over all micro-batches and replicas, on every rank; nan without a `loss_fn`.
+            The mean loss over all micro-batches and replicas, on every rank, with all losses that modules added; nan
+            without a `loss_fn`. Where `loss_fn` returns `(sum, count)`, all sums divided by all counts.
 
         Raises:
             PipelineError: the batch does not fit, the ranks differ in what they call, or the loss is not finite.
@@ -215,8 +263,7 @@ class Pipeline:
         batch = self._take(inputs, targets, needs_targets=training.trains, scale=scale * factor)
         self._inputs.warn_of_other_rows(batch)
         self._num_steps += 1
-        self._run(Call.STEP if sync else Call.STEP_WITHOUT_SYNC, training, batch, float(scale))
-        return self._mean_loss(training, batch, refuse=training.trains and not self._allow_nonfinite_loss)
+        return self._run(Call.STEP if sync else Call.STEP_WITHOUT_SYNC, training, batch, float(scale)).loss.mean
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> float:
         """The mean loss on every rank, with all stages in eval() and without gradients. Collective.
@@ -234,7 +281,7 @@ class Pipeline:
         if self.loss_fn is None:
             raise PipelineError("the pipeline has no loss_fn to evaluate; use forward for the outputs")
         batch = self._take(inputs, targets, needs_targets=True)
-        return self._mean_loss(self._evaluate(Call.EVALUATE, batch)[0], batch)
+        return self._evaluate(Call.EVALUATE, batch)[1].loss.mean
 
     def forward(self, inputs: Any = None, *, outputs: bool = True) -> list[Any] | None:
         """Run the plan's forwards with all stages in eval() and without gradients. Collective.
@@ -250,19 +297,19 @@ class Pipeline:
             PipelineError: an output cannot be sent, the batch does not fit, or the ranks differ in what they call.
         """
         batch = self._take(inputs, None, needs_targets=False)
-        done, asking = self._evaluate(Call.FORWARD if outputs else Call.FORWARD_WITHOUT_OUTPUTS, batch)
-        made = done.compute.outputs
+        done, ran = self._evaluate(Call.FORWARD if outputs else Call.FORWARD_WITHOUT_OUTPUTS, batch)
+        made = {m: output for m, output in done.compute.outputs.items() if not ran.batch.is_padding(m)}
         found: dict[int, Any] = {}
         for sink, ranks in self._inputs.sink_ranks.items():
             batches = self.plan.placement.microbatches(sink, self.plan.num_microbatches)
             here = {m: made[m] for m in batches if m in made}
             with self.watching("outputs"):
                 where = f"stage {sink} ({type(self.stages[sink]).__name__})"
-                found |= bring_outputs(here, ranks, asking, where, self._processes.pipeline)
+                found |= bring_outputs(here, ranks, ran.asking, where, self._processes.pipeline)
         done.compute.outputs = {}
         return [found[m] for m in sorted(found)] if outputs else None
 
-    def _evaluate(self, call: Call, batch: Batch) -> tuple[Execution[Compute], list[int]]:
+    def _evaluate(self, call: Call, batch: Batch) -> tuple[Execution[Compute], _Ran]:
         if self._evaluation is None:
             plan = forwards_of(self.plan)
             compute = Compute(self.stages, plan.placement, self.loss_fn, keep_outputs=False)
@@ -273,47 +320,73 @@ class Pipeline:
         self._loss_scale.begin(None)
         random_state = torch.get_rng_state()
         with evaluating([*self.local_stages.values()]):
-            asking = self._run(call, self._evaluation, batch)
+            ran = self._run(call, self._evaluation, batch)
         torch.set_rng_state(random_state)
-        return self._evaluation, asking
+        return self._evaluation, ran
 
-    def _run(self, call: Call, execution: Execution[Compute], batch: Batch, scale: float = 0.0) -> list[int]:
-        """Run the execution's plan once; returns the ranks that ask for outputs. `scale`: as `step` was given it."""
+    def _run(self, call: Call, execution: Execution[Compute], batch: Batch, scale: float = 0.0) -> _Ran:
+        """Run the execution's plan once. `scale`: as `step` was given it."""
         execution.awaited = "the other ranks to reach the same step"
         self._watchdog.last = lambda: f"{execution.last()} in step {self._num_steps}"
-        sync = call is not Call.STEP_WITHOUT_SYNC
+        sync, trains = call is not Call.STEP_WITHOUT_SYNC, execution.trains
         try:
             with step_seed() as seed, self._watchdog.watching(execution.doing):
-                fresh, seed, asking = self._agreement.begin(call, execution, batch, seed, scale)
-                self._gradients.begin(execution, sync, fresh)
+                flags = self._loss_counts.flags(batch.targets) if trains else [0] * NUM_FLAGS
+                begun = self._agreement.begin(call, execution, batch, seed, scale, flags)
+                batch = begun.batch
+                if trains:
+                    batch = replace(batch, per_count=self._loss_counts.begin(begun.count_flags))
+                self._gradients.begin(execution, sync, begun.fresh)
                 try:
-                    execution.run(batch, seed + self.replica, fresh, self._watchdog.tick)
+                    execution.run(batch, begun.seed + self.replica, begun.fresh, self._watchdog.tick)
                 except Exception as error:
                     self._agreement.explain(error, execution)
                     raise
+                self._inputs.refuse_writes(batch)
                 self._gradients.finish(execution, sync)
-                if execution.trains and sync:
-                    execution.awaited = "the other ranks' scalers"
-                    agree = partial(self._transport.all_reduce, how=dist.ReduceOp.MAX, doing="comparing overflows")
-                    self._loss_scale.settle(execution.parameters(), agree)
+                loss = StepLoss.none()
+                if call not in (Call.FORWARD, Call.FORWARD_WITHOUT_OUTPUTS):
+                    loss = self._loss_of(execution, batch)
+                if trains:
+                    self._settle(execution, loss, sync)
         except BaseException:
             execution.forget()
+            if trains:
+                self._loss_counts.abort()
             raise
-        return asking
+        if trains and not self._allow_nonfinite_loss:
+            self._refuse_nonfinite(execution, batch, loss.mean)
+        return _Ran(batch, loss, begun.asking)
 
-    def _mean_loss(self, execution: Execution[Compute], batch: Batch, refuse: bool = False) -> float:
-        """Of all replicas; `refuse` it, on all ranks, if it is not finite and no scaler looks for that."""
-        losses = execution.compute.losses
+    def _loss_of(self, execution: Execution[Compute], batch: Batch) -> StepLoss:
+        """Of all micro-batches and replicas. The same message carries requests to stop. Collective."""
+        compute = execution.compute
         execution.awaited = "the other ranks' losses"
         add_up = partial(self._transport.all_reduce, how=dist.ReduceOp.SUM, doing=f"waiting for {execution.awaited}")
+        counted = [m for m in self._inputs.counted if not batch.is_padding(m)]
+        loss, stops = self._step_losses.total(
+            compute.losses, counted, compute.added, batch.shares, self._stops.asked(), add_up, self._processes.everyone
+        )
+        self._stops.agreed |= stops
+        self.metrics = loss.metrics
+        return loss
+
+    def _settle(self, execution: Execution[Compute], loss: StepLoss, sync: bool) -> None:
+        """Divide gradients by the loss's count, and let all scalers see an overflow. Collective."""
+        self._loss_counts.finish(loss.count, sync)
+        if sync:
+            execution.awaited = "the other ranks' scalers"
+            agree = partial(self._transport.all_reduce, how=dist.ReduceOp.MAX, doing="comparing overflows")
+            self._loss_scale.settle(execution.parameters(), agree)
+
+    def _refuse_nonfinite(self, execution: Execution[Compute], batch: Batch, mean: float) -> None:
+        """On all ranks, unless a scaler looks for that. Collective where it is refused."""
+        if math.isfinite(mean) or self._loss_scale.is_on:
+            return
         with self._watchdog.watching(execution.doing):
-            mine = self._inputs.counted_loss(batch, losses)
-            mean = mean_of_all(mine, self._processes.num_pipelines, add_up, self._stops)
-            if refuse and not math.isfinite(mean) and not self._loss_scale.is_on:
-                by_stage = self._inputs.losses_by_stage(losses)
-                empty = self._inputs.without_rows(batch)
-                refuse_loss(mean, self._num_steps, self._watchdog.name, by_stage, empty, self._processes.everyone)
-        return mean
+            losses = {m: loss.mean for m, loss in execution.compute.losses.items()}
+            by_stage, empty = self._inputs.losses_by_stage(losses), self._inputs.without_rows(batch)
+            refuse_loss(mean, self._num_steps, self._watchdog.name, by_stage, empty, self._processes.everyone)
 
     def _take(self, inputs: Any, targets: Any, **options: Any) -> Batch:
         self._refuse_closed()
@@ -362,6 +435,11 @@ class Pipeline:
             The norm of all gradients together before.
         """
         self._refuse_closed()
+        if self._loss_counts.is_open:
+            raise PipelineError(
+                "clip_grad_norm_ is called after a step with sync=False, whose gradients are not divided by the loss's "
+                "count yet; call it after a step with sync=True"
+            )
         share = partial(self._agreement.share, Call.CLIP_GRAD_NORM, "adding up the gradients' norm")
         with self.watching("the other ranks' norms"):
             return self._gradients.clip(max_norm, norm_type, error_if_nonfinite, share)
@@ -436,6 +514,14 @@ class Pipeline:
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         self._close(error)
+
+
+class _Ran(NamedTuple):
+    """What a run was of, its loss, and the ranks that ask for outputs."""
+
+    batch: Batch
+    loss: StepLoss
+    asking: list[int]
 
 
 def _report_to_nobody(_: BaseException) -> None:

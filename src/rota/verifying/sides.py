@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar, final
 
 import torch
@@ -15,13 +16,15 @@ from rota.errors import PipelineError
 from rota.models import Stages
 from rota.placing import place
 from rota.runtime import Pipeline
-from rota.runtime.compute import Compute, LossFn
+from rota.runtime.compute import Compute
 from rota.runtime.execution import Execution
 from rota.runtime.json_messages import all_gather_json, broadcast_json
+from rota.runtime.losses import LossFn, StepLosses
 from rota.runtime.messages import tensors_in
 from rota.runtime.microbatch_inputs import MicrobatchInputs
 from rota.runtime.process_group import on_first
 from rota.runtime.program import ValueKey
+from rota.runtime.reducing.loss_counts import LossCounts
 from rota.runtime.reducing.wrapped_stages import is_sharded
 from rota.runtime.transport import Transport, receive_value, send_value
 from rota.schedules import gpipe
@@ -125,9 +128,14 @@ class OneProcess:
         transport: Transport = _NoMessages()  # type: ignore[assignment]
         execution = Execution(self.stages, self._plan, 0, transport, compute)
         batch = self._inputs.take(*self._batch.in_dtype(batch_dtype), needs_targets=False)
+        counts = LossCounts(parameter for _, parameter in self.stages.named_parameters())
+        batch = replace(batch, per_count=counts.begin(counts.flags(batch.targets)))
         execution.run(batch, _SEED, True, lambda: None)
-        outputs = [[*tensors_in(compute.outputs[m])] for m in sorted(compute.outputs)]
-        return self._inputs.counted_loss(batch, compute.losses), outputs
+        counted = [m for m in self._inputs.counted if not batch.is_padding(m)]
+        losses = StepLosses(self._plan, 0, num_pipelines=1)
+        loss, _ = losses.total(compute.losses, counted, compute.added, batch.shares, False, lambda _: None, None)
+        counts.finish(loss.count, sync=True)
+        return loss.mean, [[*tensors_in(compute.outputs[m])] for m in sorted(compute.outputs) if m in counted]
 
     def tensors(self, places: Iterable[Place], of_gradient: bool) -> Iterator[torch.Tensor | None]:
         """See `Side`."""

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from rota.errors import PipelineError
+from rota.models.added_losses import collect_losses
 from rota.models.randomness import RandomStates, random_state_kept
-from rota.runtime.compute import LossFn
-from rota.runtime.gradients.forward_backward import loss_of
+from rota.runtime.losses import LossFn, loss_of
 from rota.runtime.messages import over_tensors, tensors_in
-from rota.runtime.microbatch_inputs import to_microbatches, weights
+from rota.runtime.microbatches import shares_of, to_microbatches
 from rota.verifying.apart import in_dtype
 
 Part: TypeAlias = tuple[Any, Any, float]  # inputs, targets, and the share of the mean loss
@@ -80,20 +80,28 @@ class Unsplit:
         """Forward and backward of each part; gradients add up in `.grad`. Buffers and random states do not change."""
         self.module.zero_grad(set_to_none=True)
         buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
-        losses, outputs, mean = [], [], 0.0
+        losses, outputs, total, count = [], [], 0.0, 0.0
         with random_state_kept(self.module):
             for inputs, targets, share in parts:
-                output = call(self.module, inputs)
-                loss = loss_of(self._loss_fn, output, targets)
-                if loss.requires_grad:
-                    torch.autograd.backward(loss * share)
-                losses.append(loss.item())
-                mean += share * losses[-1]
+                with collect_losses() as added:
+                    output = call(self.module, inputs)
+                root, loss = loss_of(self._loss_fn, output, targets)
+                root = root * share if loss.count is None else root
+                for each in added.losses:
+                    root = root + each.value * (share if each.count is None else each.count)
+                if root.requires_grad:
+                    with collect_losses():  # a checkpointed block runs again
+                        torch.autograd.backward(root)
+                losses.append(loss.mean)
+                total, count = total + root.item(), count + (loss.count or 0.0)
                 outputs.append([tensor.detach() for tensor in tensors_in(output)])
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-        return Outcome(mean, outputs, losses)
+            for parameter in self.module.parameters() if count else ():
+                if parameter.grad is not None:
+                    parameter.grad /= count
+        return Outcome(total / (count or 1.0), outputs, losses)
 
     def loss(self, output: Any, targets: Any) -> float:
         """What `loss_fn` makes of an output."""
@@ -115,16 +123,17 @@ def whole(batches: Sequence[GivenBatch]) -> list[Part]:
 
 def by_microbatches(batches: Sequence[GivenBatch], num_microbatches: int) -> list[Part]:
     """Each micro-batch of each replica as a part."""
-    return [
-        (inputs, targets, share / len(batches))
-        for batch in batches
-        for inputs, targets, share in zip(
-            to_microbatches("inputs", batch.inputs, num_microbatches),
-            to_microbatches("targets", batch.targets, num_microbatches),
-            weights(batch.inputs, batch.targets, num_microbatches),
-            strict=True,
-        )
-    ]
+    parts: list[Part] = []
+    for batch in batches:
+        split = [to_microbatches(*pair, num_microbatches) for pair in zip(("inputs", "targets"), batch, strict=True)]
+        sizes = next((each.sizes for each in reversed(split) if each.sizes), ())
+        shares = shares_of(sizes, num_microbatches)
+        parts += [
+            (*part, share / len(batches))
+            for *part, share in zip(*(each.values for each in split), shares, strict=True)
+            if share
+        ]
+    return parts
 
 
 def _joined(batch: GivenBatch) -> GivenBatch:

@@ -13,9 +13,9 @@ from torch import nn
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.runtime import Pipeline
-from rota.runtime.compute import LossFn
 from rota.runtime.faults.watchdog import PATIENT
-from rota.runtime.microbatch_inputs import num_examples
+from rota.runtime.losses import LossFn
+from rota.runtime.microbatches import num_examples
 from rota.runtime.reducing.wrapped_stages import unwrapped
 from rota.verifying import reasons
 from rota.verifying.apart import ForComparison

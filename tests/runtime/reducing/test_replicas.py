@@ -66,7 +66,7 @@ def gradients_over_steps(rank: int, pp: int, dp: int) -> list[tuple[int, dict[tu
     mesh = rota.mesh(pp=pp, dp=dp)
     stages, found = tied_chain(), []
     plan = NAMED["gpipe"](place(Costs.uniform(3), Cluster.uniform(pp), [0, pp // 2, pp - 1]), NUM_MICROBATCHES)
-    with Pipeline(stages, plan, loss_fn, mesh=mesh) as pipeline:
+    with Pipeline(stages, plan, loss_fn, mesh=mesh, check_data="never") as pipeline:
         for i, action in enumerate(ACTIONS):
             if action in ("clear", "zero"):
                 nn.ModuleList(stages.modules).zero_grad(set_to_none=action == "clear")
@@ -180,7 +180,7 @@ def dropout_losses(rank: int, dp: int, tp: int) -> tuple[list[float], float]:
     torch.manual_seed(rank)
     stages = Stages([nn.Sequential(spmd.replicated(layer), nn.Dropout(0.5)).double()])
     plan = NAMED["gpipe"](place(Costs.uniform(1), Cluster.uniform(1)), 2)
-    with Pipeline(stages, plan, loss_fn, mesh=mesh) as pipeline:
+    with Pipeline(stages, plan, loss_fn, mesh=mesh, check_data="never") as pipeline:
         mean = pipeline.step(*batch_of(2))
         return [*pipeline.losses.values()], mean
 
@@ -262,14 +262,14 @@ def refused(rank: int) -> list[str]:
         Pipeline(stages, plan, loss_fn, mesh=mesh)
     told.append(str(error.value))
     stages = chain(1)
-    with Pipeline(stages, plan, loss_fn, mesh=mesh) as pipeline:
+    with Pipeline(stages, plan, loss_fn, mesh=mesh, check_data="never") as pipeline:
         pipeline.step(*batch_of(2))
         stages[0].linear.weight.requires_grad_(rank == 0)
         with pytest.raises(PipelineError) as error:
             pipeline.step(*batch_of(2))
         told.append(str(error.value))
     embedding = Stages([nn.Sequential(nn.Embedding(4, 6, sparse=True), nn.Linear(6, 6))])
-    with Pipeline(embedding, plan, loss_fn, mesh=mesh) as pipeline:
+    with Pipeline(embedding, plan, loss_fn, mesh=mesh, check_data="never") as pipeline:
         with pytest.raises(PipelineError) as error:
             pipeline.step(torch.arange(4), torch.zeros(4, 6))
         told.append(str(error.value))

@@ -76,7 +76,7 @@ def to_micro_batches(inputs: Mapping[str, Any], num_examples: int, chunk_size: i
         {name: value[i : i + chunk_size] if _has_rows(value) else value for name, value in inputs.items()}
         for i in starts
     ]
-    return MicroBatches(parts, [torch.empty(min(chunk_size, num_examples - i)) for i in starts])
+    return MicroBatches(parts, [torch.zeros(min(chunk_size, num_examples - i)) for i in starts])
 
 
 def _has_rows(value: Any) -> bool:

@@ -17,6 +17,7 @@ from rota.runtime.compute import Batch
 from rota.runtime.execution import Execution
 from rota.runtime.faults.watchdog import Watchdog
 from rota.runtime.meshes import Processes
+from rota.runtime.microbatches import Microbatches
 from rota.runtime.transport import Transport
 
 _HEAD_START_NS, _HEAD_START_PER_RANK_NS = 2_000_000, 500_000  # for all ranks to learn when a step begins
@@ -103,7 +104,7 @@ def _step(
         if memory is not None:
             memory.begin_step()
         waiting.start_ns = _common_start_ns(transport)
-        execution.run(Batch([], [], []), 0, False, watchdog.tick)
+        execution.run(Batch(Microbatches([]), Microbatches([]), []), 0, False, watchdog.tick)
     step_ends = _step_ends_ns(execution)
     sleep_until(max((end[-1] for end in step_ends), default=0))
     sent = [(*column, sent_ns) for column, sent_ns in execution.record.sent_ns.items()]

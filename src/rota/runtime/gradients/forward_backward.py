@@ -9,9 +9,8 @@ backward is split (see `split_backward`), inputs are held by their gradient edge
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -29,14 +28,14 @@ from rota.runtime.torch_internals import count_writes, run_backward, writable, z
 class Kept:
     """What a forward leaves for its backward.
 
-    `leaves` by incoming edge, `outputs` (gradient edges) by outgoing edge, and the loss with the gradient that the
-    backward starts from. A split backward has `entries` instead of `leaves`.
+    `leaves` by incoming edge, `outputs` (gradient edges) by outgoing edge, and the losses, each with the gradient that
+    the backward starts from. A split backward has `entries` instead of `leaves`.
     """
 
     leaves: list[list[torch.Tensor]]
     outputs: list[list[GradientEdge]]
-    loss: tuple[GradientEdge, torch.Tensor] | None = None
     entries: list[list[GradientEdge]] | None = None
+    losses: list[tuple[GradientEdge, torch.Tensor]] = field(default_factory=list)
 
 
 def forward(
@@ -87,30 +86,10 @@ def refuse_modes_without_gradients() -> None:
         )
 
 
-def loss_of(loss_fn: Callable[[Any, Any], torch.Tensor], output: Any, target: Any) -> torch.Tensor:
-    """What `loss_fn` returns. Raises PipelineError unless that is a loss, with a gradient if the output has one."""
-    loss = loss_fn(output, target)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        got = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise PipelineError(f"loss_fn returned {got}; it must return a tensor with one element, the mean loss")
-    if loss.is_complex():
-        raise PipelineError("loss_fn returned a complex tensor; it must return a real one, the mean loss")
-    if not loss.requires_grad and any(tensor.requires_grad for tensor in tensors_in(output)):
-        raise PipelineError(
-            "loss_fn returned a loss without gradient for an output that has one; leave out detach(), item() and "
-            "no_grad() in it, or use evaluate"
-        )
-    return loss
-
-
-def take_loss(
-    kept: Kept, loss_fn: Callable[[Any, Any], torch.Tensor], output: Any, target: Any, weight: float
-) -> float:
-    """The micro-batch's own loss; its share `weight` of the mean is what the backward starts from."""
-    loss = loss_of(loss_fn, output, target)
+def keep_loss(kept: Kept, loss: torch.Tensor, weight: float) -> None:
+    """Let the backward start from `loss` too, times `weight`; not if it has no gradient."""
     if loss.requires_grad:
-        kept.loss = get_gradient_edge(loss), torch.full_like(loss, weight, requires_grad=False)
-    return math.nan if loss.is_meta else loss.item()  # a model without numbers has a loss without one
+        kept.losses.append((get_gradient_edge(loss), torch.full_like(loss, weight, requires_grad=False)))
 
 
 def backward(kept: Kept, received: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
@@ -135,8 +114,7 @@ def backward_inputs(kept: Kept, received: list[list[torch.Tensor]]) -> tuple[lis
 def _roots(kept: Kept, received: list[list[torch.Tensor]]) -> tuple[list[GradientEdge], list[torch.Tensor | None]]:
     roots = [edge for edges in kept.outputs for edge in edges]
     gradients: list[torch.Tensor | None] = [gradient for edge in received for gradient in edge]
-    if kept.loss is not None:
-        edge, gradient = kept.loss
+    for edge, gradient in kept.losses:
         roots.append(edge)
         gradients.append(gradient)
     return roots, gradients

@@ -1,0 +1,107 @@
+"""Losses that modules add from inside their forward: balance of a mixture of experts, deep supervision.
+
+forward ──add_loss(value)──▶ the innermost collector: a pipeline's op, or the caller's `collect_losses`
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import fx
+
+from rota.errors import PipelineError, SplitError
+
+
+@dataclass(frozen=True, slots=True)
+class AddedLoss:
+    """A tensor with one element, and how much of the loss's count it stands for; None where the loss is a mean."""
+
+    value: torch.Tensor
+    count: float | None
+
+
+@final
+class AddedLosses:
+    """What modules have added inside of a `collect_losses`, in the order of their calls."""
+
+    def __init__(self) -> None:
+        self.losses: list[AddedLoss] = []
+
+    @property
+    def total(self) -> Any:
+        """The sum of all values, 0.0 if there are none: add it to a mean loss."""
+        return sum((loss.value.reshape(()) for loss in self.losses), 0.0)
+
+    @property
+    def weighted_total(self) -> Any:
+        """The sum of all values times their counts: add it to the sum of a loss with a count, before the division."""
+        return sum((loss.value.reshape(()) * _count_of(loss) for loss in self.losses), 0.0)
+
+
+_COLLECTOR: ContextVar[AddedLosses | None] = ContextVar("rota_added_losses", default=None)
+
+
+def add_loss(value: torch.Tensor, count: float | torch.Tensor | None = None) -> None:
+    """Add an auxiliary loss from inside any module's forward; in a `Pipeline` it counts once per micro-batch.
+
+    Outside of a `Pipeline`, `collect_losses` gets it.
+
+    Args:
+        value: a tensor with one element, a mean over the rows of the micro-batch, already times its coefficient.
+        count: with a `loss_fn` that returns `(sum, count)`: how much of that count `value` stands for, such as the
+            number of tokens in the micro-batch. None with a `loss_fn` that returns a mean.
+
+    Raises:
+        PipelineError: `value` is no real tensor with one element, or `count` no finite number of 0 or more.
+        SplitError: `rota.split` traces the forward that calls it.
+    """
+    if isinstance(value, fx.Proxy):
+        raise SplitError(
+            "rota.add_loss is called in a forward that rota.split traces, where the call would be lost; call it in "
+            "the forward of a module without CutPoints"
+        )
+    if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.is_complex():
+        got = f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise PipelineError(f"rota.add_loss got {got}; give a real tensor with one element")
+    number = None if count is None else float(count)
+    if number is not None and not 0 <= number < math.inf:
+        raise PipelineError(f"rota.add_loss got count={number:g}; give a finite number of 0 or more")
+    collector = _COLLECTOR.get()
+    if collector is not None:
+        collector.losses.append(AddedLoss(value, number))
+    elif value.requires_grad:
+        warnings.warn(
+            "rota.add_loss is called outside of a Pipeline, so its loss is not trained; use "
+            "`with rota.collect_losses() as added:` around forward and backward, and add `added.total` to the loss",
+            stacklevel=2,
+        )
+
+
+@contextmanager
+def collect_losses() -> Iterator[AddedLosses]:
+    """Collect what `add_loss` is called with, so that the unsplit model trains as its stages do.
+
+    The backward of checkpointed blocks calls it again: keep the backward inside too, after `total` was read.
+
+    Returns:
+        A context manager that gives an `AddedLosses`, with `total` and `weighted_total`.
+    """
+    added = AddedLosses()
+    token = _COLLECTOR.set(added)
+    try:
+        yield added
+    finally:
+        _COLLECTOR.reset(token)
+
+
+def _count_of(loss: AddedLoss) -> float:
+    if loss.count is None:
+        raise PipelineError("a loss was added without a count; give rota.add_loss(value, count=…) one to weigh it")
+    return loss.count

@@ -1,0 +1,228 @@
+"""Whether the ranks were given the data that they should: those of a pipeline the same rows, replicas different ones.
+
+Each rank that reads inputs or targets hashes all that it was given, by name and micro-batch. One exchange compares the
+hashes; only where they do not fit does a second one look for the reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from rota.errors import PipelineError
+from rota.runtime.json_messages import all_gather_json
+from rota.runtime.messages import items
+
+_DIGEST_BYTES = 8
+_MOST_ROWS = 256
+_PLAIN = (type(None), bool, int, float, str)
+
+#: By name and micro-batch; "" where nothing is compared.
+Fingerprints = dict[str, list[str]]
+
+
+def fingerprints(kind: str, microbatches: Sequence[Any], names: Sequence[str] = ()) -> Fingerprints:
+    """Of each part of a batch, by names such as "inputs['labels']".
+
+    Args:
+        kind: "inputs" or "targets".
+        microbatches: by number; None where this rank was given nothing.
+        names: those of inputs given by position.
+    """
+    found: Fingerprints = {}
+    for m, microbatch in enumerate(microbatches):
+        if microbatch is None:
+            continue
+        for key, value in _parts(microbatch):
+            name = names[key] if isinstance(key, int) and key < len(names) else key
+            of_name = found.setdefault(f"{kind}[{name!r}]", [""] * len(microbatches))
+            of_name[m] = _fingerprint(value)
+    return found
+
+
+def _parts(microbatch: Any) -> Iterator[tuple[Any, Any]]:
+    return iter(items(microbatch) if isinstance(microbatch, (dict, tuple)) else ((0, microbatch),))
+
+
+def _fingerprint(value: Any) -> str:
+    """Of the bytes of all tensors in it, and what it holds besides; "" if it holds what cannot be compared."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    return digest.hexdigest() if _update(digest, value) else ""
+
+
+def _update(digest: Any, value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_meta or value.is_nested or value.is_quantized:
+            return False
+        digest.update(f"{value.dtype}{list(value.shape)}".encode())
+        digest.update(_bytes_of(value))
+        return True
+    if isinstance(value, (dict, tuple, list)):
+        digest.update(f"{type(value).__name__}{len(value)}".encode())
+        return all(_update(digest, str(key)) and _update(digest, item) for key, item in items(value))
+    if isinstance(value, _PLAIN):
+        digest.update(repr(value).encode())
+        return True
+    return False
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy()
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+
+
+class Difference(NamedTuple):
+    """Two processes of one pipeline that were given other data under one name."""
+
+    name: str
+    microbatch: int
+    one: int
+    other: int
+
+
+def difference_in(given: Sequence[Fingerprints], pipeline: Sequence[int]) -> Difference | None:
+    """The first one within a pipeline's processes."""
+    first: dict[tuple[str, int], tuple[int, str]] = {}
+    for process in pipeline:
+        for name, of_name in given[process].items():
+            for m, found in enumerate(of_name):
+                if not found:
+                    continue
+                other, known = first.setdefault((name, m), (process, found))
+                if found != known:
+                    return Difference(name, m, other, process)
+    return None
+
+
+def equal_replicas(given: Sequence[Fingerprints], replicas: Sequence[Sequence[int]]) -> tuple[int, int] | None:
+    """Two replicas that were given the same, all of it, as far as both have it. `replicas`: the processes of each."""
+    seen: dict[tuple[tuple[str, int, str], ...], int] = {}
+    for replica, processes in enumerate(replicas):
+        found = sorted(
+            {
+                (name, m, value)
+                for process in processes
+                for name, of_name in given[process].items()
+                for m, value in enumerate(of_name)
+                if value
+            }
+        )
+        if found and seen.setdefault(tuple(found), replica) != replica:
+            return seen[tuple(found)], replica
+    return None
+
+
+def refuse_other_data(
+    given: Sequence[Fingerprints],
+    pipelines: Sequence[Sequence[int]],
+    num_shards: int,
+    names: Sequence[str],
+    batch: tuple[Any, Any],
+    everyone: dist.ProcessGroup,
+    *,
+    compare_replicas: bool,
+) -> None:
+    """Raise PipelineError, on all processes, unless the data fits. Collective only where it does not.
+
+    Args:
+        given: by process.
+        pipelines: the processes of each pipeline by rank, all shards of the first replica, then of the next.
+        num_shards: pipelines per replica.
+        names: of all processes, for people.
+        batch: inputs and targets as this process was given them.
+        everyone: all processes.
+        compare_replicas: whether replicas must differ.
+    """
+    replicas = [
+        [process for pipeline in pipelines[i : i + num_shards] for process in pipeline]
+        for i in range(0, len(pipelines), num_shards)
+    ]
+    for processes in replicas:
+        found = difference_in(given, processes)
+        if found is not None:
+            _refuse_difference(found, names, batch, everyone)
+    same = equal_replicas(given, replicas) if compare_replicas else None
+    if same is not None:
+        raise PipelineError(
+            f"replicas {same[0]} and {same[1]} were given the same data, so the second one adds nothing: most likely "
+            f"the DataLoader has no sampler. Write "
+            f"DataLoader(dataset, batch_size=…, sampler=pipeline.sampler(dataset)); if equal data is intended, make "
+            f"Pipeline(…, check_data='never')"
+        )
+
+
+def _refuse_difference(
+    found: Difference, names: Sequence[str], batch: tuple[Any, Any], everyone: dist.ProcessGroup
+) -> None:
+    """Collective."""
+    mine = {
+        "seed": torch.initial_seed(),
+        "accelerate": _uses_accelerate(),
+        "rows": _row_fingerprints(batch, found.name),
+    }
+    of_ranks = all_gather_json(mine, everyone)
+    one, other = of_ranks[found.one], of_ranks[found.other]
+    raise PipelineError(
+        f"{names[found.one]} and {names[found.other]} are of one pipeline, but were given different {found.name} "
+        f"(first in micro-batch {found.microbatch}), so inputs and targets would be of different rows: "
+        f"{_cause(one, other)}. Give all ranks of a replica the same batch, None on those that read nothing of it, or "
+        f"make Pipeline(…, check_data='never')"
+    )
+
+
+def _cause(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    rows = [{*each["rows"]} for each in (one, other)]
+    if one["accelerate"] or other["accelerate"]:
+        return (
+            "most likely accelerator.prepare(loader) has given each process its own part; leave the loader out of "
+            "prepare, and write DataLoader(dataset, batch_size=…, sampler=pipeline.sampler(dataset))"
+        )
+    if rows[0] and rows[0] == rows[1]:
+        return (
+            "both have the same rows in another order, so most likely each rank shuffles by its own seed; write "
+            "DataLoader(dataset, batch_size=…, sampler=pipeline.sampler(dataset, shuffle=True, seed=0))"
+        )
+    if one["seed"] != other["seed"]:
+        return (
+            "the ranks have different seeds, so most likely each one shuffles, or makes its data, by its own seed; "
+            "write DataLoader(dataset, batch_size=…, sampler=pipeline.sampler(dataset, shuffle=True, seed=0)), and "
+            "torch.manual_seed with one number on all ranks"
+        )
+    return (
+        "most likely a DistributedSampler with its default numbers, which gives every process its own part, or a "
+        "shuffling generator seeded per rank; write DataLoader(dataset, batch_size=…, "
+        "sampler=pipeline.sampler(dataset)), which is DistributedSampler(dataset, num_replicas=pipeline.num_replicas, "
+        "rank=pipeline.replica)"
+    )
+
+
+def _uses_accelerate() -> bool:
+    """Whether this process has made an `Accelerator`."""
+    state = sys.modules.get("accelerate.state")
+    return state is not None and bool(state.is_initialized())
+
+
+def _row_fingerprints(batch: tuple[Any, Any], name: str) -> list[str]:
+    """Of the rows of the first tensor in the inputs or targets, a few hundred at most."""
+    given = batch[0] if name.startswith("inputs") else batch[1]
+    parts = given if isinstance(given, list) else [given]
+    first = [next(_tensors_with_rows(part), None) for part in parts]
+    rows = [row for tensor in first if tensor is not None for row in tensor[:_MOST_ROWS]]
+    return [*map(_fingerprint, rows[:_MOST_ROWS])]
+
+
+def _tensors_with_rows(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if value.dim() and len(value) > 1:
+            yield value
+        return
+    for item in value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ():
+        yield from _tensors_with_rows(item)

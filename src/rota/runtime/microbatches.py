@@ -1,0 +1,217 @@
+"""Any batch as micro-batches.
+
+    a tensor, tuple or mapping   ──rows spread along dim 0──▶  micro-batch 0, 1, …    8 rows into 3: 3, 3, 2
+    a list of micro-batches      ──as it is────────────────▶  micro-batch 0, 1, …
+
+Every micro-batch gets what has no rows of its own whole: numbers, texts, None, tensors without dims, and tensors with
+one row beside others with more. Where there are fewer rows than micro-batches, the last micro-batches are padding: they
+get the first row once more, and count nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+
+from rota.errors import PipelineError
+from rota.runtime.messages import items, tensors_in
+from rota.runtime.torch_internals import version_of
+
+
+class Microbatches(NamedTuple):
+    """`values` by micro-batch.
+
+    `sizes` are their rows, () where a batch was split into equal ones or nothing has rows. `num_rows`: of the whole
+    batch, 0 where none was split. The last `num_padding` are padding. `shared` has what all get whole, with its
+    version.
+    """
+
+    values: list[Any]
+    sizes: tuple[int, ...] = ()
+    num_rows: int = 0
+    num_padding: int = 0
+    shared: tuple[tuple[str, torch.Tensor, int], ...] = ()
+
+
+def to_microbatches(name: str, batch: Any, num_microbatches: int, *, needed: bool = True) -> Microbatches:
+    """A list is taken as the micro-batches themselves; tensors (alone, in tuples or mappings) are split along dim 0.
+
+    Mappings become dicts. Raises PipelineError if sizes do not fit; nothing is dropped. A batch that is not `needed` is
+    checked, but not split: all None.
+    """
+    n = num_microbatches
+    if batch is None:
+        return Microbatches([None] * n)
+    if isinstance(batch, list):
+        if len(batch) != n:
+            raise PipelineError(
+                f"{name} is a list of {len(batch)} micro-batches, but the plan has {n}; give {n}, or plan for "
+                f"{len(batch)}"
+            )
+        return Microbatches([*map(_with_dicts, batch)], _sizes_of_list(batch))
+    if not isinstance(batch, (torch.Tensor, tuple, Mapping)):
+        raise PipelineError(
+            f"{name} is of type {type(batch).__name__}; give a tensor, a tuple or a mapping such as a dict, or a list "
+            f"of micro-batches"
+        )
+    batch = _with_dicts(batch)
+    places = [*_places(name, batch)]
+    num_rows = _common_rows(places, n)
+    _refuse_lists_of_rows(name, batch, num_rows)
+    if not places:
+        return Microbatches([batch if needed else None] * n)
+    sizes = _spread(num_rows, n)
+    return Microbatches(
+        _split(batch, num_rows, sizes) if needed else [None] * n,
+        tuple(sizes) if sizes[0] != sizes[-1] else (),
+        num_rows,
+        sizes.count(0),
+        tuple((place, tensor, version_of(tensor)) for place, tensor in places if _is_shared(tensor, num_rows)),
+    )
+
+
+def refuse_writes_to_shared(batch: Microbatches) -> None:
+    """Raises PipelineError if a stage has written to a tensor that all micro-batches get."""
+    for place, tensor, version in batch.shared:
+        if version_of(tensor) != version:
+            raise PipelineError(
+                f"a stage writes into {place} (shape {list(tensor.shape)}), which is the same for all micro-batches, "
+                f"so later ones have read what was written; let the stage begin with an operation that is not in place"
+            )
+
+
+def _with_dicts(value: Any) -> Any:
+    """The value with a dict in place of each mapping that is none."""
+    if isinstance(value, Mapping):
+        return {key: _with_dicts(item) for key, item in value.items()}
+    if type(value) is tuple:
+        return tuple(map(_with_dicts, value))
+    return value
+
+
+def _places(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors in a batch, each with its place."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, list) and next(_places(name, tuple(value)), None):
+        raise PipelineError(f"{name} is a list inside of a batch, which is not split; use a tuple")
+    elif isinstance(value, (tuple, dict)):
+        for key, item in items(value):
+            yield from _places(f"{name}[{key!r}]", item)
+    elif hasattr(value, "__array__"):
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        remedy = "torch.as_tensor(…) of it" if getattr(value, "ndim", 1) else "its .item()"
+        raise PipelineError(f"{name} is a {kind}, which is not split into micro-batches; give {remedy}")
+
+
+def _common_rows(places: list[tuple[str, torch.Tensor]], n: int) -> int:
+    """How many rows the batch has. Raises PipelineError if its tensors do not agree on it."""
+    counted = [(name, tensor, tensor.shape[0]) for name, tensor in places if tensor.dim()]
+    many = [each for each in counted if each[2] != 1] or counted
+    if not many:
+        if places:
+            raise PipelineError(
+                f"{places[0][0]} has shape [], so there are no rows to split; give a tensor with a row per example, or "
+                f"a list of {n} micro-batches"
+            )
+        return 0
+    first, _, num_rows = many[0]
+    for name, tensor, rows in many:
+        found = f"{name} has {rows} rows (shape {list(tensor.shape)})"
+        if not rows:
+            raise PipelineError(f"{found}; give one row or more")
+        if rows != num_rows:
+            raise PipelineError(
+                f"{found}, but {first} has {num_rows}; give equally many, one row that is the same for all, or a list "
+                f"of {n} micro-batches"
+            )
+    return num_rows
+
+
+def _refuse_lists_of_rows(name: str, value: Any, num_rows: int) -> None:
+    """A list as long as there are rows looks as if it had one item per row, but every micro-batch would get all."""
+    for key, item in items(value) if isinstance(value, (dict, tuple)) else ():
+        if isinstance(item, list) and num_rows > 1 and len(item) == num_rows:
+            raise PipelineError(
+                f"{name}[{key!r}] is a list of {num_rows} items beside tensors of {num_rows} rows, and lists are not "
+                f"split; give a tensor, a list of micro-batches, or a tuple if every micro-batch shall get all of it"
+            )
+        _refuse_lists_of_rows(f"{name}[{key!r}]", item, num_rows)
+
+
+def _spread(num_rows: int, n: int) -> list[int]:
+    """Rows per micro-batch, the first ones one more where they do not divide."""
+    least, more = divmod(num_rows, n)
+    return [least + 1] * more + [least] * (n - more)
+
+
+def _is_shared(tensor: torch.Tensor, num_rows: int) -> bool:
+    return not tensor.dim() or len(tensor) == 1 < num_rows
+
+
+def _split(value: Any, num_rows: int, sizes: list[int]) -> list[Any]:
+    n = len(sizes)
+    if isinstance(value, torch.Tensor):
+        if _is_shared(value, num_rows):
+            return [value] * n
+        filled = [size for size in sizes if size]
+        # As of `split`, but one may be written into without the others counting as changed.
+        parts = list(torch.unsafe_split_with_sizes(value, filled))
+        return parts + [value[:1].clone() for _ in range(n - len(filled))]
+    if isinstance(value, tuple):
+        columns = [_split(item, num_rows, sizes) for item in value]
+        make = getattr(value, "_make", tuple)
+        return [make(column[i] for column in columns) for i in range(n)]
+    if isinstance(value, dict):
+        named = {key: _split(item, num_rows, sizes) for key, item in value.items()}
+        return [{key: column[i] for key, column in named.items()} for i in range(n)]
+    return [value] * n
+
+
+def _sizes_of_list(batch: list[Any]) -> tuple[int, ...]:
+    """Rows per micro-batch; () where a micro-batch has no tensor to see them by."""
+    sizes = [num_examples(microbatch) for microbatch in batch]
+    known = all(size or is_empty(given) for size, given in zip(sizes, batch, strict=True))
+    return tuple(sizes) if known else ()
+
+
+def shares_of(sizes: Sequence[int], num_microbatches: int) -> list[float]:
+    """Each micro-batch's share of a mean loss: by its rows, equal parts without `sizes`."""
+    total = sum(sizes)
+    return [size / total for size in sizes] if total else [1 / num_microbatches] * num_microbatches
+
+
+def num_examples(value: Any) -> int:
+    """Rows of the first tensor that has several, else 1; 0 without a tensor that has rows. A scalar counts as one."""
+    sizes = [len(tensor) if tensor.dim() else 1 for tensor in tensors_in(value)]
+    return next((size for size in sizes if size > 1), max(sizes, default=0))
+
+
+def num_elements(value: Any) -> int:
+    """Of the largest tensor in it; 0 without one."""
+    return max((tensor.numel() for tensor in tensors_in(value)), default=0)
+
+
+def is_empty(value: Any) -> bool:
+    """Whether the first tensor in it has no rows."""
+    return any(tensor.dim() > 0 and not len(tensor) for tensor in islice(tensors_in(value), 1))
+
+
+def structure(value: Any, plain: list[Any]) -> Any:
+    """Shapes and dtypes of the tensors in it, and types of what else it holds: two of these compare.
+
+    The bools, ints and texts in it are added to `plain`, as shapes may depend on them. Of floats and objects of other
+    types the values are left out: a nan equals nothing, and `==` of others may be anything.
+    """
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, dict):
+        return {key: structure(item, plain) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [structure(item, plain) for item in value]
+    if isinstance(value, (bool, int, str)):
+        plain.append(value)
+    return type(value), str(getattr(value, "shape", ""))

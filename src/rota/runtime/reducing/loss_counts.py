@@ -1,0 +1,168 @@
+"""Gradients of losses with a count: divided at the end of a round, when the counts of all its micro-batches are known.
+
+    step(sync=False)   backwards of sums × per_count ─┐
+    step()             backwards of sums × per_count ─┴─▶ .grad × 1 / (per_count · mean count of the round's steps)
+
+A round ends with a step that has `sync`. `per_count` is a power of two near 1 / count, so that gradients in low
+precision have the magnitude that they will have. What `.grad` held before the round is kept apart, since it must not be
+divided.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import nn
+
+from rota.errors import PipelineError
+from rota.runtime.microbatches import num_elements
+from rota.runtime.reducing.norms import local
+from rota.runtime.reducing.wrapped_stages import is_sharded
+from rota.runtime.torch_internals import version_of
+
+_KEPT, _CLEARED, _STEPPED, _ELEMENTS = range(4)
+NUM_FLAGS = 4
+
+
+@final
+class LossCounts:
+    """Of one rank's parameters. All ranks call the same methods, and know the same but for gradients."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = [*parameters]
+        self._are_means: bool | None = None  # what `loss_fn` returns; None before the first step
+        self._before: dict[nn.Parameter, torch.Tensor] = {}  # what `.grad` held before the round
+        self._num_steps, self._count = 0, 0.0  # of the round
+        self._per_count = 1.0
+        self._is_running = False
+        #: After a step without sync: each parameter's gradient, and how often gradients and weights were written to.
+        self._left: _Left | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients still wait for their division."""
+        return self._left is not None
+
+    def flags(self, targets: Iterable[Any]) -> list[int]:
+        """What all ranks tell each other before a step: the maxima go to `begin`. `targets`: those read here."""
+        if self._are_means and self._left is None:
+            return [0] * NUM_FLAGS
+        flags = [0, 0, 0, sum(map(num_elements, targets))]
+        if self._left is not None:
+            gradients, versions, weight_versions = self._left
+            had = [gradient is not None for gradient in gradients]
+            here = [
+                is_sharded(parameter) or _is_left(parameter.grad, gradient, version)
+                for parameter, gradient, version in zip(self._parameters, gradients, versions, strict=True)
+            ]
+            flags[_KEPT] = any(here)
+            flags[_CLEARED] = any(then and not now for then, now in zip(had, here, strict=True))
+            flags[_STEPPED] = weight_versions != self._weight_versions()
+        return flags
+
+    def begin(self, flags: Sequence[int]) -> float:
+        """Before a step's backwards; returns what they multiply sums by.
+
+        Raises:
+            PipelineError: on all ranks, if only a part of the round's gradients is left, or weights have changed.
+        """
+        if self._left is not None:
+            self._refuse_changes(flags)
+            if flags[_CLEARED]:
+                self._before.clear()
+                self._end()
+        self._is_running = True
+        if not self._num_steps and not self._are_means:
+            self._per_count = 2.0 ** -round(math.log2(max(flags[_ELEMENTS], 1)))
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    self._before[parameter], parameter.grad = parameter.grad, None
+        self._left = None
+        return self._per_count
+
+    def _refuse_changes(self, flags: Sequence[int]) -> None:
+        if flags[_KEPT] and flags[_CLEARED]:
+            self._end()
+            raise PipelineError(
+                "some gradients were cleared between two steps of which the first has sync=False, and others were not, "
+                "but the loss's count is of all; clear all of them, or none"
+            )
+        if flags[_STEPPED] and not flags[_CLEARED]:
+            self._end()
+            raise PipelineError(
+                "weights have changed after a step with sync=False, whose gradients are not divided by the loss's "
+                "count yet; let the optimizer step after a step with sync=True"
+            )
+
+    def finish(self, count: float | None, sync: bool) -> None:
+        """After a step's reductions: divide if the round ends.
+
+        Args:
+            count: the step's, a mean over replicas; None if `loss_fn` returns means.
+            sync: whether the round ends.
+
+        Raises:
+            PipelineError: on all ranks, if `loss_fn` returned means in earlier steps and does not now, or vice versa.
+        """
+        if self._are_means not in (None, count is None):
+            now, before = ("a mean", "(sum, count)") if count is None else ("(sum, count)", "a mean")
+            raise PipelineError(
+                f"loss_fn returns {now}, after {before} in earlier steps; return the same in all steps, or make a new "
+                f"Pipeline. Do not apply the gradients of this step"
+            )
+        self._are_means, self._is_running = count is None, False
+        self._num_steps += 1
+        self._count += count or 0.0
+        if sync:
+            if count is not None:
+                self._multiply(self._num_steps / (self._count * self._per_count))
+            self._end()
+        elif count is not None or self._before:
+            gradients = [parameter.grad for parameter in self._parameters]
+            self._left = _Left(gradients, [*map(_version, gradients)], self._weight_versions())
+
+    def _multiply(self, factor: float) -> None:
+        with torch.no_grad():
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    local(parameter.grad).mul_(factor)
+
+    def abort(self) -> None:
+        """After a step that failed: if its loss may have a count, `.grad` is what it was before the round again."""
+        if self._is_running and not self._are_means:
+            for parameter in self._parameters:
+                parameter.grad = None
+            self._end()
+        self._is_running = False
+
+    def _end(self) -> None:
+        """Put back what was there before the round, on top of it what is there now."""
+        with torch.no_grad():
+            for parameter, before in self._before.items():
+                if parameter.grad is not None:
+                    local(before).add_(local(parameter.grad))
+                parameter.grad = before
+        self._before, self._num_steps, self._count, self._left = {}, 0, 0.0, None
+
+    def _weight_versions(self) -> list[int]:
+        return [version_of(parameter) for parameter in self._parameters if not is_sharded(parameter)]
+
+
+class _Left(NamedTuple):
+    gradients: list[torch.Tensor | None]
+    versions: list[int]
+    weight_versions: list[int]
+
+
+def _version(gradient: torch.Tensor | None) -> int:
+    return 0 if gradient is None else version_of(gradient)
+
+
+def _is_left(gradient: torch.Tensor | None, before: torch.Tensor | None, version: int) -> bool:
+    """Whether what was there `before` is there still, or what a caller has made of it; not if it is zeros now."""
+    if gradient is None or before is None:
+        return False
+    return (gradient is before and version_of(gradient) == version) or bool(local(gradient).any())

@@ -1,0 +1,57 @@
+"""The code of docs/data.md and docs/losses.md runs, and trains as the unsplit model does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from docs.test_examples import output_of
+from support import ROOT
+
+pytestmark = pytest.mark.dist
+
+DOCS = ROOT / "docs"
+
+
+def script_and_fragment(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL)
+
+
+def told_by(page: str, folder: Path) -> str:
+    (folder / "train.py").write_text(script_and_fragment(page)[0])
+    commands = re.findall(r"^    (rota .*)$", (DOCS / page).read_text(), flags=re.MULTILINE)
+    return [output_of(folder, *command.split()) for command in commands][-1]
+
+
+def test_data(tmp_path: Path) -> None:
+    (loss,) = re.findall(r"^loss (\S+)$", told_by("data.md", tmp_path), flags=re.MULTILINE)
+    assert float(loss) < 0.35
+
+
+def test_only_what_is_read_is_loaded() -> None:
+    given: list[Any] = []
+    pipeline = SimpleNamespace(reads_inputs=True, reads_targets=False, step=lambda *batch: given.append(batch))
+    space = {"pipeline": pipeline, "load_inputs": lambda: 1, "load_targets": lambda: 1 / 0}
+    exec(script_and_fragment("data.md")[1], space)
+    assert given == [(1, None)]
+
+
+def test_losses(tmp_path: Path) -> None:
+    """The page's script in two processes, and its fragment in a loop on the unsplit model."""
+    loss, accuracy = re.findall(r"^loss (\S+), accuracy (\S+)%$", told_by("losses.md", tmp_path), flags=re.MULTILINE)[0]
+    script, fragment = script_and_fragment("losses.md")
+    space: dict[str, Any] = {"__name__": "example"}
+    exec(script.split("plan = rota.given_plan()")[0], space)
+    optimizer = torch.optim.AdamW(space["model"].parameters(), lr=1e-2)
+    for _ in range(30):
+        exec(fragment, space)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert float(loss) == pytest.approx(space["loss"].item(), abs=2e-3)
+    right, count = space["loss_fn"](space["output"], space["labels"])["accuracy"]
+    assert float(accuracy) == pytest.approx(100 * (right / count).item(), abs=0.6)

@@ -1,0 +1,219 @@
+"""Batches as users have them: encodings, inputs that are the same for all rows, rows that do not divide."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, bidirectional, place
+from rota.schedules import NAMED, chimera
+from support.fresh import run_fresh
+from support.networks import StepResult, assert_equal_steps, gradients_of, loss_fn
+from support.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+N, LENGTH, WIDTH = 4, 5, 6
+
+
+class Encoding(UserDict[str, Any]):
+    """As a tokenizer's BatchEncoding."""
+
+
+class First(nn.Module):
+    """Reads tokens, positions that are the same for all rows, and a factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(9, WIDTH).double(), nn.Embedding(LENGTH, WIDTH).double()
+
+    def forward(self, ids: Tensor, positions: Tensor, factor: Tensor) -> Tensor:
+        return (self.tokens(ids) + self.positions(positions)) * factor
+
+
+class Last(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * mask[..., None] + positions[..., None]
+
+
+def reading_stages() -> Stages:
+    torch.manual_seed(0)
+    names = ["input_ids", "position_ids", "factor", "attention_mask"]
+    return Stages(
+        [First(), Last()],
+        inputs={0: names[:3], 1: ["attention_mask", "position_ids"]},
+        input_names=names,
+    )
+
+
+def encoded_loss(output: Tensor, target: dict[str, Tensor]) -> Tensor:
+    return loss_fn(output, target["labels"])
+
+
+def encoding(rows: int) -> tuple[Encoding, Encoding]:
+    generator = torch.Generator().manual_seed(rows)
+    inputs = Encoding(
+        position_ids=torch.arange(LENGTH)[None],
+        input_ids=torch.randint(9, (rows, LENGTH), generator=generator),
+        attention_mask=torch.rand(rows, LENGTH, generator=generator).double(),
+        factor=torch.tensor(2.0).double(),
+        text="the same for all",
+    )
+    return inputs, Encoding(labels=torch.randn(rows, LENGTH, WIDTH, generator=generator).double())
+
+
+def plan_for(num_ranks: int, schedule: str = "1f1b", **costs: Any) -> Plan:
+    return NAMED[schedule](place(Costs.uniform(num_ranks, **costs), Cluster.uniform(num_ranks)), N)
+
+
+def steps(rank: int, plan: Plan, all_rows: list[int], whole: bool) -> list[Any]:
+    results = []
+    stages = reading_stages()
+    with Pipeline(stages, plan, encoded_loss, keep_outputs=True) as pipeline:
+        for rows in all_rows:
+            inputs, targets = encoding(rows)
+            if not whole:  # each rank what it reads alone
+                for name in ("attention_mask",) if rank == 0 else ("input_ids", "factor"):
+                    del inputs[name]
+            for parameter in pipeline.parameters():
+                parameter.grad = None
+            loss = pipeline.step(inputs, targets if pipeline.reads_targets else None)
+            assert loss == pytest.approx(pipeline.evaluate(inputs, targets), rel=1e-10)
+            outputs = pipeline.forward(inputs)
+            assert outputs is not None
+            results.append((StepResult(loss, gradients_of(stages, pipeline.local_stages)), torch.cat(outputs)))
+    return results
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("kind", ["1f1b", "I and W", "R"])
+def test_encodings_of_any_number_of_rows(pool: Pool, kind: str, whole: bool) -> None:
+    plans = {
+        "1f1b": plan_for(2),
+        "I and W": plan_for(2, "zb_h1", weight_us=1),
+        "R": plan_for(2, recompute_us=1),
+    }
+    all_rows = [8, 7, 8, 3, 1, 2, 13]
+    by_rank = pool.run(2, steps, plans[kind], all_rows, whole)
+    for step, rows in enumerate(all_rows):
+        stages = reading_stages()
+        inputs, targets = encoding(rows)
+        output = stages.run(inputs)
+        loss = encoded_loss(output, dict(targets))
+        loss.backward()
+        assert_equal_steps(
+            [results[step][0] for results in by_rank], StepResult(loss.item(), gradients_of(stages, range(2)))
+        )
+        for results in by_rank:
+            torch.testing.assert_close(results[step][1], output, rtol=1e-10, atol=1e-10)
+
+
+def bidirectional_steps(rank: int, all_rows: list[int]) -> list[float]:
+    plan = chimera(bidirectional(Costs.uniform(2), Cluster.uniform(2)), N)
+    with Pipeline(reading_stages(), plan, encoded_loss) as pipeline:
+        return [pipeline.step(*encoding(rows)) for rows in all_rows]
+
+
+def test_two_streams(pool: Pool) -> None:
+    all_rows = [8, 7, 2]
+    for losses in pool.run(2, bidirectional_steps, all_rows):
+        for rows, loss in zip(all_rows, losses, strict=True):
+            inputs, targets = encoding(rows)
+            assert loss == pytest.approx(encoded_loss(reading_stages().run(inputs), dict(targets)).item(), rel=1e-10)
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+
+def refusals(rank: int) -> list[str]:
+    told = []
+    with Pipeline(reading_stages(), plan_for(2), encoded_loss) as pipeline:
+        for rows, target_rows in ((7, 14), (8, 1), (1, 8)):
+            inputs, targets = encoding(rows)[0], encoding(target_rows)[1]
+            with pytest.raises(PipelineError) as error:
+                pipeline.step(inputs, targets if pipeline.reads_targets else None)
+            told.append(str(error.value))
+        pipeline.step(*encoding(8))  # it goes on
+    return told
+
+
+def test_rows_that_do_not_belong_together_are_refused(pool: Pool) -> None:
+    by_rank = pool.run(2, refusals)
+    assert by_rank[0] == by_rank[1]
+    for told, (rows, target_rows) in zip(by_rank[0], ((7, 14), (8, 1), (1, 8)), strict=True):
+        assert f"inputs have {rows} rows and targets {target_rows}, which do not both divide into 4" in told
+        assert "give equally many rows" in told
+
+
+def beside_junk(rank: int) -> float:
+    """Rank 1 reads nothing, and is given what fits nothing."""
+    stages = Stages([nn.Linear(WIDTH, WIDTH).double() for _ in range(3)])
+    torch.manual_seed(0)
+    for parameter in nn.ModuleList(stages.modules).parameters():
+        nn.init.normal_(parameter)
+    rows = 5 if rank == 1 else 7
+    x = torch.full((rows, WIDTH), 1.0 + (rank == 1), dtype=torch.float64)
+    with Pipeline(stages, plan_for(3), loss_fn) as pipeline:
+        assert (pipeline.reads_inputs, pipeline.reads_targets) == (rank == 0, rank == 2)
+        return pipeline.step(x, [x] * N if rank == 1 else x)
+
+
+def test_what_a_rank_does_not_read_does_not_count(pool: Pool) -> None:
+    assert len({*pool.run(3, beside_junk)}) == 1
+
+
+class Writes(nn.Module):
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        positions += 1
+        return x + positions
+
+
+def writing_step(rank: int) -> None:
+    stages = Stages([Writes(), nn.Linear(WIDTH, WIDTH)], inputs={0: [0, 1]})
+    with Pipeline(stages, plan_for(2), loss_fn) as pipeline:
+        pipeline.step((torch.ones(8, WIDTH), torch.ones(1, WIDTH)), torch.ones(8, WIDTH))
+
+
+def test_what_all_microbatches_get_must_not_be_written_to(tmp_path: Path) -> None:
+    ended = run_fresh(tmp_path, 2, writing_step)
+    assert all(each.exit_code == 1 for each in ended)
+    told = "PipelineError: a stage writes into inputs[1] (shape [1, 6]), which is the same for all micro-batches"
+    assert told in ended[0].last_line
+
+
+# --- lists ------------------------------------------------------------------------------------------------------------
+
+
+def sum_or_mean(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target) ** 2).mean() if len(output) else output.sum() * 0
+
+
+def ragged(rank: int, sizes: list[int]) -> StepResult:
+    stages, x, target = linear_stages(), torch.linspace(0, 1, 10 * WIDTH).view(10, WIDTH), torch.ones(10, WIDTH)
+    with Pipeline(stages, plan_for(2), sum_or_mean) as pipeline:
+        loss = pipeline.step([*x.double().split(sizes)], [*target.double().split(sizes)])
+        return StepResult(loss, gradients_of(stages, pipeline.local_stages))
+
+
+def linear_stages() -> Stages:
+    torch.manual_seed(0)
+    return Stages([nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, WIDTH).double()])
+
+
+@pytest.mark.parametrize("sizes", [[3, 1, 5, 1], [4, 0, 5, 1]])
+def test_ragged_lists_also_with_empty_microbatches(pool: Pool, sizes: list[int]) -> None:
+    stages = linear_stages()
+    x, target = torch.linspace(0, 1, 10 * WIDTH).view(10, WIDTH).double(), torch.ones(10, WIDTH).double()
+    loss = sum_or_mean(stages.run(x), target)
+    loss.backward()
+    by_rank = pool.run(2, ragged, sizes)
+    assert_equal_steps(by_rank, StepResult(loss.item(), gradients_of(stages, range(2))))

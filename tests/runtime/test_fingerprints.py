@@ -1,0 +1,307 @@
+"""Ranks that were given other rows than they should: seen in the first step, with the likely reason and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+import rota
+from rota import Cluster, Costs, Pipeline, PipelineError, Plan, place
+from rota.runtime import agreement
+from rota.runtime.fingerprints import difference_in, equal_replicas, fingerprints
+from rota.schedules import one_f_one_b
+from support.fresh import run_fresh
+from support.networks import WIDTH, chain, loss_fn
+from support.pool import Pool
+
+N = 4
+SIZE = 64
+
+# --- hashes -----------------------------------------------------------------------------------------------------------
+
+
+def only(value: Any) -> str:
+    (found,) = fingerprints("inputs", [value]).values()
+    return found[0]
+
+
+def test_equal_bytes_have_equal_fingerprints() -> None:
+    x = torch.randn(6, 4)
+    assert only(x) == only(x.clone()) == only(x.t().contiguous().t())
+    different = [
+        x,
+        x + 1,
+        x.double(),
+        x.view(4, 6),
+        x[:5],
+        x.bfloat16(),
+        torch.tensor(1.0),
+        torch.zeros(0),
+        "a",
+        1,
+        None,
+    ]
+    assert len({only(value) for value in different[:-1]}) == len(different) - 1
+    assert only(({"a": x, "b": [1, x]},)) not in (only(({"a": x, "b": [2, x]},)), only(({"a": x, "c": [1, x]},)))
+    assert only(x.to_sparse()) == only(object()) == ""  # not compared
+
+
+def test_names() -> None:
+    x = torch.ones(2)
+    assert [*fingerprints("inputs", [(x, x)], ["tokens"])] == ["inputs['tokens']", "inputs[1]"]
+    assert [*fingerprints("targets", [{"labels": x}])] == ["targets['labels']"]
+    assert [*fingerprints("targets", [x, None])] == ["targets[0]"]
+    (of_name,) = fingerprints("targets", [None, x]).values()
+    assert of_name[0] == "" != of_name[1]
+
+
+def test_compared_by_name_and_microbatch() -> None:
+    given: list[Any] = [{"a": ["1", ""], "b": ["2", "3"]}, {}, {"a": ["1", "5"], "c": ["7", "7"]}, {"b": ["2", "4"]}]
+    assert difference_in(given, [0, 1, 2]) is None
+    found = difference_in(given, [0, 1, 2, 3])
+    assert found is not None
+    assert (found.name, found.microbatch, found.one, found.other) == ("b", 1, 0, 3)
+    assert equal_replicas(given, [[0], [1], [2]]) is None
+    assert equal_replicas([given[0], given[2], given[0], {}, {}], [[3], [0], [1], [2], [4]]) == (1, 3)
+
+
+# --- loaders ----------------------------------------------------------------------------------------------------------
+
+
+def plan_for(num_ranks: int) -> Plan:
+    return one_f_one_b(place(Costs.uniform(num_ranks), Cluster.uniform(num_ranks)), N)
+
+
+def dataset() -> Dataset[Any]:
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(*torch.randn(2, SIZE, WIDTH, generator=generator, dtype=torch.float64))
+
+
+Loader = Callable[[Pipeline, int], Any]
+
+
+def right(pipeline: Pipeline, rank: int) -> Any:
+    return DataLoader(dataset(), batch_size=16, sampler=pipeline.sampler(dataset()))
+
+
+def default_numbers(pipeline: Pipeline, rank: int) -> Any:
+    return DataLoader(dataset(), batch_size=16, sampler=DistributedSampler(dataset()))
+
+
+def own_seeds(pipeline: Pipeline, rank: int) -> Any:
+    torch.manual_seed(rank)
+    return DataLoader(dataset(), batch_size=16, shuffle=True)
+
+
+def own_generators(pipeline: Pipeline, rank: int) -> Any:
+    return DataLoader(dataset(), batch_size=SIZE, shuffle=True, generator=torch.Generator().manual_seed(rank))
+
+
+def no_sampler(pipeline: Pipeline, rank: int) -> Any:
+    return DataLoader(dataset(), batch_size=16)
+
+
+def by_accelerate(pipeline: Pipeline, rank: int) -> Any:
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True).prepare(DataLoader(dataset(), batch_size=16))
+
+
+def first_step(rank: int, loader: Loader, dp: int, whole: bool, **options: Any) -> str:
+    """What is refused, or "". `whole`: all ranks give the whole batch, else only what they read."""
+    state = torch.get_rng_state()
+    mesh = rota.mesh(pp=2, dp=dp)
+    try:
+        with Pipeline(chain(2), plan_for(2), loss_fn, mesh=mesh, **options) as pipeline:
+            assert (pipeline.reads_inputs, pipeline.reads_targets) == (pipeline.rank == 0, pipeline.rank == 1)
+            x, target = next(iter(loader(pipeline, rank)))
+            if not whole:
+                x, target = x if pipeline.reads_inputs else None, target if pipeline.reads_targets else None
+            pipeline.step(x, target)
+    except PipelineError as error:
+        return str(error)
+    finally:
+        torch.set_rng_state(state)
+    return ""
+
+
+SAMPLER = "DataLoader(dataset, batch_size=…, sampler=pipeline.sampler(dataset"
+WRONG: dict[str, tuple[Loader, int, list[str]]] = {
+    "a DistributedSampler": (
+        default_numbers,
+        1,
+        [
+            "rank 0 and rank 1 are of one pipeline, but were given different inputs[0] (first in micro-batch 0)",
+            "most likely a DistributedSampler with its default numbers",
+            "num_replicas=pipeline.num_replicas",
+            SAMPLER,
+        ],
+    ),
+    "a DistributedSampler on replicas": (
+        default_numbers,
+        2,
+        ["rank 0 of replica 0 and rank 1 of replica 0 are of one pipeline", "DistributedSampler with its default"],
+    ),
+    "seeds": (
+        own_seeds,
+        1,
+        ["the ranks have different seeds, so most likely", SAMPLER, "torch.manual"],
+    ),
+    "generators": (own_generators, 1, ["both have the same rows in another order", "shuffle=True, seed=0", SAMPLER]),
+    "no sampler": (
+        no_sampler,
+        2,
+        ["replicas 0 and 1 were given the same data", "has no sampler", SAMPLER],
+    ),
+}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_loaders_are_told_on_all_ranks(pool: Pool, case: str) -> None:
+    loader, dp, messages = WRONG[case]
+    by_rank = pool.run(2 * dp, first_step, loader, dp, True)
+    assert len({*by_rank}) == 1
+    assert [message for message in messages if message not in by_rank[0]] == [], by_rank[0]
+
+
+@pytest.mark.dist
+def test_right_loaders_are_not_refused(pool: Pool) -> None:
+    assert pool.run(4, first_step, right, 2, True) == [""] * 4
+    assert pool.run(4, first_step, right, 2, False) == [""] * 4
+    assert pool.run(2, first_step, right, 1, True) == [""] * 2
+    assert pool.run(2, first_step, no_sampler, 1, True) == [""] * 2
+
+
+def silent(rank: int, loader: Loader) -> str:
+    return first_step(rank, loader, 1, True, check_data="never")
+
+
+@pytest.mark.dist
+def test_nothing_is_compared_if_told_so(pool: Pool) -> None:
+    assert pool.run(2, silent, default_numbers) == [""] * 2
+
+
+def told_by_accelerate(rank: int) -> None:
+    told = first_step(rank, by_accelerate, 1, True)
+    assert "most likely accelerator.prepare(loader) has given each process its own part" in told
+    assert SAMPLER in told
+
+
+@pytest.mark.dist
+def test_accelerate_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps its state for as long as the process lives."""
+    pytest.importorskip("accelerate")
+    ended = run_fresh(tmp_path, 2, as_launched, told_by_accelerate)
+    assert [each.exit_code for each in ended] == [0, 0], ended[0].stderr
+
+
+def as_launched(rank: int, function: Callable[[int], None]) -> None:
+    import os
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    function(rank)
+
+
+def later(rank: int, check_data: Any) -> tuple[str, int]:
+    """The second batch differs between ranks; what is refused, and how many exchanges there were."""
+    rounds, gather = [], agreement.all_gather_json
+
+    def counting(*args: Any) -> Any:
+        rounds.append(1)
+        return gather(*args)
+
+    agreement.all_gather_json = counting
+    try:
+        with Pipeline(chain(2), plan_for(2), loss_fn, check_data=check_data) as pipeline:
+            rounds.clear()
+            batches: list[Tensor] = [torch.ones(8, WIDTH).double(), torch.ones(8, WIDTH).double() + rank]
+            try:
+                for batch in batches:
+                    pipeline.step(batch, batch)
+            except PipelineError as error:
+                return str(error), len(rounds)
+        return "", len(rounds)
+    finally:
+        agreement.all_gather_json = gather
+
+
+@pytest.mark.dist
+def test_always_looks_at_every_batch_and_first_at_one(pool: Pool) -> None:
+    assert pool.run(2, later, "first") == [("", 1)] * 2
+    for told, rounds in pool.run(2, later, "always"):
+        assert "were given different inputs[0]" in told
+        assert rounds == 2
+
+
+def test_other_words_are_refused() -> None:
+    wrong: Any = "often"
+    with pytest.raises(PipelineError, match="check_data='often'; say 'first', 'always' or 'never'"):
+        Pipeline(chain(2), plan_for(2), loss_fn, check_data=wrong)
+
+
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+
+def trained(pipeline: Pipeline, batches: Iterator[Any], optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for x, target in batches:
+        optimizer.zero_grad()
+        losses.append(pipeline.step(x if pipeline.reads_inputs else None, target if pipeline.reads_targets else None))
+        optimizer.step()
+    return losses
+
+
+def train_with_workers(rank: int, folder: Path) -> None:
+    losses: list[float] = []
+    with Pipeline(chain(2), plan_for(2), loss_fn) as pipeline:
+        optimizer = torch.optim.SGD([*pipeline.parameters()], lr=0.1)
+        sampler = pipeline.sampler(dataset(), seed=3)
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            loader = DataLoader(dataset(), batch_size=18, sampler=sampler, num_workers=2)  # the last one has 10 rows
+            losses += trained(pipeline, iter(loader), optimizer)
+    torch.save(losses, folder / f"losses{rank}")
+
+
+@pytest.mark.dist
+def test_a_loader_with_workers_trains_as_the_unsplit_model(tmp_path: Path) -> None:
+    ended = run_fresh(tmp_path, 2, train_with_workers, tmp_path)
+    assert [each.exit_code for each in ended] == [0, 0], ended[0].stderr
+    stages, losses = chain(2), []
+    optimizer = torch.optim.SGD([p for module in stages.modules for p in module.parameters()], lr=0.1)
+    sampler = DistributedSampler(dataset(), 1, 0, seed=3)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for x, target in DataLoader(dataset(), batch_size=18, sampler=sampler):
+            optimizer.zero_grad()
+            loss = loss_fn(stages.run(x), target)
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+    for rank in range(2):
+        assert torch.load(tmp_path / f"losses{rank}") == pytest.approx(losses, rel=1e-10)
+
+
+def numbers(rank: int) -> list[list[int]]:
+    with Pipeline(chain(2), plan_for(2), loss_fn, mesh=rota.mesh(pp=2, dp=2)) as pipeline:
+        return [
+            [*pipeline.sampler(range(7), shuffle=False)],  # type: ignore[arg-type]
+            [*pipeline.sampler(range(7), shuffle=False, drop_last=True)],  # type: ignore[arg-type]
+            [*pipeline.sampler(range(7), seed=1)],  # type: ignore[arg-type]
+        ]
+
+
+@pytest.mark.dist
+def test_a_sampler_deals_rows_over_replicas(pool: Pool) -> None:
+    by_rank = pool.run(4, numbers)
+    assert by_rank[0] == by_rank[1]
+    assert by_rank[2] == by_rank[3]
+    assert [found[:2] for found in by_rank[::2]] == [[[0, 2, 4, 6], [0, 2, 4]], [[1, 3, 5, 0], [1, 3, 5]]]
+    assert {*by_rank[0][2], *by_rank[2][2]} == {*range(7)}

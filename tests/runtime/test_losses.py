@@ -1,0 +1,278 @@
+"""What `loss_fn` may return: a mean, (sum, count), a dict with metrics; the same numbers on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rota
+from rota import Cluster, Costs, Pipeline, PipelineError, Plan, bidirectional, place
+from rota.runtime.losses import MicrobatchLoss, StepLosses, loss_of
+from rota.schedules import chimera, one_f_one_b
+from support.networks import WIDTH, chain, loss_fn
+from support.pool import Pool
+
+N = 4
+
+
+def plan_for(num_ranks: int, num_microbatches: int = N) -> Plan:
+    return one_f_one_b(place(Costs.uniform(num_ranks), Cluster.uniform(num_ranks)), num_microbatches)
+
+
+def batch_of(rows: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, target = torch.randn(2, rows, WIDTH, generator=generator, dtype=torch.float64)
+    return x, target
+
+
+def part_of(batch: tuple[Tensor, Tensor], pipeline: Pipeline) -> tuple[Tensor, Tensor]:
+    x, target = (tensor[pipeline.replica :: pipeline.num_replicas] for tensor in batch)
+    return x, target
+
+
+# --- one micro-batch --------------------------------------------------------------------------------------------------
+
+LOSS = torch.tensor(3.0)
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [
+        (LOSS, (3.0, None, {})),
+        ((LOSS, torch.tensor(2)), (3.0, 2.0, {})),
+        ({"loss": (LOSS, 2), "a": 1, "b": torch.tensor([0.5]), "c": (1.0, torch.tensor(4))}, (3.0, 2.0, "abc")),
+    ],
+)
+def test_forms(returned: Any, expected: Any) -> None:
+    root, loss = loss_of(lambda *_: returned, None, None)
+    assert root is LOSS
+    assert (loss.value, loss.count) == expected[:2]
+    if expected[2]:
+        made = {name: (metric.value, metric.count) for name, metric in loss.metrics.items()}
+        assert made == {"a": (1.0, None), "b": (0.5, None), "c": (1.0, 4.0)}
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (2.0, "loss_fn returned float; it must return a tensor with one element, the mean loss"),
+        (None, "loss_fn returned NoneType"),
+        ([LOSS], "loss_fn returned list"),
+        (torch.zeros(3), r"loss_fn returned shape \[3\]"),
+        ((LOSS, LOSS, LOSS), "loss_fn returned a tuple of 3"),
+        ((LOSS, torch.zeros(2)), r"the count that loss_fn returned is a tensor of shape \[2\]"),
+        ((LOSS, -1), "loss_fn returned the count -1"),
+        ((LOSS, float("nan")), "loss_fn returned the count nan"),
+        ({"accuracy": 1.0}, r"loss_fn returned a dict with \['accuracy'\]; add 'loss' to it"),
+        ({"loss": LOSS, "logits": torch.zeros(2, 2)}, r"the metric 'logits' .* a tensor of shape \[2, 2\]; give a num"),
+        (torch.tensor(1j), "complex"),
+    ],
+)
+def test_other_forms_are_refused(returned: Any, message: str) -> None:
+    with pytest.raises(PipelineError, match=message):
+        loss_of(lambda *_: returned, None, None)
+
+
+def test_the_same_message_carries_requests_to_stop() -> None:
+    def asked_elsewhere(sums: Tensor) -> None:
+        sums += torch.tensor([1.25] + [0.0] * 8 + [1.0, 0.0], dtype=torch.float64)
+
+    everyone: Any = None
+    losses = {0: MicrobatchLoss(2.0, None, {})}
+    step, stops = StepLosses(plan_for(1, 1), 0, 2).total(losses, [0], {}, [1.0], False, asked_elsewhere, everyone)
+    assert (step.mean, stops) == (1.625, True)
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def with_metrics(output: Tensor, target: Tensor) -> dict[str, Any]:
+    wrong = (output - target).abs()
+    seen = target[:, 0] > 0
+    return {
+        "loss": ((output - target) ** 2).mean(),
+        "error": wrong.mean(),  # a mean over rows
+        "error of seen": ((wrong.mean(1) * seen).sum(), seen.sum()),
+        "rows": float(len(target)),
+    }
+
+
+def metrics_of(rank: int, plan: Plan, dp: int) -> list[Any]:
+    found: list[Any] = []
+    with Pipeline(chain(2), plan, with_metrics, mesh=rota.mesh(pp=2, dp=dp)) as pipeline:
+        assert pipeline.metrics == {}
+        for seed in (1, 2):
+            found.append((pipeline.step(*part_of(batch_of(20, seed), pipeline)), pipeline.metrics))
+        pipeline.forward(part_of(batch_of(20), pipeline)[0])
+        assert pipeline.metrics == found[-1][1]  # as of the last step
+        found.append((pipeline.evaluate(*part_of(batch_of(20, 1), pipeline)), pipeline.metrics))
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("kind", "dp"), [("chain", 1), ("chain", 2), ("bidirectional", 1), ("bidirectional", 2)])
+def test_metrics_are_the_whole_batch_s_on_every_rank(pool: Pool, kind: str, dp: int) -> None:
+    chains = chimera(bidirectional(Costs.uniform(2), Cluster.uniform(2)), N)
+    plan = plan_for(2, 3) if kind == "chain" and dp == 1 else plan_for(2) if kind == "chain" else chains
+    by_rank = pool.run(2 * dp, metrics_of, plan, dp)
+    rows = 20 / dp / plan.num_microbatches
+    for found in by_rank:
+        for (loss, metrics), seed in zip(found, (1, 2, 1), strict=True):
+            x, target = batch_of(20, seed)
+            serial = with_metrics(chain(2).run(x), target)
+            assert loss == pytest.approx(serial["loss"].item(), rel=1e-10)
+            total, count = serial["error of seen"]
+            assert metrics["error"] == pytest.approx(serial["error"].item(), rel=1e-10)
+            assert metrics["error of seen"] == pytest.approx((total / count).item(), rel=1e-10)
+            assert metrics["rows"] == pytest.approx(rows, rel=0.05)  # 7, 7 and 6 of them, weighed by themselves
+
+
+def changing_metrics(rank: int) -> list[Any]:
+    made: list[Any] = []
+
+    def loss(output: Tensor, target: Tensor) -> dict[str, Any]:
+        made.append(1)
+        return {"loss": loss_fn(output, target)} | ({"late": 2.0} if len(made) > N else {}) | {"first": 1.0}
+
+    with Pipeline(chain(2), plan_for(2), loss) as pipeline:
+        found = []
+        for _ in range(3):
+            pipeline.step(*batch_of(8))
+            found.append(pipeline.metrics)
+    return found
+
+
+@pytest.mark.dist
+def test_metrics_may_come_later(pool: Pool) -> None:
+    for found in pool.run(2, changing_metrics):
+        assert found == [{"first": 1.0}, {"first": 1.0, "late": 2.0}, {"first": 1.0, "late": 2.0}]
+
+
+# --- refused on all ranks ---------------------------------------------------------------------------------------------
+
+
+def refusal(act: Any) -> str:
+    with pytest.raises(PipelineError) as error:
+        act()
+    return str(error.value)
+
+
+def refusals(rank: int) -> list[Any]:
+    found: list[Any] = []
+    how = {"form": "zero"}
+
+    def loss(output: Tensor, target: Tensor) -> Any:
+        total, count = ((output - target) ** 2).sum(), target.numel()
+        if how["form"] == "mixed":
+            how["form"] = "mean"
+            return total, count
+        return {"zero": (total * 0, 0), "mean": total / count, "counted": (total, count)}[how["form"]]
+
+    def steps(form: str, **options: Any) -> str:
+        how["form"] = form
+        return refusal(lambda: pipeline.step(*batch_of(8), **options))
+
+    def gradients() -> list[Any]:
+        return [None if p.grad is None else p.grad.clone() for p in pipeline.parameters()]
+
+    with Pipeline(chain(2), plan_for(2), loss) as pipeline:
+        for parameter in pipeline.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        found += [steps("zero"), steps("mixed")]
+        assert all(torch.equal(grad, torch.ones_like(grad)) for grad in gradients())  # as before these steps
+        how["form"] = "counted"
+        pipeline.step(*batch_of(8), sync=False)
+        found.append(refusal(lambda: pipeline.clip_grad_norm_(1.0)))
+        if rank:
+            with torch.no_grad():
+                next(pipeline.parameters()).add_(1)  # as an optimizer does
+        found.append(steps("counted"))
+        for parameter in pipeline.parameters():
+            parameter.grad = None
+        how["form"] = "counted"
+        pipeline.step(*batch_of(8), sync=False)
+        if rank:
+            for parameter in pipeline.parameters():
+                parameter.grad = None
+        found.append(steps("counted"))
+        found.append(steps("mean"))
+    return found
+
+
+@pytest.mark.dist
+def test_refused_on_all_ranks(pool: Pool) -> None:
+    by_rank = pool.run(2, refusals)
+    assert by_rank[0] == by_rank[1]
+    zero, mixed, clipped, stepped, cleared, other = by_rank[0]
+    assert "with a count of 0 for every micro-batch" in zero
+    assert "returns a mean for some micro-batches and (sum, count) for others" in mixed
+    assert "clip_grad_norm_ is called after a step with sync=False" in clipped
+    assert "weights have changed after a step with sync=False" in stepped
+    assert "some gradients were cleared between two steps of which the first has sync=False, and others" in cleared
+    assert "loss_fn returns a mean, after (sum, count) in earlier steps" in other
+
+
+def clears_between(rank: int, set_to_none: bool) -> list[Tensor]:
+    """A round that is given up, as at the end of an epoch."""
+
+    def loss(output: Tensor, target: Tensor) -> Any:
+        return ((output - target) ** 2).sum(), target.numel()
+
+    with Pipeline(chain(2), plan_for(2), loss) as pipeline:
+        optimizer = torch.optim.SGD([*pipeline.parameters()])
+        pipeline.step(*batch_of(8, 2))
+        pipeline.step(*batch_of(24, 3), sync=False)
+        optimizer.zero_grad(set_to_none=set_to_none)
+        pipeline.step(*batch_of(8))
+        return [p.grad for p in pipeline.parameters() if p.grad is not None]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_clearing_gradients_ends_a_round(pool: Pool, set_to_none: bool) -> None:
+    stages = chain(2)
+    x, target = batch_of(8)
+    ((stages.run(x) - target) ** 2).mean().backward()
+    by_rank = pool.run(2, clears_between, set_to_none)
+    for rank, gradients in enumerate(by_rank):
+        for parameter, gradient in zip(stages[rank].parameters(), gradients, strict=True):
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-10, atol=1e-10)
+
+
+# --- fp16 -------------------------------------------------------------------------------------------------------------
+
+
+def scaled_steps(rank: int) -> list[float]:
+    """Sums over many elements would overflow float16 at once, were they not divided on the way."""
+    torch.manual_seed(0)
+    stages = rota.Stages([nn.Linear(WIDTH, WIDTH).half() for _ in range(2)])
+
+    def loss(output: Tensor, target: Tensor) -> Any:
+        return (output.float() - target).pow(2).sum(), target.numel()
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    with Pipeline(stages, plan_for(2), loss) as pipeline:
+        x, target = (tensor.half() for tensor in batch_of(1024))
+        optimizer = torch.optim.SGD([*pipeline.parameters()], lr=0.05)
+        losses = []
+        for _ in range(4):
+            losses.append(pipeline.step(x, target, scaler=scaler))
+            for parameter in pipeline.parameters():
+                assert parameter.grad is not None
+                parameter.grad.div_(scaler.get_scale())
+                assert parameter.grad.isfinite().all()
+            optimizer.step()
+            optimizer.zero_grad()
+            scaler.update()
+        assert scaler.get_scale() == 2.0**12  # no overflow, from the first step on
+    return losses
+
+
+@pytest.mark.dist
+def test_low_precision_does_not_overflow(pool: Pool) -> None:
+    first, second = pool.run(2, scaled_steps)
+    assert first == second
+    assert sorted(first, reverse=True) == first
