@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cli.test_run import rota
-from rota import Cluster, Costs, Kind, Pipeline, Plan, Stages, place
+from rota import Cluster, Costs, Kind, Pipeline, Plan, Stages, add_loss, place
 from rota.interop import TorchEngine
 from rota.schedules import NAMED
 from support.core_strategies import deal, linear_extension
@@ -142,6 +142,12 @@ class Fails(nn.Module):
         return x * 1
 
 
+class Adds(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        add_loss(x.mean())
+        return x * 1
+
+
 def step_with(rank: int, first: nn.Module, positive: int) -> None:
     """A step in which the rows of a batch are negative at first, then positive."""
     plan = NAMED["gpipe"](place(Costs.uniform(2), Cluster.uniform(2)), 2)
@@ -163,6 +169,12 @@ def step_with(rank: int, first: nn.Module, positive: int) -> None:
             "with gradient for micro-batch 0, and PyTorch's engine receives into buffers made beforehand; give it "
             "micro-batches of one shape, or run the plan by Rota's engine",
         ),
+        (
+            Adds(),
+            0,
+            "rota.errors.PipelineError: stage 0 calls rota.add_loss, which PyTorch's engine does not take; run the "
+            "plan by Rota's engine",
+        ),
     ],
 )
 def test_what_a_stage_raises_is_told_as_it_is(tmp_path: Path, first: nn.Module, positive: int, told: str) -> None:
@@ -170,6 +182,18 @@ def test_what_a_stage_raises_is_told_as_it_is(tmp_path: Path, first: nn.Module, 
     assert [each.exit_code for each in ended] == [1, 1]
     assert ended[0].last_line == told
     assert ended[1].last_line.startswith("rota.errors.LostRankError: lost a rank")
+
+
+def step_with_a_count(rank: int) -> None:
+    plan = NAMED["gpipe"](place(Costs.uniform(2), Cluster.uniform(2)), 2)
+    x = torch.ones(4, WIDTH, dtype=torch.float64)
+    with TorchEngine(two_layers(), plan, lambda output, _: (output.sum(), len(output))) as engine:
+        engine.step(x, x)
+
+
+def test_a_loss_with_a_count_is_refused(tmp_path: Path) -> None:
+    ended = run_fresh(tmp_path, 2, step_with_a_count, timeout_s=30)
+    assert "loss_fn returned a count or metrics, but PyTorch's engine takes a mean loss alone" in ended[1].last_line
 
 
 class Sleeps(nn.Module):
@@ -244,7 +268,7 @@ def test_the_command_line_refuses_in_a_line(tmp_path: Path) -> None:
     done = rota(tmp_path, "run", "--engine", "torch", "plan.json", "train.py")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    assert "inputs has 10 rows" in done.stderr
+    assert "micro-batch 2 has inputs of the shapes [[2, 2]], micro-batch 0 of [[3, 2]]" in done.stderr
     done = rota(tmp_path, "run", "--engine", "torch", "--timeline", "t.json", "plan.json", "train.py")
     assert (done.returncode, "PyTorch's engine records none; use --engine rota" in done.stderr) == (2, True)
     placement = place(Costs.uniform(3, edges=[(0, 2), (1, 2)]), Cluster.uniform(3))

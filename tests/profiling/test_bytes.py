@@ -17,6 +17,7 @@ from rota.layers import LayerCosts
 from rota.profiling import profile_here, profile_layers
 from rota.runtime.compute import Batch, Compute
 from rota.runtime.gradients.forward_backward import warm_up
+from rota.runtime.microbatches import Microbatches
 from support.layered_models import MAKE, Case, case
 
 
@@ -65,7 +66,7 @@ def held_by_a_run(of: Case, stages: Stages, stage: int, costs: Costs) -> dict[Ki
     """Bytes alive after each op of the second micro-batch; gradients of parameters are there since the first one."""
     placement = place(costs, Cluster.uniform(len(stages)))
     compute = Compute(stages, placement, of.loss_fn, keep_outputs=False)
-    compute.begin(Batch([of.batch] * 2, [of.target] * 2, [0.5] * 2), seed=0)
+    compute.begin(Batch(Microbatches([of.batch] * 2), Microbatches([of.target] * 2), [0.5] * 2), seed=0)
     values = arriving(stages, stage, of.batch)
     kinds = [kind for kind in (Kind.F, Kind.R, Kind.B, Kind.I, Kind.W) if placement.task(stage, kind)]
     found: dict[Kind, int] = {}

@@ -154,6 +154,23 @@ def test_rows_that_do_not_belong_together_are_refused(pool: Pool) -> None:
         assert "give equally many rows" in told
 
 
+def beside_junk(rank: int) -> float:
+    """Rank 1 reads nothing, and is given what fits nothing."""
+    stages = Stages([nn.Linear(WIDTH, WIDTH).double() for _ in range(3)])
+    torch.manual_seed(0)
+    for parameter in nn.ModuleList(stages.modules).parameters():
+        nn.init.normal_(parameter)
+    rows = 5 if rank == 1 else 7
+    x = torch.full((rows, WIDTH), 1.0 + (rank == 1), dtype=torch.float64)
+    with Pipeline(stages, plan_for(3), loss_fn) as pipeline:
+        assert (pipeline.reads_inputs, pipeline.reads_targets) == (rank == 0, rank == 2)
+        return pipeline.step(x, [x] * N if rank == 1 else x)
+
+
+def test_what_a_rank_does_not_read_does_not_count(pool: Pool) -> None:
+    assert len({*pool.run(3, beside_junk)}) == 1
+
+
 class Writes(nn.Module):
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         positions += 1

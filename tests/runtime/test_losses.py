@@ -59,6 +59,8 @@ def test_forms(returned: Any, expected: Any) -> None:
     ("returned", "message"),
     [
         (2.0, "loss_fn returned float; it must return a tensor with one element, the mean loss"),
+        (None, "loss_fn returned NoneType"),
+        ([LOSS], "loss_fn returned list"),
         (torch.zeros(3), r"loss_fn returned shape \[3\]"),
         ((LOSS, LOSS, LOSS), "loss_fn returned a tuple of 3"),
         ((LOSS, torch.zeros(2)), r"the count that loss_fn returned is a tensor of shape \[2\]"),

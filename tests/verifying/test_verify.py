@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import UserDict
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import rota
 from rota import CutPoint, PipelineError, Stages, split, verify
@@ -130,15 +132,172 @@ def test_another_layer_that_mixes_rows_is_named() -> None:
     assert found.reasons == ("Centred '2' mixes the rows of a batch: on micro-batches it computes something else",)
 
 
-def test_uneven_tokens() -> None:
+def uneven_tokens() -> tuple[Stages, nn.Module, Tensor, Tensor]:
     model, x = sequential()
-    target = torch.tensor([0, 1, -100, -100, 2, 3, 0, -100])
-    found = verify(split(model, 2), model, x, target, functional.cross_entropy)
+    return split(model, 2), model, x, torch.tensor([0, 1, -100, -100, 2, 3, 0, -100])
+
+
+def summed(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return functional.cross_entropy(output, target, reduction="sum"), (target != -100).sum()
+
+
+def with_metrics(output: Tensor, target: Tensor) -> dict[str, Any]:
+    right = (output.argmax(-1) == target).sum(), (target != -100).sum()
+    return {"loss": summed(output, target), "accuracy": right, "size": output.square().mean()}
+
+
+@pytest.mark.parametrize("fp64", [True, False])
+def test_a_mean_over_uneven_tokens_is_named(fp64: bool) -> None:
+    stages, model, x, target = uneven_tokens()
+    found = verify(stages, model, x, target, functional.cross_entropy, fp64=fp64)
     assert not found.exact
     assert found.by_microbatches
     assert "have 2, 3 of them (targets that are not -100)" in found.reasons[0]
+    assert found.reasons[0].endswith("Let loss_fn return (sum, count)")
     even = torch.tensor([0, 1, -100, -100, 2, 3, -100, -100])
-    assert verify(split(model, 2), model, x, even, functional.cross_entropy).exact
+    assert verify(stages, model, x, even, functional.cross_entropy, fp64=fp64).exact
+
+
+@pytest.mark.parametrize("loss_fn", [summed, with_metrics])
+@pytest.mark.parametrize("num_microbatches", [2, 3, 8, 10])  # 3: of 3, 3 and 2 rows; 10: two are padding
+def test_a_sum_with_its_count_is_exact_for_uneven_tokens(loss_fn: Any, num_microbatches: int) -> None:
+    stages, model, x, target = uneven_tokens()
+    found = verify(stages, model, x, target, loss_fn, num_microbatches=num_microbatches)
+    assert found.exact, found.to_text()
+    expected = functional.cross_entropy(model(x), target).item()  # over all tokens
+    assert found.comparisons[1].split_loss == pytest.approx(expected)
+
+
+def test_a_mean_over_rows_is_exact_for_uneven_rows() -> None:
+    model, x = sequential()
+    for num_microbatches in (3, 10):
+        found = verify(
+            split(model, 2), model, x, torch.randn(8, 4), functional.mse_loss, num_microbatches=num_microbatches
+        )
+        assert found.exact, found.to_text()
+
+
+def test_a_mean_beside_a_count_does_not_add_up() -> None:
+    stages, model, x, target = uneven_tokens()
+
+    def loss_fn(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return functional.cross_entropy(output, target), (target != -100).sum()
+
+    found = verify(stages, model, x, target, loss_fn)
+    assert found.by_microbatches
+    assert found.reasons[0].startswith("loss_fn's sums and counts do not add up"), found.to_text()
+
+
+class Gated(nn.Module):
+    """A layer with a loss of its own: a mean over rows, or the square of one."""
+
+    def __init__(self, with_count: bool, is_balance: bool = False) -> None:
+        super().__init__()
+        self.linear, self.gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.with_count, self.is_balance = with_count, is_balance
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x).sigmoid()
+        value = gate.mean(0).square().sum() if self.is_balance else 0.1 * gate.square().mean()
+        rota.add_loss(value, count=len(x) if self.with_count else None)
+        return x + self.linear(x) * gate
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.layer, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("with_count", [False, True])
+@pytest.mark.parametrize("num_microbatches", [2, 3, 10])
+def test_losses_that_modules_add(with_count: bool, num_microbatches: int) -> None:
+    model, x = sequential(Gated(with_count), Checkpointed(Gated(with_count)))
+    target = torch.tensor([0, 1, -100, -100, 2, 3, 0, -100]) if with_count else torch.arange(8) % 4
+    loss_fn: Any = with_metrics if with_count else functional.cross_entropy
+    found = verify(split(model, 3), model, x, target, loss_fn, num_microbatches=num_microbatches)
+    assert found.exact, found.to_text()
+    with rota.collect_losses() as added:
+        output = model(x)
+        if with_count:
+            total, count = summed(output, target)
+            expected = (total + added.weighted_total) / count
+        else:
+            expected = functional.cross_entropy(output, target) + added.total
+    assert found.comparisons[1].split_loss == pytest.approx(expected.item())
+
+
+@pytest.mark.parametrize("with_count", [False, True])
+def test_an_added_loss_that_mixes_rows_is_named(with_count: bool) -> None:
+    model, x = sequential(Gated(with_count, is_balance=True))
+    loss_fn: Any = summed if with_count else functional.cross_entropy
+    arguments = (split(model, 2), model, x, torch.arange(8) % 4, loss_fn)
+    found = verify(*arguments)
+    assert len(found.reasons) == 1
+    assert found.reasons[0].startswith("a loss that modules add by rota.add_loss is no mean over rows")
+    assert verify(*arguments, against="microbatches").exact
+
+
+def test_two_forms_of_losses_are_refused() -> None:
+    model, x = sequential(Gated(with_count=True))
+    with pytest.raises(PipelineError, match="add_loss was given a count, but loss_fn returns a mean"):
+        verify(split(model, 2), model, x, torch.arange(8) % 4, functional.cross_entropy)
+
+
+class Positions(nn.Module):
+    """Takes keyword arguments, one of which has one row for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(10, WIDTH), nn.Embedding(6, WIDTH)
+        self.cut, self.head = CutPoint(), nn.Linear(WIDTH, 10)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        return self.head(self.cut(self.tokens(input_ids) + self.places(position_ids)).tanh())
+
+
+def token_sum(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    labels = batch["labels"]
+    total = functional.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum")
+    return total, (labels != -100).sum()
+
+
+def tokens(rows: int) -> tuple[UserDict[str, Tensor], UserDict[str, Tensor]]:
+    ids = torch.randint(10, (rows, 6))
+    labels = ids.masked_fill(torch.arange(6) > torch.arange(rows)[:, None], -100)
+    return UserDict(input_ids=ids, position_ids=torch.arange(6)[None].flip(1)), UserDict(labels=labels)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 5, 8])
+def test_any_mapping_and_a_row_for_all(num_microbatches: int) -> None:
+    torch.manual_seed(0)
+    model = Positions()
+    batch, labels = tokens(5)
+    found = verify(split(model, 2), model, batch, labels, token_sum, num_microbatches=num_microbatches)
+    assert found.exact, found.to_text()
+
+
+def test_lists_of_micro_batches() -> None:
+    torch.manual_seed(0)
+    model = Positions()
+    batches, labels = (list(column) for column in zip(*map(tokens, (3, 1, 4)), strict=True))
+    found = verify(split(model, 2), model, batches, labels, token_sum, num_microbatches=3)
+    assert found.exact, found.to_text()
+    for batch, rows in zip(batches, (3, 1, 4), strict=True):  # each with a row of its own
+        batch["position_ids"] = torch.randint(6, (1, 6))
+        assert len(batch["input_ids"]) == rows
+    found = verify(split(model, 2), model, batches, labels, token_sum, num_microbatches=3)
+    assert found.exact, found.to_text()
+    batches[1], labels[1] = tokens(2)
+    batches[1] = UserDict({name: tensor[:, :4] for name, tensor in batches[1].items()})
+    labels[1] = UserDict(labels=labels[1]["labels"][:, :4])
+    with pytest.raises(PipelineError, match="make no batch for the unsplit model"):
+        verify(split(model, 2), model, batches, labels, token_sum, num_microbatches=3)
+    found = verify(split(model, 2), model, batches, labels, token_sum, num_microbatches=3, against="microbatches")
+    assert found.exact, found.to_text()
 
 
 def test_a_contrastive_loss() -> None:
@@ -302,10 +461,10 @@ def test_a_model_on_the_meta_device_gets_the_stages_weights() -> None:
     [
         ({}, "give verify a loss_fn"),
         ({"loss_fn": functional.mse_loss, "against": "rows"}, "'batch' or 'microbatches'"),
-        ({"loss_fn": functional.mse_loss, "num_microbatches": 3}, "do not divide into 3 micro-batches"),
+        ({"loss_fn": functional.mse_loss, "targets": None}, "got targets=None"),
     ],
 )
 def test_refusals(options: dict[str, Any], words: str) -> None:
     model, x = sequential()
     with pytest.raises(PipelineError, match=words):
-        verify(split(model, 2), model, x, torch.randn(8, 4), **options)
+        verify(split(model, 2), model, x, **{"targets": torch.randn(8, 4)} | options)

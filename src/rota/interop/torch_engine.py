@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import Dataset, DistributedSampler
 
 from rota.checking import check
 from rota.errors import LostRankError, PipelineError
@@ -97,6 +98,8 @@ class TorchEngine:
         self._modules = [
             StageModule(stages, stage, loss_fn, keep_outputs or not self._trains, self._begin) for stage in self._local
         ]
+        #: It runs one pipeline.
+        self.replica, self.num_replicas = 0, 1
         self._schedule: Any = None
         self._signature: object = None
         self._loss_scale = LossScale()
@@ -133,6 +136,24 @@ class TorchEngine:
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages, for this rank's optimizer."""
         return (parameter for _, parameter in self.named_parameters())
+
+    @property
+    def reads_inputs(self) -> bool:
+        """As in `Pipeline`."""
+        return self._inputs.reads_inputs
+
+    @property
+    def reads_targets(self) -> bool:
+        """As in `Pipeline`."""
+        return self._inputs.reads_targets
+
+    def sampler(
+        self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+    ) -> DistributedSampler[Any]:
+        """As in `Pipeline`, for one replica."""
+        return DistributedSampler(
+            dataset, self.num_replicas, self.replica, shuffle=shuffle, seed=seed, drop_last=drop_last
+        )
 
     # --- one step -------------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from rota.runtime.json_messages import all_gather_json
 from rota.runtime.launcher_files import digest
 from rota.runtime.meshes import Processes, pipelines_of
 from rota.runtime.microbatch_inputs import MicrobatchInputs
-from rota.runtime.microbatches import shares_of
+from rota.runtime.microbatches import Microbatches, shares_of
 from rota.runtime.precision import LossScale
 from rota.runtime.reducing.loss_counts import NUM_FLAGS as NUM_COUNT_FLAGS
 from rota.runtime.reducing.shared_weights import SharedWeight
@@ -247,15 +247,17 @@ class Agreement:
 
     def _compare(self, batch: Batch, checks: bool, call: Call) -> _Weights:
         """Learn what the others were given, and refuse what does not fit together. Collective."""
+        given_here = batch.given if self._inputs.reads_inputs else Microbatches([])
+        wanted_here = batch.wanted if self._inputs.reads_targets else Microbatches([])
         mine = GivenBatch(
             self._inputs.given(batch),
             [*batch.rows],
             [*batch.target_rows],
-            [*batch.given.sizes],
-            [*batch.wanted.sizes],
-            batch.given.num_rows if self._inputs.reads_inputs else 0,
-            batch.wanted.num_rows if self._inputs.reads_targets else 0,
-            batch.num_padding,
+            [*given_here.sizes],
+            [*wanted_here.sizes],
+            given_here.num_rows,
+            wanted_here.num_rows,
+            max(given_here.num_padding, wanted_here.num_padding),
             self._inputs.fingerprints(batch) if checks else {},
         )
         processes = self._processes
@@ -300,8 +302,8 @@ class GivenBatch(NamedTuple):
     """What a process was given.
 
     `inputs` it reads (see `MicrobatchInputs.given`); the rows of inputs and targets that it reads; `sizes` of all
-    micro-batches, where they were given or differ; the rows of whole batches that were split, and how many
-    micro-batches are padding.
+    micro-batches of inputs and targets, where a list was given or they differ; the rows of whole batches that were
+    split, and how many micro-batches are padding. All of it is empty for what the process does not read.
     """
 
     inputs: dict[str, list[str]]

@@ -96,9 +96,9 @@ def _of_loss_fn(whole: Outcome, parts: Outcome, given: list[Part], tolerance: fl
     one = whole.loss_without_added
     if any(loss.count is not None for loss in parts.losses):
         return (
-            f"loss_fn's sums and counts do not add up: the whole batch gives {_sum_and_count(whole)}, its micro-batches "
-            f"{_sum_and_count(parts)}. Let loss_fn return a sum over tokens, not a mean, and their number; or it "
-            f"compares the rows of a batch, as a contrastive loss does"
+            f"loss_fn's sums and counts do not add up: of the whole batch they are {_sum_and_count(whole)}, but of its "
+            f"micro-batches together {_sum_and_count(parts)}. Return a sum over tokens, not a mean, and their number. "
+            f"A loss that compares the rows of a batch, as a contrastive loss does, has no such sum"
         )
     for name, counts in _token_counts(given):
         shares = [count / sum(counts) for count in counts]

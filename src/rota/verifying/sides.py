@@ -103,6 +103,7 @@ class OneProcess:
         self._plan = gpipe(placement, num_microbatches)
         sinks: dict[int, tuple[int, ...]] = dict.fromkeys(stages.sinks, (0,))
         self._inputs = MicrobatchInputs(stages, self._plan, 0, sinks)
+        self._inputs.take(*batch, needs_targets=True)  # refuses what does not fit before anything runs
 
     def local_modules(self) -> Mapping[int, nn.Module]:
         """All."""

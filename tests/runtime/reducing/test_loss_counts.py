@@ -174,6 +174,19 @@ def test_two_ranks(pool: Pool) -> None:
     )
 
 
+def test_four_ranks(pool: Pool) -> None:
+    assert_exact(
+        pool,
+        {
+            "1f1b, tied": Case(tied(4), plan_for(4), rounds_of(14, 2, 1), clear=False),
+            "I and W": Case(chain(4), plan_for(4, "zb_h1", weight_us=1), rounds_of(14, 2, 1)),
+            "bidirectional": Case(
+                chain(4), chimera(bidirectional(Costs.uniform(4), Cluster.uniform(4)), N), rounds_of(14, 1, 2)
+            ),
+        },
+    )
+
+
 def test_random_orders(pool: Pool) -> None:
     cases = {}
     for seed in range(12):
