@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rota.profiling.known_numbers import KnownNumbers
+from rota.runtime.torch_internals import ITEM
 
 
 def test_numbers_that_follow_from_inputs_and_shapes() -> None:
@@ -32,3 +33,7 @@ def test_activations_random_numbers_and_what_was_written_to_are_unknown() -> Non
         mask.fill_(2)
         with pytest.raises(RuntimeError, match="meta"):
             int(mask[0])
+
+
+def test_the_operation_that_asks_for_a_number() -> None:
+    assert ITEM(torch.tensor(3)) == 3

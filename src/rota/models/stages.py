@@ -86,6 +86,10 @@ class Stages:
         #: The inputs that a batch may have; None: any. What an example did not show, no stage would read.
         self.known_inputs: frozenset[str] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the unsplit model, which may be of a class that cannot be pickled, as its stages can."""
+        return {**vars(self), "unsplit": None}
+
     def __len__(self) -> int:
         return len(self.modules)
 

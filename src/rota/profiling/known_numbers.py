@@ -8,7 +8,13 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from rota.runtime.messages import over_tensors
-from rota.runtime.torch_internals import TorchDispatchMode, over_tensors_anywhere, tensors_anywhere, writes_to_arguments
+from rota.runtime.torch_internals import (
+    ITEM,
+    TorchDispatchMode,
+    over_tensors_anywhere,
+    tensors_anywhere,
+    writes_to_arguments,
+)
 
 _MOST_NUMBERS = 1_000_000  # of a tensor: whole masks are not needed
 
@@ -35,7 +41,7 @@ class KnownNumbers(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         read = [*tensors_anywhere((args, kwargs))]
-        if func is torch.ops.aten._local_scalar_dense.default and read[0] in self._known:
+        if func is ITEM and read[0] in self._known:
             return self._known[read[0]].item()
         made = func(*args, **kwargs)
         if writes_to_arguments(func):

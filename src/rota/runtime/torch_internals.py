@@ -273,6 +273,8 @@ FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
 FLASH_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
 FLASH_ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_ATTENTION_ON_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+#: What asks a tensor for its number.
+ITEM = torch.ops.aten._local_scalar_dense.default
 EFFICIENT_ATTENTION = torch.ops.aten._scaled_dot_product_efficient_attention
 
 # --- process groups, DDP and FSDP -------------------------------------------------------------------------------------

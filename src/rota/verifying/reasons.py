@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from rota.runtime.messages import items
 from rota.verifying.comparing import compare_outputs, relative
@@ -20,6 +19,7 @@ from rota.verifying.unsplit import Outcome, Part, Unsplit
 _EQUAL = 100 * EXACT  # sums of many numbers
 _IGNORED = -100  # by PyTorch's cross entropy
 _MOST = 3  # of what is listed
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 # --- the batch: the unsplit model itself differs when it is run by micro-batches --------------------------------------
@@ -67,7 +67,7 @@ def _changes(here: list[float] | None, there: list[float] | None) -> bool:
 
 
 def _of_module(name: str, module: nn.Module) -> str:
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, _BATCH_NORMS):
         return (
             f"{type(module).__name__} {name!r} takes its statistics over the rows of a micro-batch, not of the batch, "
             f"as in any accumulation of gradients. Put it in eval(), use GroupNorm or LayerNorm, or compare with "
