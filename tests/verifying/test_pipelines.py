@@ -15,7 +15,7 @@ import rota
 from rota import Pipeline, Verification, bidirectional, place, split, verify
 from rota.schedules import NAMED
 from support.pool import Pool
-from verifying.test_verify import WIDTH, Tied, sequential, sliding
+from verifying.test_verify import WIDTH, Gated, Tied, sequential, sliding, summed, with_metrics
 
 pytestmark = pytest.mark.dist
 
@@ -161,3 +161,45 @@ def failing(rank: int) -> str:
 
 def test_an_error_on_the_first_process_reaches_all(pool: Pool) -> None:
     assert all("matching the unsplit model" in words for words in pool.run(2, failing))
+
+
+def with_uneven_replicas(rank: int, loss_fn: Any) -> tuple[Verification, float, dict[str, float], float]:
+    """Replicas of 3 and 5 rows, in 4 micro-batches; also what a step makes of them, and the loss of all rows."""
+    torch.manual_seed(0)
+    model, x = sequential(*([Gated(with_count=True)] if loss_fn is with_metrics else []))
+    target = torch.tensor([0, 1, -100, -100, 2, 3, 0, -100]) if loss_fn is with_metrics else torch.arange(8) % 4
+    plan = NAMED["1f1b"](place(rota.Costs.uniform(2, 10, 20), rota.Cluster.uniform(2)), 4)
+    with Pipeline(split(model, 2), plan, loss_fn, mesh=rota.mesh(pp=2, dp=2)) as pipeline:
+        rows = slice(0, 3) if pipeline.replica == 0 else slice(3, 8)
+        found = verify(pipeline, model, x[rows], target[rows])
+        metrics = pipeline.metrics
+        loss = pipeline.step(x[rows], target[rows])
+    with rota.collect_losses() as added:
+        output = model(x)
+    total, count = summed(output, target)
+    of_all = (total + added.weighted_total) / count if loss_fn is with_metrics else total / count
+    return found, loss, metrics, of_all.item()
+
+
+def test_replicas_with_unequal_rows_need_a_count(pool: Pool) -> None:
+    for found, loss, metrics, of_all in pool.run(4, with_uneven_replicas, with_metrics):
+        assert found.exact, found.to_text()
+        assert loss == pytest.approx(of_all)
+        assert found.comparisons[1].loss == pytest.approx(of_all)
+        assert metrics == {}  # as before the step
+    for found, loss, _, of_all in pool.run(4, with_uneven_replicas, functional.cross_entropy):
+        assert loss != pytest.approx(of_all)
+        assert found.by_microbatches
+        assert found.reasons[0].endswith("Let loss_fn return (sum, count)"), found.to_text()
+
+
+def padded_outputs(rank: int) -> list[int]:
+    model, x = sequential()
+    plan = NAMED["1f1b"](place(rota.Costs.uniform(2, 10, 20), rota.Cluster.uniform(2)), 4)
+    with Pipeline(split(model, 2), plan, functional.mse_loss, keep_outputs=True) as pipeline:
+        pipeline.step(x[:3], torch.zeros(3, 4))
+        return [*pipeline.outputs]
+
+
+def test_padding_has_no_outputs(pool: Pool) -> None:
+    assert pool.run(2, padded_outputs) == [[], [0, 1, 2]]

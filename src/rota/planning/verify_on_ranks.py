@@ -19,8 +19,8 @@ from rota.models import Stages, split
 from rota.plan import Plan
 from rota.planning.model_file import ModelFile, load_model_file
 from rota.runtime import Pipeline, given_plan, local_stages, materialize, mesh
-from rota.runtime.launching.run_folder import run_folder
 from rota.runtime.launching.launch import launch
+from rota.runtime.launching.run_folder import run_folder
 from rota.verifying import Verification, verify
 
 
