@@ -212,6 +212,9 @@ def test_a_reference_to_a_storage_expires_with_it() -> None:
 def test_tensors_are_found_in_any_container() -> None:
     given = {"a": [torch.ones(1), 2], "b": (torch.ones(2), None)}
     assert [len(tensor) for tensor in torch_internals.tensors_anywhere(given)] == [1, 2]
+    sizes = torch_internals.over_tensors_anywhere(len, given)
+    assert [*torch_internals.tensors_anywhere(sizes)] == []
+    assert str(sizes).count("1") >= 1
 
 
 def test_operations_that_write_are_known() -> None:

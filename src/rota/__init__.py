@@ -45,6 +45,7 @@ _HOMES = {
     "rota.runtime": ("Pipeline", "deferred_init", "given_plan", "local_stages", "materialize", "mesh", "spmd"),
     "rota.runtime.pretrained": ("load_pretrained",),
     "rota.runtime.checkpoints": ("Checkpoints",),
+    "rota.verifying": ("Verification", "verify"),
     "rota.planning": ("Machine", "autoplan"),
     "rota.planning.rehearsal": ("Rehearsal", "rehearse"),
     "rota.drawing": ("draw",),
@@ -125,6 +126,8 @@ if TYPE_CHECKING:
     from rota.tasks import Task as Task
     from rota.timeline import Span as Span
     from rota.timeline import Timeline as Timeline
+    from rota.verifying import Verification as Verification
+    from rota.verifying import verify as verify
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten as tree_flatten
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 # --- autograd's graph -------------------------------------------------------------------------------------------------
@@ -213,6 +213,11 @@ def tensors_anywhere(value: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_iter(value) if isinstance(leaf, torch.Tensor))
 
 
+def over_tensors_anywhere(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """The value with each tensor in it changed, as `tensors_anywhere` finds them. Relies on `torch.utils._pytree`."""
+    return tree_map(lambda leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
 def writes_to_arguments(operation: Any) -> bool:
     """Whether an ATen operation, as a dispatch mode gets it, writes in place. Relies on `OpOverload._schema`."""
     return bool(operation._schema.is_mutable)
@@ -297,6 +302,8 @@ FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
 FLASH_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
 FLASH_ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_ATTENTION_ON_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+#: What asks a tensor for its number.
+ITEM = torch.ops.aten._local_scalar_dense.default
 EFFICIENT_ATTENTION = torch.ops.aten._scaled_dot_product_efficient_attention
 
 # --- process groups, DDP and FSDP -------------------------------------------------------------------------------------

@@ -191,3 +191,68 @@ def test_links_as_people_write_them(text: str, link: tuple[int, int | None]) -> 
 def test_no_links(text: str) -> None:
     with pytest.raises(ValueError, match=r"not a (link|size)"):
         parse_link(text)
+
+
+BY_HAND = """
+import torch
+from torch import nn
+import rota
+
+class Embed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x))
+        return {"left": y, "all": y}
+
+class Add(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, left, right):
+        return self.linear(left) + right
+
+def make_model():
+    torch.manual_seed(0)
+    layers = [Embed(), nn.Linear(16, 16), nn.Linear(16, 16), Add()]
+    return rota.Stages(layers, [(0, 1, "left"), (1, 2), (2, 3), (0, 3, "all")])
+
+def make_batch(rows):
+    return torch.ones(rows, 16), torch.ones(rows, 16)
+
+loss_fn = nn.functional.mse_loss
+"""
+
+TRAIN = """
+import torch
+import rota
+from model import loss_fn, make_batch, make_model
+
+plan = rota.given_plan()
+stages = rota.split(make_model(), plan.num_stages, plan.cuts)
+with rota.Pipeline(stages, plan, loss_fn, mesh=rota.mesh()) as pipeline:
+    rows = plan.num_microbatches * plan.usage.microbatch_rows
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        print("loss", pipeline.step(*make_batch(rows)), flush=True)
+        optimizer.step()
+"""
+
+
+@pytest.mark.dist
+def test_stages_made_by_hand_are_planned_and_trained(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model, script, output = tmp_path / "model.py", tmp_path / "train.py", tmp_path / "plan.json"
+    model.write_text(BY_HAND)
+    script.write_text(TRAIN)
+    given = [str(model), "--ranks", "2", "--pipeline", "2", "--batch", "8", "--rows", "2", "--time-limit", "20"]
+    assert main(["autoplan", *given, "-o", str(output)]) == 0
+    plan = rota.Plan.from_json(output.read_text())
+    assert plan.num_ranks == 2
+    assert len(plan.cuts) == plan.num_stages - 1
+    assert {*plan.cuts} <= {"1", "2", "3"}
+    assert main(["run", str(output), str(script)]) == 0
+    assert capfd.readouterr().out.count("loss") == 4

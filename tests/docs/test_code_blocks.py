@@ -146,3 +146,11 @@ def test_every_picture_is_there() -> None:
     for page in [DOCS.parent / "README.md", *DOCS.glob("*.md")]:
         for picture in re.findall(r"!\[[^]]*\]\(([^)]*)\)", page.read_text()):
             assert (page.parent / picture).is_file(), f"{page.name}: {picture}"
+
+
+def test_the_verification_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    space: dict[str, object] = {"__name__": "example"}
+    run("verify.md", 0, space)
+    assert capsys.readouterr().out.startswith("exact\n")
+    run("verify.md", 1, space)
+    assert capsys.readouterr().out.startswith("BatchNorm1d '1' takes its statistics over the rows of a micro-batch")

@@ -29,6 +29,7 @@ from rota.planning.layouts import Layout, layouts
 from rota.planning.reasons import parts_of, why_slower
 from rota.schedules import FAMILIES, NAMED
 from rota.simulation import simulate
+from rota.stopping import Stopped
 
 LONG_S = 10_000  # no test waits for the clock
 
@@ -391,3 +392,14 @@ def test_what_was_not_looked_at_is_not_said_not_to_fit(monkeypatch: pytest.Monke
     monkeypatch.setattr("rota.planning.deadline.Deadline.left_s", property(lambda deadline: 0.0))
     with pytest.raises(SearchError, match=r"found no plan|layouts not looked at: give a longer --time-limit"):
         autoplan({1: layer_costs(1, kept=20)}, Machine(4, 30), 8, time_limit_s=1)
+
+
+def test_a_search_of_orders_that_the_clock_ends_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def search_finalists(_: object) -> None:
+        raise Stopped
+
+    monkeypatch.setattr("rota.planning.autoplanning.search_finalists", search_finalists)
+    profiles = {1: layer_costs(1, (10,) * 4)}
+    assert autoplan(profiles, Machine(2), 4).plan.num_ranks <= 2
+    with pytest.raises(SearchError, match="found nothing that fits"):
+        autoplan({1: layer_costs(1, (10,) * 4, parameters=1000)}, Machine(2, limit_bytes=1), 4)

@@ -145,6 +145,14 @@ def add_force(parser: Parser) -> None:
     parser.add_argument("--force", action="store_true", help="overwrite existing files")
 
 
+def add_model_options(parser: Parser) -> None:
+    """--cuts and --length."""
+    help_text = "where a model without CutPoints may be cut, such as 'transformer.h.*' (default: before its blocks)"
+    parser.add_argument("--cuts", type=lambda text: text.split(","), metavar="PATTERN,…", help=help_text)
+    help_text = "tokens per row, where MODEL.py makes no batch (default: 1024, or as many as the model takes)"
+    parser.add_argument("--length", type=number(1), metavar="N", help=help_text)
+
+
 def add_cores(parser: Parser) -> None:
     """--cores."""
     parser.add_argument("--cores", type=number(1), help="of the one machine that all ranks share (default: enough)")

@@ -14,6 +14,7 @@ from torch import nn
 
 from rota.errors import SplitError
 from rota.models.cutpoint import find_cut_points
+from rota.models.grouping import grouped
 from rota.models.stages import Stages
 from rota.models.traced_stages import cut_trace
 from rota.models.tracer import BY_HAND
@@ -24,7 +25,12 @@ Cuts: TypeAlias = Iterable[int | str]
 
 
 def split(
-    model: nn.Module, num_stages: int, cuts: Cuts | None = None, *, example: Any = None, direct_skips: bool = False
+    model: nn.Module | Stages,
+    num_stages: int,
+    cuts: Cuts | None = None,
+    *,
+    example: Any = None,
+    direct_skips: bool = False,
 ) -> Stages:
     """Cut `model` into stages that together do what it does, with its own parameters.
 
@@ -36,12 +42,13 @@ def split(
     have that input.
 
     Args:
-        model: The model, in training mode if it is to be trained.
+        model: The model, in training mode if it is to be trained. Or stages made by hand, of which neighbours become
+            one; what is `weight` in stage 3 is `3.weight` then.
         num_stages: The number of stages, 1 or more.
         cuts: The CutPoints to cut at, by number in call order or by attribute path (`"cutpoints[2]"`), or the children
-            of an `nn.Sequential` to cut before. For any other model the modules to cut before, by path
-            (`"model.layers.4"`), or patterns of modules that a stage may begin with (`"model.layers.*"`). None: spread
-            so that no stage has two pieces more than another.
+            of an `nn.Sequential`, or the stages made by hand, to cut before. For any other model the modules to cut
+            before, by path (`"model.layers.4"`), or patterns of modules that a stage may begin with
+            (`"model.layers.*"`). None: spread so that no stage has two pieces more than another.
         example: For a model without CutPoints: a batch, as a dict of its keyword arguments, or as a tuple.
         direct_skips: With an example: what a stage needs of one that is not right before it travels directly. By
             default it passes through the stages between, which are a chain then, as most named schedules require.
@@ -54,6 +61,14 @@ def split(
     """
     if num_stages < 1:
         raise SplitError(f"num_stages is {num_stages}: give at least 1")
+    if isinstance(model, Stages):
+        return _split_stages(model, num_stages, cuts)
+    stages = _split_model(model, num_stages, cuts, example, direct_skips)
+    stages.unsplit = model
+    return stages
+
+
+def _split_model(model: nn.Module, num_stages: int, cuts: Cuts | None, example: Any, direct_skips: bool) -> Stages:
     if is_marked(model) or (num_stages == 1 and example is None):
         return _split_marked(model, num_stages, cuts)
     if hasattr(model, "_orig_mod"):
@@ -65,10 +80,11 @@ def split(
     return candidates.split(_chosen_calls(candidates, num_stages, cuts), relay=not direct_skips)
 
 
-def finest(model: nn.Module, example: Any = None) -> tuple[Stages, tuple[str, ...]]:
+def finest(model: nn.Module, example: Any = None, cuts: Cuts | None = None) -> tuple[Stages, tuple[str, ...]]:
     """`model` cut wherever `split` can cut it, and the names of these cuts, as `split` takes them, in order.
 
-    One stage, and no names, where it cannot be cut at all.
+    One stage, and no names, where it cannot be cut at all. `example` and `cuts`: as `split` takes them, for models
+    without CutPoints.
     """
     names: list[str] = []
     if find_cut_points(model):
@@ -76,7 +92,7 @@ def finest(model: nn.Module, example: Any = None) -> tuple[Stages, tuple[str, ..
     elif is_marked(model):
         names = [*model._modules][1:]
     elif example is not None:
-        candidates = Candidates(model, None, as_inputs(model, example))
+        candidates = Candidates(model, cuts, as_inputs(model, example))
         calls = candidates.possible()
         return candidates.split([*calls]), tuple(calls.values())
     return split(model, len(names) + 1, names), tuple(names)
@@ -135,6 +151,15 @@ def _split_marked(model: nn.Module, num_stages: int, cuts: Cuts | None) -> Stage
         return stages
     assert isinstance(model, nn.Sequential)
     return _split_sequential(model, num_stages, cuts, tuple(signature))
+
+
+def _split_stages(stages: Stages, num_stages: int, cuts: Cuts | None) -> Stages:
+    """Runs of stages made by hand, cut before some of them."""
+    possible = {stage: str(stage) for stage in range(1, len(stages))}
+    chosen = _choose(num_stages, cuts, possible, "stage but the first")
+    found = grouped(stages, [0, *chosen, len(stages)])
+    found.cuts = tuple(possible[stage] for stage in chosen)
+    return found
 
 
 def _split_sequential(model: nn.Sequential, num_stages: int, cuts: Cuts | None, names: tuple[str, ...]) -> Stages:

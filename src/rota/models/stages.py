@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
 from torch import nn
@@ -79,10 +79,16 @@ class Stages:
         self.num_components = 1
         #: The names of the cuts that `split` made; None for stages made by hand.
         self.cuts: tuple[str, ...] | None = None
+        #: The model that these stages are, or a function that makes it, to verify them by; `split` sets it.
+        self.unsplit: nn.Module | Callable[[], nn.Module] | None = None
         #: What each cut sends for the example that `split` got; empty for stages that were made without one.
         self.carried: tuple[Carried, ...] = ()
         #: The inputs that a batch may have; None: any. What an example did not show, no stage would read.
         self.known_inputs: frozenset[str] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the unsplit model, which may be of a class that cannot be pickled, as its stages can."""
+        return {**vars(self), "unsplit": None}
 
     def __len__(self) -> int:
         return len(self.modules)
@@ -151,6 +157,7 @@ class Stages:
 
     def _known_as(self, other: Stages) -> Stages:
         self.cuts, self.carried, self.known_inputs = other.cuts, other.carried, other.known_inputs
+        self.unsplit = other.unsplit
         if other._names is not None:
             self._names = other._names * (len(self) // len(other))
         return self

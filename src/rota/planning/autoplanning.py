@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from rota.checking import check
@@ -17,7 +18,7 @@ from rota.planning.finalists import search_finalists
 from rota.planning.layouts import cuts
 from rota.planning.machine import Machine
 from rota.planning.sweep import Sweep
-from rota.stopping import ended_by_ctrl_c, watched
+from rota.stopping import Stopped, ended_by_ctrl_c, watched
 from rota.units import size_text
 
 
@@ -73,7 +74,8 @@ def autoplan(
     deadline = Deadline(time_limit_s, progress)
     sweep = Sweep(request, deadline)
     with ended_by_ctrl_c(deadline):
-        with watched(lambda: deadline.left_s <= 0):
+        # A search of orders that finds nothing in time may still look at the clock while it says why.
+        with watched(lambda: deadline.left_s <= 0), suppress(Stopped):
             sweep.run()
             search_finalists(sweep)
         best = sweep.best

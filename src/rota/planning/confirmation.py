@@ -12,7 +12,7 @@ from torch import nn
 
 from rota.checking import check
 from rota.errors import PlanError, SearchError
-from rota.models import split
+from rota.models import Stages, split
 from rota.planning.answer import Answer, Confirmed
 from rota.planning.evaluation import Found
 from rota.planning.layout_bounds import placement_bound_us
@@ -27,7 +27,7 @@ MakeBatch = Callable[[int], tuple[Any, Any]]
 
 def confirm(
     answer: Answer,
-    model: nn.Module,
+    model: nn.Module | Stages,
     make_batch: MakeBatch,
     loss_fn: LossFn | None,
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
@@ -40,7 +40,7 @@ def confirm(
 
     Args:
         answer: What `autoplan` found.
-        model: The model, on the CPU.
+        model: The model, or its stages made by hand, on the CPU.
         make_batch: Makes inputs and targets of one micro-batch, given its rows.
         loss_fn: Makes the loss of an output and a target; None: no loss.
         make_optimizer: Makes an optimizer of a list of parameters; None: no optimizer.
@@ -88,20 +88,21 @@ def confirm(
 
 def _measured(
     found: Found,
-    model: nn.Module,
+    model: nn.Module | Stages,
     make_batch: MakeBatch,
     loss_fn: LossFn | None,
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None,
 ) -> Found:
     """The same orders on a placement with the stages' own measured costs."""
     candidate, layout = found.candidate, found.candidate.layout
-    batch = *make_batch(layout.rows), loss_fn
-    stages = split(model, layout.num_stages, candidate.usage.cuts, example=batch[0])
+    inputs, target = make_batch(layout.rows)
+    stages = split(model, layout.num_stages, candidate.usage.cuts, example=inputs)
     how: dict[str, Any] = {
         "split_backward": candidate.splits_backward,
         "recompute": candidate.recomputed,
         "optimizer": make_optimizer,
     }
+    batch = inputs, target, loss_fn
     if layout.num_ranks <= len(os.sched_getaffinity(0)) and layout.shape != "bidirectional":
         costs = profile(stages, *batch, ranks=layout.ranks, **how)
     else:  # they will run on other machines: on this one they would share cores

@@ -19,6 +19,8 @@ from torch import nn
 
 from rota import reading
 from rota.errors import FormatError
+from rota.models import Stages
+from rota.planning import hf_models
 from rota.profiles import Profile
 from rota.profiling import profile_model
 from rota.profiling.optimizers import MakeOptimizer
@@ -29,7 +31,7 @@ _REAL = ("cpu", "cuda")  # devices that compute
 
 EXAMPLE = """\
     def make_model():
-        return GPT()                                   # with CutPoints, or an nn.Sequential
+        return GPT()                                   # with CutPoints, an nn.Sequential, or rota.Stages
 
     def make_batch(rows):
         return inputs, targets                         # one micro-batch of that many rows
@@ -47,20 +49,61 @@ class ModelFile:
     """What a MODEL.py defines."""
 
     path: str
-    make_model: Callable[[], nn.Module]
+    make_model: Callable[[], nn.Module | Stages]
     make_batch: Callable[[int], tuple[Any, Any]]
     loss_fn: LossFn
     make_optimizer: MakeOptimizer | None = None
+    make_unsplit: Callable[[], nn.Module] | None = None
+
+    def made_model(self) -> nn.Module | Stages:
+        """What make_model returns. Raises FormatError if it fails, or returns something else."""
+        model = _made(self, "make_model", self.make_model)
+        if not isinstance(model, nn.Module | Stages):
+            raise FormatError(
+                f"{self.path}: make_model returned a {type(model).__name__}; return an nn.Module, or rota.Stages"
+            )
+        return model
+
+    def made_batch(self, rows: int) -> tuple[Any, Any]:
+        """Inputs and targets of that many rows. Raises FormatError if make_batch fails, or returns something else."""
+        made = _made(self, f"make_batch({rows})", lambda: self.make_batch(rows))
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise FormatError(f"{self.path}: make_batch({rows}) returned no pair; return (inputs, targets)")
+        return made
 
 
-def load_model_file(path: str) -> ModelFile:
-    """Run the file, as `python path` would, but under another name. Raises FormatError for what it lacks."""
+def load_model_file(path: str, length: int | None = None) -> ModelFile:
+    """The file, run as `python path` would, but under another name; or what `hf:config.json` describes.
+
+    Args:
+        path: The file, or "hf:" and the path of a config of transformers.
+        length: Tokens per row of the batches that are made where the file does not make them.
+
+    Raises:
+        FormatError: It lacks something, or fails.
+    """
+    if path.startswith(hf_models.PREFIX):
+        model = hf_models.read_config(path)
+        batches = hf_models.batches_of(model.config, length, model.path)
+        return ModelFile(path, model.make_model, batches, hf_models.own_loss)
+    reading.read_text(path)
     module = _module(path)
+    if not hasattr(module, "make_batch") and callable(getattr(module, "make_model", None)):
+        _give_batches(module, path, length)
     for name in ("make_model", "make_batch", "loss_fn"):
         if not callable(getattr(module, name, None)):
             raise FormatError(f"{path} defines no function {name}; it needs:\n{EXAMPLE}")
-    optimizer = getattr(module, "make_optimizer", None)
-    return ModelFile(path, module.make_model, module.make_batch, module.loss_fn, optimizer)
+    optional = (getattr(module, name, None) for name in ("make_optimizer", "make_unsplit"))
+    return ModelFile(path, module.make_model, module.make_batch, module.loss_fn, *optional)
+
+
+def _give_batches(module: ModuleType, path: str, length: int | None) -> None:
+    """Random tokens, and the model's own loss, if the file makes a model of transformers."""
+    with torch.device("meta"):
+        config = getattr(module.make_model(), "config", None)
+    if config is not None and hasattr(config, "model_type"):
+        vars(module)["make_batch"] = hf_models.batches_of(config, length, path)
+        vars(module).setdefault("loss_fn", hf_models.own_loss)
 
 
 def _module(path: str) -> ModuleType:
@@ -87,6 +130,7 @@ def profile_file(
     report: Callable[[str], None] = lambda _: None,
     cache: str | Path | None = None,
     refresh: bool = False,
+    cuts: Iterable[str] | None = None,
 ) -> Profile:
     """Costs of the model's layers for micro-batches of `rows` rows.
 
@@ -95,16 +139,13 @@ def profile_file(
     """
     measured = device is None or device in _REAL
     with torch.device("meta" if not measured else device or "cpu"):
-        model = _made(file, "make_model", file.make_model)
-    if not isinstance(model, nn.Module):
-        raise FormatError(f"{file.path}: make_model returned a {type(model).__name__}; return an nn.Module")
+        model = file.made_model()
     if measured and device is not None:
-        model = model.to(device)
+        for module in model.modules if isinstance(model, Stages) else (model,):
+            module.to(device)
 
     def make_batch(count: int) -> tuple[Any, Any]:
-        made = _made(file, f"make_batch({count})", lambda: file.make_batch(count))
-        if not isinstance(made, tuple) or len(made) != 2:
-            raise FormatError(f"{file.path}: make_batch({count}) returned no pair; return (inputs, targets)")
+        made = file.made_batch(count)
         return over_tensors(lambda tensor: tensor.to(device), made) if measured and device else made
 
     return profile_model(
@@ -118,6 +159,7 @@ def profile_file(
         report=report,
         cache=cache,
         refresh=refresh,
+        cuts=cuts,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,11 +18,11 @@ from rota.models.randomness import random_state_kept
 from rota.profiling.clocks import Clock, CudaClock, Laps, Run, WallClock, timed
 from rota.profiling.devices import DeviceModel
 from rota.profiling.kept_storages import KeptStorages, Name, kept_storages_of, place_of
+from rota.profiling.known_numbers import KnownNumbers
 from rota.profiling.optimizers import MakeOptimizer, OptimizerCosts, optimizer_costs
 from rota.profiling.peak_memory import peaks
 from rota.profiling.roofline import Kernels, Roofline
 from rota.profiling.stage_run import Given, StageRun, num_bytes, tensors_of
-from rota.runtime.messages import over_tensors
 from rota.torch_internals import StorageReference
 
 _RUN_NS = 5_000_000  # of one measurement: long compared with the clock's resolution; no other rank shares the core
@@ -61,12 +61,13 @@ def measure_layers(given: Given, how: HowTo) -> Iterator[Layer]:
     Raises PipelineError if a layer fails, with its number and contents.
     """
     stages = given.stages
+    known = KnownNumbers()
     if how.device is not None:
-        given = given._replace(batch=_on_meta(given.batch), target=_on_meta(given.target))
+        given = given._replace(batch=known.on_meta(given.batch), target=known.on_meta(given.target))
     outputs: dict[int, Any] = {}
     last_reader = {edge.source: max(e.target for e in stages.outgoing(edge.source)) for edge in stages.edges}
     names: list[StorageReference] = []  # addresses that are names must not be used again
-    with _set_up(stages, how) as clock:
+    with _set_up(stages, how) as clock, known if how.device is not None else nullcontext():
         for layer in range(len(stages)):
             with _named_in_errors(stages, layer):
                 received = [edge.take(outputs[edge.source]) for edge in stages.incoming(layer)]
@@ -163,7 +164,3 @@ def _changed_buffers(one: StageRun, module: nn.Module) -> dict[str, torch.Tensor
     before = {name: buffer.clone() for name, buffer in buffers.items()}
     one.run(lambda: None)
     return {name: old for name, old in before.items() if not torch.equal(old, buffers[name])}
-
-
-def _on_meta(value: Any) -> Any:
-    return over_tensors(lambda tensor: tensor.to("meta"), value)

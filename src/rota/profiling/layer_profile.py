@@ -15,6 +15,7 @@ from rota.layers import LayerCosts
 from rota.models import Stages, finest, is_marked
 from rota.profiles import Profile
 from rota.profiling.devices import DeviceModel, device_named
+from rota.profiling.known_numbers import KnownNumbers
 from rota.profiling.layer_costs import costs_of
 from rota.profiling.layer_measurement import HowTo, Layer, called, measure_layers
 from rota.profiling.optimizers import MakeOptimizer
@@ -92,6 +93,7 @@ def profile_model(
     report: Report = lambda _: None,
     cache: str | Path | None = None,
     refresh: bool = False,
+    cuts: Iterable[str] | None = None,
 ) -> Profile:
     """Measure or estimate the costs of each layer for micro-batches of several sizes.
 
@@ -106,6 +108,7 @@ def profile_model(
         report: As in `profile_layers`.
         cache: As in `profile_layers`.
         refresh: As in `profile_layers`.
+        cuts: Where a model without CutPoints may be cut, as `rota.split` takes them; None: before any of its blocks.
 
     Returns:
         The layers' costs, by number of rows.
@@ -114,10 +117,7 @@ def profile_model(
         PipelineError: As in `profile_layers`, and for a batch with another number of rows.
     """
     sizes = sorted({*rows})
-    if isinstance(model, Stages):
-        stages, cuts = model, tuple(map(str, range(1, len(model))))
-    else:
-        stages, cuts = finest(model, None if is_marked(model) or not sizes else make_batch(sizes[0])[0])
+    stages, names = _layers(model, sizes, make_batch, cuts, device)
     _refuse(stages, device)
     how = HowTo(repeats, None if device is None else device_named(device), optimizer)
     where = place_name(stages, how.device)
@@ -137,8 +137,28 @@ def profile_model(
             report(f"{called(stages, len(layers))}: {times}")
             layers.append(measured)
         note = f"estimated for {where}" if how.device else f"measured on {where}, one layer after another"
-        cached.add(costs_of(stages, layers, cuts, count, note), inputs)
+        cached.add(costs_of(stages, layers, names, count, note), inputs)
     return cached.profile
+
+
+def _layers(
+    model: nn.Module | Stages,
+    sizes: list[int],
+    make_batch: Callable[[int], tuple[Any, Any]],
+    cuts: Iterable[str] | None,
+    device: str | None,
+) -> tuple[Stages, tuple[str, ...]]:
+    """The model cut wherever it can be cut, and the names of these cuts; a batch shows where an unmodified one can."""
+    if isinstance(model, Stages):
+        return model, tuple(map(str, range(1, len(model))))
+    if is_marked(model) or not sizes:
+        return finest(model)
+    example, _ = make_batch(sizes[0])
+    if device is None:
+        return finest(model, example, cuts)
+    known = KnownNumbers()
+    with known:
+        return finest(model, known.on_meta(example), cuts)
 
 
 def num_rows(batch: Any) -> int:

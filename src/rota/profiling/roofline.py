@@ -109,7 +109,10 @@ class Kernels(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Any:
         """Attention in one kernel; None if no such kernel supports these arguments."""
-        plain = query.dim() == 4 and query.shape[-1] == value.shape[-1] and not enable_gqa
+        plain = query.dim() == 4 and query.shape[-1] == value.shape[-1]
+        is_half = query.dtype in (torch.float16, torch.bfloat16)
+        if enable_gqa and not (self._is_gpu and attn_mask is None and is_half):  # flash attention alone shares heads
+            return None
         if not plain or (attn_mask is not None and attn_mask.requires_grad):
             return None
         if not self._is_gpu:
@@ -117,7 +120,7 @@ class Kernels(TorchFunctionMode):
             if not fits:
                 return None
             return FLASH_ATTENTION_ON_CPU(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
-        if attn_mask is None and query.dtype in (torch.float16, torch.bfloat16):
+        if attn_mask is None and is_half:
             return FLASH_ATTENTION(query, key, value, dropout_p, is_causal, scale=scale)[0]
         if attn_mask is not None:
             attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])

@@ -215,7 +215,7 @@ class Compute:
         if stage in self._sinks:
             if self._loss_fn is not None and (targets := batch.targets[m]) is not None:
                 self._take_loss(kept, m, *loss_of(self._loss_fn, output, targets))
-            if self.keep_outputs:
+            if self.keep_outputs and not batch.is_padding(m):
                 self.outputs[m] = hand_over(output)
         if added.losses:
             self._take_added(kept, stage, m, added.losses)

@@ -165,19 +165,7 @@ class StepLosses:
         Raises:
             PipelineError: on all ranks, if losses with and without counts are mixed, or all counts are 0.
         """
-        mine = [0.0] * (_NEW_NAMES + 1)
-        for m in counted:
-            loss = losses.get(m)
-            if loss is None:
-                mine[_MEANS] = math.nan
-            elif loss.count is None:
-                mine[_MEANS] += shares[m] * loss.value
-                mine[_HAVE_MEAN] += 1
-            else:
-                mine[_SUMS] += loss.value
-                mine[_COUNTS] += loss.count
-                mine[_HAVE_COUNT] += 1
-        self._add_added(mine, added, shares)
+        mine = _tally(losses, counted, {key: of for key, of in added.items() if key[0] in self._stages}, shares)
         mine[_STOPS] = asks_to_stop
         metrics = _metrics(losses, counted, shares)
         mine[_NEW_NAMES] = not {*metrics} <= {*self._names}
@@ -189,19 +177,8 @@ class StepLosses:
         of_metrics = dict(zip(self._names, pairs, strict=True))
         if totals[_NEW_NAMES]:
             of_metrics = self._learn_names(metrics, everyone)
-        return self._step_loss(totals, of_metrics), totals[_STOPS] > 0
-
-    def _add_added(
-        self, mine: list[float], added: Mapping[tuple[int, int], list[Weighed]], shares: list[float]
-    ) -> None:
-        for (stage, m), losses in added.items():
-            for loss in losses if stage in self._stages else ():
-                if loss.count is None:
-                    mine[_ADDED_MEANS] += shares[m] * loss.value
-                    mine[_ADDED_WITHOUT_COUNT] += 1
-                else:
-                    mine[_ADDED_SUMS] += loss.count * loss.value
-                    mine[_ADDED_WITH_COUNT] += 1
+        metrics_of_step = {name: _ratio(*pair) for (name, _), pair in sorted(of_metrics.items()) if pair[1]}
+        return _step_loss(totals, self._num_pipelines, metrics_of_step), totals[_STOPS] > 0
 
     def _learn_names(
         self, metrics: dict[tuple[str, bool], tuple[float, float]], everyone: dist.ProcessGroup
@@ -221,34 +198,76 @@ class StepLosses:
                 )
         return found
 
-    def _step_loss(self, totals: list[float], of_metrics: dict[tuple[str, bool], tuple[float, float]]) -> StepLoss:
-        if totals[_HAVE_MEAN] and totals[_HAVE_COUNT]:
+
+def loss_of_parts(
+    losses: Mapping[int, MicrobatchLoss], added: Mapping[tuple[int, int], list[Weighed]], shares: list[float]
+) -> StepLoss:
+    """The loss of micro-batches that one process has run, without their metrics; `added` is by stage and micro-batch.
+
+    Raises:
+        PipelineError: losses with and without counts are mixed, or all counts are 0.
+    """
+    return _step_loss(_tally(losses, losses, added, shares), 1, {})
+
+
+def _tally(
+    losses: Mapping[int, MicrobatchLoss],
+    counted: Iterable[int],
+    added: Mapping[tuple[int, int], list[Weighed]],
+    shares: list[float],
+) -> list[float]:
+    """What a rank adds to the sums over all ranks."""
+    mine = [0.0] * (_NEW_NAMES + 1)
+    for m in counted:
+        loss = losses.get(m)
+        if loss is None:
+            mine[_MEANS] = math.nan
+        elif loss.count is None:
+            mine[_MEANS] += shares[m] * loss.value
+            mine[_HAVE_MEAN] += 1
+        else:
+            mine[_SUMS] += loss.value
+            mine[_COUNTS] += loss.count
+            mine[_HAVE_COUNT] += 1
+    for (_, m), of_modules in added.items():
+        for each in of_modules:
+            if each.count is None:
+                mine[_ADDED_MEANS] += shares[m] * each.value
+                mine[_ADDED_WITHOUT_COUNT] += 1
+            else:
+                mine[_ADDED_SUMS] += each.count * each.value
+                mine[_ADDED_WITH_COUNT] += 1
+    return mine
+
+
+def _step_loss(totals: list[float], num_pipelines: int, metrics: dict[str, float]) -> StepLoss:
+    """The loss of the sums over all ranks."""
+    if totals[_HAVE_MEAN] and totals[_HAVE_COUNT]:
+        raise PipelineError(
+            "loss_fn returns a mean for some micro-batches and (sum, count) for others; return one of the two for "
+            "all. Do not apply the gradients of this step"
+        )
+    if not totals[_HAVE_COUNT]:
+        if totals[_ADDED_WITH_COUNT] and totals[_HAVE_MEAN]:
             raise PipelineError(
-                "loss_fn returns a mean for some micro-batches and (sum, count) for others; return one of the two for "
-                "all. Do not apply the gradients of this step"
+                "rota.add_loss was given a count, but loss_fn returns a mean; leave the count out, or let loss_fn "
+                "return (sum, count). Do not apply the gradients of this step"
             )
-        metrics = {name: _ratio(*pair) for (name, _), pair in sorted(of_metrics.items()) if pair[1]}
-        if not totals[_HAVE_COUNT]:
-            if totals[_ADDED_WITH_COUNT] and totals[_HAVE_MEAN]:
-                raise PipelineError(
-                    "rota.add_loss was given a count, but loss_fn returns a mean; leave the count out, or let loss_fn "
-                    "return (sum, count). Do not apply the gradients of this step"
-                )
-            mean = (totals[_MEANS] + totals[_ADDED_MEANS]) / self._num_pipelines
-            return StepLoss(mean, None, metrics)
-        if totals[_ADDED_WITHOUT_COUNT]:
-            raise PipelineError(
-                "rota.add_loss was given no count, but loss_fn returns (sum, count), so it is not known how much the "
-                "added loss weighs; give rota.add_loss(value, count=…), such as the number of tokens in the "
-                "micro-batch. Do not apply the gradients of this step"
-            )
-        if not totals[_COUNTS]:
-            raise PipelineError(
-                "loss_fn returned (sum, count) with a count of 0 for every micro-batch, so there is nothing to divide "
-                "by; leave out a batch in which every target is ignored. Do not apply the gradients of this step"
-            )
-        total = totals[_SUMS] + totals[_ADDED_SUMS] + totals[_MEANS]  # the last is nan where a loss is missing, else 0
-        return StepLoss(total / totals[_COUNTS], totals[_COUNTS] / self._num_pipelines, metrics)
+        mean = (totals[_MEANS] + totals[_ADDED_MEANS]) / num_pipelines
+        return StepLoss(mean, None, metrics)
+    if totals[_ADDED_WITHOUT_COUNT]:
+        raise PipelineError(
+            "rota.add_loss was given no count, but loss_fn returns (sum, count), so it is not known how much the "
+            "added loss weighs; give rota.add_loss(value, count=…), such as the number of tokens in the "
+            "micro-batch. Do not apply the gradients of this step"
+        )
+    if not totals[_COUNTS]:
+        raise PipelineError(
+            "loss_fn returned (sum, count) with a count of 0 for every micro-batch, so there is nothing to divide "
+            "by; leave out a batch in which every target is ignored. Do not apply the gradients of this step"
+        )
+    total = totals[_SUMS] + totals[_ADDED_SUMS] + totals[_MEANS]  # the last is nan where a loss is missing, else 0
+    return StepLoss(total / totals[_COUNTS], totals[_COUNTS] / num_pipelines, metrics)
 
 
 def _metrics(

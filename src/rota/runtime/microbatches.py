@@ -51,13 +51,13 @@ def to_microbatches(name: str, batch: Any, num_microbatches: int, *, needed: boo
                 f"{name} is a list of {len(batch)} micro-batches, but the plan has {n}; give {n}, or plan for "
                 f"{len(batch)}"
             )
-        return Microbatches([*map(_with_dicts, batch)], _sizes_of_list(batch))
+        return Microbatches([*map(with_dicts, batch)], _sizes_of_list(batch))
     if not isinstance(batch, (torch.Tensor, tuple, Mapping)):
         raise PipelineError(
             f"{name} is of type {type(batch).__name__}; give a tensor, a tuple or a mapping such as a dict, or a list "
             f"of micro-batches"
         )
-    batch = _with_dicts(batch)
+    batch = with_dicts(batch)
     places = [*_places(name, batch)]
     num_rows = _common_rows(places, n)
     _refuse_lists_of_rows(name, batch, num_rows)
@@ -83,12 +83,12 @@ def refuse_writes_to_shared(batch: Microbatches) -> None:
             )
 
 
-def _with_dicts(value: Any) -> Any:
-    """The value with a dict in place of each mapping that is none."""
+def with_dicts(value: Any) -> Any:
+    """The value with a dict in place of each other mapping in it."""
     if isinstance(value, Mapping):
-        return {key: _with_dicts(item) for key, item in value.items()}
+        return {key: with_dicts(item) for key, item in value.items()}
     if type(value) is tuple:
-        return tuple(map(_with_dicts, value))
+        return tuple(map(with_dicts, value))
     return value
 
 

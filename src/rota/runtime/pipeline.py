@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from numbers import Real
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, ClassVar, Literal, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -73,6 +73,9 @@ class Pipeline:
         PipelineError: plan, stages and processes do not fit together.
     """
 
+    #: Called with a pipeline and what its first `step` was given, before that; None: nothing is.
+    before_first_step: ClassVar[Callable[[Pipeline, Any, Any], None] | None] = None
+
     def __init__(
         self,
         stages: Stages,
@@ -106,6 +109,7 @@ class Pipeline:
             warm_up()
         self._allow_nonfinite_loss = allow_nonfinite_loss
         self._closed = False
+        self._before_first = type(self).before_first_step
         self._process = os.getpid()
         self._evaluation: Execution[Compute] | None = None  # made when it is needed
         #: What must end before the pipeline does: a checkpoint that is being written.
@@ -250,6 +254,9 @@ class Pipeline:
             LostRankError: another rank is gone.
         """
         training = self._training
+        before_first, self._before_first = self._before_first, None
+        if before_first is not None:
+            before_first(self, inputs, targets)
         if not isinstance(scale, Real) or not 0 < scale < math.inf:
             raise PipelineError(f"scale is {scale!r}; give a number above 0, such as 1/k to accumulate over k steps")
         factor = self._loss_scale.begin(scaler)
@@ -291,7 +298,7 @@ class Pipeline:
         """
         batch = self._take(inputs, None, needs_targets=False)
         done, ran = self._evaluate(Call.FORWARD if outputs else Call.FORWARD_WITHOUT_OUTPUTS, batch)
-        made = {m: output for m, output in done.compute.outputs.items() if not ran.batch.is_padding(m)}
+        made = done.compute.outputs
         found: dict[int, Any] = {}
         for sink, ranks in self._inputs.sink_ranks.items():
             batches = self.plan.placement.microbatches(sink, self.plan.num_microbatches)
@@ -398,6 +405,19 @@ class Pipeline:
                 yield watch
             finally:
                 self._training.watch = None
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """For steps that only look: outputs are kept, and weights may have another dtype inside. On all ranks."""
+        kept, count, metrics = self._compute.keep_outputs, self._num_steps, self.metrics
+        self._compute.keep_outputs = True
+        self._training.forget()
+        try:
+            yield
+        finally:
+            self._compute.keep_outputs, self._num_steps, self.metrics = kept, count, metrics
+            self._compute.outputs = {}
+            self._training.forget()
 
     # --- gradients ------------------------------------------------------------------------------------------------
 

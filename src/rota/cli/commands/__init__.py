@@ -20,10 +20,12 @@ from rota.cli.commands import (
     schedules,
     show,
     simulate,
+    verify,
 )
 
 _IN_ORDER = (
     *(demo, autoplan, profile, plan, schedules, bound, frontier, check, simulate, rehearse, show, explain),
+    verify,
     *(run, compare, calibrate, import_trace, export, import_plan, checkpoint),
 )
 #: In the order of `rota --help`.

@@ -8,9 +8,8 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rota import reading
 from rota.cli import files
-from rota.cli.arguments import add_output, add_time_limit, link, number, rows, size
+from rota.cli.arguments import add_model_options, add_output, add_time_limit, link, number, rows, size
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import print_timeline, progress_line, show_progress
@@ -32,8 +31,10 @@ def add_arguments(parser: Parser) -> None:
         "model",
         nargs="?",
         metavar="MODEL.py",
-        help="Python file with make_model(), make_batch(rows), loss_fn and, if need be, make_optimizer(parameters)",
+        help="Python file with make_model(), make_batch(rows), loss_fn and, if need be, make_optimizer(parameters); or "
+        "hf:config.json, a language model of transformers",
     )
+    add_model_options(parser)
     parser.add_argument("--ranks", type=number(1), required=True, help="number of processes, in all")
     parser.add_argument("--batch", type=number(1), required=True, help="rows of a step, over all replicas")
     parser.add_argument("--memory", type=_memory, help="of each rank, such as 40GB (default: no limit)")
@@ -83,13 +84,14 @@ def run(arguments: Namespace) -> int:
     from rota.planning import autoplan
 
     machine = _machine(arguments)
-    model_file = None if arguments.model is None else _model_file(arguments.model)
+    model_file = None if arguments.model is None else _model_file(arguments)
     with progress_line() as show:
         profiles = _measured(arguments, model_file) if arguments.profile is None else _read(arguments)
         if all(layers.num_layers == 1 for layers in profiles.values()) and machine.num_ranks > 1:
             print(
                 "rota autoplan: warning: the model has no place where it may be cut, so there is no pipeline, only "
-                "replicas: call a rota.CutPoint() of its own between blocks in its forward, x = self.cuts[i](x)",
+                "replicas: name modules that a stage may begin with, --cuts 'layers.*', or call a rota.CutPoint() of "
+                "its own between blocks in its forward, x = self.cuts[i](x)",
                 file=sys.stderr,
             )
         answer = autoplan(
@@ -114,7 +116,8 @@ def _print_answer(answer: Answer, arguments: Namespace) -> None:
     print(answer.to_text())
     then = (
         f"; use it by `rota run {arguments.output} train.py`. There, the model is cut by\n"
-        "rota.split(model, plan.num_stages, plan.cuts), of plan = rota.given_plan()"
+        "rota.split(model, plan.num_stages, plan.cuts), of plan = rota.given_plan(); an unmodified one needs\n"
+        f"example=batch too. To check that the split is exact: rota verify {arguments.output} MODEL.py"
     )
     files.keep(arguments.output, answer.plan.to_json(), "plan.json", then)
 
@@ -142,14 +145,16 @@ def _machine(arguments: Namespace) -> Machine:
         raise InputError(f"the machine: {error}") from None
 
 
-def _model_file(path: str) -> ModelFile:
+def _model_file(arguments: Namespace) -> ModelFile:
     require("torch", "torch")
     from rota.planning.model_file import load_model_file
 
-    reading.read_text(path)
-    if path.lower().endswith(".json"):
-        raise InputError(f"{path} is not a Python file; give a profile by --profile {path}")
-    return load_model_file(path)
+    path = arguments.model
+    if path.lower().endswith(".json") and not path.startswith("hf:"):
+        raise InputError(
+            f"{path} is not a Python file; give a profile by --profile {path}, a config of transformers by hf:{path}"
+        )
+    return load_model_file(path, arguments.length)
 
 
 def _read(arguments: Namespace) -> Mapping[int, LayerCosts]:
@@ -167,7 +172,7 @@ def _measured(arguments: Namespace, model_file: ModelFile | None) -> Mapping[int
     from rota.planning.model_file import profile_file
 
     sizes = arguments.rows or [num_rows for num_rows in _ROWS if arguments.batch % num_rows == 0]
-    how = {"device": arguments.device, "cache": arguments.cache, "refresh": arguments.refresh}
+    how = {"device": arguments.device, "cache": arguments.cache, "refresh": arguments.refresh, "cuts": arguments.cuts}
     return profile_file(model_file, sizes, report=show_progress, **how)
 
 

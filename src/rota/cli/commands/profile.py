@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from rota import reading
 from rota.cli import files
-from rota.cli.arguments import add_output, number, rows
+from rota.cli.arguments import add_model_options, add_output, number, rows
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import progress_line
@@ -24,8 +23,10 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL.py",
-        help="file that defines make_model, make_batch, loss_fn; or links, for the speed of messages between processes",
+        help="file that defines make_model, make_batch, loss_fn; or hf:config.json, a language model of transformers; "
+        "or links, for the speed of messages between processes",
     )
+    add_model_options(parser)
     parser.add_argument("--rows", type=rows, metavar="N,N,…", help="rows of a micro-batch (default: 1)")
     parser.add_argument(
         "--device",
@@ -49,13 +50,12 @@ def run(arguments: Namespace) -> int:
 def _layers(arguments: Namespace) -> int:
     if arguments.processes is not None:
         raise InputError(f"--processes is for `rota profile {LINKS}`; leave it out for {arguments.model}")
-    reading.read_text(arguments.model)
     from rota.planning.model_file import load_model_file, profile_file
 
-    how = {"device": arguments.device, "cache": arguments.cache, "refresh": arguments.refresh}
+    how = {"device": arguments.device, "cache": arguments.cache, "refresh": arguments.refresh, "cuts": arguments.cuts}
     repeats = arguments.repeats or _REPEATS
     with progress_line() as show:
-        model_file = load_model_file(arguments.model)
+        model_file = load_model_file(arguments.model, arguments.length)
         found = profile_file(model_file, arguments.rows or (1,), repeats=repeats, report=show, **how)
     for layers in found.values():
         print(_summary(layers))
@@ -89,7 +89,7 @@ def _summary(layers: LayerCosts) -> str:
 def _links(arguments: Namespace) -> int:
     from rota.profiling import link_processes
 
-    for option in ("rows", "device", "repeats", "cache", "refresh"):
+    for option in ("rows", "device", "repeats", "cache", "refresh", "cuts", "length"):
         if getattr(arguments, option):
             raise InputError(f"--{option} is for a model; leave it out for {LINKS}")
     if not link_processes.is_launched():

@@ -36,6 +36,14 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--max-restarts", type=number(0), default=0, metavar="N", help=help_text)
     help_text = "limit on no progress, unless the script gives timeout_s (default: 20 simulated steps, at least 60 s)"
     parser.add_argument("--timeout", type=seconds, metavar="S", help=help_text)
+    help_text = (
+        "compare with the unsplit model on the first batch, before the first step, and train only if it is exact"
+    )
+    parser.add_argument("--verify", action="store_const", const="batch", help=help_text)
+    help_text = "the same, against the unsplit model run on one micro-batch after the other, as BatchNorm needs it"
+    parser.add_argument(
+        "--verify-microbatches", action="store_const", const="microbatches", dest="verify", help=help_text
+    )
     parser.add_argument(
         "--engine",
         type=one_of(_WORKERS, "--engine"),
@@ -64,7 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"--mesh dp={dp},tp={tp}: PyTorch's engine runs one pipeline; use --engine rota")
     if arguments.timeline is not None and arguments.engine == "torch":
         raise InputError(f"--timeline {arguments.timeline}: PyTorch's engine records none; use --engine rota")
-    for option in ("--timeline", "--force", "--mesh", "--max-restarts", "--timeout", "--engine"):
+    if arguments.verify is not None and arguments.engine == "torch":
+        raise InputError("--verify: PyTorch's engine is not verified; use --engine rota, or rota verify")
+    for option in ("--verify", "--timeline", "--force", "--mesh", "--max-restarts", "--timeout", "--engine"):
         if option in arguments.arguments:
             print(f"rota run: {option} after the script goes to the script; for rota put it first", file=sys.stderr)
     try:
@@ -72,7 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
             planned,
             arguments.script,
             arguments.arguments,
-            worker=_WORKERS[arguments.engine],
+            worker=_WORKERS[arguments.engine] if arguments.verify is None else "rota.verifying.run_worker",
+            environment={} if arguments.verify is None else {"ROTA_VERIFY": arguments.verify},
             dp=dp,
             tp=tp,
             max_restarts=arguments.max_restarts,

@@ -7,7 +7,8 @@ the first call after them   ends the forward, but on the last stage, which retur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
 import torch
@@ -144,6 +145,28 @@ class CarvedStage(nn.Module):
         for shapes in self._shapes:
             shapes.clear()
         return self
+
+    @contextmanager
+    def absents_as(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Inside, what other stages own has the dtype that `change` gives it, as this stage's own tensors may have."""
+        before = [
+            (vars(module), name, value)
+            for module in self._root.modules()
+            for name, value in vars(module).items()
+            if isinstance(value, Absent)
+        ]
+        changed = {id(value): absent_like(change(value)) for _, _, value in before}
+        try:
+            for owner, name, value in before:
+                owner[name] = changed[id(value)]
+            for shapes in self._shapes:
+                shapes.clear()
+            yield
+        finally:
+            for owner, name, value in before:
+                owner[name] = value
+            for shapes in self._shapes:
+                shapes.clear()
 
     @property
     def _root(self) -> nn.Module:

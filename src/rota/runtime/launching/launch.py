@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -49,6 +49,7 @@ def launch(
     tp: int = 1,
     max_restarts: int = 0,
     timeout_s: float | None = None,
+    environment: Mapping[str, str] | None = None,
     report: Callable[[str], None] = print,
 ) -> Run:
     """Run `script` with `arguments` in one process per rank; `rota.given_plan()` returns the plan there.
@@ -67,6 +68,7 @@ def launch(
         tp: TP shards of each replica.
         max_restarts: how often the ranks are started again without a newer checkpoint in between.
         timeout_s: how long a rank may make no progress, in seconds, if the script gives no `timeout_s` of its own.
+        environment: variables of the ranks, besides this process's own and those that the launcher adds.
         report: called with one line for each restart.
 
     Returns:
@@ -82,7 +84,8 @@ def launch(
         raise PipelineError(f"no script {script!r}; give the path of a Python file")
     command = ("-u", "-P", "-m", worker, script, *arguments)  # -P: the folder must not shadow what torch imports
     with run_folder("rota-run-") as folder:
-        environment = {
+        of_ranks = {
+            **(environment or {}),
             **write_plan(plan, folder.path),
             **mesh_environment(plan.num_ranks, dp, tp),
             **limit_environment(timeout_s),
@@ -92,7 +95,7 @@ def launch(
         with Requests() as requests:
             while True:
                 with Ranks(folder, requests) as ranks:
-                    of_start = environment | restart_environment(restarts.num_all)
+                    of_start = of_ranks | restart_environment(restarts.num_all)
                     try:
                         start(ranks, plan.num_ranks * dp * tp, command, folder, of_start)
                         ranks.wait()

@@ -1,0 +1,110 @@
+"""What `rota verify` starts on each rank of a plan: it makes the model, and compares it with the unsplit one.
+
+python verify_on_ranks.py OPTIONS.json, by `rota.runtime.launching`; the first process writes the report beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from rota import reading
+from rota.models import Stages, split
+from rota.plan import Plan
+from rota.planning.model_file import ModelFile, load_model_file
+from rota.runtime import Pipeline, given_plan, local_stages, materialize, mesh
+from rota.runtime.launching.launch import launch
+from rota.runtime.launching.run_folder import run_folder
+from rota.verifying import Verification, verify
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `rota verify` was asked for: as `rota.verify` and `launch` take it.
+
+    `rows`: of a micro-batch, `length`: tokens of each.
+    """
+
+    model: str
+    rows: int
+    against: str = "batch"
+    fp64: bool = True
+    timeout_s: float | None = None
+    length: int | None = None
+
+
+def verify_plan(plan: Plan, options: Options) -> Verification:
+    """Run the plan once on as many processes as it has, replicas included, and compare. Raises PipelineError."""
+    with run_folder("rota-verify-") as folder:
+        path = Path(folder.path, "options.json")
+        path.write_text(json.dumps(asdict(options)))
+        replicas = 1 if plan.usage is None else plan.usage.num_replicas
+        launch(plan, __file__, [str(path)], dp=replicas, timeout_s=options.timeout_s, report=_report)
+        return Verification.from_fields(reading.load(_report_file(path).read_text()))
+
+
+def _report_file(options: Path) -> Path:
+    return options.with_name("report.json")
+
+
+def main(path: str) -> None:
+    """On one rank."""
+    options = Options(**json.loads(Path(path).read_text()))
+    plan, processes = given_plan(), mesh()
+    file = load_model_file(options.model, options.length)
+    stages = _stages(file, plan, options.rows)
+    materialize(stages, local_stages(plan, processes))
+    with Pipeline(stages, plan, file.loss_fn, mesh=processes) as pipeline:
+        torch.manual_seed(1 + pipeline.replica)  # the same batch on all ranks of a replica
+        batch = file.made_batch(options.rows * plan.num_microbatches)
+        against: Any = options.against
+        how: dict[str, Any] = {"fp64": options.fp64, "against": against}
+        found = verify(pipeline, lambda: _unsplit(file), *batch, **how, report=_report)
+        if pipeline.rank == pipeline.replica == 0:
+            _report_file(Path(path)).write_text(json.dumps(found.to_fields()))
+
+
+def _stages(file: ModelFile, plan: Plan, rows: int) -> Stages:
+    torch.manual_seed(0)
+    model = file.made_model()
+    return split(model, plan.num_stages, plan.cuts, example=file.made_batch(rows)[0])
+
+
+def _unsplit(file: ModelFile) -> nn.Module:
+    torch.manual_seed(0)
+    if file.make_unsplit is not None:
+        return file.make_unsplit()
+    model = file.made_model()
+    stages = model if isinstance(model, Stages) else Stages([model])
+    materialize(stages, range(len(stages)))
+    return Unsplit(stages) if isinstance(model, Stages) else model
+
+
+@final
+class Unsplit(nn.Module):
+    """Stages made by hand as one module: what is `weight` in stage 3 is `3.weight` here."""
+
+    def __init__(self, stages: Stages) -> None:
+        super().__init__()
+        self._stages = stages
+        for stage, module in enumerate(stages.modules):
+            self.add_module(str(stage), module)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """What the last stage returns."""
+        return self._stages.run(named or inputs)
+
+
+def _report(line: str) -> None:
+    print(f"rota verify: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,170 @@
+"""Which tensor and which module of the unsplit model is which of the stages.
+
+By identity where the stages have the model's own; else by name; else, for stages written by hand, by equal values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import takewhile
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+from rota.models import Stages
+from rota.runtime.reducing.wrapped_stages import is_sharded
+
+Place: TypeAlias = tuple[int, str]  # a stage, and the name in its module
+
+
+class Matched(NamedTuple):
+    """A tensor of the unsplit model by its first name, and all its places in the stages."""
+
+    name: str
+    places: tuple[Place, ...]
+    #: Whether the stages have several tensors for it, which no gradient sums up.
+    is_untied: bool
+
+
+class Matching(NamedTuple):
+    """How the unsplit model and the stages correspond. `unknown`: the stages' parameters that the model lacks."""
+
+    parameters: list[Matched]
+    buffers: list[Matched]
+    unknown: list[Place]
+    #: By stage the names of the unsplit model's modules, by the name in the stage.
+    modules: list[dict[str, str]]
+
+    def to_fields(self) -> list[Any]:
+        """The fields in JSON."""
+        return [self.parameters, self.buffers, self.unknown, self.modules]
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> Matching:
+        """What `to_fields` wrote."""
+        parameters, buffers = (
+            [Matched(name, tuple((stage, own) for stage, own in places), untied) for name, places, untied in column]
+            for column in fields[:2]
+        )
+        return cls(parameters, buffers, [(stage, own) for stage, own in fields[2]], fields[3])
+
+
+def match(model: nn.Module, stages: Stages) -> Matching:
+    """How the tensors and modules of `model` correspond to those of `stages`."""
+    parameters, unknown = _match_tensors(
+        [*model.named_parameters(remove_duplicate=False)],
+        [((s, name), p) for s, module in enumerate(stages.modules) for name, p in module.named_parameters()],
+    )
+    buffers, _ = _match_tensors(
+        [*model.named_buffers(remove_duplicate=False)],
+        [((s, name), b) for s, module in enumerate(stages.modules) for name, b in module.named_buffers()],
+        by_values=False,
+    )
+    return Matching(parameters, buffers, unknown, _match_modules(model, stages, parameters))
+
+
+def _match_tensors(
+    of_model: list[tuple[str, torch.Tensor]], of_stages: list[tuple[Place, torch.Tensor]], by_values: bool = True
+) -> tuple[list[Matched], list[Place]]:
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, tensor in of_model:
+        names.setdefault(tensor, []).append(name)
+    owner_by_name, are_names_ours = dict(of_model), _are_names_ours(dict(of_model), of_stages)
+    found: dict[torch.Tensor, list[tuple[Place, torch.Tensor]]] = {tensor: [] for tensor in names}
+    left = []
+    for place, tensor in of_stages:
+        owner = tensor if tensor in names else _of_name(place, tensor, owner_by_name, are_names_ours)
+        if owner is None:
+            left.append((place, tensor))
+        else:
+            found[owner].append((place, tensor))
+    if by_values:
+        left = _match_values(found, left)
+    matched = [
+        Matched(names[tensor][0], tuple(place for place, _ in places), len({id(t) for _, t in places}) > 1)
+        for tensor, places in found.items()
+    ]
+    return matched, [place for place, _ in left]
+
+
+def _are_names_ours(owner_by_name: dict[str, torch.Tensor], of_stages: list[tuple[Place, torch.Tensor]]) -> bool:
+    """Whether the stages name all their tensors as the model does; if they number layers from 0, two names clash."""
+    named: dict[str, torch.Tensor] = {}
+    for (_, name), tensor in of_stages:
+        owner = owner_by_name.get(name)
+        if owner is None or owner.shape != tensor.shape or named.setdefault(name, tensor) is not tensor:
+            return False
+    return True
+
+
+def _of_name(
+    place: Place, tensor: torch.Tensor, owner_by_name: dict[str, torch.Tensor], are_names_ours: bool
+) -> torch.Tensor | None:
+    owner = owner_by_name.get(place[1])
+    if owner is None or owner.shape != tensor.shape:
+        return None
+    has_no_values = owner.is_meta or tensor.is_meta or is_sharded(tensor)
+    return owner if are_names_ours or has_no_values or _is_equal(owner, tensor) else None
+
+
+def _match_values(
+    found: dict[torch.Tensor, list[tuple[Place, torch.Tensor]]], left: list[tuple[Place, torch.Tensor]]
+) -> list[tuple[Place, torch.Tensor]]:
+    """Give each tensor without a place the first one with its values; returns those that remain."""
+    for owner, places in found.items():
+        if places or owner.is_meta:
+            continue
+        equal = next((i for i, (_, tensor) in enumerate(left) if _is_equal(owner, tensor)), None)
+        if equal is not None:
+            places.append(left.pop(equal))
+    # A second copy of a tensor that is found already: a tie that was cut.
+    remaining = []
+    for place, tensor in left:
+        copies = (o for o, places in found.items() if places and tensor.dim() > 1 and _is_equal(o, tensor))
+        original = next(copies, None)
+        if original is None:
+            remaining.append((place, tensor))
+        else:
+            found[original].append((place, tensor))
+    return remaining
+
+
+def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.is_meta or other.is_meta or is_sharded(one) or is_sharded(other) or one.shape != other.shape:
+        return False
+    return bool(torch.equal(one.detach(), other.detach().to(one.dtype)))
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+def _match_modules(model: nn.Module, stages: Stages, parameters: Iterable[Matched]) -> list[dict[str, str]]:
+    names = {module: name for name, module in model.named_modules()}
+    matched: list[dict[str, str]] = [{} for _ in stages.modules]
+    for stage, module in enumerate(stages.modules):
+        for name, inner in module.named_modules():
+            if inner in names and name:
+                matched[stage][name] = names[inner]
+    for parameter in parameters:
+        for stage, own in parameter.places:
+            for name_there, name_here in _ancestors(parameter.name, own):
+                same_type = _same_type(model, name_there, stages[stage], name_here)
+                if same_type and name_here not in matched[stage] and name_there not in matched[stage].values():
+                    matched[stage][name_here] = name_there
+    return matched
+
+
+def _ancestors(name: str, own: str) -> Iterator[tuple[str, str]]:
+    """Modules that hold a tensor by the same last names: `layers.3.attn.q.weight` and `0.attn.q.weight`."""
+    pairs = zip(reversed(name.split(".")), reversed(own.split(".")), strict=False)
+    num_common = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
+    steps, own_steps = name.split("."), own.split(".")
+    for depth in range(1, num_common + 1):
+        yield ".".join(steps[:-depth]), ".".join(own_steps[:-depth])
+
+
+def _same_type(model: nn.Module, name_there: str, stage: nn.Module, name_here: str) -> bool:
+    return bool(name_there and name_here) and type(model.get_submodule(name_there)) is type(
+        stage.get_submodule(name_here)
+    )

@@ -1,0 +1,217 @@
+"""Why a split model is not exact: what mixes the rows of a batch, and where the split model leaves the unsplit one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rota.runtime.messages import items
+from rota.verifying.comparing import compare_outputs, relative
+from rota.verifying.matching import Matching
+from rota.verifying.probes import Probes, differ, mean
+from rota.verifying.report import EXACT, ParameterDifference
+from rota.verifying.unsplit import Outcome, Part, Unsplit
+
+_EQUAL = 100 * EXACT  # sums of many numbers
+_IGNORED = -100  # by PyTorch's cross entropy
+_MOST = 3  # of what is listed
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+# --- the batch: the unsplit model itself differs when it is run by micro-batches --------------------------------------
+
+
+def mixing(unsplit: Unsplit, whole: list[Part], by_microbatches: list[Part], tolerance: float) -> list[str]:
+    """Why the unsplit model computes something else on the whole batch than on its micro-batches."""
+    one, other = Probes(), Probes()
+    modules = [(name, module) for name, module in unsplit.module.named_modules() if name]
+    with one.on(modules):
+        on_whole = unsplit.run(whole)
+    with other.on(modules):
+        on_parts = unsplit.run(by_microbatches)
+    of_outputs = compare_outputs(on_whole.outputs, on_parts.outputs)
+    equal = max(tolerance, _EQUAL)
+    if of_outputs is not None and of_outputs <= equal:
+        return _of_loss(on_whole, on_parts, by_microbatches, equal)
+    found = [*_mixing_modules(unsplit.module, one, other)]
+    if found:
+        more = [f"{len(found) - _MOST} more modules mix rows"] if len(found) > _MOST else []
+        return found[:_MOST] + more
+    if of_outputs is None:
+        return _of_loss(on_whole, on_parts, by_microbatches, equal)
+    return ["the model's own forward, outside of its modules, mixes the rows of a batch"]
+
+
+def _mixing_modules(model: nn.Module, one: Probes, other: Probes) -> list[str]:
+    """The modules whose output changes with the micro-batches although their inputs do not: inner ones come first."""
+    names: list[str] = []
+    for name, where in one.order:
+        if not where.startswith("out") or name in names or any(found.startswith(f"{name}.") for found in names):
+            continue
+        here, there = one.seen[name], other.seen.get(name, {})
+        changed = {path for path in here if _changes(here[path], there.get(path))}
+        if where in changed and not any(path.startswith("in ") for path in changed):
+            names.append(name)
+    return [_of_module(name, model.get_submodule(name)) for name in names]
+
+
+def _changes(here: list[float] | None, there: list[float] | None) -> bool:
+    """Whether sums over all rows differ; what is the same for all rows is seen once per micro-batch."""
+    if here is None or there is None:
+        return here is not there
+    return differ(here[:3], there[:3]) and differ(mean(here), mean(there))
+
+
+def _of_module(name: str, module: nn.Module) -> str:
+    if isinstance(module, _BATCH_NORMS):
+        return (
+            f"{type(module).__name__} {name!r} takes its statistics over the rows of a micro-batch, not of the batch, "
+            f"as in any accumulation of gradients. Put it in eval(), use GroupNorm or LayerNorm, or compare with "
+            f"against='microbatches'"
+        )
+    return f"{type(module).__name__} {name!r} mixes the rows of a batch: on micro-batches it computes something else"
+
+
+def _of_loss(whole: Outcome, parts: Outcome, given: list[Part], tolerance: float) -> list[str]:
+    """The outputs are the same row by row, so it is the loss, or what modules add to it."""
+    one, other = whole.loss_without_added, parts.loss_without_added
+    added, added_by_parts = whole.loss - one, parts.loss - other
+    found = []
+    if abs(added - added_by_parts) > tolerance * abs(whole.loss):
+        found.append(
+            f"a loss that modules add by rota.add_loss is no mean over rows, as the balance of experts is not: it is "
+            f"{added:.9g} on the whole batch and {added_by_parts:.9g} on the micro-batches. Accept it, as in any "
+            f"accumulation of gradients: compare with against='microbatches'"
+        )
+    if relative(one, other) > tolerance or not found:
+        found.append(_of_loss_fn(whole, parts, given, tolerance))
+    return found
+
+
+def _of_loss_fn(whole: Outcome, parts: Outcome, given: list[Part], tolerance: float) -> str:
+    one = whole.loss_without_added
+    if any(loss.count is not None for loss in parts.losses):
+        return (
+            f"loss_fn's sums and counts do not add up: of the whole batch they are {_sum_and_count(whole)}, but of its "
+            f"micro-batches together {_sum_and_count(parts)}. Return a sum over tokens, not a mean, and their number. "
+            f"A loss that compares the rows of a batch, as a contrastive loss does, has no such sum"
+        )
+    for name, counts in _token_counts(given):
+        shares = [count / sum(counts) for count in counts]
+        weighted = sum(share * loss.value for share, loss in zip(shares, parts.losses, strict=True))
+        weighs_otherwise = any(relative(part.share, share) > _EQUAL for part, share in zip(given, shares, strict=True))
+        if weighs_otherwise and relative(one, weighted) <= tolerance:
+            return (
+                f"loss_fn takes the mean over tokens, and the micro-batches have {_listed(counts)} of them ({name}): "
+                f"the mean of their means is not the mean over all tokens, {one:.9g}. Let loss_fn return (sum, count)"
+            )
+    losses = _listed(f"{loss.value:.9g}" for loss in parts.losses)
+    return (
+        f"loss_fn compares or mixes the rows of a batch, as a contrastive loss does: from equal outputs it makes "
+        f"{one:.9g} of the whole batch and {losses} of the micro-batches"
+    )
+
+
+def _sum_and_count(outcome: Outcome) -> str:
+    return f"({sum(loss.value for loss in outcome.losses):.9g}, {sum(loss.count or 0 for loss in outcome.losses):g})"
+
+
+def _token_counts(given: list[Part]) -> Iterator[tuple[str, list[int]]]:
+    """What a loss may count, for each part: labels that are not ignored, marks of a mask."""
+    for what in ("targets", "inputs"):
+        columns = [dict(_integers(what, getattr(part, what))) for part in given]
+        for path in columns[0]:
+            tensors = [column[path] for column in columns if path in column]
+            if len(tensors) < len(columns):
+                continue
+            for words, counts in (
+                (f"{path} that are not {_IGNORED}", [int((t != _IGNORED).sum()) for t in tensors]),
+                (
+                    f"{path} without the first column that are not {_IGNORED}",
+                    [int((t[:, 1:] != _IGNORED).sum()) if t.dim() > 1 else 0 for t in tensors],
+                ),
+                (f"{path} that are not 0", [int((t != 0).sum()) for t in tensors]),
+            ):
+                if all(counts):
+                    yield words, counts
+
+
+def _integers(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    for key, item in items(value):
+        yield from _integers(f"{path}[{key!r}]", item)
+
+
+# --- the split: the stages differ from the unsplit model on the same micro-batches ------------------------------------
+
+
+def untied(matching: Matching, is_sharded: bool) -> Iterator[str]:
+    """Weights that are one in the unsplit model, and several in the stages."""
+    for parameter in matching.parameters:
+        if parameter.is_untied:
+            stages = " and ".join(dict.fromkeys(f"stage {stage}" for stage, _ in parameter.places))
+            why = "fully_shard replaces parameters, which cuts ties" if is_sharded else "they are copies"
+            yield (
+                f"{parameter.name!r} is one weight in the unsplit model, but {stages} each have their own ({why}), so "
+                f"each gets a part of its gradient: give both the same nn.Parameter, and do not shard it"
+            )
+
+
+def missing(matching: Matching, differences: Iterable[ParameterDifference], unsplit: Unsplit) -> Iterator[str]:
+    """Parameters without a stage, and those whose gradient one of the two lacks."""
+    unknown = {*matching.unknown}
+    for each in differences:
+        if each.relative != math.inf:
+            continue
+        if (each.stage, each.name) in unknown:
+            yield f"stage {each.stage} trains {each.name!r}, which the unsplit model does not have"
+        elif each.stage is None:
+            yield f"no stage has the parameter {each.name!r}, which the unsplit model trains"
+        elif unsplit.gradient(each.name) is not None:
+            yield (
+                f"{each.name!r} gets no gradient in stage {each.stage}: the stage does not use it, or detach() or "
+                f"no_grad() cuts it off from the loss"
+            )
+
+
+def other_values(matching: Matching, probes: Probes, of_stages: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The first module that gets, or makes, something else in a stage than in the unsplit model."""
+    stage_of = {there: stage for stage, names in enumerate(matching.modules) for there in names.values()}
+    seen: dict[str, dict[str, list[float] | None]] = {}
+    for of_process in of_stages:
+        seen |= of_process
+    for name, where in probes.order:
+        if name not in seen or name not in stage_of:
+            continue
+        here, there = probes.seen[name][where], seen[name].get(where)
+        if where not in seen[name]:
+            if here is None or not where.startswith("in "):
+                continue  # the stage does not give what is None by default
+            there = None
+        if here is None and there is None:
+            continue
+        if here is None or there is None or differ(mean(here), mean(there)):
+            yield _of_value(name, where, stage_of[name], here, there)
+            return
+
+
+def _of_value(name: str, where: str, stage: int, here: list[float] | None, there: list[float] | None) -> str:
+    if not where.startswith("in "):
+        return (
+            f"{name!r} of stage {stage} makes something else than in the unsplit model, from equal inputs: look at its "
+            f"training mode, its buffers, and numbers that it draws"
+        )
+    argument = where.removeprefix("in ")
+    got = "None, where the unsplit model gives a tensor" if there is None else "other numbers"
+    got = "a tensor, where the unsplit model gives None" if here is None else got
+    return f"{name!r} of stage {stage} gets another {argument!r} than in the unsplit model: {got}"
+
+
+def _listed(values: Iterable[object]) -> str:
+    texts = [*map(str, values)]
+    return ", ".join(texts[:8]) + (", …" if len(texts) > 8 else "")

@@ -1,0 +1,140 @@
+"""The answer of `verify`: exact, or which parameter of which stage differs, and the likely reason."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rota.units import count_text
+
+EXACT = 1e-10  # in float64, relative
+_MOST_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterDifference:
+    """How far a gradient of the split model is from the unsplit model's.
+
+    Attributes:
+        name: The parameter's name in the unsplit model; in the stage, if the model does not have it.
+        stage: The stage that has it; None if no stage does.
+        relative: The largest difference, relative to the largest element of the parameter's gradient (or to a
+            thousandth of the largest of all gradients, if that is more). inf: one of the two has no gradient.
+    """
+
+    name: str
+    stage: int | None
+    relative: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Split against unsplit in one dtype.
+
+    Attributes:
+        dtype: "float64", or the model's own.
+        tolerance: The relative difference up to which the two count as equal.
+        loss: Of the unsplit model.
+        split_loss: Of the split model.
+        loss_difference: Relative.
+        output_difference: The largest, relative to the largest output; None if outputs cannot be compared.
+        parameters: All of them, in the order of the unsplit model.
+    """
+
+    dtype: str
+    tolerance: float
+    loss: float
+    split_loss: float
+    loss_difference: float
+    output_difference: float | None
+    parameters: tuple[ParameterDifference, ...]
+
+    @property
+    def largest(self) -> float:
+        """The largest relative difference of all gradients."""
+        return max((parameter.relative for parameter in self.parameters), default=0.0)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether loss, outputs and all gradients agree within the tolerance."""
+        found = (self.loss_difference, self.output_difference or 0.0, self.largest)
+        return all(difference <= self.tolerance for difference in found)  # nan is not
+
+    @property
+    def worst(self) -> tuple[ParameterDifference, ...]:
+        """The parameters that differ by more than the tolerance, worst first."""
+        differing = (each for each in self.parameters if not each.relative <= self.tolerance)
+        return tuple(sorted(differing, key=lambda each: -math.inf if math.isnan(each.relative) else -each.relative))
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What `rota.verify` found.
+
+    Attributes:
+        comparisons: In float64 if that was asked for, and in the model's own dtype.
+        by_microbatches: Whether the split model equals the unsplit model that is run on one micro-batch after the
+            other. None: not looked at, as it equals the unsplit model on the whole batch.
+        reasons: Why it is not exact, the likeliest first; empty if it is.
+        notes: What was done besides, such as switching off dropout.
+    """
+
+    comparisons: tuple[Comparison, ...]
+    by_microbatches: bool | None = None
+    reasons: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def exact(self) -> bool:
+        """Whether the split model computes what the unsplit one does, on the whole batch."""
+        return not self.reasons and all(comparison.is_equal for comparison in self.comparisons)
+
+    def to_text(self) -> str:
+        """The verdict, the differences by dtype, the worst parameters, the reasons and the notes."""
+        lines = ["exact" if self.exact else "NOT exact"]
+        for comparison in self.comparisons:
+            lines += _lines(comparison)
+        if self.by_microbatches:
+            lines.append(
+                "  The split model equals the unsplit model run on one micro-batch after the other: the stages are "
+                "right, and the batch as a whole counts."
+            )
+        lines += [f"  reason: {reason}" for reason in self.reasons]
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def to_fields(self) -> dict[str, Any]:
+        """The fields in JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> Verification:
+        """The report that `to_fields` wrote."""
+        comparisons = (
+            Comparison(**{**each, "parameters": tuple(ParameterDifference(**p) for p in each["parameters"])})
+            for each in fields["comparisons"]
+        )
+        return cls(tuple(comparisons), fields["by_microbatches"], tuple(fields["reasons"]), tuple(fields["notes"]))
+
+
+def _lines(comparison: Comparison) -> list[str]:
+    outputs = "not compared" if comparison.output_difference is None else f"{comparison.output_difference:.1e}"
+    number = count_text(len(comparison.parameters), "gradient")
+    head = (
+        f"  {comparison.dtype}: loss {comparison.split_loss:.9g}, unsplit {comparison.loss:.9g} "
+        f"({comparison.loss_difference:.1e}); outputs {outputs}; {number} {comparison.largest:.1e} "
+        f"(exact up to {comparison.tolerance:.0e})"
+    )
+    worst = comparison.worst
+    rows = [f"    {_where(each)}: {_how_far(each)}" for each in worst[:_MOST_ROWS]]
+    more = [f"    and {len(worst) - _MOST_ROWS} more"] if len(worst) > _MOST_ROWS else []
+    return [head, *rows, *more]
+
+
+def _where(parameter: ParameterDifference) -> str:
+    return parameter.name if parameter.stage is None else f"stage {parameter.stage}, {parameter.name}"
+
+
+def _how_far(parameter: ParameterDifference) -> str:
+    return "only one of the two has a gradient" if math.isinf(parameter.relative) else f"{parameter.relative:.1e}"

@@ -1,0 +1,216 @@
+"""The unsplit model, run on the whole batch or on one micro-batch after the other."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import nn
+
+from rota.errors import PipelineError
+from rota.models import collect_losses
+from rota.models.randomness import RandomStates, random_state_kept
+from rota.runtime.losses import LossFn, MicrobatchLoss, Weighed, loss_of, loss_of_parts, number_in
+from rota.runtime.messages import over_tensors, tensors_in
+from rota.runtime.microbatches import num_examples, shares_of, to_microbatches, with_dicts
+from rota.verifying.apart import in_dtype
+
+
+class Part(NamedTuple):
+    """What the model runs on at once, and its share of a mean loss."""
+
+    inputs: Any
+    targets: Any
+    share: float
+
+
+class Outcome(NamedTuple):
+    """The loss, and of each part the tensors of its output and its losses; gradients are in `.grad`.
+
+    `loss_without_added`: without what modules add by `rota.add_loss`.
+    """
+
+    loss: float
+    loss_without_added: float
+    outputs: list[list[torch.Tensor]]
+    losses: list[MicrobatchLoss]
+
+
+class GivenBatch(NamedTuple):
+    """What one replica steps on."""
+
+    inputs: Any
+    targets: Any
+
+    def in_dtype(self, dtype: torch.dtype | None) -> GivenBatch:
+        """The same with floating-point numbers in `dtype`, unless it is None."""
+        return GivenBatch(*(over_tensors(lambda tensor: in_dtype(tensor, dtype), plain(each)) for each in self))
+
+
+@final
+class Unsplit:
+    """A copy of `model` in `dtype`, on the CPU; None: in its own."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None, loss_fn: LossFn) -> None:
+        named = [*model.named_parameters(), *model.named_buffers()]
+        memo = {id(tensor): _fresh(tensor, dtype) for _, tensor in named}  # one for each: ties stay
+        self.module: nn.Module = copy.deepcopy(model, memo)
+        self._empty = {name for name, tensor in named if tensor.is_meta}
+        self._loss_fn = loss_fn
+
+    def fill(self, name: str, value: torch.Tensor) -> None:
+        """Set a parameter or buffer, all of whose names follow."""
+        owner, _, last = name.rpartition(".")
+        with torch.no_grad():
+            getattr(self.module.get_submodule(owner), last).copy_(value)
+        self._empty.discard(name)
+
+    def refuse_empty(self) -> None:
+        """Raises PipelineError if a tensor has no values."""
+        if self._empty:
+            raise PipelineError(
+                f"the unsplit model is on the meta device, and no stage has its {min(self._empty)!r}; give a "
+                f"model with values, or a function that makes one"
+            )
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """Of the last run; None without one."""
+        return self.module.get_parameter(name).grad
+
+    def draws(self, inputs: Any) -> bool:
+        """Whether the forward draws random numbers."""
+        with random_state_kept(self.module), torch.no_grad():
+            states = RandomStates(self.module)
+            call(self.module, inputs)
+            return states.changed()
+
+    def run(self, parts: Sequence[Part]) -> Outcome:
+        """Forward and backward of each part; gradients add up in `.grad`. Buffers and random states do not change."""
+        self.module.zero_grad(set_to_none=True)
+        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        found = _Losses()
+        with random_state_kept(self.module):
+            outputs = [self._run(part, found) for part in parts]
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        shares = [part.share for part in parts]
+        losses = dict(enumerate(found.losses))
+        total = loss_of_parts(losses, {(0, i): added for i, added in enumerate(found.added)}, shares)
+        if total.count is not None:
+            self._multiply_gradients(1 / (total.count * found.per_count))
+        return Outcome(total.mean, loss_of_parts(losses, {}, shares).mean, outputs, found.losses)
+
+    def _run(self, part: Part, found: _Losses) -> list[torch.Tensor]:
+        with collect_losses() as added:  # around the backward too: checkpointed blocks add theirs again in it
+            output = call(self.module, part.inputs)
+            returned, loss = loss_of(self._loss_fn, output, part.targets)
+            if loss.count is not None and not found.losses:
+                found.per_count = 2.0 ** -round(math.log2(max(loss.count, 1)))
+            root = returned.reshape(()) * (part.share if loss.count is None else found.per_count)
+            for each in added.losses:
+                root = root + each.value.reshape(()) * found.weight(each.count, part.share)
+            found.losses.append(loss)
+            found.added.append([Weighed(number_in(each.value), each.count) for each in added.losses])
+            if root.requires_grad:
+                torch.autograd.backward(root)
+        return [tensor.detach() for tensor in tensors_in(output)]
+
+    def _multiply_gradients(self, factor: float) -> None:
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+
+
+@final
+class _Losses:
+    """Of the parts of a run. Backwards start from sums times `per_count`, so that low precision does not overflow."""
+
+    def __init__(self) -> None:
+        self.losses: list[MicrobatchLoss] = []
+        self.added: list[list[Weighed]] = []
+        self.per_count = 1.0
+
+    def weight(self, count: float | None, share: float) -> float:
+        """What the backward of an added loss is multiplied by."""
+        return share if count is None else count * self.per_count
+
+
+def _fresh(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A copy on the CPU, without values where there are none."""
+    data = torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().to("cpu", copy=True)
+    data = in_dtype(data, dtype)
+    return nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+
+
+def whole(batches: Sequence[GivenBatch]) -> list[Part]:
+    """The batch of each replica as a part, with its share of all rows."""
+    joined = [*map(_joined, batches)]
+    shares = shares_of([num_examples(batch.targets) or num_examples(batch.inputs) for batch in joined], len(joined))
+    return [Part(*batch, share) for batch, share in zip(joined, shares, strict=True)]
+
+
+def by_microbatches(batches: Sequence[GivenBatch], num_microbatches: int) -> list[Part]:
+    """Each micro-batch of each replica as a part; all replicas weigh the same."""
+    return [part for batch in batches for part in _parts(batch, num_microbatches, len(batches))]
+
+
+def _parts(batch: GivenBatch, num_microbatches: int, num_replicas: int) -> list[Part]:
+    inputs = to_microbatches("inputs", batch.inputs, num_microbatches)
+    targets = to_microbatches("targets", batch.targets, num_microbatches)
+    shares = shares_of(targets.sizes or inputs.sizes, num_microbatches)
+    parts = [
+        Part(given, wanted, share / num_replicas)
+        for given, wanted, share in zip(inputs.values, targets.values, shares, strict=True)
+    ]
+    return parts[: num_microbatches - (targets.num_padding or inputs.num_padding)]
+
+
+def _joined(batch: GivenBatch) -> GivenBatch:
+    """Lists of micro-batches as one batch."""
+    return GivenBatch(*(_cat(each, [*map(num_examples, each)]) if isinstance(each, list) else each for each in batch))
+
+
+def _cat(parts: list[Any], rows: list[int]) -> Any:
+    """`rows`: of each micro-batch."""
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        return _cat_tensors(parts, rows)
+    if isinstance(first, dict):
+        return {key: _cat([part[key] for part in parts], rows) for key in first}
+    if isinstance(first, tuple):
+        return tuple(_cat([*items], rows) for items in zip(*parts, strict=True))
+    return first
+
+
+def _cat_tensors(parts: list[torch.Tensor], rows: list[int]) -> torch.Tensor:
+    if len({part.shape[1:] for part in parts}) > 1:
+        shapes = ", ".join(str([*part.shape]) for part in parts)
+        raise PipelineError(
+            f"micro-batches of shapes {shapes} make no batch for the unsplit model; pad them to one length, or "
+            f"compare with against='microbatches'"
+        )
+    first = parts[0]
+    if not first.dim():
+        return first
+    if max(rows) > 1 and all(len(part) == 1 for part in parts):  # one row for all rows of its micro-batch
+        if all(torch.equal(first, part) for part in parts):
+            return first
+        parts = [part.expand(num, *part.shape[1:]) for part, num in zip(parts, rows, strict=True)]
+    return torch.cat(parts)
+
+
+def call(module: nn.Module, inputs: Any) -> Any:
+    """The module's output: a dict goes in as keyword arguments, a tuple as positional ones."""
+    if isinstance(inputs, Mapping):
+        return module(**inputs)
+    return module(*inputs) if isinstance(inputs, tuple) else module(inputs)
+
+
+def plain(batch: Any) -> Any:
+    """A tokenizer's batch and other mappings as dicts, also in a list of micro-batches."""
+    return [*map(with_dicts, batch)] if isinstance(batch, list) else with_dicts(batch)

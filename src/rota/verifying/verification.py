@@ -1,0 +1,317 @@
+"""verify: a split model against the unsplit one on one batch, in float64 and in the model's own dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, final
+
+import torch
+from torch import nn
+
+from rota.errors import PipelineError
+from rota.models import Stages
+from rota.runtime import Pipeline
+from rota.runtime.faults.watchdog import PATIENT
+from rota.runtime.losses import LossFn
+from rota.runtime.microbatches import num_examples
+from rota.runtime.reducing.wrapped_stages import unwrapped
+from rota.verifying import reasons
+from rota.verifying.apart import ForComparison
+from rota.verifying.comparing import compare_gradients, compare_outputs, places, relative
+from rota.verifying.matching import Matched, Matching, match
+from rota.verifying.probes import Probes
+from rota.verifying.report import EXACT, Comparison, Verification
+from rota.verifying.sides import ManyProcesses, OneProcess, Side, agreed
+from rota.verifying.unsplit import GivenBatch, Outcome, Part, Unsplit, by_microbatches, plain, whole
+
+Against: TypeAlias = Literal["batch", "microbatches"]
+_CANNOT_DRAW = (
+    "the forward draws random numbers besides dropout, and the stages draw others than the unsplit model: give it "
+    "fixed numbers while you verify"
+)
+
+
+def verify(
+    stages: Stages | Pipeline,
+    model: nn.Module | Callable[[], nn.Module] | None,
+    batch: Any,
+    targets: Any = None,
+    loss_fn: LossFn | None = None,
+    *,
+    num_microbatches: int | None = None,
+    fp64: bool = True,
+    against: Against = "batch",
+    report: Callable[[str], None] = lambda _: None,
+) -> Verification:
+    """Compare loss, outputs and every gradient of the split model with those of the unsplit one, on one batch.
+
+    Stages run in this process, one after the other, with boundaries cut as a Pipeline does. A Pipeline runs its plan:
+    call this on all its processes. The first one then also holds the unsplit model, with the stages' weights, and runs
+    it on the batches of all replicas; the others hold nothing more than for a step. Dropout is switched off for both.
+
+    Parameters, `.grad`, buffers and random states are left as they were. On a Pipeline, do not call it between steps
+    with `sync=False`.
+
+    Args:
+        stages: The split model, or a Pipeline of it.
+        model: The unsplit model, or a function that makes it. With a Pipeline only the first process uses it, and its
+            weights do not count: those of the stages do.
+        batch: The model's inputs: a tensor, a tuple, or a mapping of keyword arguments. With a Pipeline what this
+            process gives to `step`, None where it gives none.
+        targets: What `loss_fn` gets besides the output, as for `step`.
+        loss_fn: As for `Pipeline`, whose own is the default; needed for Stages.
+        num_microbatches: Of Stages; default: 2, or 1 if the rows do not divide by it. A Pipeline's are its plan's.
+        fp64: Compare in float64, exact to 1e-10, and then in the model's own dtype, to the root of its rounding error.
+            False: only the latter. Stages that FSDP shards are always compared in their own dtype.
+        against: "batch": the unsplit model runs on the whole batch; "microbatches": on one micro-batch after the
+            other, which is what BatchNorm sees in any accumulation of gradients.
+        report: Called with a line of text before each part of the work.
+
+    Returns:
+        The report; the same on all processes.
+
+    Raises:
+        PipelineError: The model or the stages cannot be run on this batch.
+    """
+    if against not in ("batch", "microbatches"):
+        raise PipelineError(f"against is {against!r}; give 'batch' or 'microbatches'")
+    given = GivenBatch(plain(batch), plain(targets))
+    if isinstance(stages, Pipeline):
+        loss = _needed(loss_fn or stages.loss_fn)
+        with stages.watching("the other ranks to verify the model", PATIENT):
+            return _Verifier(ManyProcesses(stages, given, loss), model, fp64, against, report).run()
+    loss = _needed(loss_fn)
+    stages, _ = unwrapped(stages)
+    if num_microbatches is None:
+        num_microbatches = 2 if num_examples(given.inputs) % 2 == 0 else 1
+    return _Verifier(OneProcess(stages, given, loss, num_microbatches), model, fp64, against, report).run()
+
+
+def _needed(loss_fn: LossFn | None) -> LossFn:
+    if loss_fn is None:
+        raise PipelineError("there is no loss to make gradients from; give verify a loss_fn(output, target)")
+    return loss_fn
+
+
+@final
+@dataclass
+class _Verifier:
+    """On each process. What only the first one has is `_unsplit` and what it computes."""
+
+    side: Side
+    model: nn.Module | Callable[[], nn.Module] | None
+    fp64: bool
+    against: Against
+    report: Callable[[str], None]
+
+    def run(self) -> Verification:
+        """All dtypes, and the reasons where they are not equal."""
+        side = self.side
+        notes: list[str] = []
+        why: list[str] = []
+        matching = self._matching()
+        comparisons, parts = [], None
+        dtypes: list[torch.dtype | None] = [torch.float64, None] if self.fp64 and not side.is_sharded else [None]
+        if self.fp64 and side.is_sharded:
+            notes.append("stages that fully_shard divides are compared in their own dtype alone, not in float64")
+        for dtype in dtypes:
+            with ExitStack() as stack:
+                stack.enter_context(side.apart(dtype))
+                comparison, why, parts, dropped = self._compared(dtype, matching)
+            comparisons.append(comparison)
+            if dropped:
+                notes.append("dropout was switched off, in both")
+            if not agreed(side, comparison.is_equal and not why):
+                break
+        why += agreed(side, self._other_weights(matching) if side.is_first else [])
+        found = Verification(tuple(comparisons), parts, tuple(dict.fromkeys(why)), tuple(dict.fromkeys(notes)))
+        return Verification.from_fields(agreed(side, found.to_fields() if side.is_first else {}))
+
+    # --- what is compared -----------------------------------------------------------------------------------------
+
+    def _matching(self) -> Matching:
+        """Makes the model, on the first process, and sends all of them how it corresponds to the stages."""
+        return Matching.from_fields(self.side.first("matching the unsplit model and the stages", self._matched))
+
+    def _matched(self) -> list[Any]:
+        if not isinstance(self.model, nn.Module):
+            if not callable(self.model):
+                raise PipelineError(
+                    f"model is a {type(self.model).__name__}; give the unsplit nn.Module, or a function that makes it, "
+                    f"on the first process"
+                )
+            self.report("making the unsplit model")
+            self.model = self.model()
+        return match(self.model, self.side.stages).to_fields()
+
+    def _other_weights(self, matching: Matching) -> list[str]:
+        """A reason if the model was given other weights than the stages of this process."""
+        if not isinstance(self.side, OneProcess):
+            return []
+        assert isinstance(self.model, nn.Module)
+        given = dict(self.model.named_parameters())
+        for parameter in matching.parameters:
+            for stage, own in parameter.places:
+                here, there = given[parameter.name], self.side.stages[stage].get_parameter(own)
+                if not (here.is_meta or there.is_meta or torch.equal(here, there)):
+                    return [
+                        f"{parameter.name!r} has other values in stage {stage} than in the unsplit model (those of the "
+                        f"stages were compared): load both from the same checkpoint, or make both with the same seed"
+                    ]
+        return []
+
+    def _compared(
+        self, dtype: torch.dtype | None, matching: Matching
+    ) -> tuple[Comparison, list[str], bool | None, bool]:
+        """In one dtype: the differences, why, whether micro-batches agree, whether there is dropout."""
+        side = self.side
+        in_float64 = dtype is torch.float64
+        name = "float64" if dtype is torch.float64 else "the model's own dtype"
+        unsplit = self._made(dtype) if side.is_first else None
+        side.first("making the unsplit model", lambda: None)
+        self._fill(unsplit, matching)
+        batches = [batch.in_dtype(dtype) for batch in side.batches()]
+        done: dict[str, Any] = {}
+
+        def run_unsplit() -> list[bool]:
+            assert unsplit is not None
+            self.report(f"{name}: the unsplit model")
+            unsplit.refuse_empty()
+            parts = whole(batches) if self.against == "batch" else by_microbatches(batches, side.num_microbatches)
+            done["draws"] = any(unsplit.draws(part.inputs) for part in parts)
+            with ForComparison(done["draws"], in_float64):
+                done["still draws"] = done["draws"] and any(unsplit.draws(part.inputs) for part in parts)
+                done["unsplit"] = unsplit.run(parts)
+            return [done["draws"], done["still draws"]]
+
+        draws, still_draws = side.first("the unsplit model's step", run_unsplit)
+        with ForComparison(draws, in_float64):
+            if side.is_first:
+                self.report(f"{name}: the split model")
+            loss, outputs = side.step(dtype)
+            comparison = self._comparison(dtype, matching, unsplit, done.get("unsplit"), loss, outputs)
+            if agreed(side, comparison.is_equal):
+                found = [*reasons.untied(matching, side.is_sharded)]
+                return comparison, found, None, draws
+            why, parts = self._reasons(dtype, matching, unsplit, batches, comparison)
+            return comparison, ([_CANNOT_DRAW] if still_draws else []) + why, parts, draws
+
+    def _made(self, dtype: torch.dtype | None) -> Unsplit:
+        assert isinstance(self.model, nn.Module)
+        return Unsplit(self.model, dtype, self.side.loss_fn)
+
+    def _fill(self, unsplit: Unsplit | None, matching: Matching) -> None:
+        """The stages' values into the unsplit model."""
+        matched = [each for each in (*matching.parameters, *matching.buffers) if each.places]
+        values = self.side.tensors([each.places[0] for each in matched], of_gradient=False)
+        for each, value in zip(matched, values, strict=True):
+            if unsplit is not None and value is not None:
+                unsplit.fill(each.name, value)
+
+    def _comparison(
+        self,
+        dtype: torch.dtype | None,
+        matching: Matching,
+        unsplit: Unsplit | None,
+        outcome: Outcome | None,
+        loss: float,
+        outputs: list[list[torch.Tensor]],
+    ) -> Comparison:
+        """On the first process; on the others a placeholder, as they only send their gradients."""
+        gradients = self.side.tensors(places(matching), of_gradient=True)
+        if unsplit is None or outcome is None:
+            for _ in gradients:
+                pass
+            return Comparison("", 0.0, 0.0, 0.0, 0.0, None, ())
+        own = _own_dtype(unsplit.module)
+        return Comparison(
+            str(dtype or own).removeprefix("torch."),
+            EXACT if dtype is torch.float64 else _rounding(own),
+            outcome.loss,
+            loss,
+            relative(outcome.loss, loss),
+            compare_outputs(outcome.outputs, outputs),
+            compare_gradients(matching, unsplit, gradients),
+        )
+
+    # --- why they differ ------------------------------------------------------------------------------------------
+
+    def _reasons(
+        self,
+        dtype: torch.dtype | None,
+        matching: Matching,
+        unsplit: Unsplit | None,
+        batches: list[GivenBatch],
+        comparison: Comparison,
+    ) -> tuple[list[str], bool]:
+        """The reasons, and whether the split model equals the unsplit one by micro-batches."""
+        side, probes = self.side, Probes()
+        of_unsplit = Probes()
+        done: list[Outcome] = []
+
+        def run_by_microbatches() -> list[str]:
+            assert unsplit is not None
+            self.report("not equal: the unsplit model on one micro-batch after the other, to see why")
+            parts = by_microbatches(batches, side.num_microbatches)
+            mixed = (
+                reasons.mixing(unsplit, whole(batches), parts, comparison.tolerance)
+                if self.against == "batch" and self._is_mixed(unsplit, batches, parts, comparison.tolerance)
+                else []
+            )
+            with of_unsplit.on([(n, module) for n, module in unsplit.module.named_modules() if n]):
+                done.append(unsplit.run(parts))
+            return mixed
+
+        mixed = side.first("the unsplit model's micro-batches", run_by_microbatches)
+        of_process = {stage: matching.modules[stage] for stage in side.local_modules()}
+        watched = [
+            (there, side.local_modules()[stage].get_submodule(own))
+            for stage, names in of_process.items()
+            for own, there in names.items()
+        ]
+        with probes.on(watched):
+            loss, outputs = side.step(dtype)
+        by_parts = self._comparison(dtype, matching, unsplit, done[0] if done else None, loss, outputs)
+        is_equal = agreed(side, by_parts.is_equal)
+        if is_equal:
+            return mixed, True
+        of_stages = side.gather(probes.seen)
+        if unsplit is None:
+            return [], False
+        split = [
+            *reasons.untied(matching, side.is_sharded),
+            *reasons.missing(matching, by_parts.parameters, unsplit),
+            *reasons.other_values(matching, of_unsplit, of_stages),
+        ]
+        return (mixed + split or [_unknown(comparison)]), False
+
+    def _is_mixed(self, unsplit: Unsplit, batches: list[GivenBatch], parts: list[Part], tolerance: float) -> bool:
+        """Whether the unsplit model's loss or gradients change with the micro-batches."""
+        one = unsplit.run(whole(batches))
+        names = [name for name, _ in unsplit.module.named_parameters()]
+        gradients = [unsplit.gradient(name) for name in names]
+        other = unsplit.run(parts)
+        as_split = Matching([Matched(name, ((0, name),), False) for name in names], [], [], [])
+        differences = compare_gradients(as_split, unsplit, iter(gradients))
+        largest = max((each.relative for each in differences), default=0.0)
+        return max(largest, relative(one.loss, other.loss)) > tolerance
+
+
+def _unknown(comparison: Comparison) -> str:
+    worst = comparison.worst[0] if comparison.worst else None
+    place = f" in stage {worst.stage}, at {worst.name!r}" if worst is not None and worst.stage is not None else ""
+    return (
+        f"the stages compute something else than the unsplit model{place}, although what its modules get and make is "
+        f"equal: look at the code between the modules, and at loss_fn"
+    )
+
+
+def _rounding(own: torch.dtype) -> float:
+    """By how much equal models may differ; many compute in float32 inside, whatever their dtype."""
+    return float(max(torch.finfo(own).eps, torch.finfo(torch.float32).eps) ** 0.5)
+
+
+def _own_dtype(module: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.get_default_dtype())

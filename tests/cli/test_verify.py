@@ -1,0 +1,186 @@
+"""`rota verify` and `rota run --verify`: exact or not, on a plan's own processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import rota
+from rota.cli import main
+from support.hf_models import gpt2
+
+pytestmark = pytest.mark.dist
+
+MODEL = """
+import torch
+from torch import nn
+
+def make_model():
+    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Tanh(), {extra}nn.Linear(8, 4))
+
+def make_batch(rows):
+    return torch.randn(rows, 8), torch.randn(rows, 4)
+
+loss_fn = nn.functional.mse_loss
+"""
+
+BY_HAND = """
+import torch
+from torch import nn
+import rota
+
+class Wrong(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + 0.1
+
+def make_unsplit():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+def make_model():
+    first, tanh, last = make_unsplit()
+    wrong = Wrong(8, 4)
+    wrong.load_state_dict(last.state_dict())
+    return rota.Stages([first, tanh, wrong])
+
+def make_batch(rows):
+    return torch.randn(rows, 8), torch.randn(rows, 4)
+
+loss_fn = nn.functional.mse_loss
+"""
+
+TRAIN = """
+import torch
+import rota
+from model import loss_fn, make_batch, make_model
+
+plan = rota.given_plan()
+torch.manual_seed(0)
+stages = rota.split(make_model(), plan.num_stages, plan.cuts)
+with rota.Pipeline(stages, plan, loss_fn) as pipeline:
+    for _ in range(2):
+        print("loss", pipeline.step(*make_batch(8)), flush=True)
+"""
+
+
+UNMODIFIED = """
+import torch
+from torch import nn
+import rota
+from transformers import GPT2Config, GPT2LMHeadModel
+
+def make_model():
+    with rota.deferred_init():
+        return GPT2LMHeadModel(GPT2Config(vocab_size=61, n_positions=16, n_embd=16, n_layer=2, n_head=2))
+
+def make_batch(rows):
+    ids = torch.randint(61, (rows, 16))
+    labels = ids.masked_fill(torch.rand(rows, 16) < 0.3, -100)
+    return {"input_ids": ids, "position_ids": torch.arange(16)[None]}, labels
+
+def loss_fn(output, labels):
+    logits, labels = output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    total = nn.functional.cross_entropy(logits, labels, reduction="sum")
+    return {"loss": (total, (labels != -100).sum()), "size": logits.square().mean()}
+"""
+
+TRAIN_UNMODIFIED = """
+from collections import UserDict
+import torch
+import rota
+from model import loss_fn, make_batch, make_model
+
+plan = rota.given_plan()
+torch.manual_seed(0)
+stages = rota.split(make_model(), plan.num_stages, plan.cuts, example=make_batch(2)[0])
+rota.materialize(stages, rota.local_stages(plan))
+with rota.Pipeline(stages, plan, loss_fn) as pipeline:
+    torch.manual_seed(1)
+    for _ in range(2):
+        inputs, labels = make_batch(7)
+        print("loss", pipeline.step(UserDict(inputs), labels), pipeline.metrics, flush=True)
+"""
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> str:
+    costs = rota.Costs.uniform(2, 10, 20)
+    path = tmp_path / "plan.json"
+    made = rota.schedules.one_f_one_b(rota.place(costs, rota.Cluster.uniform(2)), 4)
+    path.write_text(made.to_json())
+    return str(path)
+
+
+def test_an_exact_model_and_the_report_as_json(plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model.py"
+    model.write_text(MODEL.format(extra=""))
+    assert main(["verify", plan, str(model), "--rows", "2", "--json"]) == 0
+    told = capfd.readouterr()
+    report = json.loads(told.out)
+    assert report["exact"]
+    assert [each["dtype"] for each in report["comparisons"]] == ["float64", "float32"]
+    assert {each["stage"] for each in report["comparisons"][0]["parameters"]} == {0, 1}
+    assert report["notes"] == ["dropout was switched off, in both"]
+    assert "rota verify: float64: the unsplit model" in told.err
+
+
+def test_stages_made_by_hand_against_what_they_must_equal(
+    plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model.py"
+    model.write_text(BY_HAND)
+    assert main(["verify", plan, str(model), "--own-dtype"]) == 1
+    told = capfd.readouterr().out
+    assert told.startswith("NOT exact\n  float32: loss ")
+    assert "stage 1, 2.bias" in told
+
+
+def test_a_run_verifies_before_its_first_step(plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model, script = tmp_path / "model.py", tmp_path / "train.py"
+    model.write_text(MODEL.format(extra="nn.BatchNorm1d(8), "))
+    script.write_text(TRAIN)
+    assert main(["run", "--verify", plan, str(script)]) == 1
+    told = capfd.readouterr()
+    assert "loss" not in told.out
+    assert "rota: before the first step: NOT exact" in told.err
+    assert "the split model is not exact, so nothing is trained" in told.err
+    assert main(["run", "--verify-microbatches", plan, str(script)]) == 0
+    told = capfd.readouterr()
+    assert told.out.count("loss") == 4
+    assert "rota: before the first step: exact" in told.err
+
+
+def test_an_unmodified_model_by_its_config(plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(gpt2(resid_pdrop=0.1).config.to_json_string())
+    assert main(["verify", plan, f"hf:{config}", "--length", "8", "--json"]) == 0
+    report = json.loads(capfd.readouterr().out)
+    assert {each["stage"] for each in report["comparisons"][0]["parameters"]} == {0, 1}
+    assert report["notes"] == ["dropout was switched off, in both"]
+
+
+def test_a_deferred_model_whose_batches_are_mappings_and_whose_loss_has_a_count(
+    plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, script = tmp_path / "model.py", tmp_path / "train.py"
+    model.write_text(UNMODIFIED)
+    script.write_text(TRAIN_UNMODIFIED)
+    assert main(["verify", plan, str(model), "--rows", "2"]) == 0
+    capfd.readouterr()
+    assert main(["run", plan, str(script)]) == 0
+    expected = capfd.readouterr().out
+    assert main(["run", "--verify", plan, str(script)]) == 0
+    told = capfd.readouterr()
+    assert "rota: before the first step: exact" in told.err
+    assert sorted(told.out.splitlines()) == sorted(expected.splitlines())
+
+
+def test_refusals(plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model.py"
+    model.write_text("make_model = None")
+    assert main(["verify", plan, str(model)]) == 2
+    assert "defines no function make_model" in capsys.readouterr().err
+    assert main(["run", "--verify", "--engine", "torch", plan, str(model)]) == 2
+    assert "PyTorch's engine is not verified" in capsys.readouterr().err

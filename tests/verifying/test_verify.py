@@ -1,0 +1,470 @@
+"""verify in one process: exact models are, and each way not to be is named."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import rota
+from rota import CutPoint, PipelineError, Stages, split, verify
+from support.layered_models import case
+
+WIDTH = 8
+
+
+class Attending(nn.Module):
+    """A layer that takes a mask; the model makes a sliding one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.v = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        scores = self.q(x) @ x.transpose(1, 2) / math.sqrt(WIDTH)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf)
+        return x + scores.softmax(-1) @ self.v(x)
+
+
+def causal(length: int, window: int) -> Tensor:
+    far = torch.arange(length)[:, None] - torch.arange(length)
+    return (far >= 0) & (far < window)
+
+
+class Sliding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attending() for _ in range(3))
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = causal(x.shape[1], 2)
+        for layer in self.layers:
+            x = layer(x, mask=mask)
+        return self.head(x)
+
+
+class HandMade(nn.Module):
+    """Some layers with a mask of its own, and maybe the head."""
+
+    def __init__(self, layers: list[nn.Module], window: int, head: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layers, self.window, self.head = nn.ModuleList(layers), window, head
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, causal(x.shape[1], self.window))
+        return x if self.head is None else self.head(x)
+
+
+def sliding(window: int, copied: bool) -> tuple[Stages, nn.Module, Tensor, Tensor]:
+    """Stages by hand; the second one's window is `window`, where the model has 2."""
+    torch.manual_seed(0)
+    model = Sliding()
+    source = copy.deepcopy(model) if copied else model
+    stages = [HandMade([source.layers[0]], 2), HandMade([*source.layers[1:]], window, source.head)]
+    return Stages(stages), model, torch.randn(4, 6, WIDTH), torch.randn(4, 6, WIDTH)
+
+
+def sequential(*layers: nn.Module) -> tuple[nn.Sequential, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers, nn.Linear(WIDTH, 4))
+    return model, torch.randn(8, WIDTH)
+
+
+@pytest.mark.parametrize("name", ["gpt", "two branches"])
+def test_a_split_model_is_exact(name: str) -> None:
+    model, batch, target, loss_fn = case(name)
+    stages, _ = rota.models.finest(model) if name == "gpt" else (split(model, 4), ())
+    found = verify(stages, model, batch[:4], target[:4], loss_fn, num_microbatches=4)
+    assert found.exact, found.to_text()
+    assert [each.dtype for each in found.comparisons] == ["float64", "float32"]
+    assert found.comparisons[0].largest <= 1e-10
+    assert {each.name for each in found.comparisons[0].parameters} == {name for name, _ in model.named_parameters()}
+    assert found.to_text().startswith("exact\n")
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_stages_by_hand_match_by_identity_or_by_values(copied: bool) -> None:
+    stages, model, x, target = sliding(2, copied)
+    assert verify(stages, model, x, target, functional.mse_loss).exact
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_another_mask_is_named_with_its_layer_and_stage(copied: bool) -> None:
+    stages, model, x, target = sliding(6, copied)
+    found = verify(stages, model, x, target, functional.mse_loss)
+    assert not found.exact
+    assert found.by_microbatches is False
+    assert found.reasons == ("'layers.1' of stage 1 gets another 'mask' than in the unsplit model: other numbers",), (
+        found.to_text()
+    )
+    assert {each.stage for each in found.comparisons[0].worst} == {0, 1}
+
+
+def test_the_batch_norm_is_named_and_by_microbatches_it_is_exact() -> None:
+    model, x = sequential(nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Tanh()))
+    target = torch.randn(8, 4)
+    found = verify(split(model, 2), model, x, target, functional.mse_loss)
+    assert not found.exact
+    assert found.by_microbatches
+    assert len(found.reasons) == 1
+    assert found.reasons[0].startswith("BatchNorm1d '1.0' takes its statistics over the rows of a micro-batch")
+    assert verify(split(model, 2), model, x, target, functional.mse_loss, against="microbatches").exact
+
+
+class Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def test_another_layer_that_mixes_rows_is_named() -> None:
+    model, x = sequential(nn.Tanh(), Centred())
+    found = verify(split(model, 2), model, x, torch.randn(8, 4), functional.mse_loss)
+    assert found.reasons == ("Centred '2' mixes the rows of a batch: on micro-batches it computes something else",)
+
+
+def uneven_tokens() -> tuple[Stages, nn.Module, Tensor, Tensor]:
+    model, x = sequential()
+    return split(model, 2), model, x, torch.tensor([0, 1, -100, -100, 2, 3, 0, -100])
+
+
+def summed(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return functional.cross_entropy(output, target, reduction="sum"), (target != -100).sum()
+
+
+def with_metrics(output: Tensor, target: Tensor) -> dict[str, Any]:
+    right = (output.argmax(-1) == target).sum(), (target != -100).sum()
+    return {"loss": summed(output, target), "accuracy": right, "size": output.square().mean()}
+
+
+@pytest.mark.parametrize("fp64", [True, False])
+def test_a_mean_over_uneven_tokens_is_named(fp64: bool) -> None:
+    stages, model, x, target = uneven_tokens()
+    found = verify(stages, model, x, target, functional.cross_entropy, fp64=fp64)
+    assert not found.exact
+    assert found.by_microbatches
+    assert "have 2, 3 of them (targets that are not -100)" in found.reasons[0]
+    assert found.reasons[0].endswith("Let loss_fn return (sum, count)")
+    even = torch.tensor([0, 1, -100, -100, 2, 3, -100, -100])
+    assert verify(stages, model, x, even, functional.cross_entropy, fp64=fp64).exact
+
+
+@pytest.mark.parametrize("loss_fn", [summed, with_metrics])
+@pytest.mark.parametrize("num_microbatches", [2, 3, 8, 10])  # 3: of 3, 3 and 2 rows; 10: two are padding
+def test_a_sum_with_its_count_is_exact_for_uneven_tokens(loss_fn: Any, num_microbatches: int) -> None:
+    stages, model, x, target = uneven_tokens()
+    found = verify(stages, model, x, target, loss_fn, num_microbatches=num_microbatches)
+    assert found.exact, found.to_text()
+    expected = functional.cross_entropy(model(x), target).item()  # over all tokens
+    assert found.comparisons[1].split_loss == pytest.approx(expected)
+
+
+def test_a_mean_over_rows_is_exact_for_uneven_rows() -> None:
+    model, x = sequential()
+    for num_microbatches in (3, 10):
+        found = verify(
+            split(model, 2), model, x, torch.randn(8, 4), functional.mse_loss, num_microbatches=num_microbatches
+        )
+        assert found.exact, found.to_text()
+
+
+def test_a_mean_beside_a_count_does_not_add_up() -> None:
+    stages, model, x, target = uneven_tokens()
+
+    def loss_fn(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return functional.cross_entropy(output, target), (target != -100).sum()
+
+    found = verify(stages, model, x, target, loss_fn)
+    assert found.by_microbatches
+    assert found.reasons[0].startswith("loss_fn's sums and counts do not add up"), found.to_text()
+
+
+class Gated(nn.Module):
+    """A layer with a loss of its own: a mean over rows, or the square of one."""
+
+    def __init__(self, with_count: bool, is_balance: bool = False) -> None:
+        super().__init__()
+        self.linear, self.gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.with_count, self.is_balance = with_count, is_balance
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x).sigmoid()
+        value = gate.mean(0).square().sum() if self.is_balance else 0.1 * gate.square().mean()
+        rota.add_loss(value, count=len(x) if self.with_count else None)
+        return x + self.linear(x) * gate
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.layer, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("with_count", [False, True])
+@pytest.mark.parametrize("num_microbatches", [2, 3, 10])
+def test_losses_that_modules_add(with_count: bool, num_microbatches: int) -> None:
+    model, x = sequential(Gated(with_count), Checkpointed(Gated(with_count)))
+    target = torch.tensor([0, 1, -100, -100, 2, 3, 0, -100]) if with_count else torch.arange(8) % 4
+    loss_fn: Any = with_metrics if with_count else functional.cross_entropy
+    found = verify(split(model, 3), model, x, target, loss_fn, num_microbatches=num_microbatches)
+    assert found.exact, found.to_text()
+    with rota.collect_losses() as added:
+        output = model(x)
+        if with_count:
+            total, count = summed(output, target)
+            expected = (total + added.weighted_total) / count
+        else:
+            expected = functional.cross_entropy(output, target) + added.total
+    assert found.comparisons[1].split_loss == pytest.approx(expected.item())
+
+
+@pytest.mark.parametrize("with_count", [False, True])
+def test_an_added_loss_that_mixes_rows_is_named(with_count: bool) -> None:
+    model, x = sequential(Gated(with_count, is_balance=True))
+    loss_fn: Any = summed if with_count else functional.cross_entropy
+    arguments = (split(model, 2), model, x, torch.arange(8) % 4, loss_fn)
+    found = verify(*arguments)
+    assert len(found.reasons) == 1
+    assert found.reasons[0].startswith("a loss that modules add by rota.add_loss is no mean over rows")
+    assert verify(*arguments, against="microbatches").exact
+
+
+def test_two_forms_of_losses_are_refused() -> None:
+    model, x = sequential(Gated(with_count=True))
+    with pytest.raises(PipelineError, match="add_loss was given a count, but loss_fn returns a mean"):
+        verify(split(model, 2), model, x, torch.arange(8) % 4, functional.cross_entropy)
+
+
+class Positions(nn.Module):
+    """Takes keyword arguments, one of which has one row for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(10, WIDTH), nn.Embedding(6, WIDTH)
+        self.cut, self.head = CutPoint(), nn.Linear(WIDTH, 10)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        return self.head(self.cut(self.tokens(input_ids) + self.places(position_ids)).tanh())
+
+
+def token_sum(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    labels = batch["labels"]
+    total = functional.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum")
+    return total, (labels != -100).sum()
+
+
+def tokens(rows: int) -> tuple[UserDict[str, Tensor], UserDict[str, Tensor]]:
+    ids = torch.randint(10, (rows, 6))
+    labels = ids.masked_fill(torch.arange(6) > torch.arange(rows)[:, None], -100)
+    return UserDict(input_ids=ids, position_ids=torch.arange(6)[None].flip(1)), UserDict(labels=labels)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 5, 8])
+def test_any_mapping_and_a_row_for_all(num_microbatches: int) -> None:
+    torch.manual_seed(0)
+    model = Positions()
+    batch, labels = tokens(5)
+    found = verify(split(model, 2), model, batch, labels, token_sum, num_microbatches=num_microbatches)
+    assert found.exact, found.to_text()
+
+
+def test_lists_of_micro_batches() -> None:
+    torch.manual_seed(0)
+    model = Positions()
+    batches, labels = (list(column) for column in zip(*map(tokens, (3, 1, 4)), strict=True))
+    found = verify(split(model, 2), model, batches, labels, token_sum, num_microbatches=3)
+    assert found.exact, found.to_text()
+    for batch, rows in zip(batches, (3, 1, 4), strict=True):  # each with a row of its own
+        batch["position_ids"] = torch.randint(6, (1, 6))
+        assert len(batch["input_ids"]) == rows
+    found = verify(split(model, 2), model, batches, labels, token_sum, num_microbatches=3)
+    assert found.exact, found.to_text()
+    batches[1], labels[1] = tokens(2)
+    batches[1] = UserDict({name: tensor[:, :4] for name, tensor in batches[1].items()})
+    labels[1] = UserDict(labels=labels[1]["labels"][:, :4])
+    with pytest.raises(PipelineError, match="make no batch for the unsplit model"):
+        verify(split(model, 2), model, batches, labels, token_sum, num_microbatches=3)
+    found = verify(split(model, 2), model, batches, labels, token_sum, num_microbatches=3, against="microbatches")
+    assert found.exact, found.to_text()
+
+
+def test_a_contrastive_loss() -> None:
+    model, x = sequential()
+
+    def loss_fn(output: Tensor, _: Tensor) -> Tensor:
+        return functional.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+    found = verify(split(model, 2), model, x, x, loss_fn)
+    assert found.reasons[0].startswith("loss_fn compares or mixes the rows of a batch, as a contrastive loss does")
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * torch.randn_like(x)
+
+
+def test_randomness_is_named_and_dropout_is_switched_off() -> None:
+    model, x = sequential(nn.Dropout(0.5))
+    found = verify(split(model, 3), model, x, torch.randn(8, 4), functional.mse_loss)
+    assert found.exact
+    assert "dropout was switched off, in both" in found.notes
+    model, x = sequential(nn.Dropout(0.5), Noisy())
+    found = verify(split(model, 3), model, x, torch.randn(8, 4), functional.mse_loss)
+    assert not found.exact
+    assert found.reasons[0].startswith("the forward draws random numbers besides dropout")
+
+
+class Functional(nn.Module):
+    """Dropout as functions and in attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.cut = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), CutPoint()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)[:, None]
+        x = functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)[:, 0]
+        return self.second(self.cut(x))
+
+
+def test_dropout_inside_attention_is_switched_off() -> None:
+    torch.manual_seed(0)
+    model, x = Functional(), torch.randn(8, WIDTH)
+    assert verify(split(model, 2), model, x, x, functional.mse_loss).exact
+
+
+class Detached(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.own = layer, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).detach() + 0 * self.own(x)
+
+
+def test_a_parameter_without_gradient_and_one_that_the_model_lacks() -> None:
+    model, x = sequential()
+    found = verify(Stages([Detached(model[0]), model[1]]), model, x, torch.randn(8, 4), functional.mse_loss)
+    assert not found.exact
+    assert any(reason.startswith("'0.weight' gets no gradient in stage 0") for reason in found.reasons)
+    found = verify(
+        Stages([model[0], nn.Sequential(nn.Linear(WIDTH, 4))]), model, x, torch.randn(8, 4), functional.mse_loss
+    )
+    assert any(reason.startswith("no stage has the parameter '1.weight'") for reason in found.reasons), found.to_text()
+    assert any("trains '0.weight', which the unsplit model does not have" in reason for reason in found.reasons)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def test_a_tie_that_was_cut() -> None:
+    torch.manual_seed(0)
+    model, x = Tied(), torch.randn(4, WIDTH)
+    stages = Stages([nn.Sequential(model.first, nn.Tanh()), copy.deepcopy(model.second)])
+    found = verify(stages, model, x, x, functional.mse_loss)
+    assert not found.exact
+    assert found.reasons[0].startswith(
+        "'first.weight' is one weight in the unsplit model, but stage 0 and stage 1 each"
+    )
+    tied = Stages([nn.Sequential(model.first, nn.Tanh()), model.second])
+    assert verify(tied, model, x, x, functional.mse_loss).exact
+
+
+def test_other_weights() -> None:
+    stages, model, x, target = sliding(2, copied=True)
+    named = Stages([HandMade([*stages[0].layers, *stages[1].layers], 2, stages[1].head)])
+    with torch.no_grad():
+        named[0].head.weight.add_(1)
+    found = verify(named, model, x, target, functional.mse_loss)
+    assert not found.exact
+    assert found.comparisons[0].is_equal
+    assert found.reasons[0].startswith("'head.weight' has other values in stage 0 than in the unsplit model")
+
+
+class Reads(nn.Module):
+    """Keyword inputs, and buffers that a forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.cut = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4), CutPoint()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.second(self.cut(self.norm(self.first(x))) * scale)
+
+
+def test_everything_is_left_as_it_was() -> None:
+    torch.manual_seed(0)
+    model = Reads()
+    batch = {"x": torch.randn(4, WIDTH), "scale": torch.rand(4, 1)}
+    stages = split(model, 2)
+    functional.mse_loss(model(**batch), torch.zeros(4, 4)).backward()
+    tensors = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
+    gradients = {name: (p.grad, p.grad.clone()) for name, p in model.named_parameters()}
+    random_state = torch.get_rng_state()
+    found = verify(stages, model, batch, torch.zeros(4, 4), functional.mse_loss, num_microbatches=1)
+    assert found.exact, found.to_text()
+    for name, (tensor, value) in tensors.items():
+        now = model.state_dict(keep_vars=True)[name]
+        assert now is tensor
+        assert now.dtype == value.dtype
+        assert torch.equal(now, value)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is gradients[name][0]
+        assert torch.equal(parameter.grad, gradients[name][1])
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_a_model_on_the_meta_device_gets_the_stages_weights() -> None:
+    torch.manual_seed(0)
+    model, x = Tied(), torch.randn(4, WIDTH)
+    stages = Stages([nn.Sequential(model.first, nn.Tanh()), model.second])
+
+    class Renamed(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.first = module
+
+        def forward(self, x: Tensor) -> Any:
+            return self.first(x)
+
+    named = Stages([Renamed(model.first), nn.Tanh(), Renamed(model.second)])
+    with torch.device("meta"):
+        empty = Tied()
+    found = verify(named, empty, x, x, functional.mse_loss)
+    assert found.exact, found.to_text()
+    with pytest.raises(PipelineError, match=r"no stage has its 'first\.weight'"):
+        verify(stages, empty, x, x, functional.mse_loss)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "give verify a loss_fn"),
+        ({"loss_fn": functional.mse_loss, "against": "rows"}, "'batch' or 'microbatches'"),
+        ({"loss_fn": functional.mse_loss, "targets": None}, "got targets=None"),
+    ],
+)
+def test_refusals(options: dict[str, Any], words: str) -> None:
+    model, x = sequential()
+    with pytest.raises(PipelineError, match=words):
+        verify(split(model, 2), model, x, **{"targets": torch.randn(8, 4)} | options)
