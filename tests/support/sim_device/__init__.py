@@ -7,8 +7,12 @@
         with device.use(channel):
             x.mul_(2)                           # RaceError: no event orders it after the fill of x on compute
 
-Each simulated rank has a `SimDevice` of its own: ranks may be threads of one process or processes. A process that has
-imported this room has `sim` as its accelerator until it ends, so tests import it in processes of their own.
+Each simulated rank has a `SimDevice` of its own. Ranks may be threads of one process, or processes: a message is a
+kernel on its channel's stream on both sides (`sent_from`, `receive_into`), and its values travel by any means. From the
+import on `sim` is the accelerator of the process, which changes nothing for tensors on the CPU.
+
+What it does not see: a host that reads a copy with `non_blocking=True` too early. Where it is too strict: a block is
+one piece, so kernels on disjoint views of it need an order too. Errors in a backward are raised after it.
 """
 
 from support.sim_device.device import (

@@ -117,12 +117,13 @@ class Block:
 
     __slots__ = ("__weakref__", "device", "num_bytes", "owner", "reads", "recorded", "what", "write")
 
-    def __init__(self, device: SimDevice, num_bytes: int, what: str) -> None:
+    def __init__(self, device: SimDevice, num_bytes: int, what: str, made_by: str | None = None) -> None:
+        """`made_by`: the kernel that has just written to it; None: nothing has."""
         self.device, self.num_bytes, self.what = device, num_bytes, what
         self.owner = device.stream_of_kernel()
         # Kernels of the owner may have used the memory before: whoever else writes to it comes after them.
-        last = f"the allocation of {what} on {self.owner}, after {self.owner.last}"
-        self.write = _Access(self.owner, self.owner.clock.get(self.owner.id, 0), last, _OUTSIDE_OF_BACKWARD, None)
+        name = made_by or f"the allocation of {what} on {self.owner}, after {self.owner.last}"
+        self.write = device.last_access(self.owner, name)
         self.reads: dict[int, _Access] = {}
         self.recorded: set[int] = set()
         device.count_bytes(num_bytes)
@@ -152,7 +153,7 @@ class SimDevice:
         self.num_kernels = 0
         self.syncs: list[HostSync] = []
         self.allocated_bytes, self.peak_bytes = 0, 0
-        self._freed_too_early: list[str] = []
+        self._found: list[RuntimeError] = []
         self.rng_state = torch.Generator().manual_seed(0).get_state()
         self._last_node = -1
         self._stream_of_node: dict[int, Stream] = {}  # of forwards that were not on the default stream
@@ -197,14 +198,15 @@ class SimDevice:
     def launch(
         self, name: str, reads: Iterable[Block] = (), writes: Iterable[Block] = (), stream: Stream | None = None
     ) -> None:
-        """A kernel on `stream`, or on the current one. Raises RaceError, and FreedTooEarlyError for what was freed."""
+        """A kernel on `stream`, or on the current one. Raises RaceError and FreedTooEarlyError, see `check`."""
         with self.lock:
-            self.check()
             backward = torch._C._current_graph_task_id()
+            if backward == _OUTSIDE_OF_BACKWARD:
+                self.check()
             stream = self.stream_of_kernel() if stream is None else stream
             clock = stream.clock
             _merge(clock, self.host)
-            clock[stream.id] = count = clock.get(stream.id, 0) + 1
+            clock[stream.id] = clock.get(stream.id, 0) + 1
             written = {id(block): block for block in writes}
             for block in reads:
                 if id(block) not in written:
@@ -212,14 +214,19 @@ class SimDevice:
             for block in written.values():
                 for access in (block.write, *block.reads.values()):
                     self._order(name, "writes", block, access, stream, backward)
-            kept = dict(clock) if backward != _OUTSIDE_OF_BACKWARD else None
-            access = _Access(stream, count, name, backward, kept)
+            access = self.last_access(stream, name)
             for block in reads:
                 block.reads[stream.id] = access
             for block in written.values():
                 block.write, block.reads = access, {}
             self.num_kernels += 1
             stream.last = name
+
+    def last_access(self, stream: Stream, name: str) -> _Access:
+        """The access of the last kernel of `stream`."""
+        backward = torch._C._current_graph_task_id()
+        kept = dict(stream.clock) if backward != _OUTSIDE_OF_BACKWARD else None
+        return _Access(stream, stream.clock.get(stream.id, 0), name, backward, kept)
 
     def _order(self, name: str, does: str, block: Block, before: _Access, stream: Stream, backward: int) -> None:
         if before.stream is stream or stream.clock.get(before.stream.id, 0) >= before.count:
@@ -229,15 +236,23 @@ class SimDevice:
             _merge(stream.clock, before.clock)  # autograd's engine records an event for the next node, which waits
             block.recorded.add(stream.id)
             return
-        raise RaceError(
-            f"{name} on {stream} {does} {block.what}, but no event orders it after {before.name} on {before.stream}"
+        self._found.append(
+            RaceError(
+                f"{name} on {stream} {does} {block.what}, but no event orders it after {before.name} on {before.stream}"
+            )
         )
+        if backward == _OUTSIDE_OF_BACKWARD:
+            self.check()
 
     def check(self) -> None:
-        """Raise FreedTooEarlyError for memory that was freed too early since the last call."""
-        if self._freed_too_early:
-            errors, self._freed_too_early = self._freed_too_early, []
-            raise FreedTooEarlyError("; ".join(errors))
+        """Raise the first error that was found where none can be raised, since the last call.
+
+        That is where memory is freed, and in a backward: there an error would end the process, as the engine's threads
+        cannot pass errors of a device in Python on.
+        """
+        if self._found:
+            found, self._found = self._found, []
+            raise found[0]
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -257,9 +272,9 @@ class SimDevice:
                 if stream is owner or stream.id in block.recorded:
                     continue
                 if max(owner.clock.get(stream.id, 0), self.host.get(stream.id, 0)) < access.count:
-                    self._freed_too_early.append(
-                        f"{block.what} was freed, and {owner} may reuse it, while {access.name} on {stream} may still "
-                        f"use it"
+                    reused = f"{block.what} was freed, and {owner} may reuse it"
+                    self._found.append(
+                        FreedTooEarlyError(f"{reused}, while {access.name} on {stream} may still use it")
                     )
 
     # --- the host -----------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Each operation that reaches the device runs at once on the inner tensors, after 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -60,6 +61,10 @@ class SimTensor(torch.Tensor):
     def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
         """See `Block.record_stream`."""
         self.block.record_stream(stream)
+
+    def tolist(self) -> Any:
+        """The values as numbers, for which the host waits."""
+        return self.cpu().tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"SimTensor({list(self.shape)}, {self.dtype}, {self.block.device})"
@@ -207,7 +212,7 @@ def _wrap(result: Any, device: SimDevice, name: str, tensors: list[torch.Tensor]
                 return given
         storage = _storage(made)
         if storage not in blocks:
-            blocks[storage] = _new_block(made, device, name)
+            blocks[storage] = _new_block(made, device, name, is_written=True)
         return SimTensor(made, blocks[storage])
 
     return _map(result, wrapped)
@@ -217,8 +222,9 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _new_block(made: torch.Tensor, device: SimDevice, name: str) -> Block:
-    return Block(device, made.untyped_storage().nbytes(), f"{name}'s {list(made.shape)}")
+def _new_block(made: torch.Tensor, device: SimDevice, name: str, is_written: bool) -> Block:
+    what = f"{name}'s {list(made.shape)}"
+    return Block(device, made.untyped_storage().nbytes(), what, name if is_written else None)
 
 
 class _Randomness:
@@ -243,6 +249,12 @@ class _Randomness:
 
 class _Backend:
     """What PyTorch asks of `torch.sim`."""
+
+    _initialized = True
+
+    def device(self, index: object) -> AbstractContextManager[None]:
+        """`torch.cuda.device`: there is one device."""
+        return nullcontext()
 
     def is_initialized(self) -> bool:
         return True
@@ -292,10 +304,18 @@ def _factory(func: Any) -> Callable[..., SimTensor]:
         kwargs.pop("pin_memory", None)
         device = current_device()
         made = func(*args, **{**kwargs, "device": CPU})
-        return SimTensor(made, _new_block(made, device, func._schema.name))
+        return SimTensor(made, _new_block(made, device, func._schema.name, is_written=False))
 
     return make
 
 
 for _func in (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default):
     _library.impl(_func.name().removeprefix("aten::"), _factory(_func), "PrivateUse1")
+
+
+def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """Copies that PyTorch starts below `__torch_dispatch__`, as in `torch.tensor(…, device="sim")`."""
+    return _dispatch(torch.ops.aten.copy_.default, (target, source), {"non_blocking": non_blocking})
+
+
+_library.impl("_copy_from", _copy_from, "PrivateUse1")
