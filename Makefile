@@ -57,6 +57,7 @@ fmt: $(READY) ## format the code and mend what the linter can
 docs: $(READY) ## make docs/schedules.md and the pictures of docs/
 	$(BIN)/python docs/make_schedules.py
 	$(BIN)/python docs/make_frontier.py
+	$(BIN)/python docs/make_device_order.py
 
 pictures: $(READY) ## make the pictures of the README and docs/seeing.md, in a browser
 	$(BIN)/python docs/make_pictures.py

@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 from matplotlib import pyplot
 
-from rota import PlanError
+from rota import Cluster, Costs, PlanError, place
+from rota.programs.device_order import prove
+from rota.programs.device_steps import device_programs
+from rota.schedules import one_f_one_b
 from support import ROOT
+from support.device_orders import with_early_receives
 
 DOCS = ROOT / "docs"
 
@@ -126,3 +130,23 @@ def test_every_picture_is_there() -> None:
     for page in [DOCS.parent / "README.md", *DOCS.glob("*.md")]:
         for picture in re.findall(r"!\[[^]]*\]\(([^)]*)\)", page.read_text()):
             assert (page.parent / picture).is_file(), f"{page.name}: {picture}"
+
+
+def test_the_device_order_of_the_docs_is_proved(capsys: pytest.CaptureFixture[str]) -> None:
+    proof, steps = blocks("accelerators.md")
+    space: dict[str, object] = {"__name__": "example"}
+    exec(compile(proof, "docs/accelerators.md", "exec"), space)
+    # 4 ranks: 64 ops, 48 messages with two sides each, 4 reductions; each of 3 pairs has two channels.
+    assert capsys.readouterr().out == "164 kernels on 6 channels wait in no cycle\n"
+    exec(compile(steps, "docs/accelerators.md", "exec"), space)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 8
+    assert lines[1].split() == ["channel", "0→1", "receive", "0F0→1F0", "waits", "for", "steps", "[0]"]
+
+
+def test_the_refusal_of_the_docs_is_what_the_proof_says() -> None:
+    plan = one_f_one_b(place(Costs.uniform(2, 10, 20), Cluster.uniform(2)), 3)
+    with pytest.raises(PlanError) as caught:
+        prove([with_early_receives(program) for program in device_programs(plan)])
+    page = (DOCS / "accelerators.md").read_text()
+    assert str(caught.value) in " ".join(page.split())
