@@ -19,6 +19,7 @@ from support.device_orders import (
     Programs,
     family_plans,
     in_order,
+    replicated,
     swapped_on_a_channel,
     with_early_receives,
     with_pair_communicators,
@@ -71,6 +72,18 @@ def test_stages_on_several_ranks_and_two_directions() -> None:
     )
     assert check_device_order(gpipe(placement, 5)).num_collectives == 3 * 2 * 5
     assert check_device_order(gpipe(bidirectional(Costs.uniform(4), Cluster.uniform(4)), 8)).num_channels == 6
+
+
+def test_replicas_cannot_hang_either() -> None:
+    """Two and three pipelines in one graph, with reductions as collectives: what holds of one holds of all."""
+    for seed in range(60):
+        programs = device_programs(random_plan(seed, 2 + seed % 4)[1], tied=[(0, 1)])
+        for num_replicas in (2, 3):
+            proved = prove(replicated(programs, num_replicas))
+            assert proved.num_ranks == num_replicas * len(programs)
+    for family in ("1f1b", "zb_v", "dualpipe"):
+        for plan in family_plans([f for f in FAMILIES if f.name == family], [4]):
+            assert prove(replicated(device_programs(plan), 2)).num_collectives > 0
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -84,6 +84,26 @@ def _with_one_moved(program: DeviceProgram, order: list[int], rng: random.Random
     return [*rest[:to], moved, *rest[to:]]
 
 
+def replicated(programs: Programs, num_replicas: int) -> list[DeviceProgram]:
+    """The ranks of several pipelines, whose reductions meet: rank r of replica k is r + k times the number of ranks."""
+    n = len(programs)
+
+    def moved(step: Step, rank: int, replica: int) -> Step:
+        if step.what == "reduce":
+            everyone = tuple(rank + k * n for k in range(num_replicas))
+            return replace(step, communicator=Communicator("stage", everyone))
+        if step.communicator is None:
+            return step
+        ranks = tuple(other + replica * n for other in step.communicator.ranks)
+        return replace(step, communicator=step.communicator._replace(ranks=ranks))
+
+    return [
+        DeviceProgram(p.rank + k * n, tuple(moved(step, p.rank, k) for step in p.steps))
+        for k in range(num_replicas)
+        for p in programs
+    ]
+
+
 def swapped_on_a_channel(programs: Programs, rng: random.Random) -> Programs | None:
     """Two neighbouring receives of one channel change places. None: there are none."""
     found = []

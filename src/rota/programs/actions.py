@@ -115,3 +115,13 @@ def _columns(plan: Plan) -> dict[Transfer, tuple[int, int]]:
             )
             columns[transfer] = (r, k)
     return columns
+
+
+def last_gradients(plan: Plan, rank: int) -> dict[int, Op]:
+    """For each stage on `rank` the op after which its weights' gradients are complete, in the order of these ops."""
+    last: dict[int, Op] = {}
+    for op in plan.orders[rank]:
+        if op.kind.makes_weight_gradients:
+            last.pop(op.stage, None)
+            last[op.stage] = op
+    return last

@@ -21,7 +21,7 @@ from itertools import count
 from typing import Literal, NamedTuple, TypeAlias
 
 from rota.plan import Plan, Transfer
-from rota.programs.actions import Action, Message, Program, compile_programs
+from rota.programs.actions import Action, Message, Program, compile_programs, last_gradients
 from rota.programs.prefetch_receives import NUM_OPS_AHEAD, prefetch_receives
 from rota.simulation import simulate
 from rota.tasks import Op
@@ -138,7 +138,7 @@ def device_program(
     steps, plan = _Steps(), timeline.plan
     allocations = _early_allocations(plan, program)
     releases = _releases(timeline, program)
-    reductions = _last_gradients(plan, program.rank) if replicas else set()
+    reductions = {*last_gradients(plan, program.rank).values()} if replicas else set()
     due: Op | None = None  # its gradients are reduced when what it made is on its way
     num_ops = 0
     for action in program.actions:
@@ -200,12 +200,6 @@ def _releases(timeline: Timeline, program: Program) -> dict[int, list[Message]]:
             planned = bisect_left(starts_us, timeline.arrived_us[route][position])
             releases[min(max(planned, num_ops) + late, len(starts_us))].append(action.message)
     return releases
-
-
-def _last_gradients(plan: Plan, rank: int) -> set[Op]:
-    """The op that completes the gradients of each stage on `rank`."""
-    last = {op.stage: op for op in plan.orders[rank] if op.kind.makes_weight_gradients}
-    return {*last.values()}
 
 
 @dataclass(slots=True)
