@@ -51,9 +51,10 @@ browser:
 		echo "there is no Chromium: the tests in tests/drawing/browser will be skipped (as root: apt-get install chromium)"
 
 # An hour for 2,000 plans: no limit of time, but an end.
-fuzz: $(READY) ## read 128,000 wrong files and 130,000 wrong checkpoints, and run 2,000 random plans on three processes
+fuzz: $(READY) ## read wrong files and checkpoints, run 2,000 random plans, and prove the device order of 40,000
 	PYTHONPATH=tests $(BIN)/python -m fuzz
 	ROTA_RANDOM_PLANS=2000 $(BIN)/pytest --timeout 3600 "tests/runtime/test_random_orders.py::test_random_orders[3]"
+	ROTA_RANDOM_DEVICE_ORDERS=40000 $(BIN)/pytest --timeout 3600 --numprocesses auto tests/programs
 
 soak: $(READY) ## run 1,000 steps in a row, then train for 30 minutes while ranks are killed (ROTA_SOAK_MINUTES)
 	ROTA_SOAK_STEPS=1000 $(BIN)/pytest --timeout 600 tests/runtime/test_leftovers.py
@@ -72,6 +73,7 @@ fmt: $(READY) ## format the code and fix what the linter can
 docs: $(READY) ## make docs/schedules.md and the pictures of docs/
 	$(BIN)/python docs/make_schedules.py
 	$(BIN)/python docs/make_frontier.py
+	$(BIN)/python docs/make_device_order.py
 
 pictures: $(READY) ## make the pictures of the README and docs/seeing.md, in a browser
 	$(BIN)/python docs/make_pictures.py

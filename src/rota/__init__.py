@@ -24,6 +24,7 @@ _HOMES = {
     "rota.timeline": ("Span", "Timeline"),
     "rota.checking": ("check",),
     "rota.simulation": ("simulate",),
+    "rota.programs.device_order": ("DeviceOrder", "check_device_order"),
     "rota.accounting": ("Cause", "Explanation", "Idle", "explain", "idle"),
     "rota.comparison": ("Comparison", "compare"),
     "rota.calibration": ("Calibration", "calibrate", "calibrated"),
@@ -107,6 +108,8 @@ if TYPE_CHECKING:
     from rota.profiles import Profile as Profile
     from rota.profiling import profile as profile
     from rota.profiling import profile_layers as profile_layers
+    from rota.programs.device_order import DeviceOrder as DeviceOrder
+    from rota.programs.device_order import check_device_order as check_device_order
     from rota.replanning import replan as replan
     from rota.runtime import Pipeline as Pipeline
     from rota.runtime import deferred_init as deferred_init

@@ -30,7 +30,8 @@ class PlanError(RotaError):
     """A plan that must not run.
 
     Attributes:
-        reason: One of "unknown", "duplicate", "wrong rank", "missing", "cycle", "memory"; see `rota.check`.
+        reason: One of "unknown", "duplicate", "wrong rank", "missing", "cycle", "memory", see `rota.check`; or
+            "device order", see `rota.check_device_order`.
     """
 
     def __init__(self, message: str, reason: str) -> None:

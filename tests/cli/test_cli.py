@@ -35,6 +35,15 @@ def plan_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     return path
 
 
+def test_check_proves_the_order_on_devices(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "check", plan_file, "--device")
+    assert code == 0
+    # 24 ops, 16 messages with two sides each, and a reduction per stage.
+    assert "59 kernels on 3 ranks with 4 channels" in out
+    assert "wait in no cycle, and both sides of each communicator enqueue in the same order" in out
+    assert run(capsys, "check", plan_file)[1] in out
+
+
 def test_plan_simulate_show_and_compare_pass_files_on(
     plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

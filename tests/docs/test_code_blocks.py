@@ -10,8 +10,12 @@ import pytest
 import torch
 from matplotlib import pyplot
 
-from rota import PlanError
+from rota import Cluster, Costs, PlanError, place
+from rota.programs.device_order import prove
+from rota.programs.device_steps import device_programs
+from rota.schedules import one_f_one_b
 from support import ROOT
+from support.device_orders import with_early_receives
 
 DOCS = ROOT / "docs"
 
@@ -154,3 +158,23 @@ def test_the_verification_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.startswith("exact\n")
     run("verify.md", 1, space)
     assert capsys.readouterr().out.startswith("BatchNorm1d '1' takes its statistics over the rows of a micro-batch")
+
+
+def test_the_device_order_of_the_docs_is_proved(capsys: pytest.CaptureFixture[str]) -> None:
+    proof, steps = blocks("accelerators.md")
+    space: dict[str, object] = {"__name__": "example"}
+    exec(compile(proof, "docs/accelerators.md", "exec"), space)
+    # 4 ranks: 64 ops, 48 messages with two sides each, 4 reductions; each of 3 pairs has two channels.
+    assert capsys.readouterr().out == "164 kernels on 6 channels wait in no cycle\n"
+    exec(compile(steps, "docs/accelerators.md", "exec"), space)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 8
+    assert lines[1].split() == ["channel", "0→1", "receive", "0F0→1F0", "waits", "for", "steps", "[0]"]
+
+
+def test_the_refusal_of_the_docs_is_what_the_proof_says() -> None:
+    plan = one_f_one_b(place(Costs.uniform(2, 10, 20), Cluster.uniform(2)), 3)
+    with pytest.raises(PlanError) as caught:
+        prove([with_early_receives(program) for program in device_programs(plan)])
+    page = (DOCS / "accelerators.md").read_text()
+    assert str(caught.value) in " ".join(page.split())

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
+from rota.programs.actions import Message
 from rota.runtime import agreement
-from rota.runtime.program import Message
 from rota.runtime.transport import Transport
 from rota.schedules import NAMED
 from support.fresh import run_fresh

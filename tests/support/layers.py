@@ -55,7 +55,17 @@ CORE = tuple(
             "memory",
             "timeline",
         ),
-        *("simulation", "checking", "schedules", "calibration", "accounting", "comparison", "cutting", "replanning"),
+        *(
+            "simulation",
+            "checking",
+            "programs",
+            "schedules",
+            "calibration",
+            "accounting",
+            "comparison",
+            "cutting",
+            "replanning",
+        ),
     )
 )
 #: Layouts of other trainers: text alone, read and written where torch is not installed.
@@ -158,7 +168,7 @@ def complaints(module: str, source: str) -> list[str]:
 
 #: Rooms that have sub-rooms of their own, which must not import each other in a circle.
 ROOMS = (
-    *("schedules", "calibration", "accounting", "comparison", "cutting"),
+    *("programs", "schedules", "calibration", "accounting", "comparison", "cutting"),
     *("search", "models", "runtime", "profiling", "interop", "planning", "drawing", "compat", "demo", "cli"),
 )
 PAGE = ROOT / "CONTRIBUTING.md"

@@ -18,14 +18,14 @@ from torch import nn
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.plan import Plan
+from rota.programs.actions import Action, Message, ValueKey, compile_program
+from rota.programs.prefetch_receives import prefetch_receives
 from rota.runtime.compute import Batch, RunsOps
 from rota.runtime.faults.stack_location import Doing, is_in_a_collective
 from rota.runtime.memory_watch import MemoryWatch
 from rota.runtime.messages import Format, describe_value, flatten, hand_over, tensors_in
 from rota.runtime.microbatches import structure
 from rota.runtime.precision import ambient_autocast
-from rota.runtime.prefetch_receives import prefetch_receives
-from rota.runtime.program import Action, Message, ValueKey, compile_program
 from rota.runtime.recorder import Record
 from rota.runtime.transport import Transport
 from rota.tasks import Kind, Op

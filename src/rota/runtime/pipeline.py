@@ -35,9 +35,9 @@ from rota.runtime.losses import LossFn, StepLoss, StepLosses
 from rota.runtime.memory_watch import MemoryWatch
 from rota.runtime.meshes import Processes
 from rota.runtime.microbatch_inputs import MicrobatchInputs
+from rota.runtime.plan_fit import for_all_streams, refuse_other_cuts, refuse_unsupported
 from rota.runtime.precision import LossScale
 from rota.runtime.process_group import join, leave
-from rota.runtime.program import for_all_streams, refuse_other_cuts, refuse_unsupported
 from rota.runtime.recorder import Record, clock_offset_ns, merge
 from rota.runtime.reducing.gradient_sync import GradientSync
 from rota.runtime.reducing.loss_counts import NUM_FLAGS, LossCounts

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from rota.errors import LostRankError, PipelineError
 from rota.plan import Transfer
+from rota.programs.actions import Message, ValueKey
 from rota.runtime.messages import (
     Format,
     Layout,
@@ -39,7 +40,6 @@ from rota.runtime.messages import (
     to_bytes,
     unflatten,
 )
-from rota.runtime.program import Message, ValueKey
 from rota.torch_internals import cpu_backend
 
 

@@ -15,6 +15,7 @@ from rota.costs import Cluster, Costs
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.placing import place
+from rota.programs.actions import ValueKey
 from rota.runtime import Pipeline
 from rota.runtime.compute import Compute
 from rota.runtime.execution import Execution
@@ -23,7 +24,6 @@ from rota.runtime.losses import LossFn, loss_of_parts
 from rota.runtime.messages import tensors_in
 from rota.runtime.microbatch_inputs import MicrobatchInputs
 from rota.runtime.process_group import on_first
-from rota.runtime.program import ValueKey
 from rota.runtime.reducing.loss_counts import LossCounts
 from rota.runtime.reducing.wrapped_stages import is_sharded
 from rota.runtime.transport import Transport, receive_value, send_value

@@ -8,11 +8,20 @@ from rota import checking, simulation
 from rota.cli import files
 from rota.cli.parser import Command, Parser
 from rota.cli.screen import print_replicas
+from rota.programs import device_order
+from rota.programs.device_order import DeviceOrder
+from rota.units import count_text
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota check` to its parser."""
     parser.add_argument("plan", help="plan.json, or a schedule CSV")
+    parser.add_argument(
+        "--device",
+        action="store_true",
+        help="also prove that the step cannot hang on GPUs: that the kernels, events and messages that all ranks "
+        "enqueue wait for each other in no cycle",
+    )
 
 
 def run(arguments: Namespace) -> int:
@@ -28,7 +37,24 @@ def run(arguments: Namespace) -> int:
         f"makespan {timeline.makespan_us:,} µs, bubble {timeline.bubble_fraction:.1%}"
     )
     print_replicas(planned, "checked")
+    if arguments.device:
+        print(_device_text(device_order.check_device_order(planned)))
     return 0
+
+
+def _device_text(proved: DeviceOrder) -> str:
+    """What was proved, and why it suffices."""
+    met = f"{count_text(proved.num_channels, 'channel')} (one stream and communicator per directed pair of ranks)"
+    if proved.num_collectives:
+        met += f" and {count_text(proved.num_collectives, 'operation')} of several ranks"
+    return (
+        f"on devices with streams: {proved.num_kernels:,} kernels on {count_text(proved.num_ranks, 'rank')} with {met} "
+        f"wait in no cycle, and both sides of each communicator enqueue in the same order\n"
+        f"  This holds even if each send waits for its receive, and if a device runs kernels only in the order of\n"
+        f"  their launch. It suffices because a kernel waits for nothing but its stream, events, its other side and\n"
+        f"  the launch order. NCCL requires operations to be submitted in the same order across ranks:\n"
+        f"  https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html (docs/accelerators.md)"
+    )
 
 
 COMMAND = Command(

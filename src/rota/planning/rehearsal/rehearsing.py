@@ -14,7 +14,7 @@ from rota.planning.rehearsal.allocation import blocks_of, refuse_too_much
 from rota.planning.rehearsal.outcome import LinkUse, MemoryUse, Overhead, Rehearsal
 from rota.planning.rehearsal.processes import run_ranks
 from rota.planning.rehearsal.rank import RankReport
-from rota.runtime.program import refuse_unsupported
+from rota.runtime.plan_fit import refuse_unsupported
 from rota.runtime.recorder import Record, merge
 from rota.simulation import simulate
 from rota.timeline import Timeline

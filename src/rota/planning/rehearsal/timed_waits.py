@@ -22,10 +22,10 @@ from rota.models import Stages
 from rota.placement import Placement
 from rota.plan import Plan
 from rota.planning.rehearsal.allocation import RankMemory, touched
+from rota.programs.actions import Message, ValueKey
 from rota.runtime import spmd
 from rota.runtime.compute import Batch
 from rota.runtime.messages import Format
-from rota.runtime.program import Message, ValueKey
 from rota.runtime.transport import together
 from rota.tasks import Kind, Op
 

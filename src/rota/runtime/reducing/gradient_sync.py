@@ -13,13 +13,13 @@ from torch import nn
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.plan import Plan
+from rota.programs.actions import last_gradients
 from rota.runtime.compute import Compute
 from rota.runtime.execution import Execution
 from rota.runtime.meshes import Processes
 from rota.runtime.reducing import norms
 from rota.runtime.reducing.replicas import (
     GradientAllReduce,
-    last_gradients,
     make_equal,
     parameters_by_stage,
     refuse_other_tensors,

@@ -16,22 +16,10 @@ from torch import nn
 
 from rota.errors import PipelineError
 from rota.models import Stages
-from rota.plan import Plan
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.reducing.wrapped_stages import is_sharded
 from rota.runtime.spmd import replicated_names
 from rota.runtime.transport import together
-from rota.tasks import Op
-
-
-def last_gradients(plan: Plan, rank: int) -> dict[int, Op]:
-    """By stage on `rank`, the op after which its weights' gradients are complete, in the order of these ops."""
-    last: dict[int, Op] = {}
-    for op in plan.orders[rank]:
-        if op.kind.makes_weight_gradients:
-            last.pop(op.stage, None)
-            last[op.stage] = op
-    return last
 
 
 def parameters_by_stage(stages: Stages, last: Iterable[int]) -> dict[int, list[nn.Parameter]]:

@@ -1,4 +1,4 @@
-"""A rank's program: the plan's order, and what cannot be run refused."""
+"""Plans and stages that do not fit together are refused."""
 
 from __future__ import annotations
 
@@ -13,76 +13,17 @@ from rota.models import Stages, split
 from rota.placement import Placement
 from rota.placing import bidirectional, place
 from rota.plan import Plan
-from rota.runtime.program import Program, compile_program, refuse_other_cuts, refuse_unsupported
+from rota.runtime.plan_fit import refuse_other_cuts, refuse_unsupported
 from rota.schedules import forward_only, gpipe, one_f_one_b
 from rota.tasks import Kind, Op
 from rota.usage import Usage
-from support.random_plans import Edges, random_plan
+from support.random_plans import random_plan
 
 CHAIN = [(0, 1), (1, 2)]
 
 
-def programs(edges: Edges, plan: Plan) -> list[Program]:
-    index = {edge: i for i, edge in enumerate(edges)}
-    return [compile_program(plan, index, rank) for rank in range(plan.num_ranks)]
-
-
-def many_programs() -> list[tuple[Plan, list[Program]]]:
-    drawn = [random_plan(seed, num_ranks) for seed in range(100) for num_ranks in (2, 4)]
-    return [(plan, programs(edges, plan)) for edges, plan in drawn]
-
-
 def chain_plan(schedule: object = one_f_one_b) -> Plan:
     return schedule(place(Costs.uniform(3), Cluster.uniform(3)), 4)  # type: ignore[operator]
-
-
-def test_actions_keep_the_wire_order() -> None:
-    for plan, of_ranks in many_programs():
-        for program in of_ranks:
-            here = [
-                action
-                for action in plan.wire_order
-                if (isinstance(action, Op) and action in plan.orders[program.rank])
-                or (not isinstance(action, Op) and program.rank in (action.sender, action.receiver))
-            ]
-            done = [action.message.transfer if action.message else action.op for action in program.actions]
-            assert done == here
-
-
-def test_values_and_columns_are_told_apart() -> None:
-    for plan, of_ranks in many_programs():
-        for program in of_ranks:
-            messages = [action.message for action in program.actions if action.message]
-            assert len({(message.value, message.transfer.receiver) for message in messages}) == len(messages)
-            received = {a.message.value for a in program.actions if a.what == "receive" and a.message}
-            assert program.arriving == received
-        columns = [a.message.column for p in of_ranks for a in p.actions if a.what == "send" and a.message]
-        routes = plan.placement.routes
-        assert sorted(columns) == [(r, k) for r in range(len(routes)) for k in range(plan.num_microbatches)]
-        for program in of_ranks:
-            for message in (action.message for action in program.actions if action.message):
-                route = routes[message.column[0]]
-                assert (route.sender, route.receiver) == message.transfer[2:4]
-                assert message.column[1] == message.transfer.source.microbatch
-
-
-def test_what_is_used_how_often() -> None:
-    placement = place(Costs.uniform(3), Cluster.uniform(3), [(0, 1), 0, (0, 1, 2)], [(0, 1), (0, 2), (1, 2)])
-    plan, index = gpipe(placement, 1), {(0, 1): 0, (0, 2): 1, (1, 2): 2}
-    uses = [compile_program(plan, index, rank).num_uses for rank in range(3)]
-    # Values of edge 0 stay on rank 0; of edges 1 and 2 rank 0 reads one and sends two. Gradients are read on rank 0
-    # and sent to rank 1 where it does stage 0 too; what rank 1 and rank 2 make besides is nobody's.
-    assert uses[0] == {(0, False): 1, (1, False): 3, (2, False): 3, (0, True): 2, (1, True): 2, (2, True): 1}
-    assert {key: n for key, n in uses[1].items() if n} == {}
-    assert {key: n for key, n in uses[2].items() if n} == {}
-
-
-def test_who_must_note_layouts_itself() -> None:
-    plan = gpipe(place(Costs.uniform(2), Cluster.uniform(3), [(0, 1), 2]), 1)
-    assert [compile_program(plan, {(0, 1): 0}, rank).unsent for rank in range(3)] == [set(), {0}, set()]
-
-
-# --- what is refused --------------------------------------------------------------------------------------------------
 
 
 def with_task(changed: str, kind: Kind) -> Plan:

@@ -15,8 +15,8 @@ from rota.costs import Cluster, Costs
 from rota.placement import Edge
 from rota.placing import place
 from rota.plan import Plan
-from rota.runtime.prefetch_receives import NUM_OPS_AHEAD, prefetch_receives
-from rota.runtime.program import Action, compile_program
+from rota.programs.actions import Action, compile_program
+from rota.programs.prefetch_receives import NUM_OPS_AHEAD, prefetch_receives
 from rota.schedules import gpipe, one_f_one_b
 from rota.simulation import simulate
 from rota.tasks import Kind

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from rota.memory import is_op_event
 from rota.plan import Plan
-from rota.runtime.program import Action
+from rota.programs.actions import Action
 from rota.simulation import simulate
 
 NUM_OPS_AHEAD = 2  # mostly one in each direction; more would need more memory for buffers

@@ -1,0 +1,127 @@
+"""What one rank does, step by step: its ops, the receives before them and the sends after them, in the plan's order.
+
+    plan.wire_order    … 0F1   0F1→1F1   1F0   1F0→2F0   2F1→1B… …        all ranks, one global order
+    rank 1             …       receive   run   send      receive …        its own actions, in that order
+
+`rota.programs.prefetch_receives` moves the receives forward, so that the data travels while ops run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rota.placement import Placement
+from rota.plan import Plan, Transfer
+from rota.tasks import Kind, Op
+
+# Which value of a step: (index of the stage edge, whether it is the edge's gradient, micro-batch).
+ValueKey = tuple[int, bool, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A transfer seen from this rank. `value` is the key of the value that travels; `column` is (route, position)."""
+
+    transfer: Transfer
+    value: ValueKey
+    column: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """Post a receive, run an op, or send; `op` is the op that reads, runs or made the value."""
+
+    what: Literal["receive", "run", "send"]
+    op: Op
+    message: Message | None = None
+
+
+@dataclass(slots=True)
+class Program:
+    """One rank's actions, in the global order.
+
+    `arriving`: values that come by message. `num_uses`: by (edge, is gradient), how often a value made here is sent or
+    read here. `unsent`: edges whose values this rank does not send, though their gradients come by message.
+    """
+
+    rank: int
+    actions: list[Action] = field(default_factory=list)
+    arriving: set[ValueKey] = field(default_factory=set)
+    num_uses: dict[tuple[int, bool], int] = field(default_factory=dict)
+    unsent: set[int] = field(default_factory=set)
+
+
+def compile_program(plan: Plan, edge_index: dict[tuple[int, int], int], rank: int) -> Program:
+    """The program of `rank`; `edge_index` numbers the (source, target) stage edges."""
+    return compile_programs(plan, edge_index, [rank])[0]
+
+
+def compile_programs(plan: Plan, edge_index: dict[tuple[int, int], int], ranks: Iterable[int]) -> list[Program]:
+    """The programs of some ranks, in one pass over the plan's order."""
+    columns = _columns(plan)
+    programs = {rank: Program(rank) for rank in ranks}
+    for action in plan.wire_order:
+        if isinstance(action, Op):
+            run = Action("run", action)
+            for rank in plan.placement.tasks[plan.placement.index[action.stage, action.kind]].ranks:
+                if rank in programs:
+                    programs[rank].actions.append(run)
+            continue
+        message = Message(action, value_key(action.source, action.target, edge_index), columns[action])
+        if (sender := programs.get(action.sender)) is not None:
+            sender.actions.append(Action("send", action.source, message))
+        if (receiver := programs.get(action.receiver)) is not None:
+            receiver.arriving.add(message.value)
+            receiver.actions.append(Action("receive", action.target, message))
+    for program in programs.values():
+        program.num_uses = _num_uses(plan.placement, edge_index, program.rank)
+        sent = {a.message.value[:2] for a in program.actions if a.what == "send" and a.message}
+        program.unsent = {
+            edge for edge, is_gradient, _ in program.arriving if is_gradient and (edge, False) not in sent
+        }
+    return [*programs.values()]
+
+
+def _num_uses(placement: Placement, edge_index: dict[tuple[int, int], int], rank: int) -> dict[tuple[int, bool], int]:
+    """How often the value that `rank` makes for an edge is sent or read here: 0 if only the task's first rank sends."""
+    sender = {(route.source, route.target, route.receiver): route.sender for route in placement.routes}
+    uses: dict[tuple[int, bool], int] = {}
+    for edge in placement.edges:
+        source, target = placement.tasks[edge.source], placement.tasks[edge.target]
+        if source.stage != target.stage:
+            key = value_key(Op(source.stage, source.kind, 0), Op(target.stage, target.kind, 0), edge_index)
+            senders = [sender.get((edge.source, edge.target, receiver), receiver) for receiver in target.ranks]
+            uses[key[:2]] = senders.count(rank)
+    return uses
+
+
+def value_key(a: Op, b: Op, edge_index: dict[tuple[int, int], int]) -> ValueKey:
+    """The key of what `a` makes for `b`: an activation travels forward along its stage edge, a gradient backward."""
+    if a.kind is Kind.F:
+        return edge_index[a.stage, b.stage], False, a.microbatch
+    return edge_index[b.stage, a.stage], True, a.microbatch
+
+
+def _columns(plan: Plan) -> dict[Transfer, tuple[int, int]]:
+    """(route, position) of each transfer: the index of its times in a timeline."""
+    columns = {}
+    for r, route in enumerate(plan.placement.routes):
+        a, b = plan.placement.tasks[route.source], plan.placement.tasks[route.target]
+        for k, m in enumerate(plan.placement.microbatches(a.stage, plan.num_microbatches)):
+            transfer = Transfer(
+                Op(a.stage, a.kind, m), Op(b.stage, b.kind, m), route.sender, route.receiver, route.num_bytes
+            )
+            columns[transfer] = (r, k)
+    return columns
+
+
+def last_gradients(plan: Plan, rank: int) -> dict[int, Op]:
+    """For each stage on `rank` the op after which its weights' gradients are complete, in the order of these ops."""
+    last: dict[int, Op] = {}
+    for op in plan.orders[rank]:
+        if op.kind.makes_weight_gradients:
+            last.pop(op.stage, None)
+            last[op.stage] = op
+    return last

@@ -1,0 +1,154 @@
+"""What a rank enqueues: the plan's strict order, with buffers, events and collectives in their places."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from rota.costs import Cluster, Costs
+from rota.placement import Edge, Placement
+from rota.placing import place
+from rota.plan import Plan, Transfer
+from rota.programs.actions import compile_programs
+from rota.programs.device_steps import COMPUTE, DeviceProgram, device_programs
+from rota.programs.prefetch_receives import prefetch_receives
+from rota.schedules import gpipe, one_f_one_b
+from rota.simulation import simulate
+from support.random_plans import random_plan
+
+
+def many() -> Iterator[tuple[Plan, list[DeviceProgram]]]:
+    for seed in range(100):
+        plan = random_plan(seed, 2 + seed % 5)[1]
+        yield plan, device_programs(plan, tied=[(0, 1)])
+
+
+def index_of(plan: Plan) -> dict[tuple[int, int], int]:
+    return {edge: i for i, edge in enumerate(plan.placement.stage_edges)}
+
+
+def test_actions_are_enqueued_in_the_strict_order() -> None:
+    for plan, devices in many():
+        for program, device in zip(compile_programs(plan, index_of(plan), range(plan.num_ranks)), devices, strict=True):
+            enqueued = [(s.what, s.subject) for s in device.steps if s.what in ("run", "send", "receive")]
+            assert enqueued == [(a.what, a.message.transfer if a.message else a.op) for a in program.actions]
+
+
+def test_each_kernel_waits_for_what_it_needs_and_for_nothing_else() -> None:
+    for plan, devices in many():
+        for device in devices:
+            for i, step in enumerate(device.steps):
+                needed = {(device.steps[w].what, device.steps[w].subject) for w in step.waits}
+                assert all(w < i for w in step.waits)
+                subject = step.subject
+                if step.what == "receive":
+                    assert needed == {("allocate", subject)}
+                elif step.what == "send":
+                    assert isinstance(subject, Transfer)
+                    assert needed == {("run", subject.source)}
+                elif step.what == "release":
+                    assert needed == {("send", subject)}
+                elif step.what == "reduce":
+                    assert needed == {("run", subject)}
+                elif step.what == "run":
+                    arriving = [t for t in plan.transfers if t.receiver == device.rank and t.target == subject]
+                    assert needed == {("receive", t) for t in arriving}
+                elif step.what == "allocate":
+                    assert needed == set()
+
+
+def test_kernels_are_on_the_stream_of_their_direction() -> None:
+    for _, devices in many():
+        for device in devices:
+            for step in device.steps:
+                if step.what in ("send", "receive"):
+                    assert isinstance(step.subject, Transfer)
+                    assert step.stream == f"channel {step.subject.sender}→{step.subject.receiver}"
+                elif step.what in ("run", "allocate", "release", "join"):
+                    assert step.stream == COMPUTE
+            assert {*device.streams} == {step.stream for step in device.steps}
+
+
+def test_every_buffer_is_allocated_once_and_every_sent_value_released_once() -> None:
+    for _, devices in many():
+        for device in devices:
+            by_kind: dict[str, Counter[object]] = {}
+            for step in device.steps:
+                by_kind.setdefault(step.what, Counter())[step.subject] += 1
+            assert by_kind.get("allocate") == by_kind.get("receive")
+            assert by_kind.get("release") == by_kind.get("send")
+
+
+def test_buffers_are_allocated_as_early_as_receives_are_posted_on_a_host() -> None:
+    for plan, devices in many():
+        for program, device in zip(compile_programs(plan, index_of(plan), range(plan.num_ranks)), devices, strict=True):
+            posted, num_ops = {}, 0
+            for action in prefetch_receives(plan, program.rank, program.actions):
+                num_ops += action.what == "run"
+                if action.message and action.what == "receive":
+                    posted[action.message.transfer] = num_ops
+            num_ops = 0
+            for step in device.steps:
+                num_ops += step.what == "run"
+                if step.what == "allocate":
+                    assert posted[step.subject] == num_ops  # type: ignore[index]
+
+
+def test_with_a_limit_sent_values_are_released_when_the_plan_has_them_sent() -> None:
+    """Their bytes count until then, and the next op may need them."""
+    costs = Costs.uniform(3, 10, 20, activation_bytes=50, boundary_bytes=10)
+    free = one_f_one_b(place(costs, Cluster.uniform(3, latency_us=15)), 6)
+    limits = tuple(simulate(free).peak_memory_bytes)
+    plan = one_f_one_b(place(costs, Cluster.uniform(3, max(limits), latency_us=15)), 6)
+    timeline = simulate(plan)
+    arrived = {t: end for t, _, end in spans(plan)}
+    for device in device_programs(plan):
+        num_ops = 0
+        for step in device.steps:
+            num_ops += step.what == "run"
+            if step.what == "release":
+                starts = timeline.starts_us[device.rank]
+                later = [start for start in starts[num_ops:] if start < arrived[step.subject]]  # type: ignore[index]
+                assert later == []
+                assert num_ops == 0 or starts[num_ops - 1] < arrived[step.subject]  # type: ignore[index]
+
+
+def spans(plan: Plan) -> Iterator[tuple[Transfer, int, int]]:
+    timeline = simulate(plan)
+    for program in compile_programs(plan, index_of(plan), range(plan.num_ranks)):
+        for action in program.actions:
+            if action.message and action.what == "send":
+                r, k = action.message.column
+                yield action.message.transfer, timeline.sent_us[r][k], timeline.arrived_us[r][k]
+
+
+def test_collectives_have_their_place() -> None:
+    placement = place(Costs.uniform(3), Cluster.uniform(3), [0, (1, 2), 0], [(0, 1), (1, 2)])
+    first, second, _ = device_programs(gpipe(placement, 2), tied=[(0, 2), (0, 1)])
+    together = [step for step in second.steps if step.what == "run"]
+    assert {str(step.communicator) for step in together} == {"stages on ranks 1, 2"}
+    names = [str(step) for step in first.steps]
+    assert names[-4:] == ["join", "sum of tied weights on ranks 0, 2", "sum of tied weights on ranks 0, 1", "join"]
+    assert [name for name in names if name.startswith("reduce")] == ["reduce 2B1", "reduce 0B1"]
+    assert names.index("reduce 2B1") < names.index("run 0B1")
+    ended = first.steps[names.index("join")]
+    assert [names[w] for w in ended.waits] == ["reduce 2B1", "reduce 0B1"]
+    alone = device_programs(gpipe(placement, 2), replicas=False)
+    assert not any(step.what == "reduce" for device in alone for step in device.steps)
+
+
+def test_an_edge_that_a_placement_has_twice_is_two_messages() -> None:
+    once = place(Costs.uniform(2), Cluster.uniform(2))
+    twice = Placement(once.tasks, (*once.edges, Edge(*once.edges[0])), once.cluster)
+    programs = device_programs(gpipe(twice, 2))
+    assert sum(step.what == "send" for step in programs[0].steps) == 4
+    assert sum(step.what == "release" for step in programs[0].steps) == 4
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_one_rank_enqueues_ops_alone(num_microbatches: int) -> None:
+    plan = gpipe(place(Costs.uniform(2), Cluster.uniform(1), [0, 0]), num_microbatches)
+    (device,) = device_programs(plan, replicas=False)
+    assert {step.what for step in device.steps} == {"run", "join"}

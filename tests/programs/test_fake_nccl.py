@@ -1,0 +1,166 @@
+"""On devices that really hang: the proof accepts exactly the orders that finish there."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from rota.costs import Cluster, Costs
+from rota.errors import PlanError
+from rota.placing import place
+from rota.programs.device_order import prove
+from rota.programs.device_steps import DeviceProgram, device_programs
+from rota.schedules import FAMILIES, Family, one_f_one_b
+from support import fake_nccl
+from support.device_orders import (
+    Programs,
+    family_plans,
+    shuffled,
+    swapped_on_a_channel,
+    with_early_receives,
+    with_pair_communicators,
+)
+from support.fake_nccl import HangError, World, WrongMessageError
+from support.random_plans import random_plan
+
+
+def is_proved(programs: Programs, serial: bool) -> bool:
+    try:
+        prove(programs, serial=serial)
+    except PlanError:
+        return False
+    return True
+
+
+def finishes(programs: Programs, serial: bool) -> bool:
+    try:
+        fake_nccl.run(programs, serial=serial)
+    except (HangError, WrongMessageError):
+        return False
+    return True
+
+
+def unchanged(programs: Programs, rng: random.Random) -> Programs:
+    return programs
+
+
+def early(programs: Programs, rng: random.Random) -> Programs:
+    return [with_early_receives(program) for program in programs]
+
+
+def moved(programs: Programs, rng: random.Random) -> Programs:
+    num_moves = rng.choice([1, 3, 10, 40])
+    return [shuffled(program, rng, num_moves) for program in programs]
+
+
+def swapped(programs: Programs, rng: random.Random) -> Programs:
+    return swapped_on_a_channel(programs, rng) or programs
+
+
+@pytest.mark.parametrize("mutate", [unchanged, early, moved, swapped])
+@pytest.mark.parametrize("paired", [False, True], ids=["directed", "paired"])
+def test_the_proof_accepts_exactly_what_finishes(
+    mutate: Callable[[Programs, random.Random], Programs], paired: bool
+) -> None:
+    verdicts: Counter[tuple[bool, bool]] = Counter()
+    for seed in range(60):
+        rng = random.Random(f"{seed} {mutate.__name__}")
+        plan = random_plan(seed, 2 + seed % 3)[1]
+        programs: Programs = device_programs(plan, tied=[(0, 1)])
+        if paired:
+            programs = [with_pair_communicators(program) for program in programs]
+        programs = mutate(programs, rng)
+        for serial in (False, True):
+            proved = is_proved(programs, serial)
+            assert proved == finishes(programs, serial), (seed, serial)
+            verdicts[serial, proved] += 1
+    assert verdicts[True, True] > 0
+    if mutate is unchanged:
+        assert verdicts[True, False] == verdicts[False, False] == 0
+    elif mutate is not early or paired:
+        assert verdicts[False, False] > 0
+    else:
+        assert verdicts[True, False] > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_families(family: Family) -> None:
+    """Even where a host may have only one kernel in the queue of its device."""
+    for plan in list(family_plans([family], [2, 4]))[:4]:
+        programs = device_programs(plan)
+        for queue_length in (1, 3, 10**9):
+            fake_nccl.run(programs, serial=True, queue_length=queue_length)
+        if family.name != "forward_only":
+            with pytest.raises(HangError):
+                fake_nccl.run([with_early_receives(program) for program in programs], serial=True)
+
+
+def early_one_f_one_b(num_bytes: int) -> list[DeviceProgram]:
+    costs = Costs.uniform(2, 10, 20, boundary_bytes=num_bytes)
+    plan = one_f_one_b(place(costs, Cluster.uniform(2)), 3)
+    return [with_early_receives(program) for program in device_programs(plan)]
+
+
+def test_a_hang_is_told_by_the_first_kernel_of_each_stream() -> None:
+    with pytest.raises(HangError) as caught:
+        fake_nccl.run(early_one_f_one_b(100), serial=True)
+    told = str(caught.value).split("; ")
+    assert "rank 0: run 0F0 on compute waits for receive 1B0→0B0" in told
+    assert "rank 0: receive 1B0→0B0 on channel 1→0 waits for a send on rank 1" in told
+    assert "rank 1: receive 0F0→1F0 on channel 0→1 waits for a send on rank 0" in told
+
+
+def test_a_short_queue_of_the_host_hangs_it_too() -> None:
+    """Streams that are independent do not help where the host cannot enqueue what the others wait for."""
+    fake_nccl.run(early_one_f_one_b(100))
+    with pytest.raises(HangError):
+        fake_nccl.run(early_one_f_one_b(100), queue_length=1)
+
+
+def test_small_messages_hide_a_wrong_order() -> None:
+    """Both send before they receive: it works until the messages are larger than the buffer."""
+
+    def exchange(num_bytes: int, buffer_bytes: int) -> None:
+        world = World(2, buffer_bytes=buffer_bytes)
+        for device, other in zip(world.devices, reversed(world.devices), strict=True):
+            device.send("pair", (0, 1), other.rank, f"from {device.rank}", num_bytes)
+            device.receive("pair", (0, 1), other.rank, f"from {other.rank}")
+        world.leave()  # one thread is the host of both
+        world.devices[0].synchronize()
+        world.devices[1].synchronize()
+        assert [device.wrong for device in world.devices] == [[], []]
+
+    exchange(100, buffer_bytes=100)
+    with pytest.raises(HangError, match="send from 0 on pair waits for a receive on rank 1; rank 1: send from 1"):
+        exchange(101, buffer_bytes=100)
+
+
+def test_messages_wait_in_the_buffer_together() -> None:
+    world = World(2, buffer_bytes=100)
+    world.leave()
+    for k, size in enumerate((60, 40, 1)):
+        world.devices[0].send("0→1", "0→1", 1, k, size)
+    with pytest.raises(HangError, match="send 2"):
+        world.devices[0].synchronize()
+
+
+def test_events_order_streams() -> None:
+    world = World(1)
+    (device,) = world.devices
+    event = fake_nccl.Event("of nobody")
+    device.wait("a", event)
+    device.compute("a", "kernel")
+    with pytest.raises(HangError, match="rank 0: a waits for of nobody"):
+        device.synchronize()
+
+
+def test_wrong_messages_are_noticed() -> None:
+    world = World(2)
+    world.leave()
+    world.devices[0].send("0→1", "0→1", 1, "a")
+    world.devices[1].receive("0→1", "0→1", 0, "b")
+    world.devices[1].synchronize()
+    assert world.devices[1].wrong == [("b", "a")]

@@ -1,0 +1,260 @@
+"""Accesses that no event orders are found, and those that one orders are not; so is memory that is freed too early."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from support.sim_device import (
+    Event,
+    FreedTooEarlyError,
+    MixedDevicesError,
+    RaceError,
+    SimDevice,
+    SimTensor,
+    receive_into,
+    sent_from,
+)
+
+
+@pytest.fixture
+def device() -> Iterator[SimDevice]:
+    device = SimDevice()
+    with device.active():
+        yield device
+    device.check()
+
+
+def ones(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, device="sim")
+
+
+# --- races ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_read_that_no_event_orders(device: SimDevice) -> None:
+    x = ones(4)
+    expected = "aten::mul on side reads aten::empty's [4], but no event orders it after aten::fill_ on compute"
+    with device.use(device.stream("side")), pytest.raises(RaceError, match=re.escape(expected)):
+        x * 2
+
+
+def test_an_event_orders_it(device: SimDevice) -> None:
+    x, side = ones(4), device.stream("side")
+    side.wait_event(device.current_stream.record_event())
+    with device.use(side):
+        y = x * 2
+    with pytest.raises(RaceError, match="aten::add on compute reads aten::mul's"):
+        y + 1
+    device.default.wait_stream(side)
+    assert (y + 1).tolist() == [3] * 4
+
+
+def test_an_event_covers_only_what_came_before_it(device: SimDevice) -> None:
+    x, side = ones(4), device.stream("side")
+    event = device.current_stream.record_event()
+    x.add_(1)
+    side.wait_event(event)
+    with device.use(side), pytest.raises(RaceError, match="no event orders it after aten::add_ on compute"):
+        x * 2
+
+
+def test_events_go_over_several_streams(device: SimDevice) -> None:
+    x = ones(4)
+    a, b = device.stream("a"), device.stream("b")
+    a.wait_stream(device.default)
+    b.wait_stream(a)
+    with device.use(b):
+        assert (x + 1).sum().item() == 8
+
+
+def test_an_event_that_was_not_recorded_holds_nothing(device: SimDevice) -> None:
+    x, side = ones(4), device.stream("side")
+    side.wait_event(Event())
+    with device.use(side), pytest.raises(RaceError):
+        x * 2
+
+
+def test_two_streams_may_read_but_not_write_what_another_reads(device: SimDevice) -> None:
+    x = ones(4)
+    side = device.stream("side")
+    side.wait_stream(device.default)
+    with device.use(side):
+        y = x * 2
+    assert (x * 3).shape == y.shape
+    with pytest.raises(RaceError, match=r"aten::add_ on compute writes .* after aten::mul on side"):
+        x.add_(1)
+    device.default.wait_stream(side)
+    x.add_(1)
+
+
+def test_views_and_slices_share_their_memory(device: SimDevice) -> None:
+    x = ones(4, 4)
+    side = device.stream("side")
+    side.wait_stream(device.default)
+    x[0].add_(1)
+    with device.use(side):
+        view = x.t()[1]  # views run no kernel
+        with pytest.raises(RaceError):
+            view + 1
+    assert x.sum().item() == 20
+
+
+def test_memory_is_allocated_behind_what_used_it_before(device: SimDevice) -> None:
+    """A buffer of the compute stream may be memory that an earlier kernel of it still reads."""
+    ones(4).add_(1)
+    buffer = torch.empty(4, device="sim")
+    channel = device.stream("0→1")
+    expected = r"receive on 0→1 writes aten::empty's \[4\], .* after the allocation of aten::empty's \[4\] on compute"
+    with pytest.raises(RaceError, match=expected):
+        receive_into(buffer, torch.ones(4), "receive", channel)
+    channel.wait_event(device.default.record_event())
+    receive_into(buffer, torch.ones(4), "receive", channel)
+    device.default.wait_stream(channel)
+
+
+def test_the_host_orders_what_it_has_waited_for(device: SimDevice) -> None:
+    x, side = ones(4), device.stream("side")
+    device.current_stream.synchronize()
+    with device.use(side):
+        assert (x * 2).sum().item() == 8
+    assert [sync.operation for sync in device.syncs] == ["synchronize(compute)", "aten::_local_scalar_dense"]
+
+
+def test_a_slow_device_is_not_done_when_asked() -> None:
+    for is_fast in (False, True):
+        device = SimDevice(is_fast=is_fast)
+        with device.active():
+            ones(4)
+            event = device.default.record_event()
+            assert event.query() is is_fast
+            event.synchronize()
+            assert event.query()
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_that_another_stream_may_still_read_is_freed_too_early(device: SimDevice) -> None:
+    x, side = ones(4), device.stream("0→1")
+    side.wait_stream(device.default)
+    sent_from(x, "send 0F0→1F0", side)
+    del x
+    expected = r"aten::empty's \[4\] was freed, and compute may reuse it, while send 0F0→1F0 on 0→1 may still use it"
+    with pytest.raises(FreedTooEarlyError, match=expected):
+        ones(1)
+
+
+@pytest.mark.parametrize("how", ["event", "host", "query", "record_stream"])
+def test_memory_may_be_freed_when_the_other_stream_is_done(how: str) -> None:
+    device = SimDevice(is_fast=how == "query")
+    with device.active():
+        x, side = ones(4), device.stream("0→1")
+        assert isinstance(x, SimTensor)
+        side.wait_stream(device.default)
+        sent_from(x, "send", side)
+        if how == "event":
+            device.default.wait_stream(side)
+        elif how == "host":
+            side.synchronize()
+        elif how == "query":
+            assert side.record_event().query()
+        else:
+            x.record_stream(side)
+        del x
+        ones(1)
+
+
+def test_a_view_holds_the_memory(device: SimDevice) -> None:
+    x, side = ones(4), device.stream("side")
+    side.wait_stream(device.default)
+    view = x[:2]
+    sent_from(x, "send", side)
+    del x
+    ones(1)
+    device.default.wait_stream(side)
+    del view
+    ones(1)
+
+
+def test_what_is_sent_must_not_change_meanwhile(device: SimDevice) -> None:
+    x, side = ones(4), device.stream("0→1")
+    side.wait_stream(device.default)
+    assert sent_from(x, "send", side).tolist() == [1] * 4
+    with pytest.raises(RaceError, match=r"aten::zero_ on compute writes .* after send on 0→1"):
+        x.zero_()
+    device.default.wait_stream(side)
+
+
+def test_bytes_are_counted(device: SimDevice) -> None:
+    x = ones(1000)
+    assert device.allocated_bytes == 4000
+    y = x * 2
+    assert (device.allocated_bytes, device.peak_bytes) == (8000, 8000)
+    del x
+    z = y.view(10, 100)
+    assert (device.allocated_bytes, device.peak_bytes) == (4000, 8000)
+    del y, z
+    assert device.allocated_bytes == 0
+
+
+# --- devices and the host ---------------------------------------------------------------------------------------------
+
+
+def test_mixed_devices_are_refused(device: SimDevice) -> None:
+    x, other = ones(4), SimDevice("other")
+    with pytest.raises(MixedDevicesError, match=r"aten::add got a tensor of shape \[4\] on cpu, others on sim"):
+        x + torch.ones(4)
+    with other.active():
+        y = ones(4)
+    with pytest.raises(MixedDevicesError, match="aten::add got tensors of sim and other"):
+        x + y
+    assert (x + torch.tensor(2.0)).tolist() == [3] * 4  # a number may be on the CPU
+
+
+def syncs_of(device: SimDevice, work: object) -> list[str]:
+    before = len(device.syncs)
+    work()  # type: ignore[operator]
+    return [sync.operation.removeprefix("aten::") for sync in device.syncs[before:]]
+
+
+def test_waits_of_the_host_are_counted(device: SimDevice) -> None:
+    x, host = ones(4), torch.ones(4)
+    assert syncs_of(device, lambda: x.sum().item()) == ["_local_scalar_dense"]
+    assert syncs_of(device, lambda: bool(x.sum() > 1)) == ["_local_scalar_dense"]
+    assert syncs_of(device, lambda: float(x[0])) == ["_local_scalar_dense"]
+    assert syncs_of(device, lambda: x.cpu()) == ["_to_copy"]
+    assert syncs_of(device, lambda: x.to("cpu")) == ["_to_copy"]
+    assert syncs_of(device, lambda: torch.equal(x, x)) == ["equal"]
+    assert syncs_of(device, lambda: x.nonzero()) == ["nonzero"]
+    assert syncs_of(device, lambda: x[x > 0]) == ["index"]
+    assert syncs_of(device, lambda: x.masked_select(x > 0)) == ["masked_select"]
+    assert syncs_of(device, lambda: torch.is_nonzero(x.sum())) == ["_local_scalar_dense"]
+    assert syncs_of(device, lambda: host.to("sim")) == ["copy_"]
+    assert syncs_of(device, lambda: host.copy_(x)) == ["copy_"]
+    assert syncs_of(device, lambda: torch.tensor([1.0, 2.0], device="sim")) == ["copy_"]
+    assert syncs_of(device, device.synchronize) == ["synchronize"]
+
+
+def test_what_needs_no_wait_counts_none(device: SimDevice) -> None:
+    x, host = ones(4), torch.ones(4)
+
+    def work() -> None:
+        y = (x * 2 + 1).view(2, 2).t().contiguous().float().half().sum()
+        torch.where(x > 0, x, 0)
+        x.clamp_(min=0).copy_(x * 2)
+        y.isfinite().logical_not()
+        host.to("sim", non_blocking=True)
+        torch.zeros(3, device="sim").masked_fill_(torch.zeros(3, device="sim").bool(), 1)
+
+    assert syncs_of(device, work) == []
+
+
+def test_a_wait_has_its_line_of_code(device: SimDevice) -> None:
+    x = ones(4)
+    line = test_a_wait_has_its_line_of_code.__code__.co_firstlineno + 3
+    x.sum().item()
+    assert device.syncs[-1].where == f"{__file__}:{line}"

@@ -1,0 +1,130 @@
+"""Lists of steps for a device, and ways to enqueue them wrongly."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise, product
+
+from rota.costs import Cluster, Costs
+from rota.errors import ScheduleError
+from rota.placing import bidirectional
+from rota.plan import Plan, Transfer
+from rota.programs.device_steps import Communicator, DeviceProgram, Step
+from rota.schedules import FAMILIES, Family
+
+Programs = Sequence[DeviceProgram]
+
+
+def family_plans(families: Sequence[Family] = FAMILIES, ranks: Sequence[int] = range(2, 9)) -> Iterator[Plan]:
+    """Each family on 2 to 8 ranks, without latency, with some, and with more than an op lasts."""
+    for family, num_ranks, latency_us in product(families, ranks, (0, 15, 100)):
+        num_stages = num_ranks * (1 if family.place is bidirectional else family.stages_per_rank)
+        costs = family.adapted(Costs.uniform(num_stages, 10, 10, 7, activation_bytes=2, boundary_bytes=1))
+        for num_microbatches in (num_ranks, 2 * num_ranks):
+            try:
+                placement = family.place(costs, Cluster.uniform(num_ranks, latency_us=latency_us))
+                yield family(placement, num_microbatches)
+            except (ScheduleError, ValueError):
+                continue
+
+
+def in_order(program: DeviceProgram, order: Sequence[int]) -> DeviceProgram:
+    """The same steps, enqueued in another order: `order` has their old positions."""
+    new = {old: i for i, old in enumerate(order)}
+    steps = [program.steps[old] for old in order]
+    return replace(program, steps=tuple(replace(s, waits=tuple(new[w] for w in s.waits)) for s in steps))
+
+
+def with_early_receives(program: DeviceProgram) -> DeviceProgram:
+    """Each receive's kernel is enqueued where its buffer is allocated, as receives are posted on a host."""
+    order: list[int] = []
+    for i, step in enumerate(program.steps):
+        if step.what == "receive":
+            order.insert(order.index(step.waits[0]) + 1, i)
+        else:
+            order.append(i)
+    return in_order(program, order)
+
+
+def with_pair_communicators(program: DeviceProgram) -> DeviceProgram:
+    """One stream and communicator for both directions."""
+
+    def paired(step: Step) -> Step:
+        if step.communicator is None or step.communicator.use != "channel":
+            return step
+        a, b = sorted(step.communicator.ranks)
+        return replace(step, stream=f"pair {a} {b}", communicator=Communicator("channel", (a, b)))
+
+    return replace(program, steps=tuple(map(paired, program.steps)))
+
+
+def shuffled(program: DeviceProgram, rng: random.Random, num_moves: int) -> DeviceProgram:
+    """Some steps moved, each behind all that it waits for and before all that waits for it, ops in their order."""
+    order = [*range(len(program.steps))]
+    for _ in range(num_moves):
+        order = _with_one_moved(program, order, rng)
+    return in_order(program, order)
+
+
+def _with_one_moved(program: DeviceProgram, order: list[int], rng: random.Random) -> list[int]:
+    at = rng.randrange(len(order))
+    moved = order[at]
+    step = program.steps[moved]
+
+    def is_fixed(other: int) -> bool:
+        is_compute = step.stream == program.steps[other].stream == "compute"
+        return is_compute or other in step.waits or moved in program.steps[other].waits
+
+    low = next((i + 1 for i in reversed(range(at)) if is_fixed(order[i])), 0)
+    high = next((i - 1 for i in range(at + 1, len(order)) if is_fixed(order[i])), len(order) - 1)
+    rest = order[:at] + order[at + 1 :]
+    to = rng.randint(low, high)
+    return [*rest[:to], moved, *rest[to:]]
+
+
+def replicated(programs: Programs, num_replicas: int) -> list[DeviceProgram]:
+    """The ranks of several pipelines, whose reductions meet: rank r of replica k is r + k times the number of ranks."""
+    n = len(programs)
+
+    def moved(step: Step, rank: int, replica: int) -> Step:
+        if step.what == "reduce":
+            everyone = tuple(rank + k * n for k in range(num_replicas))
+            return replace(step, communicator=Communicator("stage", everyone))
+        if step.communicator is None:
+            return step
+        ranks = tuple(other + replica * n for other in step.communicator.ranks)
+        return replace(step, communicator=step.communicator._replace(ranks=ranks))
+
+    return [
+        DeviceProgram(p.rank + k * n, tuple(moved(step, p.rank, k) for step in p.steps))
+        for k in range(num_replicas)
+        for p in programs
+    ]
+
+
+def swapped_on_a_channel(programs: Programs, rng: random.Random) -> Programs | None:
+    """Two neighbouring receives of one channel change places. None: there are none."""
+    found = []
+    for program in programs:
+        receives: dict[str, list[int]] = {}
+        for i, step in enumerate(program.steps):
+            if step.what == "receive":
+                receives.setdefault(step.stream, []).append(i)
+        found += [(program.rank, a, b) for of in receives.values() for a, b in pairwise(of)]
+    if not found:
+        return None
+    rank, a, b = rng.choice(found)
+    order = [*range(len(programs[rank].steps))]
+    # The later one, with its buffer, comes right before the earlier one.
+    moved = [i for i in (*programs[rank].steps[b].waits, b) if i > a]
+    order = [i for i in order if i not in moved]
+    at = order.index(a)
+    order[at:at] = moved
+    return [in_order(p, order) if p.rank == rank else p for p in programs]
+
+
+def transfers(program: DeviceProgram) -> list[Transfer]:
+    """What the rank sends and receives, in the order in which it enqueues it."""
+    return [s.subject for s in program.steps if s.what in ("send", "receive") and isinstance(s.subject, Transfer)]
