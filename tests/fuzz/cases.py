@@ -22,7 +22,7 @@ from fuzz.mutating import byte_mutants, csv_mutants, json_mutants, piece_mutants
 from rota import Cluster, Plan, RotaError, Timeline, reading
 from rota.cli import files
 from rota.compat.tessel.schedule.schedplan import SchedPlan
-from rota.interop import ImportedTrace, cuts, deepspeed, import_traces, megatron, torchtitan
+from rota.interop import ImportedTrace, deepspeed, import_traces, layer_boundaries, megatron, torchtitan
 from rota.layers import LayerCosts
 from rota.profiles import Profile
 
@@ -71,7 +71,7 @@ def _text_of(from_json: Callable[[str], Any]) -> Callable[[Path, Random], Any]:
 
 
 def _limited_text_of(read: Callable[[str], Any]) -> Callable[[Path, Random], Any]:
-    return lambda path, _: read(cuts.read_limited(path, _MOST_LAYOUT_BYTES))
+    return lambda path, _: read(layer_boundaries.read_limited(path, _MOST_LAYOUT_BYTES))
 
 
 def _first_traces() -> list[str]:
