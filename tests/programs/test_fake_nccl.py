@@ -18,6 +18,7 @@ from support import fake_nccl
 from support.device_orders import (
     Programs,
     family_plans,
+    overtaken_on_a_channel,
     shuffled,
     swapped_on_a_channel,
     with_early_receives,
@@ -58,6 +59,24 @@ def moved(programs: Programs, rng: random.Random) -> Programs:
 
 def swapped(programs: Programs, rng: random.Random) -> Programs:
     return swapped_on_a_channel(programs, rng) or programs
+
+
+def overtaken(programs: Programs, rng: random.Random) -> Programs:
+    for _ in range(3):
+        programs = overtaken_on_a_channel(programs, rng) or programs
+    return programs
+
+
+def test_a_message_that_overtakes_can_hang_independent_streams() -> None:
+    """Both sides agree, but its op waits for what the overtaken message brings: a cycle through events."""
+    verdicts: Counter[bool] = Counter()
+    plan = one_f_one_b(place(Costs.uniform(3, 10, 20), Cluster.uniform(3)), 6)
+    for seed in range(60):
+        programs = overtaken(device_programs(plan), random.Random(seed))
+        proved = is_proved(programs, serial=False)
+        assert proved == finishes(programs, serial=False), seed
+        verdicts[proved] += 1
+    assert min(verdicts[True], verdicts[False]) > 3
 
 
 @pytest.mark.parametrize("mutate", [unchanged, early, moved, swapped])

@@ -10,7 +10,7 @@ from itertools import pairwise, product
 from rota.costs import Cluster, Costs
 from rota.errors import ScheduleError
 from rota.placing import bidirectional
-from rota.plan import Plan, Transfer
+from rota.plan import Plan
 from rota.programs.device_steps import Communicator, DeviceProgram, Step
 from rota.schedules import FAMILIES, Family
 
@@ -125,6 +125,32 @@ def swapped_on_a_channel(programs: Programs, rng: random.Random) -> Programs | N
     return [in_order(p, order) if p.rank == rank else p for p in programs]
 
 
-def transfers(program: DeviceProgram) -> list[Transfer]:
-    """What the rank sends and receives, in the order in which it enqueues it."""
-    return [s.subject for s in program.steps if s.what in ("send", "receive") and isinstance(s.subject, Transfer)]
+def overtaken_on_a_channel(programs: Programs, rng: random.Random) -> Programs | None:
+    """On both sides of one channel a message goes before some that it came after. None: no channel has two."""
+    sends = [
+        (p.rank, [i for i, s in enumerate(p.steps) if s.what == "send" and s.stream == stream])
+        for p in programs
+        for stream in p.streams
+    ]
+    sends = [(rank, of) for rank, of in sends if len(of) > 1]
+    if not sends:
+        return None
+    sender, of = rng.choice(sends)
+    k, j = sorted(rng.sample(range(len(of)), 2))
+    steps = programs[sender].steps
+    stream = steps[of[0]].stream
+    late = {*of[k:j]}
+    late |= {i for i, s in enumerate(steps) if s.what == "release" and i < of[j] and late.intersection(s.waits)}
+    order = [i for i in range(len(steps)) if i not in late]
+    at = order.index(of[j]) + 1
+    changed = {sender: in_order(programs[sender], [*order[:at], *sorted(late), *order[at:]])}
+    communicator = steps[of[0]].communicator
+    assert communicator is not None
+    receiver = communicator.ranks[1]
+    steps = programs[receiver].steps
+    received = [i for i, s in enumerate(steps) if s.what == "receive" and s.stream == stream]
+    early = [i for i in (*steps[received[j]].waits, received[j]) if i > received[k]]
+    order = [i for i in range(len(steps)) if i not in early]
+    at = order.index(received[k])
+    changed[receiver] = in_order(programs[receiver], [*order[:at], *early, *order[at:]])
+    return [changed.get(p.rank, p) for p in programs]
