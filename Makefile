@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-core test-faults test-newest-torch browser fuzz soak check fmt docs pictures bench site package clean
+.PHONY: help demo test test-core test-models test-faults test-newest-torch browser fuzz soak check fmt docs pictures bench site package clean
 
 PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -16,13 +16,16 @@ help: ## list the targets
 demo: $(READY) ## a first tour: run `rota demo`
 	$(BIN)/rota demo --force
 
-test test-core test-faults test-newest-torch fuzz soak: export OMP_NUM_THREADS := 1
+test test-core test-models test-faults test-newest-torch fuzz soak: export OMP_NUM_THREADS := 1
 
 test: test-core browser ## run every test
-	$(BIN)/pytest -m "dist and not faults" --numprocesses 2 --dist worksteal
+	$(BIN)/pytest -m "dist and not faults and not sweep" --numprocesses 2 --dist worksteal
 
 test-core: $(READY) ## run the tests of which none starts processes, side by side
 	$(BIN)/pytest -m "not dist and not faults" --numprocesses auto --dist worksteal
+
+test-models: $(READY) ## train every unmodified model with every kind of plan on 2 and 4 processes
+	$(BIN)/pytest -m "dist and not faults" --numprocesses 1 tests/models/test_models_on_processes.py
 
 test-faults: $(READY) ## run the tests that kill, stop and starve processes, some minutes
 	$(BIN)/pytest -m faults --numprocesses 2 --dist loadfile

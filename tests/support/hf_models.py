@@ -25,19 +25,20 @@ class ModelCase:
 
     `make_batch(rows, length, seed)` gives its keyword arguments, `make_targets(batch)` what the loss takes besides the
     output. `cuts` are patterns, as `rota.split` takes them. `mixes_rows`: the loss of a batch is not the mean of losses
-    of its rows, so compare with the same micro-batches.
+    of its rows, so compare with the same micro-batches. `make` takes `num_blocks`, over all stacks of blocks.
     """
 
-    make: Callable[[], nn.Module]
+    make: Callable[..., nn.Module]
     make_batch: Callable[[int, int, int], dict[str, Any]]
     cuts: tuple[str, ...]
     loss_fn: Callable[[Any, Any], Tensor]
     mixes_rows: bool = False
 
-    def make_model(self, seed: int = 0) -> nn.Module:
-        """The model in fp64 and training mode."""
+    def make_model(self, seed: int = 0, num_blocks: int | None = None) -> nn.Module:
+        """The model in fp64 and training mode. `num_blocks`: None for few, enough for four stages."""
         torch.manual_seed(seed)
-        return self.make().double().train()
+        model = self.make() if num_blocks is None else self.make(num_blocks=num_blocks)
+        return model.double().train()
 
     def make_targets(self, batch: dict[str, Any]) -> Tensor:
         """What `loss_fn` takes besides the model's output: one row per example."""
@@ -101,8 +102,11 @@ def image(rows: int, side: int, seed: int, *, key: str = "pixel_values", channel
 
 
 def classified_image(rows: int, length: int, seed: int, *, side: int | None = None) -> dict[str, Any]:
-    """Images of a given side, or of one that goes with `length`, and the class of each."""
-    return image(rows, side or 16 + 8 * (length % 3), seed) | {"labels": torch.arange(rows) % 3}
+    """Images of a given side, or of one that goes with `length`, and the class of each.
+
+    Large enough that BatchNorm never has just two numbers: their difference would amplify rounding a millionfold.
+    """
+    return image(rows, side or 48 + 16 * (length % 3), seed) | {"labels": torch.arange(rows) % 3}
 
 
 def speech(rows: int, length: int, seed: int) -> dict[str, Any]:
@@ -117,6 +121,11 @@ def captions(rows: int, length: int, seed: int) -> dict[str, Any]:
     return text(rows, length, seed) | image(rows, 8, seed)
 
 
+def contrasted(rows: int, length: int, seed: int) -> dict[str, Any]:
+    """Images and texts for CLIP's own loss, which compares each row with all others."""
+    return captions(rows, length, seed) | {"return_loss": True}
+
+
 def noisy(rows: int, length: int, seed: int) -> dict[str, Any]:
     """For a diffusion model: noisy images and the time of each."""
     sample = image(rows, 8 + 8 * (length % 2), seed, key="sample", channels=2)
@@ -126,15 +135,15 @@ def noisy(rows: int, length: int, seed: int) -> dict[str, Any]:
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-def gpt2(**options: Any) -> nn.Module:
-    """GPT-2 of four blocks."""
+def gpt2(num_blocks: int = 4, **options: Any) -> nn.Module:
+    """GPT-2."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {
         "vocab_size": VOCABULARY,
         "n_positions": 32,
         "n_embd": 16,
-        "n_layer": 4,
+        "n_layer": num_blocks,
         "n_head": 2,
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -143,21 +152,20 @@ def gpt2(**options: Any) -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(**sizes | dropout | options))
 
 
-def lora_gpt2() -> nn.Module:
+def lora_gpt2(num_blocks: int = 4) -> nn.Module:
     """GPT-2 with LoRA on its attention, by peft: only the adapters are trained."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
     with warnings.catch_warnings():  # of transformers, about what peft calls
         warnings.simplefilter("ignore", FutureWarning)
-        return get_peft_model(gpt2(), config)
+        return get_peft_model(gpt2(num_blocks), config)
 
 
 _DECODER = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
     "intermediate_size": 24,
-    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
@@ -173,16 +181,18 @@ _ROUTED = {
 }
 
 
-def decoder(name: str, **options: Any) -> nn.Module:
+def decoder(name: str, num_blocks: int = 4, **options: Any) -> nn.Module:
     """A decoder-only model of transformers, by the beginning of its class's name."""
     import transformers
 
-    config = getattr(transformers, options.pop("config", f"{name}Config"))(**_DECODER | options)
+    config = getattr(transformers, options.pop("config", f"{name}Config"))(
+        num_hidden_layers=num_blocks, **_DECODER | options
+    )
     model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
     return model
 
 
-def t5() -> nn.Module:
+def t5(num_blocks: int = 6) -> nn.Module:
     """T5: two stacks, a shared position bias in each, and embeddings that encoder, decoder and head share."""
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -191,9 +201,9 @@ def t5() -> nn.Module:
         "d_model": 16,
         "d_kv": 4,
         "d_ff": 24,
-        "num_layers": 3,
+        "num_layers": num_blocks // 2,
         "num_heads": 4,
-        "num_decoder_layers": 3,
+        "num_decoder_layers": num_blocks // 2,
     }
     return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, pad_token_id=0, decoder_start_token_id=0))
 
@@ -201,8 +211,6 @@ def t5() -> nn.Module:
 _TWO_STACKS = {
     "vocab_size": VOCABULARY,
     "d_model": 16,
-    "encoder_layers": 3,
-    "decoder_layers": 3,
     "encoder_attention_heads": 4,
     "decoder_attention_heads": 4,
     "encoder_ffn_dim": 24,
@@ -217,24 +225,29 @@ _TWO_STACKS = {
 }
 
 
-def bart() -> nn.Module:
+def two_stacks(num_blocks: int) -> dict[str, Any]:
+    """As many blocks in the encoder as in the decoder."""
+    return _TWO_STACKS | {"encoder_layers": num_blocks // 2, "decoder_layers": num_blocks // 2}
+
+
+def bart(num_blocks: int = 6) -> nn.Module:
     """BART: an encoder and a decoder."""
     from transformers import BartConfig, BartForConditionalGeneration
 
-    return BartForConditionalGeneration(BartConfig(**_TWO_STACKS, max_position_embeddings=64, forced_eos_token_id=None))
+    sizes = {"max_position_embeddings": 64, "forced_eos_token_id": None}
+    return BartForConditionalGeneration(BartConfig(**two_stacks(num_blocks) | sizes))
 
 
-def whisper() -> nn.Module:
+def whisper(num_blocks: int = 6) -> nn.Module:
     """Whisper: an encoder of spectra and a decoder of texts."""
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     sizes = {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32}
-    return WhisperForConditionalGeneration(WhisperConfig(**_TWO_STACKS | sizes))
+    return WhisperForConditionalGeneration(WhisperConfig(**two_stacks(num_blocks) | sizes))
 
 
 _ENCODER = {
     "hidden_size": 16,
-    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "intermediate_size": 24,
     "hidden_dropout_prob": 0.0,
@@ -242,43 +255,44 @@ _ENCODER = {
 }
 
 
-def bert() -> nn.Module:
+def bert(num_blocks: int = 4) -> nn.Module:
     """BERT with its pooler, which classifies texts."""
     from transformers import BertConfig, BertForSequenceClassification
 
-    config = BertConfig(**_ENCODER, vocab_size=VOCABULARY, max_position_embeddings=32, num_labels=3)
-    return BertForSequenceClassification(config)
+    sizes = {"num_hidden_layers": num_blocks, "vocab_size": VOCABULARY, "max_position_embeddings": 32, "num_labels": 3}
+    return BertForSequenceClassification(BertConfig(**_ENCODER | sizes))
 
 
-def vit() -> nn.Module:
+def vit(num_blocks: int = 4) -> nn.Module:
     """A vision transformer that classifies images."""
     from transformers import ViTConfig, ViTForImageClassification
 
-    return ViTForImageClassification(ViTConfig(**_ENCODER, image_size=8, patch_size=4, num_labels=3))
+    sizes = {"num_hidden_layers": num_blocks, "image_size": 8, "patch_size": 4, "num_labels": 3}
+    return ViTForImageClassification(ViTConfig(**_ENCODER | sizes))
 
 
-def resnet() -> nn.Module:
+def resnet(num_blocks: int = 6) -> nn.Module:
     """A residual network with batch normalization, in four groups of blocks."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
     sizes = {
         "embedding_size": 4,
         "hidden_sizes": [4, 8, 8, 8],
-        "depths": [2, 2, 1, 1],
+        "depths": [2, 2, (num_blocks - 4) // 2, (num_blocks - 4) // 2],
         "layer_type": "basic",
         "num_labels": 3,
     }
     return ResNetForImageClassification(ResNetConfig(**sizes))
 
 
-def clip() -> nn.Module:
+def clip(num_blocks: int = 4) -> nn.Module:
     """CLIP: a tower for texts and one for images."""
     from transformers import CLIPConfig, CLIPModel
 
     tower = {
         "hidden_size": 16,
         "intermediate_size": 24,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": num_blocks // 2,
         "num_attention_heads": 4,
         "projection_dim": 8,
     }
@@ -365,14 +379,14 @@ class UNetBlock(nn.Module):
 class UNet(nn.Module):
     """A diffusion model: down, middle and up, with a skip from each block on the way down."""
 
-    def __init__(self, channels: int = 4, width: int = 8) -> None:
+    def __init__(self, channels: int = 4, width: int = 8, num_blocks: int = 7) -> None:
         super().__init__()
         self.width = width
         self.time_embedding = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         self.conv_in = nn.Conv2d(2, channels, 3, padding=1)
-        self.down = nn.ModuleList(UNetBlock(channels, channels, width) for _ in range(3))
+        self.down = nn.ModuleList(UNetBlock(channels, channels, width) for _ in range(num_blocks // 2))
         self.middle = UNetBlock(channels, channels, width)
-        self.up = nn.ModuleList(UNetBlock(2 * channels, channels, width) for _ in range(3))
+        self.up = nn.ModuleList(UNetBlock(2 * channels, channels, width) for _ in range(num_blocks // 2))
         self.conv_out = nn.Conv2d(channels, 2, 3, padding=1)
 
     def forward(self, sample: Tensor, timestep: Tensor) -> Tensor:
@@ -438,6 +452,13 @@ CASES: dict[str, ModelCase] = {
     "vit": ModelCase(vit, partial(classified_image, side=8), ("vit.layers.*",), own_loss),
     "resnet": ModelCase(resnet, classified_image, ("resnet.encoder.stages.*.layers.*",), own_loss, mixes_rows=True),
     "clip": ModelCase(clip, captions, ("text_model.encoder.layers.*", "vision_model.encoder.layers.*"), clip_loss),
+    "clip_contrastive": ModelCase(
+        clip,
+        contrasted,
+        ("text_model.encoder.layers.*", "vision_model.encoder.layers.*"),
+        own_loss,
+        mixes_rows=True,
+    ),
     "unet": ModelCase(UNet, noisy, ("down.*", "middle", "up.*"), unet_loss),
     "lora_gpt2": ModelCase(lora_gpt2, _labeled, ("base_model.model.transformer.h.*",), own_loss, mixes_rows=True),
 }

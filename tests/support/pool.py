@@ -25,6 +25,7 @@ PRELOADED = [
     "rota.runtime",
     "hypothesis",
     "pytest",
+    "transformers.models.gpt2.modeling_gpt2",  # and with it most that other models of transformers import
 ]
 
 

@@ -36,6 +36,26 @@ def with_whole_backwards(placement: Placement, stages: set[int]) -> Placement:
     return replace(placement, tasks=tuple(tasks), edges=edges)
 
 
+def random_costs(rng: random.Random, kinds: random.Random, num_stages: int) -> Costs:
+    """Small times; some stages are recomputed."""
+    return Costs(
+        forward_us=tuple(rng.randint(0, 3) for _ in range(num_stages)),
+        backward_us=tuple(rng.randint(0, 3) for _ in range(num_stages)),
+        weight_us=tuple(kinds.randint(0, 3) for _ in range(num_stages)),
+        recompute_us=tuple(kinds.choice([1, None, None]) for _ in range(num_stages)),
+    )
+
+
+def random_chain_plan(seed: int, num_ranks: int, num_stages: int, num_microbatches: int) -> Plan:
+    """A valid plan for a chain: each rank has as many stages as the others, and does its ops in any order."""
+    rng, kinds = random.Random(seed), random.Random(f"kinds {seed}")
+    ranks = [stage % num_ranks for stage in range(num_stages)]
+    rng.shuffle(ranks)
+    placement = place(random_costs(rng, kinds, num_stages), Cluster.uniform(num_ranks), ranks)
+    placement = with_whole_backwards(placement, {stage for stage in range(num_stages) if kinds.random() < 0.5})
+    return deal(placement, num_microbatches, linear_extension(placement, num_microbatches, rng, in_order=False))
+
+
 def random_plan(seed: int, num_ranks: int) -> tuple[Edges, Plan]:
     """The edges between the stages and a valid plan for them: stages anywhere, micro-batches in any order.
 
@@ -44,12 +64,7 @@ def random_plan(seed: int, num_ranks: int) -> tuple[Edges, Plan]:
     rng, kinds = random.Random(seed), random.Random(f"kinds {seed}")
     num_stages = rng.randint(1, 8)
     edges = random_edges(rng, num_stages)
-    costs = Costs(
-        forward_us=tuple(rng.randint(0, 3) for _ in range(num_stages)),
-        backward_us=tuple(rng.randint(0, 3) for _ in range(num_stages)),
-        weight_us=tuple(kinds.randint(0, 3) for _ in range(num_stages)),
-        recompute_us=tuple(kinds.choice([1, None, None]) for _ in range(num_stages)),
-    )
+    costs = random_costs(rng, kinds, num_stages)
     cluster = Cluster.uniform(num_ranks, latency_us=rng.choice([0, 0, 1, 5]))
     ranks = [rng.sample(range(num_ranks), 1) for _ in range(num_stages)]
     if seed % 3 == 0:

@@ -164,11 +164,14 @@ def test_training_and_evaluation() -> None:
         of_evaluation.run(batch)
 
 
-def test_a_cache_stays_on_its_stages() -> None:
-    case = CASES["gpt2"]
-    model, batch = case.make_model(), case.make_batch(2, 8, 0)
+@pytest.mark.parametrize(
+    ("name", "cut"), [("gpt2", "transformer.h.2"), ("t5", "decoder.block.1"), ("t5", "decoder.block.0")]
+)
+def test_a_cache_stays_on_its_stages_wherever_the_cut_is(name: str, cut: str) -> None:
+    case = CASES[name]
+    model, batch = case.make_model(), case.make_batch(2, 8, 0) | {"use_cache": True}
     assert model(**batch).past_key_values is not None
-    output = split(model, 2, example=batch).run(batch)
+    output = split(model, 2, [cut], example=batch).run(batch)
     assert output.past_key_values is None
     assert torch.equal(output.logits, model(**batch).logits)
 

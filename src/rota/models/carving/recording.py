@@ -126,7 +126,7 @@ class Recording:
     looks: list[Look] = field(default_factory=list)
     mutated: LabelSet = 0
     result: LabelSet = 0  # of what the model returned
-    result_objects: list[tuple[int, LabelSet]] = field(default_factory=list)  # leaves that are objects with tensors
+    result_objects: list[int] = field(default_factory=list)  # its leaves that are objects with tensors that units made
     training: bool = True
 
     def in_set(self, labels: LabelSet) -> Iterator[Label]:
@@ -352,7 +352,8 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 labels = 0
                 for tensor in _tensors_in_object(leaf):
                     labels |= self.of(tensor)
-                self.recording.result_objects.append((number, labels))
+                if any(isinstance(one, (Returned, Within)) for one in self.recording.in_set(labels)):
+                    self.recording.result_objects.append(number)
 
 
 @final

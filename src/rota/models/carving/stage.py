@@ -56,11 +56,8 @@ class CarvedStage(nn.Module):
             target: [(cutting.value_name(value), value) for value in values] for target, values in part.sent.items()
         }
         self._sizes, self._needed = tuple(sizes), frozenset(part.needed)
-        self._incomplete = [
-            number
-            for number, labels in recording.result_objects
-            if any(getattr(one, "call", part.begin) < part.begin for one in recording.in_set(labels))
-        ]
+        # Caches: the last stage has all of one or a part, which depends on the cut, so none is returned.
+        self._kept_back = recording.result_objects
         #: The paths of the modules that run here, in the order of their calls.
         self.holds = tuple(recording.call_name(call) for call in range(part.begin, part.end))
         self._shapes = install(root, cutting, stage, self._run)
@@ -124,9 +121,9 @@ class CarvedStage(nn.Module):
                     f"{self._name} returns a value of another stage{[*paths(structure)][number]} that its example did "
                     "not return: split with an example that returns it"
                 )
-        if not self._incomplete:
+        if not self._kept_back:
             return output
-        for number in self._incomplete:
+        for number in self._kept_back:
             leaves[number] = None
         return rebuild(structure, iter(leaves))
 
