@@ -23,6 +23,7 @@ PRELOADED = [
     "torch.distributed.pipelining",
     "torch.distributed.tensor",
     "rota.runtime",
+    "transformers.modeling_utils",
     "hypothesis",
     "pytest",
 ]
