@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2, its weights random: two replicas of a pipeline of two ranks, with two stages on each rank.
+"""Hugging Face's GPT-2, unmodified: two replicas of a pipeline of two ranks, with two stages on each rank.
 
 torchrun --nproc-per-node 4 examples/hf_gpt2.py     four processes
 python examples/hf_gpt2.py                          the same training on one, with the same losses
@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.modeling_outputs import CausalLMOutput
 
 import rota
 
@@ -30,33 +31,14 @@ text = torch.tensor(list(Path(__file__).read_bytes()))
 data = torch.Generator().manual_seed(1)  # of its own: a pipeline draws from the global one for dropout
 
 
-class Embedding(nn.Module):
-    """Tokens (batch, length) -> vectors (batch, length, width)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.positions = gpt.transformer.wte, gpt.transformer.wpe
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
-
-
-def make_stages() -> rota.Stages:
-    """GPT-2's own modules, one block a stage. Its head is tied to the embedding, which Rota notices by itself."""
-    first, *middle, last = gpt.transformer.h
-    return rota.Stages(
-        [nn.Sequential(Embedding(), first), *middle, nn.Sequential(last, gpt.transformer.ln_f, gpt.lm_head)]
-    )
-
-
 def make_batch() -> tuple[Tensor, Tensor]:
     """This file's bytes, and those that follow them."""
     starts = torch.randint(len(text) - LENGTH, (32, 1), generator=data)
     return text[starts + torch.arange(LENGTH)], text[starts + torch.arange(LENGTH) + 1]
 
 
-def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+def loss_fn(output: CausalLMOutput, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter]) -> tuple[AdamW, CosineAnnealingLR]:
@@ -72,7 +54,7 @@ def train_on_one_process() -> None:
     optimizer, scheduler = make_optimizer(gpt.parameters())
     for step in range(NUM_STEPS):
         tokens, targets = make_batch()
-        loss = loss_fn(gpt(tokens).logits, targets)
+        loss = loss_fn(gpt(tokens), targets)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
         optimizer.step()
@@ -82,8 +64,9 @@ def train_on_one_process() -> None:
 
 
 def train_on_four() -> None:
-    mesh, stages = rota.mesh(pp=2, dp=2), make_stages()
-    costs = rota.Costs.uniform(len(stages), forward_us=100, backward_us=200)
+    mesh = rota.mesh(pp=2, dp=2)
+    stages = rota.split(gpt, 4, example=text[None, :LENGTH])  # one block each; the head is tied to the embedding
+    costs = rota.Costs.uniform(4, forward_us=100, backward_us=200)
     plan = rota.schedules.interleaved_one_f_one_b(rota.interleaved(costs, rota.Cluster.uniform(2)), NUM_MICROBATCHES)
     with rota.Pipeline(stages, plan, loss_fn, mesh=mesh) as pipeline:
         optimizer, scheduler = make_optimizer(pipeline.parameters())

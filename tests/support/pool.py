@@ -23,6 +23,7 @@ PRELOADED = [
     "torch.distributed.pipelining",
     "torch.distributed.tensor",
     "rota.runtime",
+    "transformers.modeling_utils",
     "hypothesis",
     "pytest",
     "transformers.models.gpt2.modeling_gpt2",  # and with it most that other models of transformers import
