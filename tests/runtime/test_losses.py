@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, bidirectional, place
-from rota.runtime.losses import MicrobatchLoss, StepLosses, loss_of
+from rota.runtime.losses import MicrobatchLoss, StepLosses, loss_of, needs_target
 from rota.schedules import chimera, one_f_one_b
 from support.networks import WIDTH, chain, loss_fn
 from support.pool import Pool
@@ -74,6 +74,49 @@ def test_forms(returned: Any, expected: Any) -> None:
 def test_other_forms_are_refused(returned: Any, message: str) -> None:
     with pytest.raises(PipelineError, match=message):
         loss_of(lambda *_: returned, None, None)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "expected"),
+    [
+        (lambda output: output, False),
+        (lambda output, *, scale=1.0: output * scale, False),
+        (lambda output, target: output, True),
+        (lambda output, target=None: output, True),
+        (lambda *values: values[0], True),
+        (nn.MSELoss(), True),
+        (torch.nn.functional.mse_loss, True),
+        (max, True),
+    ],
+)
+def test_a_loss_of_the_output_alone_needs_no_target(loss_fn: Any, expected: bool) -> None:
+    assert needs_target(loss_fn) is expected
+
+
+def _loss_of_the_output_alone(rank: int) -> float:
+    torch.manual_seed(0)
+    stages = chain(2)
+    x, target = batch_of(2 * N)
+    with Pipeline(stages, plan_for(2), lambda output: output.square().mean()) as pipeline:
+        loss = pipeline.step(x)
+        with pytest.raises(PipelineError, match="loss_fn takes the output alone"):
+            pipeline.step(x, target)
+        assert pipeline.evaluate(x) == pytest.approx(loss, rel=1e-12)
+        whole = stages.run(x).square().mean()
+        assert loss == pytest.approx(whole.item(), rel=1e-12)
+        ours = {name: parameter.grad.clone() for name, parameter in pipeline.named_parameters()}
+        for parameter in pipeline.parameters():
+            parameter.grad = None
+        whole.backward()
+        for name, parameter in pipeline.named_parameters():
+            assert torch.allclose(ours[name], parameter.grad, rtol=1e-10, atol=1e-12)
+    return loss
+
+
+@pytest.mark.dist
+def test_a_loss_of_the_output_alone(pool: Pool) -> None:
+    first, second = pool.run(2, _loss_of_the_output_alone)
+    assert first == second
 
 
 def test_the_same_message_carries_requests_to_stop() -> None:

@@ -28,3 +28,14 @@ def test_models_in_float32_are_compared_in_float64(name: str) -> None:
         assert torch.equal(tensor, before[key])
     again = verify(stages, model, batch, case.make_targets(batch), case.loss_fn, against=against, fp64=False)
     assert again.exact, again.to_text()
+
+
+def test_a_loss_of_the_output_alone() -> None:
+    case = CASES["gpt2"]
+    model = case.make_model()
+    batch = dict(case.make_batch(4, 8, 0))
+    batch["labels"] = batch["input_ids"]
+    stages = split(model, 2, case.cuts, example=batch)
+    found = verify(stages, model, batch, loss_fn=lambda output: output.loss)
+    assert found.exact, found.to_text()
+    assert found.comparisons[0].largest <= 1e-10

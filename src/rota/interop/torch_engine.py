@@ -28,7 +28,7 @@ from rota.runtime.compute import Batch, step_seed
 from rota.runtime.faults.stack_location import Doing, is_in_a_collective
 from rota.runtime.faults.watchdog import Watchdog, limit_s
 from rota.runtime.gradients.forward_backward import refuse_modes_without_gradients
-from rota.runtime.losses import LossFn
+from rota.runtime.losses import LossFn, needs_target
 from rota.runtime.microbatch_inputs import MicrobatchInputs
 from rota.runtime.microbatches import structure
 from rota.runtime.precision import LossScale, ambient_autocast, without_autocast
@@ -82,6 +82,8 @@ class TorchEngine:
         self._trains = any(task.kind.makes_weight_gradients for task in plan.placement.tasks)
         if self._trains and loss_fn is None:
             raise PipelineError("the plan has backwards, so a loss_fn(output, target) is needed")
+        if loss_fn is not None and not needs_target(loss_fn):
+            raise PipelineError("PyTorch's engine calls loss_fn(output, target), but this one takes the output alone")
         self._ranks = [plan.placement.ranks_of(stage)[0] for stage in plan.placement.stages]
         self._allow_nonfinite_loss, self._num_steps = allow_nonfinite_loss, 0
         self._process = os.getpid()

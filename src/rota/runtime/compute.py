@@ -40,7 +40,7 @@ class Batch:
     The last `num_padding` micro-batches count nothing. `alike`: all inputs have the same shapes. `rows` and
     `target_rows`: the examples in each micro-batch that is read here, or only in the first one if all have equally
     many. `whole`: inputs and targets as the caller gave them. `per_count`: what the sum of a loss with a count is
-    multiplied by until the count of all micro-batches is known.
+    multiplied by until the count of all micro-batches is known. `loss_of_output`: the loss needs no target.
     """
 
     given: Microbatches
@@ -53,6 +53,7 @@ class Batch:
     target_rows: tuple[int, ...] = ()
     whole: tuple[Any, Any] = (None, None)
     per_count: float = 1.0
+    loss_of_output: bool = False
 
     @property
     def inputs(self) -> list[Any]:
@@ -213,7 +214,8 @@ class Compute:
                 f"unchanged; let it begin with an operation that is not in place"
             )
         if stage in self._sinks:
-            if self._loss_fn is not None and (targets := batch.targets[m]) is not None:
+            targets = batch.targets[m]
+            if self._loss_fn is not None and (targets is not None or batch.loss_of_output):
                 self._take_loss(kept, m, *loss_of(self._loss_fn, output, targets))
             if self.keep_outputs and not batch.is_padding(m):
                 self.outputs[m] = hand_over(output)

@@ -7,9 +7,11 @@ a mean                 weighed by its micro-batch's share, replicas alike       
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from inspect import Parameter
 from itertools import chain
 from typing import Any, TypeAlias, final
 
@@ -21,7 +23,8 @@ from rota.plan import Plan
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.messages import tensors_in
 
-LossFn: TypeAlias = Callable[[Any, Any], Any]
+#: `loss_fn(output, target)`, or `loss_fn(output)` for a model that returns its own loss.
+LossFn: TypeAlias = Callable[..., Any]
 
 _FORMS = "a mean loss, (sum, count), or a dict with one of them as 'loss' and metrics beside it"
 
@@ -48,13 +51,25 @@ class MicrobatchLoss:
         return self.value if self.count is None else _ratio(self.value, self.count)
 
 
+def needs_target(loss_fn: LossFn) -> bool:
+    """Whether `loss_fn` can take a target; if it takes the output alone, the output has the loss."""
+    try:
+        parameters = inspect.signature(loss_fn).parameters.values()
+    except (TypeError, ValueError):  # some functions written in C have no signature
+        return True
+    by_position = [
+        one for one in parameters if one.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    return len(by_position) != 1 or any(one.kind is Parameter.VAR_POSITIONAL for one in parameters)
+
+
 def loss_of(loss_fn: LossFn, output: Any, target: Any) -> tuple[torch.Tensor, MicrobatchLoss]:
     """What the backward starts from, and its numbers.
 
     Raises:
         PipelineError: `loss_fn` returns something else, or a loss without gradient for an output that has one.
     """
-    returned = loss_fn(output, target)
+    returned = loss_fn(output, target) if needs_target(loss_fn) else loss_fn(output)
     metrics: dict[str, Weighed] = {}
     if isinstance(returned, Mapping):
         if "loss" not in returned:

@@ -50,7 +50,9 @@ class MicrobatchInputs:
         self._targeted = microbatches([sink for sink, ranks in self.sink_ranks.items() if rank in ranks])
         self._counted = {sink: microbatches([sink]) for sink, ranks in self.sink_ranks.items() if rank == ranks[0]}
 
-    def take(self, inputs: Any, targets: Any, *, needs_targets: bool, scale: float = 1.0) -> Batch:
+    def take(
+        self, inputs: Any, targets: Any, *, needs_targets: bool, loss_of_output: bool = False, scale: float = 1.0
+    ) -> Batch:
         """The micro-batches of a step. Raises PipelineError if something is missing or does not fit."""
         n = self._num_microbatches
         if inputs is None and self._reading:
@@ -75,6 +77,7 @@ class MicrobatchInputs:
             _rows(given, self._read),
             _rows(wanted, self._targeted),
             (inputs, targets),
+            loss_of_output=loss_of_output,
         )
 
     @property

@@ -31,7 +31,7 @@ from rota.runtime.gradients.forward_backward import warm_up
 from rota.runtime.gradients.recompute import recomputed_by_backward
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.launcher_files import leave_record
-from rota.runtime.losses import LossFn, StepLoss, StepLosses
+from rota.runtime.losses import LossFn, StepLoss, StepLosses, needs_target
 from rota.runtime.memory_watch import MemoryWatch
 from rota.runtime.meshes import Processes
 from rota.runtime.microbatch_inputs import MicrobatchInputs
@@ -57,8 +57,9 @@ class Pipeline:
     Args:
         stages: the model; this process runs the stages that the plan has on its rank.
         plan: for each rank its ops in order; `check` must accept it.
-        loss_fn: `loss_fn(output, target)`, None if nothing is trained. It returns the mean loss of a micro-batch (one
-            element), or `(sum, count)`, or a dict with one of the two as "loss" and metrics beside it.
+        loss_fn: `loss_fn(output, target)`, or `loss_fn(output)` if the output has the loss; None if nothing is trained.
+            It returns the mean loss of a micro-batch (one element), or `(sum, count)`, or a dict with one of the two as
+            "loss" and metrics beside it.
         timeout_s: a rank without progress for so long ends all; None: 20 simulated steps, at least 60 s.
         dynamic_shapes: shapes between stages depend on the data, not only on the inputs' shapes.
         keep_outputs: keep the last stage's outputs in `outputs`; a plan of forwards alone always does.
@@ -101,6 +102,7 @@ class Pipeline:
         shared = shared_weights(stages, plan.placement)
         sink_ranks = {sink: plan.placement.ranks_of(sink) for sink in stages.sinks}
         self.stages, self.plan, self.loss_fn = stages, plan, loss_fn
+        self._takes_target = loss_fn is None or needs_target(loss_fn)
         trains = any(task.kind.makes_weight_gradients for task in plan.placement.tasks)
         if trains and loss_fn is None:
             raise PipelineError("the plan has backwards, so a loss_fn(output, target) is needed")
@@ -240,6 +242,7 @@ class Pipeline:
                 tensors, whose rows are spread over the plan's micro-batches; or a list of micro-batches. A tensor
                 without dims, or with one row beside others with more, goes to every micro-batch whole.
             targets: what `loss_fn` gets, on the ranks of the last stage; in the same forms as `inputs`.
+                None if `loss_fn` takes the output alone.
             scale: multiplies the gradients, but not the loss returned.
             sync: reduce the gradients of replicas and of tied weights, with those of earlier steps without `sync`.
             scaler: this process's own GradScaler; the gradients have its factor until it takes it out. If gradients
@@ -260,7 +263,7 @@ class Pipeline:
         if not isinstance(scale, Real) or not 0 < scale < math.inf:
             raise PipelineError(f"scale is {scale!r}; give a number above 0, such as 1/k to accumulate over k steps")
         factor = self._loss_scale.begin(scaler)
-        batch = self._take(inputs, targets, needs_targets=training.trains, scale=scale * factor)
+        batch = self._take(inputs, targets, has_loss=training.trains, scale=scale * factor)
         self._inputs.warn_of_other_rows(batch)
         self._num_steps += 1
         return self._run(Call.STEP if sync else Call.STEP_WITHOUT_SYNC, training, batch, float(scale)).loss.mean
@@ -280,7 +283,7 @@ class Pipeline:
         """
         if self.loss_fn is None:
             raise PipelineError("the pipeline has no loss_fn to evaluate; use forward for the outputs")
-        batch = self._take(inputs, targets, needs_targets=True)
+        batch = self._take(inputs, targets, has_loss=True)
         return self._evaluate(Call.EVALUATE, batch)[1].loss.mean
 
     def forward(self, inputs: Any = None, *, outputs: bool = True) -> list[Any] | None:
@@ -296,7 +299,7 @@ class Pipeline:
         Raises:
             PipelineError: an output cannot be sent, the batch does not fit, or the ranks differ in what they call.
         """
-        batch = self._take(inputs, None, needs_targets=False)
+        batch = self._take(inputs, None, has_loss=False)
         done, ran = self._evaluate(Call.FORWARD if outputs else Call.FORWARD_WITHOUT_OUTPUTS, batch)
         made = done.compute.outputs
         found: dict[int, Any] = {}
@@ -388,9 +391,21 @@ class Pipeline:
             by_stage, empty = self._inputs.losses_by_stage(losses), self._inputs.without_rows(batch)
             refuse_loss(mean, self._num_steps, self._watchdog.name, by_stage, empty, self._processes.everyone)
 
-    def _take(self, inputs: Any, targets: Any, **options: Any) -> Batch:
+    def _take(self, inputs: Any, targets: Any, *, has_loss: bool, scale: float = 1.0) -> Batch:
         self._refuse_closed()
-        return self._inputs.take(inputs, targets, **options)
+        if targets is not None and not self._takes_target:
+            raise PipelineError(
+                "targets are given, but loss_fn takes the output alone; leave them out, or make it "
+                "loss_fn(output, target)"
+            )
+        takes_target = self._takes_target
+        return self._inputs.take(
+            inputs,
+            targets,
+            needs_targets=has_loss and takes_target,
+            loss_of_output=has_loss and not takes_target,
+            scale=scale,
+        )
 
     def _refuse_closed(self) -> None:
         if self._closed:

@@ -20,7 +20,7 @@ from rota.runtime import Pipeline
 from rota.runtime.compute import Compute
 from rota.runtime.execution import Execution
 from rota.runtime.json_messages import all_gather_json, broadcast_json
-from rota.runtime.losses import LossFn, loss_of_parts
+from rota.runtime.losses import LossFn, loss_of_parts, needs_target
 from rota.runtime.messages import tensors_in
 from rota.runtime.microbatch_inputs import MicrobatchInputs
 from rota.runtime.process_group import on_first
@@ -103,7 +103,8 @@ class OneProcess:
         self._plan = gpipe(placement, num_microbatches)
         sinks: dict[int, tuple[int, ...]] = dict.fromkeys(stages.sinks, (0,))
         self._inputs = MicrobatchInputs(stages, self._plan, 0, sinks)
-        self._inputs.take(*batch, needs_targets=True)  # refuses what does not fit before anything runs
+        self._needs_target = needs_target(loss_fn)
+        self._inputs.take(*batch, needs_targets=self._needs_target)  # refuses what does not fit before anything runs
 
     def local_modules(self) -> Mapping[int, nn.Module]:
         """All."""
@@ -128,7 +129,8 @@ class OneProcess:
         compute = Compute(self.stages, self._plan.placement, self.loss_fn, keep_outputs=True)
         transport: Transport = _NoMessages()  # type: ignore[assignment]
         execution = Execution(self.stages, self._plan, 0, transport, compute)
-        batch = self._inputs.take(*self._batch.in_dtype(batch_dtype), needs_targets=True)
+        needs = {"needs_targets": self._needs_target, "loss_of_output": not self._needs_target}
+        batch = self._inputs.take(*self._batch.in_dtype(batch_dtype), **needs)
         counts = LossCounts(parameter for _, parameter in self.stages.named_parameters())
         batch = replace(batch, per_count=counts.begin(counts.flags(batch.targets)))
         execution.run(batch, _SEED, True, lambda: None)
