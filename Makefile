@@ -19,10 +19,10 @@ demo: $(READY) ## a first tour: run `rota demo`
 test test-core test-faults test-newest-torch fuzz soak: export OMP_NUM_THREADS := 1
 
 test: test-core browser ## run every test
-	$(BIN)/pytest -m "dist and not faults" --numprocesses 2 --dist worksteal
+	$(BIN)/pytest -m "dist and not faults and not sweep" --numprocesses 2 --dist worksteal
 
 test-core: $(READY) ## run the tests of which none starts processes, side by side
-	$(BIN)/pytest -m "not dist and not faults" --numprocesses auto --dist worksteal
+	$(BIN)/pytest -m "not dist and not faults and not sweep" --numprocesses auto --dist worksteal
 
 test-faults: $(READY) ## run the tests that kill, stop and starve processes, some minutes
 	$(BIN)/pytest -m faults --numprocesses 2 --dist loadfile
