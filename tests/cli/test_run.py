@@ -17,6 +17,8 @@ import pytest
 from rota import Cluster, Costs, Plan, Timeline, place, simulate
 from rota.schedules import NAMED
 from support import ROOT
+from support.commands import output_of
+from support.pool import Pool
 
 pytestmark = pytest.mark.dist
 
@@ -165,8 +167,8 @@ def test_pipelines_of_two_plans_in_one_script(tmp_path: Path) -> None:
     assert Timeline.from_json((tmp_path / "measured.json").read_text()).plan.num_microbatches == 4
 
 
-def test_the_page_on_training_does_what_it_says(tmp_path: Path) -> None:
-    """With two replicas, and without: on the same batches."""
+def test_the_page_on_training_does_what_it_says(pool: Pool, tmp_path: Path) -> None:
+    """With two replicas, started by the command line, and without: on the same batches."""
     page = ROOT / "docs" / "training.md"
     (tmp_path / "train.py").write_text(blocks_of(page, "python")[0])
     planning, running = re.findall(r"^    rota (.*)$", page.read_text(), flags=re.MULTILINE)
@@ -177,8 +179,8 @@ def test_the_page_on_training_does_what_it_says(tmp_path: Path) -> None:
     (told,) = re.findall(r"^loss .*$", done.stdout, flags=re.MULTILINE)
     timeline = Timeline.from_json((tmp_path / "measured.json").read_text())
     assert {str(span.work) for span in timeline.step_end_spans()} == {"0 reduce", "1 reduce"}
-    without = rota(tmp_path, *(word for word in command if "mesh" not in word and "pp=" not in word))
-    assert told in without.stdout, without.stderr
+    without = " ".join(word for word in command if "mesh" not in word and "pp=" not in word)
+    assert told in output_of(pool, tmp_path, f"rota {without}")
 
 
 @pytest.mark.parametrize(
@@ -208,7 +210,7 @@ def test_a_timeline_that_cannot_be_written_is_told_before_the_run(tmp_path: Path
 
 
 @pytest.mark.timeout(180)
-def test_a_training_goes_on_with_another_plan_as_the_docs_say(tmp_path: Path) -> None:
+def test_a_training_goes_on_with_another_plan_as_the_docs_say(pool: Pool, tmp_path: Path) -> None:
     script, _ = blocks_of(ROOT / "docs" / "checkpoints.md", "python")
     (tmp_path / "train.py").write_text(script)
     both = Costs.uniform(2), Costs.uniform(2, weight_us=1)
@@ -216,25 +218,21 @@ def test_a_training_goes_on_with_another_plan_as_the_docs_say(tmp_path: Path) ->
         plan = NAMED[schedule](place(costs, Cluster.uniform(costs.num_stages)), 4)
         (tmp_path / f"{name}.json").write_text(plan.to_json())
     losses = []
-    for arguments in (["--mesh", "dp=2", "a.json"], ["b.json"]):
-        done = rota(tmp_path, "run", *arguments, "train.py", "6")
-        assert done.returncode == 0, done.stderr
-        losses.append(float(done.stdout))
-        listed = rota(tmp_path, "checkpoint", "ls", "run").stdout
+    for arguments in ("--mesh dp=2 a.json", "b.json"):
+        losses.append(float(output_of(pool, tmp_path, f"rota run {arguments} train.py 6")))
+        listed = output_of(pool, tmp_path, "rota checkpoint ls run")
         assert [line.split()[0] for line in listed.splitlines()] == ["step-2", "step-4", "step-6"]
         shutil.rmtree(tmp_path / "run" / "step-6")  # so that the second run goes on at step 4
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.timeout(180)
-def test_a_model_without_memory_trains_as_the_docs_say(tmp_path: Path) -> None:
+def test_a_model_without_memory_trains_as_the_docs_say(pool: Pool, tmp_path: Path) -> None:
     training, _ = blocks_of(ROOT / "docs" / "large-models.md", "python")
     (tmp_path / "train.py").write_text(training)
     losses = []
     for num_ranks in (1, 2):
         plan = NAMED["1f1b"](place(Costs.uniform(num_ranks), Cluster.uniform(num_ranks)), 2)
         (tmp_path / "plan.json").write_text(plan.to_json())
-        done = rota(tmp_path, "run", "plan.json", "train.py")
-        assert done.returncode == 0, done.stderr
-        losses.append(float(done.stdout))
+        losses.append(float(output_of(pool, tmp_path, "rota run plan.json train.py")))
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from docs.test_examples import output_of
+from cli.test_run import rota
 from support import ROOT
+from support.commands import output_of
+from support.pool import Pool
 
 pytestmark = pytest.mark.dist
 
@@ -22,14 +24,17 @@ def script_and_fragment(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL)
 
 
-def told_by(page: str, folder: Path) -> str:
+def commands_of(page: str, folder: Path) -> list[str]:
+    """The page's commands, with its script in `folder`."""
     (folder / "train.py").write_text(script_and_fragment(page)[0])
-    commands = re.findall(r"^    (rota .*)$", (DOCS / page).read_text(), flags=re.MULTILINE)
-    return [output_of(folder, *command.split()) for command in commands][-1]
+    return re.findall(r"^    (rota .*)$", (DOCS / page).read_text(), flags=re.MULTILINE)
 
 
 def test_data(tmp_path: Path) -> None:
-    (loss,) = re.findall(r"^loss (\S+)$", told_by("data.md", tmp_path), flags=re.MULTILINE)
+    """In processes of its own, since those of the pool may not start the loader's workers."""
+    *_, done = [rota(tmp_path, *command.split()[1:]) for command in commands_of("data.md", tmp_path)]
+    assert done.returncode == 0, done.stderr
+    (loss,) = re.findall(r"^loss (\S+)$", done.stdout, flags=re.MULTILINE)
     assert float(loss) < 0.35
 
 
@@ -41,9 +46,10 @@ def test_only_what_is_read_is_loaded() -> None:
     assert given == [(1, None)]
 
 
-def test_losses(tmp_path: Path) -> None:
+def test_losses(pool: Pool, tmp_path: Path) -> None:
     """The page's script in two processes, and its fragment in a loop on the unsplit model."""
-    loss, accuracy = re.findall(r"^loss (\S+), accuracy (\S+)%$", told_by("losses.md", tmp_path), flags=re.MULTILINE)[0]
+    *_, told = [output_of(pool, tmp_path, command) for command in commands_of("losses.md", tmp_path)]
+    loss, accuracy = re.findall(r"^loss (\S+), accuracy (\S+)%$", told, flags=re.MULTILINE)[0]
     script, fragment = script_and_fragment("losses.md")
     space: dict[str, Any] = {"__name__": "example"}
     exec(script.split("plan = rota.given_plan()")[0], space)

@@ -72,6 +72,16 @@ class Run:
 
 
 RUNS = [Run(schedule, n, replicas) for replicas in (1, 2) for n in (1, 2, 3, 4) for schedule in SCHEDULES]
+#: Each schedule, number of ranks and number of replicas, but not in all combinations.
+CORE_RUNS = [
+    RUNS[0],
+    Run("interleaved", 2),
+    Run("v", 3),
+    Run("zb", 4),
+    Run("zb", 1, 2),
+    Run("v", 2, 2),
+    Run("1f1b", 2, 2),
+]
 
 
 def optimizer_of(named: Iterator[tuple[str, nn.Parameter]]) -> tuple[torch.optim.Optimizer, Any]:

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from rota.runtime.checkpoints.optimizer_state import same
-from support.checkpoint_runs import RUNS, Run, Training, serial_losses, stored
+from support.checkpoint_runs import CORE_RUNS, RUNS, Run, Training, serial_losses, stored
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
 
-NUM_BEFORE, NUM_AFTER = 2, 10
+NUM_BEFORE, NUM_AFTER = 2, 4
 CANONICAL = RUNS[0]
 
 
@@ -64,22 +64,27 @@ def without_random(small: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(300)
-def test_every_plan_saves_the_same_and_resumes_from_any_other(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("runs", "num_pairs"), [(CORE_RUNS, 7), pytest.param(RUNS, 20, marks=pytest.mark.sweep)], ids=["core", "all"]
+)
+def test_every_plan_saves_the_same_and_resumes_from_any_other(
+    pool: Pool, tmp_path: Path, runs: list[Run], num_pairs: int
+) -> None:
     generator = random.Random(7)
-    pairs = [(generator.choice(RUNS), generator.choice(RUNS)) for _ in range(20)]
+    pairs = [(generator.choice(runs), generator.choice(runs)) for _ in range(num_pairs)]
     serial = serial_losses(NUM_BEFORE + NUM_AFTER)
-    for losses in by_num_processes(pool, train_and_save, RUNS, tmp_path).values():
+    for losses in by_num_processes(pool, train_and_save, runs, tmp_path).values():
         assert losses == pytest.approx(serial[:NUM_BEFORE], abs=1e-10)
     tensors, small = stored(tmp_path / CANONICAL.name / f"step-{NUM_BEFORE}")
-    for run in RUNS:
+    for run in runs:
         found, beside = stored(tmp_path / run.name / f"step-{NUM_BEFORE}")
         assert found.keys() == tensors.keys()
         for key, tensor in found.items():
             torch.testing.assert_close(tensor, tensors[key], rtol=1e-10, atol=1e-10)
         assert same(without_random(beside), without_random(small))
 
-    resumed = by_num_processes(pool, load_and_train, RUNS, tmp_path, pairs)
-    assert sum(map(len, resumed.values())) == len(RUNS) + len(pairs)
+    resumed = by_num_processes(pool, load_and_train, runs, tmp_path, pairs)
+    assert sum(map(len, resumed.values())) == len(runs) + len(pairs)
     for run, of_sources in resumed.items():
         for losses in of_sources:
             assert losses == pytest.approx(serial[NUM_BEFORE:], abs=1e-10)
