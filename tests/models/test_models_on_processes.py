@@ -38,10 +38,13 @@ def is_as_whole(pool: Pool, name: str, runs: dict[str, Run], num_ranks: int, num
     every = {name for name, _ in CASES[name].make_model(num_blocks=num_blocks).named_parameters()}
     for label in runs:
         assert set().union(*(found[label][1] for found in by_rank)) == every, label
+        compared = {what for found in by_rank for what in found[label][0]}
+        assert compared >= {"loss", "gradients", "parameters"}, label
+        if num_processes is None and label != "random":  # which has another order of forwards, see `train`
+            assert compared >= {"evaluated", "outputs"}, label
         for rank, found in enumerate(by_rank):
             apart = {what: value for what, value in found[label][0].items() if not value < TOLERANCE}
             assert not apart, f"{name}, {label}, rank {rank}: {apart}"
-            assert {"loss", "gradients", "parameters"} <= found[label][0].keys()
 
 
 def planned(plans: Iterable[str], num_ranks: int, seed: int = 0) -> dict[str, Run]:
@@ -72,7 +75,7 @@ def test_recomputed_and_compiled(pool: Pool, name: str, how: str) -> None:
     is_as_whole(pool, name, {how: Run(make_plan("searched", 2), how)}, 2)
 
 
-@pytest.mark.parametrize(("name", "how"), [("gpt2", "plain"), ("mixtral", "ddp"), ("llama", "fsdp")])
+@pytest.mark.parametrize(("name", "how"), [("gpt2", "plain"), ("mixtral", "ddp"), ("t5", "fsdp")])
 def test_two_replicas(pool: Pool, name: str, how: str) -> None:
     if how == "fsdp":
         pool.renew()

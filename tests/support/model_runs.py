@@ -244,7 +244,8 @@ def compare_evaluation(found: Differences, pipeline: Pipeline, case: ModelCase, 
 def train(case: ModelCase, num_blocks: int | None, run: Run, whole: Whole) -> tuple[Differences, set[str]]:
     """Three steps of the stages on this rank, compared with the whole model's; and the parameters compared."""
     found = Differences()
-    mesh = rota.mesh(pp=run.plan.num_ranks) if torch.distributed.get_world_size() > run.plan.num_ranks else None
+    num_replicas = torch.distributed.get_world_size() // run.plan.num_ranks
+    mesh = rota.mesh(pp=run.plan.num_ranks, dp=num_replicas) if num_replicas > 1 else None
     stages, blocks = make_stages(case, num_blocks, run)
     if mesh is not None:
         stages = wrapped(stages, blocks, run.how, mesh)
