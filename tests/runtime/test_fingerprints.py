@@ -157,7 +157,7 @@ WRONG: dict[str, tuple[Loader, int, list[str]]] = {
     "no sampler": (
         no_sampler,
         2,
-        ["replicas 0 and 1 were given the same data", "has no sampler", SAMPLER],
+        ["replicas 0 and 1 were given the same data", "With a DataLoader", SAMPLER],
     ),
 }
 

@@ -152,9 +152,9 @@ def refuse_other_data(
     same = equal_replicas(given, replicas) if compare_replicas else None
     if same is not None:
         raise PipelineError(
-            f"replicas {same[0]} and {same[1]} were given the same data, so the second one adds nothing: most likely "
-            f"the DataLoader has no sampler. Write "
-            f"DataLoader(dataset, batch_size=…, sampler=pipeline.sampler(dataset)); if equal data is intended, make "
+            f"replicas {same[0]} and {same[1]} were given the same data, so the second one adds nothing. With a "
+            f"DataLoader, write DataLoader(dataset, batch_size=…, sampler=pipeline.sampler(dataset)); of a batch that every "
+            f"process makes, give rows[pipeline.replica :: pipeline.num_replicas]. If equal data is intended, make "
             f"Pipeline(…, check_data='never')"
         )
 
