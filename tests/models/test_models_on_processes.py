@@ -70,7 +70,7 @@ def test_a_plan_on_four_processes(pool: Pool, name: str, plan: str) -> None:
     is_as_whole(pool, name, planned([plan], 4), 4)
 
 
-@pytest.mark.parametrize(("name", "how"), [("resnet", "recomputed"), ("gpt2", "compiled")])
+@pytest.mark.parametrize(("name", "how"), [("resnet", "recomputed"), ("nanogpt", "compiled")])
 def test_recomputed_and_compiled(pool: Pool, name: str, how: str) -> None:
     is_as_whole(pool, name, {how: Run(make_plan("searched", 2), how)}, 2)
 
