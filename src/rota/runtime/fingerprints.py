@@ -153,8 +153,8 @@ def refuse_other_data(
     if same is not None:
         raise PipelineError(
             f"replicas {same[0]} and {same[1]} were given the same data, so the second one adds nothing. With a "
-            f"DataLoader, write DataLoader(dataset, batch_size=…, sampler=pipeline.sampler(dataset)); of a batch that every "
-            f"process makes, give rows[pipeline.replica :: pipeline.num_replicas]. If equal data is intended, make "
+            f"DataLoader, write DataLoader(dataset, batch_size=…, sampler=pipeline.sampler(dataset)); of a batch that "
+            f"every process makes, give rows[pipeline.replica :: pipeline.num_replicas]. If equal data is intended, make "
             f"Pipeline(…, check_data='never')"
         )
 

@@ -119,8 +119,11 @@ def _print_answer(answer: Answer, arguments: Namespace) -> None:
         "rota.split(model, plan.num_stages, plan.cuts), of plan = rota.given_plan(); an unmodified one needs\n"
         f"example=batch too. To check that the split is exact: rota verify {arguments.output} MODEL.py"
     )
-    if answer.plan.usage is not None and answer.plan.usage.num_replicas > 1:
-        then += f"\nEach of the {answer.plan.usage.num_replicas} replicas needs rows of its own: pipeline.sampler(dataset) gives them"
+    usage = answer.plan.usage
+    if usage is not None and usage.num_replicas > 1:
+        then += (
+            f"\nEach of the {usage.num_replicas} replicas needs rows of its own: pipeline.sampler(dataset) gives them"
+        )
     files.keep(arguments.output, answer.plan.to_json(), "plan.json", then)
 
 
