@@ -154,8 +154,8 @@ def refuse_other_data(
         raise PipelineError(
             f"replicas {same[0]} and {same[1]} were given the same data, so the second one adds nothing. With a "
             f"DataLoader, write DataLoader(dataset, batch_size=…, sampler=pipeline.sampler(dataset)); of a batch that "
-            f"every process makes, give rows[pipeline.replica :: pipeline.num_replicas]. If equal data is intended, make "
-            f"Pipeline(…, check_data='never')"
+            f"every process makes, give rows[pipeline.replica :: pipeline.num_replicas]. If equal data is intended, "
+            f"make Pipeline(…, check_data='never')"
         )
 
 
