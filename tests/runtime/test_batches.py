@@ -212,7 +212,7 @@ def steps_with_numbers(rank: int, numbers: list[Any]) -> tuple[list[bool], list[
 def test_numbers_beside_the_tensors(pool: Pool, numbers: list[Any], fresh: list[bool], warned: bool) -> None:
     for rank, (found, refused, told) in enumerate(pool.run(3, steps_with_numbers, numbers)):
         assert found == fresh
-        assert told.count("an int, bool or text in the inputs has changed in 3 steps one after another") == (
+        assert told.count("an int, bool or text in the inputs has changed in 3 consecutive steps") == (
             warned and rank == 0
         )
         if rank == 0:
@@ -354,5 +354,5 @@ def empty_microbatch(rank: int) -> str:
 def test_a_microbatch_without_rows_is_told_as_such(pool: Pool) -> None:
     for told in pool.run(3, empty_microbatch):
         assert "step 1: the mean loss is nan (nan for micro-batch 1 at stage 2 on rank 2)" in told
-        assert "micro-batch 1 came without rows, of which a mean is nan: give each micro-batch a row or more" in told
+        assert "micro-batch 1 had no rows, so their mean is nan: give each micro-batch a row or more" in told
         assert "learning rate" not in told

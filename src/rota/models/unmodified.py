@@ -12,9 +12,9 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from rota.errors import SplitError
-from rota.models.carving.cutting import Cutting, cut_recording, output_of
 from rota.models.carving.recording import Recording, record
-from rota.models.carving.stage import CarvedStage, LeftOut, Reading
+from rota.models.carving.stage import CarvedStage, LeftOut, StageInputs
+from rota.models.carving.stage_parts import Cutting, cut_recording, output_of
 from rota.models.stage_edges import StageEdge
 from rota.models.stages import Carried, Stages
 
@@ -150,7 +150,7 @@ def _carried(cutting: Cutting) -> Iterator[Carried]:
                 yield Carried(source, target, cutting.value_name(value), leaf.shape, dtype, num_bytes)
 
 
-def _readings(cutting: Cutting, inputs: Mapping[str, Any]) -> list[Reading]:
+def _readings(cutting: Cutting, inputs: Mapping[str, Any]) -> list[StageInputs]:
     """What each stage is called with. Of tensors that it does not read it gets the shapes, from its first source."""
     readings = []
     for stage, part in enumerate(cutting.parts):
@@ -161,11 +161,11 @@ def _readings(cutting: Cutting, inputs: Mapping[str, Any]) -> list[Reading]:
             if sources and type(value) is Tensor and name not in part.inputs
         }
         read = tuple(name for name in inputs if name not in sized)
-        readings.append(Reading(sources, read, sized))
+        readings.append(StageInputs(sources, read, sized))
     return readings
 
 
-def _sizes_for(stage: int, readings: list[Reading]) -> list[str]:
+def _sizes_for(stage: int, readings: list[StageInputs]) -> list[str]:
     """The inputs whose shapes some stage gets from this one."""
     wanted = {name for reading in readings if reading.sources and reading.sources[0] == stage for name in reading.sized}
     return sorted(wanted)

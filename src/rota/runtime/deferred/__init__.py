@@ -13,8 +13,8 @@ import torch
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.models.carving.absent import Absent
+from rota.runtime.deferred.deferring import deferring
 from rota.runtime.deferred.log import Log, Region, deferred
-from rota.runtime.deferred.recording import deferring
 from rota.runtime.deferred.replacing import replace
 
 __all__ = ["deferred_init", "materialize"]
