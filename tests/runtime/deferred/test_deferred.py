@@ -12,7 +12,7 @@ from torch import nn
 
 import rota
 from rota import PipelineError, Stages
-from rota.runtime.deferred import deferring
+from rota.runtime.deferred import construction
 from support import ROOT
 from support.hf_models import CASES
 
@@ -22,7 +22,7 @@ CHOOSE_BY_NUMBERS = ("mixtral", "qwen3_moe")
 
 @pytest.fixture(autouse=True)
 def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deferring, "SMALL_BYTES", 0)
+    monkeypatch.setattr(construction, "SMALL_BYTES", 0)
 
 
 def made_twice(make: Callable[[], nn.Module], seed: int = 3) -> tuple[nn.Module, nn.Module]:
