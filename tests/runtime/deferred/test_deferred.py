@@ -162,7 +162,7 @@ def test_what_nothing_is_known_of_is_refused() -> None:
     with rota.deferred_init():
         changed = nn.Linear(4, 4)
     changed.double()
-    with pytest.raises(PipelineError, match="with its dtype and what is done to its weights"):
+    with pytest.raises(PipelineError, match="including its dtype and all changes to its weights"):
         rota.materialize(Stages([changed]), [0])
     with pytest.raises(PipelineError, match="local has stage 3, but the stages are 0 to 0"):
         rota.materialize(Stages([model]), [3])

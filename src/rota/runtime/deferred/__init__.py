@@ -113,7 +113,7 @@ def _refuse_unknown(named: dict[str, torch.Tensor], loaded: set[torch.Tensor]) -
     ]
     if unknown:
         raise PipelineError(
-            f"{_few(unknown)}: on the meta device, and it is not known what its values are. Make the whole model in "
+            f"{_few(unknown)}: on the meta device, and its values are not known. Make the whole model in "
             "`with rota.deferred_init():`, including its dtype and all changes to its weights"
         )
 
