@@ -42,15 +42,17 @@ class StageInputs(NamedTuple):
 class CarvedStage(nn.Module):
     """One stage. It has the parameters and buffers that it owns, under the model's names."""
 
-    def __init__(self, model: nn.Module, cutting: Cutting, stage: int, reading: StageInputs, sizes: list[str]) -> None:
+    def __init__(
+        self, model: nn.Module, cutting: Cutting, stage: int, stage_inputs: StageInputs, sizes: list[str]
+    ) -> None:
         super().__init__()
         part, recording = cutting.parts[stage], cutting.recording
         root = _copy_owning(model, part.owned)
-        self._run, self._reading = Run(), reading
+        self._run, self._stage_inputs = Run(), stage_inputs
         self._can_train, self._is_last = recording.training, stage == len(cutting.parts) - 1
         self._arriving = [
             [(cutting.value_name(value), value) for value in cutting.parts[source].sent[stage]]
-            for source in reading.sources
+            for source in stage_inputs.sources
         ]
         self._leaving = {
             target: [(cutting.value_name(value), value) for value in values] for target, values in part.sent.items()
@@ -84,16 +86,16 @@ class CarvedStage(nn.Module):
                 f"this {self._name} was split in evaluation mode, which does not show what it does in training: call "
                 "model.train() before rota.split"
             )
-        run, reading = self._run, self._reading
+        run, stage_inputs = self._run, self._stage_inputs
         arrived = {
             returned: value[key]
             for arriving, value in zip(self._arriving, values, strict=False)
             for key, returned in arriving
         }
-        given = zip(reading.inputs, values[len(reading.sources) :], strict=True)
+        given = zip(stage_inputs.inputs, values[len(stage_inputs.sources) :], strict=True)
         inputs = {name: value for name, value in given if value is not LeftOut}
         device = _device_of([*arrived.values(), *inputs.values()])
-        for name, dtype in reading.sized.items():
+        for name, dtype in stage_inputs.sized.items():
             if (shape := values[0][SIZES][name]) is not None:
                 inputs[name] = absent(tuple(shape), dtype, device)
         run.begin({returned: value for returned, value in arrived.items() if returned in self._needed}, device)
