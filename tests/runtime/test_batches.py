@@ -212,7 +212,7 @@ def steps_with_numbers(rank: int, numbers: list[Any]) -> tuple[list[bool], list[
 def test_numbers_beside_the_tensors(pool: Pool, numbers: list[Any], fresh: list[bool], warned: bool) -> None:
     for rank, (found, refused, told) in enumerate(pool.run(3, steps_with_numbers, numbers)):
         assert found == fresh
-        assert told.count("an int, bool or text in the inputs has changed in 3 steps one after another") == (
+        assert told.count("an int, bool or text in the inputs has changed in 3 consecutive steps") == (
             warned and rank == 0
         )
         if rank == 0:
@@ -240,7 +240,7 @@ def test_batch_that_does_not_fit_is_refused_before_anything_is_sent(pool: Pool) 
     by_rank = pool.run(3, mend_the_batch, chain(3), plan_for(4), batch)
     assert_equal_steps([result for result, _ in by_rank], serial_step(chain(3), *batch))
     uneven, few, none = by_rank[0][1]
-    assert "inputs[1] has 19 rows (shape [19, 6]), but inputs[0] has 20; give equally many" in uneven
+    assert "inputs[1] has 19 rows (shape [19, 6]), but inputs[0] has 20; give the same number" in uneven
     assert "inputs is a list of 1 micro-batches, but the plan has 4" in few
     assert "rank 0 holds stage 0, which reads the step's inputs [0], but got inputs=None" in none
     empty, none = by_rank[2][1]
@@ -274,7 +274,7 @@ UNFIT: dict[str, tuple[Stages, dict[int, tuple[Any, Any]], str]] = {
         both_read(),
         {0: (X, None), 2: (X[:8], TARGETS)},
         "rank 0 and rank 2 are of one pipeline, but were given different inputs[0] (first in micro-batch 0), so inputs "
-        "and targets would be of different rows",
+        "and targets would belong to different rows",
     ),
     "dtype": (
         chain(3),
@@ -354,5 +354,5 @@ def empty_microbatch(rank: int) -> str:
 def test_a_microbatch_without_rows_is_told_as_such(pool: Pool) -> None:
     for told in pool.run(3, empty_microbatch):
         assert "step 1: the mean loss is nan (nan for micro-batch 1 at stage 2 on rank 2)" in told
-        assert "micro-batch 1 came without rows, of which a mean is nan: give each micro-batch a row or more" in told
+        assert "micro-batch 1 had no rows, so their mean is nan: give each micro-batch a row or more" in told
         assert "learning rate" not in told

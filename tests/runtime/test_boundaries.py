@@ -389,7 +389,7 @@ NUMBERS: dict[str, tuple[nn.Module, str]] = {
     "a number that changes": (
         Changing([1.5] * 4 + [2.5]),
         "stage 0 made (float64[5, 6] with gradient, 2.5), after (float64[5, 6] with gradient, 1.5) in an earlier step "
-        "with inputs of the same shapes; return a number that changes as a tensor, or use",
+        "with inputs of the same shapes; return a changing number as a tensor, or use",
     ),
 }
 

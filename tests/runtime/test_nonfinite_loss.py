@@ -109,4 +109,4 @@ def test_replicas_and_streams_name_the_rank(pool: Pool) -> None:
     assert "the mean loss is nan (nan for micro-batch 3 at stage 1 on rank 1 of replica 1)." in replicas
     assert "nan for micro-batch 3 at stage 7 on rank 0" in streams
     assert "nan for micro-batch 2 at stage 3 on rank 3" in streams
-    assert "the mean loss is inf (each micro-batch's is finite, but not their sum)." in sums
+    assert "the mean loss is inf (each micro-batch's is finite, but their sum is not)." in sums

@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import rota
 from rota import FormatError, PipelineError, Stages
 from rota.runtime import pretrained
-from rota.runtime.deferred import recording
+from rota.runtime.deferred import construction
 
 SIZES = {
     "hidden_size": 16,
@@ -29,7 +29,7 @@ SIZES = {
 
 @pytest.fixture(autouse=True)
 def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "SMALL_BYTES", 0)
+    monkeypatch.setattr(construction, "SMALL_BYTES", 0)
 
 
 def llama(**options: Any) -> nn.Module:

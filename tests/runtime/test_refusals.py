@@ -124,7 +124,7 @@ OTHER_PLANS = {
 def test_another_plan_on_one_rank_is_told_on_all(pool: Pool, other: str, odd_rank: int) -> None:
     for told in pool.run(NUM_RANKS, other_plan_on, odd_rank, plan_for(), OTHER_PLANS[other], timeout_s=20):
         assert told.startswith("PipelineError: rank "), told
-        assert "has another plan than rank 0; give all ranks the same plan" in told
+        assert "has a different plan from rank 0; give all ranks the same plan" in told
 
 
 def other_stages_on(rank: int, odd_rank: int, plan: Plan) -> str:
@@ -137,7 +137,7 @@ def other_stages_on(rank: int, odd_rank: int, plan: Plan) -> str:
 
 def test_stages_joined_otherwise_on_one_rank_are_told_on_all(pool: Pool) -> None:
     for told in pool.run(NUM_RANKS, other_stages_on, 1, plan_for()):
-        assert "PipelineError: rank 1 has another graph of stages than rank 0; give all ranks the same graph" in told
+        assert "PipelineError: rank 1 has a different graph of stages from rank 0; give all ranks the same" in told
 
 
 def test_a_limit_that_is_none_is_refused_before_there_are_processes() -> None:

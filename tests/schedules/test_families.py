@@ -20,7 +20,7 @@ from support.sizes import MOST_RANKS, microbatches
 
 FORWARD_US, INPUT_US, WEIGHT_US = 7, 6, 5
 FEW = (1, 3, 7, 12)  # numbers of micro-batches, for a family that takes long
-SEVERAL_STAGES_A_RANK = {
+SEVERAL_STAGES_PER_RANK = {
     "interleaved_1f1b": [1, 2, 3, 4],
     "interleaved_zb": [1, 2, 3, 4],
     "looped_bfs": [1, 2, 3, 4],
@@ -37,7 +37,7 @@ def plan_of(family: Family, num_ranks: int, stages_per_rank: int, num_microbatch
 
 def sizes(family: Family) -> Iterator[tuple[int, int, int]]:
     """(ranks, stages per rank, micro-batches)."""
-    rounds = SEVERAL_STAGES_A_RANK.get(family.name, [family.stages_per_rank])
+    rounds = SEVERAL_STAGES_PER_RANK.get(family.name, [family.stages_per_rank])
     for num_ranks in range(1, MOST_RANKS + 1):
         for stages_per_rank in rounds:
             for num_microbatches in FEW if family.name == "zb_auto" else microbatches(num_ranks):

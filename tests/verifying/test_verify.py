@@ -104,9 +104,9 @@ def test_another_mask_is_named_with_its_layer_and_stage(copied: bool) -> None:
     found = verify(stages, model, x, target, functional.mse_loss)
     assert not found.exact
     assert found.by_microbatches is False
-    assert found.reasons == ("'layers.1' of stage 1 gets another 'mask' than in the unsplit model: other numbers",), (
-        found.to_text()
-    )
+    assert found.reasons == (
+        "'layers.1' of stage 1 gets a different 'mask' from the unsplit model: different values",
+    ), found.to_text()
     assert {each.stage for each in found.comparisons[0].worst} == {0, 1}
 
 
@@ -129,7 +129,7 @@ class Centred(nn.Module):
 def test_another_layer_that_mixes_rows_is_named() -> None:
     model, x = sequential(nn.Tanh(), Centred())
     found = verify(split(model, 2), model, x, torch.randn(8, 4), functional.mse_loss)
-    assert found.reasons == ("Centred '2' mixes the rows of a batch: on micro-batches it computes something else",)
+    assert found.reasons == ("Centred '2' mixes the rows of a batch, so its results on micro-batches differ",)
 
 
 def uneven_tokens() -> tuple[Stages, nn.Module, Tensor, Tensor]:
@@ -237,7 +237,7 @@ def test_an_added_loss_that_mixes_rows_is_named(with_count: bool) -> None:
     arguments = (split(model, 2), model, x, torch.arange(8) % 4, loss_fn)
     found = verify(*arguments)
     assert len(found.reasons) == 1
-    assert found.reasons[0].startswith("a loss that modules add by rota.add_loss is no mean over rows")
+    assert found.reasons[0].startswith("a loss that modules add by rota.add_loss is not a mean over rows")
     assert verify(*arguments, against="microbatches").exact
 
 
@@ -294,7 +294,7 @@ def test_lists_of_micro_batches() -> None:
     batches[1], labels[1] = tokens(2)
     batches[1] = UserDict({name: tensor[:, :4] for name, tensor in batches[1].items()})
     labels[1] = UserDict(labels=labels[1]["labels"][:, :4])
-    with pytest.raises(PipelineError, match="make no batch for the unsplit model"):
+    with pytest.raises(PipelineError, match="cannot be joined to one batch for the unsplit model"):
         verify(split(model, 2), model, batches, labels, token_sum, num_microbatches=3)
     found = verify(split(model, 2), model, batches, labels, token_sum, num_microbatches=3, against="microbatches")
     assert found.exact, found.to_text()
@@ -397,7 +397,7 @@ def test_other_weights() -> None:
     found = verify(named, model, x, target, functional.mse_loss)
     assert not found.exact
     assert found.comparisons[0].is_equal
-    assert found.reasons[0].startswith("'head.weight' has other values in stage 0 than in the unsplit model")
+    assert found.reasons[0].startswith("'head.weight' has different values in stage 0 and in the unsplit model")
 
 
 class Reads(nn.Module):

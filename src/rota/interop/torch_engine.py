@@ -33,7 +33,7 @@ from rota.runtime.microbatch_inputs import MicrobatchInputs
 from rota.runtime.microbatches import structure
 from rota.runtime.precision import LossScale, ambient_autocast, without_autocast
 from rota.runtime.process_group import join, leave
-from rota.runtime.transport import together
+from rota.runtime.transport import collective
 from rota.tasks import Kind
 from rota.timeline import Timeline
 from rota.torch_internals import run_pipelining_schedule
@@ -212,7 +212,7 @@ class TorchEngine:
             step.autocast,
         )
         flags = torch.tensor([signature != self._signature, sync, not sync, *self._loss_scale.flags()])
-        with together("waiting for the others to begin the step"):
+        with collective("waiting for the others to begin the step"):
             self._agree(flags)
         changed, syncs, leaves, *scales = flags.tolist()
         if syncs and leaves:
@@ -249,7 +249,7 @@ class TorchEngine:
     def _mean_loss(self, batch: Batch, losses: dict[int, float]) -> float:
         mine = sum(batch.shares[m] * losses.get(m, math.nan) for m in self._inputs.counted)
         total = torch.tensor(mine, dtype=torch.float64)
-        with together(f"waiting for the loss from rank {self._ranks[-1]}"):
+        with collective(f"waiting for the loss from rank {self._ranks[-1]}"):
             dist.all_reduce(total, group=self._group)
         mean = total.item()
         if self._trains and not (math.isfinite(mean) or self._allow_nonfinite_loss or self._loss_scale.is_on):

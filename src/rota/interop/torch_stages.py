@@ -25,7 +25,7 @@ from rota.runtime.compute import seed_op
 from rota.runtime.losses import LossFn, loss_of
 from rota.runtime.messages import Layout, describe, empty, flatten, hand_over, over_tensors, tensor_layouts, unflatten
 from rota.runtime.precision import Autocast, under_autocast
-from rota.runtime.transport import receive_value, send_value, together
+from rota.runtime.transport import collective, receive_value, send_value
 from rota.torch_internals import count_writes, writable
 
 Tick = Callable[[str], None]  # called when an op begins
@@ -145,11 +145,11 @@ def survey(modules: Sequence[StageModule], ranks: Sequence[int], group: dist.Pro
     for module in modules:
         before, after = module.stage - 1, module.stage + 1
         if before >= 0 and ranks[before] != dist.get_rank(group):
-            with together("surveying the stages"):
+            with collective("surveying the stages"):
                 value = receive_value(ranks[before], group)
         value = module.survey(value if before >= 0 else ())
         if after < len(ranks) and ranks[after] != dist.get_rank(group):
-            with together("surveying the stages"):
+            with collective("surveying the stages"):
                 send_value(value, f"stage {module.stage}", ranks[after], group)
 
 

@@ -12,15 +12,15 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from rota.errors import SplitError
-from rota.models.carving.cutting import Cutting, cut_recording, output_of
 from rota.models.carving.recording import Recording, record
-from rota.models.carving.stage import CarvedStage, LeftOut, Reading
+from rota.models.carving.stage import CarvedStage, LeftOut, StageInputs
+from rota.models.carving.stage_parts import Cutting, cut_recording, output_of
 from rota.models.stage_edges import StageEdge
 from rota.models.stages import Carried, Stages
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """The modules where stages may begin if nothing is said: those in lists of modules with parameters."""
+    """The modules where stages may begin by default: those with parameters in lists of modules."""
     for containers in ((nn.ModuleList,), (nn.Sequential,)):
         found = [*_in_containers(model, containers)]
         if found:
@@ -54,7 +54,7 @@ def matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def as_inputs(model: nn.Module, example: Any) -> dict[str, Any]:
-    """A batch by the names of the forward's parameters."""
+    """The values of a batch, by the names of the forward's parameters."""
     if isinstance(example, Mapping):
         return dict(example)
     values = example if isinstance(example, (tuple, list)) else (example,)
@@ -90,7 +90,7 @@ class Candidates:
         return {call: recording.units[unit] for unit, call in first.items() if recording.units[unit] in self._blocks}
 
     def possible(self) -> dict[int, str]:
-        """As `called`, without those where a cut would be refused."""
+        """As `called`, but only those before which a cut is possible."""
 
         def can_be_cut(call: int) -> bool:
             try:
@@ -118,19 +118,23 @@ def carve(
     cutting = cut_recording(recording, starts, names, relay=relay)
     signature = inspect.signature(model.forward).parameters
     positional = [one.name for one in signature.values() if one.kind is Parameter.POSITIONAL_OR_KEYWORD]
-    readings = _readings(cutting, inputs)
+    inputs_of_stages = _stage_inputs(cutting, inputs)
     modules = [
-        CarvedStage(model, cutting, stage, reading, _sizes_for(stage, readings))
-        for stage, reading in enumerate(readings)
+        CarvedStage(model, cutting, stage, stage_inputs, _sizes_for(stage, inputs_of_stages))
+        for stage, stage_inputs in enumerate(inputs_of_stages)
     ]
-    edges = [StageEdge(source, target, target) for target, reading in enumerate(readings) for source in reading.sources]
+    edges = [
+        StageEdge(source, target, target)
+        for target, stage_inputs in enumerate(inputs_of_stages)
+        for source in stage_inputs.sources
+    ]
     optional = {
         name: LeftOut for name in inputs if name not in signature or signature[name].default is not Parameter.empty
     }
     stages = Stages(
         modules,
         edges,
-        [reading.inputs for reading in readings],
+        [stage_inputs.inputs for stage_inputs in inputs_of_stages],
         [*positional, *(name for name in inputs if name not in positional)],
         optional,
     )
@@ -150,9 +154,9 @@ def _carried(cutting: Cutting) -> Iterator[Carried]:
                 yield Carried(source, target, cutting.value_name(value), leaf.shape, dtype, num_bytes)
 
 
-def _readings(cutting: Cutting, inputs: Mapping[str, Any]) -> list[Reading]:
-    """What each stage is called with. Of tensors that it does not read it gets the shapes, from its first source."""
-    readings = []
+def _stage_inputs(cutting: Cutting, inputs: Mapping[str, Any]) -> list[StageInputs]:
+    """What each stage is called with. It gets the shapes of tensors that it does not read, from its first source."""
+    inputs_of_stages = []
     for stage, part in enumerate(cutting.parts):
         sources = tuple(source for source, one in enumerate(cutting.parts) if stage in one.sent)
         sized = {
@@ -161,11 +165,16 @@ def _readings(cutting: Cutting, inputs: Mapping[str, Any]) -> list[Reading]:
             if sources and type(value) is Tensor and name not in part.inputs
         }
         read = tuple(name for name in inputs if name not in sized)
-        readings.append(Reading(sources, read, sized))
-    return readings
+        inputs_of_stages.append(StageInputs(sources, read, sized))
+    return inputs_of_stages
 
 
-def _sizes_for(stage: int, readings: list[Reading]) -> list[str]:
+def _sizes_for(stage: int, inputs_of_stages: list[StageInputs]) -> list[str]:
     """The inputs whose shapes some stage gets from this one."""
-    wanted = {name for reading in readings if reading.sources and reading.sources[0] == stage for name in reading.sized}
+    wanted = {
+        name
+        for stage_inputs in inputs_of_stages
+        if stage_inputs.sources and stage_inputs.sources[0] == stage
+        for name in stage_inputs.sized
+    }
     return sorted(wanted)

@@ -16,7 +16,7 @@ from rota.placement import Placement
 from rota.plan import Plan, Transfer
 from rota.tasks import Kind, Op
 
-# Which value of a step: (index of the stage edge, whether it is the edge's gradient, micro-batch).
+# A value of a step: (index of the stage edge, whether it is the edge's gradient, micro-batch).
 ValueKey = tuple[int, bool, int]
 
 

@@ -64,7 +64,7 @@ def check_device_order(plan: Plan, *, tied: Iterable[tuple[int, ...]] = ()) -> D
 
 
 def prove(programs: Sequence[DeviceProgram], *, serial: bool = True) -> DeviceOrder:
-    """Prove it of any lists. `serial`: a device runs kernels only in the order of their launch.
+    """As `check_device_order`, for any lists. `serial`: a device runs kernels only in the order of their launch.
 
     Raises PlanError with reason "device order" where a wait is for a later step, where two sides of a communicator
     enqueue in different orders, or where kernels wait in a cycle.
@@ -190,7 +190,7 @@ class _Graph:
             raise _refusal(self._describe(self._shortest_cycle(on_cycle))) from None
 
     def _shortest_cycle(self, start: int) -> list[_Wait]:
-        """The waits of a cycle through a node that lies on one, over as few messages and collectives as possible."""
+        """The waits of a cycle through a node that is on one, over as few messages and collectives as possible."""
         waits: dict[int, list[_Wait]] = defaultdict(list)
         for wait in self._waits():
             waits[self._node[wait.rank][wait.i]].append(wait)

@@ -58,9 +58,9 @@ class Step:
             "release" and "join" have no kernel: they order the memory and the kernels that come after them.
         stream: `COMPUTE`, `REPLICAS`, or the name of a communicator.
         subject: The op that runs or whose gradients are reduced, the transfer, or the ranks of tied weights.
-        waits: For which earlier steps of this rank the stream waits, by their position.
-        communicator: With whom the kernel meets.
-        message: Which value travels, for "allocate", "receive", "send" and "release".
+        waits: The positions of the rank's earlier steps that the stream waits for.
+        communicator: The communicator that the kernel uses; None if it meets no other rank.
+        message: The message, for "allocate", "receive", "send" and "release".
     """
 
     what: What
@@ -110,7 +110,7 @@ def device_programs(plan: Plan, *, tied: Iterable[tuple[int, ...]] = (), replica
     """What all ranks enqueue in a step.
 
     Args:
-        plan: The plan. Its stages are numbered as they come, so it need not fit a model.
+        plan: The plan. Edges are numbered in the order in which they occur, so it need not fit a model.
         tied: The ranks of each group of tied weights, in the order of their sums.
         replicas: Whether gradients are reduced over replicas of the pipeline.
 
@@ -133,13 +133,13 @@ def device_program(
 ) -> DeviceProgram:
     """What one rank enqueues in a step: its actions in the strict order, with memory, events and collectives.
 
-    `timeline` is that of the simulated plan; `program` is the rank's program of this plan.
+    `timeline`: the simulated plan. `program`: the rank's program of this plan.
     """
     steps, plan = _Steps(), timeline.plan
     allocations = _early_allocations(plan, program)
     releases = _releases(timeline, program)
     reductions = {*last_gradients(plan, program.rank).values()} if replicas else set()
-    due: Op | None = None  # its gradients are reduced when what it made is on its way
+    due: Op | None = None  # its gradients are reduced once its outputs are sent
     num_ops = 0
     for action in program.actions:
         if action.message is not None:
@@ -163,7 +163,7 @@ def device_program(
 
 
 def _early_allocations(plan: Plan, program: Program) -> dict[int, list[Message]]:
-    """By number of ops before it: the buffers that are allocated before their receives are enqueued."""
+    """The buffers to allocate before their receives are enqueued, by the number of ops before the allocation."""
     strict = dict(_num_ops_before_receives(program.actions))
     early = _num_ops_before_receives(prefetch_receives(plan, program.rank, program.actions))
     allocations: dict[int, list[Message]] = defaultdict(list)
@@ -184,9 +184,9 @@ def _num_ops_before_receives(actions: Iterable[Action]) -> list[tuple[Message, i
 
 
 def _releases(timeline: Timeline, program: Program) -> dict[int, list[Message]]:
-    """By number of ops before it: which sent values are released, when the plan has their transfers ended.
+    """The sent values to release, by the number of ops before the release: when the plan has their transfers ended.
 
-    On a rank without a memory limit some ops later, so that a transfer that is late delays no op.
+    A rank without a memory limit releases them some ops later, so that a late transfer delays no op.
     """
     starts_us = timeline.starts_us[program.rank]
     late = NUM_OPS_AHEAD if timeline.plan.placement.cluster.limit_bytes[program.rank] is None else 0
@@ -204,7 +204,7 @@ def _releases(timeline: Timeline, program: Program) -> dict[int, list[Message]]:
 
 @dataclass(slots=True)
 class _Steps:
-    """The steps so far, and the positions of those that later ones wait for."""
+    """The steps so far, and the positions of those that later steps wait for."""
 
     steps: list[Step] = field(default_factory=list)
     ran: dict[Op, int] = field(default_factory=dict)

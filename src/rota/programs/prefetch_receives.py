@@ -23,7 +23,7 @@ NUM_OPS_AHEAD = 2  # mostly one in each direction; more would need more memory f
 def prefetch_receives(plan: Plan, rank: int, strict: Sequence[Action]) -> list[Action]:
     """The rank's actions with each receive up to `NUM_OPS_AHEAD` ops before its reader.
 
-    If the rank has a memory limit, a receive is not so early that its buffer and what the plan holds then exceed it.
+    If the rank has a memory limit, no receive is so early that its buffer and what the plan holds exceed it.
     """
     headroom_bytes = _headroom_bytes(plan, rank)
     position = {op: i for i, op in enumerate(plan.orders[rank])}

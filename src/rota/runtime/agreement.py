@@ -3,9 +3,9 @@
     rank 0   step      ─┐                   ┌─▶ PipelineError: rank 0 calls step(), rank 1 evaluate(); …
     rank 1   evaluate  ─┴─ one all-reduce ──┴─▶ the same, before anything has run
 
-Every call on a pipeline begins with one message: a row of int64, of which each process gets the maxima. It has a place
-for each process's call and a place for a number of each process, so that it looks the same whatever is called, and no
-two calls can be mixed up.
+Every call on a pipeline begins with one message: an int64 row, reduced by element-wise maximum. It has a place for each
+process's call and one for each process's number, so its size does not depend on what is called, and processes that make
+different calls find out.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rota.runtime.microbatches import Microbatches, shares_of
 from rota.runtime.precision import LossScale
 from rota.runtime.reducing.loss_counts import NUM_FLAGS as NUM_COUNT_FLAGS
 from rota.runtime.reducing.shared_weights import SharedWeight
-from rota.runtime.transport import Transport, together
+from rota.runtime.transport import Transport, collective
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
@@ -52,12 +52,12 @@ def refuse_differences(plan: Plan, stages: Stages, shared: list[SharedWeight], m
     """
     layout = None if mesh is None else (mesh.mesh.tolist(), mesh.mesh_dim_names)
     joined = [[*edge] for edge in stages.edges], stages.inputs
-    with together("comparing plans"):  # before anything that could fail on one rank alone
+    with collective("comparing plans"):  # before anything that could fail on one rank alone
         of_ranks = all_gather_json([digest(plan), *(_digest_of(each) for each in (joined, shared, layout))])
     for i, what in enumerate(("plan", "graph of stages", "set of tied and replicated weights", "mesh")):
         for rank, other in enumerate(of_ranks):
             if other[i] != of_ranks[0][i]:
-                raise PipelineError(f"rank {rank} has another {what} than rank 0; give all ranks the same {what}")
+                raise PipelineError(f"rank {rank} has a different {what} from rank 0; give all ranks the same {what}")
     num_ranks = len(pipelines_of(mesh)[0])
     if num_ranks != plan.num_ranks:
         there = f"{num_ranks} processes were started" if mesh is None else f"the mesh has {num_ranks} along 'pp'"
@@ -69,7 +69,7 @@ def refuse_differences(plan: Plan, stages: Stages, shared: list[SharedWeight], m
 
 
 def _digest_of(value: object) -> str:
-    """Of numbers, texts and tuples and lists of them."""
+    """The digest of numbers, texts, and tuples and lists of them."""
     return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
@@ -118,7 +118,7 @@ _WORDS = {
 class Begun(NamedTuple):
     """What all ranks agreed on before a run."""
 
-    fresh: bool  # layouts travel with the values
+    with_layouts: bool  # values are sent with their layouts
     seed: int
     asking: list[int]  # the ranks of this pipeline that ask for outputs
     batch: Batch  # with the shares that all ranks give the micro-batches
@@ -175,7 +175,7 @@ class Agreement:
         compares = checks or sizes != self._sizes.get(execution)
         flags = is_new, compares, seed if self._processes.is_first else 0, *self._loss_scale.flags(), *count_flags
         agreed, calls, scales = self._all_reduce(call, "waiting for the others to begin the step", flags, scale)
-        fresh, must_compare, seed, most, least, *agreed_count_flags = agreed
+        with_layouts, must_compare, seed, most, least, *agreed_count_flags = agreed
         self._loss_scale.refuse_differences(most, least)
         self._refuse_scales(scales)
         if must_compare:
@@ -185,7 +185,7 @@ class Agreement:
         batch = replace(batch, shares=shares, num_padding=num_padding)
         processes = enumerate(self._processes.pipeline_processes)
         asking = [rank for rank, process in processes if calls[process] is Call.FORWARD]
-        return Begun(bool(fresh), seed, asking, batch, agreed_count_flags)
+        return Begun(bool(with_layouts), seed, asking, batch, agreed_count_flags)
 
     def explain(self, error: Exception, execution: Execution[Any]) -> None:
         """Raise a PipelineError in place of an op's `error` if the ranks' batches do not fit together."""
@@ -202,9 +202,9 @@ class Agreement:
 
         Args:
             call: what this process calls.
-            doing: for people, if a rank gets lost.
+            doing: what the ranks are doing, for the error if one is lost.
             flags: whole numbers of 64 bits, at most `_NUM_FLAGS`.
-            number: one of 0 or more, inf or nan.
+            number: 0 or more, inf or nan.
 
         Raises:
             PipelineError: on all processes, unless all make the same call.
@@ -246,7 +246,7 @@ class Agreement:
                     )
 
     def _compare(self, batch: Batch, checks: bool, call: Call) -> _Weights:
-        """Learn what the others were given, and refuse what does not fit together. Collective."""
+        """Gather what the others were given, and refuse what does not fit together. Collective."""
         given_here = batch.given if self._inputs.reads_inputs else Microbatches([])
         wanted_here = batch.wanted if self._inputs.reads_targets else Microbatches([])
         mine = GivenBatch(
@@ -261,7 +261,7 @@ class Agreement:
             self._inputs.fingerprints(batch) if checks else {},
         )
         processes = self._processes
-        with together("comparing batches"):
+        with collective("comparing batches"):
             given = [GivenBatch(*fields) for fields in all_gather_json(mine, processes.everyone)]
             refuse_other_data(
                 [each.fingerprints for each in given],
@@ -279,13 +279,13 @@ class Agreement:
 
 
 def listed(names: Sequence[str]) -> str:
-    """For people: "rank 0, rank 1 and 7 more"."""
+    """The names as text for messages: "rank 0, rank 1 and 7 more"."""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + more
 
 
 def _to_bits(number: float) -> int:
-    """Numbers of 0 or more are ordered as their bits are, and nan is above them all."""
+    """The bits of a number of 0 or more, as an int: in the numbers' order, with nan above them all."""
     bits: int = struct.unpack("<q", struct.pack("<d", abs(number)))[0]
     return bits
 
@@ -309,7 +309,7 @@ class GivenBatch(NamedTuple):
     inputs: dict[str, list[str]]
     rows: list[int]
     target_rows: list[int]
-    sizes: list[int] = []  # noqa: RUF012 - nobody changes it
+    sizes: list[int] = []  # noqa: RUF012 - never mutated
     target_sizes: list[int] = []  # noqa: RUF012
     num_rows: int = 0
     num_target_rows: int = 0
@@ -325,14 +325,14 @@ class _Weights(NamedTuple):
 
 
 def _weights(of_ranks: Sequence[GivenBatch], num_microbatches: int) -> _Weights:
-    """As the targets say on any rank, else the inputs."""
+    """From the targets' sizes if any rank has them, else the inputs'."""
     sizes = [given.target_sizes for given in of_ranks] + [given.sizes for given in of_ranks]
     shares = shares_of(next(filter(None, sizes), ()), num_microbatches)
     return _Weights(shares, max(given.num_padding for given in of_ranks))
 
 
 def _refuse_uneven_rows(of_ranks: Sequence[GivenBatch], n: int) -> None:
-    """Rows that do not divide are spread alike only if inputs and targets have equally many."""
+    """Rows that do not divide evenly are split alike only if inputs and targets have the same number."""
     rows, target_rows = max(given.num_rows for given in of_ranks), max(given.num_target_rows for given in of_ranks)
     if rows and target_rows and rows != target_rows and (rows % n or target_rows % n):
         raise PipelineError(
@@ -354,7 +354,7 @@ def batch_differences(given: Sequence[GivenBatch], pipelines: list[list[int]], n
 
 
 def _input_difference(given: Sequence[GivenBatch], group: list[int], names: Sequence[str]) -> str:
-    """The first value of which two of the group read another."""
+    """The first input that two processes of the group were given differently, or ""."""
     first: dict[tuple[str, int], tuple[int, str]] = {}
     for process in group:
         for of_input, shapes in given[process].inputs.items():
@@ -367,7 +367,7 @@ def _input_difference(given: Sequence[GivenBatch], group: list[int], names: Sequ
 
 
 def _row_difference(given: Sequence[GivenBatch], pipeline: list[int], names: Sequence[str]) -> str:
-    """Inputs and targets with other numbers of rows, of which neither is a multiple of the other."""
+    """Inputs and targets with different numbers of rows, of which neither is a multiple of the other; or ""."""
     reader = next((process for process in pipeline if given[process].rows), None)
     if reader is None:
         return ""
@@ -400,7 +400,7 @@ def refuse_loss(
     Args:
         mean: the mean loss.
         step: the number of the step.
-        name: this process's name, for people.
+        name: this process's name, for messages.
         mine: the losses that this process counts: by last stage, then by micro-batch.
         empty: the micro-batches without rows, as this process was given them.
         group: all processes.
@@ -408,10 +408,10 @@ def refuse_loss(
     Raises:
         PipelineError: always and on all ranks, with all losses that are not finite.
     """
-    with together("gathering losses that are not finite"):
+    with collective("gathering losses that are not finite"):
         of_ranks = all_gather_json([name, [(stage, [*losses.items()]) for stage, losses in mine.items()], empty], group)
     places = [_nonfinite_text(on, stage, dict(losses)) for on, each, _ in of_ranks for stage, losses in each]
-    found = "; ".join(filter(None, places)) or "each micro-batch's is finite, but not their sum"
+    found = "; ".join(filter(None, places)) or "each micro-batch's is finite, but their sum is not"
     bad = [
         m
         for _, each, of_none in of_ranks
@@ -423,7 +423,7 @@ def refuse_loss(
     if bad:
         which = f"micro-batch{'es' if len(bad) > 1 else ''} {', '.join(map(str, bad))}"
         cause = (
-            f"{which} came without rows, of which a mean is nan: give each micro-batch a row or more, or let loss_fn "
+            f"{which} had no rows, so their mean is nan: give each micro-batch a row or more, or let loss_fn "
             f"return output.sum() * 0 where there are none"
         )
     raise PipelineError(

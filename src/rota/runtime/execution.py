@@ -31,21 +31,21 @@ from rota.runtime.transport import Transport
 from rota.tasks import Kind, Op
 from rota.torch_internals import version_of
 
-Read: TypeAlias = tuple[ValueKey, bool]  # and whether it arrives by message
-Makes: TypeAlias = tuple[ValueKey, int, bool]  # how often it is used here; whether only its gradient travels
-Do: TypeAlias = Callable[[Any, bool], None]  # with what, and whether layouts travel with the values
+Read: TypeAlias = tuple[ValueKey, bool]  # (value, arrives by message)
+Makes: TypeAlias = tuple[ValueKey, int, bool]  # (value, uses here, only its gradient is sent)
+Do: TypeAlias = Callable[[Any, bool], None]  # (argument, send layouts)
 C = TypeVar("C", bound=RunsOps)
 
-_MANY_CHANGES = 3  # one after another
+_MANY_CHANGES = 3  # consecutive
 _CHANGING = (
-    f"rota: an int, bool or text in the inputs has changed in {_MANY_CHANGES} steps one after another. Shapes may "
-    f"depend on it, so in such a step the ranks tell each other all shapes again, which makes it slower; give it as a "
+    f"rota: an int, bool or text in the inputs has changed in {_MANY_CHANGES} consecutive steps. Shapes may "
+    f"depend on it, so in such a step the ranks send each other all shapes again, which makes it slower; give it as a "
     f"float, or as a tensor with a row per example, if no shape depends on it"
 )
 
 
 class _Prepared(NamedTuple):
-    """An op, what it reads and what it makes: the same in every step, so it is worked out once."""
+    """An op, what it reads and what it makes: the same in every step, so they are found once."""
 
     op: Op
     reads: list[Read]
@@ -64,7 +64,7 @@ class Execution(Generic[C]):
         self.record = Record(rank)
         self.complete = False
         self.watch: MemoryWatch | None = None
-        #: Called right before some ops, and after some ops, when what they made has been sent.
+        #: `before` runs right before an op, `after` once its outputs are sent.
         self.before: Mapping[Op, Callable[[], None]] = {}
         self.after: Mapping[Op, Callable[[], None]] = {}
         edge_index = {(edge.source, edge.target): i for i, edge in enumerate(stages.edges)}
@@ -89,7 +89,7 @@ class Execution(Generic[C]):
         self._action: Action | None = None  # None before the first and after the last
         #: The op of the last run that raised.
         self.failed: Op | None = None
-        #: What the rank waits for outside of its actions, for people.
+        #: What the rank waits for outside of its actions, for messages.
         self.awaited = ""
 
     def _prepared(self, op: Op, stages: Stages, edge_index: dict[tuple[int, int], int]) -> _Prepared:
@@ -139,25 +139,25 @@ class Execution(Generic[C]):
         return not (is_same and is_plain_same)
 
     def forget(self) -> None:
-        """After a run that failed, the next one exchanges layouts again: this one may not have got to it."""
+        """Make the next run exchange layouts again, as the failed run may not have done so."""
         self._signature = None
 
-    def run(self, batch: Batch, seed: int, fresh: bool, tick: Callable[[], None]) -> None:
-        """Run all actions; `fresh`: layouts travel with the values. `tick` is called before each action."""
+    def run(self, batch: Batch, seed: int, with_layouts: bool, tick: Callable[[], None]) -> None:
+        """Run all actions; `with_layouts`: values are sent with their layouts. `tick` is called before each action."""
         self._begin(batch, seed)
-        torch.clear_autocast_cache()  # of weights as they were before an optimizer's step
+        torch.clear_autocast_cache()  # it may hold weights from before an optimizer's step
         hooked = bool(self.before or self.after or self.watch is not None)
         due: Callable[[], None] = _nothing
         with torch.set_grad_enabled(self.trains):
-            for action, do, what in self._strict if fresh else self._early:
+            for action, do, what in self._strict if with_layouts else self._early:
                 self._action = action
                 tick()
                 if not hooked or action.what != "run":
-                    do(what, fresh)
+                    do(what, with_layouts)
                     continue
                 due()
                 self.before.get(action.op, _nothing)()
-                do(what, fresh)
+                do(what, with_layouts)
                 due = self.after.get(action.op, _nothing)
                 if self.watch is not None:  # here, where the op's own variables are gone
                     self.watch.op_ended(action.op)
@@ -178,7 +178,7 @@ class Execution(Generic[C]):
         self._made.clear()
         self.compute.begin(batch, seed)
 
-    def _run(self, prepared: _Prepared, fresh: bool) -> None:
+    def _run(self, prepared: _Prepared, with_layouts: bool) -> None:
         op, reads, makes, lent = prepared
         take = self._transport.take
         received = [take(key) if arrives else self._from_here(key) for key, arrives in reads]
@@ -201,7 +201,7 @@ class Execution(Generic[C]):
         for (key, num_uses, is_unsent), value in zip(makes, made, strict=True):
             if num_uses:
                 self._made[key] = value, num_uses
-            if fresh and is_unsent:
+            if with_layouts and is_unsent:
                 self.formats[key] = Format(flatten(value, f"stage {op.stage}")[1])
 
     def _add_place(self, error: Exception, op: Op, received: list[Any]) -> None:
@@ -211,10 +211,10 @@ class Execution(Generic[C]):
         given = f", which received {', '.join(map(describe_value, received))}" if received else ""
         error.add_note(f"{where}{given}")
 
-    def _send_value(self, message: Message, fresh: bool) -> None:
-        self._transport.send_value(message, self._use(message.value), fresh)
+    def _send_value(self, message: Message, with_layouts: bool) -> None:
+        self._transport.send_value(message, self._use(message.value), with_layouts)
 
-    def _send_gradients(self, message: Message, fresh: bool) -> None:  # noqa: ARG002 - the layout is known by now
+    def _send_gradients(self, message: Message, with_layouts: bool) -> None:  # noqa: ARG002 - the layout is known by now
         self._transport.send_gradients(message, self._use(message.value))
 
     def _from_here(self, key: ValueKey) -> Any:
@@ -222,7 +222,7 @@ class Execution(Generic[C]):
         return value if key[1] else hand_over(value)
 
     def _use(self, key: ValueKey) -> Any:
-        """What was made here; its last use releases it."""
+        """A value that was made here; its last use releases it."""
         value, num_uses = self._made.pop(key)
         if num_uses > 1:
             self._made[key] = value, num_uses - 1
@@ -245,7 +245,7 @@ class Execution(Generic[C]):
         return Doing(waits, f"is at {transfer} between rank {transfer.sender} and rank {transfer.receiver}")
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Of the stages on this rank."""
+        """Parameters of the stages on this rank."""
         return (parameter for module in self._modules for parameter in module.parameters())
 
     def last(self) -> str:
@@ -264,14 +264,14 @@ def _versions(received: list[Any], lent: list[int]) -> list[int]:
 
 
 def forwards_of(plan: Plan) -> Plan:
-    """Only the plan's forwards, in its order. Forwards wait for nothing else, so this cannot wait in a cycle either."""
+    """The plan's forwards alone, in its order. Forwards wait only for forwards, so they cannot wait in a cycle."""
     orders = tuple(tuple(op for op in order if op.kind is Kind.F) for order in plan.orders)
     return Plan(plan.placement.forward_only(), plan.num_microbatches, orders)
 
 
 @contextmanager
 def evaluating(modules: list[nn.Module]) -> Iterator[None]:
-    """Put the modules in eval(); afterwards each inner module is in its own mode again."""
+    """Put the modules in eval() inside the context, and restore the mode of each inner module after it."""
     before = [(inner, inner.training) for module in modules for inner in module.modules()]
     for module in modules:
         module.eval()

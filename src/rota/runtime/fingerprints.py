@@ -1,7 +1,7 @@
 """Whether the ranks were given the data that they should: those of a pipeline the same rows, replicas different ones.
 
 Each rank that reads inputs or targets hashes all that it was given, by name and micro-batch. One exchange compares the
-hashes; only where they do not fit does a second one look for the reason.
+hashes; only if they do not fit, a second one looks for the reason.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _DIGEST_BYTES = 8
 _MOST_ROWS = 256
 _PLAIN = (type(None), bool, int, float, str)
 
-#: By name and micro-batch; "" where nothing is compared.
+#: Hashes by name and micro-batch; "" if nothing is compared.
 Fingerprints = dict[str, list[str]]
 
 
 def fingerprints(kind: str, microbatches: Sequence[Any], names: Sequence[str] = ()) -> Fingerprints:
-    """Of each part of a batch, by names such as "inputs['labels']".
+    """Fingerprints of each part of a batch, by names such as "inputs['labels']".
 
     Args:
         kind: "inputs" or "targets".
-        microbatches: by number; None where this rank was given nothing.
-        names: those of inputs given by position.
+        microbatches: by number; None if this rank was given nothing.
+        names: the names of inputs given by position.
     """
     found: Fingerprints = {}
     for m, microbatch in enumerate(microbatches):
@@ -50,7 +50,7 @@ def _parts(microbatch: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _fingerprint(value: Any) -> str:
-    """Of the bytes of all tensors in it, and what it holds besides; "" if it holds what cannot be compared."""
+    """The hash of all tensors and plain values in it; "" if it holds anything that cannot be compared."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     return digest.hexdigest() if _update(digest, value) else ""
 
@@ -80,7 +80,7 @@ def _bytes_of(tensor: torch.Tensor) -> Any:
 
 
 class Difference(NamedTuple):
-    """Two processes of one pipeline that were given other data under one name."""
+    """Two processes of one pipeline that were given different data under one name."""
 
     name: str
     microbatch: int
@@ -89,7 +89,7 @@ class Difference(NamedTuple):
 
 
 def difference_in(given: Sequence[Fingerprints], pipeline: Sequence[int]) -> Difference | None:
-    """The first one within a pipeline's processes."""
+    """The first difference between a pipeline's processes."""
     first: dict[tuple[str, int], tuple[int, str]] = {}
     for process in pipeline:
         for name, of_name in given[process].items():
@@ -103,7 +103,7 @@ def difference_in(given: Sequence[Fingerprints], pipeline: Sequence[int]) -> Dif
 
 
 def equal_replicas(given: Sequence[Fingerprints], replicas: Sequence[Sequence[int]]) -> tuple[int, int] | None:
-    """Two replicas that were given the same, all of it, as far as both have it. `replicas`: the processes of each."""
+    """Two replicas that were given exactly the same data, or None. `replicas`: the processes of each."""
     seen: dict[tuple[tuple[str, int, str], ...], int] = {}
     for replica, processes in enumerate(replicas):
         found = sorted(
@@ -130,13 +130,13 @@ def refuse_other_data(
     *,
     compare_replicas: bool,
 ) -> None:
-    """Raise PipelineError, on all processes, unless the data fits. Collective only where it does not.
+    """Raise PipelineError, on all processes, unless the data fits. Collective only if it does not.
 
     Args:
         given: by process.
         pipelines: the processes of each pipeline by rank, all shards of the first replica, then of the next.
         num_shards: pipelines per replica.
-        names: of all processes, for people.
+        names: the names of all processes, for messages.
         batch: inputs and targets as this process was given them.
         everyone: all processes.
         compare_replicas: whether replicas must differ.
@@ -162,7 +162,7 @@ def refuse_other_data(
 def _refuse_difference(
     found: Difference, names: Sequence[str], batch: tuple[Any, Any], everyone: dist.ProcessGroup
 ) -> None:
-    """Collective."""
+    """Gather the likely reason from all ranks, and raise PipelineError. Collective."""
     mine = {
         "seed": torch.initial_seed(),
         "accelerate": _uses_accelerate(),
@@ -172,7 +172,7 @@ def _refuse_difference(
     one, other = of_ranks[found.one], of_ranks[found.other]
     raise PipelineError(
         f"{names[found.one]} and {names[found.other]} are of one pipeline, but were given different {found.name} "
-        f"(first in micro-batch {found.microbatch}), so inputs and targets would be of different rows: "
+        f"(first in micro-batch {found.microbatch}), so inputs and targets would belong to different rows: "
         f"{_cause(one, other)}. Give all ranks of a replica the same batch, None on those that read nothing of it, or "
         f"make Pipeline(…, check_data='never')"
     )
@@ -211,7 +211,7 @@ def _uses_accelerate() -> bool:
 
 
 def _row_fingerprints(batch: tuple[Any, Any], name: str) -> list[str]:
-    """Of the rows of the first tensor in the inputs or targets, a few hundred at most."""
+    """Fingerprints of the rows of the first tensor in the inputs or targets, a few hundred at most."""
     given = batch[0] if name.startswith("inputs") else batch[1]
     parts = given if isinstance(given, list) else [given]
     first = [next(_tensors_with_rows(part), None) for part in parts]

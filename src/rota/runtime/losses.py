@@ -1,6 +1,6 @@
 """What `loss_fn` returns for a micro-batch, and the loss and the metrics of a step, over all ranks and replicas.
 
-a mean                 weighed by its micro-batch's share, replicas alike        Σ share · loss / replicas
+a mean                 weighted by its micro-batch's share, replicas equally       Σ share · loss / replicas
 (sum, count)           divided by the count of all micro-batches and replicas    Σ sum / Σ count
 {"loss": …, name: …}   the loss as above; numbers and pairs give `metrics`
 """
@@ -31,7 +31,7 @@ _FORMS = "a mean loss, (sum, count), or a dict with one of them as 'loss' and me
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """A mean, or a sum with its count; of an added loss, a mean that stands for some of the loss's count."""
+    """A mean, or a sum with its count; for an added loss, a mean and the part of the loss's count that it is for."""
 
     value: float
     count: float | None = None
@@ -47,7 +47,7 @@ class MicrobatchLoss:
 
     @property
     def mean(self) -> float:
-        """The micro-batch's own mean loss; nan where its count is 0."""
+        """The micro-batch's own mean loss; nan if its count is 0."""
         return self.value if self.count is None else _ratio(self.value, self.count)
 
 
@@ -99,7 +99,7 @@ def loss_of(loss_fn: LossFn, output: Any, target: Any) -> tuple[torch.Tensor, Mi
 
 
 def number_in(value: torch.Tensor) -> float:
-    """The number in a tensor with one element; nan where a model runs without numbers."""
+    """The number in a tensor with one element; nan if the model runs without data, on meta."""
     return math.nan if value.is_meta else float(value.item())
 
 
@@ -125,7 +125,7 @@ def _ratio(total: float, count: float) -> float:
 
 # --- a step -----------------------------------------------------------------------------------------------------------
 
-# What ranks add up, each in its own place of one row.
+# The places in the row that ranks add up.
 _MEANS, _SUMS, _COUNTS, _ADDED_MEANS, _ADDED_SUMS, *_TALLIES, _STOPS, _NEW_NAMES = range(11)
 _HAVE_MEAN, _HAVE_COUNT, _ADDED_WITHOUT_COUNT, _ADDED_WITH_COUNT = _TALLIES
 
@@ -140,7 +140,7 @@ class StepLoss:
 
     @classmethod
     def none(cls) -> StepLoss:
-        """Of a run without losses."""
+        """The result of a run without losses."""
         return cls(math.nan, None, {})
 
 
@@ -151,7 +151,7 @@ class StepLosses:
     def __init__(self, plan: Plan, rank: int, num_pipelines: int) -> None:
         placement = plan.placement
         self._num_pipelines = num_pipelines
-        #: The stages whose losses are counted here, of those on several ranks at the first.
+        #: The stages whose losses are counted here; a stage on several ranks is counted on the first.
         self._stages = {stage for stage in placement.stages_on(rank) if placement.ranks_of(stage)[0] == rank}
         #: The metrics that all ranks know, and whether each is made of pairs.
         self._names: tuple[tuple[str, bool], ...] = ()
@@ -169,11 +169,11 @@ class StepLosses:
         """The step's loss, and whether any rank asks to stop. Collective.
 
         Args:
-            losses: this rank's by micro-batch.
+            losses: this rank's losses by micro-batch.
             counted: the micro-batches whose loss this rank counts.
             added: the losses that modules added, by stage and micro-batch.
             shares: each micro-batch's share of a mean.
-            asks_to_stop: whether this rank does.
+            asks_to_stop: whether this rank asks to stop.
             add_up: sums a tensor over all processes.
             everyone: all processes.
 
@@ -198,7 +198,7 @@ class StepLosses:
     def _learn_names(
         self, metrics: dict[tuple[str, bool], tuple[float, float]], everyone: dist.ProcessGroup
     ) -> dict[tuple[str, bool], tuple[float, float]]:
-        """All ranks' metrics, where some have names that others do not know. Collective."""
+        """All ranks' metrics, gathered because some ranks have new names. Collective."""
         of_ranks = all_gather_json([[*key, *value] for key, value in metrics.items()], everyone)
         found: dict[tuple[str, bool], tuple[float, float]] = dict.fromkeys(self._names, (0.0, 0.0))
         for name, is_pair, total, weight in chain.from_iterable(of_ranks):
@@ -217,7 +217,7 @@ class StepLosses:
 def loss_of_parts(
     losses: Mapping[int, MicrobatchLoss], added: Mapping[tuple[int, int], list[Weighed]], shares: list[float]
 ) -> StepLoss:
-    """The loss of micro-batches that one process has run, without their metrics; `added` is by stage and micro-batch.
+    """The loss of micro-batches that one process ran, without metrics; `added` is by stage and micro-batch.
 
     Raises:
         PipelineError: losses with and without counts are mixed, or all counts are 0.
@@ -256,7 +256,7 @@ def _tally(
 
 
 def _step_loss(totals: list[float], num_pipelines: int, metrics: dict[str, float]) -> StepLoss:
-    """The loss of the sums over all ranks."""
+    """The loss from the sums over all ranks."""
     if totals[_HAVE_MEAN] and totals[_HAVE_COUNT]:
         raise PipelineError(
             "loss_fn returns a mean for some micro-batches and (sum, count) for others; return one of the two for "
@@ -272,8 +272,8 @@ def _step_loss(totals: list[float], num_pipelines: int, metrics: dict[str, float
         return StepLoss(mean, None, metrics)
     if totals[_ADDED_WITHOUT_COUNT]:
         raise PipelineError(
-            "rota.add_loss was given no count, but loss_fn returns (sum, count), so it is not known how much the "
-            "added loss weighs; give rota.add_loss(value, count=…), such as the number of tokens in the "
+            "rota.add_loss was given no count, but loss_fn returns (sum, count), so the weight of the "
+            "added loss is not known; give rota.add_loss(value, count=…), such as the number of tokens in the "
             "micro-batch. Do not apply the gradients of this step"
         )
     if not totals[_COUNTS]:
@@ -281,7 +281,7 @@ def _step_loss(totals: list[float], num_pipelines: int, metrics: dict[str, float
             "loss_fn returned (sum, count) with a count of 0 for every micro-batch, so there is nothing to divide "
             "by; leave out a batch in which every target is ignored. Do not apply the gradients of this step"
         )
-    total = totals[_SUMS] + totals[_ADDED_SUMS] + totals[_MEANS]  # the last is nan where a loss is missing, else 0
+    total = totals[_SUMS] + totals[_ADDED_SUMS] + totals[_MEANS]  # the last is nan if a loss is missing, else 0
     return StepLoss(total / totals[_COUNTS], totals[_COUNTS] / num_pipelines, metrics)
 
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from rota.errors import PipelineError
 from rota.plan import Plan
 from rota.runtime.process_group import group_timeout, join, leave
-from rota.runtime.transport import together
+from rota.runtime.transport import collective
 
 _DIMS = ("dp", "pp", "tp")  # outermost first: processes that communicate most are closest together
 _GIVEN = "ROTA_MESH"  # an environment variable, set by the launcher
@@ -49,7 +49,7 @@ def mesh(*, pp: int | None = None, dp: int = 1, tp: int = 1, timeout_s: float | 
             f"a mesh of pp={pp}, dp={dp}, tp={tp} is for {needed} processes, but {size} were started; start {needed}, "
             f"such as with `rota run --mesh pp={pp},dp={dp},tp={tp} plan.json script.py`"
         )
-    with together("making the mesh"):
+    with collective("making the mesh"):
         return init_device_mesh("cpu", (dp, pp, tp), mesh_dim_names=_DIMS)
 
 
@@ -170,7 +170,7 @@ class Processes:
 
     def _made(self, enumeration: list[list[int]]) -> Any:
         """Make all groups, in the same order on every process; returns this process's, None if it is in none."""
-        with together("making process groups"):
+        with collective("making process groups"):
             made = [dist.new_group(processes, self._timeout, backend="gloo") for processes in enumeration]
         mine = dist.get_rank()
         own = next((group for group, of in zip(made, enumeration, strict=True) if mine in of), None)

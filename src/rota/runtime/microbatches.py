@@ -1,11 +1,11 @@
 """Any batch as micro-batches.
 
-    a tensor, tuple or mapping   ──rows spread along dim 0──▶  micro-batch 0, 1, …    8 rows into 3: 3, 3, 2
+    a tensor, tuple or mapping   ──rows split along dim 0───▶  micro-batch 0, 1, …    8 rows into 3: 3, 3, 2
     a list of micro-batches      ──as it is────────────────▶  micro-batch 0, 1, …
 
-Every micro-batch gets what has no rows of its own whole: numbers, texts, None, tensors without dims, and tensors with
-one row beside others with more. Where there are fewer rows than micro-batches, the last micro-batches are padding: they
-get the first row once more, and count nothing.
+What has no rows goes whole to every micro-batch: numbers, texts, None, tensors without dims, and tensors with one row
+beside others with more. If there are fewer rows than micro-batches, the last micro-batches are padding: they get the
+first row again, and do not count.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from rota.torch_internals import version_of
 class Microbatches(NamedTuple):
     """`values` by micro-batch.
 
-    `sizes` are their rows, () where a batch was split into equal ones or nothing has rows. `num_rows`: of the whole
-    batch, 0 where none was split. The last `num_padding` are padding. `shared` has what all get whole, with its
-    version.
+    `sizes`: their numbers of rows; () if a batch was split equally, or nothing has rows. `num_rows`: rows of the whole
+    batch; 0 if none was split. The last `num_padding` are padding. `shared`: tensors that all get whole, with their
+    places and versions.
     """
 
     values: list[Any]
@@ -37,7 +37,7 @@ class Microbatches(NamedTuple):
 
 
 def to_microbatches(name: str, batch: Any, num_microbatches: int, *, needed: bool = True) -> Microbatches:
-    """A list is taken as the micro-batches themselves; tensors (alone, in tuples or mappings) are split along dim 0.
+    """A list holds the micro-batches themselves; tensors (alone, in tuples or mappings) are split along dim 0.
 
     Mappings become dicts. Raises PipelineError if sizes do not fit; nothing is dropped. A batch that is not `needed` is
     checked, but not split: all None.
@@ -84,7 +84,7 @@ def refuse_writes_to_shared(batch: Microbatches) -> None:
 
 
 def with_dicts(value: Any) -> Any:
-    """The value with a dict in place of each other mapping in it."""
+    """The value with all mappings in it as dicts."""
     if isinstance(value, Mapping):
         return {key: with_dicts(item) for key, item in value.items()}
     if type(value) is tuple:
@@ -125,14 +125,14 @@ def _common_rows(places: list[tuple[str, torch.Tensor]], n: int) -> int:
             raise PipelineError(f"{found}; give one row or more")
         if rows != num_rows:
             raise PipelineError(
-                f"{found}, but {first} has {num_rows}; give equally many, one row that is the same for all, or a list "
-                f"of {n} micro-batches"
+                f"{found}, but {first} has {num_rows}; give the same number, one row that is the same for all, or a "
+                f"list of {n} micro-batches"
             )
     return num_rows
 
 
 def _refuse_lists_of_rows(name: str, value: Any, num_rows: int) -> None:
-    """A list as long as there are rows looks as if it had one item per row, but every micro-batch would get all."""
+    """A list with as many items as rows looks like one item per row, but every micro-batch would get all of it."""
     for key, item in items(value) if isinstance(value, (dict, tuple)) else ():
         if isinstance(item, list) and num_rows > 1 and len(item) == num_rows:
             raise PipelineError(
@@ -143,7 +143,7 @@ def _refuse_lists_of_rows(name: str, value: Any, num_rows: int) -> None:
 
 
 def _spread(num_rows: int, n: int) -> list[int]:
-    """Rows per micro-batch, the first ones one more where they do not divide."""
+    """Rows per micro-batch; the first ones get one more if the rows do not divide evenly."""
     least, more = divmod(num_rows, n)
     return [least + 1] * more + [least] * (n - more)
 
@@ -158,7 +158,7 @@ def _split(value: Any, num_rows: int, sizes: list[int]) -> list[Any]:
         if _is_shared(value, num_rows):
             return [value] * n
         filled = [size for size in sizes if size]
-        # As of `split`, but one may be written into without the others counting as changed.
+        # Like `split`, but a write into one does not change the version of the others.
         parts = list(torch.unsafe_split_with_sizes(value, filled))
         return parts + [value[:1].clone() for _ in range(n - len(filled))]
     if isinstance(value, tuple):
@@ -172,14 +172,14 @@ def _split(value: Any, num_rows: int, sizes: list[int]) -> list[Any]:
 
 
 def _sizes_of_list(batch: list[Any]) -> tuple[int, ...]:
-    """Rows per micro-batch; () where a micro-batch has no tensor to see them by."""
+    """Rows per micro-batch; () if a micro-batch has no tensor that shows them."""
     sizes = [num_examples(microbatch) for microbatch in batch]
     known = all(size or is_empty(given) for size, given in zip(sizes, batch, strict=True))
     return tuple(sizes) if known else ()
 
 
 def shares_of(sizes: Sequence[int], num_microbatches: int) -> list[float]:
-    """Each micro-batch's share of a mean loss: by its rows, equal parts without `sizes`."""
+    """Each micro-batch's share of a mean loss: in proportion to its rows, or equal without `sizes`."""
     total = sum(sizes)
     return [size / total for size in sizes] if total else [1 / num_microbatches] * num_microbatches
 
@@ -191,7 +191,7 @@ def num_examples(value: Any) -> int:
 
 
 def num_elements(value: Any) -> int:
-    """Of the largest tensor in it; 0 without one."""
+    """The number of elements of the largest tensor in it; 0 without one."""
     return max((tensor.numel() for tensor in tensors_in(value)), default=0)
 
 
@@ -203,8 +203,8 @@ def is_empty(value: Any) -> bool:
 def structure(value: Any, plain: list[Any]) -> Any:
     """Shapes and dtypes of the tensors in it, and types of what else it holds: two of these compare.
 
-    The bools, ints and texts in it are added to `plain`, as shapes may depend on them. Of floats and objects of other
-    types the values are left out: a nan equals nothing, and `==` of others may be anything.
+    The bools, ints and texts in it are added to `plain`, as shapes may depend on them. Values of floats
+    and of other objects are left out: nan equals nothing, and `==` of other objects may return anything.
     """
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype

@@ -44,7 +44,7 @@ from rota.runtime.reducing.loss_counts import NUM_FLAGS, LossCounts
 from rota.runtime.reducing.shared_weights import shared_weights
 from rota.runtime.reducing.wrapped_stages import unwrapped
 from rota.runtime.stop_requests import StopRequests
-from rota.runtime.transport import Transport, bring_outputs, together
+from rota.runtime.transport import Transport, bring_outputs, collective
 from rota.timeline import Timeline
 
 
@@ -144,7 +144,7 @@ class Pipeline:
                 self._teardown.callback(self._transport.close)
                 self._compute = Compute(stages, plan.placement, loss_fn, keep_outputs or not trains, recomputed)
                 self._training = Execution(stages, plan, self.rank, self._transport, self._compute)
-                with together("comparing clocks"):
+                with collective("comparing clocks"):
                     self._training.record.offset_ns = clock_offset_ns(self._processes.pipeline)
             self._inputs = MicrobatchInputs(stages, plan, self.rank, sink_ranks)
             self._step_losses = StepLosses(plan, self.rank, self._processes.num_pipelines)
@@ -339,9 +339,9 @@ class Pipeline:
                 batch = begun.batch
                 if trains:
                     batch = replace(batch, per_count=self._loss_counts.begin(begun.count_flags))
-                self._gradients.begin(execution, sync, begun.fresh)
+                self._gradients.begin(execution, sync, begun.with_layouts)
                 try:
-                    execution.run(batch, begun.seed + self.replica, begun.fresh, self._watchdog.tick)
+                    execution.run(batch, begun.seed + self.replica, begun.with_layouts, self._watchdog.tick)
                 except Exception as error:
                     self._agreement.explain(error, execution)
                     raise
@@ -469,7 +469,7 @@ class Pipeline:
         """
         if self._closed or not self._training.complete:
             raise PipelineError("there is no timeline: ask for it after a step that ran to its end, and before close")
-        with self.watching("the other ranks' timelines"), together("gathering the timeline"):
+        with self.watching("the other ranks' timelines"), collective("gathering the timeline"):
             self._agreement.share(Call.TIMELINE, "gathering the timeline")
             records = all_gather_json(self._training.record.to_fields(), self._processes.pipeline)
         return merge(self.plan, [Record.from_fields(fields) for fields in records])

@@ -77,7 +77,7 @@ def load_pretrained(
 
     Raises:
         FormatError: The folder cannot be read, or its tensors are not those of the model; lists them.
-        PipelineError: A tensor that is not in the folder is on the meta device, and nothing says what its values are.
+        PipelineError: A tensor that is not in the folder is on the meta device, and its values are not known.
     """
     local = sorted({*local})
     named = names_of(stages)

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rota.runtime.meshes import pipelines_of
 from rota.runtime.process_group import join
-from rota.runtime.transport import together
+from rota.runtime.transport import collective
 
 Group = dist.ProcessGroup | None
 Module = TypeVar("Module", bound=nn.Module)
@@ -124,7 +124,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
         ctx.rank, ctx.size, ctx.dim = dist.get_rank(group), x.shape[dim], dim
         slices = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        with together(_words("gathering", group)):
+        with collective(_words("gathering", group)):
             dist.all_gather(slices, x.contiguous(), group=group)
         return torch.cat(slices, dim)
 
@@ -135,7 +135,7 @@ class _Gather(torch.autograd.Function):
 
 def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
-    with together(_words("summing", group)):
+    with collective(_words("summing", group)):
         dist.all_reduce(total, group=group)
     return total
 

@@ -50,12 +50,12 @@ class Transport:
         self._backend, self._everyone = cpu_backend(group), cpu_backend(everyone)
         self.formats: dict[ValueKey, Format] = {}  # of activations, by (edge, False, micro-batch)
         self._arriving: dict[ValueKey, tuple[Message, list[Any], list[torch.Tensor], Format]] = {}
-        #: Returns what `take` waits for instead of the works of a posted receive.
+        #: Hook: maps a posted receive's works to those that `take` waits for.
         self.watched: Callable[[Message, list[Any]], list[Any]] = lambda _, works: works
         self.sent_ns: dict[tuple[int, int], int] = {}
         self.through_ns: dict[tuple[int, int], int] = {}
         # Gloo reports the end of a send only to whoever waits for it, so a thread waits, and releases the tensors.
-        # It wakes up now and then while there are sends, not for each: it takes Python's lock from the main thread.
+        # The thread polls while sends are pending, because each wake-up takes the GIL from the main thread.
         self._sending: deque[tuple[Message, list[Any], list[torch.Tensor]]] = deque()
         self._releasing = threading.Lock()
         self._awake = False
@@ -99,7 +99,7 @@ class Transport:
             raise _lost(message.transfer.sender, message) from error
 
     def awaited(self, frames: list[FrameType]) -> Message | None:
-        """The message that a thread with this stack waits for; so receiving need not keep a record of it."""
+        """The message that a thread with this stack waits for, from the frames of `take` and `_wait`; None if none."""
         codes = Transport.take.__code__, _wait.__code__
         return next((frame.f_locals.get("message") for frame in frames if frame.f_code in codes), None)
 
@@ -134,7 +134,7 @@ class Transport:
         elif layout != (known := self.formats[message.value].layout):
             remedy = "if its shapes depend on the data, use Pipeline(…, dynamic_shapes=True)"
             if tensor_layouts(layout) == tensor_layouts(known):
-                remedy = "return a number that changes as a tensor, or use Pipeline(…, dynamic_shapes=True)"
+                remedy = "return a changing number as a tensor, or use Pipeline(…, dynamic_shapes=True)"
             raise PipelineError(
                 f"{message.transfer}: {where} made {describe(layout)}, after {describe(known)} in an earlier step with "
                 f"inputs of the same shapes; {remedy}"
@@ -208,8 +208,8 @@ _PAUSE_S = 0.001
 
 
 @contextmanager
-def together(doing: str) -> Iterator[None]:
-    """Turns errors of a collective into a LostRankError that says what it was doing."""
+def collective(doing: str) -> Iterator[None]:
+    """Turn errors of a collective operation into a LostRankError that says what the ranks were doing."""
     try:
         yield
     except RuntimeError as error:
@@ -250,11 +250,14 @@ def _lost(peer: int, message: Message) -> LostRankError:
 def bring_outputs(
     made: dict[int, Any], ranks: tuple[int, ...], asking: list[int], where: str, group: dist.ProcessGroup
 ) -> dict[int, Any]:
-    """The outputs that the last stage, `where` on `ranks`, made, on all ranks in `asking`. Collective over `group`."""
+    """Give each rank in `asking` the last stage's outputs. Collective over `group`.
+
+    `made`: the outputs, on the last stage's `ranks`. `where` names that stage in errors.
+    """
     here, rank = made, dist.get_rank(group)
     for other in asking:
         if other not in ranks:
-            with together(f"bringing outputs from rank {ranks[0]} to rank {other}"):
+            with collective(f"bringing outputs from rank {ranks[0]} to rank {other}"):
                 if rank == ranks[0]:
                     send_value(made, where, other, group)
                 elif rank == other:

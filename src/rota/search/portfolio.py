@@ -45,7 +45,7 @@ _CAPS = (1.0, 0.75, 0.5)  # parts of the memory limit: fewer micro-batches in fl
 _DISPATCH_SHARE = 0.1  # of the whole budget
 _FIRST_SHARE, _GROWTH = 0.03, 1.5  # of the whole budget for a method's first turn, and its growth from turn to turn
 _EXACT_TIMES = 3  # times that share for a proof
-_TURN_S = 0.01  # nominal cost of a turn itself, so that turns in which nothing is done come to an end
+_TURN_S = 0.01  # nominal cost of a turn itself, so that idle turns use up the budget
 _AUTO_S_PER_OP = 0.0006  # nominal seconds that zb_auto costs per op
 _HALVINGS = 5
 _FEW_OPS, _FEW_GUESSES = 3_000, 4  # in longer steps fewer priorities are tried for holding less
@@ -79,11 +79,11 @@ def find_plan(
         objective: What is minimized: "makespan"; "span", the longest busy window of a rank; or "period", the time per
             micro-batch in steady state.
         time_limit_s: How long to search, in seconds.
-        seed: Of all random choices.
+        seed: Seed of all random choices.
         deterministic: Do `time_limit_s` nominal seconds of work, however long they last; the answer is then the same
             on every run.
         progress: Called with each better plan and each method's turn. An error that it raises ends the search like
-            Ctrl-C: it is warned of and reported in `stopped_by`, or raised if no plan was found by then.
+            Ctrl-C: it is issued as a warning and reported in `stopped_by`, or raised if no plan was found by then.
 
     Returns:
         The best plan found, checked, with a proven bound.
@@ -136,7 +136,9 @@ class Portfolio:
         self.bound_us, self.why = bound.us, bound.why
         self.named: list[NamedPlan] = []
         self.steady: SteadyResult | None = None
-        self.has_tried_all = False  #: whether no orders are better, of those with each task's micro-batches in order
+        self.has_tried_all = (
+            False  #: whether all orders with each task's micro-batches in sequence are ruled out as better
+        )
         self.num_ops = int(self.problem.first_node[-1])
         self.incumbent = Incumbent(self.problem, objective == "span", self.report)
 
@@ -299,7 +301,7 @@ class Portfolio:
         self._better("windows", neighbourhood.improve, part, turn)
 
     def _better(self, doing: str, improve: _Improve, part: float, turn: int) -> None:
-        """Improves the best, within what is not reserved for transfers if the best is within it."""
+        """Improve the best plan, keeping the transfer reserve if that plan already does."""
         orders = self.incumbent.orders
         if orders is None:
             return

@@ -1,4 +1,4 @@
-"""Runs that leave no trace: modules on copies of their tensors, and forwards without what makes equal models differ."""
+"""Runs that leave no trace: modules on copies of their tensors, and forwards without dropout and casts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def apart(modules: Iterable[nn.Module], dtype: torch.dtype | None) -> Iterator[N
     """Inside, the modules work on copies of their tensors, without gradients, floating-point ones in `dtype`.
 
     Afterwards parameters, `.grad`, buffers and random states are what they were. Shards of FSDP are not copied: a step
-    changes only their `.grad`. None: each tensor keeps its dtype.
+    changes only their `.grad`. With `dtype` None, each tensor keeps its dtype.
     """
     everything = nn.ModuleList(modules)
     tensors = {t: t.data for t in (*everything.parameters(), *everything.buffers()) if not (is_sharded(t) or t.is_meta)}
@@ -41,7 +41,7 @@ def apart(modules: Iterable[nn.Module], dtype: torch.dtype | None) -> Iterator[N
             yield
         finally:
             for parameter in gradients:
-                parameter.grad = None  # of another dtype, perhaps
+                parameter.grad = None  # it may have another dtype
             for tensor, data in tensors.items():
                 tensor.data = data
             for parameter, gradient in gradients.items():
@@ -51,7 +51,7 @@ def apart(modules: Iterable[nn.Module], dtype: torch.dtype | None) -> Iterator[N
 
 
 def in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """The tensor with its floating-point or complex numbers in `dtype`; None, and other numbers: as it is."""
+    """The tensor in `dtype` if it is floating-point or complex; unchanged if it is not, or if `dtype` is None."""
     if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
     return tensor.to(dtype.to_complex() if tensor.is_complex() else dtype)
@@ -59,7 +59,7 @@ def in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 @final
 class ForComparison(TorchDispatchMode):
-    """Takes out what would make equal models differ; whatever asks for it, a module, a function or attention.
+    """Removes what would make equal models differ, whether a module, a function or attention uses it.
 
     Args:
         without_dropout: dropout keeps everything. On CPUs it draws `bernoulli_(keep)` into a fresh tensor and divides

@@ -1,4 +1,4 @@
-"""How far two runs are apart: losses, outputs, gradients."""
+"""How much two runs differ: losses, outputs, gradients."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def relative(one: float, other: float) -> float:
 
 
 def compare_outputs(unsplit: Sequence[Sequence[torch.Tensor]], split: Sequence[Sequence[torch.Tensor]]) -> float | None:
-    """The largest relative difference of tensors with rows; None if the outputs are of another structure."""
+    """The largest relative difference of tensors with rows; None if the outputs differ in structure."""
     if len({len(each) for each in (*unsplit, *split)}) != 1:
         return None
     found: list[float] = []
     for leaf in range(len(unsplit[0])):
         one, other = (_cat([each[leaf] for each in of]) for of in (unsplit, split))
         if one is None or other is None or one.shape != other.shape:
-            continue  # a number, or of another shape for each micro-batch
+            continue  # a number, or a tensor whose shape changes with the micro-batch
         found.append(_difference(one, other, float(one.abs().max()) if one.numel() else 0.0))
     return max(found) if found else None
 
@@ -43,7 +43,7 @@ def _cat(parts: list[torch.Tensor]) -> torch.Tensor | None:
 def compare_gradients(
     matching: Matching, unsplit: Unsplit, split: Iterable[torch.Tensor | None]
 ) -> tuple[ParameterDifference, ...]:
-    """For each parameter the place where it is furthest from the unsplit one; `split` is in the order of `places`."""
+    """The largest difference of each parameter over its places. `split`: gradients in the order of `places`."""
     gradients = iter(split)
     largest = max((_largest(unsplit.gradient(parameter.name)) for parameter in matching.parameters), default=0.0)
     found = []
@@ -74,7 +74,7 @@ def _largest(gradient: torch.Tensor | None) -> float:
 
 
 def _difference(one: torch.Tensor | None, other: torch.Tensor | None, scale: float) -> float:
-    if one is None or other is None:  # zeros are as good as none
+    if one is None or other is None:  # zeros count as no gradient
         some = one if other is None else other
         return math.inf if some is not None and bool(some.any()) else 0.0
     if not one.numel():

@@ -1,6 +1,6 @@
-"""Which tensor and which module of the unsplit model is which of the stages.
+"""Which tensors and modules of the stages correspond to those of the unsplit model.
 
-By identity where the stages have the model's own; else by name; else, for stages written by hand, by equal values.
+By identity if the stages have the model's own tensors; else by name; else, for stages written by hand, by equal values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Matching(NamedTuple):
     parameters: list[Matched]
     buffers: list[Matched]
     unknown: list[Place]
-    #: By stage the names of the unsplit model's modules, by the name in the stage.
+    #: By stage: the name of each module in the unsplit model, by its name in the stage.
     modules: list[dict[str, str]]
 
     def to_fields(self) -> list[Any]:
@@ -111,14 +111,14 @@ def _of_name(
 def _match_values(
     found: dict[torch.Tensor, list[tuple[Place, torch.Tensor]]], left: list[tuple[Place, torch.Tensor]]
 ) -> list[tuple[Place, torch.Tensor]]:
-    """Give each tensor without a place the first one with its values; returns those that remain."""
+    """Match each unmatched tensor with the first one of equal values; returns the places that remain."""
     for owner, places in found.items():
         if places or owner.is_meta:
             continue
         equal = next((i for i, (_, tensor) in enumerate(left) if _is_equal(owner, tensor)), None)
         if equal is not None:
             places.append(left.pop(equal))
-    # A second copy of a tensor that is found already: a tie that was cut.
+    # A second copy of a tensor that is matched already: its tie was cut.
     remaining = []
     for place, tensor in left:
         copies = (o for o, places in found.items() if places and tensor.dim() > 1 and _is_equal(o, tensor))
@@ -156,7 +156,7 @@ def _match_modules(model: nn.Module, stages: Stages, parameters: Iterable[Matche
 
 
 def _ancestors(name: str, own: str) -> Iterator[tuple[str, str]]:
-    """Modules that hold a tensor by the same last names: `layers.3.attn.q.weight` and `0.attn.q.weight`."""
+    """Pairs of modules around a tensor whose last names agree: `layers.3.attn.q.weight` and `0.attn.q.weight`."""
     pairs = zip(reversed(name.split(".")), reversed(own.split(".")), strict=False)
     num_common = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
     steps, own_steps = name.split("."), own.split(".")

@@ -1,4 +1,4 @@
-"""Probes: what goes into a model's modules and comes out of them, as a few sums that travel and compare cheaply."""
+"""Probes: inputs and outputs of a model's modules, as a few sums that are cheap to send and compare."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rota.runtime.messages import items
 _CLAMP = 1e6  # masks have -inf
 _TOLERANCE = 1e-7
 
-#: The mean over all calls of (sum, sum of magnitudes, sum of squares) of each tensor, by "in NAME" or "out"; None where
-#: None was given. Then the number of calls.
+#: (sum, sum of magnitudes, sum of squares) of each tensor, added up over all calls, then the number of calls; by
+#: "in NAME" or "out". None if the value was None.
 Seen: TypeAlias = dict[str, list[float] | None]
 
 
@@ -61,11 +61,11 @@ class Probes:
 
 
 def _bound(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
-    """The arguments by the names that the module's forward gives them."""
+    """The arguments by their names in the module's forward."""
     signature = inspect.signature(module.forward)
     try:
         bound = signature.bind(*args, **kwargs)
-    except TypeError:  # the module itself will say so
+    except TypeError:  # the call itself will raise it
         return {}
     bound.apply_defaults()
     found: dict[str, Any] = {}
@@ -92,7 +92,7 @@ def _sums(tensor: torch.Tensor) -> list[float]:
 
 
 def mean(seen: list[float]) -> list[float]:
-    """Over the calls."""
+    """The sums, divided by the number of calls."""
     *sums, calls = seen
     return [each / calls for each in sums]
 

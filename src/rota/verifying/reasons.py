@@ -1,4 +1,4 @@
-"""Why a split model is not exact: what mixes the rows of a batch, and where the split model leaves the unsplit one."""
+"""Why a split model is not exact: what mixes the rows of a batch, and where the stages first differ from the model."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rota.verifying.probes import Probes, differ, mean
 from rota.verifying.report import EXACT, ParameterDifference
 from rota.verifying.unsplit import Outcome, Part, Unsplit
 
-_EQUAL = 100 * EXACT  # sums of many numbers
+_EQUAL = 100 * EXACT  # for sums of many numbers
 _IGNORED = -100  # by PyTorch's cross entropy
-_MOST = 3  # of what is listed
+_MOST = 3  # modules in a report
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -26,7 +26,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 def mixing(unsplit: Unsplit, whole: list[Part], by_microbatches: list[Part], tolerance: float) -> list[str]:
-    """Why the unsplit model computes something else on the whole batch than on its micro-batches."""
+    """Why the unsplit model computes different results on the whole batch and on its micro-batches."""
     one, other = Probes(), Probes()
     modules = [(name, module) for name, module in unsplit.module.named_modules() if name]
     with one.on(modules):
@@ -47,7 +47,7 @@ def mixing(unsplit: Unsplit, whole: list[Part], by_microbatches: list[Part], tol
 
 
 def _mixing_modules(model: nn.Module, one: Probes, other: Probes) -> list[str]:
-    """The modules whose output changes with the micro-batches although their inputs do not: inner ones come first."""
+    """The modules whose output changes with the micro-batches although their inputs do not; innermost ones only."""
     names: list[str] = []
     for name, where in one.order:
         if not where.startswith("out") or name in names or any(found.startswith(f"{name}.") for found in names):
@@ -60,7 +60,7 @@ def _mixing_modules(model: nn.Module, one: Probes, other: Probes) -> list[str]:
 
 
 def _changes(here: list[float] | None, there: list[float] | None) -> bool:
-    """Whether sums over all rows differ; what is the same for all rows is seen once per micro-batch."""
+    """Whether sums over all rows differ, and means over calls too, as values without rows are seen in each call."""
     if here is None or there is None:
         return here is not there
     return differ(here[:3], there[:3]) and differ(mean(here), mean(there))
@@ -73,7 +73,7 @@ def _of_module(name: str, module: nn.Module) -> str:
             f"as in any accumulation of gradients. Put it in eval(), use GroupNorm or LayerNorm, or compare with "
             f"against='microbatches'"
         )
-    return f"{type(module).__name__} {name!r} mixes the rows of a batch: on micro-batches it computes something else"
+    return f"{type(module).__name__} {name!r} mixes the rows of a batch, so its results on micro-batches differ"
 
 
 def _of_loss(whole: Outcome, parts: Outcome, given: list[Part], tolerance: float) -> list[str]:
@@ -83,8 +83,8 @@ def _of_loss(whole: Outcome, parts: Outcome, given: list[Part], tolerance: float
     found = []
     if abs(added - added_by_parts) > tolerance * abs(whole.loss):
         found.append(
-            f"a loss that modules add by rota.add_loss is no mean over rows, as the balance of experts is not: it is "
-            f"{added:.9g} on the whole batch and {added_by_parts:.9g} on the micro-batches. Accept it, as in any "
+            f"a loss that modules add by rota.add_loss is not a mean over rows, such as a balancing loss of experts: "
+            f"it is {added:.9g} on the whole batch and {added_by_parts:.9g} on the micro-batches. Accept it, as in any "
             f"accumulation of gradients: compare with against='microbatches'"
         )
     if relative(one, other) > tolerance or not found:
@@ -96,8 +96,8 @@ def _of_loss_fn(whole: Outcome, parts: Outcome, given: list[Part], tolerance: fl
     one = whole.loss_without_added
     if any(loss.count is not None for loss in parts.losses):
         return (
-            f"loss_fn's sums and counts do not add up: of the whole batch they are {_sum_and_count(whole)}, but of its "
-            f"micro-batches together {_sum_and_count(parts)}. Return a sum over tokens, not a mean, and their number. "
+            f"loss_fn's sums and counts do not add up: for the whole batch they are {_sum_and_count(whole)}, but for "
+            f"all its micro-batches {_sum_and_count(parts)}. Return a sum over tokens, not a mean, and their number. "
             f"A loss that compares the rows of a batch, as a contrastive loss does, has no such sum"
         )
     for name, counts in _token_counts(given):
@@ -112,7 +112,7 @@ def _of_loss_fn(whole: Outcome, parts: Outcome, given: list[Part], tolerance: fl
     losses = _listed(f"{loss.value:.9g}" for loss in parts.losses)
     return (
         f"loss_fn compares or mixes the rows of a batch, as a contrastive loss does: from equal outputs it makes "
-        f"{one:.9g} of the whole batch and {losses} of the micro-batches"
+        f"{one:.9g} for the whole batch and {losses} for the micro-batches"
     )
 
 
@@ -121,7 +121,7 @@ def _sum_and_count(outcome: Outcome) -> str:
 
 
 def _token_counts(given: list[Part]) -> Iterator[tuple[str, list[int]]]:
-    """What a loss may count, for each part: labels that are not ignored, marks of a mask."""
+    """What a loss may count in each part: labels that are not ignored, or the ones of a mask."""
     for what in ("targets", "inputs"):
         columns = [dict(_integers(what, getattr(part, what))) for part in given]
         for path in columns[0]:
@@ -151,7 +151,7 @@ def _integers(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def untied(matching: Matching, is_sharded: bool) -> Iterator[str]:
-    """Weights that are one in the unsplit model, and several in the stages."""
+    """Weights that the unsplit model shares, and of which stages have several."""
     for parameter in matching.parameters:
         if parameter.is_untied:
             stages = " and ".join(dict.fromkeys(f"stage {stage}" for stage, _ in parameter.places))
@@ -163,7 +163,7 @@ def untied(matching: Matching, is_sharded: bool) -> Iterator[str]:
 
 
 def missing(matching: Matching, differences: Iterable[ParameterDifference], unsplit: Unsplit) -> Iterator[str]:
-    """Parameters without a stage, and those whose gradient one of the two lacks."""
+    """Parameters that no stage has, and those that have a gradient in only one of the two models."""
     unknown = {*matching.unknown}
     for each in differences:
         if each.relative != math.inf:
@@ -180,7 +180,7 @@ def missing(matching: Matching, differences: Iterable[ParameterDifference], unsp
 
 
 def other_values(matching: Matching, probes: Probes, of_stages: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The first module that gets, or makes, something else in a stage than in the unsplit model."""
+    """The first module whose inputs or outputs differ between its stage and the unsplit model."""
     stage_of = {there: stage for stage, names in enumerate(matching.modules) for there in names.values()}
     seen: dict[str, dict[str, list[float] | None]] = {}
     for of_process in of_stages:
@@ -191,7 +191,7 @@ def other_values(matching: Matching, probes: Probes, of_stages: Sequence[dict[st
         here, there = probes.seen[name][where], seen[name].get(where)
         if where not in seen[name]:
             if here is None or not where.startswith("in "):
-                continue  # the stage does not give what is None by default
+                continue  # the stage leaves out an argument that is None by default
             there = None
         if here is None and there is None:
             continue
@@ -203,13 +203,13 @@ def other_values(matching: Matching, probes: Probes, of_stages: Sequence[dict[st
 def _of_value(name: str, where: str, stage: int, here: list[float] | None, there: list[float] | None) -> str:
     if not where.startswith("in "):
         return (
-            f"{name!r} of stage {stage} makes something else than in the unsplit model, from equal inputs: look at its "
-            f"training mode, its buffers, and numbers that it draws"
+            f"{name!r} of stage {stage} returns something different from the unsplit model, from equal inputs: check "
+            f"its training mode, its buffers, and random numbers that it draws"
         )
     argument = where.removeprefix("in ")
-    got = "None, where the unsplit model gives a tensor" if there is None else "other numbers"
-    got = "a tensor, where the unsplit model gives None" if here is None else got
-    return f"{name!r} of stage {stage} gets another {argument!r} than in the unsplit model: {got}"
+    got = "None, where the unsplit model passes a tensor" if there is None else "different values"
+    got = "a tensor, where the unsplit model passes None" if here is None else got
+    return f"{name!r} of stage {stage} gets a different {argument!r} from the unsplit model: {got}"
 
 
 def _listed(values: Iterable[object]) -> str:

@@ -14,10 +14,10 @@ _MOST_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class ParameterDifference:
-    """How far a gradient of the split model is from the unsplit model's.
+    """How much a gradient of the split model differs from the unsplit model's.
 
     Attributes:
-        name: The parameter's name in the unsplit model; in the stage, if the model does not have it.
+        name: The parameter's name in the unsplit model; if the model does not have it, its name in the stage.
         stage: The stage that has it; None if no stage does.
         relative: The largest difference, relative to the largest element of the parameter's gradient (or to a
             thousandth of the largest of all gradients, if that is more). inf: one of the two has no gradient.
@@ -30,16 +30,17 @@ class ParameterDifference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Split against unsplit in one dtype.
+    """The split model against the unsplit one, in one dtype.
 
     Attributes:
         dtype: "float64", or the model's own.
         tolerance: The relative difference up to which the two count as equal.
-        loss: Of the unsplit model.
-        split_loss: Of the split model.
-        loss_difference: Relative.
-        output_difference: The largest, relative to the largest output; None if outputs cannot be compared.
-        parameters: All of them, in the order of the unsplit model.
+        loss: The unsplit model's loss.
+        split_loss: The split model's loss.
+        loss_difference: The relative difference of the two losses.
+        output_difference: The largest difference of outputs, relative to the largest output; None if they cannot be
+            compared.
+        parameters: The differences of all parameters' gradients, in the order of the unsplit model.
     """
 
     dtype: str
@@ -59,7 +60,7 @@ class Comparison:
     def is_equal(self) -> bool:
         """Whether loss, outputs and all gradients agree within the tolerance."""
         found = (self.loss_difference, self.output_difference or 0.0, self.largest)
-        return all(difference <= self.tolerance for difference in found)  # nan is not
+        return all(difference <= self.tolerance for difference in found)  # false for nan
 
     @property
     def worst(self) -> tuple[ParameterDifference, ...]:
@@ -73,11 +74,11 @@ class Verification:
     """What `rota.verify` found.
 
     Attributes:
-        comparisons: In float64 if that was asked for, and in the model's own dtype.
-        by_microbatches: Whether the split model equals the unsplit model that is run on one micro-batch after the
-            other. None: not looked at, as it equals the unsplit model on the whole batch.
-        reasons: Why it is not exact, the likeliest first; empty if it is.
-        notes: What was done besides, such as switching off dropout.
+        comparisons: One in float64, if requested, and one in the model's own dtype.
+        by_microbatches: Whether the split model equals the unsplit model run on one micro-batch after the other. None:
+            not checked, as it equals the unsplit model on the whole batch.
+        reasons: Why the split model is not exact, the most likely first; empty if it is.
+        notes: What else was done, such as switching off dropout.
     """
 
     comparisons: tuple[Comparison, ...]
@@ -98,7 +99,7 @@ class Verification:
         if self.by_microbatches:
             lines.append(
                 "  The split model equals the unsplit model run on one micro-batch after the other: the stages are "
-                "right, and the batch as a whole counts."
+                "correct, but the model's result depends on the batch as a whole."
             )
         lines += [f"  reason: {reason}" for reason in self.reasons]
         lines += [f"  note: {note}" for note in self.notes]

@@ -30,7 +30,7 @@ def verify_first(pipeline: Pipeline, inputs: Any, targets: Any) -> None:
     if is_first:
         print(f"rota: before the first step: {found.to_text()}", file=sys.stderr, flush=True)
     if not found.exact:
-        raise PipelineError("the split model is not exact, so nothing is trained; the first process has written why")
+        raise PipelineError("the split model is not exact, so nothing is trained; the first process has printed why")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What runs the stages: this process alone, or the processes of a Pipeline; and what they tell the first process."""
+"""What runs the stages: this process alone, or the processes of a Pipeline; and what they send the first process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SEED = 0
 
 
 class Side(Protocol):
-    """The split model. All processes call the same methods in the same order; the first one gets what they return."""
+    """The split model. All processes call the same methods in the same order; the first one gets the results."""
 
     stages: Stages
     loss_fn: LossFn
@@ -52,10 +52,10 @@ class Side(Protocol):
         """See `rota.verifying.apart.apart`."""
 
     def first(self, doing: str, act: Callable[[], T]) -> T:
-        """What `act` returns on the first process, which JSON can write, on all. Raises PipelineError on all."""
+        """Call `act` on the first process, and return its result, a JSON value, on all. Raises PipelineError on all."""
 
     def batches(self) -> list[GivenBatch]:
-        """What each replica steps on."""
+        """The batch of each replica."""
 
     def step(self, batch_dtype: torch.dtype | None) -> tuple[float, list[list[torch.Tensor]]]:
         """Run the stages: the mean loss, and the tensors of each micro-batch's output."""
@@ -64,7 +64,7 @@ class Side(Protocol):
         """Values or gradients of parameters and buffers."""
 
     def gather(self, value: T) -> list[T]:
-        """The value of each process, which JSON can write."""
+        """The values of all processes, which are JSON values."""
 
 
 def tensor_at(module: nn.Module, name: str, of_gradient: bool) -> torch.Tensor | None:
@@ -82,11 +82,11 @@ class _NoMessages:
     """The transport of a plan on one rank."""
 
     def take(self, key: ValueKey) -> Any:
-        """Not called: every value is made here."""
+        """Never called, as every value is made here."""
         raise AssertionError(key)
 
     def drain(self) -> None:
-        """Nothing is under way."""
+        """Does nothing, as nothing is sent."""
 
 
 @final
@@ -104,22 +104,22 @@ class OneProcess:
         sinks: dict[int, tuple[int, ...]] = dict.fromkeys(stages.sinks, (0,))
         self._inputs = MicrobatchInputs(stages, self._plan, 0, sinks)
         self._needs_target = needs_target(loss_fn)
-        self._inputs.take(*batch, needs_targets=self._needs_target)  # refuses what does not fit before anything runs
+        self._inputs.take(*batch, needs_targets=self._needs_target)  # refuses a batch that does not fit before it runs
 
     def local_modules(self) -> Mapping[int, nn.Module]:
-        """All."""
+        """All stages."""
         return dict(enumerate(self.stages.modules))
 
     def apart(self, dtype: torch.dtype | None) -> AbstractContextManager[None]:
         """See `Side`."""
         return apart(self.stages.modules, dtype)
 
-    def first(self, doing: str, act: Callable[[], T]) -> T:  # noqa: ARG002 - who waits is told by a Pipeline
+    def first(self, doing: str, act: Callable[[], T]) -> T:  # noqa: ARG002 - nobody waits here
         """What `act` returns."""
         return act()
 
     def batches(self) -> list[GivenBatch]:
-        """The one."""
+        """The one batch."""
         return [self._batch]
 
     def step(self, batch_dtype: torch.dtype | None) -> tuple[float, list[list[torch.Tensor]]]:
@@ -153,7 +153,7 @@ class OneProcess:
 
 @final
 class ManyProcesses:
-    """A Pipeline. The first process gets the values of all: `batch` is what each would step on."""
+    """The processes of a Pipeline, of which the first gets all values. `batch`: what this process gives to `step`."""
 
     def __init__(self, pipeline: Pipeline, batch: GivenBatch, loss_fn: LossFn) -> None:
         self._pipeline, self._batch = pipeline, GivenBatch(*map(plain, batch))
@@ -173,7 +173,7 @@ class ManyProcesses:
         self._process_of = {(replica, rank): process for process, (replica, rank, _) in enumerate(everyone)}
 
     def local_modules(self) -> Mapping[int, nn.Module]:
-        """Those of the plan's rank."""
+        """The stages of this rank."""
         return self._pipeline.local_stages
 
     @contextmanager
@@ -193,7 +193,7 @@ class ManyProcesses:
         return all_gather_json(value)
 
     def batches(self) -> list[GivenBatch]:
-        """Of each replica the inputs that any of its ranks has. Empty on all but the first process."""
+        """The inputs and targets that the ranks of each replica have. Empty on all but the first process."""
         there = self.gather([_names(each) for each in self._batch])
         found = []
         for replica in range(self._pipeline.num_replicas):
@@ -202,9 +202,9 @@ class ManyProcesses:
         return found if self.is_first else []
 
     def _brought(self, part: int, there: list[list[list[str] | None]], processes: list[int]) -> Any:
-        """The inputs (part 0) or targets (1): the first that is there, and what of a dict others have besides."""
+        """The inputs (part 0) or targets (1) of the first process with any; if dicts, also the keys that others add."""
         made: Any = None
-        known: set[str] | None = None  # all processes decide by the names alone
+        known: set[str] | None = None  # by which all processes decide alike
         for process in processes:
             names = there[process][part]
             if names is None or (known is not None and not {*names} - known):
@@ -216,7 +216,7 @@ class ManyProcesses:
         return made
 
     def _bring(self, value: Any, process: int) -> Any:
-        """A value of one process, on the first; on the others something of the same kind."""
+        """Send the value of `process` to the first process; the others get their own value."""
         if process == self._here == 0:
             return value
         if self._here == process:
@@ -244,7 +244,7 @@ class ManyProcesses:
         return loss, outputs
 
     def tensors(self, places: Iterable[Place], of_gradient: bool) -> Iterator[torch.Tensor | None]:
-        """See `Side`; one after the other, so that the first process holds one at a time."""
+        """See `Side`. Tensors are sent one after the other, so the first process holds one at a time."""
         placement = self._pipeline.plan.placement
         for stage, name in places:
             tensor = None

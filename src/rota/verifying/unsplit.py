@@ -28,7 +28,7 @@ class Part(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The loss, and of each part the tensors of its output and its losses; gradients are in `.grad`.
+    """The loss, and each part's output tensors and losses; gradients are in `.grad`.
 
     `loss_without_added`: without what modules add by `rota.add_loss`.
     """
@@ -40,29 +40,29 @@ class Outcome(NamedTuple):
 
 
 class GivenBatch(NamedTuple):
-    """What one replica steps on."""
+    """The batch of one replica."""
 
     inputs: Any
     targets: Any
 
     def in_dtype(self, dtype: torch.dtype | None) -> GivenBatch:
-        """The same with floating-point numbers in `dtype`, unless it is None."""
+        """The same batch with floating-point numbers in `dtype`, unless it is None."""
         return GivenBatch(*(over_tensors(lambda tensor: in_dtype(tensor, dtype), plain(each)) for each in self))
 
 
 @final
 class Unsplit:
-    """A copy of `model` in `dtype`, on the CPU; None: in its own."""
+    """A copy of `model` on the CPU, in `dtype`, or in its own dtype if that is None."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None, loss_fn: LossFn) -> None:
         named = [*model.named_parameters(), *model.named_buffers()]
-        memo = {id(tensor): _fresh(tensor, dtype) for _, tensor in named}  # one for each: ties stay
+        memo = {id(tensor): _fresh(tensor, dtype) for _, tensor in named}  # one per tensor, so ties stay
         self.module: nn.Module = copy.deepcopy(model, memo)
         self._empty = {name for name, tensor in named if tensor.is_meta}
         self._loss_fn = loss_fn
 
     def fill(self, name: str, value: torch.Tensor) -> None:
-        """Set a parameter or buffer, all of whose names follow."""
+        """Set a parameter or buffer, under all of its names."""
         owner, _, last = name.rpartition(".")
         with torch.no_grad():
             getattr(self.module.get_submodule(owner), last).copy_(value)
@@ -77,7 +77,7 @@ class Unsplit:
             )
 
     def gradient(self, name: str) -> torch.Tensor | None:
-        """Of the last run; None without one."""
+        """A parameter's gradient of the last run, or None."""
         return self.module.get_parameter(name).grad
 
     def draws(self, inputs: Any) -> bool:
@@ -128,7 +128,7 @@ class Unsplit:
 
 @final
 class _Losses:
-    """Of the parts of a run. Backwards start from sums times `per_count`, so that low precision does not overflow."""
+    """The losses of a run's parts. Backwards start from sums × `per_count`, so that low precision does not overflow."""
 
     def __init__(self) -> None:
         self.losses: list[MicrobatchLoss] = []
@@ -141,14 +141,14 @@ class _Losses:
 
 
 def _fresh(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A copy on the CPU, without values where there are none."""
+    """A copy on the CPU; without values if the tensor has none."""
     data = torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().to("cpu", copy=True)
     data = in_dtype(data, dtype)
     return nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
 
 
 def whole(batches: Sequence[GivenBatch]) -> list[Part]:
-    """The batch of each replica as a part, with its share of all rows."""
+    """The whole batch of each replica as a part, with its share of all rows."""
     joined = [*map(_joined, batches)]
     shares = shares_of([num_examples(batch.targets) or num_examples(batch.inputs) for batch in joined], len(joined))
     return [Part(*batch, share) for batch, share in zip(joined, shares, strict=True)]
@@ -176,7 +176,7 @@ def _joined(batch: GivenBatch) -> GivenBatch:
 
 
 def _cat(parts: list[Any], rows: list[int]) -> Any:
-    """`rows`: of each micro-batch."""
+    """Join values of all micro-batches. `rows`: the number of rows of each micro-batch."""
     first = parts[0]
     if isinstance(first, torch.Tensor):
         return _cat_tensors(parts, rows)
@@ -191,8 +191,8 @@ def _cat_tensors(parts: list[torch.Tensor], rows: list[int]) -> torch.Tensor:
     if len({part.shape[1:] for part in parts}) > 1:
         shapes = ", ".join(str([*part.shape]) for part in parts)
         raise PipelineError(
-            f"micro-batches of shapes {shapes} make no batch for the unsplit model; pad them to one length, or "
-            f"compare with against='microbatches'"
+            f"micro-batches of shapes {shapes} cannot be joined to one batch for the unsplit model; pad them to one "
+            f"length, or compare with against='microbatches'"
         )
     first = parts[0]
     if not first.dim():
@@ -205,7 +205,7 @@ def _cat_tensors(parts: list[torch.Tensor], rows: list[int]) -> torch.Tensor:
 
 
 def call(module: nn.Module, inputs: Any) -> Any:
-    """The module's output: a dict goes in as keyword arguments, a tuple as positional ones."""
+    """The module's output: a dict is passed as keyword arguments, a tuple as positional ones."""
     if isinstance(inputs, Mapping):
         return module(**inputs)
     return module(*inputs) if isinstance(inputs, tuple) else module(inputs)

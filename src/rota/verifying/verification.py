@@ -28,8 +28,8 @@ from rota.verifying.unsplit import GivenBatch, Outcome, Part, Unsplit, by_microb
 
 Against: TypeAlias = Literal["batch", "microbatches"]
 _CANNOT_DRAW = (
-    "the forward draws random numbers besides dropout, and the stages draw others than the unsplit model: give it "
-    "fixed numbers while you verify"
+    "the forward draws random numbers besides dropout, and the stages draw different ones from the unsplit model: give "
+    "it fixed numbers while you verify"
 )
 
 
@@ -57,12 +57,12 @@ def verify(
     Args:
         stages: The split model, or a Pipeline of it.
         model: The unsplit model, or a function that makes it. With a Pipeline only the first process uses it, and its
-            weights do not count: those of the stages do.
-        batch: The model's inputs: a tensor, a tuple, or a mapping of keyword arguments. With a Pipeline what this
-            process gives to `step`, None where it gives none.
+            weights are replaced by those of the stages.
+        batch: The model's inputs: a tensor, a tuple, or a mapping of keyword arguments. With a Pipeline, what this
+            process gives to `step`, or None if it gives nothing.
         targets: What `loss_fn` gets besides the output, as for `step`.
         loss_fn: As for `Pipeline`, whose own is the default; needed for Stages.
-        num_microbatches: Of Stages; default: 2, or 1 if the rows do not divide by it. A Pipeline's are its plan's.
+        num_microbatches: For Stages; default: 2, or 1 if the number of rows is odd. A Pipeline uses its plan's.
         fp64: Compare in float64, exact to 1e-10, and then in the model's own dtype, to the root of its rounding error.
             False: only the latter. Stages that FSDP shards are always compared in their own dtype.
         against: "batch": the unsplit model runs on the whole batch; "microbatches": on one micro-batch after the
@@ -98,7 +98,7 @@ def _needed(loss_fn: LossFn | None) -> LossFn:
 @final
 @dataclass
 class _Verifier:
-    """On each process. What only the first one has is `_unsplit` and what it computes."""
+    """The comparison, on each process. Only the first process has the unsplit model and what it computes."""
 
     side: Side
     model: nn.Module | Callable[[], nn.Module] | None
@@ -107,7 +107,7 @@ class _Verifier:
     report: Callable[[str], None]
 
     def run(self) -> Verification:
-        """All dtypes, and the reasons where they are not equal."""
+        """Compare in each dtype, until one differs; find the reasons."""
         side = self.side
         notes: list[str] = []
         why: list[str] = []
@@ -132,7 +132,7 @@ class _Verifier:
     # --- what is compared -----------------------------------------------------------------------------------------
 
     def _matching(self) -> Matching:
-        """Makes the model, on the first process, and sends all of them how it corresponds to the stages."""
+        """Make the model on the first process; return on all processes how it corresponds to the stages."""
         return Matching.from_fields(self.side.first("matching the unsplit model and the stages", self._matched))
 
     def _matched(self) -> list[Any]:
@@ -147,7 +147,7 @@ class _Verifier:
         return match(self.model, self.side.stages).to_fields()
 
     def _other_weights(self, matching: Matching) -> list[str]:
-        """A reason if the model was given other weights than the stages of this process."""
+        """A reason if the given model and the stages of this process have different weights."""
         if not isinstance(self.side, OneProcess):
             return []
         assert isinstance(self.model, nn.Module)
@@ -157,15 +157,16 @@ class _Verifier:
                 here, there = given[parameter.name], self.side.stages[stage].get_parameter(own)
                 if not (here.is_meta or there.is_meta or torch.equal(here, there)):
                     return [
-                        f"{parameter.name!r} has other values in stage {stage} than in the unsplit model (those of the "
-                        f"stages were compared): load both from the same checkpoint, or make both with the same seed"
+                        f"{parameter.name!r} has different values in stage {stage} and in the unsplit "
+                        f"model (those of the stages were compared): load both from the same checkpoint, or make both "
+                        f"with the same seed"
                     ]
         return []
 
     def _compared(
         self, dtype: torch.dtype | None, matching: Matching
     ) -> tuple[Comparison, list[str], bool | None, bool]:
-        """In one dtype: the differences, why, whether micro-batches agree, whether there is dropout."""
+        """In one dtype: the differences, the reasons, whether micro-batches agree, whether anything is drawn."""
         side = self.side
         in_float64 = dtype is torch.float64
         name = "float64" if dtype is torch.float64 else "the model's own dtype"
@@ -203,7 +204,7 @@ class _Verifier:
         return Unsplit(self.model, dtype, self.side.loss_fn)
 
     def _fill(self, unsplit: Unsplit | None, matching: Matching) -> None:
-        """The stages' values into the unsplit model."""
+        """Copy the stages' values into the unsplit model."""
         matched = [each for each in (*matching.parameters, *matching.buffers) if each.places]
         values = self.side.tensors([each.places[0] for each in matched], of_gradient=False)
         for each, value in zip(matched, values, strict=True):
@@ -219,7 +220,7 @@ class _Verifier:
         loss: float,
         outputs: list[list[torch.Tensor]],
     ) -> Comparison:
-        """On the first process; on the others a placeholder, as they only send their gradients."""
+        """The comparison on the first process; a placeholder on the others, which only send their gradients."""
         gradients = self.side.tensors(places(matching), of_gradient=True)
         if unsplit is None or outcome is None:
             for _ in gradients:
@@ -303,13 +304,13 @@ def _unknown(comparison: Comparison) -> str:
     worst = comparison.worst[0] if comparison.worst else None
     place = f" in stage {worst.stage}, at {worst.name!r}" if worst is not None and worst.stage is not None else ""
     return (
-        f"the stages compute something else than the unsplit model{place}, although what its modules get and make is "
-        f"equal: look at the code between the modules, and at loss_fn"
+        f"the stages and the unsplit model compute different results{place}, although inputs and outputs of the "
+        f"modules are equal: check the code between the modules, and loss_fn"
     )
 
 
 def _rounding(own: torch.dtype) -> float:
-    """By how much equal models may differ; many compute in float32 inside, whatever their dtype."""
+    """How much equal models may differ; many compute in float32 inside, whatever their dtype."""
     return float(max(torch.finfo(own).eps, torch.finfo(torch.float32).eps) ** 0.5)
 
 

@@ -232,7 +232,7 @@ def test_dropout_between_modules_that_several_stages_read_is_refused() -> None:
 
 
 def test_randomness_of_python_is_refused() -> None:
-    with pytest.raises(SplitError, match=r"forward of Blocks draws from Python's or NumPy's random numbers"):
+    with pytest.raises(SplitError, match=r"forward of Blocks uses Python's or NumPy's random numbers"):
         split(Blocks(lambda _, x: x * random.random()), 2, example={"x": rows()})
 
 
@@ -273,7 +273,7 @@ def test_control_flow_on_numbers_is_exact_or_fails() -> None:
     stages = split(model, 4, example=positive)
     same(model, stages, {"x": rows() + 5})
     with pytest.raises(
-        PipelineError, match=r"layers.0 \(Linear\) on stage \d is called where layers.2 was at .* unlike in"
+        PipelineError, match=r"layers.0 \(Linear\) on stage \d was called instead of layers.2 at .* unlike in"
     ):
         stages.run({"x": rows() - 5})
 

@@ -10,13 +10,13 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from rota.models.carving.absent import Absent, absent
 from rota.models.carving.copies import copy_sharing
+from rota.models.carving.module_units import intercept
 from rota.models.carving.operations import (
     is_random,
     is_shape_only,
     needs_numbers,
     storage_of,
 )
-from rota.models.carving.units import intercept
 from rota.torch_internals import TorchDispatchMode, compile_alike, name_of, written_arguments
 
 CPU = torch.device("cpu")

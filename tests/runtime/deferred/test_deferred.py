@@ -12,7 +12,7 @@ from torch import nn
 
 import rota
 from rota import PipelineError, Stages
-from rota.runtime.deferred import recording
+from rota.runtime.deferred import construction
 from support import ROOT
 from support.hf_models import CASES
 
@@ -22,7 +22,7 @@ CHOOSE_BY_NUMBERS = ("mixtral", "qwen3_moe")
 
 @pytest.fixture(autouse=True)
 def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "SMALL_BYTES", 0)
+    monkeypatch.setattr(construction, "SMALL_BYTES", 0)
 
 
 def made_twice(make: Callable[[], nn.Module], seed: int = 3) -> tuple[nn.Module, nn.Module]:
@@ -162,7 +162,7 @@ def test_what_nothing_is_known_of_is_refused() -> None:
     with rota.deferred_init():
         changed = nn.Linear(4, 4)
     changed.double()
-    with pytest.raises(PipelineError, match="with its dtype and what is done to its weights"):
+    with pytest.raises(PipelineError, match="including its dtype and all changes to its weights"):
         rota.materialize(Stages([changed]), [0])
     with pytest.raises(PipelineError, match="local has stage 3, but the stages are 0 to 0"):
         rota.materialize(Stages([model]), [3])

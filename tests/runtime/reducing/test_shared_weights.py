@@ -111,7 +111,7 @@ def test_frozen_ties_stay_without_gradients(pool: Pool) -> None:
 
 def test_other_ties_on_one_rank_are_told_on_all(pool: Pool) -> None:
     for told in pool.run(4, other_ties, TIED["ends"][1]):
-        assert "rank 1 has another set of tied and replicated weights than rank 0" in told
+        assert "rank 1 has a different set of tied and replicated weights from rank 0" in told
 
 
 def other_ties(rank: int, plan: Plan) -> str:

@@ -286,4 +286,4 @@ def test_reasons_name_rank_op_and_numbers() -> None:
     assert best.why == "rank 0 works 24 µs, is idle for 0 before 0F0 and for 12 after it"
     assert [bound.us for bound in others] == sorted((bound.us for bound in others), reverse=True)
     together = bounds.best(Problem(tessel("m", 4, 6), 8)).why
-    assert together.startswith("all ranks work together for 16 µs; besides, rank 0 works 32 µs, ")
+    assert together.startswith("all ranks work together for 16 µs; in addition, rank 0 works 32 µs, ")

@@ -14,35 +14,35 @@ from rota.models.carving.operations import is_shape_only, leaves_of, mapped
 from rota.models.tracer import user_place
 from rota.torch_internals import WITHOUT_TORCH_FUNCTION, name_of, written_arguments
 
-_READ_ALL = (
-    "so what the forward does there depends on numbers of another stage, which the example did not show: split with an "
-    "example that takes this path, or cut so that both are on one stage"
+_NEEDS_VALUES = (
+    "so what the forward does there depends on values that live on another stage, which the example did not show: "
+    "split with an example that takes this path, or cut so that both are on one stage"
 )
 
 
 @final
-class Now(threading.local):
-    """What this thread runs."""
+class _ThreadState(threading.local):
+    """What this thread is running."""
 
-    #: The name of a stage's own unit, which may not compute with Absent.
+    #: The name of the stage's own unit that runs, which may not compute with an Absent; None outside of units.
     inside: str | None = None
-    #: Whether only shapes are wanted: then no operation makes a real tensor of an Absent.
+    #: Whether only shapes are wanted: then no operation makes a real tensor from an Absent.
     only_shapes = False
 
 
-now = Now()
+thread_state = _ThreadState()
 
 
 @final
 class Absent(Tensor):
-    """What is computed from an Absent is Absent too; what asks for its numbers raises PipelineError.
+    """A tensor of another stage. Results computed from an Absent are Absent; reading its values raises PipelineError.
 
     Operations that read only its shape (`zeros_like`, `new_ones`) give real tensors.
     """
 
     @staticmethod
     def __new__(cls, meta: Tensor, device: torch.device) -> Absent:
-        """`meta` has its shape and dtype."""
+        """An Absent on `device` with the shape and dtype of `meta`."""
         made: Absent = Tensor._make_wrapper_subclass(
             cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device
         )
@@ -53,36 +53,37 @@ class Absent(Tensor):
     __torch_function__ = WITHOUT_TORCH_FUNCTION  # type: ignore[assignment]
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """For people."""
+        """The shape and dtype, for messages."""
         return f"Absent({list(self.shape)}, {self.dtype})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Made again from its shape."""
+        """Pickle and copy it as its shape, dtype and device."""
         del protocol
         return absent, (tuple(self.shape), self.dtype, self.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Absent:
-        """Another of the same shape."""
+        """Another Absent of the same shape."""
         memo[id(self)] = made = Absent(self.meta, self.device)
         return made
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """The operation on shapes alone."""
+        """Run the operation on shapes alone."""
         del types
         kwargs = dict(kwargs or {})
-        if is_shape_only(func) and not now.only_shapes:
+        if is_shape_only(func) and not thread_state.only_shapes:
             return func(*mapped(_zeros, args), **mapped(_zeros, kwargs))
-        if now.inside is not None and func is not torch.ops.aten.detach.default:
+        if thread_state.inside is not None and func is not torch.ops.aten.detach.default:
             raise PipelineError(
-                f"{now.inside} reads a value of another stage ({name_of(func)}) at {place_now()}, {_READ_ALL}"
+                f"{thread_state.inside} reads a value of another stage ({name_of(func)}) at {place_now()}, "
+                f"{_NEEDS_VALUES}"
             )
         device = next(leaf.device for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Absent))
         for written in written_arguments(func, args, kwargs):
             if not isinstance(written, Absent):
                 raise PipelineError(
                     f"{name_of(func)} at {place_now()} writes a value of another stage into a tensor of this one, "
-                    f"{_READ_ALL}"
+                    f"{_NEEDS_VALUES}"
                 )
         if kwargs.get("device") is not None:
             device, kwargs["device"] = kwargs["device"], torch.device("meta")
@@ -90,13 +91,13 @@ class Absent(Tensor):
             made = func(*mapped(_shape_of, args), **mapped(_shape_of, kwargs))
         except (RuntimeError, NotImplementedError) as error:
             raise PipelineError(
-                f"{name_of(func)} at {place_now()} asks for the numbers in a value of another stage, {_READ_ALL}"
+                f"{name_of(func)} at {place_now()} reads the values of a tensor of another stage, {_NEEDS_VALUES}"
             ) from error
         if name_of(func).endswith("_") and isinstance(args[0], Absent):
             return args[0]
         if not any(isinstance(leaf, Tensor) for leaf in leaves_of(made)) and made is not None:
             raise PipelineError(
-                f"{name_of(func)} at {place_now()} asks for the number in a value of another stage, {_READ_ALL}"
+                f"{name_of(func)} at {place_now()} reads the value of a tensor of another stage, {_NEEDS_VALUES}"
             )
         return mapped(lambda leaf: Absent(leaf, device) if isinstance(leaf, Tensor) else leaf, made)
 
@@ -112,7 +113,7 @@ def absent_like(tensor: Tensor) -> Absent:
 
 
 def place_now() -> str:
-    """The line of the forward that is running."""
+    """The place in the user's code that is running."""
     return user_place(traceback.walk_stack(None))
 
 

@@ -12,7 +12,7 @@ _PICKLING = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__s
 
 
 def copy_sharing(model: nn.Module, replaced: dict[int, Any]) -> nn.Module:
-    """A copy of the modules, not compiled, with the tensors of `model`, but those in `replaced` by their ids."""
+    """A copy of the modules, not compiled, that shares the tensors of `model`, except those in `replaced`, by id."""
     memo: dict[int, Any] = {}
     modules = [*model.modules()]
     for module in modules:
@@ -20,7 +20,9 @@ def copy_sharing(model: nn.Module, replaced: dict[int, Any]) -> nn.Module:
         memo.update((id(tensor), tensor) for tensor in held if isinstance(tensor, Tensor))
     memo |= replaced
     plain = [module for module in modules if _is_plain(type(module))]
-    memo |= {id(module): type(module).__new__(type(module)) for module in plain}  # first all: they know each other
+    memo |= {
+        id(module): type(module).__new__(type(module)) for module in plain
+    }  # all of them first: they refer to each other
     for module in plain:
         vars(memo[id(module)]).update((name, _copied(name, value, memo)) for name, value in vars(module).items())
     copied: nn.Module = copy.deepcopy(model, memo)

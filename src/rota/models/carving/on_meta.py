@@ -1,7 +1,7 @@
-"""A forward of a model on the meta device, with a batch that has numbers.
+"""A forward of a model on the meta device, with a batch that has data.
 
-What is made of the batch alone, such as masks and positions, has numbers, and can decide about what the forward does.
-What weights take part in has only a shape.
+What is computed from the batch alone, such as masks and positions, has data, so the forward can branch on it. What is
+computed from weights has only a shape.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ def is_on_meta(model: nn.Module) -> bool:
 
 @final
 class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets tensors with and without numbers be used together."""
+    """Lets tensors with and without data be used together."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The operation with numbers if all its tensors have them, else on shapes."""
+        """Run the operation on data if all its tensors have it, else on shapes."""
         del types
         kwargs = kwargs or {}
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves_of((args, kwargs))):
             args, kwargs = mapped(_shape_of, args), mapped(_shape_of, kwargs)
-            if func is GROUPED_MM:  # on meta it takes only what GPUs do
+            if func is GROUPED_MM:  # its meta kernel accepts only what the GPU's does
                 return func(*mapped(_as_bfloat16, args), **mapped(_as_bfloat16, kwargs)).to(args[0].dtype)
             return func(*args, **kwargs)
         return func(*mapped(_on_cpu, args), **mapped(_on_cpu, kwargs))

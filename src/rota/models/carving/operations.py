@@ -27,24 +27,24 @@ def is_shape_only(func: Any) -> bool:
 
 
 def is_random(func: Any) -> bool:
-    """Whether it draws random numbers."""
+    """Whether an operation draws random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def needs_numbers(func: Any) -> bool:
-    """Whether Python sees numbers in its tensors by it: as a value, or as the shape of what it returns."""
+    """Whether an operation shows values of its tensors to Python: as a number, or as the shape of its result."""
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
 def storage_of(tensor: Tensor) -> int:
-    """A number of the memory that a tensor is in."""
+    """A number that identifies the memory that a tensor is in."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):  # a wrapper has none
         return id(tensor)
     return address_of(tensor.untyped_storage())
 
 
 def leaves_of(value: Any) -> Iterator[Any]:
-    """What an operation's arguments or results hold: they are in lists, tuples and dicts alone."""
+    """The leaves of an operation's arguments or results, which only lists, tuples and dicts nest."""
     if isinstance(value, (tuple, list)):
         for item in value:
             yield from leaves_of(item)

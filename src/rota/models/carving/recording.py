@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from rota.errors import SplitError
 from rota.models.carving.absent import absent, place_now
 from rota.models.carving.copies import copy_sharing
+from rota.models.carving.module_units import find_units, intercept, is_dropout
 from rota.models.carving.on_meta import OnMeta, is_on_meta
 from rota.models.carving.operations import (
     is_random,
@@ -28,7 +29,6 @@ from rota.models.carving.operations import (
     storage_of,
 )
 from rota.models.carving.structure import PLAIN, Structure, flatten
-from rota.models.carving.units import find_units, intercept, is_dropout
 from rota.models.randomness import RandomStates, random_state_kept
 from rota.torch_internals import TorchDispatchMode, name_of, written_arguments
 
@@ -44,7 +44,7 @@ class FromModel:
 
 @dataclass(frozen=True, slots=True)
 class FromInput:
-    """A tensor among the batch's input of that name."""
+    """A tensor in the batch's input of that name."""
 
     name: str
 
@@ -78,15 +78,15 @@ Label: TypeAlias = FromModel | FromInput | Drawn | Returned | Within
 
 
 class Leaf(NamedTuple):
-    """A leaf of what a module returned: an argument given back (by its number), a tensor, or a plain value."""
+    """A leaf of what a module returned: one of its arguments (by its number), a tensor, or a plain value."""
 
     argument: int | None
     is_tensor: bool
     value: Any = None  # of a plain leaf
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
-    alike: int | None = None  # the first argument of the same shape
-    overwritten: int | None = None  # the argument whose memory it is, with new numbers
+    same_shape_argument: int | None = None  # the first argument of the same shape
+    overwritten: int | None = None  # the argument whose memory it is, with new values
 
 
 class Output(NamedTuple):
@@ -104,8 +104,8 @@ class Write(NamedTuple):
     source: LabelSet
 
 
-class Look(NamedTuple):
-    """Code between units looked at numbers, before unit call `before`."""
+class Inspection(NamedTuple):
+    """Code between units inspected values, before unit call `before`."""
 
     before: int
     seen: LabelSet
@@ -123,7 +123,7 @@ class Recording:
     outputs: list[Output] = field(default_factory=list)  # by call
     inner_outputs: dict[tuple[int, str, int], Output] = field(default_factory=dict)  # by call, inner path, nth time
     writes: list[Write] = field(default_factory=list)
-    looks: list[Look] = field(default_factory=list)
+    inspections: list[Inspection] = field(default_factory=list)
     mutated: LabelSet = 0
     result: LabelSet = 0  # of what the model returned
     result_objects: list[int] = field(default_factory=list)  # its leaves that are objects with tensors that units made
@@ -146,8 +146,8 @@ class Recording:
 def record(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, Any]) -> Recording:
     """Run `model` once on `inputs`, leaving it, its buffers and all random states as they were.
 
-    `blocks`: the paths of modules that are units whatever they hold. A model on the meta device is recorded by shapes
-    alone; where inputs are elsewhere, what is made of them alone has its numbers.
+    `blocks`: the paths of modules that are units regardless of content. A model on the meta device is recorded by
+    shapes alone; if inputs are on a real device, values computed from them alone keep their data.
     """
     recording = Recording(find_units(model, blocks), training=model.training)
     replaced = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
@@ -179,8 +179,8 @@ def record(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, Any]) -
         result = copied(**inputs)
         if others.changed():  # these leave no label on tensors
             raise SplitError(
-                f"the forward of {type(model).__name__} draws from Python's or NumPy's random numbers, or a generator "
-                "of its own, and each stage would draw its own: draw from PyTorch's in a module's forward"
+                f"the forward of {type(model).__name__} uses Python's or NumPy's random numbers, or its own "
+                "generator, and each stage would draw its own: use PyTorch's random numbers, in a module's forward"
             )
     flow.finish(result)
     return recording
@@ -188,7 +188,7 @@ def record(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, Any]) -
 
 @final
 class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows every operation."""
+    """Labels what every operation makes."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -197,7 +197,7 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sets: dict[int, LabelSet] = {}  # by the id of a tensor
         self._written: dict[int, LabelSet] = {}  # by storage: what was written into it
         self._memory: dict[int, LabelSet] = {}  # by storage: of a tensor whose object PyTorch has replaced
-        self._alive: list[Any] = []  # so that no other tensor gets its id
+        self._alive: list[Any] = []  # keeps tensors alive, so that no other tensor gets the id of one
         self._bits: dict[Label, int] = {}
         self._num_drawn = 0
         self._inner: dict[nn.Module, str] = {}
@@ -212,7 +212,7 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._bits[label]
 
     def label(self, tensor: Tensor, label: Label) -> None:
-        """Say that `tensor` is that, and nothing else."""
+        """Label `tensor` with `label` alone."""
         self._set(tensor, self.bit(label))
         if (storage := storage_of(tensor)) in self._written:
             self._written[storage] = self.bit(label)
@@ -226,7 +226,7 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._set(leaf, self._sets.get(id(leaf), 0) | self.bit(FromInput(name)))
 
     def of(self, tensor: Tensor) -> LabelSet:
-        """What a tensor was made from."""
+        """The labels of what a tensor was made from."""
         storage = storage_of(tensor)
         found = self._sets.get(id(tensor))
         return (self._memory.get(storage, 0) if found is None else found) | self._written.get(storage, 0)
@@ -270,7 +270,7 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _is_certain(func, args, self._draws):
             return 0
         if needs_numbers(func) and found:
-            self.recording.looks.append(Look(before, found, f"{name_of(func)} at {place_now()}"))
+            self.recording.inspections.append(Inspection(before, found, f"{name_of(func)} at {place_now()}"))
         return found
 
     def _write(self, written: Tensor, found: LabelSet) -> None:
@@ -285,14 +285,14 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- units ----------------------------------------------------------------------------------------------------
 
     def add_inner(self, unit: nn.Module) -> None:
-        """Watch the modules inside a unit: their outputs may leave it by hooks."""
+        """Watch the modules inside a unit: hooks may take their outputs out of it."""
         for path, module in unit.named_modules():
             if path:
                 self._inner.setdefault(module, path)
 
     @contextmanager
     def inner_outputs_recorded(self) -> Iterator[None]:
-        """Around the forward."""
+        """Record the outputs of inner modules inside this context."""
         hook = register_module_forward_hook(self._inner_ends)
         try:
             yield
@@ -315,14 +315,14 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recording.inner_outputs[self.call, path, nth] = Output(structure, tuple(of_leaves))
 
     def begin(self, unit: int) -> None:
-        """A unit is called."""
+        """Begin a call of a unit."""
         self.call = len(self.recording.calls)
         self.recording.calls.append(unit)
         self.recording.reads.append(0)
         self._nth.clear()
 
     def end(self, output: Any, arguments: list[Any], *, always_new: bool) -> None:
-        """The unit has returned. `always_new`: what it gives back is taken for new."""
+        """End the call. `always_new`: an output counts as new, even if it is an argument."""
         assert self.call is not None
         leaves: list[Any] = []
         structure = flatten(output, leaves)
@@ -342,7 +342,7 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.call = None
 
     def finish(self, result: Any) -> None:
-        """The forward has returned."""
+        """Note what the forward returned."""
         leaves: list[Any] = []
         flatten(result, leaves)
         for number, leaf in enumerate(leaves):
@@ -358,7 +358,7 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @final
 class _RecordedUnit:
-    """Stands before a unit's calls while recording."""
+    """Intercepts a unit's calls while recording."""
 
     def __init__(self, flow: _Flow, number: int, base: type[nn.Module]) -> None:
         self._flow, self._number, self._base = flow, number, base
@@ -387,7 +387,7 @@ def _leaf_of(leaf: Any, argument: int | None, arguments: list[Any]) -> Leaf:
 
 
 def _tensors_in_object(value: Any, depth: int = 6) -> Iterator[Tensor]:
-    """Tensors that an object of any class holds, as a cache of keys and values does."""
+    """Tensors that an object of any class holds, such as a cache of keys and values."""
     if isinstance(value, Tensor):
         yield value
         return
@@ -398,7 +398,7 @@ def _tensors_in_object(value: Any, depth: int = 6) -> Iterator[Tensor]:
 
 
 def _is_certain(func: Any, args: tuple[Any, ...], draws: set[int]) -> bool:
-    """Whether an operation compares numbers drawn between 0 and 1 with one that none of them is beyond."""
+    """Whether an operation compares numbers drawn between 0 and 1 with a bound that makes the result certain."""
     if name_of(func) not in ("lt", "le", "gt", "ge") or id(args[0]) not in draws or isinstance(args[1], Tensor):
         return False
     return args[1] < 0 or args[1] > 1 or (args[1] == 0 and name_of(func) in ("lt", "ge"))

@@ -1,4 +1,4 @@
-"""What stands before the calls of units while a stage runs: it answers, runs them or ends the forward."""
+"""What intercepts the calls of units while a stage runs: it answers them, runs them, or ends the forward."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import torch
 from torch import Tensor, nn
 
 from rota.errors import PipelineError, SplitError
-from rota.models.carving.absent import Absent, now, place_now
-from rota.models.carving.cutting import Cutting
+from rota.models.carving.absent import Absent, place_now, thread_state
+from rota.models.carving.absent_shapes import OutputShapes, kind_of
+from rota.models.carving.module_units import intercept
 from rota.models.carving.recording import Output, Returned
-from rota.models.carving.shapes import OutputShapes, kind_of
+from rota.models.carving.stage_parts import Cutting
 from rota.models.carving.structure import PLAIN, flatten, rebuild
-from rota.models.carving.units import intercept
 
-AS_RECORDED = "split with an example that does as this batch does, in the same mode"
+AS_RECORDED = "split with an example that does what this batch does, in the same mode"
 
 
 @final
 class Stopped(BaseException):
-    """Leaves the forward where a stage ends."""
+    """Raised to leave the forward where a stage ends."""
 
 
 @final
 class Run:
-    """Where a stage's forward is."""
+    """Progress of one stage's forward."""
 
     def __init__(self) -> None:
         self.active = False
@@ -37,10 +37,14 @@ class Run:
         self.sent: dict[Returned, Any] = {}
         self.nth: dict[str, int] = {}  # calls of inner modules of the unit that runs
         self.mode: tuple[Any, ...] = ()  # what shapes depend on besides arguments
-        self.last: tuple[OutputShapes | None, list[Any], list[Any]] = None, [], []  # found last, for which arguments
+        self.last: tuple[OutputShapes | None, list[Any], list[Any]] = (
+            None,
+            [],
+            [],
+        )  # used last: for which unit and arguments, and what
 
     def begin(self, received: dict[Returned, Any], device: torch.device) -> None:
-        """A forward begins."""
+        """Begin a forward."""
         self.received, self.sent, self.call = received, {}, 0
         kind = device.type
         has_autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
@@ -48,10 +52,10 @@ class Run:
         self.active, self.is_inside = True, False
 
     def end(self) -> dict[Returned, Any]:
-        """It has ended; returns what is to be sent."""
+        """End the forward; returns the values to send."""
         sent, self.sent, self.received = self.sent, {}, {}
         self.last = None, [], []
-        self.active, self.is_inside, now.inside = False, False, None
+        self.active, self.is_inside, thread_state.inside = False, False, None
         return sent
 
     def deviation(self, what: str) -> PipelineError:
@@ -60,7 +64,7 @@ class Run:
 
 
 def install(root: nn.Module, cutting: Cutting, stage: int, run: Run) -> list[OutputShapes]:
-    """Put interceptors before the units of a stage's copy. Returns what remembers shapes."""
+    """Intercept the units of a stage's copy of the model. Returns the shape caches."""
     recording, part = cutting.recording, cutting.parts[stage]
     mutated = {one for one in recording.in_set(recording.mutated) if isinstance(one, Returned)}
     leaving = {value for values in part.sent.values() for value in values if part.begin <= value.call}
@@ -91,7 +95,7 @@ def install(root: nn.Module, cutting: Cutting, stage: int, run: Run) -> list[Out
 
 @final
 class _Unit:
-    """Stands before the calls of one unit of one stage."""
+    """Intercepts one unit's calls on one stage."""
 
     def __init__(
         self,
@@ -111,10 +115,10 @@ class _Unit:
         self._order, self._begin, self._end = tuple(cutting.recording.calls), part.begin, part.end
         self._paths = cutting.recording.units
         self._calls: dict[int, _Call] = {}
-        self._pending: list[Any] = []  # the answer, while hooks get it
+        self._pending: list[Any] = []  # answers that hooks have yet to see
 
     def add_call(self, call: int, output: Output, mutated: set[Returned], leaving: set[Returned]) -> None:
-        """What is known of one of its calls."""
+        """Add one of the unit's calls."""
         values = [Returned(call, leaf) for leaf in range(len(output.leaves))]
         self._calls[call] = _Call(
             output,
@@ -127,12 +131,12 @@ class _Unit:
             for leaf in output.leaves:
                 if not leaf.is_tensor and leaf.argument is None and type(leaf.value) not in PLAIN:
                     raise SplitError(
-                        f"{self._path} returns a {type(leaf.value).__name__}, which other stages cannot have: cut "
-                        "inside of that module, or return tensors, tuples, lists and dicts"
+                        f"{self._path} returns a {type(leaf.value).__name__}, which cannot be sent to other stages: "
+                        "cut inside that module, or return tensors, tuples, lists and dicts"
                     )
 
     def add_inner_answers(self, call: int, values: list[Returned], recording: Any) -> None:
-        """What leaves the unit by hooks of modules in it."""
+        """Add the outputs of modules in the unit that hooks take out of it in this call."""
         for path, nth in sorted({(value.inner, value.nth) for value in values}):
             output = recording.inner_outputs[call, path, nth]
             self._calls[call].inner.append((path, nth, output))
@@ -143,8 +147,10 @@ class _Unit:
             return self._base.__call__(module, *args, **kwargs)
         call = run.call
         if call >= len(self._order) or self._order[call] != self._number:
-            due = self._paths[self._order[call]] if call < len(self._order) else "no module"
-            raise run.deviation(f"{self._name} is called where {due} was")
+            expected = (
+                f"instead of {self._paths[self._order[call]]}" if call < len(self._order) else "after the last call"
+            )
+            raise run.deviation(f"{self._name} was called {expected}")
         if call >= self._end:
             raise Stopped
         run.call = call + 1
@@ -154,13 +160,13 @@ class _Unit:
 
     def _run_own(self, module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = self._run
-        run.is_inside, now.inside = True, self._name
+        run.is_inside, thread_state.inside = True, self._name
         run.nth.clear()
         output = self._base.__call__(module, *args, **kwargs)
-        run.is_inside, now.inside = False, None
+        run.is_inside, thread_state.inside = False, None
         leaves: list[Any] = []
         if flatten(output, leaves) != call.output.structure:
-            raise run.deviation(f"{self._name} returns another structure")
+            raise run.deviation(f"{self._name} returns a different structure")
         arguments: list[Any] = []
         if call.gives_back:
             flatten((args, kwargs), arguments)
@@ -169,14 +175,14 @@ class _Unit:
         ):
             if recorded.argument is not None:
                 if not _is_given_back(leaf, arguments[recorded.argument]):
-                    raise run.deviation(f"{self._name} does not give back its argument")
+                    raise run.deviation(f"{self._name} does not return its argument")
             elif not recorded.is_tensor:
                 if type(leaf) is not type(recorded.value) or (type(leaf) in PLAIN and leaf != recorded.value):
                     was = type(recorded.value).__name__ if recorded.value is not None else "None"
-                    raise run.deviation(f"{self._name} returns a {type(leaf).__name__} ({leaf!r:.40}) for {was}")
+                    raise run.deviation(f"{self._name} returns a {type(leaf).__name__} ({leaf!r:.40}) instead of {was}")
             elif leaves_stage:
                 if not isinstance(leaf, Tensor) or isinstance(leaf, Absent):
-                    raise run.deviation(f"{self._name} returns no tensor of its own")
+                    raise run.deviation(f"{self._name} does not return a tensor of this stage")
                 run.sent[returned] = leaf.clone() if is_mutated else leaf
         return output
 
@@ -192,7 +198,7 @@ class _Unit:
         return self._base.__call__(module, *args, **kwargs)
 
     def answer_now(self, *args: Any, **kwargs: Any) -> Any:
-        """The unit's forward: what was answered, where hooks are to see it."""
+        """The unit's forward: returns the pending answer, so that hooks see it, if there is one."""
         return self._pending.pop() if self._pending else self._forward(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -227,7 +233,7 @@ class _Unit:
         return leaves[0] if call.output.structure is None else rebuild(call.output.structure, iter(leaves))
 
     def _absents(self, module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """An Absent for each tensor of its output: as of the last unit, if that was alike and got the same objects."""
+        """An Absent per output tensor; reused from the last unit if that was of its kind and got the same objects."""
         values = [*args, *kwargs.values()]
         shapes, last_values, found = self._run.last
         if shapes is not self._shapes or len(values) != len(last_values) or not all(map(is_, values, last_values)):
@@ -240,8 +246,8 @@ class _Unit:
         flatten((args, kwargs), arguments)
         if not isinstance(arguments[argument], Absent) and not isinstance(value, Absent):
             raise PipelineError(
-                f"{self._path} writes into its argument, which stages after it have from before: let it make a new "
-                "tensor, or cut elsewhere, so that both are on one stage"
+                f"{self._path} writes into its argument, whose earlier value later stages already hold: let it make a "
+                "new tensor, or cut elsewhere, so that both are on one stage"
             )
 
     def _show_hooks(self, inner: nn.Module, call: _Call, path: str, nth: int, output: Output) -> None:
@@ -268,7 +274,7 @@ def _is_given_back(leaf: Any, argument: Any) -> bool:
 
 @final
 class _Call:
-    """What is known of one call of a unit."""
+    """What was recorded of one call of a unit, for one stage."""
 
     __slots__ = ("gives_back", "inner", "leaving", "mutated", "output", "overwrites", "values")
 
@@ -283,7 +289,7 @@ class _Call:
 
 @final
 class _Inner:
-    """Stands before a module in a unit whose output other stages read, as hooks see it."""
+    """Intercepts a module inside a unit, whose output other stages read because a hook took it out of the unit."""
 
     def __init__(self, base: type[nn.Module], path: str, run: Run) -> None:
         self._base, self._path, self._run = base, path, run
@@ -291,7 +297,7 @@ class _Inner:
 
     @staticmethod
     def of(module: nn.Module, path: str, run: Run) -> _Inner:
-        """The one before this module, put there if there is none."""
+        """The interceptor of this module, installed if it has none."""
         found = vars(module).get("_rota_interceptor")
         if found is None:
             found = _Inner(type(module), path, run)
@@ -300,7 +306,7 @@ class _Inner:
         return found
 
     def add(self, value: Returned, is_mutated: bool) -> None:
-        """A value that is to be sent."""
+        """Add a value to send."""
         self._leaving[value.call, value.nth].append((value, is_mutated))
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

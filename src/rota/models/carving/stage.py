@@ -1,8 +1,8 @@
 """A stage of an unmodified model: the model's own forward, with the calls of other stages' units answered.
 
-calls before the stage's    answered: what was received, arguments given back, or Absent
+calls before the stage's    answered: with received values, the call's own arguments, or an Absent
 the stage's own calls       run; what other stages read of them is kept for sending
-the first call after them   ends the forward, but on the last stage, which returns what the model does
+the first call after them   ends the forward, except on the last stage, which returns what the model returns
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from rota.errors import PipelineError
 from rota.models.carving.absent import Absent, absent, absent_like
 from rota.models.carving.copies import copy_sharing
-from rota.models.carving.cutting import Cutting
 from rota.models.carving.recording import Returned
 from rota.models.carving.running import Run, Stopped, install
+from rota.models.carving.stage_parts import Cutting
 from rota.models.carving.structure import flatten, paths, rebuild
 from rota.torch_internals import compile_alike
 
@@ -27,11 +27,11 @@ SIZES = "shapes of inputs"  # the key under which they travel
 
 
 class LeftOut:
-    """Stands for an input that a batch leaves out."""
+    """Marks an input that a batch leaves out."""
 
 
-class Reading(NamedTuple):
-    """What a stage is called with: values by source and inputs by name; and the inputs that it knows the shape of."""
+class StageInputs(NamedTuple):
+    """What a stage is called with: values by source, inputs by name, and inputs of which it knows only the shape."""
 
     sources: tuple[int, ...]
     inputs: tuple[str, ...]
@@ -40,17 +40,19 @@ class Reading(NamedTuple):
 
 @final
 class CarvedStage(nn.Module):
-    """One stage. Its parameters and buffers are those that it owns, under the model's names."""
+    """One stage. It has the parameters and buffers that it owns, under the model's names."""
 
-    def __init__(self, model: nn.Module, cutting: Cutting, stage: int, reading: Reading, sizes: list[str]) -> None:
+    def __init__(
+        self, model: nn.Module, cutting: Cutting, stage: int, stage_inputs: StageInputs, sizes: list[str]
+    ) -> None:
         super().__init__()
         part, recording = cutting.parts[stage], cutting.recording
         root = _copy_owning(model, part.owned)
-        self._run, self._reading = Run(), reading
+        self._run, self._stage_inputs = Run(), stage_inputs
         self._can_train, self._is_last = recording.training, stage == len(cutting.parts) - 1
         self._arriving = [
             [(cutting.value_name(value), value) for value in cutting.parts[source].sent[stage]]
-            for source in reading.sources
+            for source in stage_inputs.sources
         ]
         self._leaving = {
             target: [(cutting.value_name(value), value) for value in values] for target, values in part.sent.items()
@@ -64,14 +66,14 @@ class CarvedStage(nn.Module):
         for path in {recording.units[unit] for unit in recording.calls[part.begin : part.end]}:
             if path not in {recording.units[unit] for unit in recording.calls[: part.begin]}:
                 compile_alike(model.get_submodule(path), root.get_submodule(path))
-        # The copy's own dicts: what is registered in one is in the other.
+        # Shared with the copy, so that what is registered in one is in the other.
         self._parameters, self._buffers, self._modules = root._parameters, root._buffers, root._modules
         self._non_persistent_buffers_set = root._non_persistent_buffers_set
         self.training = root.training
-        vars(self)["_root"] = root  # not registered: its names would get a prefix
+        vars(self)["_root"] = root  # not registered, as that would prefix its names
 
     def forward(self, *values: Any) -> Any:
-        """For each target what it is sent, by name; from the last stage what the model returns.
+        """What each target is sent, by name; on the last stage, what the model returns.
 
         Args:
             values: What each source sent, then the inputs, see `Stages`.
@@ -81,16 +83,16 @@ class CarvedStage(nn.Module):
                 f"this {self._name} was split in evaluation mode, which does not show what it does in training: call "
                 "model.train() before rota.split"
             )
-        run, reading = self._run, self._reading
+        run, stage_inputs = self._run, self._stage_inputs
         arrived = {
             returned: value[key]
             for arriving, value in zip(self._arriving, values, strict=False)
             for key, returned in arriving
         }
-        given = zip(reading.inputs, values[len(reading.sources) :], strict=True)
+        given = zip(stage_inputs.inputs, values[len(stage_inputs.sources) :], strict=True)
         inputs = {name: value for name, value in given if value is not LeftOut}
         device = _device_of([*arrived.values(), *inputs.values()])
-        for name, dtype in reading.sized.items():
+        for name, dtype in stage_inputs.sized.items():
             if (shape := values[0][SIZES][name]) is not None:
                 inputs[name] = absent(tuple(shape), dtype, device)
         run.begin({returned: value for returned, value in arrived.items() if returned in self._needed}, device)
@@ -101,8 +103,8 @@ class CarvedStage(nn.Module):
             has_stopped = True
         finally:
             sent = run.end()
-        if has_stopped == self._is_last:
-            raise run.deviation("the forward ended")
+        if not self._is_last and not has_stopped:
+            raise run.deviation("the forward ended early")
         return self._checked(output) if self._is_last else self._sent(arrived | sent, inputs)
 
     def _sent(self, sent: dict[Returned, Any], inputs: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -117,9 +119,10 @@ class CarvedStage(nn.Module):
         structure = flatten(output, leaves)
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, Absent):
+                path = [*paths(structure)][number]
                 raise PipelineError(
-                    f"{self._name} returns a value of another stage{[*paths(structure)][number]} that its example did "
-                    "not return: split with an example that returns it"
+                    f"{self._name} returns a value of another stage{f' as {path!r}' if path else ''}, which its "
+                    "example did not return: split with an example that returns it"
                 )
         if not self._kept_back:
             return output
@@ -128,7 +131,7 @@ class CarvedStage(nn.Module):
         return rebuild(structure, iter(leaves))
 
     def train(self, mode: bool = True) -> CarvedStage:
-        """Set the mode of all that the stage has, also of the model's own class."""
+        """Set the mode of the stage, including the inner copy of the model."""
         super().train(mode)
         self._root.training = mode
         return self
@@ -145,7 +148,7 @@ class CarvedStage(nn.Module):
 
     @contextmanager
     def absents_as(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Inside, what other stages own has the dtype that `change` gives it, as this stage's own tensors may have."""
+        """Inside, tensors of other stages have the dtype that `change` gives them, as this stage's own may have."""
         before = [
             (vars(module), name, value)
             for module in self._root.modules()

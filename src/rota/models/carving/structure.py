@@ -1,4 +1,4 @@
-"""What modules are given and return, as leaves and a structure: tuples, lists, dicts and dataclasses."""
+"""Arguments and outputs of modules as leaves and a structure: tuples, lists, dicts and dataclasses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device,
 
 
 def flatten(value: Any, leaves: list[Any]) -> Structure:
-    """Append the leaves of `value` and return its structure. All that is no known container is a leaf."""
+    """Append the leaves of `value` and return its structure. Whatever is not a known container is a leaf."""
     kind = type(value)
     if kind is Tensor or kind in PLAIN:
         leaves.append(value)

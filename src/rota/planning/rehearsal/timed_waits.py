@@ -26,7 +26,7 @@ from rota.programs.actions import Message, ValueKey
 from rota.runtime import spmd
 from rota.runtime.compute import Batch
 from rota.runtime.messages import Format
-from rota.runtime.transport import together
+from rota.runtime.transport import collective
 from rota.tasks import Kind, Op
 
 
@@ -80,7 +80,7 @@ class TimedWaits:
     def _latest(self, ranks: tuple[int, ...], ready_ns: int) -> int:
         """When the last of a task's ranks is ready: collectives in such a task would wait for it."""
         latest = torch.tensor([ready_ns])
-        with together(f"waiting for the other ranks of {ranks}"):
+        with collective(f"waiting for the other ranks of {ranks}"):
             dist.all_reduce(latest, dist.ReduceOp.MAX, self._groups[ranks])
         return int(latest)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rota.errors import FormatError, PipelineError, RotaError
 from rota.runtime.json_messages import all_gather_json, broadcast_json
-from rota.runtime.transport import together
+from rota.runtime.transport import collective
 
 Result = TypeVar("Result")
 
@@ -24,7 +24,7 @@ class Ranks:
     """All processes, in a process group for checkpoints. Collective, as are all methods except `close`."""
 
     def __init__(self) -> None:
-        with together("making the group of checkpoints"):
+        with collective("making the group of checkpoints"):
             self.group = dist.new_group(backend="gloo")
         self.mine = dist.get_rank(self.group)
 
@@ -38,7 +38,7 @@ class Ranks:
             result = act()
         except Exception as error:
             failure = error
-        with together(f"{doing} for a checkpoint"):
+        with collective(f"{doing} for a checkpoint"):
             failures = all_gather_json(_failure_to_json(failure), self.group)
         failed = {rank: found for rank, found in enumerate(failures) if found is not None}
         if failed:
@@ -56,7 +56,7 @@ class Ranks:
             except Exception as error:
                 failure = error
                 value = {"failure": _failure_to_json(error)}
-        with together(f"{doing} for a checkpoint"):
+        with collective(f"{doing} for a checkpoint"):
             value = broadcast_json(value, group=self.group)
         if "failure" in value:
             raise _error(doing, 0, value["failure"]) from failure
@@ -64,7 +64,7 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """The JSON values of all ranks, by rank, on all ranks."""
-        with together("gathering a checkpoint's parts"):
+        with collective("gathering a checkpoint's parts"):
             return all_gather_json(value, self.group)
 
     def close(self) -> None:

@@ -13,8 +13,8 @@ import torch
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.models.carving.absent import Absent
+from rota.runtime.deferred.construction import deferring
 from rota.runtime.deferred.log import Log, Region, deferred
-from rota.runtime.deferred.recording import deferring
 from rota.runtime.deferred.replacing import replace
 
 __all__ = ["deferred_init", "materialize"]
@@ -22,13 +22,13 @@ __all__ = ["deferred_init", "materialize"]
 
 @contextmanager
 def deferred_init(*, to_load: bool = False) -> Iterator[None]:
-    """A model that is made in this context gets no memory for its weights: they are on the meta device.
+    """A model made in this context gets no memory for its weights: they are on the meta device.
 
-    All random numbers are drawn as without it, so that what is made later of a weight is what it would have been, to
-    the last bit. It takes as long as making the model, and memory for one weight at a time.
+    Random numbers are drawn as they would be without it, so `materialize` makes the same weights to the last bit. It
+    takes as long as making the model, and memory for one weight at a time.
 
     Args:
-        to_load: The weights will be loaded: nothing is drawn for them. Buffers can still be made.
+        to_load: The weights will be loaded, so nothing is drawn for them. Buffers can still be made.
     """
     with deferring(draws=not to_load):
         yield
@@ -37,11 +37,11 @@ def deferred_init(*, to_load: bool = False) -> Iterator[None]:
 def materialize(stages: Stages, local: Iterable[int]) -> None:
     """Give memory to the `local` stages, and free that of all others. Do it before they are wrapped or trained.
 
-    What was made in `deferred_init` gets the values that it would have had without it. Tensors stay the same objects.
+    Tensors made in `deferred_init` get the values that they would have had without it. Tensors stay the same objects.
 
     Args:
         stages: The stages of a whole model.
-        local: Those that this process runs, as `local_stages` gives them.
+        local: The stages that this process runs, from `local_stages`.
 
     Raises:
         PipelineError: A weight of these stages is on the meta device, and was not made in `deferred_init`.
@@ -74,7 +74,7 @@ def give_memory(stages: Stages, local: Iterable[int], loaded: Iterable[torch.Ten
             replace(tensor, region.on(reals[region.number]), holders)
     for stage in local:
         devices = {tensor.device for tensor in stages[stage].parameters()}
-        if len(devices) == 1:  # what stands for weights of other stages follows
+        if len(devices) == 1:  # Absents of other stages' weights follow
             stages[stage].to(devices.pop())
     kept = {*_held(stages, local).values()}
     for tensor in _held(stages, range(len(stages))).values():
@@ -90,7 +90,7 @@ def _checked(stages: Stages, local: Iterable[int]) -> list[int]:
 
 
 def _held(stages: Stages, which: Iterable[int]) -> dict[str, torch.Tensor]:
-    """All tensors of these stages by a name: weights, buffers, and what modules have as plain attributes."""
+    """All tensors of these stages by name: weights, buffers, and plain attributes of modules."""
     found: dict[str, torch.Tensor] = {}
     for stage in which:
         for path, module in stages[stage].named_modules():
@@ -107,19 +107,19 @@ def _held(stages: Stages, which: Iterable[int]) -> dict[str, torch.Tensor]:
 
 
 def _refuse_unknown(named: dict[str, torch.Tensor], loaded: set[torch.Tensor]) -> None:
-    """Those that nothing is known of but their shape."""
+    """Raise PipelineError if only the shape of a tensor is known."""
     unknown = [
         name for name, tensor in named.items() if tensor.is_meta and deferred(tensor) is None and tensor not in loaded
     ]
     if unknown:
         raise PipelineError(
-            f"{_few(unknown)}: on the meta device, and nothing says what its values are. Make the model in "
-            "`with rota.deferred_init():`, all of it, with its dtype and what is done to its weights"
+            f"{_few(unknown)}: on the meta device, and its values are not known. Make the whole model in "
+            "`with rota.deferred_init():`, including its dtype and all changes to its weights"
         )
 
 
 def _refuse_undrawn(named: dict[str, torch.Tensor]) -> None:
-    """Those that would be random, of a model that was to be loaded."""
+    """Raise PipelineError if a tensor needs random numbers that `to_load` left undrawn."""
     undrawn = [
         name
         for name, tensor in named.items()
@@ -129,7 +129,7 @@ def _refuse_undrawn(named: dict[str, torch.Tensor]) -> None:
     ]
     if undrawn:
         raise PipelineError(
-            f"{_few(undrawn)}: its random numbers were not drawn, since the model was made in "
+            f"{_few(undrawn)}: its random numbers were not drawn, as the model was made in "
             "deferred_init(to_load=True): load it, or leave to_load out"
         )
 
@@ -139,6 +139,6 @@ def _few(names: list[str]) -> str:
 
 
 def _home(tensor: torch.Tensor) -> torch.device:
-    """Where a tensor without memory is to be."""
+    """The device on which a tensor without memory will be."""
     mark = deferred(tensor)
     return torch.device("cpu") if mark is None else mark.device

@@ -1,4 +1,4 @@
-"""What a constructor did to the tensors that it did not get memory for, in order, and how to do it again.
+"""The log of what a constructor did to tensors without memory, in order, and its replay.
 
 number   0                      1                    2
          empty(50257, 768)      ones(1024, 1024)
@@ -7,7 +7,7 @@ number   0                      1                    2
          normal_(#0, state b)
 
 To make #0 again, only its last line is needed, with the generator in state b; to make #2, those of #1 and #2.
-Tensors are known by their storages, since a parameter, its `.data` and views of them share one.
+Tensors are identified by their storages, since a parameter, its `.data` and views of them share one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Region(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of a tensor without gaps."""
+        """Bytes of a tensor of this size without gaps."""
         return math.prod(self.size) * self.dtype.itemsize
 
     @classmethod
@@ -64,11 +64,11 @@ class Operation:
     device: torch.device
     default_dtype: torch.dtype
     is_random: bool
-    #: Of the generator that it draws from, before it did. None: it draws nothing, or has not drawn.
+    #: The state of its generator before it drew. None: it draws nothing, or has not drawn.
     state: torch.Tensor | None
 
     def run(self, reals: Reals) -> None:
-        """Do it with memory, and add the storages that it makes to `reals`."""
+        """Run the operation with memory, and add the storages that it makes to `reals`."""
         for region in self.arguments:
             if isinstance(region, Region) and region.number not in reals:  # it is overwritten
                 reals[region.number] = torch.UntypedStorage(region.num_bytes, device=self.device)  # type: ignore[no-untyped-call]
@@ -82,7 +82,7 @@ class Operation:
 
 
 def _laid_out(tensor: torch.Tensor, region: Region) -> torch.UntypedStorage:
-    """The storage of what an operation made, as the meta device said that it would be."""
+    """The storage of what an operation made, with the strides that it had on the meta device."""
     if (tuple(tensor.stride()), tensor.storage_offset()) != (region.stride, region.offset):
         tensor = torch.empty_strided(region.size, region.stride, dtype=region.dtype, device=tensor.device).copy_(tensor)
     return tensor.untyped_storage()
@@ -91,12 +91,12 @@ def _laid_out(tensor: torch.Tensor, region: Region) -> torch.UntypedStorage:
 @final
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Deferred:
-    """The mark of a storage without memory: its number in `log`, and the device that it is to be on."""
+    """The mark of a storage without memory: its number in `log`, and the device where it will be."""
 
     log: Log
     number: int
     device: torch.device
-    #: Its memory as it was after operation number `written`, where that is kept because it may be read soon.
+    #: Its memory as of operation number `written`, if it is kept because it may be read soon.
     real: torch.UntypedStorage | None = None
     written: int = -1
 
@@ -118,7 +118,7 @@ def deferred(tensor: torch.Tensor) -> Deferred | None:
 @final
 @dataclass(slots=True)
 class Log:
-    """All that was done to deferred storages. `draws`: whether random numbers were drawn meanwhile."""
+    """All operations on deferred storages. `draws`: whether they drew their random numbers."""
 
     draws: bool
     operations: list[Operation] = field(default_factory=list)
@@ -134,8 +134,8 @@ class Log:
         return Region.of(made, mark.number)
 
     def needed_for(self, wanted: Iterable[int]) -> tuple[list[int], set[int]]:
-        """Which operations make `wanted`, in order, and which storages they take as they are kept."""
-        made: set[int] = set()  # though kept: they are needed as they were before, too
+        """The operations that make `wanted`, in order, and the storages whose kept memory they use."""
+        made: set[int] = set()  # made although kept, as their earlier values are needed too
         while True:
             chosen, kept, earlier = self._needed_for({*wanted}, made)
             if not earlier:
@@ -143,7 +143,7 @@ class Log:
             made |= earlier
 
     def _needed_for(self, needed: set[int], made: set[int]) -> tuple[list[int], set[int], set[int]]:
-        """Also those that were taken as they are kept, and are needed as they were before."""
+        """As `needed_for`; also the kept storages whose earlier values are needed."""
         chosen, kept, earlier = [], set[int](), set[int]()
         for index in range(len(self.operations) - 1, -1, -1):
             if not needed:
@@ -169,7 +169,7 @@ class Log:
 
     @torch.no_grad()
     def replay(self, wanted: Iterable[int], keep: WeakSet[Deferred] | None = None) -> Reals:
-        """The storages `wanted` as they are now. `keep` gets the marks of all that was made, which keep its memory."""
+        """The current storages `wanted`. `keep` gets the marks of all that was made; they keep its memory."""
         wanted = {*wanted}
         chosen, kept = self.needed_for(wanted)
         last_use = {n: i for i in chosen for n in self.operations[i].reads | self.operations[i].writes}
@@ -200,7 +200,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def _generator_in(state: torch.Tensor | None, args: Any, kwargs: Any) -> Iterator[None]:
-    """The generator that an operation with these arguments draws from is in `state` meanwhile."""
+    """Inside, the generator that an operation with these arguments draws from is in `state`."""
     if state is None:
         yield
         return
@@ -214,7 +214,7 @@ def _generator_in(state: torch.Tensor | None, args: Any, kwargs: Any) -> Iterato
 
 
 def generator_of(args: Any, kwargs: Any) -> torch.Generator:
-    """What an operation with these arguments draws from."""
+    """The generator that an operation with these arguments draws from."""
     leaves, _ = tree_flatten((args, kwargs))
     given = next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), None)
     if given is not None:

@@ -1,4 +1,4 @@
-"""A tensor becomes another one, and stays the same object: so ties and all that refers to it stay as they are."""
+"""Replacing a tensor's content while it stays the same object, so that ties and references to it remain."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rota.errors import PipelineError
 
 
 def replace(tensor: torch.Tensor, other: torch.Tensor, holders: Iterable[nn.Module] = ()) -> None:
-    """Let `tensor`, the same object, be what `other` is.
+    """Give `tensor` the content of `other`; it stays the same object.
 
-    Where that cannot be, since something has a weak reference to it, as an LSTM has to its weights, `other` takes its
+    If that is impossible because of a weak reference to it, such as an LSTM's to its weights, `other` takes its
     place in `holders`.
     """
     if isinstance(tensor, nn.Parameter):

@@ -90,7 +90,7 @@ class Watchdog:
 
     @contextmanager
     def watching(self, doing: str | Describe, times: int = 1) -> Iterator[None]:
-        """Watch what ranks do together: it may last `times` the limit without a `tick`.
+        """Watch what ranks do together: it may go `times` × the limit without a `tick`.
 
         `doing` follows "waits for" in a report, or describes the call from the thread's stack. A LostRankError from
         inside gets the first error of all ranks.
@@ -110,12 +110,13 @@ class Watchdog:
             self._describe, self._times, self._thread_id, self._active = before
             self._count += 1
             self._left = time.monotonic()
-            if self._ends.is_set():  # this error comes from other ranks that end: one message is enough
+            if self._ends.is_set():
+                # Other ranks are ending and caused this error. One message is enough, so wait here to be ended.
                 threading.Event().wait()
 
     @contextmanager
     def guarding(self, doing: str) -> Iterator[None]:
-        """Watch the making of the pipeline; if it fails, report that and close the watchdog."""
+        """Watch while the pipeline is made; if that fails, report it and close the watchdog."""
         try:
             with self.watching(doing, PATIENT):
                 yield

@@ -94,11 +94,11 @@ class GradientSync:
                     f"process_group=mesh.get_group('dp'), and the pipeline the mesh"
                 )
 
-    def begin(self, execution: Execution[Compute], sync: bool, fresh: bool) -> None:
-        """Prepare a step. `fresh`: it may train other parameters than the last step."""
+    def begin(self, execution: Execution[Compute], sync: bool, may_differ: bool) -> None:
+        """Prepare a step. `may_differ`: it may train other parameters than the last step."""
         if not execution.trains:
             return
-        if fresh and self._processes.replicas is not None:
+        if may_differ and self._processes.replicas is not None:
             refuse_other_tensors(self._whole, self._processes.replicas)
         if self._shared.is_used:
             self._shared.begin()

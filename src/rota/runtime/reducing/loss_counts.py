@@ -29,7 +29,7 @@ NUM_FLAGS = 4
 
 @final
 class LossCounts:
-    """Of one rank's parameters. All ranks call the same methods, and know the same but for gradients."""
+    """Loss counts of one rank's parameters. Ranks call the same methods, and share all state except gradients."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = [*parameters]
@@ -43,11 +43,11 @@ class LossCounts:
 
     @property
     def is_open(self) -> bool:
-        """Whether gradients still wait for their division."""
+        """Whether gradients still have to be divided."""
         return self._left is not None
 
     def flags(self, targets: Iterable[Any]) -> list[int]:
-        """What all ranks tell each other before a step: the maxima go to `begin`. `targets`: those read here."""
+        """This rank's flags before a step; their maxima over all ranks go to `begin`. `targets`: those read here."""
         if self._are_means and self._left is None:
             return [0] * NUM_FLAGS
         flags = [0, 0, 0, sum(map(num_elements, targets))]
@@ -87,8 +87,8 @@ class LossCounts:
         if flags[_KEPT] and flags[_CLEARED]:
             self._end()
             raise PipelineError(
-                "some gradients were cleared between two steps of which the first has sync=False, and others were not, "
-                "but the loss's count is of all; clear all of them, or none"
+                "after a step with sync=False only some gradients were cleared, but the loss's count covers all; clear "
+                "all of them, or none"
             )
         if flags[_STEPPED] and not flags[_CLEARED]:
             self._end()
@@ -101,7 +101,7 @@ class LossCounts:
         """After a step's reductions: divide if the round ends.
 
         Args:
-            count: the step's, a mean over replicas; None if `loss_fn` returns means.
+            count: the step's count, a mean over replicas; None if `loss_fn` returns means.
             sync: whether the round ends.
 
         Raises:
@@ -131,7 +131,7 @@ class LossCounts:
                     local(parameter.grad).mul_(factor)
 
     def abort(self) -> None:
-        """After a step that failed: if its loss may have a count, `.grad` is what it was before the round again."""
+        """After a step that failed: if its loss may have a count, `.grad` is restored to its value before the round."""
         if self._is_running and not self._are_means:
             for parameter in self._parameters:
                 parameter.grad = None
@@ -139,7 +139,7 @@ class LossCounts:
         self._is_running = False
 
     def _end(self) -> None:
-        """Put back what was there before the round, on top of it what is there now."""
+        """Restore the earlier gradients and add the current ones."""
         with torch.no_grad():
             for parameter, before in self._before.items():
                 if parameter.grad is not None:
@@ -162,7 +162,7 @@ def _version(gradient: torch.Tensor | None) -> int:
 
 
 def _is_left(gradient: torch.Tensor | None, before: torch.Tensor | None, version: int) -> bool:
-    """Whether what was there `before` is there still, or what a caller has made of it; not if it is zeros now."""
+    """Whether a gradient is still there, unchanged or rescaled by the caller, and not zeroed."""
     if gradient is None or before is None:
         return False
     return (gradient is before and version_of(gradient) == version) or bool(local(gradient).any())

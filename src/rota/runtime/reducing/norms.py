@@ -12,7 +12,7 @@ from torch import nn
 
 from rota.errors import PipelineError
 from rota.runtime.reducing.wrapped_stages import is_sharded
-from rota.runtime.transport import together
+from rota.runtime.transport import collective
 
 
 def clip(
@@ -66,7 +66,7 @@ def _norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
 def all_gather_number(number: float, group: dist.ProcessGroup) -> list[float]:
     """The `number` of each of the group's processes. Collective."""
     gathered = [torch.empty(1, dtype=torch.float64) for _ in range(group.size())]
-    with together("adding up the gradients' norm"):
+    with collective("adding up the gradients' norm"):
         dist.all_gather(gathered, torch.tensor([number], dtype=torch.float64), group=group)
     return [float(each) for each in gathered]
 

@@ -19,7 +19,7 @@ from rota.models import Stages
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.reducing.wrapped_stages import is_sharded
 from rota.runtime.spmd import replicated_names
-from rota.runtime.transport import together
+from rota.runtime.transport import collective
 
 
 def parameters_by_stage(stages: Stages, last: Iterable[int]) -> dict[int, list[nn.Parameter]]:
@@ -37,7 +37,7 @@ def make_equal(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> Non
     """Give all processes of the group the values that its first one has."""
     for same in by_dtype(tensors).values():
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
-        with together("making the replicas' weights equal"), torch.no_grad():
+        with collective("making the replicas' weights equal"), torch.no_grad():
             dist.broadcast(flat.view(torch.uint8), group_src=0, group=group)
             for tensor, value in _slices(flat, same):
                 tensor.copy_(value)
@@ -52,7 +52,7 @@ def replicated_parameters(stages: Stages, local: Iterable[int]) -> list[nn.Param
 def refuse_other_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Raises PipelineError, on all replicas, unless all have equal shapes and dtypes, and train the same tensors."""
     mine = [(list(tensor.shape), str(tensor.dtype), tensor.requires_grad) for tensor in tensors]
-    with together("comparing the replicas' parameters"):
+    with collective("comparing the replicas' parameters"):
         of_replicas = all_gather_json(mine, group)
     for replica, other in enumerate(of_replicas):
         if other != of_replicas[0]:
@@ -82,7 +82,7 @@ class GradientAllReduce:
         self._started_ns, self._ended_ns = time.monotonic_ns(), []
         for parameters in by_dtype(p for p in self._parameters if p.requires_grad).values():
             flat = packed(parameters).div_(self._group.size())
-            with together("averaging gradients over replicas"):
+            with collective("averaging gradients over replicas"):
                 work: Any = dist.all_reduce(flat, group=self._group, async_op=True)
             ended = self._ended_ns  # this step's list, in case the callback comes late
             work.get_future().add_done_callback(lambda _, ended=ended: ended.append(time.monotonic_ns()))
@@ -92,7 +92,7 @@ class GradientAllReduce:
         """Wait for the averages; returns when they began and when they were complete, in ns of the monotonic clock."""
         num_begun = len(self._under_way)
         for work, flat, parameters in self._under_way:
-            with together("averaging gradients over replicas"):
+            with collective("averaging gradients over replicas"):
                 work.wait()
             unpack(flat, parameters)
         self._under_way.clear()

@@ -19,7 +19,7 @@ from rota.placement import Placement
 from rota.runtime.meshes import Processes
 from rota.runtime.reducing.replicas import by_dtype, packed, unpack
 from rota.runtime.spmd import replicated_names
-from rota.runtime.transport import together
+from rota.runtime.transport import collective
 from rota.torch_internals import version_of
 
 
@@ -80,7 +80,7 @@ class SharedWeights:
         self.counted_elsewhere: set[nn.Parameter] = set()
         for weight in (weight for weight in shared if rank in weight.ranks):
             parameter = stages[weight.stage].get_parameter(weight.name)
-            with together("making shared weights equal"), torch.no_grad():
+            with collective("making shared weights equal"), torch.no_grad():
                 value = parameter.detach().clone(memory_format=torch.contiguous_format)
                 source = sorted(weight.ranks).index(weight.ranks[0])
                 dist.broadcast(value, group_src=source, group=self._groups[weight.ranks])
@@ -134,7 +134,7 @@ class SharedWeights:
                     f"values would differ: use a layer without running statistics, or put it in eval()"
                 )
         if sync:
-            with together("summing the gradients of tied weights"):
+            with collective("summing the gradients of tied weights"):
                 for ranks, parameters in self._tied.items():
                     _sum(parameters, self._groups[ranks])
         self._open = None if sync else {}

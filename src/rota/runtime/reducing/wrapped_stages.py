@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.placement import Placement
-from rota.runtime.transport import together
+from rota.runtime.transport import collective
 from rota.torch_internals import communication_hook_of, reduce_sharded_gradients
 
 
@@ -88,7 +88,7 @@ class Sharded:
     def reduce(self, stage: int) -> None:
         """Reduce after the last weight gradient, as `torch.distributed.pipelining` does. Collective over replicas."""
         start_ns = time.monotonic_ns()
-        with together("reducing gradients of sharded stages over replicas"):
+        with collective("reducing gradients of sharded stages over replicas"):
             for root in self._roots[stage]:
                 _set_last(root, True)
                 reduce_sharded_gradients(root)

@@ -31,7 +31,7 @@ class Bound:
     Attributes:
         us: No plan takes less time, in µs.
         name: Which argument it comes from.
-        why: The reason, in one line for people.
+        why: The reason, as one line of text.
     """
 
     us: int
@@ -63,14 +63,14 @@ def best(problem: Problem, objective: str = "makespan") -> Bound:
 
 
 def every(problem: Problem, objective: str = "makespan") -> list[Bound]:
-    """What `bounds_of` returns, of a problem."""
+    """As `bounds_of`, for a `Problem`."""
     found = [Bound(0, "nothing", "a step without work takes no time")]
     if objective == "makespan":
         found += _step_ends(problem)
     found += _of_part(problem, objective)
     apart, together_us = without_common_tasks(problem)
     if together_us:
-        prefix = f"all ranks work together for {together_us:,} µs; besides, "
+        prefix = f"all ranks work together for {together_us:,} µs; in addition, "
         for bound in _of_part(apart, objective):
             found.append(replace(bound, us=bound.us + together_us, why=prefix + bound.why))
     return sorted(found, key=lambda bound: -bound.us)
@@ -88,7 +88,7 @@ def _of_part(problem: Problem, objective: str) -> list[Bound]:
 
 @dataclass(frozen=True)
 class _BothSides:
-    """A problem seen from both ends, and what memory makes each place wait for."""
+    """A problem seen from both ends, and what each place waits for because of memory."""
 
     problem: Problem
     first: Side
@@ -166,7 +166,7 @@ def _makespans(problem: Problem, limits: bool) -> Iterator[Bound]:
 
 
 def _spans(problem: Problem, limits: bool) -> Iterator[Bound]:
-    """The same, counted from a rank's first op to its last.
+    """As `_makespans`, counted from a rank's first op to its last.
 
     A rank's bound over the whole step is never below the bound of its own window, so some ranks can be left out. For
     one rank, the one that most others depend on, paths through the others count too.
@@ -198,11 +198,11 @@ def _reach(sides: _BothSides, rank: int) -> int:
 
 def _highest(bounds: list[Bound | None]) -> list[Bound]:
     some = [bound for bound in bounds if bound is not None]
-    return [max(some, key=lambda bound: bound.us)] if some else []  # of equal ones the first
+    return [max(some, key=lambda bound: bound.us)] if some else []  # the first if tied
 
 
 def _step_ends(problem: Problem) -> Iterator[Bound]:
-    """Bounds from step ends alone, for ranks without work."""
+    """Bounds from each rank's step ends alone, which also cover ranks without ops."""
     for rank in range(problem.placement.num_ranks):
         ends = problem.step_ends
         if own := ends.of_rank(rank):

@@ -1,8 +1,10 @@
 """How early each op can start and how long its rank idles before it, whatever the order: heads, and backwards, tails.
 
-Everything is said of one `Side`: the problem seen from the beginning or from the end of the step. Seen from the end,
+Everything here is about one `Side`: the problem seen from the beginning or from the end of the step. Seen from the end,
 time runs backwards: what an op held is free before it and what it freed is held, inputs become outputs, and the step
-ends come first. So every argument about heads is one about tails too.
+ends come first. So every argument about heads holds for tails too.
+
+Heads are counted from an *origin*: the beginning of the step, or the first op of one rank.
 
 A *place* is a task on one of its ranks. Arrays are indexed by [micro-batch, task] or [micro-batch, place], where
 micro-batch k of a task is the k-th that it does, seen from this side.
@@ -19,7 +21,8 @@ from numpy.typing import NDArray
 
 from rota.search.problem import NO_LIMIT, Flags, Integers, Problem, Rows
 
-NEVER = -(1 << 60)  #: the head of an op that does not come after what heads are counted from
+NEVER = -(1 << 60)  #: the head of an op that does not come after the origin
+PLACE, TASK, SOURCE_PLACE, SOURCE_TASK, A, B, C = range(7)  #: the columns of `MemoryHeadroom.arcs`
 _ROUNDS = 2  # how often the idle times of ranks are passed on to other ranks
 
 Floats = NDArray[np.float64]
@@ -37,7 +40,7 @@ class Side:
     order: Integers  #: int64[num_tasks], tasks in topological order
     after: Flags  #: bool[num_tasks, num_tasks]: [t, u] is set where u comes after t, directly or not
     component_of: Integers  #: int64[num_tasks]
-    release_us: Integers  #: int64[num_tasks]: no op of the task starts before
+    release_us: Integers  #: int64[num_tasks]: no op of the task starts before this
     headroom_bytes: Integers  #: int64[num_ranks]: what the rank's ops may hold, or NO_LIMIT
     grain_bytes: Integers  #: int64[num_ranks]: what the rank's ops hold is always a multiple of this
     places: Rows  #: one row per rank: its tasks, each after those that come before it
@@ -70,9 +73,9 @@ class Side:
 class MemoryHeadroom:
     """What a memory limit makes each place wait for, seen from one side; `memory_headroom.find_headroom` finds it.
 
-    Row (place, task, source place, source task, a, b, c) of `arcs` says: before micro-batch k of the task starts,
-    ceil((a + b k) / c) micro-batches of the source, but no more than k, are over. The lines (a, b) of `most` and
-    `least` say: before micro-batch k of the place, the rank works at most, and at least, a + b k µs.
+    Each row of `arcs` has the columns PLACE, TASK, SOURCE_PLACE, SOURCE_TASK, A, B, C and says: before micro-batch k of
+    the task starts, ceil((A + B k) / C) micro-batches of the source, but no more than k, have ended. The lines (a, b)
+    of `most` and `least` say: before micro-batch k of the place, the rank works at most, and at least, a + b k µs.
     """
 
     arcs_first: Integers  #: int64[num_tasks + 1]: the arcs of task t are rows `arcs_first[t]` to `arcs_first[t + 1]`
@@ -87,7 +90,7 @@ class MemoryHeadroom:
 class Heads:
     """Lower bounds for every order."""
 
-    heads_us: Integers  #: int64[num_microbatches, num_tasks]: from what heads are counted from to the op's start
+    heads_us: Integers  #: int64[num_microbatches, num_tasks]: from the origin to the op's start
     idle_us: Integers  #: int64[num_microbatches, num_places]: idle time of the rank before the op
 
 
@@ -213,9 +216,9 @@ def _pass_on(heads, counts, durations, order, inputs_first, inputs, arcs_first, 
                 source = inputs[i]
                 head = max(head, heads[k, source] + durations[source] + inputs[i + 1])
             for i in range(arcs_first[task], arcs_first[task + 1]):
-                over = min(-((-arcs[i, 4] - arcs[i, 5] * k) // arcs[i, 6]), k)
+                over = min(-((-arcs[i, A] - arcs[i, B] * k) // arcs[i, C]), k)
                 if over > 0:
-                    source = arcs[i, 3]
+                    source = arcs[i, SOURCE_TASK]
                     head = max(head, heads[over - 1, source] + durations[source])
             heads[k, task] = head
 
@@ -245,9 +248,9 @@ def _wait(heads, idle, ranks, first, values, after, counts, arcs_first, arcs, mo
                     if after[values[other], task]:
                         wait = max(wait, idle[k, other])
                 for i in range(arcs_first[task], arcs_first[task + 1]):
-                    over = min(-((-arcs[i, 4] - arcs[i, 5] * k) // arcs[i, 6]), k)
-                    if arcs[i, 0] == place and over > 0:
-                        wait = max(wait, idle[over - 1, arcs[i, 2]])
+                    over = min(-((-arcs[i, A] - arcs[i, B] * k) // arcs[i, C]), k)
+                    if arcs[i, PLACE] == place and over > 0:
+                        wait = max(wait, idle[over - 1, arcs[i, SOURCE_PLACE]])
                 work = np.inf
                 for p in range(num_prices):
                     work = min(work, most[place, p, 0] + most[place, p, 1] * k)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from rota.search.bounds.heads_tails import Floats, MemoryHeadroom, Side
+from rota.search.bounds.heads_tails import TASK, Floats, MemoryHeadroom, Side
 from rota.search.problem import NO_LIMIT
 
 _MOST_PRICES = 16
@@ -24,8 +24,8 @@ def find_headroom(side: Side) -> MemoryHeadroom:
     places = (side.places.first, side.places.values, side.parents, side.after, side.counts)
     memory = (side.held_bytes, side.needed_bytes, side.headroom_bytes)
     arcs = _memory_arcs(*places, side.component_of, *memory)
-    arcs = arcs[np.argsort(arcs[:, 1], kind="stable")]
-    first = np.searchsorted(arcs[:, 1], np.arange(len(side.counts) + 1)).astype(np.int64)
+    arcs = arcs[np.argsort(arcs[:, TASK], kind="stable")]
+    first = np.searchsorted(arcs[:, TASK], np.arange(len(side.counts) + 1)).astype(np.int64)
     most = _lines(*places, side.component_of, *memory, side.grain_bytes, load, prices)
     least = -_lines(*places, side.component_of, *memory, side.grain_bytes, -load, prices)
     frees = np.zeros(len(most), np.bool_)

@@ -98,7 +98,7 @@ class Certain:
     """What must hold if the end of every node plus its tail is at most `most` ticks.
 
     Attributes:
-        is_impossible: Nothing can hold it.
+        is_impossible: No order satisfies it.
         sure: For tasks c and x of one rank, all nodes of c below `sure[c, x][j]` come before x's j-th node.
         heads: Those of the window, raised.
         tails: Those of the window, raised.
@@ -302,7 +302,7 @@ class Ordering:
         return is_later
 
     def require_end(self, end: cp_model.LinearExprT) -> None:
-        """Requires `end_us` not to be before `end` in ticks; the ticks of ops of no duration do not fill a µs."""
+        """Requires `end_us` not to be before `end` in ticks; extra ticks of zero-length ops never add up to 1 µs."""
         self.model.add(end < (self.end_us + 1) * self.ticks)
 
     def _add_edges(self) -> None:
@@ -332,7 +332,7 @@ class Ordering:
                 self.model.add(sum(kept) + needed <= limit)
 
     def _add_implications(self) -> None:
-        """What comes before an op comes before its task's next op; what an op follows, its next op follows."""
+        """If a precedes b, a precedes b's next op, and a's previous op precedes b."""
         nodes_of, task_of = self.window.nodes_of, self.window.task_of
         for (a, b), literal in self.literals.items():
             if b + 1 in nodes_of[task_of[b]]:

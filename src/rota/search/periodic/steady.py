@@ -45,7 +45,7 @@ _PRECISION = 200  # a gain of less than this part of a period is not worth anoth
 
 @dataclass(frozen=True)
 class Steady:
-    """What starts when in a period that repeats, what it holds, and the plans that it makes.
+    """A repeating period: start times, memory, and the plans made from it.
 
     Attributes:
         placement: Its tasks.
@@ -140,7 +140,7 @@ class Steady:
         """The most that each rank holds at flat starts or in the unrolled plan of so many micro-batches.
 
         A plan's ops start as soon as they can, so earlier than at flat starts, and then what was sent waits longer.
-        With None: in plans that only fill, that have just filled, and that go on for long.
+        With None: in plans that only fill, that have just filled, and that are long.
         """
         if not any(route.num_bytes for route in self.placement.routes):
             return self.peak_bytes
@@ -306,7 +306,7 @@ class _Search:
 
     @property
     def is_proven(self) -> bool:
-        """Reserved memory makes the limits lower than they are: what is not found then proves nothing."""
+        """Whether no shorter period exists. With reserved memory a failed attempt proves nothing; see `_note_none`."""
         return self.best is not None and self.best.period_us <= self.proven_us
 
     def start(self, one_by_one: Rhythm) -> None:
@@ -391,7 +391,9 @@ class _Search:
         if answer.rhythm is None and answer.is_proven:
             self._note_none(period_us)
             return False
-        if answer.rhythm is None and not self.budget.is_over and self.in_flight is None:  # annealing knows no cuts
+        if (
+            answer.rhythm is None and not self.budget.is_over and self.in_flight is None
+        ):  # annealing ignores `in_flight`
             with suppress(Stopped):  # the best so far stays
                 self.take(anneal_offsets(interval, self.budget, self.seed))
         return self.best is not None and self.best.period_us <= period_us

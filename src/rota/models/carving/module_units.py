@@ -23,14 +23,14 @@ _NORMS = (
 
 
 class Interceptor(Protocol):
-    """What gets the calls of a module."""
+    """Gets the calls of a module."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call's result."""
+        """Return the call's result."""
 
 
 def find_units(model: nn.Module, blocks: Collection[str]) -> list[str]:
-    """The paths of all units, in the model's order: blocks, and modules without blocks that have state or draw."""
+    """The paths of all units, in the model's order: blocks, and modules without blocks that have state or dropout."""
 
     def visit(path: str, module: nn.Module) -> Iterator[str]:
         inside = path + "." if path else ""
@@ -56,7 +56,7 @@ def find_units(model: nn.Module, blocks: Collection[str]) -> list[str]:
 
 
 def is_dropout(module: nn.Module) -> bool:
-    """Whether it is one of PyTorch's dropouts, which in evaluation give back what they are given."""
+    """Whether it is one of PyTorch's dropouts, which return their input in evaluation mode."""
     return isinstance(module, _DROPOUTS)
 
 
@@ -80,7 +80,7 @@ def _intercepted(base: type[nn.Module]) -> type[nn.Module]:
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return self._rota_interceptor(self, args, kwargs)
 
-        def __reduce_ex__(self, protocol: Any) -> Any:  # a class made here has no place to be imported from
+        def __reduce_ex__(self, protocol: Any) -> Any:  # a class made here cannot be imported
             del protocol
             return _new, (base,), self.__getstate__()
 

@@ -1,9 +1,9 @@
-"""Running a model's constructor without memory for its large tensors, and with every random number drawn as ever.
+"""Running a model's constructor without memory for its large tensors, but with the same random numbers.
 
-A large tensor that is made here is a meta tensor with a mark. What happens to it is written down in a log, and happens
-on the meta device, so that shapes are right. Random numbers for it are drawn into memory that is freed again: so the
-generator goes on as it would, and its state before is in the log. Where the constructor reads values of such a tensor
-(`.item()`, `if (x > 2).any()`), they are made by the log.
+A large tensor that is made here is a meta tensor with a mark. Operations on it are noted in a log, and run on the meta
+device, so that shapes are right. Its random numbers are drawn into memory that is freed again, so the generator
+advances as usual, and the log has its state from before. If the constructor reads values of such a tensor (`.item()`,
+`if (x > 2).any()`), the log is replayed to make them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _FILLS = frozenset(
 
 @contextmanager
 def deferring(draws: bool) -> Iterator[None]:
-    """Meanwhile large tensors are made without memory."""
+    """Inside the context, large tensors are made without memory."""
     log = Log(draws)
     try:
         with _Recorder(log), _AsOnTheirDevice():
@@ -61,8 +61,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, log: Log) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._log = log
-        self._drawn: WeakSet[Deferred] = WeakSet()  # those whose memory is kept: the last that was drawn,
-        self._read: WeakSet[Deferred] = WeakSet()  # and what was made for the last read
+        self._drawn: WeakSet[Deferred] = WeakSet()  # those whose memory is kept: the one drawn last,
+        self._read: WeakSet[Deferred] = WeakSet()  # and those made for the last read
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -76,7 +76,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (written and not deferred(written[0])) or any(tag in func.tags for tag in _READS_VALUES):
             return func(*self._real(args), **self._real(kwargs))
         if any(tensor.is_meta and not deferred(tensor) for tensor in tensors):
-            raise PipelineError(f"{func} reads a tensor on the meta device, of which nothing is known; {_REMEDY}")
+            raise PipelineError(f"{func} reads a tensor on the meta device whose values are not known; {_REMEDY}")
         if func.overloadpacket == torch.ops.aten.set_:  # it writes no values
             return func(*args, **kwargs)
         call = _Call(func, args, kwargs, written)
@@ -96,7 +96,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- new tensors ----------------------------------------------------------------------------------------------
 
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Without memory if it is large."""
+        """Make a new tensor, without memory if it is large."""
         device = kwargs.get("device") or torch.device("cpu")
         if not takes_device(func) or device == _META:
             return func(*args, **kwargs)
@@ -119,7 +119,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _note(self, call: _Call, made: Any, state: torch.Tensor | None = None) -> None:
-        """Write an operation down, unless it only makes another view."""
+        """Add an operation to the log, unless it only makes another view."""
         outputs = [
             self._log.defer(leaf, call.device) if isinstance(leaf, torch.Tensor) and deferred(leaf) is None else None
             for leaf in tree_flatten(made)[0]
@@ -130,14 +130,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- random numbers -------------------------------------------------------------------------------------------
 
     def _draw(self, call: _Call) -> Any:
-        """Draw as ever, into memory that is soon freed."""
+        """Draw the usual random numbers, into memory that is soon freed."""
         func, args, kwargs = call.func, call.args, call.kwargs
         state: torch.Tensor | None = None
         if not call.is_fill:
             real_args, real_kwargs = self._real((args, kwargs))
             state = generator_of(real_args, real_kwargs).get_state()
             drawn = func(*real_args, **real_kwargs)
-            for tensor in call.written:  # what is kept of it has changed, by what the log is yet to have
+            for tensor in call.written:  # its kept memory is outdated by this operation
                 if (mark := deferred(tensor)) is not None:
                     mark.release()
             try:
@@ -174,7 +174,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def with_values(log: Log, value: Any) -> tuple[Any, WeakSet[Deferred]]:
-    """`value` with all deferred tensors in it replaced by what they are now, and all whose memory that has kept."""
+    """`value` with current values in place of deferred tensors, and the marks whose memory is now kept."""
     leaves, structure = tree_flatten(value)
     marks = [deferred(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
     touched: WeakSet[Deferred] = WeakSet()
@@ -188,7 +188,7 @@ def with_values(log: Log, value: Any) -> tuple[Any, WeakSet[Deferred]]:
 
 
 class _Call:
-    """An operation on its way to the log."""
+    """An operation that may be added to the log."""
 
     def __init__(
         self, func: Any, args: Any, kwargs: dict[str, Any], written: list[torch.Tensor], device: Any = None
@@ -203,11 +203,11 @@ class _Call:
         self.is_random = torch.Tag.nondeterministic_seeded in func.tags
         name = str(func.overloadpacket)
         self.is_fill = name in _FILLS and len(self._tensors) == 1
-        #: Whether it writes all of a storage, whatever was in there.
+        #: Whether it writes all of a storage, regardless of its content.
         self.overwrites = (self.is_fill or name == "aten.copy_") and _covers_its_storage(args[0])
 
     def operation(self, outputs: list[Region | None], state: torch.Tensor | None) -> Operation:
-        """As the log has it. Tensors with memory are copied, since they may change."""
+        """The log's entry. Tensors with memory are copied, since they may change."""
         leaves, structure = tree_flatten((self.args, self.kwargs))
         written = {mark.number for tensor in self.written if (mark := deferred(tensor))}
         read = self._tensors[1:] if self.overwrites else self._tensors
@@ -232,7 +232,7 @@ class _Call:
 
 
 def _scratch(num_bytes: int, device: torch.device) -> torch.UntypedStorage:
-    """Memory that goes back to the system when it is freed: `malloc` would keep it, in pieces."""
+    """Memory that returns to the system when it is freed; `malloc` would keep it in pieces."""
     if device.type != "cpu" or not num_bytes:
         return torch.UntypedStorage(num_bytes, device=device)  # type: ignore[no-untyped-call]
     return torch.frombuffer(mmap(-1, num_bytes), dtype=torch.uint8).untyped_storage()
@@ -257,7 +257,7 @@ def _shape_of(leaf: Any) -> Any:
 
 @final
 class _AsOnTheirDevice(TorchFunctionMode):
-    """Deferred tensors say that they are on the device where they will be, and can be read as lists and arrays."""
+    """Deferred tensors report the device where they will be, and can be read as lists and arrays."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -265,12 +265,12 @@ class _AsOnTheirDevice(TorchFunctionMode):
         if mark is not None and func in _ABOUT_DEVICE:
             return _ABOUT_DEVICE[func](mark.device)
         if mark is not None and func == torch.Tensor.__setitem__ and isinstance(args[2], int | float | complex):
-            # Else the number would become a tensor on the meta device, before anyone sees it.
+            # Otherwise the number would become a tensor on the meta device, and its value would be lost.
             args = *args[:2], torch.tensor(args[2], dtype=args[0].dtype, device=mark.device)
         if mark is not None and func in _READ_WHOLE:
             made = func(*with_values(mark.log, args)[0], **(kwargs or {}))
             if not isinstance(made, list):
-                made.flags.writeable = False  # a write into the array would not be one into the tensor
+                made.flags.writeable = False  # a write into the array would not reach the tensor
             return made
         if func == _SET_DATA and args[0].is_meta is not args[1].is_meta:
             replace(args[0], args[1].detach())

@@ -1,4 +1,4 @@
-"""The shapes of what an absent unit would return: its own forward on Absent arguments, once per signature."""
+"""The shapes of what a unit of another stage returns: its own forward on Absent arguments, once per signature."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from rota.errors import PipelineError
-from rota.models.carving.absent import absent, absent_like, now
+from rota.models.carving.absent import absent, absent_like, thread_state
 from rota.models.carving.recording import Output
 from rota.models.carving.structure import PLAIN, flatten
 from rota.models.randomness import random_state_kept
@@ -46,7 +46,7 @@ class OutputShapes:
         self._known: dict[Any, list[Any]] = {}
 
     def clear(self) -> None:
-        """Forget all, as after a change of device or dtype."""
+        """Forget all shapes, as after a change of device or dtype."""
         self._known.clear()
 
     def find(
@@ -78,34 +78,34 @@ def _run_absent(
     try:
         with _AbsentCopies():
             args, kwargs = copy.deepcopy(call)
-        # In a context of its own, with no hooks: what collects outputs on the side shall not see these.
+        # In a context of its own, without hooks, so that nothing that collects outputs on the side sees these.
         with _without_hooks(module), torch.no_grad(), random_state_kept(module), _only_shapes():
             made = contextvars.Context().run(forward, *args, **kwargs)
         leaves: list[Any] = []
         if flatten(made, leaves) != output.structure:
-            raise PipelineError("another structure")
+            raise PipelineError("a different structure")
     except Exception as error:
         arguments: list[Any] = []
         flatten(call, arguments)
-        return [_alike(module, leaf, arguments, device, error) for leaf in output.leaves]
+        return [_argument_shaped(module, leaf, arguments, device, error) for leaf in output.leaves]
     return [absent_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
-def _alike(module: nn.Module, leaf: Any, arguments: list[Any], device: torch.device, error: Exception) -> Any:
-    """Where its shape depends on numbers (a router of experts): the shape of the argument that had it when recorded."""
+def _argument_shaped(module: nn.Module, leaf: Any, arguments: list[Any], device: torch.device, error: Exception) -> Any:
+    """An Absent like the argument of the same shape in the recording; for a forward that needs values (MoE routers)."""
     if not leaf.is_tensor or leaf.argument is not None:
         return None
-    if leaf.alike is None:
+    if leaf.same_shape_argument is None:
         raise PipelineError(
-            f"what {type(module).__name__} returns has a shape that depends on numbers of another stage: let the stage "
-            "before end with it, or return something of the shape of an argument"
+            f"the shape of what {type(module).__name__} returns depends on values that live on another stage: let the "
+            "stage before end with it, or return something of the shape of an argument"
         ) from error
-    return absent(tuple(arguments[leaf.alike].shape), leaf.dtype, device)
+    return absent(tuple(arguments[leaf.same_shape_argument].shape), leaf.dtype, device)
 
 
 @final
 class _AbsentCopies(TorchFunctionMode):
-    """Within it a deep copy has Absents for tensors."""
+    """Inside the context, deep copies have Absents in place of tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -116,11 +116,11 @@ class _AbsentCopies(TorchFunctionMode):
 
 @contextmanager
 def _only_shapes() -> Iterator[None]:
-    now.only_shapes = True
+    thread_state.only_shapes = True
     try:
         yield
     finally:
-        now.only_shapes = False
+        thread_state.only_shapes = False
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Cutting: which calls are whose, what each stage receives, sends and owns, and why a cut is refused."""
+"""What each stage of a recorded forward runs, receives, sends and owns, and why a cut is refused."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ CUT_ELSEWHERE = "cut elsewhere, so that both are on one stage"
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """What one stage does of a recorded forward."""
+    """The part of a recorded forward that one stage does."""
 
     begin: int  # its first call of a unit
     end: int  # the first call of the next stage
-    needed: tuple[Returned, ...]  # of earlier stages
+    needed: tuple[Returned, ...]  # values of earlier stages
     sent: dict[int, tuple[Returned, ...]]  # by target
     owned: frozenset[str]  # names of parameters and buffers
-    inputs: frozenset[str]  # whose numbers it reads
+    inputs: frozenset[str]  # names of those whose values it reads
 
 
 @dataclass(frozen=True, slots=True)
 class Cutting:
-    """A recorded forward in stages."""
+    """A recorded forward, cut into stages."""
 
     recording: Recording
     parts: tuple[StagePart, ...]
@@ -35,7 +35,7 @@ class Cutting:
         return next(stage for stage, part in enumerate(self.parts) if call < part.end)
 
     def value_name(self, value: Returned) -> str:
-        """How a value is called that crosses a cut: by its module, and by its place in what that returns."""
+        """The name of a value that crosses a cut: its module, and its place in what the module returned."""
         recording = self.recording
         name = recording.call_name(value.call) + (f".{value.inner}" if value.inner else "")
         if value.nth:
@@ -44,7 +44,7 @@ class Cutting:
 
 
 def output_of(recording: Recording, value: Returned) -> Output:
-    """What the module returned that the value is a leaf of."""
+    """The output that contains the value."""
     if value.inner:
         return recording.inner_outputs[value.call, value.inner, value.nth]
     return recording.outputs[value.call]
@@ -53,10 +53,10 @@ def output_of(recording: Recording, value: Returned) -> Output:
 def cut_recording(
     recording: Recording, starts: Sequence[int], names: Collection[str], *, relay: bool = True
 ) -> Cutting:
-    """Stages that begin at these calls, in order. `names`: of all the model's parameters and buffers.
+    """Cut into stages that begin at these calls, in order. `names`: those of all parameters and buffers of the model.
 
-    `relay`: what a stage needs from one that is not right before it passes through those between, so that the stages
-    are a chain; otherwise it travels directly.
+    `relay`: values from non-adjacent stages are passed on by those in between, so that the stages are a chain;
+    otherwise they are sent directly.
     """
     num_calls = len(recording.calls)
     begins, ends = [0, *starts], [*starts, num_calls]
@@ -99,18 +99,21 @@ def cut_recording(
 
 
 def _reads(recording: Recording, begin: int, end: int, is_last: bool) -> int:
-    """What a stage reads: its units, the looks of code that it runs as all do up to its end, the model's result."""
+    """What a stage reads: in its units, in the model's result if it is the last, and in code between units.
+
+    The latter are values inspected by code between units, which every stage runs up to its own end.
+    """
     found = recording.result if is_last else 0
     for call in range(begin, end):
         found |= recording.reads[call]
-    for look in recording.looks:
-        if is_last or look.before <= end:
-            found |= look.seen
+    for inspection in recording.inspections:
+        if is_last or inspection.before <= end:
+            found |= inspection.seen
     return found
 
 
 def _add_writes(recording: Recording, reads: list[int], ranges: list[range]) -> None:
-    """Where a stage has a tensor that code between units writes into, it needs what is written too."""
+    """If a stage has a tensor that code between units writes into, it also needs what is written."""
     for stage, calls in enumerate(ranges):
         changed = True
         while changed:
@@ -130,7 +133,7 @@ def _has(label: object, reads: int, recording: Recording, calls: range) -> bool:
 
 
 def _with_whole_inner(recording: Recording, labels: int) -> int:
-    """With all that an inner module returned, where any of it is read: hooks get the whole of it."""
+    """Add all that an inner module returned if any of it is read, since hooks get the whole output."""
     bits = {one: 1 << bit for bit, one in enumerate(recording.labels) if isinstance(one, Returned) and one.inner}
     wanted = {(one.call, one.inner, one.nth) for one in recording.in_set(labels) if one in bits}
     for one, bit in bits.items():
@@ -154,8 +157,8 @@ def _refuse(recording: Recording, reads: list[int], ranges: list[range]) -> None
                 )
             if isinstance(one, FromModel) and any(_writes_into(recording, one, w.target) for w in recording.writes):
                 raise SplitError(
-                    f"the forward writes into {one.name} between modules, which each stage would do: do it in the "
-                    "forward of a module that may be on one stage"
+                    f"the forward writes into {one.name} between modules, which every stage would repeat: do it "
+                    "in the forward of a module that is on one stage"
                 )
 
 
@@ -166,7 +169,7 @@ def _writes_into(recording: Recording, label: FromModel, target: int) -> bool:
 
 
 def _home(recording: Recording, name: str, ranges: list[range]) -> int:
-    """The stage of what nothing reads: that of the first call of the unit that it is in, else the last."""
+    """The stage that owns a parameter nothing reads: that of its unit's first call, else the last stage."""
     for call, unit in enumerate(recording.calls):
         if name.startswith(recording.units[unit] + "."):
             return next(stage for stage, calls in enumerate(ranges) if call in calls)
