@@ -109,7 +109,6 @@ class Inspection(NamedTuple):
 
     before: int
     seen: LabelSet
-    place: str
 
 
 @dataclass(slots=True)
@@ -124,7 +123,7 @@ class Recording:
     inner_outputs: dict[tuple[int, str, int], Output] = field(default_factory=dict)  # by call, inner path, nth time
     writes: list[Write] = field(default_factory=list)
     inspections: list[Inspection] = field(default_factory=list)
-    mutated: LabelSet = 0
+    mutated: LabelSet = 0  # of all that was written into
     result: LabelSet = 0  # of what the model returned
     result_objects: list[tuple[int, LabelSet]] = field(default_factory=list)  # leaves that are objects with tensors
     training: bool = True
@@ -270,7 +269,7 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _is_certain(func, args, self._draws):
             return 0
         if needs_numbers(func) and found:
-            self.recording.inspections.append(Inspection(before, found, f"{name_of(func)} at {place_now()}"))
+            self.recording.inspections.append(Inspection(before, found))
         return found
 
     def _write(self, written: Tensor, found: LabelSet) -> None:
