@@ -32,7 +32,7 @@ class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves_of((args, kwargs))):
             args, kwargs = mapped(_shape_of, args), mapped(_shape_of, kwargs)
-            if func is GROUPED_MM:  # its meta kernel accepts only what the GPU's does
+            if func is GROUPED_MM:  # its meta kernel accepts only bfloat16
                 return func(*mapped(_as_bfloat16, args), **mapped(_as_bfloat16, kwargs)).to(args[0].dtype)
             return func(*args, **kwargs)
         return func(*mapped(_on_cpu, args), **mapped(_on_cpu, kwargs))
