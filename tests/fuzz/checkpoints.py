@@ -414,7 +414,7 @@ def _act(action: str, folder: Path) -> int | None:
     """The command's exit code, None where it refuses."""
     output = str(folder / "model.safetensors") if action == "export" else None
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
-        ended = verdicts.tried(lambda: ACTIONS[action](Namespace(folder=str(folder), output=output)))
+        ended = verdicts.tried(lambda: ACTIONS[action](Namespace(folder=str(folder), output=output, config=None)))
     for line in (out.getvalue() + err.getvalue()).splitlines():
         assert line.isprintable(), f"not printable: {line!r}"
     return ended

@@ -5,7 +5,7 @@ later call of `_overlaid` hides what is there. `delays.Overruns` divides an over
 
 To add one: add it to `Cause` and to `DESCRIPTIONS`; find it in `idle_time`, or in `delays` if ops upstream cause it;
 give it a phrase in `explanation._describe` and a color in `rota.drawing.looks`; define it in `docs/idle.md` and in
-`cause_at` of `tests/accounting/test_accounting.py`. The columns of `explanation` have room for nine letters.
+`cause_at` of `tests/accounting/test_accounting.py`. The columns of `explanation` have room for eight letters.
 """
 
 from __future__ import annotations

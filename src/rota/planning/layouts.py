@@ -15,7 +15,7 @@ from rota.planning.machine import Machine
 Shape = Literal["chain", "interleaved", "wave", "bidirectional"]
 Recompute = Literal["none", "all", "all but the last"]
 
-_STAGES_A_RANK = (2, 3, 4, 6, 8)  # besides one; more cost transfers and gain little
+_STAGES_PER_RANK = (2, 3, 4, 6, 8)  # in addition to 1; more of them cost transfers and gain little
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def _shapes(
     yield "chain", 1
     if num_ranks == 1 or not is_chain:
         return
-    for count in _STAGES_A_RANK:
+    for count in _STAGES_PER_RANK:
         if num_ranks * count <= num_layers:
             yield "interleaved", count
             if count % 2 == 0:

@@ -117,9 +117,9 @@ def profile_model(
         PipelineError: As in `profile_layers`, and for a batch with another number of rows.
     """
     sizes = sorted({*rows})
-    stages, names = _layers(model, sizes, make_batch, cuts, device)
-    _refuse(stages, device)
     how = HowTo(repeats, None if device is None else device_named(device), optimizer)
+    stages, names = _layers(model, sizes, make_batch, cuts)
+    _refuse(stages, device)
     where = place_name(stages, how.device)
     identity = identity_of(stages, loss_fn, optimizer) | {"device": where}
     cached = ProfileCache.of(cache, f"{_class_name(model)}-{where}", identity, refresh)
@@ -146,7 +146,6 @@ def _layers(
     sizes: list[int],
     make_batch: Callable[[int], tuple[Any, Any]],
     cuts: Iterable[str] | None,
-    device: str | None,
 ) -> tuple[Stages, tuple[str, ...]]:
     """The model cut wherever it can be cut, and the names of these cuts; a batch shows where an unmodified one can."""
     if isinstance(model, Stages):
@@ -154,7 +153,7 @@ def _layers(
     if is_marked(model) or not sizes:
         return finest(model)
     example, _ = make_batch(sizes[0])
-    if device is None:
+    if not any(parameter.is_meta for parameter in model.parameters()):
         return finest(model, example, cuts)
     known = KnownNumbers()
     with known:

@@ -96,7 +96,7 @@ class MicrobatchInputs:
         refuse_writes_to_shared(batch.wanted)
 
     def given(self, batch: Batch) -> dict[str, list[str]]:
-        """What is read here, as text for comparison: by input, for each micro-batch; "" if it is not read."""
+        """What is read here, as text to show and compare: by input, for each micro-batch; "" if it is not read."""
         found: dict[str, list[str]] = {}
         for stage, microbatches in self._reading.items():
             for m in microbatches[:1] if batch.alike else microbatches:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rota.errors import PipelineError
-from rota.models.carving.operations import is_shape_only, leaves_of, mapped
+from rota.models.carving.operations import is_shape_only, leaves_of, mapped, run_on_meta
 from rota.models.tracer import user_place
 from rota.torch_internals import WITHOUT_TORCH_FUNCTION, name_of, written_arguments
 
@@ -88,7 +88,7 @@ class Absent(Tensor):
         if kwargs.get("device") is not None:
             device, kwargs["device"] = kwargs["device"], torch.device("meta")
         try:
-            made = func(*mapped(_shape_of, args), **mapped(_shape_of, kwargs))
+            made = run_on_meta(func, mapped(_shape_of, args), mapped(_shape_of, kwargs))
         except (RuntimeError, NotImplementedError) as error:
             raise PipelineError(
                 f"{name_of(func)} at {place_now()} reads the values of a tensor of another stage, {_NEEDS_VALUES}"

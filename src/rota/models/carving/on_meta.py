@@ -11,8 +11,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from rota.models.carving.operations import leaves_of, mapped
-from rota.torch_internals import GROUPED_MM, TorchDispatchMode
+from rota.models.carving.operations import leaves_of, mapped, run_on_meta
+from rota.torch_internals import TorchDispatchMode
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
@@ -32,9 +32,7 @@ class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves_of((args, kwargs))):
             args, kwargs = mapped(_shape_of, args), mapped(_shape_of, kwargs)
-            if func is GROUPED_MM:  # its meta kernel accepts only what the GPU's does
-                return func(*mapped(_as_bfloat16, args), **mapped(_as_bfloat16, kwargs)).to(args[0].dtype)
-            return func(*args, **kwargs)
+            return run_on_meta(func, args, kwargs)
         return func(*mapped(_on_cpu, args), **mapped(_on_cpu, kwargs))
 
 
@@ -46,7 +44,3 @@ def _shape_of(leaf: Any) -> Any:
 
 def _on_cpu(leaf: Any) -> Any:
     return _CPU if leaf == _META and isinstance(leaf, torch.device) else leaf
-
-
-def _as_bfloat16(leaf: Any) -> Any:
-    return leaf.to(torch.bfloat16) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

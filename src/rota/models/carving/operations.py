@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rota.torch_internals import address_of, name_of
+from rota.torch_internals import GROUPED_MM, address_of, name_of
 
 _SHAPE_ONLY = frozenset(
     f"{prefix}_{what}" if prefix == "new" else f"{what}_{prefix}"
@@ -62,3 +62,14 @@ def mapped(change: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, dict):
         return {key: mapped(change, item) for key, item in value.items()}
     return change(value)
+
+
+def run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
+    """The operation on meta tensors."""
+    if func is GROUPED_MM:  # its meta kernel accepts only bfloat16
+        return func(*mapped(_as_bfloat16, args), **mapped(_as_bfloat16, kwargs)).to(args[0].dtype)
+    return func(*args, **kwargs)
+
+
+def _as_bfloat16(leaf: Any) -> Any:
+    return leaf.to(torch.bfloat16) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from rota.errors import SplitError
-from rota.models.carving.absent import absent, place_now
+from rota.models.carving.absent import place_now
 from rota.models.carving.copies import copy_sharing
 from rota.models.carving.module_units import find_units, intercept, is_dropout
 from rota.models.carving.on_meta import OnMeta, is_on_meta
@@ -109,7 +109,6 @@ class Inspection(NamedTuple):
 
     before: int
     seen: LabelSet
-    place: str
 
 
 @dataclass(slots=True)
@@ -124,7 +123,7 @@ class Recording:
     inner_outputs: dict[tuple[int, str, int], Output] = field(default_factory=dict)  # by call, inner path, nth time
     writes: list[Write] = field(default_factory=list)
     inspections: list[Inspection] = field(default_factory=list)
-    mutated: LabelSet = 0
+    mutated: LabelSet = 0  # of all that was written into
     result: LabelSet = 0  # of what the model returned
     result_objects: list[int] = field(default_factory=list)  # its leaves that are objects with tensors that units made
     training: bool = True
@@ -150,14 +149,8 @@ def record(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, Any]) -
     shapes alone; if inputs are on a real device, values computed from them alone keep their data.
     """
     recording = Recording(find_units(model, blocks), training=model.training)
-    replaced = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
-    given: list[Any] = []
-    flatten(dict(inputs), given)
-    device = next((leaf.device for leaf in given if isinstance(leaf, Tensor) and not leaf.is_meta), None)
-    if device is not None:
-        held = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_meta]
-        replaced |= {id(tensor): absent(tuple(tensor.shape), tensor.dtype, device) for tensor in held}
-    copied = copy_sharing(model, replaced)
+    buffers = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
+    copied = copy_sharing(model, buffers)
     flow = _Flow(recording)
     for name, tensor in [*copied.named_parameters(), *copied.named_buffers()]:
         flow.label(tensor, FromModel(name))
@@ -270,7 +263,7 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _is_certain(func, args, self._draws):
             return 0
         if needs_numbers(func) and found:
-            self.recording.inspections.append(Inspection(before, found, f"{name_of(func)} at {place_now()}"))
+            self.recording.inspections.append(Inspection(before, found))
         return found
 
     def _write(self, written: Tensor, found: LabelSet) -> None:

@@ -37,11 +37,8 @@ class Run:
         self.sent: dict[Returned, Any] = {}
         self.nth: dict[str, int] = {}  # calls of inner modules of the unit that runs
         self.mode: tuple[Any, ...] = ()  # what shapes depend on besides arguments
-        self.last: tuple[OutputShapes | None, list[Any], list[Any]] = (
-            None,
-            [],
-            [],
-        )  # used last: for which unit and arguments, and what
+        #: The kind of the last absent unit, its arguments, and the Absents that it returned.
+        self.last: tuple[OutputShapes | None, list[Any], list[Any]] = None, [], []
 
     def begin(self, received: dict[Returned, Any], device: torch.device) -> None:
         """Begin a forward."""

@@ -17,10 +17,10 @@ class StagePart:
 
     begin: int  # its first call of a unit
     end: int  # the first call of the next stage
-    needed: tuple[Returned, ...]  # values of earlier stages
+    needed: tuple[Returned, ...]  # values of earlier stages that it reads
     sent: dict[int, tuple[Returned, ...]]  # by target
     owned: frozenset[str]  # names of parameters and buffers
-    inputs: frozenset[str]  # names of those whose values it reads
+    inputs: frozenset[str]  # names of inputs whose values it reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,6 @@ class Cutting:
 
     recording: Recording
     parts: tuple[StagePart, ...]
-
-    def stage_of(self, call: int) -> int:
-        """The stage that runs a call."""
-        return next(stage for stage, part in enumerate(self.parts) if call < part.end)
 
     def value_name(self, value: Returned) -> str:
         """The name of a value that crosses a cut: its module, and its place in what the module returned."""
