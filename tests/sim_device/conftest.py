@@ -1,17 +1,15 @@
-"""PyTorch looks up the simulated device's module as `torch.sim`, which other tests must not meet."""
+"""`torch.manual_seed` seeds the simulated device too, in these tests alone."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
-import torch
 
-import support.sim_device  # noqa: F401 - registers it
-
-_MODULE = torch.sim  # type: ignore[attr-defined]
-del torch.sim  # type: ignore[attr-defined]
+from support.sim_device.tensors import BACKEND
 
 
 @pytest.fixture(autouse=True)
-def device_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.sim` is there during each test of this folder."""
-    monkeypatch.setattr(torch, "sim", _MODULE, raising=False)
+def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See `BACKEND`."""
+    monkeypatch.setattr(BACKEND, "_is_in_bad_fork", partial(bool, False))
