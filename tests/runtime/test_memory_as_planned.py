@@ -53,7 +53,8 @@ def plan_for(schedule: str, num_ranks: int) -> Plan:
 
 
 def watched(_: int, stages: Stages, plan: Plan) -> tuple[int, int, list[Op]]:
-    batch = torch.randn(2, NUM_MICROBATCHES * ROWS, WIDTH, dtype=torch.float64).unbind()
+    generator = torch.Generator().manual_seed(0)  # the same batch on all ranks
+    batch = torch.randn(2, NUM_MICROBATCHES * ROWS, WIDTH, dtype=torch.float64, generator=generator).unbind()
     with Pipeline(stages, plan, loss_fn) as pipeline:
         pipeline.step(*batch)
         for parameter in pipeline.parameters():
