@@ -206,7 +206,7 @@ _MOMENTS: dict[str, Callable[[Pipeline, nn.Module, Callable[[], Any]], None]] = 
     "forward": _in_third_forward,
     "backward": _in_third_backward,
     "loss": _in_loss,
-    "losses": lambda pipeline, stage, act: setattr(pipeline, "_mean_loss", act),
+    "losses": lambda pipeline, stage, act: setattr(pipeline, "_loss_of", act),
     "reduction": _in_reduction,
     "clip": _in("clip_grad_norm_"),
     "write": _in_write,

@@ -114,7 +114,7 @@ def test_rank_whose_messages_nobody_takes_names_the_transfer_and_the_peer(tmp_pa
     ("never", "waited"),
     [
         ("step", "the other ranks to reach the same step"),
-        ("_mean_loss", "the other ranks' losses"),
+        ("_loss_of", "the other ranks' losses"),
         ("clip_grad_norm_", "the other ranks' norms"),
         ("timeline", "the other ranks' timelines"),
     ],

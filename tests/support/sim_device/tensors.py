@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -268,9 +268,8 @@ class _Backend:
     def device_count(self) -> int:
         return 1
 
-    #: While this returns True, `torch.manual_seed` leaves the device out: seeding runs Python code, which tests of
-    #: other rooms must not meet. The tests of this device replace it.
-    _is_in_bad_fork = partial(bool, True)
+    def _is_in_bad_fork(self) -> bool:
+        return False
 
     def manual_seed_all(self, seed: int) -> None:
         """Called by `torch.manual_seed`, also where no device is active."""
@@ -295,8 +294,7 @@ class _Backend:
         current_device().synchronize()
 
 
-BACKEND = _Backend()
-_setup_privateuseone_for_python_backend("sim", BACKEND)
+_setup_privateuseone_for_python_backend("sim", _Backend())
 _library = torch.library.Library("aten", "IMPL")
 _autocast = autocast.install()
 
