@@ -114,7 +114,6 @@ def test_rank_whose_messages_nobody_takes_names_the_transfer_and_the_peer(tmp_pa
     ("never", "waited"),
     [
         ("step", "the other ranks to reach the same step"),
-        ("_loss_of", "the other ranks' losses"),
         ("clip_grad_norm_", "the other ranks' norms"),
         ("timeline", "the other ranks' timelines"),
     ],
@@ -128,6 +127,18 @@ def test_rank_that_never_does_what_the_others_do(tmp_path: Path, never: str, wai
         "rank 1 is outside of the pipeline's calls (test_watchdog.py:",
         " in sleep_long) for ",
         f"rank 2 waits for {waited} for ",
+    )
+
+
+def test_rank_that_hangs_before_the_losses(tmp_path: Path) -> None:
+    """It is still inside of the step, so it is the one that makes no progress."""
+    ended = run_fresh(tmp_path, NUM_RANKS, do_all_unless_rank_1, stages_with(Layer(), 1), plan_for(), "_loss_of")
+    assert_one_report(
+        ended,
+        "all ranks end: rank 1 makes no progress",
+        "rank 0 waits for the other ranks' losses for ",
+        "rank 2 waits for the other ranks' losses for ",
+        "(test_watchdog.py:",
     )
 
 
