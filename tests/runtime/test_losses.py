@@ -99,6 +99,7 @@ def _loss_of_the_output_alone(rank: int) -> float:
     x, target = batch_of(2 * N)
     with Pipeline(stages, plan_for(2), lambda output: output.square().mean()) as pipeline:
         loss = pipeline.step(x)
+        assert not pipeline.reads_targets
         with pytest.raises(PipelineError, match="loss_fn takes the output alone"):
             pipeline.step(x, target)
         assert pipeline.evaluate(x) == pytest.approx(loss, rel=1e-12)

@@ -99,12 +99,6 @@ class Candidate:
         return self.request.profiles[self.layout.rows]
 
     @property
-    def has_equal_layers(self) -> bool:
-        """Whether the stages' numbers of layers differ by at most one."""
-        sizes = [b - a for a, b in pairwise(self.boundaries)]
-        return max(sizes) - min(sizes) <= 1
-
-    @property
     def usage(self) -> Usage:
         """How a training script uses the plan: its cuts, rows per micro-batch, replicas and layers per stage."""
         num_layers = tuple(b - a for a, b in pairwise(self.boundaries))

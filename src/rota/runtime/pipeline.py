@@ -189,8 +189,8 @@ class Pipeline:
 
     @property
     def reads_targets(self) -> bool:
-        """Whether this rank has the last stage, and so needs targets; other ranks may give None."""
-        return self._inputs.reads_targets
+        """Whether this rank has the last stage, whose loss takes targets; other ranks may give None."""
+        return self._takes_target and self._inputs.reads_targets
 
     def sampler(
         self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
