@@ -82,7 +82,7 @@ def launch(
     check(plan)
     if not Path(script).is_file():
         raise PipelineError(f"no script {script!r}; give the path of a Python file")
-    command = ("-u", "-P", "-m", worker, script, *arguments)  # -P: the folder must not shadow what torch imports
+    command = ("-P", "-m", worker, script, *arguments)  # -P: the folder must not shadow what torch imports
     with run_folder("rota-run-") as folder:
         of_ranks = {
             **(environment or {}),

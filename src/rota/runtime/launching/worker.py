@@ -5,6 +5,7 @@ python -m rota.runtime.launching.worker SCRIPT [ARGUMENT …]
 
 from __future__ import annotations
 
+import io
 import os
 import runpy
 import signal
@@ -21,6 +22,7 @@ from rota.runtime.process_group import meet_by_environment
 def main() -> None:
     """Run the script of `sys.argv` as `__main__`, and report its error to the supervisor."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends a rank at once, even inside a wait
+    _write_whole_lines()
     end_with_parent(control.connect())
     meet_by_environment()
     script, *arguments = sys.argv[1:]
@@ -41,6 +43,13 @@ def main() -> None:
     if os.getpid() != rank:
         # The script forked this process. Only the rank may clean up its threads and connections.
         _end(0)
+
+
+def _write_whole_lines() -> None:
+    """Write each line in one piece, so that lines of different ranks do not mix, and at once."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _show(error: BaseException, script: str) -> int:
