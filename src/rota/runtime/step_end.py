@@ -125,7 +125,8 @@ class StepEnd:
     def _hand_over_later(self, call: Call, execution: Execution[Compute], batch: Batch, number: int) -> StepHandle:
         """Nothing waits for the device."""
         device, are_means = self._device, self._counts.are_means
-        assert is_queued(device) and are_means is not None
+        assert is_queued(device)
+        assert are_means is not None
         totals = self._totals(execution, batch)
         refuse_scales = self._settle(call, execution, None if are_means else totals.count, LATER)
         ended = device.record(device.stream(COMPUTE))
