@@ -95,9 +95,9 @@ def step_seed() -> Iterator[int]:
         torch.set_rng_state(random_state)
 
 
-def seed_op(seed: int, stage: int, microbatch: int) -> None:
+def op_seed(seed: int, stage: int, microbatch: int) -> int:
     """What an op draws depends on step, stage and micro-batch, not on the order or the rank: R draws what F drew."""
-    torch.default_generator.manual_seed(hash((seed, stage, microbatch)) % 2**63)
+    return hash((seed, stage, microbatch)) % 2**63
 
 
 class RunsOps(Protocol):
@@ -201,7 +201,7 @@ class Compute:
 
     def _forward(self, op: Op, received: list[Any], buffers: dict[str, torch.Tensor] | None = None) -> list[Any]:
         stage, _, m = op
-        seed_op(self._seed, stage % self._num_stages, m)
+        self._device.seed(op_seed(self._seed, stage % self._num_stages, m))
         batch = self._batch
         versions = self._versions_of_shared(stage, m)
         with collect_losses() as added:

@@ -1,0 +1,94 @@
+"""Pipelines on simulated devices: the unsplit model's values, no race, and no wait of the host inside a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from rota import Plan
+from rota.schedules import FAMILIES, Family
+from runtime import test_inference, test_random_orders, test_spmd
+from runtime.gradients import test_recompute_training, test_split_backward_training
+from runtime.reducing import test_replicas, test_shared_weights
+from support.device_orders import family_plans
+from support.networks import assert_equal_steps, batch_of, chain, pipeline_steps, serial_step
+from support.pool import Pool
+from support.sim_device.pool import SimPool
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture
+def sim_pool(pool: Pool) -> SimPool:
+    return SimPool(pool)
+
+
+def plans_of(family: Family, num_ranks: int) -> list[Plan]:
+    return [*family_plans([family], [num_ranks])][:2]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_every_family(sim_pool: SimPool, family: Family, num_ranks: int) -> None:
+    for plan in plans_of(family, num_ranks):
+        num_stages = plan.num_stages
+        batches = [batch_of(plan.num_microbatches, seed) for seed in (1, 2)]
+        by_rank = sim_pool.run(num_ranks, pipeline_steps, chain(num_stages), plan, batches)
+        for step, batch in enumerate(batches):
+            results = [of_rank[step] for of_rank in by_rank]
+            for result in results:
+                result.gradients = {(stage % num_stages, name): g for (stage, name), g in result.gradients.items()}
+            serial = serial_step(chain(num_stages), *batch)
+            if not test_random_orders.trains(plan):
+                serial.gradients.clear()
+            assert_equal_steps(results, serial)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_random_orders_of_graphs_and_shared_stages(sim_pool: SimPool, num_ranks: int) -> None:
+    test_random_orders.run_and_compare(sim_pool, num_ranks, range(12))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", test_shared_weights.TIED)
+def test_tied_weights(sim_pool: SimPool, case: str) -> None:
+    test_shared_weights.test_tied(sim_pool, case)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", test_shared_weights.STREAMS)
+def test_both_directions(sim_pool: SimPool, case: str) -> None:
+    test_shared_weights.test_two_streams(sim_pool, case)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        test_shared_weights.test_gradients_of_earlier_steps_are_summed_once,
+        test_shared_weights.test_frozen_ties_stay_without_gradients,
+        test_recompute_training.test_split_backwards_and_some_stages,
+        test_recompute_training.test_beside_stages_that_the_plan_recomputes,
+        test_split_backward_training.test_a_checkpointed_block_is_recomputed_once_a_microbatch,
+        test_split_backward_training.test_recomputation_repeats_dropout_and_leaves_buffers,
+        test_replicas.test_odd_parameters,
+        test_replicas.test_evaluation_of_replicas,
+        test_replicas.test_dropout_differs_between_replicas_and_is_one_on_all_parts,
+    ],
+    ids=lambda test: test.__name__,
+)
+def test_as_on_the_cpu(sim_pool: SimPool, test: Callable[[SimPool], None]) -> None:
+    test(sim_pool)
+
+
+@pytest.mark.parametrize(("pp", "dp"), [(1, 2), (2, 2)])
+def test_replicas_that_accumulate(sim_pool: SimPool, pp: int, dp: int) -> None:
+    test_replicas.test_gradients_add_up_over_steps_with_and_without_sync(sim_pool, pp, dp)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", test_spmd.CASES)
+def test_stages_on_several_ranks(sim_pool: SimPool, case: str) -> None:
+    test_spmd.test_stages_on_several_ranks(sim_pool, case, False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["V", "K"])
+def test_evaluation(sim_pool: SimPool, name: str) -> None:
+    test_inference.test_batch_norm(sim_pool, name, True)  # type: ignore[arg-type]
