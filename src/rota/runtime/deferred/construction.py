@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from rota.errors import PipelineError
 from rota.runtime.deferred.log import Deferred, Log, Operation, Region, deferred, generator_of
-from rota.runtime.deferred.replacing import replace
+from rota.models.replacing import replace
 from rota.torch_internals import (
     TorchDispatchMode,
     takes_device,
