@@ -13,9 +13,9 @@ import torch
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.models.carving.absent import Absent
+from rota.models.replacing import replace
 from rota.runtime.deferred.construction import deferring
 from rota.runtime.deferred.log import Log, Region, deferred
-from rota.models.replacing import replace
 
 __all__ = ["deferred_init", "materialize"]
 
