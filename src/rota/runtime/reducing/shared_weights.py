@@ -139,20 +139,21 @@ class SharedWeights:
 
     @property
     def tied_ranks(self) -> list[tuple[int, ...]]:
-        """The ranks of each tie, in the order of their sums, which is the same on all ranks."""
-        return [*self._tied]
+        """The ranks of this rank's ties, each once, in the order of their sums, which is the same on all ranks."""
+        return [*dict.fromkeys(tuple(sorted(ranks)) for ranks in self._tied)]
 
     def enqueue_sum(
         self, ranks: tuple[int, ...], device: QueuedDevice, stream: Any, absent: AbsentGradients
     ) -> tuple[Mark, Mark]:
-        """Sum this step's gradients of a tie on `stream`; returns the marks before and behind it. Collective."""
+        """Sum this step's gradients of the ties of `ranks` on `stream`; returns the marks around it. Collective."""
         with device.use(stream):
             begun = device.mark()
-            for same in by_dtype(self._tied[ranks]).values():
-                flat = packed(same)
-                with collective("summing the gradients of tied weights"):
-                    dist.all_reduce(flat, group=self._groups_on_device[ranks])
-                absent.unpack(flat, same)
+            for tie in (tie for tie in self._tied if tuple(sorted(tie)) == ranks):
+                for same in by_dtype(self._tied[tie]).values():
+                    flat = packed(same)
+                    with collective("summing the gradients of tied weights"):
+                        dist.all_reduce(flat, group=self._groups_on_device[tie])
+                    absent.unpack(flat, same)
             return begun, device.mark()
 
     def finish(self, sync: bool = True, *, is_summed: bool = False) -> None:
