@@ -93,7 +93,7 @@ class SharedWeights:
         for weight in (weight for weight in shared if rank in weight.ranks):
             parameter = stages[weight.stage].get_parameter(weight.name)
             with collective("making shared weights equal"), torch.no_grad():
-                value = parameter.detach().clone(memory_format=torch.contiguous_format)
+                value = parameter.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
                 source = sorted(weight.ranks).index(weight.ranks[0])
                 dist.broadcast(value, group_src=source, group=self._groups[weight.ranks])
                 parameter.copy_(value)
