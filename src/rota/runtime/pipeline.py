@@ -141,7 +141,7 @@ class Pipeline:
                 #: The stages on this rank.
                 self.local_stages = {stage: stages[stage] for stage in plan.placement.stages_on(self.rank)}
                 self._device = device_of(stages, plan.placement.stages_on(self.rank), otherwise)
-                self._processes.open_on_device(self._device.backend)
+                self._processes.open_on_device(self._device.backend, self.device)
                 self._gradients = GradientSync(stages, plan, shared, self._processes, ddp_groups, self._device)
                 self._teardown.callback(self._gradients.close)
                 self._transport = Transport(self._processes.pipeline, self._processes.everyone)
