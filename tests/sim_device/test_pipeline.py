@@ -21,7 +21,7 @@ pytestmark = pytest.mark.dist
 
 @pytest.fixture
 def sim_pool(pool: Pool) -> SimPool:
-    return SimPool(pool, ("losses.py",))
+    return SimPool(pool)
 
 
 def plans_of(family: Family, num_ranks: int) -> list[Plan]:
