@@ -352,6 +352,7 @@ class Pipeline:
         """Run the execution's plan once. `scale`: as `step` was given it."""
         execution.awaited = "the other ranks to reach the same step"
         self._watchdog.last = lambda: f"{execution.last()} in step {self._num_steps}"
+        self._watchdog.num_reached = execution.num_reached
         sync, trains = call is not Call.STEP_WITHOUT_SYNC, execution.trains
         try:
             with step_seed(self._device) as seed, self._watchdog.watching(execution.doing):
