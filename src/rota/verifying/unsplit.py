@@ -22,7 +22,7 @@ from rota.runtime.microbatches import num_examples, shares_of, to_microbatches, 
 from rota.runtime.step_losses import loss_of_parts
 from rota.verifying.apart import in_dtype
 
-_CPU = HostDevice()
+_READ_AT_ONCE = HostDevice()
 
 
 class Part(NamedTuple):
@@ -125,14 +125,14 @@ class Unsplit:
     def _run(self, part: Part, found: _Losses) -> list[torch.Tensor]:
         with collect_losses() as added:  # around the backward too: checkpointed blocks add theirs again in it
             output = call(self.module, part.inputs)
-            returned, loss = loss_of(self._loss_fn, output, part.targets, _CPU)
+            returned, loss = loss_of(self._loss_fn, output, part.targets, _READ_AT_ONCE)
             if loss.count is not None and not found.losses:
                 found.per_count = 2.0 ** -round(math.log2(max(loss.count, 1)))
             root = returned.reshape(()) * (part.share if loss.count is None else found.per_count)
             for each in added.losses:
                 root = root + each.value.reshape(()) * found.weight(each.count, part.share)
             found.losses.append(loss)
-            found.added.append([Weighed(number_in(each.value, _CPU), each.count) for each in added.losses])
+            found.added.append([Weighed(number_in(each.value, _READ_AT_ONCE), each.count) for each in added.losses])
             if root.requires_grad:
                 torch.autograd.backward(root)
         return [tensor.detach() for tensor in tensors_in(output)]
