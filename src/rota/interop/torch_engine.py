@@ -185,7 +185,7 @@ class TorchEngine:
         self._num_steps += 1
         for module in self._modules:
             module.step = step
-        with step_seed() as step.seed, self._watchdog.watching(self._doing):
+        with step_seed(HostDevice()) as step.seed, self._watchdog.watching(self._doing):
             self._run_step(step, sync)
             loss = self._mean_loss(batch, step.losses)
         self.losses, self.outputs = step.losses, step.outputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -22,7 +22,7 @@ from rota.runtime.microbatches import num_examples, shares_of, to_microbatches, 
 from rota.runtime.step_losses import loss_of_parts
 from rota.verifying.apart import in_dtype
 
-_CPU = HostDevice()
+_READ_AT_ONCE = HostDevice()
 
 
 class Part(NamedTuple):
@@ -53,16 +53,28 @@ class GivenBatch(NamedTuple):
 
     def in_dtype(self, dtype: torch.dtype | None) -> GivenBatch:
         """The same batch with floating-point numbers in `dtype`, unless it is None."""
-        return GivenBatch(*(over_tensors(lambda tensor: in_dtype(tensor, dtype), plain(each)) for each in self))
+        return self._changed(lambda tensor: in_dtype(tensor, dtype))
+
+    def on(self, device: torch.device) -> GivenBatch:
+        """The same batch on `device`."""
+        return self._changed(lambda tensor: tensor.to(device))
+
+    def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> GivenBatch:
+        return GivenBatch(*(over_tensors(change, plain(each)) for each in self))
+
+
+_CPU = torch.device("cpu")
 
 
 @final
 class Unsplit:
-    """A copy of `model` on the CPU, in `dtype`, or in its own dtype if that is None."""
+    """A copy of `model` on `device`, in `dtype`, or in its own dtype if that is None."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype | None, loss_fn: LossFn) -> None:
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype | None, loss_fn: LossFn, device: torch.device = _CPU
+    ) -> None:
         named = [*model.named_parameters(), *model.named_buffers()]
-        memo = {id(tensor): _fresh(tensor, dtype) for _, tensor in named}  # one per tensor, so ties stay
+        memo = {id(tensor): _fresh(tensor, dtype, device) for _, tensor in named}  # one per tensor, so ties stay
         self.module: nn.Module = copy.deepcopy(model, memo)
         self._empty = {name for name, tensor in named if tensor.is_meta}
         self._loss_fn = loss_fn
@@ -113,14 +125,14 @@ class Unsplit:
     def _run(self, part: Part, found: _Losses) -> list[torch.Tensor]:
         with collect_losses() as added:  # around the backward too: checkpointed blocks add theirs again in it
             output = call(self.module, part.inputs)
-            returned, loss = loss_of(self._loss_fn, output, part.targets, _CPU)
+            returned, loss = loss_of(self._loss_fn, output, part.targets, _READ_AT_ONCE)
             if loss.count is not None and not found.losses:
                 found.per_count = 2.0 ** -round(math.log2(max(loss.count, 1)))
             root = returned.reshape(()) * (part.share if loss.count is None else found.per_count)
             for each in added.losses:
                 root = root + each.value.reshape(()) * found.weight(each.count, part.share)
             found.losses.append(loss)
-            found.added.append([Weighed(number_in(each.value, _CPU), each.count) for each in added.losses])
+            found.added.append([Weighed(number_in(each.value, _READ_AT_ONCE), each.count) for each in added.losses])
             if root.requires_grad:
                 torch.autograd.backward(root)
         return [tensor.detach() for tensor in tensors_in(output)]
@@ -146,9 +158,9 @@ class _Losses:
         return share if count is None else count * self.per_count
 
 
-def _fresh(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A copy on the CPU; without values if the tensor has none."""
-    data = torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().to("cpu", copy=True)
+def _fresh(tensor: torch.Tensor, dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
+    """A copy on `device`; without values if the tensor has none."""
+    data = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device, copy=True)
     data = in_dtype(data, dtype)
     return nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
 

@@ -86,14 +86,15 @@ class SharedWeights:
         #: All ranks' groups for tensors of the device, in one order.
         self._groups_on_device = self._groups
         if device.backend != "gloo":
-            self._groups_on_device = {of: processes.of_ranks(of, device.backend) for of in together_on}
+            on = device.torch_device
+            self._groups_on_device = {of: processes.of_ranks(of, device.backend, on) for of in together_on}
         self._tied: dict[tuple[int, ...], list[nn.Parameter]] = {}
         #: Parameters that are counted on another rank.
         self.counted_elsewhere: set[nn.Parameter] = set()
         for weight in (weight for weight in shared if rank in weight.ranks):
             parameter = stages[weight.stage].get_parameter(weight.name)
             with collective("making shared weights equal"), torch.no_grad():
-                value = parameter.detach().clone(memory_format=torch.contiguous_format)
+                value = parameter.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
                 source = sorted(weight.ranks).index(weight.ranks[0])
                 dist.broadcast(value, group_src=source, group=self._groups[weight.ranks])
                 parameter.copy_(value)
