@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rota import Pipeline
-from rota.runtime.messages import over_tensors
+from support.moved import on_cpu
 from support.pool import Pool
 
 
@@ -73,18 +73,3 @@ def pipelines_on_sim(waits: list[str]) -> Iterator[None]:
         yield
     finally:
         Pipeline.__init__, Pipeline.step = init, step  # type: ignore[method-assign]
-
-
-def on_cpu(value: Any) -> Any:
-    """The value with all tensors on the CPU; looks into objects with attributes, too."""
-    if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor | type):
-        for name, attribute in vars(value).items():
-            setattr(value, name, on_cpu(attribute))
-        return value
-    if isinstance(value, list):
-        return [*map(on_cpu, value)]
-    if isinstance(value, tuple) and not hasattr(value, "_make"):
-        return tuple(map(on_cpu, value))
-    if isinstance(value, dict):
-        return {key: on_cpu(item) for key, item in value.items()}
-    return over_tensors(lambda tensor: tensor.detach().cpu(), value)
