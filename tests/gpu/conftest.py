@@ -1,7 +1,7 @@
 """Tests that need accelerators, run by `make test-gpu`. They write what they have seen to benchmarks/gpu/result.json.
 
 ROTA_GPU_TESTS=1       what `make test-gpu` sets
-ROTA_GPU_TESTS=cpu     the same tests on the CPU with Gloo, small, to try the tests themselves; those for CUDA are skipped
+ROTA_GPU_TESTS=cpu     the same on the CPU with Gloo, small, to try the tests themselves; what is for CUDA is skipped
 ROTA_GPU_RESULT=FILE   where the result goes
 """
 

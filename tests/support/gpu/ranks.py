@@ -9,7 +9,8 @@ import pickle
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -56,11 +57,12 @@ def run_ranks(
     context = multiprocessing.get_context("spawn")
     files = [folder / f"stderr{rank}" for rank in range(num_ranks)]
     processes, pipes = [], []
+    payload = pickle.dumps((job, args))  # read once the rank has its environment: the job imports torch
     started = monotonic()
     for rank, meeting in enumerate(meeting_environments(str(folder), num_ranks)):
         ours, theirs = context.Pipe(duplex=False)
         with patch.dict(os.environ, {**meeting, "ROTA_DEVICE": device_type, **(environment or {})}):
-            given = (rank, theirs, files[rank], device_group, job, args)
+            given = (rank, theirs, files[rank], device_group, payload)
             process = context.Process(target=_child, args=given, name=f"rank {rank}", daemon=True)
             process.start()
         theirs.close()
@@ -78,25 +80,31 @@ def _await(
     results: dict[int, Any] = {}
     ended: dict[int, float] = {}
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
-    while not awaited <= ended.keys() and monotonic() < deadline:
-        sentinels = [process.sentinel for rank, process in enumerate(processes) if rank not in ended]
-        for ready in wait([*sentinels, *open_pipes], max(deadline - monotonic(), 0)):
-            if ready in open_pipes:
-                rank = open_pipes.pop(ready)  # type: ignore[arg-type]
-                try:
-                    results[rank] = pickle.loads(ready.recv_bytes())  # type: ignore[union-attr]
-                except EOFError:
-                    continue
-        for rank, process in enumerate(processes):
-            if not process.is_alive():
-                ended.setdefault(rank, monotonic())
-    for rank, process in enumerate(processes):
-        if rank not in ended:
-            os.kill(process.pid, signal.SIGUSR1)  # prints the stacks
-            process.join(1)
-        process.kill()
-        process.join()
+    try:
+        while not awaited <= ended.keys() and monotonic() < deadline:
+            sentinels = [process.sentinel for rank, process in enumerate(processes) if rank not in ended]
+            for ready in wait([*sentinels, *open_pipes], max(deadline - monotonic(), 0)):
+                if ready in open_pipes:
+                    rank = open_pipes.pop(ready)  # type: ignore[arg-type]
+                    with suppress(EOFError):
+                        results[rank] = pickle.loads(ready.recv_bytes())  # type: ignore[union-attr]
+            for rank, process in enumerate(processes):
+                if not process.is_alive():
+                    ended.setdefault(rank, monotonic())
+        _print_stacks(process for rank, process in enumerate(processes) if rank not in ended)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
     return results, ended
+
+
+def _print_stacks(left: Iterable[Any]) -> None:
+    """Of ranks that have not ended, to their stderr."""
+    for process in left:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGUSR1)
+        process.join(1)
 
 
 def _ended(rank: int, process: Any, file: Path, result: Any, started: float, ended: dict[int, float]) -> Ended:
@@ -140,26 +148,25 @@ def moved(rank: int, device: Any, function: Callable[..., Any], *args: Any) -> A
         return on_cpu(function(rank, *args))
 
 
-def _child(
-    rank: int, pipe: Connection, file: Path, device_group: bool, job: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+def _child(rank: int, pipe: Connection, file: Path, device_group: bool, payload: bytes) -> None:
     os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     faulthandler.register(signal.SIGUSR1)
-    import torch
-    import torch.distributed as dist
-
-    import rota
-    from rota.runtime.device.local import group_backend
-    from rota.runtime.process_group import join, meet_by_environment
-
-    torch.set_num_threads(1)
     try:
+        import torch
+        import torch.distributed as dist
+
+        import rota
+        from rota.runtime.device.local import group_backend
+        from rota.runtime.process_group import join, meet_by_environment
+
+        torch.set_num_threads(1)
         device = rota.local_device()
         if device_group:
             meet_by_environment()
             dist.init_process_group(group_backend())
         else:
             join()
+        job, args = pickle.loads(payload)
         pipe.send_bytes(pickle.dumps(job(rank, device, *args)))
         dist.destroy_process_group()
     except BaseException:
