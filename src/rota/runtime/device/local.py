@@ -89,11 +89,13 @@ def group_backend() -> str:
 
 
 def _accelerators() -> tuple[str, int]:
-    """Their type and number; ("cpu", 0) without any."""
+    """Their type and number; ("cpu", 0) if there are none that process groups know (Apple's MPS is such a one)."""
     if not torch.accelerator.is_available():
         return CPU, 0
     current = torch.accelerator.current_accelerator()
     assert current is not None
+    if current.type not in dist.Backend.default_device_backend_map:
+        return CPU, 0
     return current.type, torch.accelerator.device_count()
 
 
