@@ -84,10 +84,13 @@ def group_backend() -> str:
 
     It is known before the tensors are. The communicator of an accelerator is made when the first one comes.
     """
-    there, _ = _accelerators()
-    if there == CPU or os.environ.get(_GIVEN) == CPU:
-        return "gloo"
-    return f"cpu:gloo,{there}:{dist.get_default_backend_for_device(there)}"
+    kind = local_device_type()
+    return "gloo" if kind == CPU else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
+
+
+def local_device_type() -> str:
+    """The type of `local_device`, without making it the current one."""
+    return device_type(os.environ.get(_GIVEN, AUTO), int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def _accelerators() -> tuple[str, int]:
