@@ -47,6 +47,7 @@ def sim_pool(pool: Pool) -> SimPool:
         test_added_losses.test_counts_must_fit_the_loss,
         test_nonfinite_loss.test_replicas_and_streams_name_the_rank,
         test_step_handles.test_all_ranks_wait_or_none,
+        test_step_handles.test_forwards_alone,
         test_step_handles.test_all_ranks_stop_alike,
         test_step_handles.test_handles_tell_what_steps_would_have_raised,
     ],
