@@ -20,20 +20,19 @@ def reports(rank: int) -> tuple[list[str], list[int]]:
     from support.sim_device.pool import pipelines_on_sim
 
     said, reached = [], []
-    with SimDevice(f"rank {rank}").active(), pipelines_on_sim([]):
-        with Pipeline(chain(2), PLAN, loss_fn) as pipeline:
-            pipeline.step(*batch_of(4))
-            execution, device = pipeline._training, pipeline._device
-            handle = pipeline.step(*batch_of(4), wait=False)
-            behind = sorted(execution._behind.items())
-            for num_done in (len(behind), 9, 4, 1):
-                done = {id(mark) for _, mark in behind[:num_done]}
-                device.is_done = lambda mark, done=done: id(mark) in done  # type: ignore[attr-defined, misc]
-                doing = execution.doing([])
-                said.append(f"{'waits' if doing.waits else 'busy'}: {doing.words}")
-                reached.append(execution.num_reached())
-            del device.is_done  # type: ignore[attr-defined]
-            handle.wait()
+    with SimDevice(f"rank {rank}").active(), pipelines_on_sim([]), Pipeline(chain(2), PLAN, loss_fn) as pipeline:
+        pipeline.step(*batch_of(4))
+        execution, device = pipeline._training, pipeline._device
+        handle = pipeline.step(*batch_of(4), wait=False)
+        behind = sorted(execution._behind.items())
+        for num_done in (len(behind), 9, 4, 1):
+            done = {id(mark) for _, mark in behind[:num_done]}
+            device.is_done = lambda mark, done=done: id(mark) in done  # type: ignore[attr-defined, misc]
+            doing = execution.doing([])
+            said.append(f"{'waits' if doing.waits else 'busy'}: {doing.words}")
+            reached.append(execution.num_reached())
+        del device.is_done  # type: ignore[attr-defined]
+        handle.wait()
     return said, reached
 
 
