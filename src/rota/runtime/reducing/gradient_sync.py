@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, final
 
 import torch
-import torch
 import torch.distributed as dist
 from torch import nn
 
