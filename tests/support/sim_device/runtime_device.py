@@ -45,6 +45,9 @@ class SimRuntimeDevice:
     def stream(self, name: str) -> Stream:
         return self.hardware.default if name == COMPUTE else self.hardware.stream(name)
 
+    def current(self) -> Stream:
+        return self.hardware.current_stream
+
     def use(self, stream: Stream) -> AbstractContextManager[object]:
         return self.hardware.use(stream)
 

@@ -56,6 +56,10 @@ class StreamDevice:
             self._streams[name] = torch.Stream(self.torch_device)
         return self._streams[name]
 
+    def current(self) -> torch.Stream:
+        """Of this thread."""
+        return torch.accelerator.current_stream(self.torch_device)
+
     def use(self, stream: torch.Stream) -> AbstractContextManager[object]:
         """A stream is a context manager of its own."""
         return stream
