@@ -21,7 +21,10 @@ _NCCL_REMEDY = (
     "run again with NCCL_DEBUG=WARN, and with NCCL_P2P_DISABLE=1: if that helps, the way between the devices is at "
     "fault (IOMMU, PCIe ACS, virtual machine), see NCCL's troubleshooting page; else look at /dev/shm and the driver"
 )
-_HOST_REMEDY = "see above for the ranks' output; run again with a longer --timeout if the machine is busy"
+_HOST_REMEDY = (
+    "see above for the ranks' output; run again with a longer --timeout if the machine is busy; if a rank was killed, the "
+    "kernel's log (dmesg) tells whether memory ran out"
+)
 
 
 def judge_ranks(section: Section, of_ranks: Sequence[dict[str, Any]]) -> None:
@@ -116,8 +119,8 @@ def _judge_alike(section: Section, connected: Interconnect, pairs: list[_Measure
 
 
 _SLOW_REMEDY = (
-    "see whether variables above keep NCCL off it; look at peer access, `nvidia-smi topo -m` and `nvidia-smi nvlink -s`; "
-    "NCCL_DEBUG=INFO tells the way that messages take"
+    "see whether variables above keep NCCL off it; look at peer access, `nvidia-smi topo -m` and `nvidia-smi nvlink "
+    "-s`; NCCL_DEBUG=INFO tells the way that messages take"
 )
 
 
@@ -179,7 +182,8 @@ def judge_case(section: Section, outcome: Outcome) -> dict[str, Any]:
         verdict = "ok"
         step = time_text(round(result["step_ns"] / 1000))
         exact = "to the last bit" if not difference else f"within {difference:.0e}"
-        section.ok(about, f"the unsplit model's gradients {exact}; a step takes {step}, {size}")
+        what = "loss and gradients" if result["trains"] else "loss"
+        section.ok(about, f"{what} as of the unsplit model, {exact}; a step takes {step}, {size}")
     fields = {**case.to_fields(), "message_bytes": case.message_bytes, "verdict": verdict, "error": outcome.error}
     known = {"difference": difference if math.isfinite(difference) else None, "step_ns": result.get("step_ns")}
     return {**fields, **known}

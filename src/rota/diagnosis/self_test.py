@@ -102,8 +102,9 @@ def run_case(case: Case, device: torch.device, timeout_s: float) -> dict[str, An
     """Run some steps, and compare loss and gradients of each with those of the unsplit model. Collective.
 
     Returns:
-        On all ranks the largest relative `difference` of a loss or gradient (inf: one is missing), the fastest step's
-        time on the slowest rank, `step_ns`, and the most files and sockets that a rank had open, `open_files`.
+        On all ranks: whether the plan `trains`, the largest relative `difference` of a loss or gradient (inf: one is
+        missing), the fastest step's time on the slowest rank, `step_ns`, and the most files and sockets that a rank
+        had open, `open_files`.
     """
     plan = case.plan()
     modules = _modules(plan.num_stages)
@@ -130,8 +131,8 @@ def run_case(case: Case, device: torch.device, timeout_s: float) -> dict[str, An
                 largest = max(largest, _difference(pipeline, unsplit))
         open_files = num_open_files()
     of_ranks = all_gather_json([largest, min(times), open_files])
-    names = "difference", "step_ns", "open_files"
-    return {name: max(values) for name, values in zip(names, zip(*of_ranks, strict=True), strict=True)}
+    difference, step_ns, most_files = (max(values) for values in zip(*of_ranks, strict=True))
+    return {"trains": trains, "difference": difference, "step_ns": step_ns, "open_files": most_files}
 
 
 def _modules(num_stages: int) -> list[nn.Module]:
