@@ -17,6 +17,7 @@ from rota.diagnosis.rank import Step
 from rota.diagnosis.sessions import Outcome
 
 GB = 10**9
+_look = nvidia_smi.look
 
 
 @dataclass
@@ -52,7 +53,7 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
         monkeypatch.setattr(accelerators, "look_apart", accelerators.look)
         monkeypatch.setattr(nvidia_smi.shutil, "which", lambda _: "/usr/bin/nvidia-smi")
-        monkeypatch.setattr(nvidia_smi, "look", lambda look=nvidia_smi.look: look(self.run))
+        monkeypatch.setattr(nvidia_smi, "look", lambda: _look(self.run))
 
     def run(self, command: Sequence[str], **_: Any) -> subprocess.CompletedProcess[str]:
         """As `subprocess.run` of nvidia-smi."""
@@ -155,7 +156,7 @@ class FakeRanks:
         return {
             "ranks": [*pair],
             "backend": "nccl",
-            "sizes": [*sizes],
+            "message_bytes": [*sizes],
             "one_way_ns": times,
             "intact": pair not in self.changed,
         }

@@ -88,18 +88,14 @@ class _Machine:
             found.append(accelerators.judge(self.accelerators, self.driver, self.num_ranks, os.environ))
         return found
 
-    def reason_against_ranks(self) -> str:
+    def reason_against_ranks(self, sections: Sequence[Section]) -> str:
         """Why no ranks can be started; "" if they can."""
         if self.software.torch is None:
             return "there is no PyTorch"
-        if self.host.system != "linux" or self.host.loopback_error or self.host.pidfd_error:
-            return "`rota run` cannot start ranks on this host, see above"
-        if self.num_devices and self.num_ranks > self.num_devices:
-            return f"there are {self.num_devices} devices for {self.num_ranks} ranks"
-        if self.accelerators is not None and any(
-            device.error for device in self.accelerators.devices[: self.num_ranks]
-        ):
-            return "a device cannot be used, see above"
+        needed = ("host",) if self.kind == "cpu" else ("host", "accelerators")
+        for finding in joined(sections):
+            if finding.section in needed and finding.level == "problem":
+                return f"first solve the problem above: {finding.section}, {finding.about}"
         return ""
 
     def connection(self, one: int, other: int) -> Interconnect:
@@ -117,7 +113,7 @@ def examine(wanted: Wanted) -> Report:
     machine = _Machine(wanted.num_ranks)
     facts: dict[str, Any] = {}
     sections = machine.sections(facts)
-    if reason := machine.reason_against_ranks():
+    if reason := machine.reason_against_ranks(sections):
         section = Section("ranks")
         section.skipped("links, clocks, self-test", reason)
         return Report(joined([*sections, section]), facts | _no_measurements())

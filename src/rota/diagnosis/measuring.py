@@ -64,8 +64,8 @@ def links(device: torch.device, sizes: Sequence[int], ended: Callable[[str], Non
         ended: Called with the name of each pair that was measured.
 
     Returns:
-        On all ranks, for each pair: its `ranks`, the `one_way_ns` of each of the `sizes`, and whether random content
-        came back `intact`.
+        On all ranks, for each pair: its `ranks`, the `backend`, the `one_way_ns` of each of the `message_bytes`, and
+        whether random content came back `intact`.
     """
     backend = dist.get_default_backend_for_device(device)
     mine: dict[str, Any] = {}
@@ -80,7 +80,7 @@ def links(device: torch.device, sizes: Sequence[int], ended: Callable[[str], Non
     found = []
     for a, b in pairs:
         starter, other = of_ranks[a][f"{a}-{b}"], of_ranks[b][f"{a}-{b}"]
-        of_pair = {"ranks": [a, b], "backend": backend, "sizes": [*sizes]}
+        of_pair = {"ranks": [a, b], "backend": backend, "message_bytes": [*sizes]}
         found.append({**of_pair, **starter, "intact": starter["intact"] and other["intact"]})
     return found
 
