@@ -164,6 +164,13 @@ def test_devices_are_found_by_uuid_where_nvidia_smi_counts_otherwise(examined: E
     assert names[0, 1] == names[0, 2] == "PCIe 5.0 x16, through one PCIe switch"
 
 
+def test_of_many_ranks_neighbours_alone_are_measured(examined: Examined) -> None:
+    assert len(examined(FakeCuda(number=16)).facts["links"]) == 120
+    report = examined(FakeCuda(number=17))
+    assert [link["ranks"] for link in report.facts["links"]] == [*([r, r + 1] for r in range(16)), [0, 16]]
+    assert about(report, "other pairs").level == "skipped"
+
+
 def test_clocks(examined: Examined) -> None:
     assert about(examined(FakeCuda(2)), "clock").text == (
         "all ranks share one; asked by messages, they see offsets of up to 3.0 µs, which vary by 9.0 µs"

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 
 from rota.diagnosis import measuring
 from rota.diagnosis.rank import Options, Step
-from rota.diagnosis.self_test import TOLERANCE, Case, full_cases, quick_cases, run_case
+from rota.diagnosis.self_test import TOLERANCE, Case, full_cases, merged, quick_cases, run_case
 from rota.diagnosis.sessions import run_steps
 from support.pool import Pool
 
@@ -87,8 +88,11 @@ def without_gradients(rank: int, case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.dist
-def test_gradients_that_are_missing_are_found_on_all_ranks(pool: Pool) -> None:
-    assert [found["difference"] for found in pool.run(2, without_gradients, Case("1f1b", 2, 4))] == [math.inf] * 2
+def test_gradients_that_are_missing_are_found(pool: Pool) -> None:
+    of_ranks = pool.run(2, without_gradients, Case("1f1b", 2, 4))
+    assert [found["difference"] for found in of_ranks] == [of_ranks[0]["difference"], math.inf]
+    assert of_ranks[0]["difference"] <= TOLERANCE
+    assert merged(of_ranks)["difference"] == math.inf
 
 
 # --- measurements -----------------------------------------------------------------------------------------------------
@@ -130,8 +134,6 @@ def test_bytes_that_change_on_the_way_are_found(pool: Pool) -> None:
 
 
 def clocks_of(rank: int, ahead_ns: int) -> dict[str, Any]:
-    import time
-
     right = time.monotonic_ns
     if rank == 1:
         time.monotonic_ns = lambda: right() + ahead_ns
@@ -180,7 +182,7 @@ def test_a_step_that_fails_is_told_and_the_others_are_done_by_new_processes(capf
         Step("links", "messages of less than nothing", (-1,)),
         Step("case", str(case), case=case.to_fields()),
     ]
-    ranks, links, run = run_steps(2, "cpu", steps, 30.0, 120.0)
+    ranks, links, run = run_steps(2, "cpu", steps, 30.0, time.monotonic() + 120)
     assert (len(ranks.result), ranks.error) == (2, "")
     assert links.result is None
     assert links.error.startswith("rank ")
@@ -194,11 +196,11 @@ def test_a_step_that_fails_is_told_and_the_others_are_done_by_new_processes(capf
 @pytest.mark.dist
 def test_after_two_failures_no_more_is_tried_and_late_steps_are_not_begun() -> None:
     bad = Step("links", "messages of less than nothing", (-1,))
-    outcomes = run_steps(2, "cpu", [bad, bad, bad], 30.0, 120.0)
+    outcomes = run_steps(2, "cpu", [bad, bad, bad], 30.0, time.monotonic() + 120)
     assert [outcome.was_begun for outcome in outcomes] == [True, True, False]
     assert outcomes[2].error == "not tried after these failures"
-    (late,) = run_steps(2, "cpu", [Step("ranks", "the ranks")], 30.0, 1e-6)
-    assert (late.was_begun, late.error) == (False, "not begun within 1e-06 s")
+    (late,) = run_steps(2, "cpu", [Step("ranks", "the ranks")], 30.0, time.monotonic())
+    assert (late.was_begun, late.error) == (False, "no time was left for it")
 
 
 def _processes_of(doctor: int) -> dict[str, int]:

@@ -123,10 +123,11 @@ def examine(wanted: Wanted) -> Report:
     targets = [(machine.kind, machine.num_ranks)]
     if machine.kind != "cpu" and machine.num_ranks == 1:
         targets.append(("cpu", 2))  # on one device there are no messages
+    deadline_s = _deadline_s(wanted)
     for kind, num_ranks in targets:
         work, outcomes = _work(kind, num_ranks, wanted, machine.host.available_bytes)
         for size, steps in work.items():
-            outcomes += run_steps(size, kind, steps, wanted.timeout_s, _limit_s(wanted))
+            outcomes += run_steps(size, kind, steps, wanted.timeout_s, deadline_s)
         connection = machine.connection if kind == machine.kind else _on_host
         sections += _judged(outcomes, kind, num_ranks, connection, machine.host.max_files, facts)
     if not wanted.self_test:
@@ -147,7 +148,7 @@ def examine_launched(wanted: Wanted) -> Report | None:
     work, outcomes = _work(machine.kind, num_ranks, wanted, machine.host.available_bytes)
     steps = work[num_ranks]
     results: dict[int, Any] = {}
-    options = Options(steps, machine.kind, wanted.timeout_s, time.monotonic() + _limit_s(wanted))
+    options = Options(steps, machine.kind, wanted.timeout_s, _deadline_s(wanted))
     do_steps(options, lambda number, result: results.update({number: result}), say)
     if os.environ["RANK"] != "0":
         return None
@@ -155,7 +156,7 @@ def examine_launched(wanted: Wanted) -> Report | None:
     sections = machine.sections(facts)
     facts |= _no_measurements()
     outcomes += [
-        Outcome(step, results[i], was_begun=True) if i in results else Outcome(step, error="no time was left")
+        Outcome(step, results[i], was_begun=True) if i in results else Outcome(step, error="no time was left for it")
         for i, step in enumerate(steps)
     ]
     hosts = [rank["host"] for rank in results.get(0, [])]
@@ -173,8 +174,8 @@ def _no_measurements() -> dict[str, Any]:
     return {"ranks": [], "links": [], "clocks": [], "self_test": []}
 
 
-def _limit_s(wanted: Wanted) -> float:
-    return _FULL_S if wanted.full else _QUICK_S
+def _deadline_s(wanted: Wanted) -> float:
+    return time.monotonic() + (_FULL_S if wanted.full else _QUICK_S)
 
 
 def _on_host(_: int, __: int) -> Interconnect:
@@ -246,7 +247,7 @@ def _judged(
             case "case":
                 facts["self_test"].append({"on": kind, **judging.judge_case(tests, outcome)})
             case "links" if not outcome.error:
-                of_links = judging.judge_links(links, outcome.result, connection, on_host)
+                of_links = judging.judge_links(links, outcome.result, num_ranks, connection, on_host)
                 facts["links"] += [{"on": kind, **link} for link in of_links]
             case "clocks" if not outcome.error:
                 judging.judge_clocks(links, outcome.result)

@@ -55,13 +55,18 @@ class _Measured(NamedTuple):
 
 
 def judge_links(
-    section: Section, links: Sequence[dict[str, Any]], connection: Callable[[int, int], Interconnect], on_host: bool
+    section: Section,
+    links: Sequence[dict[str, Any]],
+    num_ranks: int,
+    connection: Callable[[int, int], Interconnect],
+    on_host: bool,
 ) -> list[dict[str, Any]]:
     """Which pairs are slower than their interconnect, or than others like them.
 
     Args:
         section: Gets the findings.
         links: As `measuring.links` returns them.
+        num_ranks: The number of ranks.
         connection: The interconnect of two ranks.
         on_host: Whether messages are in the memory of the host.
 
@@ -83,6 +88,8 @@ def judge_links(
             section.problem(measured.name, text, "check memory and cables" if on_host else _NCCL_REMEDY)
     for connected, pairs in alike.items():
         _judge_alike(section, connected, pairs)
+    if (left_out := math.comb(num_ranks, 2) - len(links)) > 0:
+        section.skipped("other pairs", f"{left_out} pairs that are not neighbours: these would take minutes")
     return facts
 
 

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from rota.diagnosis import measuring
-from rota.diagnosis.self_test import Case, run_case
+from rota.diagnosis.self_test import Case, merged, run_case
 from rota.errors import LostRankError, RotaError
 from rota.runtime import control
 from rota.runtime.faults.watchdog import PATIENT, Watchdog
-from rota.runtime.json_messages import broadcast_json
+from rota.runtime.json_messages import all_gather_json, broadcast_json
 from rota.runtime.orphans import end_with_parent
 from rota.runtime.process_group import join, leave
 
@@ -71,8 +71,9 @@ def do_steps(options: Options, tell: Tell, say: Callable[[str], None]) -> None:
     try:
         device = measuring.own_device(options.kind)
         for number, step in enumerate(options.steps):
-            if not broadcast_json(time.monotonic() < options.deadline_s):
-                return
+            with watchdog.watching("the other ranks to begin the next step"):
+                if not broadcast_json(time.monotonic() < options.deadline_s):
+                    return
             if is_first:
                 say(step.about)
                 tell(number, None)
@@ -91,8 +92,9 @@ def do_steps(options: Options, tell: Tell, say: Callable[[str], None]) -> None:
 def _done(step: Step, device: torch.device, timeout_s: float, watchdog: Watchdog) -> Any:
     if step.do == "case":
         assert step.case is not None
-        with watchdog.watching("the other ranks to run the self-test", PATIENT):  # a Pipeline has its own watchdog
-            return run_case(Case(**step.case), device, timeout_s)
+        mine = run_case(Case(**step.case), device, timeout_s)  # its Pipeline has a watchdog, which knows more
+        with watchdog.watching("the other ranks to end the self-test", PATIENT):
+            return merged(all_gather_json(mine))
     with watchdog.watching(f"the other ranks: {step.about}"):
         match step.do:
             case "links":
