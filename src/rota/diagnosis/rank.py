@@ -27,6 +27,7 @@ from rota.runtime.json_messages import all_gather_json, broadcast_json
 from rota.runtime.orphans import end_with_parent
 from rota.runtime.process_group import join, leave
 
+_LOST = ("closed by peer", "reset by peer", "Broken pipe")  # Gloo, when another rank has ended
 OPTIONS, RESULTS, ERROR = "options.json", "results.jsonl", "error.rank"
 
 
@@ -119,7 +120,7 @@ def main(folder: str) -> None:
         words = str(error) if isinstance(error, RotaError) else f"{type(error).__name__}: {error}"
         if not isinstance(error, RotaError):
             traceback.print_exc()
-        is_lost = isinstance(error, LostRankError)
+        is_lost = isinstance(error, LostRankError) or any(sign in str(error) for sign in _LOST)
         if not is_lost:
             Path(folder, f"{ERROR}{os.environ.get('RANK', '0')}").write_text(words)
         control.report("lost" if is_lost else "fails", words)

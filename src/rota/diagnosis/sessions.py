@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -100,9 +101,8 @@ def _results(folder: str) -> list[Any]:
 
 
 def _reason(folder: str, failed: str) -> str:
-    """What the first rank with an error of its own says, else how it ended."""
-    for path in sorted(Path(folder).glob(f"{ERROR}*")):
-        words = path.read_text().strip()
-        if words:
-            return f"rank {path.name.removeprefix(ERROR)}: {words}"
-    return failed
+    """What the rank that failed first says, else how it ended."""
+    first = re.match(r"rank (\d+) ", failed)
+    path = Path(folder, f"{ERROR}{first[1] if first else ''}")
+    words = path.read_text().strip() if first and path.exists() else ""
+    return f"rank {first[1]}: {words}" if first and words else failed
