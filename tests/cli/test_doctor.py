@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from diagnosis.fakes import FakeCuda, FakeRanks
 from rota.cli import main
 from support import ROOT
+from support.fake_machines import FakeCuda, FakeRanks
 from support.json_schema import violations
 
 SCHEMA = json.loads((ROOT / "docs/doctor.schema.json").read_text())
@@ -69,6 +69,15 @@ def test_under_torchrun() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("self-test, on the CPU") == 1  # the first rank alone prints
     assert "ok       dualpipe, 2 ranks" in done.stdout
+
+
+def test_where_torch_is_not_installed() -> None:
+    """Nothing of the command or the room needs it."""
+    code = "import sys; sys.modules['torch'] = None; from rota.cli import main; sys.exit(main(['doctor']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"problem +PyTorch +it cannot be imported", done.stdout)
+    assert re.search(r"skipped +links, clocks, self-test +there is no PyTorch", done.stdout)
 
 
 def test_exit_codes_follow_from_problems(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from diagnosis.fakes import GB, FakeCuda, FakeRanks
-from rota.diagnosis import Finding, Report, Wanted, accelerators, examine, software
+from rota.diagnosis import Finding, Report, Wanted, accelerators, examine, host, nvidia_smi, software
 from rota.diagnosis.accelerators import Accelerators
 from support import ROOT
+from support.fake_machines import GB, FakeCuda, FakeRanks
 from support.json_schema import violations
 
 SCHEMA = json.loads((ROOT / "docs/doctor.schema.json").read_text())
@@ -221,10 +222,6 @@ def test_a_full_examination_runs_every_schedule_and_size(examined: Examined) -> 
 
 
 def test_cases_that_do_not_fit_into_memory_are_skipped(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dataclasses import replace
-
-    from rota.diagnosis import host
-
     here = host.look()
     monkeypatch.setattr(host, "look", lambda: replace(here, available_bytes=GB))
     report = examined(FakeCuda(number=2), full=True)
@@ -246,14 +243,8 @@ def test_a_driver_that_pytorch_cannot_use(examined: Examined, monkeypatch: pytes
     words = "CUDA initialization: The NVIDIA driver on your system is too old (found version 11040)."
     FakeCuda().install(monkeypatch)
     monkeypatch.setattr(accelerators, "look", lambda: Accelerators("cpu", error=words))
-    found = accelerators.judge(accelerators.look(), software_driver(), 2, {}).findings
+    found = accelerators.judge(accelerators.look(), nvidia_smi.look(), 2, {}).findings
     assert (found[0].level, found[0].text) == ("problem", f"PyTorch sees none: {words}")
-
-
-def software_driver() -> Any:
-    from rota.diagnosis import nvidia_smi
-
-    return nvidia_smi.look()
 
 
 def test_devices_that_pytorch_does_not_see(examined: Examined) -> None:
@@ -272,13 +263,13 @@ def test_devices_that_the_environment_hides(examined: Examined, monkeypatch: pyt
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     cuda = FakeCuda(number=0)
     cuda.install(monkeypatch)
-    found = accelerators.judge(accelerators.look(), software_driver(), 2, {"CUDA_VISIBLE_DEVICES": ""}).findings
+    found = accelerators.judge(accelerators.look(), nvidia_smi.look(), 2, {"CUDA_VISIBLE_DEVICES": ""}).findings
     assert (found[0].level, found[0].remedy) == ("warning", "unset CUDA_VISIBLE_DEVICES")
 
 
 def test_visible_devices_that_do_not_exist(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
     FakeCuda(number=2).install(monkeypatch)
-    section = accelerators.judge(accelerators.look(), software_driver(), 2, {"CUDA_VISIBLE_DEVICES": "0,1,7"})
+    section = accelerators.judge(accelerators.look(), nvidia_smi.look(), 2, {"CUDA_VISIBLE_DEVICES": "0,1,7"})
     (found,) = (each for each in section.findings if each.level == "warning")
     assert found.text == "CUDA_VISIBLE_DEVICES=0,1,7 names 3, but PyTorch sees 2"
 
@@ -287,8 +278,8 @@ def test_a_cpu_build_on_a_machine_with_devices(monkeypatch: pytest.MonkeyPatch) 
     FakeCuda(number=2).install(monkeypatch)
     monkeypatch.setattr(torch.version, "cuda", None)
     installed = software.Software()
-    facts = installed.facts(software_driver())
-    found = {each.about: each for each in software.judge(installed, facts, software_driver()).findings}
+    facts = installed.facts(nvidia_smi.look())
+    found = {each.about: each for each in software.judge(installed, facts, nvidia_smi.look()).findings}
     assert found["CUDA"].level == "warning"
     assert "CPU build, but the machine has NVIDIA H100" in found["CUDA"].text
 
@@ -332,6 +323,6 @@ def test_versions_of_pytorch(version: str, level: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(software.importlib.metadata, "requires", lambda _: ranges)
     installed = software.Software()
     assert isinstance(installed.torch, ModuleType)
-    facts = {**installed.facts(software_driver()), "torch": version}
-    found = {each.about: each for each in software.judge(installed, facts, software_driver()).findings}
+    facts = {**installed.facts(nvidia_smi.look()), "torch": version}
+    found = {each.about: each for each in software.judge(installed, facts, nvidia_smi.look()).findings}
     assert found["PyTorch"].level == level

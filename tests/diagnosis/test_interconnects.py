@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 
-from diagnosis.fakes import FakeCuda
 from rota.diagnosis import nvidia_smi
 from rota.diagnosis.interconnects import between
+from support.fake_machines import FakeCuda
 
 
 @pytest.mark.parametrize(

@@ -239,3 +239,20 @@ def test_a_rank_that_stops_or_dies_is_a_finding(number: signal.Signals, told: st
     assert told in out
     assert "ok       1f1b, 2 ranks" in out  # by new processes
     assert doctor.returncode == 1, err
+
+
+@pytest.mark.dist
+@pytest.mark.faults
+def test_a_signal_to_the_doctor_ends_it_and_its_ranks() -> None:
+    command = [sys.executable, "-m", "rota", "doctor", "--ranks", "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as doctor:
+        assert doctor.stderr is not None
+        for line in doctor.stderr:
+            if "rota doctor: clocks" in line:
+                ranks = _processes_of(doctor.pid)
+                doctor.send_signal(signal.SIGTERM)
+                break
+        doctor.communicate(timeout=120)
+    assert doctor.returncode == -signal.SIGTERM
+    assert len(ranks) == 2
+    assert not any(Path("/proc", str(number)).exists() for number in ranks.values())

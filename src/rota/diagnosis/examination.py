@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from rota.diagnosis import host, nvidia_smi, software, variables
 from rota.diagnosis.interconnects import Interconnect
-from rota.diagnosis.report import SELF_TEST, Report, Section, joined
+from rota.diagnosis.report import SELF_TEST, Report, Section, joined, say
 from rota.units import size_text
 
 if TYPE_CHECKING:  # these import torch, which may be missing
@@ -64,7 +64,10 @@ class _Machine:
             return None
         from rota.diagnosis import accelerators
 
-        return accelerators.look_apart() if accelerators.is_built_for_any() else accelerators.look()
+        if not accelerators.is_built_for_any():
+            return accelerators.look()
+        say("asking PyTorch and the driver for devices")
+        return accelerators.look_apart()
 
     @property
     def kind(self) -> str:
@@ -140,7 +143,7 @@ def examine_launched(wanted: Wanted) -> Report | None:
 
     What the report says about host and devices is about the first rank's host.
     """
-    from rota.diagnosis.rank import Options, do_steps, say
+    from rota.diagnosis.rank import Options, do_steps
     from rota.diagnosis.sessions import Outcome
 
     num_ranks = int(os.environ["WORLD_SIZE"])

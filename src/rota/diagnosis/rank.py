@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from rota.diagnosis import measuring
+from rota.diagnosis.report import say
 from rota.diagnosis.self_test import Case, merged, run_case
 from rota.errors import LostRankError, RotaError
 from rota.runtime import control
@@ -126,11 +127,6 @@ def main(folder: str) -> None:
         control.report("lost" if is_lost else "fails", words)
         sys.stderr.flush()
         os._exit(1)  # at once: cleaning up would wait for the other ranks
-
-
-def say(doing: str) -> None:
-    """Report progress in a line on standard error, also where that is a file."""
-    print(f"rota doctor: {doing}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

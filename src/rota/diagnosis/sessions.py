@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rota.diagnosis.rank import ERROR, OPTIONS, RESULTS, Options, Step, say
+from rota.diagnosis.rank import ERROR, OPTIONS, RESULTS, Options, Step
+from rota.diagnosis.report import say
 from rota.errors import PipelineError
 from rota.runtime.launching.launch import start
 from rota.runtime.launching.rank_processes import EndedBySignal, RankFailed, Ranks
