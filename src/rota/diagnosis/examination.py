@@ -146,6 +146,9 @@ def examine_launched(wanted: Wanted) -> Report | None:
     from rota.diagnosis.rank import Options, do_steps
     from rota.diagnosis.sessions import Outcome
 
+    if os.environ["RANK"] != "0":
+        do_steps(Options((), "", wanted.timeout_s, 0.0), lambda _, __: None, say)
+        return None
     num_ranks = int(os.environ["WORLD_SIZE"])
     machine = _Machine(int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
     work, outcomes = _work(machine.kind, num_ranks, wanted, machine.host.available_bytes)
@@ -153,8 +156,6 @@ def examine_launched(wanted: Wanted) -> Report | None:
     results: dict[int, Any] = {}
     options = Options(steps, machine.kind, wanted.timeout_s, _deadline_s(wanted))
     do_steps(options, lambda number, result: results.update({number: result}), say)
-    if os.environ["RANK"] != "0":
-        return None
     facts: dict[str, Any] = {}
     sections = machine.sections(facts)
     facts |= _no_measurements()

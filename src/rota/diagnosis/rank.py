@@ -66,11 +66,13 @@ Tell = Callable[[int, Any], None]
 
 
 def do_steps(options: Options, tell: Tell, say: Callable[[str], None]) -> None:
-    """Do the steps, until the deadline. Collective."""
+    """Do the steps of the first rank's options, until its deadline. Collective."""
     owns = join(options.timeout_s)
     is_first = dist.get_rank() == 0
     watchdog = Watchdog(options.timeout_s)
     try:
+        with watchdog.watching("the other ranks to begin", PATIENT):
+            options = Options.from_json(broadcast_json(options.to_json()))
         device = measuring.own_device(options.kind)
         for number, step in enumerate(options.steps):
             with watchdog.watching("the other ranks to begin the next step"):
