@@ -37,4 +37,9 @@ def device_of(stages: Stages, local: Iterable[int]) -> Device:
                     f"move all stages of a rank to one device, such as by stages.modules[{stage}].to({str(first[2])!r})"
                 )
     device = torch.device("cpu") if first is None else first[2]
+    return device_at(device)
+
+
+def device_at(device: torch.device) -> Device:
+    """The device on which tensors of `device` are."""
     return MAKERS.get(device.type, StreamDevice)(device)

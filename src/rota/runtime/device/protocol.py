@@ -85,3 +85,6 @@ class QueuedDevice(Device, Protocol):
 
     def peak_bytes(self) -> int:
         """The most bytes allocated since `begin`. Does not wait."""
+
+    def free_bytes(self) -> int:
+        """Bytes that this process could still allocate."""

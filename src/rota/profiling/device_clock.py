@@ -1,0 +1,126 @@
+"""Measures the parts of a run on a queued device: by its own events, and with full queues.
+
+    host     spin │ F B W │ F B W │ F B W          enqueues some runs while the device is still in the spin
+    device   ██ spin ███████████████│F│B │W│F│B │W│F│B │W          so it never waits for the host between kernels
+                                      events between the parts, read after the last
+
+A part counts if the device had not begun it when the host had enqueued all of it. If it had, the same is measured again
+behind a longer spin.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from statistics import median
+from typing import Any, NamedTuple, final
+
+from rota.profiling.clocks import Clock, Laps, Run, WallClock, medians
+from rota.profiling.spinning import Spinner
+from rota.runtime.device.protocol import Device, QueuedDevice
+
+_MOST_ENQUEUED_NS = 3_000_000  # host time of runs enqueued at once: a launch queue of 1024 kernels, a few µs each
+_LEAST_NS = 5_000_000  # of a measurement: no process interrupts a device
+_NUM_ALONE = 3
+_HEAD_START = 1.5  # of the host's time for the runs
+_LEAST_HEAD_START_US, _LONGEST_HEAD_START_US = 50.0, 100_000.0
+
+
+class _Burst(NamedTuple):
+    """Some runs enqueued at once: for each run the time of each part, and whether its queue was full."""
+
+    us: list[list[float]]
+    host_us: list[list[float]]
+    is_full: list[list[bool]]
+
+
+@final
+class DeviceClock:
+    """See `Clock`. It measures the kernels of the current stream; the host waits only behind the last of a burst."""
+
+    def __init__(self, device: QueuedDevice) -> None:
+        self._device = device
+        self._spinner: Spinner | None = None
+
+    def timed(self, run: Run, repeats: int, least_ns: int, together: bool) -> Laps:  # noqa: ARG002 - see _LEAST_NS
+        """See `Clock.timed`."""
+        self._spinner = self._spinner or Spinner(self._device)
+        run(_nothing)
+        alone = [self._burst(run, 1, 0.0) for _ in range(_NUM_ALONE)]  # on an empty queue, which never blocks the host
+        host_us = [median(column) for column in zip(*(burst.host_us[0] for burst in alone), strict=True)]
+        run_ns = 1000 * min(sum(burst.us[0]) for burst in alone)
+        num_runs = repeats * (1 + int(min(least_ns, _LEAST_NS) // (run_ns + 1)))
+        per_burst = max(min(int(_MOST_ENQUEUED_NS // (1000 * sum(host_us) + 1)), num_runs), 1)
+        head_start_us = max(_HEAD_START * per_burst * sum(host_us), _LEAST_HEAD_START_US)
+        rows: list[list[float]] = []
+        is_full: list[list[bool]] = []
+        while len(rows) < num_runs:
+            burst = self._burst(run, per_burst, head_start_us)
+            if not all(map(all, burst.is_full)) and head_start_us < _LONGEST_HEAD_START_US:
+                head_start_us *= 2
+                continue
+            rows += burst.us
+            is_full += burst.is_full
+        found = medians(rows)
+        # Where the launch queue was too short for the proof, a host that is faster than the device kept ahead anyway.
+        starved = [
+            not all(full) and of_host > us for full, of_host, us in zip(zip(*is_full, strict=True), host_us, found.us)
+        ]
+        return found._replace(host_us=host_us, starved=starved)
+
+    def _burst(self, run: Run, num_runs: int, head_start_us: float) -> _Burst:
+        device = self._device
+        marks: list[Any] = []
+        times_ns: list[int] = []
+        is_full: list[bool] = []
+
+        def mark() -> None:
+            if marks:
+                is_full.append(not device.is_done(marks[-1]))
+            times_ns.append(time.perf_counter_ns())
+            marks.append(device.mark())
+
+        device.begin()
+        if self._spinner is not None:
+            self._spinner.spin(head_start_us)
+        for _ in range(num_runs):
+            run(mark)
+        per_run = len(marks) // num_runs
+        return _Burst(
+            _laps_us(device.times_ns(marks), per_run), _laps_us(times_ns, per_run), _of_runs(is_full, per_run)
+        )
+
+
+def _laps_us(times_ns: list[int], per_run: int) -> list[list[float]]:
+    runs = (times_ns[i : i + per_run] for i in range(0, len(times_ns), per_run))
+    return [[(end - start) / 1000 for start, end in pairwise(run)] for run in runs]
+
+
+def _of_runs(is_full: list[bool], per_run: int) -> list[list[bool]]:
+    """By run and part: `is_full` has one more between each two runs."""
+    return [is_full[i : i + per_run - 1] for i in range(0, len(is_full) + 1, per_run)]
+
+
+def _nothing() -> None:
+    pass
+
+
+@final
+class Clocks:
+    """The clock of each device, made when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, Clock] = {}
+
+    def of(self, device: Device) -> Clock:
+        """The clock that fits the device."""
+        where = device.torch_device
+        if where not in self._made:
+            self._made[where] = WallClock() if where.type == "cpu" else DeviceClock(as_queued(device))
+        return self._made[where]
+
+
+def as_queued(device: Device) -> QueuedDevice:
+    """The same device; every device but the CPU has queues."""
+    queued: Any = device
+    return queued
