@@ -327,7 +327,12 @@ def cpu_backend(group: dist.ProcessGroup) -> Any:
     Relies on `ProcessGroup._get_backend`, `send(tensors, peer, tag)`, `recv(tensors, peer, tag)` and
     `allreduce(tensors, options)`.
     """
-    return group._get_backend(torch.device("cpu"))
+    return backend_of(group, torch.device("cpu"))
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The backend for tensors on `device`, see `cpu_backend`; the group itself if it is written in Python."""
+    return group if type(group) is not dist.ProcessGroup else group._get_backend(device)
 
 
 def own_connection_to_store() -> Any:

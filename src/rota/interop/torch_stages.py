@@ -21,7 +21,7 @@ from torch.func import functional_call
 from rota.errors import PipelineError
 from rota.interop.torch_backward import how_to_split
 from rota.models import Stages, collect_losses
-from rota.runtime.compute import seed_op
+from rota.runtime.compute import op_seed
 from rota.runtime.losses import LossFn, loss_of
 from rota.runtime.messages import Layout, describe, empty, flatten, hand_over, over_tensors, tensor_layouts, unflatten
 from rota.runtime.precision import Autocast, under_autocast
@@ -74,7 +74,7 @@ class StageModule(nn.Module):
     def forward(self, *tensors: Tensor, microbatch: int) -> tuple[Tensor, ...]:
         """Run F of one micro-batch: from the tensors of the stage's incoming edges to those of its outgoing ones."""
         self.tick(f"{self.stage}F{microbatch}")
-        seed_op(self.step.seed, self.stage, microbatch)
+        torch.default_generator.manual_seed(op_seed(self.step.seed, self.stage, microbatch))
         entered = [*map(_entering, tensors)]
         value = unflatten(iter(entered), self.layouts.incoming)
         with under_autocast(self.step.autocast), collect_losses() as added:

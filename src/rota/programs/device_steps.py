@@ -129,14 +129,20 @@ def device_programs(plan: Plan, *, tied: Iterable[tuple[int, ...]] = (), replica
 
 
 def device_program(
-    timeline: Timeline, program: Program, *, tied: Sequence[tuple[int, ...]] = (), replicas: bool = True
+    timeline: Timeline,
+    program: Program,
+    *,
+    tied: Sequence[tuple[int, ...]] = (),
+    replicas: bool = True,
+    allocates_early: bool = True,
 ) -> DeviceProgram:
     """What one rank enqueues in a step: its actions in the strict order, with memory, events and collectives.
 
-    `timeline`: the simulated plan. `program`: the rank's program of this plan.
+    `timeline`: the simulated plan. `program`: the rank's program of this plan. `allocates_early`: not where the host
+    learns the size of a buffer from the message itself.
     """
     steps, plan = _Steps(), timeline.plan
-    allocations = _early_allocations(plan, program)
+    allocations = _early_allocations(plan, program) if allocates_early else defaultdict(list)
     releases = _releases(timeline, program)
     reductions = {*last_gradients(plan, program.rank).values()} if replicas else set()
     due: Op | None = None  # its gradients are reduced once its outputs are sent

@@ -73,19 +73,6 @@ def _digest_of(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
-def refuse_devices(stages: Stages, local: tuple[int, ...]) -> None:
-    """Raises PipelineError if one of the `local` stages is not on the CPU."""
-    for stage in local:
-        for name, tensor in stages[stage].state_dict().items():
-            if tensor.is_meta:
-                raise PipelineError(
-                    f"{name} of stage {stage} has no memory (it is on meta); call "
-                    "rota.materialize(stages, rota.local_stages(plan, mesh)) before the pipeline is made"
-                )
-            if tensor.device.type != "cpu":
-                raise PipelineError(f"{name} of stage {stage} is on {tensor.device}; only CPU stages can be run")
-
-
 # --- calls and runs ---------------------------------------------------------------------------------------------------
 
 _NUM_FLAGS = 5 + NUM_COUNT_FLAGS

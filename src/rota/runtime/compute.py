@@ -16,6 +16,8 @@ import torch
 from rota.errors import PipelineError
 from rota.models import AddedLoss, Stages, collect_losses
 from rota.placement import Placement
+from rota.runtime.device.host import HostDevice
+from rota.runtime.device.protocol import Device
 from rota.runtime.gradients.forward_backward import (
     Kept,
     backward,
@@ -92,9 +94,9 @@ def step_seed() -> Iterator[int]:
         torch.set_rng_state(random_state)
 
 
-def seed_op(seed: int, stage: int, microbatch: int) -> None:
+def op_seed(seed: int, stage: int, microbatch: int) -> int:
     """What an op draws depends on step, stage and micro-batch, not on the order or the rank: R draws what F drew."""
-    torch.default_generator.manual_seed(hash((seed, stage, microbatch)) % 2**63)
+    return hash((seed, stage, microbatch)) % 2**63
 
 
 class RunsOps(Protocol):
@@ -123,7 +125,9 @@ class Compute:
         loss_fn: LossFn | None,
         keep_outputs: bool,
         recompute: Iterable[int] = (),
+        device: Device | None = None,
     ) -> None:
+        self._device = HostDevice() if device is None else device
         self._stages, self._loss_fn, self.keep_outputs = stages, loss_fn, keep_outputs
         self._trains = any(task.kind.makes_weight_gradients for task in placement.tasks)
         self._split = {task.stage for task in placement.tasks if task.kind is Kind.I}
@@ -196,7 +200,7 @@ class Compute:
 
     def _forward(self, op: Op, received: list[Any], buffers: dict[str, torch.Tensor] | None = None) -> list[Any]:
         stage, _, m = op
-        seed_op(self._seed, stage % self._num_stages, m)
+        self._device.seed(op_seed(self._seed, stage % self._num_stages, m))
         batch = self._batch
         versions = self._versions_of_shared(stage, m)
         with collect_losses() as added:

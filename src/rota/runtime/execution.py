@@ -1,13 +1,15 @@
 """One plan on one rank: the loop over its actions, and the values between them.
 
 receive ──▶ run op: take what it reads, compute, keep what it makes ──▶ send ──▶ receive ──▶ …
+
+On the CPU the loop goes over the actions of `rota.programs.actions`. On a queued device it goes over the steps of
+`rota.programs.device_steps`, the same actions with streams and events, of which it is proven that they cannot hang.
 """
 
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, final
@@ -19,21 +21,26 @@ from rota.errors import PipelineError
 from rota.models import Stages
 from rota.plan import Plan
 from rota.programs.actions import Action, Message, ValueKey, compile_program
+from rota.programs.device_steps import Step, device_program
 from rota.programs.prefetch_receives import prefetch_receives
+from rota.runtime.channels import Channels
 from rota.runtime.compute import Batch, RunsOps
+from rota.runtime.device.protocol import Device, Mark, QueuedDevice
 from rota.runtime.faults.stack_location import Doing, is_in_a_collective
 from rota.runtime.memory_watch import MemoryWatch
 from rota.runtime.messages import Format, describe_value, flatten, hand_over, tensors_in
 from rota.runtime.microbatches import structure
 from rota.runtime.precision import ambient_autocast
-from rota.runtime.recorder import Record
+from rota.runtime.recorder import Marks, Record
 from rota.runtime.transport import Transport
+from rota.simulation import simulate
 from rota.tasks import Kind, Op
 from rota.torch_internals import version_of
 
 Read: TypeAlias = tuple[ValueKey, bool]  # (value, arrives by message)
 Makes: TypeAlias = tuple[ValueKey, int, bool]  # (value, uses here, only its gradient is sent)
 Do: TypeAlias = Callable[[Any, bool], None]  # (argument, send layouts)
+Enqueue: TypeAlias = Callable[[Any, bool, Any], Mark]  # (argument, send layouts, stream); the result is behind it
 C = TypeVar("C", bound=RunsOps)
 
 _MANY_CHANGES = 3  # consecutive
@@ -53,31 +60,58 @@ class _Prepared(NamedTuple):
     lent: list[int]  # positions in `reads` of values that other ops on this rank read or send too
 
 
+class _Enqueued(NamedTuple):
+    """A step of a queued device's program, and how to enqueue it."""
+
+    step: Step
+    enqueue: Enqueue
+    what: Any  # the argument of `enqueue`
+    stream: str
+
+
 @final
 class Execution(Generic[C]):
-    """Runs `plan` on rank `rank`, once per `run`; `compute` does the ops."""
+    """Runs `plan` on rank `rank`, once per `run`; `compute` does the ops.
 
-    def __init__(self, stages: Stages, plan: Plan, rank: int, transport: Transport, compute: C) -> None:
+    Its messages go by `transport`, on a queued device by `channels`. `tied`: for `device_program`.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        plan: Plan,
+        rank: int,
+        transport: Transport,
+        compute: C,
+        device: Device,
+        channels: Channels | None = None,
+        tied: Sequence[tuple[int, ...]] = (),
+    ) -> None:
         self.plan, self.local = plan, plan.placement.stages_on(rank)
         self.trains = any(task.kind.makes_weight_gradients for task in plan.placement.tasks)
         self.compute = compute
-        self.record = Record(rank)
-        self.complete = False
+        self.record, self.marks = Record(rank), Marks()
+        self.complete, self._is_settled = False, True
         self.watch: MemoryWatch | None = None
-        #: `before` runs right before an op, `after` once its outputs are sent.
+        #: `before` runs right before an op, `after` once its outputs are sent; on a queued device, `after` and `sums`
+        #: (of the gradients of tied weights, by ranks) enqueue on the stream that they get, and return the mark behind.
         self.before: Mapping[Op, Callable[[], None]] = {}
-        self.after: Mapping[Op, Callable[[], None]] = {}
+        self.after: Mapping[Op, Callable[[Any], Mark]] = {}
+        self.sums: Mapping[tuple[int, ...], Callable[[Any], Mark]] = {}
         edge_index = {(edge.source, edge.target): i for i, edge in enumerate(stages.edges)}
-        self._stages, self._transport = stages, transport
+        self._stages, self._transport, self._device, self._channels = stages, transport, device, channels
         self._program = compile_program(plan, edge_index, rank)
-        prepared = {op: self._prepared(op, stages, edge_index) for op in plan.orders[rank]}
-        strict = self._program.actions
+        self._prepared = {op: self._prepare(op, stages, edge_index) for op in plan.orders[rank]}
         #: Each action with the function that does it and its argument. A run with layouts waits for each layout, so it
         #: keeps the strict order.
-        self._strict, self._early = (
-            [(action, *self._doing_of(action, prepared)) for action in actions]
-            for actions in (strict, prefetch_receives(plan, rank, strict))
-        )
+        self._strict, self._early = self._host_actions() if channels is None else ([], [])
+        self._strict_steps, self._early_steps = self._device_steps(tied) if channels is not None else ([], [])
+        self._take = (channels or transport).take
+        self._mark = device.mark
+        #: By position in the program of a queued device: the mark behind each step that has a kernel.
+        self._behind: dict[int, Mark] = {}
+        self._steps: list[_Enqueued] = []
+        self._step: Step | None = None
         #: The formats of activations, as of the last run with layouts, or as the caller set them.
         self.formats: dict[ValueKey, Format] = {}
         self._modules = [stages[stage] for stage in self.local]
@@ -92,7 +126,7 @@ class Execution(Generic[C]):
         #: What the rank waits for outside of its actions, for messages.
         self.awaited = ""
 
-    def _prepared(self, op: Op, stages: Stages, edge_index: dict[tuple[int, int], int]) -> _Prepared:
+    def _prepare(self, op: Op, stages: Stages, edge_index: dict[tuple[int, int], int]) -> _Prepared:
         incoming = [edge_index[e[:2]] for e in stages.incoming(op.stage)]
         outgoing = [edge_index[e[:2]] for e in stages.outgoing(op.stage)]
         back = op.kind is not Kind.F
@@ -114,12 +148,40 @@ class Execution(Generic[C]):
             lent,
         )
 
-    def _doing_of(self, action: Action, prepared: dict[Op, _Prepared]) -> tuple[Do, Any]:
+    # --- the lists ----------------------------------------------------------------------------------------------------
+
+    def _host_actions(self) -> Iterator[list[tuple[Action, Do, Any]]]:
+        strict = self._program.actions
+        for actions in (strict, prefetch_receives(self.plan, self._program.rank, strict)):
+            yield [(action, *self._doing_of(action)) for action in actions]
+
+    def _doing_of(self, action: Action) -> tuple[Do, Any]:
         if action.message is None:
-            return self._run, prepared[action.op]
+            return self._run, self._prepared[action.op]
         if action.what == "receive":
             return self._transport.post, action.message
         return (self._send_gradients if action.message.value[1] else self._send_value), action.message
+
+    def _device_steps(self, tied: Sequence[tuple[int, ...]]) -> Iterator[list[_Enqueued]]:
+        timeline = simulate(self.plan)
+        for is_early in (False, True):
+            program = device_program(timeline, self._program, tied=tied, allocates_early=is_early)
+            yield [_Enqueued(step, *self._enqueueing_of(step), step.stream) for step in program.steps]
+
+    def _enqueueing_of(self, step: Step) -> tuple[Enqueue, Any]:
+        """How to enqueue a step, and the argument."""
+        enqueue: dict[str, Enqueue] = {
+            "allocate": self._allocate,
+            "receive": self._receive,
+            "run": self._enqueue_op,
+            "send": self._enqueue_send,
+            "release": self._release,
+            "reduce": self._reduce,
+            "sum": self._sum,
+            "join": self._join,
+        }
+        of_op = self._prepared.get(step.subject) if step.what == "run" else None  # type: ignore[arg-type]
+        return enqueue[step.what], of_op or step.message or step.subject
 
     def is_new(self, batch: Batch) -> bool:
         """Whether layouts at the boundaries may differ from those of the last run."""
@@ -142,48 +204,66 @@ class Execution(Generic[C]):
         """Make the next run exchange layouts again, as the failed run may not have done so."""
         self._signature = None
 
+    # --- one run ------------------------------------------------------------------------------------------------------
+
     def run(self, batch: Batch, seed: int, with_layouts: bool, tick: Callable[[], None]) -> None:
-        """Run all actions; `with_layouts`: values are sent with their layouts. `tick` is called before each action."""
+        """Run all actions; `with_layouts`: values are sent with their layouts. `tick` is called before each action.
+
+        On a queued device they have been enqueued when it returns.
+        """
         self._begin(batch, seed)
         torch.clear_autocast_cache()  # it may hold weights from before an optimizer's step
-        hooked = bool(self.before or self.after or self.watch is not None)
-        due: Callable[[], None] = _nothing
         with torch.set_grad_enabled(self.trains):
-            for action, do, what in self._strict if with_layouts else self._early:
-                self._action = action
-                tick()
-                if not hooked or action.what != "run":
-                    do(what, with_layouts)
-                    continue
-                due()
-                self.before.get(action.op, _nothing)()
-                do(what, with_layouts)
-                due = self.after.get(action.op, _nothing)
-                if self.watch is not None:  # here, where the op's own variables are gone
-                    self.watch.op_ended(action.op)
-            due()
-        self._action = None
-        self._transport.drain()
-        self.record.busy_ns.append(sum(self.record.ends_ns) - sum(self.record.starts_ns))
-        self.complete = True
+            if self._channels is None:
+                self._act(self._strict if with_layouts else self._early, with_layouts, tick)
+            else:
+                self._enqueue(self._strict_steps if with_layouts else self._early_steps, with_layouts, tick)
+        self._action = self._step = None
+        (self._channels or self._transport).drain()
+        self.complete, self._is_settled = True, False
 
     def _begin(self, batch: Batch, seed: int) -> None:
-        self.record.starts_ns, self.record.ends_ns = [], []
-        self.record.sent_ns, self.record.through_ns = {}, {}
-        transport = self._transport
-        transport.sent_ns, transport.through_ns = self.record.sent_ns, self.record.through_ns
-        transport.formats = self.formats
+        self.marks = Marks()
+        self._device.begin()
+        if self._channels is None:
+            self._transport.formats = self.formats
+            self._transport.sent, self._transport.through = self.marks.sent, self.marks.through
+        else:
+            self._channels.begin(self.marks, self.formats)
         self.complete, self.failed = False, None
         self.record.microbatch_rows = batch.rows[0] if len({*batch.rows}) == 1 else None
         self._made.clear()
         self.compute.begin(batch, seed)
 
+    def _act(self, actions: list[tuple[Action, Do, Any]], with_layouts: bool, tick: Callable[[], None]) -> None:
+        hooked = bool(self.before or self.after or self.watch is not None)
+        due: Callable[[Any], Mark] = _nothing
+        for action, do, what in actions:
+            self._action = action
+            tick()
+            if not hooked or action.what != "run":
+                do(what, with_layouts)
+                continue
+            due(None)
+            self.before.get(action.op, _nothing)()
+            do(what, with_layouts)
+            due = self.after.get(action.op, _nothing)
+            if self.watch is not None:  # here, where the op's own variables are gone
+                self.watch.op_ended(action.op)
+        due(None)
+
+    def settle(self) -> None:
+        """Put the times of the last run into `record`. On a queued device the host waits for the run to end."""
+        if not self._is_settled:
+            self.record.settle(self.marks, self._device)
+            self._is_settled, self._behind = True, {}
+
     def _run(self, prepared: _Prepared, with_layouts: bool) -> None:
         op, reads, makes, lent = prepared
-        take = self._transport.take
+        take, mark = self._take, self._mark
         received = [take(key) if arrives else self._from_here(key) for key, arrives in reads]
         versions = _versions(received, lent) if lent else None
-        start_ns = time.monotonic_ns()
+        start = mark()
         try:
             made = self.compute.run(op, received)
         except Exception as error:
@@ -191,8 +271,8 @@ class Execution(Generic[C]):
             if not isinstance(error, PipelineError):
                 self._add_place(error, op, received)
             raise
-        self.record.ends_ns.append(time.monotonic_ns())
-        self.record.starts_ns.append(start_ns)
+        self.marks.ends.append(mark())
+        self.marks.starts.append(start)
         if lent and versions != _versions(received, lent):
             raise PipelineError(
                 f"stage {op.stage} writes into what it receives, which other stages read too; let it begin with an "
@@ -217,6 +297,81 @@ class Execution(Generic[C]):
     def _send_gradients(self, message: Message, with_layouts: bool) -> None:  # noqa: ARG002 - the layout is known by now
         self._transport.send_gradients(message, self._use(message.value))
 
+    # --- on a queued device -------------------------------------------------------------------------------------------
+
+    def _enqueue(self, steps: list[_Enqueued], with_layouts: bool, tick: Callable[[], None]) -> None:
+        device = self._queue
+        behind = self._behind = {}
+        self._steps = steps
+        for position, (step, enqueue, what, name) in enumerate(steps):
+            self._step = step
+            tick()
+            stream = device.stream(name)
+            for before in step.waits:
+                if (mark := behind.get(before)) is not None:
+                    device.wait(stream, mark)
+            if (mark := enqueue(what, with_layouts, stream)) is not None:
+                behind[position] = mark
+
+    def _allocate(self, message: Message, with_layouts: bool, stream: Any) -> Mark:
+        self._channel.allocate(message, with_layouts)
+        return self._queue.record(stream)
+
+    def _receive(self, message: Message, with_layouts: bool, stream: Any) -> Mark:  # noqa: ARG002 - known by now
+        return self._channel.receive(message, stream)
+
+    def _enqueue_op(self, prepared: _Prepared, with_layouts: bool, stream: Any) -> Mark:  # noqa: ARG002 - is current
+        self.before.get(prepared.op, _nothing)()
+        self._run(prepared, with_layouts)
+        if self.watch is not None:
+            self.watch.op_ended(prepared.op)
+        return self.marks.ends[-1]
+
+    def _enqueue_send(self, message: Message, with_layouts: bool, stream: Any) -> Mark:
+        value = self._use(message.value)
+        if message.value[1]:
+            return self._channel.send_gradients(message, value, stream)
+        return self._channel.send_value(message, value, with_layouts, stream)
+
+    def _release(self, message: Message, with_layouts: bool, stream: Any) -> Mark:  # noqa: ARG002
+        self._channel.release(message)
+
+    def _reduce(self, op: Op, with_layouts: bool, stream: Any) -> Mark:  # noqa: ARG002
+        return self.after.get(op, _nothing)(stream)
+
+    def _sum(self, ranks: tuple[int, ...], with_layouts: bool, stream: Any) -> Mark:  # noqa: ARG002
+        return self.sums.get(ranks, _nothing)(stream)
+
+    def _join(self, _: None, with_layouts: bool, stream: Any) -> Mark:  # noqa: ARG002
+        return self._queue.record(stream)
+
+    @property
+    def _queue(self) -> QueuedDevice:
+        assert self._channels is not None
+        return self._device  # type: ignore[return-value]
+
+    @property
+    def _channel(self) -> Channels:
+        assert self._channels is not None
+        return self._channels
+
+    def num_reached(self) -> int:
+        """How many kernels of the last run a queued device has ended. Any thread may ask."""
+        return sum(self._queue.is_done(mark) for mark in [*self._behind.values()]) if self._channels else 0
+
+    def _unfinished(self) -> list[tuple[Step, bool]]:
+        """The first step of each stream that the device has not ended, and whether it waits for another one's."""
+        behind = dict(self._behind)
+        done = {position: self._queue.is_done(mark) for position, mark in behind.items()}
+        first: dict[str, tuple[Step, bool]] = {}
+        for position, each in enumerate(self._steps):
+            if not done.get(position, True):
+                waits = not all(done.get(before, True) for before in each.step.waits)
+                first.setdefault(each.stream, (each.step, waits))
+        return [*first.values()]
+
+    # --- values -------------------------------------------------------------------------------------------------------
+
     def _from_here(self, key: ValueKey) -> Any:
         value = self._use(key)
         return value if key[1] else hand_over(value)
@@ -231,11 +386,15 @@ class Execution(Generic[C]):
     def doing(self, frames: list[FrameType]) -> Doing:
         """What the run is doing, or what it waits for, by the stack of the thread that runs it."""
         action, oldest = self._action, self._transport.oldest
+        if self._channels is not None and (unfinished := self._unfinished()) and self._step is None:
+            return _doing_on_device(unfinished)
         if (message := self._transport.awaited(frames)) is not None:
             return Doing(True, f"waits for {message.transfer} from rank {message.transfer.sender}")
         if action is None and oldest is not None:
             return Doing(True, f"waits for rank {oldest.receiver} to receive {oldest}")
         waits = is_in_a_collective(frames)
+        if self._step is not None:
+            return Doing(waits, f"enqueues {self._step}")
         if action is None:
             return Doing(waits, f"waits for {self.awaited}" if waits else f"keeps others waiting for {self.awaited}")
         if action.what == "run":
@@ -249,13 +408,22 @@ class Execution(Generic[C]):
         return (parameter for module in self._modules for parameter in module.parameters())
 
     def last(self) -> str:
-        """The last op that ended."""
-        num_ended = len(self.record.ends_ns)
+        """The last op that ended, or was enqueued."""
+        num_ended = len(self.marks.ends)
         return f"after {self.plan.orders[self.record.rank][num_ended - 1]}" if num_ended else "before its first op"
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     pass
+
+
+def _doing_on_device(unfinished: list[tuple[Step, bool]]) -> Doing:
+    """What a device does that has not ended all that its host has enqueued."""
+    running = [step for step, waits in unfinished if not waits]
+    at = ", ".join(f"{step} on {step.stream}" for step, _ in unfinished)
+    if any(step.what == "run" and step.communicator is None for step in running):
+        return Doing(False, f"has not ended on its device: {at}")
+    return Doing(True, f"waits on its device for other ranks: {at}")
 
 
 def _versions(received: list[Any], lent: list[int]) -> list[int]:

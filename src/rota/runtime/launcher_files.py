@@ -125,7 +125,7 @@ def _read_record(found: Field, rank: int) -> Record:
         raise found["rank"].wrong(str(rank))
     if type(found["offset_ns"].value) is not int:
         raise found["offset_ns"].wrong("a whole number")
-    for name, length in (("messages", 4), ("reductions", 3)):
+    for name, length in (("messages", 4), ("received", 4), ("reductions", 3)):
         for row in found[name]:
             if len(row.integers(0, _LATEST_NS)) != length:
                 raise row.wrong(f"{length} numbers")

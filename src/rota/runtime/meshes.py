@@ -21,6 +21,7 @@ from rota.runtime.process_group import group_timeout, join, leave
 from rota.runtime.transport import collective
 
 _DIMS = ("dp", "pp", "tp")  # outermost first: processes that communicate most are closest together
+_HOSTS = "gloo"  # the backend of groups for what hosts agree on; it takes tensors on the CPU
 _GIVEN = "ROTA_MESH"  # an environment variable, set by the launcher
 
 
@@ -123,6 +124,9 @@ class Processes:
         self.is_first_pipeline: Final = position == 0
         self.is_first: Final = position == self.rank == 0
         self._groups: list[dist.ProcessGroup] = []
+        self.everyone_on_device: dist.ProcessGroup | None = None
+        self.replicas_on_device: dist.ProcessGroup | None = None
+        self.tp_group_on_device: dist.ProcessGroup | None = None
         try:
             self._make_groups()
         except BaseException:
@@ -163,15 +167,28 @@ class Processes:
             named |= {process: f"rank {rank}{of}" for rank, process in enumerate(pipeline)}
         return [named[process] for process in sorted(named)]
 
-    def of_ranks(self, ranks: Iterable[int]) -> Any:
+    def open_on_device(self, backend: str) -> None:
+        """Make the groups that take tensors of the stages' device. Every process must call it, once.
+
+        They are those of the hosts where `backend` is theirs. A group's first collective makes its communicator.
+        """
+        if backend == _HOSTS:
+            self.everyone_on_device, self.replicas_on_device = self.everyone, self.replicas
+            self.tp_group_on_device = self.tp_group
+            return
+        self.everyone_on_device = self._made([[*range(dist.get_world_size())]], backend)
+        self.replicas_on_device = self._made(self._across_replicas(), backend) if self.num_replicas > 1 else None
+        self.tp_group_on_device = self._made(self._across_tp_shards(), backend) if self.num_tp_shards > 1 else None
+
+    def of_ranks(self, ranks: Iterable[int], backend: str = _HOSTS) -> Any:
         """The group of some of the plan's ranks, of this process's pipeline. Every process must call it."""
         ranks = [*ranks]
-        return self._made([[pipeline[rank] for rank in ranks] for pipeline in self.pipelines])
+        return self._made([[pipeline[rank] for rank in ranks] for pipeline in self.pipelines], backend)
 
-    def _made(self, enumeration: list[list[int]]) -> Any:
+    def _made(self, enumeration: list[list[int]], backend: str = _HOSTS) -> Any:
         """Make all groups, in the same order on every process; returns this process's, None if it is in none."""
         with collective("making process groups"):
-            made = [dist.new_group(processes, self._timeout, backend="gloo") for processes in enumeration]
+            made = [dist.new_group(processes, self._timeout, backend=backend) for processes in enumeration]
         mine = dist.get_rank()
         own = next((group for group, of in zip(made, enumeration, strict=True) if mine in of), None)
         if own is not None:
@@ -182,4 +199,5 @@ class Processes:
         """Forget the groups; returns them, for `leave`."""
         groups, self._groups = self._groups, []
         del self.everyone, self.pipeline, self.replicas, self.tp_group
+        del self.everyone_on_device, self.replicas_on_device, self.tp_group_on_device
         return groups

@@ -6,7 +6,7 @@ import atexit
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,8 +23,11 @@ from rota.checking import check
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.plan import Plan
-from rota.runtime.agreement import Agreement, Call, refuse_devices, refuse_differences, refuse_loss
+from rota.runtime.agreement import Agreement, Call, refuse_differences, refuse_loss
+from rota.runtime.channels import Channels
 from rota.runtime.compute import Batch, Compute, step_seed
+from rota.runtime.device.choosing import device_of
+from rota.runtime.device.protocol import is_queued
 from rota.runtime.execution import Execution, evaluating, forwards_of
 from rota.runtime.faults.watchdog import PATIENT, Watchdog, limit_s
 from rota.runtime.gradients.forward_backward import warm_up
@@ -137,13 +140,20 @@ class Pipeline:
                 self.num_replicas = self._processes.num_replicas
                 #: The stages on this rank.
                 self.local_stages = {stage: stages[stage] for stage in plan.placement.stages_on(self.rank)}
-                refuse_devices(stages, plan.placement.stages_on(self.rank))
-                self._gradients = GradientSync(stages, plan, shared, self._processes, ddp_groups)
+                self._device = device_of(stages, plan.placement.stages_on(self.rank))
+                self._processes.open_on_device(self._device.backend)
+                self._gradients = GradientSync(stages, plan, shared, self._processes, ddp_groups, self._device)
                 self._teardown.callback(self._gradients.close)
                 self._transport = Transport(self._processes.pipeline, self._processes.everyone)
                 self._teardown.callback(self._transport.close)
-                self._compute = Compute(stages, plan.placement, loss_fn, keep_outputs or not trains, recomputed)
-                self._training = Execution(stages, plan, self.rank, self._transport, self._compute)
+                self._channels: Channels | None = None
+                if is_queued(self._device):
+                    self._channels = Channels(plan, self._device, self._transport, self._processes)
+                    self._teardown.callback(self._channels.close)
+                self._compute = Compute(
+                    stages, plan.placement, loss_fn, keep_outputs or not trains, recomputed, self._device
+                )
+                self._training = self._execution(plan, self._compute, self._gradients.tied_ranks)
                 with collective("comparing clocks"):
                     self._training.record.offset_ns = clock_offset_ns(self._processes.pipeline)
             self._inputs = MicrobatchInputs(stages, plan, self.rank, sink_ranks)
@@ -161,6 +171,10 @@ class Pipeline:
         except BaseException as error:
             self._end(error)
             raise
+
+    def _execution(self, plan: Plan, compute: Compute, tied: Sequence[tuple[int, ...]] = ()) -> Execution[Compute]:
+        transport, channels = self._transport, self._channels
+        return Execution(self.stages, plan, self.rank, transport, compute, self._device, channels, tied)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank's stages, each once, by their names in `Stages.named_parameters`."""
@@ -315,8 +329,8 @@ class Pipeline:
     def _evaluate(self, call: Call, batch: Batch) -> tuple[Execution[Compute], _Ran]:
         if self._evaluation is None:
             plan = forwards_of(self.plan)
-            compute = Compute(self.stages, plan.placement, self.loss_fn, keep_outputs=False)
-            self._evaluation = Execution(self.stages, plan, self.rank, self._transport, compute)
+            compute = Compute(self.stages, plan.placement, self.loss_fn, keep_outputs=False, device=self._device)
+            self._evaluation = self._execution(plan, compute)
         if not self._training.trains:
             self._inputs.warn_of_other_rows(batch)
         self._evaluation.compute.keep_outputs = call is not Call.EVALUATE
@@ -352,6 +366,7 @@ class Pipeline:
                     loss = self._loss_of(execution, batch)
                 if trains:
                     self._settle(execution, loss, sync)
+                execution.settle()
         except BaseException:
             execution.forget()
             if trains:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from rota.placement import StepEnd
 from rota.plan import Plan
+from rota.runtime.device.protocol import Device, Mark
 from rota.runtime.json_messages import all_gather_json
 from rota.tasks import Op
 from rota.timeline import Timeline
@@ -22,12 +23,26 @@ _NUM_STEPS = 21  # whose busy times are kept
 
 
 @dataclass(slots=True)
+class Marks:
+    """The moments of a step in which ops, messages and reductions began and ended, see `Record`."""
+
+    starts: list[Mark] = field(default_factory=list)
+    ends: list[Mark] = field(default_factory=list)
+    sent: dict[tuple[int, int], Mark] = field(default_factory=dict)
+    through: dict[tuple[int, int], Mark] = field(default_factory=dict)
+    receiving: dict[tuple[int, int], Mark] = field(default_factory=dict)
+    received: dict[tuple[int, int], Mark] = field(default_factory=dict)
+    reductions: dict[int, tuple[Mark, Mark]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Record:
     """One rank's last step, in ns of its own monotonic clock; `offset_ns` added gives rank 0's clock.
 
     `sent_ns` and `through_ns` are by (route, position), see `Timeline`; `reductions_ns` are (start, end) by stage.
-    `busy_ns`: total time of the ops, for each of the last steps. `microbatch_rows`: rows of each micro-batch's inputs;
-    None if they differ, or if this rank reads no inputs.
+    `received_ns` is by (route, position) too: when this rank was ready to receive, and when it had the message. It is
+    known only where the device has run a kernel for it. `busy_ns`: total time of the ops, for each of the last steps.
+    `microbatch_rows`: rows of each micro-batch's inputs; None if they differ, or if this rank reads no inputs.
     """
 
     rank: int
@@ -36,15 +51,29 @@ class Record:
     ends_ns: list[int] = field(default_factory=list)
     sent_ns: dict[tuple[int, int], int] = field(default_factory=dict)
     through_ns: dict[tuple[int, int], int] = field(default_factory=dict)
+    received_ns: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     reductions_ns: dict[int, tuple[int, int]] = field(default_factory=dict)
     busy_ns: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_STEPS))
     microbatch_rows: int | None = None
+
+    def settle(self, marks: Marks, device: Device) -> None:
+        """Take the times of a step's marks. On a queued device the host waits for the last of them."""
+        self.starts_ns, self.ends_ns = device.times_ns(marks.starts), device.times_ns(marks.ends)
+        self.sent_ns, self.through_ns = _times(marks.sent, device), _times(marks.through, device)
+        receiving, received = _times(marks.receiving, device), _times(marks.received, device)
+        self.received_ns = {column: (ready, received[column]) for column, ready in receiving.items()}
+        begun = _times({stage: start for stage, (start, _) in marks.reductions.items()}, device)
+        ended = _times({stage: end for stage, (_, end) in marks.reductions.items()}, device)
+        self.reductions_ns = {stage: (begun[stage], ended[stage]) for stage in begun}
+        self.busy_ns.append(sum(self.ends_ns) - sum(self.starts_ns))
 
     def to_fields(self) -> dict[str, Any]:
         """The record as JSON fields."""
         messages = [[*column, sent, self.through_ns[column]] for column, sent in self.sent_ns.items()]
         reductions = [[stage, *times] for stage, times in self.reductions_ns.items()]
+        received = [[*column, *times] for column, times in self.received_ns.items()]
         times = {"starts_ns": self.starts_ns, "ends_ns": self.ends_ns, "messages": messages, "reductions": reductions}
+        times["received"] = received
         others = {"busy_ns": [*self.busy_ns], "microbatch_rows": self.microbatch_rows}
         return {"rank": self.rank, "offset_ns": self.offset_ns, **times, **others}
 
@@ -54,11 +83,17 @@ class Record:
         record = cls(fields["rank"], fields["offset_ns"], fields["starts_ns"], fields["ends_ns"])
         for route, position, sent, through in fields["messages"]:
             record.sent_ns[route, position], record.through_ns[route, position] = sent, through
+        for route, position, ready, received in fields["received"]:
+            record.received_ns[route, position] = ready, received
         for stage, start, end in fields["reductions"]:
             record.reductions_ns[stage] = start, end
         record.busy_ns.extend(fields["busy_ns"])
         record.microbatch_rows = fields["microbatch_rows"]
         return record
+
+
+def _times(marks: dict[Any, Mark], device: Device) -> dict[Any, int]:
+    return dict(zip(marks, device.times_ns([*marks.values()]), strict=True)) if marks else {}
 
 
 def merge(plan: Plan, records: list[Record]) -> Timeline:
@@ -85,10 +120,14 @@ def merge(plan: Plan, records: list[Record]) -> Timeline:
     }
     sent, arrived = [], []
     for r, route in enumerate(plan.placement.routes):
-        target, sender = plan.placement.tasks[route.target], records[route.sender]
+        target, sender, receiver = plan.placement.tasks[route.target], records[route.sender], records[route.receiver]
         batches = plan.placement.microbatches(target.stage, plan.num_microbatches)
         begun = [us(sender, sender.sent_ns[r, k]) for k in range(len(batches))]
         through = [us(sender, sender.through_ns[r, k]) for k in range(len(batches))]
+        for k in range(len(batches)):
+            if (r, k) in receiver.received_ns:  # a kernel on both sides: it moves data once both have begun
+                ready, received = (us(receiver, time_ns) for time_ns in receiver.received_ns[r, k])
+                begun[k], through[k] = max(begun[k], ready), received
         # A sender may learn late that its message is through, but it arrived before the op that reads it started.
         read = [start_of[route.receiver, Op(target.stage, target.kind, m)] for m in batches]
         sent.append(tuple(begun))

@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from types import FrameType
@@ -44,7 +44,7 @@ from rota.torch_internals import cpu_backend
 
 
 class Transport:
-    """One rank's messages. `sent_ns` and `through_ns` have the last step's times by (route, position)."""
+    """One rank's messages between CPUs. `sent` and `through` have the last step's times by (route, position)."""
 
     def __init__(self, group: dist.ProcessGroup, everyone: dist.ProcessGroup) -> None:
         self._backend, self._everyone = cpu_backend(group), cpu_backend(everyone)
@@ -52,8 +52,8 @@ class Transport:
         self._arriving: dict[ValueKey, tuple[Message, list[Any], list[torch.Tensor], Format]] = {}
         #: Hook: maps a posted receive's works to those that `take` waits for.
         self.watched: Callable[[Message, list[Any]], list[Any]] = lambda _, works: works
-        self.sent_ns: dict[tuple[int, int], int] = {}
-        self.through_ns: dict[tuple[int, int], int] = {}
+        self.sent: dict[tuple[int, int], int] = {}
+        self.through: dict[tuple[int, int], int] = {}
         # Gloo reports the end of a send only to whoever waits for it, so a thread waits, and releases the tensors.
         # The thread polls while sends are pending, because each wake-up takes the GIL from the main thread.
         self._sending: deque[tuple[Message, list[Any], list[torch.Tensor]]] = deque()
@@ -72,20 +72,15 @@ class Transport:
 
         Buffers are new ones each time: autograd, hooks and modules may hold on to them, and must not see them change.
         """
-        edge, is_gradient, microbatch = message.value
-        if is_gradient:
-            form = self.formats[edge, False, microbatch]
-            wanted = form.gradients
-        else:
-            if with_layout:
-                self.formats[message.value] = Format(self._receive_layout(message))
-            form = self.formats[message.value]
-            wanted = form.tensors
+        if with_layout and not message.value[1]:
+            self.formats[message.value] = Format(self.receive_layout(message))
+        form, wanted = expected(self.formats, message)
         buffers = [torch.empty(shape, dtype=dtype) for shape, dtype in wanted]
         works = [self._receive(buffer, message) for buffer in buffers]
         self._arriving[message.value] = message, self.watched(message, works), buffers, form
 
-    def _receive_layout(self, message: Message) -> Layout:
+    def receive_layout(self, message: Message) -> Layout:
+        """Wait for the layout of an activation."""
         size = torch.empty(1, dtype=torch.int64)
         _wait(self._receive(size, message), message)
         data = torch.empty(int(size), dtype=torch.uint8)
@@ -96,7 +91,7 @@ class Transport:
         try:
             return self._backend.recv([as_sent(buffer)], message.transfer.sender, 0)
         except RuntimeError as error:
-            raise _lost(message.transfer.sender, message) from error
+            raise lost(message.transfer.sender, message) from error
 
     def awaited(self, frames: list[FrameType]) -> Message | None:
         """The message that a thread with this stack waits for, from the frames of `take` and `_wait`; None if none."""
@@ -110,36 +105,19 @@ class Transport:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            raise _lost(message.transfer.sender, message) from error
-        if key[1]:
-            return buffers
-        for i in form.leaves:
-            buffers[i].requires_grad_()
-        return buffers[0] if form.lone else unflatten(iter(buffers), form.layout)
+            raise lost(message.transfer.sender, message) from error
+        return buffers if key[1] else activation(buffers, form)
 
     # --- sending --------------------------------------------------------------------------------------------------
 
     def send_value(self, message: Message, value: Any, with_layout: bool) -> None:
         """Send an activation; `with_layout`: after its layout, else its layout must be the same as before."""
-        if not with_layout and self.formats[message.value].is_of(value):
-            self._send(message, [value.detach()])
-            return
-        where = f"stage {message.transfer.source.stage}"
-        tensors, layout = flatten(value, where)
-        first = []
-        if with_layout:
-            self.formats[message.value] = Format(layout)
-            data = to_bytes(layout)
-            first = [torch.tensor([len(data)]), data]
-        elif layout != (known := self.formats[message.value].layout):
-            remedy = "if its shapes depend on the data, use Pipeline(…, dynamic_shapes=True)"
-            if tensor_layouts(layout) == tensor_layouts(known):
-                remedy = "return a changing number as a tensor, or use Pipeline(…, dynamic_shapes=True)"
-            raise PipelineError(
-                f"{message.transfer}: {where} made {describe(layout)}, after {describe(known)} in an earlier step with "
-                f"inputs of the same shapes; {remedy}"
-            )
-        self._send(message, first + [tensor.detach() for tensor in tensors])
+        layout, tensors = outgoing(self.formats, message, value, with_layout)
+        self._send(message, tensors if layout is None else [*_as_tensors(layout), *tensors])
+
+    def send_layout(self, message: Message, layout: Layout) -> None:
+        """Send the layout of an activation alone."""
+        self._send(message, _as_tensors(layout))
 
     def send_gradients(self, message: Message, gradients: list[torch.Tensor]) -> None:
         """Send the gradients of an edge's tensors back to the rank that computed these tensors, without a layout."""
@@ -147,12 +125,12 @@ class Transport:
 
     def _send(self, message: Message, tensors: list[torch.Tensor]) -> None:
         receiver = message.transfer.receiver
-        self.sent_ns[message.column] = time.monotonic_ns()
+        self.sent[message.column] = time.monotonic_ns()
         tensors = [*map(as_sent, tensors)]
         try:
             works = [self._backend.send([tensor], receiver, 0) for tensor in tensors]
         except RuntimeError as error:
-            raise _lost(receiver, message) from error
+            raise lost(receiver, message) from error
         self._sending.append((message, works, tensors))
         if not self._awake:
             self._awake = True
@@ -178,8 +156,8 @@ class Transport:
                     for work in works:
                         work.wait()
                 except Exception:
-                    self._failure = self._failure or _lost(message.transfer.receiver, message)
-                self.through_ns[message.column] = time.monotonic_ns()
+                    self._failure = self._failure or lost(message.transfer.receiver, message)
+                self.through[message.column] = time.monotonic_ns()
                 del works, _
                 self._sending.popleft()
             self.oldest = None
@@ -232,14 +210,62 @@ def as_sent(tensor: torch.Tensor) -> torch.Tensor:
     return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).contiguous()
 
 
+# --- formats ----------------------------------------------------------------------------------------------------------
+
+
+def expected(formats: Mapping[ValueKey, Format], message: Message) -> tuple[Format, list[tuple[Any, torch.dtype]]]:
+    """The format of the activation to which the message belongs, and shape and dtype of each tensor that comes."""
+    edge, is_gradient, microbatch = message.value
+    form = formats[edge, False, microbatch]
+    return form, form.gradients if is_gradient else form.tensors
+
+
+def activation(buffers: list[torch.Tensor], form: Format) -> Any:
+    """The value that was received into the buffers; tensors that need a gradient are leaves."""
+    for i in form.leaves:
+        buffers[i].requires_grad_()
+    return buffers[0] if form.lone else unflatten(iter(buffers), form.layout)
+
+
+def outgoing(
+    formats: dict[ValueKey, Format], message: Message, value: Any, with_layout: bool
+) -> tuple[Layout | None, list[torch.Tensor]]:
+    """What is sent of an activation: its layout, None if the receiver knows it, and its tensors.
+
+    Raises:
+        PipelineError: the layout is not the one that the receiver knows.
+    """
+    if not with_layout and formats[message.value].is_of(value):
+        return None, [value.detach()]
+    where = f"stage {message.transfer.source.stage}"
+    tensors, layout = flatten(value, where)
+    if with_layout:
+        formats[message.value] = Format(layout)
+    elif layout != (known := formats[message.value].layout):
+        remedy = "if its shapes depend on the data, use Pipeline(…, dynamic_shapes=True)"
+        if tensor_layouts(layout) == tensor_layouts(known):
+            remedy = "return a changing number as a tensor, or use Pipeline(…, dynamic_shapes=True)"
+        raise PipelineError(
+            f"{message.transfer}: {where} made {describe(layout)}, after {describe(known)} in an earlier step with "
+            f"inputs of the same shapes; {remedy}"
+        )
+    return layout if with_layout else None, [tensor.detach() for tensor in tensors]
+
+
+def _as_tensors(layout: Layout) -> list[torch.Tensor]:
+    data = to_bytes(layout)
+    return [torch.tensor([len(data)]), data]
+
+
 def _wait(work: Any, message: Message) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        raise _lost(message.transfer.sender, message) from error
+        raise lost(message.transfer.sender, message) from error
 
 
-def _lost(peer: int, message: Message) -> LostRankError:
+def lost(peer: int, message: Message) -> LostRankError:
+    """The error of a message whose other side is gone."""
     doing = "waiting for" if peer == message.transfer.sender else "sending"
     return LostRankError(f"lost rank {peer} while {doing} {message.transfer}")
 

@@ -18,6 +18,7 @@ from rota.placing import place
 from rota.programs.actions import ValueKey
 from rota.runtime import Pipeline
 from rota.runtime.compute import Compute
+from rota.runtime.device.host import HostDevice
 from rota.runtime.execution import Execution
 from rota.runtime.json_messages import all_gather_json, broadcast_json
 from rota.runtime.losses import LossFn, loss_of_parts, needs_target
@@ -128,7 +129,7 @@ class OneProcess:
             module.zero_grad(set_to_none=True)
         compute = Compute(self.stages, self._plan.placement, self.loss_fn, keep_outputs=True)
         transport: Transport = _NoMessages()  # type: ignore[assignment]
-        execution = Execution(self.stages, self._plan, 0, transport, compute)
+        execution = Execution(self.stages, self._plan, 0, transport, compute, HostDevice())
         needs = {"needs_targets": self._needs_target, "loss_of_output": not self._needs_target}
         batch = self._inputs.take(*self._batch.in_dtype(batch_dtype), **needs)
         counts = LossCounts(parameter for _, parameter in self.stages.named_parameters())

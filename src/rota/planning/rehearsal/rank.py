@@ -14,6 +14,7 @@ from rota.plan import Plan
 from rota.planning.rehearsal.allocation import RankMemory
 from rota.planning.rehearsal.timed_waits import Arrivals, TimedWaits, formats_of, sleep_until, stages_of
 from rota.runtime.compute import Batch
+from rota.runtime.device.host import HostDevice
 from rota.runtime.execution import Execution
 from rota.runtime.faults.watchdog import Watchdog
 from rota.runtime.meshes import Processes
@@ -74,7 +75,7 @@ def run_rank(
     transport.watched = arrivals.watch
     memory = RankMemory(placement, rank) if allocate else None
     waiting = TimedWaits(plan, stages, rank, arrivals, memory)
-    execution = Execution(stages, plan, rank, transport, waiting)
+    execution = Execution(stages, plan, rank, transport, waiting, HostDevice())
     execution.formats = formats_of(plan, stages)
     watchdog = Watchdog(timeout_s)
     watchdog.names, watchdog.last = processes.names, execution.last
@@ -105,6 +106,7 @@ def _step(
             memory.begin_step()
         waiting.start_ns = _common_start_ns(transport)
         execution.run(Batch(Microbatches([]), Microbatches([]), []), 0, False, watchdog.tick)
+        execution.settle()
     step_ends = _step_ends_ns(execution)
     sleep_until(max((end[-1] for end in step_ends), default=0))
     sent = [(*column, sent_ns) for column, sent_ns in execution.record.sent_ns.items()]

@@ -16,6 +16,7 @@ class HostDevice:
 
     def __init__(self) -> None:
         self.torch_device, self.backend = torch.device("cpu"), "gloo"
+        self.is_queued = False
         self.mark = time.monotonic_ns
         self.seed = torch.default_generator.manual_seed
         self.random_state, self.set_random_state = torch.get_rng_state, torch.set_rng_state

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import torch
 
@@ -30,6 +30,8 @@ class Device(Protocol):
     torch_device: torch.device
     #: The backend of process groups that take its tensors.
     backend: str
+    #: Whether kernels run after the host has enqueued them.
+    is_queued: bool
 
     def begin(self) -> None:
         """Before the first op of a step."""
@@ -88,3 +90,8 @@ class QueuedDevice(Device, Protocol):
 
     def free_bytes(self) -> int:
         """Bytes that this process could still allocate."""
+
+
+def is_queued(device: Device) -> TypeGuard[QueuedDevice]:
+    """Whether it is a `QueuedDevice`."""
+    return device.is_queued

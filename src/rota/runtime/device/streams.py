@@ -29,7 +29,7 @@ class StreamDevice:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.torch_device = device
+        self.torch_device, self.is_queued = device, True
         self.backend: str = dist.get_default_backend_for_device(device)
         self._module: Any = torch.get_device_module(device)
         self._streams: dict[str, torch.Stream] = {}

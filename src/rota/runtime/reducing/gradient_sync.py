@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import torch.distributed as dist
 from torch import nn
@@ -15,10 +15,12 @@ from rota.models import Stages
 from rota.plan import Plan
 from rota.programs.actions import last_gradients
 from rota.runtime.compute import Compute
+from rota.runtime.device.protocol import Device, Mark, QueuedDevice, is_queued
 from rota.runtime.execution import Execution
 from rota.runtime.meshes import Processes
 from rota.runtime.reducing import norms
 from rota.runtime.reducing.replicas import (
+    AbsentGradients,
     GradientAllReduce,
     make_equal,
     parameters_by_stage,
@@ -41,13 +43,14 @@ class GradientSync:
         shared: list[SharedWeight],
         processes: Processes,
         ddp_groups: Mapping[nn.Module, dist.ProcessGroup],
+        device: Device,
     ) -> None:
-        self._processes = processes
+        self._processes, self._device = processes, device
         self._local = plan.placement.stages_on(processes.rank)
         replicas = processes.replica_processes
         self._sharded = Sharded(stages, plan.placement, self._local, replicas)
         self._refuse_groups(stages, ddp_groups)
-        self._shared = SharedWeights(stages, plan.placement, shared, processes)
+        self._shared = SharedWeights(stages, plan.placement, shared, processes, device)
         modules = nn.ModuleList(stages[stage] for stage in self._local)
         self._parameters = [*modules.parameters()]
         self._whole = [p for p in self._parameters if not is_sharded(p)]
@@ -64,9 +67,9 @@ class GradientSync:
         self._counted = [p for p in self._parameters if p not in elsewhere]
         last = last_gradients(plan, processes.rank)
         self._all_reduces = {
-            stage: GradientAllReduce(parameters, ddp_groups.get(stages[stage], processes.replicas))
+            stage: GradientAllReduce(parameters, ddp_groups.get(stages[stage], processes.replicas_on_device))
             for stage, parameters in parameters_by_stage(stages, last).items()
-            if processes.replicas is not None and parameters
+            if processes.replicas_on_device is not None and parameters
         }
         #: The stage with the last gradients of tied weights; the timeline shows their sum there.
         tied = {*self._shared.tied}
@@ -77,13 +80,39 @@ class GradientSync:
         }
         reduced = {*self._all_reduces, *self._sharded}
         self._after = {op: partial(self._reduce, stage) for stage, op in last.items() if stage in reduced}
+        self._sums = {ranks: partial(self._sum_tied, ranks) for ranks in self.tied_ranks}
+        self._absent = AbsentGradients(self._queue) if is_queued(device) else None
+        #: When each stage's reduction began and ended in the last step.
+        self._reductions: dict[int, tuple[Mark, Mark]] = {}
 
-    def _reduce(self, stage: int) -> None:
-        """Start the stage's reduction, after its last gradient."""
-        if stage in self._all_reduces:
-            self._all_reduces[stage].start()
+    @property
+    def tied_ranks(self) -> list[tuple[int, ...]]:
+        """The ranks of each group of tied weights of this rank, in the order of their sums."""
+        return self._shared.tied_ranks
+
+    def _reduce(self, stage: int, stream: Any) -> Mark:
+        """Start the stage's reduction, after its last gradient; on a queued device, all of it is put on `stream`."""
         if stage in self._sharded:
-            self._sharded.reduce(stage)
+            self._sharded.reduce(stage, self._device)
+        if stage not in self._all_reduces:
+            return None
+        if self._absent is None:
+            return self._all_reduces[stage].start()
+        self._reductions[stage] = begun_and_done = self._all_reduces[stage].enqueue(self._queue, stream, self._absent)
+        return begun_and_done[1]
+
+    def _sum_tied(self, ranks: tuple[int, ...], stream: Any) -> Mark:
+        """On a queued device."""
+        assert self._absent is not None
+        begun, done = self._shared.enqueue_sum(ranks, self._queue, stream, self._absent)
+        if self._last_tied is not None:
+            begun, _ = self._reductions.get(self._last_tied, (begun, done))
+            self._reductions[self._last_tied] = begun, done
+        return done
+
+    @property
+    def _queue(self) -> QueuedDevice:
+        return self._device  # type: ignore[return-value]
 
     def _refuse_groups(self, stages: Stages, ddp_groups: Mapping[nn.Module, dist.ProcessGroup]) -> None:
         for stage in self._local:
@@ -104,24 +133,35 @@ class GradientSync:
             self._shared.begin()
         if self._sharded.is_used:
             self._sharded.begin()
+        self._reductions = {}
         execution.before, execution.after = self._before, self._after if sync else {}
+        execution.sums = self._sums if sync else {}
 
     def finish(self, execution: Execution[Compute], sync: bool) -> None:
         """Complete the gradients after a step, unless a later step with `sync` reduces them."""
         if execution.trains:
-            execution.awaited = "the other replicas' gradients"
-            all_reduces = self._all_reduces if sync else {}
-            done = {stage: all_reduce.finish() for stage, all_reduce in all_reduces.items()}
-            execution.record.reductions_ns = done | self._sharded.reductions_ns
-            execution.awaited = "the other ranks' gradients of tied weights"
-            started_ns = time.monotonic_ns()
-            if self._shared.is_used:
-                self._shared.finish(sync)
-            if sync and self._last_tied is not None:
-                started_ns, _ = execution.record.reductions_ns.get(self._last_tied, (started_ns, 0))
-                execution.record.reductions_ns[self._last_tied] = started_ns, time.monotonic_ns()
+            if self._absent is None:
+                self._finish_here(execution, sync)
+            else:
+                self._absent.finish()
+                self._shared.finish(sync, is_summed=True)
+            execution.marks.reductions = self._reductions | self._sharded.reductions
         if self._sharded.is_used:
             self._sharded.finish()
+
+    def _finish_here(self, execution: Execution[Compute], sync: bool) -> None:
+        """On the CPU."""
+        execution.awaited = "the other replicas' gradients"
+        all_reduces = self._all_reduces if sync else {}
+        self._reductions = {stage: all_reduce.finish() for stage, all_reduce in all_reduces.items()}
+        execution.awaited = "the other ranks' gradients of tied weights"
+        started_ns = time.monotonic_ns()
+        if self._shared.is_used:
+            self._shared.finish(sync)
+        if sync and self._last_tied is not None:
+            reductions = self._sharded.reductions | self._reductions
+            started_ns, _ = reductions.get(self._last_tied, (started_ns, 0))
+            self._reductions[self._last_tied] = started_ns, time.monotonic_ns()
 
     def clip(
         self, max_norm: float, norm_type: float, error_if_nonfinite: bool, share: Callable[[float], list[float]]
@@ -134,3 +174,4 @@ class GradientSync:
         self._shared.close()
         self._all_reduces.clear()
         self._after.clear()
+        self._sums.clear()

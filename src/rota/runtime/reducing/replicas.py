@@ -7,7 +7,7 @@ rank 2, replica 1   … 2B2  2B3 ─┴─────────────�
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
 import torch
@@ -16,6 +16,8 @@ from torch import nn
 
 from rota.errors import PipelineError
 from rota.models import Stages
+from rota.programs.device_steps import COMPUTE
+from rota.runtime.device.protocol import Mark, QueuedDevice
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.reducing.wrapped_stages import is_sharded
 from rota.runtime.spmd import replicated_names
@@ -67,9 +69,10 @@ def refuse_other_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGro
 
 @final
 class GradientAllReduce:
-    """Averages the gradients of some parameters over replicas: `start` begins it, `finish` puts it into `.grad`.
+    """Averages the gradients of some parameters over replicas, and puts the averages into `.grad`.
 
-    There is one flat buffer per dtype, as `packed` makes it. A gradient that no replica has stays None.
+    There is one flat buffer per dtype, as `packed` makes it. A gradient that no replica has stays None. On the CPU,
+    `start` and `finish` do it; on a queued device, `enqueue` does.
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -80,8 +83,7 @@ class GradientAllReduce:
     def start(self) -> None:
         """Start the all-reduces without waiting for the others. Collective, as is `finish`."""
         self._started_ns, self._ended_ns = time.monotonic_ns(), []
-        for parameters in by_dtype(p for p in self._parameters if p.requires_grad).values():
-            flat = packed(parameters).div_(self._group.size())
+        for parameters, flat in self._packed():
             with collective("averaging gradients over replicas"):
                 work: Any = dist.all_reduce(flat, group=self._group, async_op=True)
             ended = self._ended_ns  # this step's list, in case the callback comes late
@@ -99,6 +101,51 @@ class GradientAllReduce:
         ended = max(self._ended_ns, default=self._started_ns)
         return self._started_ns, ended if len(self._ended_ns) == num_begun else time.monotonic_ns()
 
+    def enqueue(self, device: QueuedDevice, stream: Any, absent: AbsentGradients) -> tuple[Mark, Mark]:
+        """Enqueue all of it on `stream`; returns the marks before and behind it. Collective."""
+        with device.use(stream):
+            begun = device.mark()
+            for parameters, flat in self._packed():
+                with collective("averaging gradients over replicas"):
+                    dist.all_reduce(flat, group=self._group)
+                absent.unpack(flat, parameters)
+            return begun, device.mark()
+
+    def _packed(self) -> Iterator[tuple[list[nn.Parameter], torch.Tensor]]:
+        for parameters in by_dtype(p for p in self._parameters if p.requires_grad).values():
+            yield parameters, packed(parameters).div_(self._group.size())
+
+
+@final
+class AbsentGradients:
+    """Gradients that this rank does not have after a step, while another process may: `finish` makes these.
+
+    Whether another process has one is known on the device alone, so the host waits for it, but only where one is
+    absent. Everything else is enqueued.
+    """
+
+    def __init__(self, device: QueuedDevice) -> None:
+        self._device = device
+        self._read: list[tuple[Callable[[], list[float]], torch.Tensor, list[nn.Parameter]]] = []
+
+    def unpack(self, flat: torch.Tensor, parameters: list[nn.Parameter]) -> None:
+        """On the current stream, copy `packed` gradients back into each `.grad` that is there."""
+        for parameter, own in _slices(flat, parameters):
+            if parameter.grad is not None:
+                parameter.grad.copy_(own)
+        if any(parameter.grad is None for parameter in parameters):
+            self._read.append((self._device.read(flat[-len(parameters) :].abs()), flat, parameters))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """On the compute stream, which has waited for the sums."""
+        for read, flat, parameters in self._read:
+            for (parameter, own), anywhere in zip(_slices(flat, parameters), read(), strict=True):
+                if parameter.grad is None and anywhere:
+                    parameter.grad = torch.empty_like(parameter).copy_(own)
+            self._device.keep_for(flat, self._device.stream(COMPUTE))
+        self._read.clear()
+
 
 def by_dtype(tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, list[Any]]:
     """The tensors by dtype, each list in the given order."""
@@ -114,7 +161,7 @@ def packed(parameters: list[nn.Parameter]) -> torch.Tensor:
     Shape [number of elements of all parameters + number of parameters], dtype that of the parameters.
     """
     num = sum(parameter.numel() for parameter in parameters)
-    flat = torch.zeros(num + len(parameters), dtype=parameters[0].dtype)
+    flat = torch.zeros(num + len(parameters), dtype=parameters[0].dtype, device=parameters[0].device)
     for i, (parameter, own) in enumerate(_slices(flat, parameters)):
         if parameter.grad is not None:
             if parameter.grad.is_sparse:
@@ -123,7 +170,7 @@ def packed(parameters: list[nn.Parameter]) -> torch.Tensor:
                     f"over processes; make it with sparse=False"
                 )
             own.copy_(parameter.grad)
-            flat[num + i] = 1
+            flat[num + i].fill_(1)
     return flat
 
 

@@ -7,7 +7,7 @@ rank 3   stage 3  head.weight      ─┴─ one all-reduce per step ┴─▶ o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,9 @@ from torch import nn
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.placement import Placement
+from rota.runtime.device.protocol import Device, Mark, QueuedDevice
 from rota.runtime.meshes import Processes
-from rota.runtime.reducing.replicas import by_dtype, packed, unpack
+from rota.runtime.reducing.replicas import AbsentGradients, by_dtype, packed, unpack
 from rota.runtime.spmd import replicated_names
 from rota.runtime.transport import collective
 from rota.torch_internals import version_of
@@ -71,10 +72,21 @@ class _Open(NamedTuple):
 class SharedWeights:
     """This rank's shared weights. Making it and `finish` are collective."""
 
-    def __init__(self, stages: Stages, placement: Placement, shared: list[SharedWeight], processes: Processes) -> None:
+    def __init__(
+        self,
+        stages: Stages,
+        placement: Placement,
+        shared: list[SharedWeight],
+        processes: Processes,
+        device: Device,
+    ) -> None:
         rank = processes.rank
         together_on = dict.fromkeys(weight.ranks for weight in shared)
         self._groups = {ranks: processes.of_ranks(ranks) for ranks in together_on}
+        #: All ranks' groups for tensors of the device, in one order.
+        self._groups_on_device = self._groups
+        if device.backend != "gloo":
+            self._groups_on_device = {of: processes.of_ranks(of, device.backend) for of in together_on}
         self._tied: dict[tuple[int, ...], list[nn.Parameter]] = {}
         #: Parameters that are counted on another rank.
         self.counted_elsewhere: set[nn.Parameter] = set()
@@ -125,15 +137,36 @@ class SharedWeights:
             )
         return None
 
-    def finish(self, sync: bool = True) -> None:
-        """Sum this step's gradients over the ranks of each tie, and add the earlier sum; without `sync`, sum later."""
+    @property
+    def tied_ranks(self) -> list[tuple[int, ...]]:
+        """The ranks of each tie, in the order of their sums, which is the same on all ranks."""
+        return [*self._tied]
+
+    def enqueue_sum(
+        self, ranks: tuple[int, ...], device: QueuedDevice, stream: Any, absent: AbsentGradients
+    ) -> tuple[Mark, Mark]:
+        """Sum this step's gradients of a tie on `stream`; returns the marks before and behind it. Collective."""
+        with device.use(stream):
+            begun = device.mark()
+            for same in by_dtype(self._tied[ranks]).values():
+                flat = packed(same)
+                with collective("summing the gradients of tied weights"):
+                    dist.all_reduce(flat, group=self._groups_on_device[ranks])
+                absent.unpack(flat, same)
+            return begun, device.mark()
+
+    def finish(self, sync: bool = True, *, is_summed: bool = False) -> None:
+        """Sum this step's gradients over the ranks of each tie, and add the earlier sum; without `sync`, sum later.
+
+        `is_summed`: `enqueue_sum` has been called.
+        """
         for (stage, name, buffer), version in zip(self._buffers, self._versions, strict=True):
             if version_of(buffer) != version:
                 raise PipelineError(
                     f"stage {stage} changes its buffer {name!r}, which stages on several ranks share, so their "
                     f"values would differ: use a layer without running statistics, or put it in eval()"
                 )
-        if sync:
+        if sync and not is_summed:
             with collective("summing the gradients of tied weights"):
                 for ranks, parameters in self._tied.items():
                     _sum(parameters, self._groups[ranks])
@@ -152,6 +185,7 @@ class SharedWeights:
     def close(self) -> None:
         """Release the process groups."""
         self._groups.clear()
+        self._groups_on_device.clear()
 
 
 def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:

@@ -6,7 +6,6 @@ pipeline calls the module that DDP wraps, and averages the gradients itself. It 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any, final
 
@@ -18,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.placement import Placement
+from rota.runtime.device.protocol import Device, Mark
 from rota.runtime.transport import collective
 from rota.torch_internals import communication_hook_of, reduce_sharded_gradients
 
@@ -62,7 +62,7 @@ class Sharded:
         self._roots = {stage: found for stage in local if (found := _roots(stages[stage]))}
         self.is_used = bool(self._roots)
         #: (start, end) of each stage's reduction in the last step.
-        self.reductions_ns: dict[int, tuple[int, int]] = {}
+        self.reductions: dict[int, tuple[Mark, Mark]] = {}
         for stage in local:
             for name, parameter in stages[stage].named_parameters():
                 if is_sharded(parameter):
@@ -75,7 +75,7 @@ class Sharded:
 
     def begin(self) -> None:
         """Keep all backwards of a step from reducing."""
-        self.reductions_ns = {}
+        self.reductions = {}
         for roots in self._roots.values():
             for root in roots:
                 _set_last(root, False)
@@ -85,14 +85,14 @@ class Sharded:
         for inner in self._sharded(stage):
             inner.unshard()
 
-    def reduce(self, stage: int) -> None:
+    def reduce(self, stage: int, device: Device) -> None:
         """Reduce after the last weight gradient, as `torch.distributed.pipelining` does. Collective over replicas."""
-        start_ns = time.monotonic_ns()
+        start = device.mark()
         with collective("reducing gradients of sharded stages over replicas"):
             for root in self._roots[stage]:
                 _set_last(root, True)
                 reduce_sharded_gradients(root)
-        self.reductions_ns[stage] = start_ns, time.monotonic_ns()
+        self.reductions[stage] = start, device.mark()
 
     def finish(self) -> None:
         """Release whole weights, also after forwards without backward: an optimizer changes only the shards."""

@@ -1,0 +1,210 @@
+"""The simulated device as the runtime sees it, with a process group for its tensors.
+
+A message or a collective is a kernel on the stream that is current, as in NCCL; its values travel by Gloo, for which the
+host waits on receives alone. A mark's time is the host's, since operations run when they are enqueued.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+from rota.programs.device_steps import COMPUTE
+from rota.runtime.device import choosing
+from support.sim_device.device import Event, Stream, current_device
+from support.sim_device.tensors import SimTensor
+
+_END_OF_STEP = ("read", "times_ns")  # what the host may wait for, once a step has been enqueued
+
+
+class TimedEvent(Event):
+    """An event with the time at which it was recorded."""
+
+    time_ns = 0
+
+
+@final
+class SimRuntimeDevice:
+    """See `rota.runtime.device.protocol.QueuedDevice`."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device, self.is_queued, self.backend = torch_device, True, "sim"
+        self.hardware = current_device()
+
+    def begin(self) -> None:
+        self.hardware.peak_bytes = self.hardware.allocated_bytes
+
+    # --- streams ------------------------------------------------------------------------------------------------------
+
+    def stream(self, name: str) -> Stream:
+        return self.hardware.default if name == COMPUTE else self.hardware.stream(name)
+
+    def use(self, stream: Stream) -> AbstractContextManager[object]:
+        return self.hardware.use(stream)
+
+    def record(self, stream: Stream) -> Event:
+        return stream.record_event()
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        stream.wait_event(event)
+
+    def is_done(self, event: Event) -> bool:
+        return event.query()
+
+    def keep_for(self, tensor: torch.Tensor, stream: Stream) -> None:
+        tensor.record_stream(stream)  # type: ignore[arg-type]
+
+    def synchronize(self) -> None:
+        self.hardware.synchronize()
+
+    def peak_bytes(self) -> int:
+        return self.hardware.peak_bytes
+
+    # --- time ---------------------------------------------------------------------------------------------------------
+
+    def mark(self) -> TimedEvent:
+        event = TimedEvent()
+        self.hardware.current_stream.record_event(event)
+        event.time_ns = time.monotonic_ns()
+        return event
+
+    def times_ns(self, marks: Sequence[TimedEvent]) -> list[int]:
+        if marks:
+            self.hardware.host_waits(self.hardware.current_stream.clock, "times_ns")
+        return [mark.time_ns for mark in marks]
+
+    # --- numbers ------------------------------------------------------------------------------------------------------
+
+    def number(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().reshape(()).to(torch.float64, copy=True)
+
+    def numbers(self, numbers: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.float64).to(self.torch_device, non_blocking=True)
+
+    def read(self, tensor: torch.Tensor) -> Callable[[], list[float]]:
+        copy = tensor.to("cpu", non_blocking=True)
+        copied = self.hardware.current_stream.record_event()
+
+        def numbers() -> list[float]:
+            self.hardware.host_waits(copied.clock, "read")
+            found: list[float] = copy.tolist()
+            return found
+
+        return numbers
+
+    # --- randomness ---------------------------------------------------------------------------------------------------
+
+    def seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+        self.hardware.rng_state = torch.Generator().manual_seed(seed).get_state()
+
+    def random_state(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.get_rng_state(), self.hardware.rng_state
+
+    def set_random_state(self, state: tuple[torch.Tensor, torch.Tensor]) -> None:
+        torch.set_rng_state(state[0])
+        self.hardware.rng_state = state[1]
+
+
+def syncs_inside_steps() -> list[str]:
+    """Where this rank's host has waited for its device, but for the end of a step, since the last call."""
+    device = current_device()
+    found = [f"{sync.operation} at {sync.where}" for sync in device.syncs if sync.operation not in _END_OF_STEP]
+    device.syncs.clear()
+    return found
+
+
+# --- messages and collectives -----------------------------------------------------------------------------------------
+
+
+class _Done(dist.Work):
+    """Its kernel is on the stream that was current, so whoever waits on that stream need not wait."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class SimGroup(dist.ProcessGroup):
+    """A process group for tensors of simulated devices."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._sends: list[tuple[Any, torch.Tensor]] = []  # Gloo tells nobody when one is through
+        self._name = ""
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def getBackendName(self) -> str:
+        return "sim"
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
+        (tensor,) = tensors
+        values = self._launched("send", tensor, writes=False)
+        self._sends.append((_asked(lambda: self._gloo.send([values], peer, tag)), values))
+        return _Done()
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
+        (tensor,) = tensors
+        values = self._launched("recv", tensor, reads=False)
+        _asked(lambda: self._gloo.recv([values], peer, tag).wait())
+        _write(tensor, values)
+        return _Done()
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> dist.Work:
+        (tensor,) = tensors
+        values = self._launched("all_reduce", tensor)
+        _asked(lambda: self._gloo.allreduce([values], options).wait())
+        _write(tensor, values)
+        return _Done()
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> dist.Work:
+        (tensor,) = tensors
+        values = self._launched("broadcast", tensor)
+        _asked(lambda: self._gloo.broadcast([values], options).wait())
+        _write(tensor, values)
+        return _Done()
+
+    def barrier(self, options: Any) -> dist.Work:
+        _asked(lambda: self._gloo.barrier(options).wait())
+        return _Done()
+
+    @staticmethod
+    def _launched(name: str, tensor: torch.Tensor, *, reads: bool = True, writes: bool = True) -> torch.Tensor:
+        assert isinstance(tensor, SimTensor), f"{name} got a tensor on {tensor.device}"
+        assert tensor.is_contiguous(), f"{name} got a tensor that is not contiguous, as NCCL does not take it"
+        block = tensor.block
+        block.device.launch(name, [block] if reads else [], [block] if writes else [], block.device.current_stream)
+        return tensor.inner.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    assert isinstance(tensor, SimTensor)
+    with torch.no_grad():
+        tensor.inner.copy_(values)
+
+
+def _asked(act: Callable[[], Any]) -> Any:
+    """As NCCL, with an error of its own."""
+    try:
+        return act()
+    except RuntimeError as error:
+        raise dist.DistBackendError(str(error)) from error
+
+
+dist.Backend.register_backend("sim", SimGroup, devices=["sim"])
+choosing.MAKERS["sim"] = SimRuntimeDevice
