@@ -310,7 +310,7 @@ EFFICIENT_ATTENTION = torch.ops.aten._scaled_dot_product_efficient_attention
 
 
 def sleep_kernel(device: torch.device) -> Callable[[int], None] | None:
-    """A function that enqueues a kernel on the current stream: it counts so many ticks of the device's clock, then ends.
+    """A function that enqueues a kernel on the current stream, which lasts so many ticks of the device's clock.
 
     None if PyTorch has no such kernel for the device. Relies on `torch.cuda._sleep`, which CUDA and ROCm have.
     """

@@ -8,6 +8,10 @@ from itertools import pairwise
 from statistics import median, quantiles
 from typing import NamedTuple, Protocol, TypeAlias, final
 
+from rota.units import time_text
+
+_MARK_US = 10.0  # a part that takes the host no longer than this is empty: the marks around it take as long
+
 #: Runs some parts; it calls its argument before the first part, between parts, and after the last.
 Run: TypeAlias = Callable[[Callable[[], None]], None]
 
@@ -23,6 +27,16 @@ class Laps(NamedTuple):
     spread: float
     host_us: Sequence[float] = ()
     starved: Sequence[bool] = ()
+
+
+def launch_text(kinds: Sequence[str], laps: Laps) -> str:
+    """Which parts the host enqueues more slowly than the device runs them, by `kinds`, in words; "" if none."""
+    told = []
+    for kind, us, host_us, is_starved in zip(kinds, laps.us, laps.host_us, laps.starved, strict=False):
+        if host_us > max(us, _MARK_US):
+            waits = "the device waits for it" if is_starved else f"{time_text(round(us))} to run"
+            told.append(f"{kind} takes the host {time_text(round(host_us))} to enqueue, {waits}")
+    return "; ".join(told)
 
 
 class Clock(Protocol):

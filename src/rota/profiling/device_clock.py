@@ -15,9 +15,11 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple, final
 
+import torch
+
 from rota.profiling.clocks import Clock, Laps, Run, WallClock, medians
 from rota.profiling.spinning import Spinner
-from rota.runtime.device.protocol import Device, QueuedDevice
+from rota.runtime.device.protocol import Device, QueuedDevice, is_queued
 
 _MOST_ENQUEUED_NS = 3_000_000  # host time of runs enqueued at once: a launch queue of 1024 kernels, a few µs each
 _LEAST_NS = 5_000_000  # of a measurement: no process interrupts a device
@@ -39,12 +41,10 @@ class DeviceClock:
     """See `Clock`. It measures the kernels of the current stream; the host waits only behind the last of a burst."""
 
     def __init__(self, device: QueuedDevice) -> None:
-        self._device = device
-        self._spinner: Spinner | None = None
+        self._device, self._spinner = device, Spinner(device)
 
     def timed(self, run: Run, repeats: int, least_ns: int, together: bool) -> Laps:  # noqa: ARG002 - see _LEAST_NS
         """See `Clock.timed`."""
-        self._spinner = self._spinner or Spinner(self._device)
         run(_nothing)
         alone = [self._burst(run, 1, 0.0) for _ in range(_NUM_ALONE)]  # on an empty queue, which never blocks the host
         host_us = [median(column) for column in zip(*(burst.host_us[0] for burst in alone), strict=True)]
@@ -63,9 +63,8 @@ class DeviceClock:
             is_full += burst.is_full
         found = medians(rows)
         # Where the launch queue was too short for the proof, a host that is faster than the device kept ahead anyway.
-        starved = [
-            not all(full) and of_host > us for full, of_host, us in zip(zip(*is_full, strict=True), host_us, found.us)
-        ]
+        columns = zip(*is_full, strict=True)
+        starved = [not all(full) and of_host > us for full, of_host, us in zip(columns, host_us, found.us, strict=True)]
         return found._replace(host_us=host_us, starved=starved)
 
     def _burst(self, run: Run, num_runs: int, head_start_us: float) -> _Burst:
@@ -81,8 +80,7 @@ class DeviceClock:
             marks.append(device.mark())
 
         device.begin()
-        if self._spinner is not None:
-            self._spinner.spin(head_start_us)
+        self._spinner.spin(head_start_us)
         for _ in range(num_runs):
             run(mark)
         per_run = len(marks) // num_runs
@@ -110,17 +108,11 @@ class Clocks:
     """The clock of each device, made when it is first asked for."""
 
     def __init__(self) -> None:
-        self._made: dict[Any, Clock] = {}
+        self._made: dict[torch.device, Clock] = {}
 
     def of(self, device: Device) -> Clock:
         """The clock that fits the device."""
         where = device.torch_device
         if where not in self._made:
-            self._made[where] = WallClock() if where.type == "cpu" else DeviceClock(as_queued(device))
+            self._made[where] = DeviceClock(device) if is_queued(device) else WallClock()
         return self._made[where]
-
-
-def as_queued(device: Device) -> QueuedDevice:
-    """The same device; every device but the CPU has queues."""
-    queued: Any = device
-    return queued

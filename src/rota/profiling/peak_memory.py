@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, final
 import torch
 
 from rota.profiling.clocks import Run
+from rota.runtime.device.protocol import Device, QueuedDevice, is_queued
 from rota.runtime.memory_watch import LiveStorages
 from rota.torch_internals import TorchDispatchMode, address_of
 
@@ -32,15 +33,15 @@ class _Level(NamedTuple):
     bytes: int  # here
 
 
-def peaks(run: Run, on_cuda: bool) -> list[int]:
+def peaks(run: Run, device: Device) -> list[int]:
     """For each part of `run`, its peak in bytes above what is held before or after it, whichever is more.
 
-    On CUDA, PyTorch's allocator measures it; elsewhere, the tensors that operations make count, without memory that a
-    kernel allocates for itself.
+    On a queued device its allocator measures it, which allocates when the host enqueues: the host need not wait. On the
+    CPU, the tensors that operations make count, without memory that a kernel allocates for itself.
     """
     levels: list[_Level] = []
-    if on_cuda:
-        run(lambda: levels.append(_cuda_level()))
+    if is_queued(device):
+        run(lambda: levels.append(_allocated(device)))
     else:
         watch = StorageWatch()
         with watch:
@@ -54,11 +55,10 @@ def _level(live: LiveStorages) -> _Level:
     return _Level(max(now, most), now)
 
 
-def _cuda_level() -> _Level:
-    torch.cuda.synchronize()
-    level = _Level(torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated())
-    torch.cuda.reset_peak_memory_stats()
-    return level
+def _allocated(device: QueuedDevice) -> _Level:
+    most = device.peak_bytes()
+    device.begin()  # from here on, the peak is counted from what is allocated now
+    return _Level(most, device.peak_bytes())
 
 
 def copier(contiguous: bool) -> Callable[[Any], Any]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, final
 
 import torch
 
 from rota.models import Stages, collect_losses
 from rota.profiling.peak_memory import StorageWatch, copier
+from rota.runtime.device.choosing import device_at
+from rota.runtime.device.protocol import Device
 from rota.runtime.gradients.forward_backward import Kept, backward, backward_inputs, forward, gradient_edges, keep_loss
 from rota.runtime.gradients.recompute import Again, without_activations
 from rota.runtime.gradients.split_backward import WeightWork
@@ -54,7 +56,7 @@ class StageRun:
         self.gradients = [
             [torch.randn_like(tensor) for tensor in tensors_of(value) if tensor.requires_grad] for value in roots
         ]
-        self.on_cuda = any(tensor.is_cuda for tensor in (*self._module().parameters(), *tensors_of(received)))
+        self.device = device_of_tensors((*self._module().parameters(), *tensors_of(received)))
         self.run(_nothing)
 
     def _module(self) -> torch.nn.Module:
@@ -154,6 +156,27 @@ class StageRun:
             waiting = live.num_bytes()
             del work
         return StageBytes(held, waiting, checkpoint)
+
+
+def device_of_tensors(tensors: Iterable[torch.Tensor]) -> Device:
+    """The device of the first tensor that is not on the CPU; the CPU if there is none, or only such on meta."""
+    found = (tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta"))
+    return device_at(next(found, torch.device("cpu")))
+
+
+def on_device_of(stage: int, given: Given) -> tuple[Given, Callable[[Any], Any]]:
+    """What is given with the batch where the stage is, and what moves a value there, as each rank has it in a run.
+
+    A stage without tensors takes values where they are.
+    """
+    devices = [tensor.device for tensor in given.stages[stage].state_dict().values()]
+    if not devices:
+        return given, lambda value: value
+
+    def move(value: Any) -> Any:
+        return over_tensors(lambda tensor: tensor.to(devices[0]), value)
+
+    return given._replace(batch=move(given.batch), target=move(given.target)), move
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
