@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, TypeAlias, final
 
 from rota.units import time_text
 
-_MARK_US = 10.0  # a part that takes the host no longer than this is empty: the marks around it take as long
+_MARK_US = 30.0  # a part that takes the host no longer than this may be empty: the marks around it take as long
 
 #: Runs some parts; it calls its argument before the first part, between parts, and after the last.
 Run: TypeAlias = Callable[[Callable[[], None]], None]

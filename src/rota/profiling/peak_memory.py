@@ -66,25 +66,23 @@ def copier(contiguous: bool) -> Callable[[Any], Any]:
 
     A message arrives contiguous; a value of the same process keeps its layout.
     """
-    made: dict[int, torch.UntypedStorage] = {}
+    made: dict[int, torch.Tensor] = {}
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             if contiguous:
                 copied = tensor.clone(memory_format=torch.contiguous_format)
             else:
-                storage = tensor.untyped_storage()
-                if (address := address_of(storage)) not in made:
-                    made[address] = _copy_of(storage)
-                copied = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-                copied.set_(made[address], tensor.storage_offset(), tensor.size(), tensor.stride())
+                if (address := address_of(tensor.untyped_storage())) not in made:
+                    made[address] = _whole_storage(tensor).clone()
+                whole = made[address].view(tensor.dtype)
+                copied = whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).detach()
         return copied.requires_grad_(tensor.requires_grad)
 
     return copy
 
 
-def _copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    if storage.device.type == "meta":
-        return torch.UntypedStorage(storage.nbytes(), device="meta")  # type: ignore[no-untyped-call]
-    copied: torch.UntypedStorage = storage.clone()  # type: ignore[no-untyped-call]
-    return copied
+def _whole_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements of the tensor's storage, in one dim."""
+    num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.detach().as_strided((num_elements,), (1,), 0)

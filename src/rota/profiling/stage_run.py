@@ -48,6 +48,7 @@ class StageRun:
     ) -> None:
         self.stage, self.received, self.split, self.recompute = stage, received, split, recompute
         self._given = given
+        self.device = device_of_tensors((*self._module().parameters(), *tensors_of(received)))
         #: The stage's output, and the value that leaves by each outgoing edge.
         self.output, self.values, kept = self._forward(self._leaves(), split=True)
         del kept
@@ -56,7 +57,6 @@ class StageRun:
         self.gradients = [
             [torch.randn_like(tensor) for tensor in tensors_of(value) if tensor.requires_grad] for value in roots
         ]
-        self.device = device_of_tensors((*self._module().parameters(), *tensors_of(received)))
         self.run(_nothing)
 
     def _module(self) -> torch.nn.Module:

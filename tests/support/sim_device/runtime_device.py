@@ -1,12 +1,11 @@
 """The simulated device as the runtime sees it, with a process group for its tensors.
 
 A message or a collective is a kernel on the stream that is current, as in NCCL; its values travel by Gloo, for which the
-host waits on receives alone. A mark's time is the host's, since operations run when they are enqueued.
+host waits on receives alone. A mark's time is the host's, or later where kernels last.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -20,13 +19,8 @@ from rota.runtime.device import choosing
 from support.sim_device.device import Event, Stream, current_device
 from support.sim_device.tensors import SimTensor
 
+FREE_BYTES = 2**28
 _END_OF_STEP = ("read", "times_ns")  # what the host may wait for, once a step has been enqueued
-
-
-class TimedEvent(Event):
-    """An event with the time at which it was recorded."""
-
-    time_ns = 0
 
 
 @final
@@ -66,17 +60,18 @@ class SimRuntimeDevice:
     def peak_bytes(self) -> int:
         return self.hardware.peak_bytes
 
+    def free_bytes(self) -> int:
+        return FREE_BYTES
+
     # --- time ---------------------------------------------------------------------------------------------------------
 
-    def mark(self) -> TimedEvent:
-        event = TimedEvent()
-        self.hardware.current_stream.record_event(event)
-        event.time_ns = time.monotonic_ns()
-        return event
+    def mark(self) -> Event:
+        return self.hardware.current_stream.record_event()
 
-    def times_ns(self, marks: Sequence[TimedEvent]) -> list[int]:
+    def times_ns(self, marks: Sequence[Event]) -> list[int]:
         if marks:
-            self.hardware.host_waits(self.hardware.current_stream.clock, "times_ns")
+            last_ns = max(mark.time_ns for mark in marks)
+            self.hardware.host_waits(self.hardware.current_stream.clock, "times_ns", last_ns)
         return [mark.time_ns for mark in marks]
 
     # --- numbers ------------------------------------------------------------------------------------------------------
