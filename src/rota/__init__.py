@@ -43,7 +43,9 @@ _HOMES = {
     "rota.search": ("SearchResult", "find_frontier", "find_plan"),
     "rota.models": ("CutPoint", "Stages", "add_loss", "collect_losses", "split"),
     "rota.profiling": ("profile", "profile_layers"),
-    "rota.runtime": ("Pipeline", "deferred_init", "given_plan", "local_stages", "materialize", "mesh", "spmd"),
+    "rota.runtime": (
+        *("Pipeline", "deferred_init", "given_plan", "local_device", "local_stages", "materialize", "mesh", "spmd"),
+    ),
     "rota.runtime.pretrained": ("load_pretrained",),
     "rota.runtime.checkpoints": ("Checkpoints",),
     "rota.verifying": ("Verification", "verify"),
@@ -114,6 +116,7 @@ if TYPE_CHECKING:
     from rota.runtime import Pipeline as Pipeline
     from rota.runtime import deferred_init as deferred_init
     from rota.runtime import given_plan as given_plan
+    from rota.runtime import local_device as local_device
     from rota.runtime import local_stages as local_stages
     from rota.runtime import materialize as materialize
     from rota.runtime import mesh as mesh

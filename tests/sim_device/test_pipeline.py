@@ -2,59 +2,93 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import pytest
-import torch
 
-from rota import Cluster, Costs, Pipeline, Plan, Stages, place
-from rota.schedules import NAMED
-from support.networks import StepResult, assert_equal_steps, batch_of, chain, gradients_of, loss_fn, serial_step
+from rota import Plan
+from rota.schedules import FAMILIES, Family
+from runtime import test_inference, test_random_orders, test_spmd
+from runtime.gradients import test_recompute_training, test_split_backward_training
+from runtime.reducing import test_replicas, test_shared_weights
+from support.device_orders import family_plans
+from support.networks import assert_equal_steps, batch_of, chain, pipeline_steps, serial_step
 from support.pool import Pool
+from support.sim_device.pool import SimPool
 
 pytestmark = pytest.mark.dist
 
 
-def steps_on_sim(
-    rank: int, stages: Stages, plan: Plan, batches: list[Any], options: dict[str, Any] | None = None
-) -> tuple[list[StepResult], list[str]]:
-    """As `pipeline_steps`, on a simulated device; and where the host has waited in a step, but for the first one."""
-    from support.sim_device import SimDevice
-    from support.sim_device.runtime_device import syncs_inside_steps
-
-    device = SimDevice(f"rank {rank}")
-    results, syncs = [], []
-    with device.active():
-        for stage in plan.placement.stages_on(rank):
-            stages[stage].to("sim")
-        with Pipeline(stages, plan, loss_fn, **(options or {})) as pipeline:
-            for step, batch in enumerate(batches):
-                pipeline_zero_grad(pipeline)
-                inputs, targets = (tensor.to("sim") for tensor in batch)
-                syncs_inside_steps()
-                loss = pipeline.step(inputs, targets)
-                syncs += syncs_inside_steps() if step else []
-                results.append(StepResult(loss, gradients_of(stages, pipeline.local_stages)))
-        device.check()
-        for result in results:
-            result.gradients = {key: gradient.cpu() for key, gradient in result.gradients.items()}
-    return results, syncs
+@pytest.fixture
+def sim_pool(pool: Pool) -> SimPool:
+    return SimPool(pool, ("losses.py",))
 
 
-def pipeline_zero_grad(pipeline: Pipeline) -> None:
-    for parameter in pipeline.parameters():
-        parameter.grad = None
+def plans_of(family: Family, num_ranks: int) -> list[Plan]:
+    return [*family_plans([family], [num_ranks])][:2]
 
 
-def plan_for(schedule: str, num_stages: int, num_microbatches: int) -> Plan:
-    return NAMED[schedule](place(Costs.uniform(num_stages, 10, 20), Cluster.uniform(num_stages)), num_microbatches)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_every_family(sim_pool: SimPool, family: Family, num_ranks: int) -> None:
+    for plan in plans_of(family, num_ranks):
+        num_stages = plan.num_stages
+        batches = [batch_of(plan.num_microbatches, seed) for seed in (1, 2)]
+        by_rank = sim_pool.run(num_ranks, pipeline_steps, chain(num_stages), plan, batches)
+        for step, batch in enumerate(batches):
+            results = [of_rank[step] for of_rank in by_rank]
+            for result in results:
+                result.gradients = {(stage % num_stages, name): g for (stage, name), g in result.gradients.items()}
+            serial = serial_step(chain(num_stages), *batch)
+            if not test_random_orders.trains(plan):
+                serial.gradients.clear()
+            assert_equal_steps(results, serial)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_chain(pool: Pool, schedule: str) -> None:
-    batches = [batch_of(4, seed) for seed in (1, 2)]
-    plan = plan_for(schedule, 2, 4)
-    by_rank = pool.run(2, steps_on_sim, chain(2), plan, batches)
-    for step, batch in enumerate(batches):
-        assert_equal_steps([results[step] for results, _ in by_rank], serial_step(chain(2), *batch))
-    assert [syncs for _, syncs in by_rank] == [[], []]
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_random_orders_of_graphs_and_shared_stages(sim_pool: SimPool, num_ranks: int) -> None:
+    test_random_orders.run_and_compare(sim_pool, num_ranks, range(12))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", test_shared_weights.TIED)
+def test_tied_weights(sim_pool: SimPool, case: str) -> None:
+    test_shared_weights.test_tied(sim_pool, case)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", test_shared_weights.STREAMS)
+def test_both_directions(sim_pool: SimPool, case: str) -> None:
+    test_shared_weights.test_two_streams(sim_pool, case)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        test_shared_weights.test_gradients_of_earlier_steps_are_summed_once,
+        test_shared_weights.test_frozen_ties_stay_without_gradients,
+        test_recompute_training.test_split_backwards_and_some_stages,
+        test_recompute_training.test_beside_stages_that_the_plan_recomputes,
+        test_split_backward_training.test_a_checkpointed_block_is_recomputed_once_a_microbatch,
+        test_split_backward_training.test_recomputation_repeats_dropout_and_leaves_buffers,
+        test_replicas.test_odd_parameters,
+        test_replicas.test_evaluation_of_replicas,
+        test_replicas.test_dropout_differs_between_replicas_and_is_one_on_all_parts,
+    ],
+    ids=lambda test: test.__name__,
+)
+def test_as_on_the_cpu(sim_pool: SimPool, test: Callable[[SimPool], None]) -> None:
+    test(sim_pool)
+
+
+@pytest.mark.parametrize(("pp", "dp"), [(1, 2), (2, 2)])
+def test_replicas_that_accumulate(sim_pool: SimPool, pp: int, dp: int) -> None:
+    test_replicas.test_gradients_add_up_over_steps_with_and_without_sync(sim_pool, pp, dp)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", test_spmd.CASES)
+def test_stages_on_several_ranks(sim_pool: SimPool, case: str) -> None:
+    test_spmd.test_stages_on_several_ranks(sim_pool, case, False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["V", "K"])
+def test_evaluation(sim_pool: SimPool, name: str) -> None:
+    test_inference.test_batch_norm(sim_pool, name, True)  # type: ignore[arg-type]

@@ -80,7 +80,7 @@ def pipeline_steps(rank: int, stages: Stages, plan: Plan, batches: list[Any], **
             for parameter in pipeline.parameters():
                 parameter.grad = None
             loss = pipeline.step(inputs, targets)
-            results.append(StepResult(loss, gradients_of(stages, pipeline.local_stages)))
+            results.append(StepResult(loss, gradients_of(pipeline.stages, pipeline.local_stages)))
     return results
 
 

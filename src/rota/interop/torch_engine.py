@@ -25,6 +25,7 @@ from rota.models import Stages
 from rota.plan import Plan
 from rota.runtime.agreement import refuse_differences, refuse_loss
 from rota.runtime.compute import Batch, step_seed
+from rota.runtime.device.host import HostDevice
 from rota.runtime.faults.stack_location import Doing, is_in_a_collective
 from rota.runtime.faults.watchdog import Watchdog, limit_s
 from rota.runtime.gradients.forward_backward import refuse_modes_without_gradients
@@ -184,7 +185,7 @@ class TorchEngine:
         self._num_steps += 1
         for module in self._modules:
             module.step = step
-        with step_seed() as step.seed, self._watchdog.watching(self._doing):
+        with step_seed(HostDevice()) as step.seed, self._watchdog.watching(self._doing):
             self._run_step(step, sync)
             loss = self._mean_loss(batch, step.losses)
         self.losses, self.outputs = step.losses, step.outputs

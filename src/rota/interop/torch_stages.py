@@ -146,7 +146,7 @@ def survey(modules: Sequence[StageModule], ranks: Sequence[int], group: dist.Pro
         before, after = module.stage - 1, module.stage + 1
         if before >= 0 and ranks[before] != dist.get_rank(group):
             with collective("surveying the stages"):
-                value = receive_value(ranks[before], group)
+                value = receive_value(ranks[before], group, torch.device("cpu"))
         value = module.survey(value if before >= 0 else ())
         if after < len(ranks) and ranks[after] != dist.get_rank(group):
             with collective("surveying the stages"):

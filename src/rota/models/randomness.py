@@ -29,7 +29,8 @@ class _Generator(NamedTuple):
 class RandomStates:
     """As they are now: PyTorch's, Python's and NumPy's own, and those of generators that `model` has as attributes.
 
-    A GPU's is among them if CUDA is in use already. With `seeded`, those that `torch.manual_seed` sets are left out.
+    An accelerator's is among them if it is in use already. With `seeded`, those that `torch.manual_seed` sets are left
+    out.
     """
 
     def __init__(self, model: nn.Module, seeded: bool = False) -> None:
@@ -86,8 +87,13 @@ def random_state_kept(model: nn.Module) -> Iterator[None]:
 
 def _seeded_generators() -> Iterator[_Generator]:
     yield _Generator(torch.get_rng_state, torch.set_rng_state)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        yield _Generator(torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all)
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        return
+    of_device: Any = torch.get_device_module(device)
+    if hasattr(of_device, "is_initialized") and of_device.is_initialized():  # else nobody has drawn from it
+        for index in range(of_device.device_count()):
+            yield _Generator(partial(of_device.get_rng_state, index), partial(of_device.set_rng_state, device=index))
 
 
 def _generators(model: nn.Module) -> Iterator[_Generator]:

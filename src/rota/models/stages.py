@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
+import torch
 from torch import nn
 
 from rota.errors import PipelineError, SplitError
 from rota.models.cut_table import cut_table
+from rota.models.replacing import move
 from rota.models.stage_edges import StageEdge, parse_edges, topological_order
 
 Input: TypeAlias = int | str
@@ -221,6 +224,34 @@ class Stages:
             values = [edge.take(outputs[edge.source]) for edge in self.incoming(stage)]
             outputs[stage] = self.call(stage, values, batch)
         return outputs[self.sink]
+
+    def to(self, device: torch.device | str, stages: Iterable[int] | None = None) -> Stages:
+        """Move weights and buffers to `device`; returns the same `Stages`. Do it before stages are wrapped.
+
+        They stay the same objects, so ties between stages remain.
+
+        Args:
+            device: As for `nn.Module.to`, such as `rota.local_device()`.
+            stages: The stages to move, such as `rota.local_stages(plan, mesh)`; None moves all.
+
+        Raises:
+            PipelineError: A tensor has no memory yet (it is on meta), or there is no such stage.
+        """
+        target = torch.device(device)
+        inside = [module for stage in self.modules for module in stage.modules()]
+        for stage in range(len(self)) if stages is None else sorted({*stages}):
+            if not 0 <= stage < len(self):
+                raise PipelineError(f"stages has stage {stage}, but the stages are 0 to {len(self) - 1}")
+            module = self.modules[stage]
+            for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+                if tensor.is_meta:
+                    raise PipelineError(
+                        f"{name} of stage {stage} has no memory (it is on meta); call rota.materialize(stages, "
+                        "rota.local_stages(plan, mesh), device=rota.local_device()) instead"
+                    )
+                move(tensor, target, inside)
+            module.to(target)  # what it holds besides: its own _apply knows
+        return self
 
     def num_parameters(self, stage: int) -> int:
         """The number of elements of the parameters of `stage`, trainable or frozen."""

@@ -18,7 +18,7 @@ from rota import reading
 from rota.models import Stages, split
 from rota.plan import Plan
 from rota.planning.model_file import ModelFile, load_model_file
-from rota.runtime import Pipeline, given_plan, local_stages, materialize, mesh
+from rota.runtime import Pipeline, given_plan, local_device, local_stages, materialize, mesh
 from rota.runtime.launching.launch import launch
 from rota.runtime.launching.run_folder import run_folder
 from rota.verifying import Verification, verify
@@ -60,7 +60,7 @@ def main(path: str) -> None:
     plan, processes = given_plan(), mesh()
     file = load_model_file(options.model, options.length)
     stages = _stages(file, plan, options.rows)
-    materialize(stages, local_stages(plan, processes))
+    materialize(stages, local_stages(plan, processes), local_device())
     with Pipeline(stages, plan, file.loss_fn, mesh=processes) as pipeline:
         torch.manual_seed(1 + pipeline.replica)  # the same batch on all ranks of a replica
         batch = file.made_batch(options.rows * plan.num_microbatches)

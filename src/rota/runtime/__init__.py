@@ -2,8 +2,9 @@
 
 from rota.runtime import spmd
 from rota.runtime.deferred import deferred_init, materialize
+from rota.runtime.device.local import local_device
 from rota.runtime.launcher_files import given_plan
 from rota.runtime.meshes import local_stages, mesh
 from rota.runtime.pipeline import Pipeline
 
-__all__ = ["Pipeline", "deferred_init", "given_plan", "local_stages", "materialize", "mesh", "spmd"]
+__all__ = ["Pipeline", "deferred_init", "given_plan", "local_device", "local_stages", "materialize", "mesh", "spmd"]

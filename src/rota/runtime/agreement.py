@@ -27,6 +27,8 @@ from rota.errors import PipelineError
 from rota.models import Stages
 from rota.plan import Plan
 from rota.runtime.compute import Batch
+from rota.runtime.device.choosing import Placed, describe_placed, refuse_mixed
+from rota.runtime.device.local import current_device
 from rota.runtime.execution import Execution
 from rota.runtime.fingerprints import Fingerprints, refuse_other_data
 from rota.runtime.json_messages import all_gather_json
@@ -42,21 +44,28 @@ from rota.runtime.transport import Transport, collective
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def refuse_differences(plan: Plan, stages: Stages, shared: list[SharedWeight], mesh: DeviceMesh | None = None) -> None:
+def refuse_differences(
+    plan: Plan, stages: Stages, shared: list[SharedWeight], mesh: DeviceMesh | None = None
+) -> torch.device:
     """Compare what all ranks made their pipelines from, and their number with the plan's. Collective.
 
     With a mesh, the plan's ranks are those along "pp".
 
+    Returns:
+        This process's device, if its stages have no tensors that show it: one like the others'.
+
     Raises:
-        PipelineError: on all ranks, if their plans, edges between stages, shared weights or meshes differ.
+        PipelineError: on all ranks, if their plans, edges between stages, shared weights, meshes or types of devices
+            differ, or if two processes share an accelerator.
     """
     layout = None if mesh is None else (mesh.mesh.tolist(), mesh.mesh_dim_names)
     joined = [[*edge] for edge in stages.edges], stages.inputs
     with collective("comparing plans"):  # before anything that could fail on one rank alone
-        of_ranks = all_gather_json([digest(plan), *(_digest_of(each) for each in (joined, shared, layout))])
+        digests = [digest(plan), *(_digest_of(each) for each in (joined, shared, layout))]
+        of_ranks = all_gather_json([digests, describe_placed(stages, lambda: _local_stages(plan, mesh))])
     for i, what in enumerate(("plan", "graph of stages", "set of tied and replicated weights", "mesh")):
-        for rank, other in enumerate(of_ranks):
-            if other[i] != of_ranks[0][i]:
+        for rank, (other, _) in enumerate(of_ranks):
+            if other[i] != of_ranks[0][0][i]:
                 raise PipelineError(f"rank {rank} has a different {what} from rank 0; give all ranks the same {what}")
     num_ranks = len(pipelines_of(mesh)[0])
     if num_ranks != plan.num_ranks:
@@ -66,6 +75,14 @@ def refuse_differences(plan: Plan, stages: Stages, shared: list[SharedWeight], m
         raise PipelineError(
             f"the plan is for {plan.num_ranks} ranks, but {there}; {start}, or plan for {num_ranks}{replicas}"
         )
+    return current_device(refuse_mixed([Placed(*placed) for _, placed in of_ranks]))
+
+
+def _local_stages(plan: Plan, mesh: DeviceMesh | None) -> tuple[int, ...]:
+    """The stages of this process; none if the plan has no such rank."""
+    mine = dist.get_rank()
+    rank = next(pipeline.index(mine) for pipeline in pipelines_of(mesh) if mine in pipeline)
+    return plan.placement.stages_on(rank) if rank < plan.num_ranks else ()
 
 
 def _digest_of(value: object) -> str:

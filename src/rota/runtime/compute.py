@@ -81,17 +81,18 @@ class Batch:
 
 
 @contextmanager
-def step_seed() -> Iterator[int]:
+def step_seed(device: Device) -> Iterator[int]:
     """A number that seeds the ops of a step.
 
-    Each rank has drawn one number afterwards, whatever its stages drew: shuffles stay the same on all ranks.
+    Each rank has drawn one number afterwards, from the CPU's generator, whatever its stages drew: shuffles stay the
+    same on all ranks.
     """
     seed = int(torch.randint(2**62, ()))
-    random_state = torch.get_rng_state()
+    random_state = device.random_state()
     try:
         yield seed
     finally:
-        torch.set_rng_state(random_state)
+        device.set_random_state(random_state)
 
 
 def op_seed(seed: int, stage: int, microbatch: int) -> int:

@@ -1,19 +1,21 @@
-"""What a rank reads of a step's batch, and what it counts of the loss."""
+"""What a rank reads of a step's batch, on the device of its stages, and what it counts of the loss."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Any, final
+
+import torch
 
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.plan import Plan
 from rota.runtime.compute import Batch
 from rota.runtime.fingerprints import Fingerprints, fingerprints
-from rota.runtime.messages import describe_value
+from rota.runtime.messages import describe_value, over_tensors, tensors_in
 from rota.runtime.microbatches import (
     Microbatches,
     is_empty,
@@ -21,16 +23,27 @@ from rota.runtime.microbatches import (
     refuse_writes_to_shared,
     shares_of,
     to_microbatches,
+    with_dicts,
 )
+from rota.torch_internals import version_of
 from rota.units import count_text
+
+_CPU = torch.device("cpu")
 
 
 @final
 class MicrobatchInputs:
-    """What rank `rank` takes of each batch. `sink_ranks`: for each last stage its ranks."""
+    """What rank `rank` takes of each batch, to `device`. `sink_ranks`: for each last stage its ranks."""
 
-    def __init__(self, stages: Stages, plan: Plan, rank: int, sink_ranks: dict[int, tuple[int, ...]]) -> None:
-        placement = plan.placement
+    def __init__(
+        self,
+        stages: Stages,
+        plan: Plan,
+        rank: int,
+        sink_ranks: dict[int, tuple[int, ...]],
+        device: torch.device = _CPU,
+    ) -> None:
+        placement, self._device = plan.placement, device
         self._stages, self._rank, self._num_microbatches = stages, rank, plan.num_microbatches
         reading = [stage for stage in placement.stages if stages.inputs[stage]]
         #: The stages here that read the step's inputs, and their micro-batches.
@@ -53,7 +66,11 @@ class MicrobatchInputs:
     def take(
         self, inputs: Any, targets: Any, *, needs_targets: bool, loss_of_output: bool = False, scale: float = 1.0
     ) -> Batch:
-        """The micro-batches of a step. Raises PipelineError if something is missing or does not fit."""
+        """The micro-batches of a step. Raises PipelineError if something is missing or does not fit.
+
+        On an accelerator, what this rank reads of them is copied there, for which the host does not wait if the batch
+        is in pinned memory.
+        """
         n = self._num_microbatches
         if inputs is None and self._reading:
             stage = next(iter(self._reading))
@@ -67,6 +84,9 @@ class MicrobatchInputs:
         if needs_targets and missing:
             got = "targets=None" if targets is None else f"targets[{missing[0]}] = None"
             raise PipelineError(f"rank {self._rank} holds the last stage, but got {got}; pass them on this rank")
+        if self._device != _CPU:
+            given = self._moved(given, [read for m in self._read for read in self._inputs_read(given, m)])
+            wanted = self._moved(wanted, [wanted.values[m] for m in self._targeted])
         return Batch(
             given,
             wanted,
@@ -89,6 +109,31 @@ class MicrobatchInputs:
     def reads_targets(self) -> bool:
         """Whether this rank has a last stage."""
         return bool(self._targeted)
+
+    def _moved(self, microbatches: Microbatches, read: Sequence[Any]) -> Microbatches:
+        """With the tensors in `read` on the device, each copied once, however many micro-batches and stages read it."""
+        wanted = {id(tensor) for value in read for tensor in tensors_in(value)}
+        moved: dict[int, torch.Tensor] = {}
+
+        def on_device(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in wanted:
+                return tensor
+            if id(tensor) not in moved:
+                moved[id(tensor)] = tensor.to(self._device, non_blocking=True)
+            return moved[id(tensor)]
+
+        shared = ((place, on_device(tensor)) for place, tensor, _ in microbatches.shared)
+        return microbatches._replace(
+            values=[over_tensors(on_device, value) for value in microbatches.values],
+            shared=tuple((place, tensor, version_of(tensor)) for place, tensor in shared),
+        )
+
+    def _inputs_read(self, given: Microbatches, microbatch: int) -> Iterator[Any]:
+        """What stages here read of the inputs of a micro-batch."""
+        for stage, microbatches in self._reading.items():
+            if microbatch in microbatches:
+                with suppress(PipelineError):  # the op itself says what the batch lacks
+                    yield self._stages.pick_inputs(stage, given.values[microbatch])
 
     def refuse_writes(self, batch: Batch) -> None:
         """Raises PipelineError if a stage of this rank has written to what all micro-batches get."""
@@ -113,7 +158,8 @@ class MicrobatchInputs:
         """Of all that this rank was given, {} if it reads nothing of it."""
         if not (self.reads_inputs or self.reads_targets):
             return {}
-        inputs, targets = batch.whole
+        # A batch on an accelerator comes to the host at once, rather than by micro-batches.
+        inputs, targets = (_on_host(value) for value in batch.whole)
         n, names = self._num_microbatches, self._stages.input_names
         given = to_microbatches("inputs", inputs, n).values
         wanted = to_microbatches("targets", targets, n).values
@@ -146,6 +192,11 @@ class MicrobatchInputs:
     def losses_by_stage(self, losses: dict[int, float]) -> dict[int, dict[int, float]]:
         """The losses that are counted here, for each last stage."""
         return {sink: {m: losses[m] for m in of if m in losses} for sink, of in self._counted.items()}
+
+
+def _on_host(value: Any) -> Any:
+    parts = [*map(with_dicts, value)] if isinstance(value, list) else with_dicts(value)
+    return over_tensors(lambda tensor: tensor if tensor.is_meta else tensor.cpu(), parts)
 
 
 def _rows(microbatches: Microbatches, read: Sequence[int]) -> tuple[int, ...]:

@@ -130,7 +130,7 @@ class Pipeline:
             self._report_failure = self._watchdog.fail
             self._teardown.callback(self._end_checkpoints)
             with self._watchdog.watching("the other ranks to make their pipelines", PATIENT):
-                refuse_differences(plan, stages, shared, mesh)
+                otherwise = refuse_differences(plan, stages, shared, mesh)
                 self.mesh, self._processes = mesh, Processes(mesh, limit)
                 # The last references: this closes the connections, so that the peers notice.
                 self._teardown.callback(lambda: leave(self._processes.close()))
@@ -140,7 +140,7 @@ class Pipeline:
                 self.num_replicas = self._processes.num_replicas
                 #: The stages on this rank.
                 self.local_stages = {stage: stages[stage] for stage in plan.placement.stages_on(self.rank)}
-                self._device = device_of(stages, plan.placement.stages_on(self.rank))
+                self._device = device_of(stages, plan.placement.stages_on(self.rank), otherwise)
                 self._processes.open_on_device(self._device.backend)
                 self._gradients = GradientSync(stages, plan, shared, self._processes, ddp_groups, self._device)
                 self._teardown.callback(self._gradients.close)
@@ -156,7 +156,7 @@ class Pipeline:
                 self._training = self._execution(plan, self._compute, self._gradients.tied_ranks)
                 with collective("comparing clocks"):
                     self._training.record.offset_ns = clock_offset_ns(self._processes.pipeline)
-            self._inputs = MicrobatchInputs(stages, plan, self.rank, sink_ranks)
+            self._inputs = MicrobatchInputs(stages, plan, self.rank, sink_ranks, self.device)
             self._step_losses = StepLosses(plan, self.rank, self._processes.num_pipelines)
             self._loss_counts = LossCounts(self.parameters())
             #: The means of the metrics that `loss_fn` returned in the last `step` or `evaluate`, the same on all ranks.
@@ -183,6 +183,11 @@ class Pipeline:
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages: what this rank's optimizer takes."""
         return (parameter for _, parameter in self.named_parameters())
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's stages are. Batches may be here or on the CPU."""
+        return self._device.torch_device
 
     @property
     def losses(self) -> dict[int, float]:
@@ -322,7 +327,7 @@ class Pipeline:
             here = {m: made[m] for m in batches if m in made}
             with self.watching("outputs"):
                 where = f"stage {sink} ({type(self.stages[sink]).__name__})"
-                found |= bring_outputs(here, ranks, ran.asking, where, self._processes.pipeline)
+                found |= bring_outputs(here, ranks, ran.asking, where, self._processes.pipeline, self.device)
         done.compute.outputs = {}
         return [found[m] for m in sorted(found)] if outputs else None
 
@@ -335,10 +340,12 @@ class Pipeline:
             self._inputs.warn_of_other_rows(batch)
         self._evaluation.compute.keep_outputs = call is not Call.EVALUATE
         self._loss_scale.begin(None)
-        random_state = torch.get_rng_state()
-        with evaluating([*self.local_stages.values()]):
-            ran = self._run(call, self._evaluation, batch)
-        torch.set_rng_state(random_state)
+        random_state = self._device.random_state()
+        try:
+            with evaluating([*self.local_stages.values()]):
+                ran = self._run(call, self._evaluation, batch)
+        finally:
+            self._device.set_random_state(random_state)
         return self._evaluation, ran
 
     def _run(self, call: Call, execution: Execution[Compute], batch: Batch, scale: float = 0.0) -> _Ran:
@@ -347,7 +354,7 @@ class Pipeline:
         self._watchdog.last = lambda: f"{execution.last()} in step {self._num_steps}"
         sync, trains = call is not Call.STEP_WITHOUT_SYNC, execution.trains
         try:
-            with step_seed() as seed, self._watchdog.watching(execution.doing):
+            with step_seed(self._device) as seed, self._watchdog.watching(execution.doing):
                 flags = self._loss_counts.flags(batch.targets) if trains else [0] * NUM_FLAGS
                 begun = self._agreement.begin(call, execution, batch, seed, scale, flags)
                 batch = begun.batch

@@ -61,6 +61,7 @@ def load_pretrained(
     cast: bool = False,
     missing: Iterable[str] = (),
     unexpected: Iterable[str] = (),
+    device: torch.device | str | None = None,
 ) -> None:
     """Give memory to the `local` stages, with the weights and buffers of a pretrained folder; free that of all others.
 
@@ -74,6 +75,8 @@ def load_pretrained(
         cast: Convert floating-point weights to the model's dtypes. Otherwise the folder must have these.
         missing: Patterns of names that the folder may lack, such as "score.*": they are as the constructor makes them.
         unexpected: Patterns of names that the folder may have beside the model's, such as "*.attn.bias".
+        device: Where to put the stages, such as `local_device()`: one weight at a time is read and copied there. None:
+            where the model was made.
 
     Raises:
         FormatError: The folder cannot be read, or its tensors are not those of the model; lists them.
@@ -86,7 +89,7 @@ def load_pretrained(
     _refuse_other_kinds(found, cast, Path(folder))
     here = {tensor for stage in local for tensor in stages[stage].state_dict(keep_vars=True).values()}
     loaded = {tensor: sources for tensor, sources in found.items() if tensor in here}
-    give_memory(stages, local, loaded)
+    give_memory(stages, local, loaded, device)
     for tensor in sorted(loaded, key=lambda tensor: -tensor.nbytes):  # while little else is in memory
         _read(tensor, loaded[tensor])
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from rota.runtime.device.local import group_backend
 from rota.runtime.meshes import pipelines_of
 from rota.runtime.process_group import join
 from rota.runtime.transport import collective
@@ -31,7 +32,8 @@ Module = TypeVar("Module", bound=nn.Module)
 def group(ranks: Iterable[int], mesh: DeviceMesh | None = None) -> Group:
     """The process group of a stage on several ranks. Every rank must call it.
 
-    Joins the processes that `rota run` or torchrun started, if nothing has done so yet.
+    Joins the processes that `rota run` or torchrun started, if nothing has done so yet. The group takes tensors on the
+    CPU, and on an accelerator if there is one.
 
     Args:
         ranks: the stage's ranks in the plan.
@@ -45,7 +47,7 @@ def group(ranks: Iterable[int], mesh: DeviceMesh | None = None) -> Group:
     ranks, found = sorted(ranks), None
     for pipeline in pipelines_of(mesh) if len(ranks) > 1 else ():
         processes = [pipeline[rank] for rank in ranks]
-        made = dist.new_group(processes, backend="gloo")
+        made = dist.new_group(processes, backend=group_backend())
         found = made if dist.get_rank() in processes else found
     return found
 

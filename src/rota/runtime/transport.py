@@ -274,11 +274,16 @@ def lost(peer: int, message: Message) -> LostRankError:
 
 
 def bring_outputs(
-    made: dict[int, Any], ranks: tuple[int, ...], asking: list[int], where: str, group: dist.ProcessGroup
+    made: dict[int, Any],
+    ranks: tuple[int, ...],
+    asking: list[int],
+    where: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> dict[int, Any]:
     """Give each rank in `asking` the last stage's outputs. Collective over `group`.
 
-    `made`: the outputs, on the last stage's `ranks`. `where` names that stage in errors.
+    `made`: the outputs, on the last stage's `ranks`. `where` names that stage in errors. `device`: see `receive_value`.
     """
     here, rank = made, dist.get_rank(group)
     for other in asking:
@@ -287,7 +292,7 @@ def bring_outputs(
                 if rank == ranks[0]:
                     send_value(made, where, other, group)
                 elif rank == other:
-                    here = receive_value(ranks[0], group)
+                    here = receive_value(ranks[0], group, device)
     return here
 
 
@@ -300,18 +305,18 @@ def send_value(value: Any, where: str, receiver: int, group: dist.ProcessGroup) 
     tensors: list[torch.Tensor] = []
     try:
         tensors, layout = flatten(value, where)
-        text = json.dumps({"layout": layout})
+        text = json.dumps({"layout": layout, "on_host": [tensor.device.type == "cpu" for tensor in tensors]})
     except PipelineError as error:  # the receiver must get it, or it would wait
         refusal, text = error, json.dumps({"refusal": str(error)})
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     for tensor in (torch.tensor([data.numel()]), data, *tensors):
-        dist.send(as_sent(tensor.detach()), group_dst=receiver, group=group)
+        dist.send(as_sent(tensor.detach().cpu()), group_dst=receiver, group=group)
     if refusal is not None:
         raise refusal
 
 
-def receive_value(sender: int, group: dist.ProcessGroup) -> Any:
-    """Receive the value that `send_value` sends."""
+def receive_value(sender: int, group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Receive the value that `send_value` sends. Tensors go to `device`, but for those that the sender has on a CPU."""
     size = torch.empty(1, dtype=torch.int64)
     dist.recv(size, group_src=sender, group=group)
     data = torch.empty(int(size), dtype=torch.uint8)
@@ -323,5 +328,6 @@ def receive_value(sender: int, group: dist.ProcessGroup) -> Any:
     tensors = [empty(each) for each in tensor_layouts(layout)]
     for tensor in tensors:
         dist.recv(as_sent(tensor), group_src=sender, group=group)
-    wanting = (tensor.requires_grad_(each[3]) for tensor, each in zip(tensors, tensor_layouts(layout), strict=True))
+    places = (each if on_host else each.to(device) for each, on_host in zip(tensors, found["on_host"], strict=True))
+    wanting = (tensor.requires_grad_(each[3]) for tensor, each in zip(places, tensor_layouts(layout), strict=True))
     return unflatten(wanting, layout)

@@ -18,6 +18,7 @@ from rota.placing import place
 from rota.programs.actions import ValueKey
 from rota.runtime import Pipeline
 from rota.runtime.compute import Compute
+from rota.runtime.device.choosing import placed_on
 from rota.runtime.device.host import HostDevice
 from rota.runtime.execution import Execution
 from rota.runtime.json_messages import all_gather_json, broadcast_json
@@ -45,6 +46,8 @@ class Side(Protocol):
     num_microbatches: int
     is_first: bool
     is_sharded: bool
+    #: Where the first process runs the unsplit model.
+    device: torch.device
 
     def local_modules(self) -> Mapping[int, nn.Module]:
         """The stages of this process."""
@@ -99,11 +102,12 @@ class OneProcess:
     def __init__(self, stages: Stages, batch: GivenBatch, loss_fn: LossFn, num_microbatches: int) -> None:
         self.stages, self.loss_fn, self.num_microbatches = stages, loss_fn, num_microbatches
         self._batch = batch
+        self.device = placed_on(stages, range(len(stages))) or torch.device("cpu")
         edges, ranks = [edge[:2] for edge in stages.edges], [0] * len(stages)
         placement = place(Costs.uniform(len(stages)), Cluster.uniform(1), ranks, edges)
         self._plan = gpipe(placement, num_microbatches)
         sinks: dict[int, tuple[int, ...]] = dict.fromkeys(stages.sinks, (0,))
-        self._inputs = MicrobatchInputs(stages, self._plan, 0, sinks)
+        self._inputs = MicrobatchInputs(stages, self._plan, 0, sinks, self.device)
         self._needs_target = needs_target(loss_fn)
         self._inputs.take(*batch, needs_targets=self._needs_target)  # refuses a batch that does not fit before it runs
 
@@ -159,6 +163,7 @@ class ManyProcesses:
     def __init__(self, pipeline: Pipeline, batch: GivenBatch, loss_fn: LossFn) -> None:
         self._pipeline, self._batch = pipeline, GivenBatch(*map(plain, batch))
         self.stages, self.loss_fn, self.num_microbatches = pipeline.stages, loss_fn, pipeline.plan.num_microbatches
+        self.device = pipeline.device
         assert dist.group.WORLD is not None
         self._here, self._everyone = dist.get_rank(), dist.group.WORLD
         self.is_first = self._here == 0
@@ -223,7 +228,7 @@ class ManyProcesses:
         if self._here == process:
             send_value(value, f"process {process}", 0, self._everyone)
         elif self.is_first:
-            return receive_value(process, self._everyone)
+            return receive_value(process, self._everyone, self.device)
         return value
 
     def step(self, batch_dtype: torch.dtype | None) -> tuple[float, list[list[torch.Tensor]]]:

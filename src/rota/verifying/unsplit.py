@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -47,16 +47,28 @@ class GivenBatch(NamedTuple):
 
     def in_dtype(self, dtype: torch.dtype | None) -> GivenBatch:
         """The same batch with floating-point numbers in `dtype`, unless it is None."""
-        return GivenBatch(*(over_tensors(lambda tensor: in_dtype(tensor, dtype), plain(each)) for each in self))
+        return self._changed(lambda tensor: in_dtype(tensor, dtype))
+
+    def on(self, device: torch.device) -> GivenBatch:
+        """The same batch on `device`."""
+        return self._changed(lambda tensor: tensor.to(device))
+
+    def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> GivenBatch:
+        return GivenBatch(*(over_tensors(change, plain(each)) for each in self))
+
+
+_CPU = torch.device("cpu")
 
 
 @final
 class Unsplit:
-    """A copy of `model` on the CPU, in `dtype`, or in its own dtype if that is None."""
+    """A copy of `model` on `device`, in `dtype`, or in its own dtype if that is None."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype | None, loss_fn: LossFn) -> None:
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype | None, loss_fn: LossFn, device: torch.device = _CPU
+    ) -> None:
         named = [*model.named_parameters(), *model.named_buffers()]
-        memo = {id(tensor): _fresh(tensor, dtype) for _, tensor in named}  # one per tensor, so ties stay
+        memo = {id(tensor): _fresh(tensor, dtype, device) for _, tensor in named}  # one per tensor, so ties stay
         self.module: nn.Module = copy.deepcopy(model, memo)
         self._empty = {name for name, tensor in named if tensor.is_meta}
         self._loss_fn = loss_fn
@@ -140,9 +152,9 @@ class _Losses:
         return share if count is None else count * self.per_count
 
 
-def _fresh(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A copy on the CPU; without values if the tensor has none."""
-    data = torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().to("cpu", copy=True)
+def _fresh(tensor: torch.Tensor, dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
+    """A copy on `device`; without values if the tensor has none."""
+    data = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device, copy=True)
     data = in_dtype(data, dtype)
     return nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
 

@@ -49,7 +49,8 @@ def verify(
 
     Stages run in this process, one after the other, with boundaries cut as a Pipeline does. A Pipeline runs its plan:
     call this on all its processes. The first one then also holds the unsplit model, with the stages' weights, and runs
-    it on the batches of all replicas; the others hold nothing more than for a step. Dropout is switched off for both.
+    it on the batches of all replicas; the others hold nothing more than for a step. It runs on the device of the first
+    process's stages. Dropout is switched off for both.
 
     Parameters, `.grad`, buffers and random states are left as they were. On a Pipeline, do not call it between steps
     with `sync=False`.
@@ -155,7 +156,7 @@ class _Verifier:
         for parameter in matching.parameters:
             for stage, own in parameter.places:
                 here, there = given[parameter.name], self.side.stages[stage].get_parameter(own)
-                if not (here.is_meta or there.is_meta or torch.equal(here, there)):
+                if not (here.is_meta or there.is_meta or torch.equal(here, there.to(here.device))):
                     return [
                         f"{parameter.name!r} has different values in stage {stage} and in the unsplit "
                         f"model (those of the stages were compared): load both from the same checkpoint, or make both "
@@ -173,7 +174,7 @@ class _Verifier:
         unsplit = self._made(dtype) if side.is_first else None
         side.first("making the unsplit model", lambda: None)
         self._fill(unsplit, matching)
-        batches = [batch.in_dtype(dtype) for batch in side.batches()]
+        batches = [batch.in_dtype(dtype).on(side.device) for batch in side.batches()]
         done: dict[str, Any] = {}
 
         def run_unsplit() -> list[bool]:
@@ -201,7 +202,7 @@ class _Verifier:
 
     def _made(self, dtype: torch.dtype | None) -> Unsplit:
         assert isinstance(self.model, nn.Module)
-        return Unsplit(self.model, dtype, self.side.loss_fn)
+        return Unsplit(self.model, dtype, self.side.loss_fn, self.side.device)
 
     def _fill(self, unsplit: Unsplit | None, matching: Matching) -> None:
         """Copy the stages' values into the unsplit model."""

@@ -1,7 +1,7 @@
 """The simulated device as the runtime sees it, with a process group for its tensors.
 
-A message or a collective is a kernel on the stream that is current, as in NCCL; its values travel by Gloo, for which the
-host waits on receives alone. A mark's time is the host's, or later where kernels last.
+A message or a collective is a kernel on the stream that is current, as in NCCL. Its values travel by Gloo; of these the
+host waits for receives alone. A mark's time is the host's, or later where kernels last.
 """
 
 from __future__ import annotations

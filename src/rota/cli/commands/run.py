@@ -37,6 +37,10 @@ def add_arguments(parser: Parser) -> None:
     help_text = "limit on no progress, unless the script gives timeout_s (default: 20 simulated steps, at least 60 s)"
     parser.add_argument("--timeout", type=seconds, metavar="S", help=help_text)
     help_text = (
+        "what rota.local_device() is: auto (an accelerator if each process gets one), cpu, or a type such as cuda"
+    )
+    parser.add_argument("--device", default="auto", metavar="TYPE", help=help_text)
+    help_text = (
         "compare with the unsplit model on the first batch, before the first step, and train only if it is exact"
     )
     parser.add_argument("--verify", action="store_const", const="batch", help=help_text)
@@ -57,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the script on every rank of the plan. Returns the exit code: 128 + its number if a signal ended the run."""
     planned = files.read_plan(arguments.plan)
     require("torch", "torch")
+    from rota.runtime.device.local import device_environment, device_type
     from rota.runtime.launching.launch import EndedBySignal, launch
 
     reading.read_text(arguments.script)
@@ -74,7 +79,18 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"--timeline {arguments.timeline}: PyTorch's engine records none; use --engine rota")
     if arguments.verify is not None and arguments.engine == "torch":
         raise InputError("--verify: PyTorch's engine is not verified; use --engine rota, or rota verify")
-    for option in ("--verify", "--timeline", "--force", "--mesh", "--max-restarts", "--timeout", "--engine"):
+    if arguments.device != "auto":
+        device_type(arguments.device, num_processes)  # refuses what is not there before anything is started
+    for option in (
+        "--verify",
+        "--timeline",
+        "--force",
+        "--mesh",
+        "--max-restarts",
+        "--timeout",
+        "--engine",
+        "--device",
+    ):
         if option in arguments.arguments:
             print(f"rota run: {option} after the script goes to the script; for rota put it first", file=sys.stderr)
     try:
@@ -83,7 +99,8 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.script,
             arguments.arguments,
             worker=_WORKERS[arguments.engine] if arguments.verify is None else "rota.verifying.run_worker",
-            environment={} if arguments.verify is None else {"ROTA_VERIFY": arguments.verify},
+            environment=device_environment(arguments.device)
+            | ({} if arguments.verify is None else {"ROTA_VERIFY": arguments.verify}),
             dp=dp,
             tp=tp,
             max_restarts=arguments.max_restarts,

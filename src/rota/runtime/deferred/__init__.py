@@ -13,9 +13,9 @@ import torch
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.models.carving.absent import Absent
+from rota.models.replacing import replace
 from rota.runtime.deferred.construction import deferring
 from rota.runtime.deferred.log import Log, Region, deferred
-from rota.runtime.deferred.replacing import replace
 
 __all__ = ["deferred_init", "materialize"]
 
@@ -34,7 +34,7 @@ def deferred_init(*, to_load: bool = False) -> Iterator[None]:
         yield
 
 
-def materialize(stages: Stages, local: Iterable[int]) -> None:
+def materialize(stages: Stages, local: Iterable[int], device: torch.device | str | None = None) -> None:
     """Give memory to the `local` stages, and free that of all others. Do it before they are wrapped or trained.
 
     Tensors made in `deferred_init` get the values that they would have had without it. Tensors stay the same objects.
@@ -42,15 +42,23 @@ def materialize(stages: Stages, local: Iterable[int]) -> None:
     Args:
         stages: The stages of a whole model.
         local: The stages that this process runs, from `local_stages`.
+        device: Where to put them, such as `local_device()`. Values are made where they would be without it, and moved
+            one after another. None: they stay there.
 
     Raises:
         PipelineError: A weight of these stages is on the meta device, and was not made in `deferred_init`.
     """
-    give_memory(stages, local)
+    give_memory(stages, local, device=device)
 
 
-def give_memory(stages: Stages, local: Iterable[int], loaded: Iterable[torch.Tensor] = ()) -> None:
+def give_memory(
+    stages: Stages,
+    local: Iterable[int],
+    loaded: Iterable[torch.Tensor] = (),
+    device: torch.device | str | None = None,
+) -> None:
     """`materialize`, but tensors in `loaded`, whose values come from elsewhere, get memory without values."""
+    target = None if device is None else torch.device(device)
     local = _checked(stages, local)
     named = _held(stages, local)
     loaded, holders = {*loaded}, [inner for module in stages.modules for inner in module.modules()]
@@ -60,7 +68,7 @@ def give_memory(stages: Stages, local: Iterable[int], loaded: Iterable[torch.Ten
         if tensor.is_meta:
             replace(
                 tensor,
-                torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_home(tensor)),
+                torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=target or _home(tensor)),
                 holders,
             )
     by_log: dict[int, tuple[Log, list[torch.Tensor]]] = {}
@@ -68,10 +76,17 @@ def give_memory(stages: Stages, local: Iterable[int], loaded: Iterable[torch.Ten
         if (mark := deferred(tensor)) is not None:
             by_log.setdefault(id(mark.log), (mark.log, []))[1].append(tensor)
     for log, tensors in by_log.values():
-        regions = {tensor: Region.of(tensor, mark.number) for tensor in tensors if (mark := deferred(tensor))}
-        reals = log.replay(region.number for region in regions.values())
-        for tensor, region in regions.items():
-            replace(tensor, region.on(reals[region.number]), holders)
+        on: dict[int, list[tuple[torch.Tensor, Region]]] = {}
+        for tensor in tensors:
+            if (mark := deferred(tensor)) is not None:
+                on.setdefault(mark.number, []).append((tensor, Region.of(tensor, mark.number)))
+        for number, storage in log.replayed(on):
+            for tensor, region in on[number]:
+                made = region.on(storage)
+                replace(tensor, made if target is None else made.to(target), holders)
+            del storage, made
+    if target is not None:
+        stages.to(target, local)
     for stage in local:
         devices = {tensor.device for tensor in stages[stage].parameters()}
         if len(devices) == 1:  # Absents of other stages' weights follow

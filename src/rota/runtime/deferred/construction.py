@@ -18,8 +18,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from rota.errors import PipelineError
+from rota.models.replacing import replace
 from rota.runtime.deferred.log import Deferred, Log, Operation, Region, deferred, generator_of
-from rota.runtime.deferred.replacing import replace
 from rota.torch_internals import (
     TorchDispatchMode,
     takes_device,

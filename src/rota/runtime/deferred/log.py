@@ -167,25 +167,35 @@ class Log:
         mark = self.marks.get(number)
         return mark is not None and mark.real is not None and mark.written == written
 
-    @torch.no_grad()
     def replay(self, wanted: Iterable[int], keep: WeakSet[Deferred] | None = None) -> Reals:
         """The current storages `wanted`. `keep` gets the marks of all that was made; they keep its memory."""
+        return dict(self.replayed(wanted, keep))
+
+    def replayed(
+        self, wanted: Iterable[int], keep: WeakSet[Deferred] | None = None
+    ) -> Iterator[tuple[int, torch.UntypedStorage]]:
+        """As `replay`, each storage once it is complete: the caller may move it, and free it, before the next."""
         wanted = {*wanted}
         chosen, kept = self.needed_for(wanted)
         last_use = {n: i for i in chosen for n in self.operations[i].reads | self.operations[i].writes}
         reals: Reals = {n: real for n in kept if (real := self.marks[n].real) is not None}
         if keep is not None:
             keep.update(self.marks[number] for number in kept)
+        for number in wanted - last_use.keys():
+            yield number, reals.pop(number)
         for index in chosen:
             operation = self.operations[index]
-            operation.run(reals)
+            with torch.no_grad():
+                operation.run(reals)
             for number in operation.reads | operation.writes:
                 if keep is not None and number in operation.writes and (mark := self.marks.get(number)) is not None:
                     mark.keep(reals[number], index)
                     keep.add(mark)
-                if last_use[number] == index and number not in wanted:
-                    del reals[number]
-        return {number: reals[number] for number in wanted}
+                if last_use[number] == index:
+                    storage = reals.pop(number)
+                    if number in wanted:
+                        yield number, storage
+                    del storage
 
 
 @contextmanager

@@ -1,8 +1,10 @@
-"""Which device a rank's stages are on."""
+"""Which device a rank's stages are on, and whether all ranks' devices go together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,8 +18,18 @@ from rota.runtime.device.streams import StreamDevice
 MAKERS: dict[str, Callable[[torch.device], Device]] = {"cpu": lambda _: HostDevice()}
 
 
-def device_of(stages: Stages, local: Iterable[int]) -> Device:
-    """The device of the stages `local`; the CPU if they have no tensors.
+def device_of(stages: Stages, local: Iterable[int], otherwise: torch.device) -> Device:
+    """The device of the stages `local`; `otherwise` if they have no tensors. Raises PipelineError as `placed_on`."""
+    return device_at(placed_on(stages, local) or otherwise)
+
+
+def device_at(device: torch.device) -> Device:
+    """The device on which tensors of `device` are."""
+    return MAKERS.get(device.type, StreamDevice)(device)
+
+
+def placed_on(stages: Stages, local: Iterable[int]) -> torch.device | None:
+    """Where the tensors of the stages `local` are; None if they have none.
 
     Raises:
         PipelineError: a tensor has no memory, or two are on different devices.
@@ -34,12 +46,74 @@ def device_of(stages: Stages, local: Iterable[int]) -> Device:
             if tensor.device != first[2]:
                 raise PipelineError(
                     f"{name} of stage {stage} is on {tensor.device}, but {first[0]} of stage {first[1]} on {first[2]}; "
-                    f"move all stages of a rank to one device, such as by stages.modules[{stage}].to({str(first[2])!r})"
+                    "move all stages of a rank to one device: "
+                    "stages.to(rota.local_device(), rota.local_stages(plan, mesh))"
                 )
-    device = torch.device("cpu") if first is None else first[2]
-    return device_at(device)
+    return None if first is None else first[2]
 
 
-def device_at(device: torch.device) -> Device:
-    """The device on which tensors of `device` are."""
-    return MAKERS.get(device.type, StreamDevice)(device)
+# --- all ranks --------------------------------------------------------------------------------------------------------
+
+
+class Placed(NamedTuple):
+    """What a rank tells the others of its device; `type` is "" if its stages have no tensors.
+
+    `unit`: identifies a piece of hardware; "" if PyTorch does not know. `error`: why it has no device.
+    """
+
+    type: str = ""
+    name: str = ""
+    host: str = ""
+    unit: str = ""
+    error: str = ""
+
+
+def describe_placed(stages: Stages, local: Callable[[], Iterable[int]]) -> Placed:
+    """What this rank tells the others. `local` finds its stages."""
+    try:
+        device = placed_on(stages, local())
+    except PipelineError as error:
+        return Placed(error=str(error))
+    if device is None:
+        return Placed()
+    return Placed(device.type, str(device), socket.gethostname(), _unit_of(device))
+
+
+def _unit_of(device: torch.device) -> str:
+    if device.type == "cpu":
+        return ""
+    properties: Any = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)(device)
+    return str(getattr(properties, "uuid", "") or "")
+
+
+def refuse_mixed(of_ranks: Sequence[Placed]) -> str:
+    """The type of device that all ranks have, "cpu" if none has a tensor.
+
+    Raises:
+        PipelineError: a rank has no device, types differ, or two ranks share an accelerator.
+    """
+    for rank, placed in enumerate(of_ranks):
+        if placed.error:
+            raise PipelineError(f"rank {rank}: {placed.error}")
+    by_type: dict[str, list[int]] = {}
+    by_unit: dict[str, int] = {}
+    for rank, placed in enumerate(of_ranks):
+        if placed.type:
+            by_type.setdefault(placed.type, []).append(rank)
+        if placed.unit and (other := by_unit.setdefault(placed.unit, rank)) != rank:
+            raise PipelineError(
+                f"ranks {other} and {rank} both have their stages on {placed.name} of {placed.host}, but messages go "
+                f"from one device to another (NCCL refuses duplicates); give each process its own: "
+                f"stages.to(rota.local_device(), rota.local_stages(plan, mesh))"
+            )
+    if len(by_type) > 1:
+        told = ", ".join(f"those of {_ranks(ranks)} on {kind}" for kind, ranks in by_type.items())
+        raise PipelineError(
+            f"the ranks' stages are on devices of different types: {told}; move all: "
+            f"stages.to(rota.local_device(), rota.local_stages(plan, mesh))"
+        )
+    return next(iter(by_type), "cpu")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

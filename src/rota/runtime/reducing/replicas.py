@@ -38,7 +38,7 @@ def parameters_by_stage(stages: Stages, last: Iterable[int]) -> dict[int, list[n
 def make_equal(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Give all processes of the group the values that its first one has."""
     for same in by_dtype(tensors).values():
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
+        flat = torch.cat([tensor.detach().reshape(-1).cpu() for tensor in same])
         with collective("making the replicas' weights equal"), torch.no_grad():
             dist.broadcast(flat.view(torch.uint8), group_src=0, group=group)
             for tensor, value in _slices(flat, same):

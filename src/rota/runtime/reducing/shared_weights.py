@@ -93,7 +93,7 @@ class SharedWeights:
         for weight in (weight for weight in shared if rank in weight.ranks):
             parameter = stages[weight.stage].get_parameter(weight.name)
             with collective("making shared weights equal"), torch.no_grad():
-                value = parameter.detach().clone(memory_format=torch.contiguous_format)
+                value = parameter.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
                 source = sorted(weight.ranks).index(weight.ranks[0])
                 dist.broadcast(value, group_src=source, group=self._groups[weight.ranks])
                 parameter.copy_(value)
@@ -139,20 +139,21 @@ class SharedWeights:
 
     @property
     def tied_ranks(self) -> list[tuple[int, ...]]:
-        """The ranks of each tie, in the order of their sums, which is the same on all ranks."""
-        return [*self._tied]
+        """The ranks of this rank's ties, each once, in the order of their sums, which is the same on all ranks."""
+        return [*dict.fromkeys(tuple(sorted(ranks)) for ranks in self._tied)]
 
     def enqueue_sum(
         self, ranks: tuple[int, ...], device: QueuedDevice, stream: Any, absent: AbsentGradients
     ) -> tuple[Mark, Mark]:
-        """Sum this step's gradients of a tie on `stream`; returns the marks before and behind it. Collective."""
+        """Sum this step's gradients of the ties of `ranks` on `stream`; returns the marks around it. Collective."""
         with device.use(stream):
             begun = device.mark()
-            for same in by_dtype(self._tied[ranks]).values():
-                flat = packed(same)
-                with collective("summing the gradients of tied weights"):
-                    dist.all_reduce(flat, group=self._groups_on_device[ranks])
-                absent.unpack(flat, same)
+            for tie in (tie for tie in self._tied if tuple(sorted(tie)) == ranks):
+                for same in by_dtype(self._tied[tie]).values():
+                    flat = packed(same)
+                    with collective("summing the gradients of tied weights"):
+                        dist.all_reduce(flat, group=self._groups_on_device[tie])
+                    absent.unpack(flat, same)
             return begun, device.mark()
 
     def finish(self, sync: bool = True, *, is_summed: bool = False) -> None:

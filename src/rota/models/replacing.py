@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 from torch import nn
@@ -30,6 +31,20 @@ def replace(tensor: torch.Tensor, other: torch.Tensor, holders: Iterable[nn.Modu
         torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise PipelineError(
-            f"a weight of shape {list(tensor.shape)} is in use ({error}): materialize the stages before anything else "
-            "refers to their weights (an optimizer, DDP, a graph of a forward)"
+            f"a weight of shape {list(tensor.shape)} is in use ({error}): materialize or move the stages before "
+            "anything else refers to their weights (an optimizer, DDP, a graph of a forward)"
         ) from None
+
+
+def move(tensor: torch.Tensor, device: torch.device, holders: Iterable[nn.Module] = ()) -> None:
+    """Move a tensor and its gradient to `device`; see `replace`."""
+    if tensor.device == device:
+        return
+    gradient, tensor.grad = tensor.grad, None
+    moved = tensor.detach().to(device)
+    with suppress(RuntimeError):  # tensors of another kind
+        tensor.data = moved  # as Module.to does: unlike a swap, it works whoever refers to the tensor
+    if tensor.device != moved.device:
+        replace(tensor, moved, holders)
+    if gradient is not None:
+        tensor.grad = gradient.to(device)

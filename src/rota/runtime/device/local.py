@@ -1,0 +1,111 @@
+"""Which device belongs to this process: that of its number on its machine, or the CPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+from rota.errors import PipelineError
+from rota.units import count_text
+
+AUTO, CPU = "auto", "cpu"
+_GIVEN = "ROTA_DEVICE"  # an environment variable, set by `rota run --device`
+_warned = False
+
+
+def local_device() -> torch.device:
+    """The device for this process's stages, as `rota run --device` says; it becomes PyTorch's current one.
+
+    By default it is the accelerator with this process's number on its machine, LOCAL_RANK. It is the CPU where there is
+    no accelerator, or fewer than processes (LOCAL_WORLD_SIZE), which the machine's first process reports.
+
+    Returns:
+        Such as `device(type="cuda", index=1)`, or the CPU.
+
+    Raises:
+        PipelineError: `rota run --device` names another device than there is, or there are too few.
+    """
+    wish = os.environ.get(_GIVEN, AUTO)
+    number, num_processes = (int(os.environ.get(name, of)) for name, of in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+    kind = device_type(wish, num_processes)
+    if kind == CPU:
+        if wish == AUTO and number == 0:
+            _report_too_few(num_processes)
+        return torch.device(CPU)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "LOCAL_RANK" not in os.environ:
+        raise PipelineError(
+            "LOCAL_RANK is not set, so it is not known which device is this process's; set LOCAL_RANK and "
+            "LOCAL_WORLD_SIZE (under Slurm from SLURM_LOCALID and SLURM_NTASKS_PER_NODE), or start by `rota run`"
+        )
+    device = torch.device(kind, number)
+    torch.accelerator.set_device_index(device)
+    return device
+
+
+def device_type(wish: str, num_processes: int) -> str:
+    """The type of device that this many processes of a machine take. `wish`: "auto", "cpu", or an accelerator's type.
+
+    Raises:
+        PipelineError: this machine does not have what `wish` names, or not enough of it.
+    """
+    there, number = _accelerators()
+    if wish in (AUTO, CPU):
+        return there if wish == AUTO and number >= num_processes else CPU
+    if there != wish:
+        found = (
+            f"this machine has {count_text(number, f'{there} device')}" if there != CPU else "PyTorch finds none here"
+        )
+        raise PipelineError(f"device {wish!r}: {found}; give auto, cpu{f' or {there}' if there != CPU else ''}")
+    if number < num_processes:
+        raise PipelineError(
+            f"device {wish!r}: {count_text(num_processes, 'process', 'es')} on this machine, but "
+            f"{count_text(number, f'{there} device')}; start {number} here, or run on the CPU (cpu)"
+        )
+    return there
+
+
+def current_device(kind: str) -> torch.device:
+    """This process's device of a type: the one that `local_device` or the caller has made PyTorch's current one."""
+    return torch.device(CPU) if kind == CPU else torch.device(kind, torch.accelerator.current_device_index())
+
+
+def device_environment(wish: str) -> dict[str, str]:
+    """The environment that tells the processes of a run which device they take."""
+    return {_GIVEN: wish}
+
+
+def group_backend() -> str:
+    """The backend of a process group whose tensors may be on the CPU or on an accelerator, as `new_group` takes it.
+
+    It is known before the tensors are. The communicator of an accelerator is made when the first one comes.
+    """
+    there, _ = _accelerators()
+    if there == CPU or os.environ.get(_GIVEN) == CPU:
+        return "gloo"
+    return f"cpu:gloo,{there}:{dist.get_default_backend_for_device(there)}"
+
+
+def _accelerators() -> tuple[str, int]:
+    """Their type and number; ("cpu", 0) without any."""
+    if not torch.accelerator.is_available():
+        return CPU, 0
+    current = torch.accelerator.current_accelerator()
+    assert current is not None
+    return current.type, torch.accelerator.device_count()
+
+
+def _report_too_few(num_processes: int) -> None:
+    global _warned
+    there, number = _accelerators()
+    if number and not _warned:
+        _warned = True
+        print(
+            f"rota: {count_text(num_processes, 'process', 'es')} on this machine, but "
+            f"{count_text(number, f'{there} device')}, so rota.local_device() is the CPU; start {number} here to use "
+            f"{'it' if number == 1 else 'them'}. If each process sees only its own, use torch.device({there!r}, 0)",
+            file=sys.stderr,
+            flush=True,
+        )

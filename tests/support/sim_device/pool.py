@@ -1,0 +1,93 @@
+"""A pool whose jobs run on simulated devices, so that tests written for the CPU run there unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from rota import Pipeline
+from rota.runtime.messages import over_tensors
+from support.pool import Pool
+
+
+class SimPool:
+    """`run` as of `Pool`: stages are moved before their pipeline is made; results come back on the CPU.
+
+    After each job it asserts that no rank's host has waited for its device inside a step, but for a pipeline's first,
+    in which shapes are learned. `allowed`: parts of the texts of waits that the job itself brings about.
+    """
+
+    def __init__(self, pool: Pool, allowed: tuple[str, ...] = ()) -> None:
+        self._pool, self._allowed = pool, allowed
+
+    def run(self, num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60) -> list[Any]:
+        by_rank = self._pool.run(num_ranks, on_sim, function, *args, timeout_s=timeout_s)
+        waits = [wait for _, waits in by_rank for wait in waits if not any(part in wait for part in self._allowed)]
+        assert not waits, waits
+        return [result for result, _ in by_rank]
+
+    def renew(self) -> None:
+        self._pool.renew()
+
+
+def on_sim(rank: int, function: Callable[..., Any], *args: Any) -> tuple[Any, list[str]]:
+    """What the function returns, on the CPU, and where the host has waited for its device inside steps."""
+    from support.sim_device import SimDevice
+
+    device = SimDevice(f"rank {rank}")
+    waits: list[str] = []
+    with device.active(), pipelines_on_sim(waits):
+        result = on_cpu(function(rank, *args))
+    device.check()
+    return result, waits
+
+
+@contextmanager
+def pipelines_on_sim(waits: list[str]) -> Iterator[None]:
+    """Inside, pipelines move their stages and batches to the current simulated device; `waits` gets those in steps."""
+    from support.sim_device.runtime_device import syncs_inside_steps
+
+    init, step, take = Pipeline.__init__, Pipeline.step, Pipeline._take
+
+    def init_on_sim(pipeline: Pipeline, stages: Any, *args: Any, **options: Any) -> None:
+        for module in stages.modules:
+            module.to("sim")
+        init(pipeline, stages, *args, **options)
+
+    def watched_step(pipeline: Pipeline, *args: Any, **options: Any) -> Any:
+        is_first = pipeline._num_steps == 0
+        syncs_inside_steps()
+        result = step(pipeline, *args, **options)
+        found = syncs_inside_steps()
+        waits.extend([] if is_first else found)
+        return result
+
+    def take_moved(pipeline: Pipeline, inputs: Any, targets: Any, **options: Any) -> Any:
+        move = lambda value: over_tensors(lambda t: t.to("sim", non_blocking=True), value)  # noqa: E731
+        return take(pipeline, move(inputs), move(targets), **options)
+
+    Pipeline._take = take_moved
+    Pipeline.__init__, Pipeline.step = init_on_sim, watched_step  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Pipeline._take = take
+        Pipeline.__init__, Pipeline.step = init, step  # type: ignore[method-assign]
+
+
+def on_cpu(value: Any) -> Any:
+    """The value with all tensors on the CPU; looks into objects with attributes, too."""
+    if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor | type):
+        for name, attribute in vars(value).items():
+            setattr(value, name, on_cpu(attribute))
+        return value
+    if isinstance(value, list):
+        return [*map(on_cpu, value)]
+    if isinstance(value, tuple) and not hasattr(value, "_make"):
+        return tuple(map(on_cpu, value))
+    if isinstance(value, dict):
+        return {key: on_cpu(item) for key, item in value.items()}
+    return over_tensors(lambda tensor: tensor.detach().cpu(), value)
