@@ -99,7 +99,8 @@ def cluster_of(size: int, links: dict[tuple[int, int], Link]) -> Cluster:
 
 
 def _measured(peer: int, starts: bool, repeats: int) -> Link:
-    small, big = (_one_way_us(peer, starts, num_bytes, repeats) for num_bytes in (1, _BIG_BYTES))
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    small, big = (one_way_us(peer, starts, num_bytes, repeats, device) for num_bytes in (1, _BIG_BYTES))
     return link_of(small, big)
 
 
@@ -108,18 +109,25 @@ def link_of(small_us: float, big_us: float, big_bytes: int = _BIG_BYTES) -> Link
     return Link(round(small_us), max(round(big_bytes / max(big_us - small_us, 1)), 1))
 
 
-def _one_way_us(peer: int, starts: bool, num_bytes: int, repeats: int) -> float:
-    on_cuda = dist.get_backend() == "nccl"
-    message = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda" if on_cuda else "cpu")
+def one_way_us(
+    peer: int,
+    starts: bool,
+    num_bytes: int,
+    repeats: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> float:
+    """Half of the fastest round trip of a message on `device`, in µs. Both processes call it, one of them `starts`."""
+    message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     times = []
     for _ in range(1 + repeats):  # the first one makes the connection
         start = time.perf_counter_ns()
         if starts:
-            dist.send(message, peer)
-        dist.recv(message, peer)
+            dist.send(message, peer, group)
+        dist.recv(message, peer, group)
         if not starts:
-            dist.send(message, peer)
-        if on_cuda:
-            torch.cuda.synchronize()
+            dist.send(message, peer, group)
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
         times.append(time.perf_counter_ns() - start)
     return min(times[1:]) / 2000
