@@ -149,7 +149,7 @@ def test_options_that_do_not_belong_are_refused(model: Path, capsys: pytest.Capt
         ((model, "--processes", 3), "--processes is for `rota profile links`"),
         (("links", "--rows", "2"), "--rows is for a model"),
         (("links", "--repeats", "9"), "--repeats is for a model"),
-        (("links", "--device", "h100"), "--device is for a model"),
+        (("links", "--device", "h100"), "device 'h100': PyTorch finds none here; give auto, cpu"),
         ((model, "--device", "h10"), "did you mean h100?"),
         (("nowhere.py",), "cannot read nowhere.py"),
     ):

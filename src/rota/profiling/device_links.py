@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, final
 
 import torch
@@ -144,7 +145,7 @@ def implausible(samples: Sequence[LinkSample]) -> str:
                 return f"{size} {how} took {us:.1f} µs"
             if sample.num_bytes / us > _FASTEST_BYTES_PER_US:
                 return f"{size} {how} took {us:.1f} µs, more than {size_text(_FASTEST_BYTES_PER_US * 1_000_000)}/s"
-    for smaller, larger in zip(samples, samples[1:], strict=False):
+    for smaller, larger in pairwise(samples):
         if larger.one_way_us < smaller.one_way_us / 2:
             return (
                 f"{size_text(larger.num_bytes)} took {larger.one_way_us:.1f} µs, and {size_text(smaller.num_bytes)} "
@@ -250,7 +251,7 @@ class _DeviceSide:
             host_us = (time.perf_counter_ns() - began_ns) / 1000 / (count * num_messages)
             self._message_us = max(host_us, 2 * message_us) if is_late else message_us
             times_ns = device.times_ns(found)
-            laps = [(end - start) / 1000 for start, end in zip(times_ns, times_ns[1:], strict=False)]
+            laps = [(end - start) / 1000 for start, end in pairwise(times_ns)]
             late, *laps = self._largest([float(is_late), *(laps if marks else [0.0] * count)])
             if not late:
                 return laps
