@@ -14,16 +14,14 @@ pytestmark = pytest.mark.dist
 
 def measured(rank: int) -> tuple[Cluster, list[str], list[str]]:
     """The links of simulated devices, the lines that are told, and where the hosts waited for them."""
-    import torch
-
     from rota.profiling.links import measure_links
     from support.sim_device import SimDevice
-    from support.sim_device import runtime_device  # noqa: F401 - it registers the device
+    from support.sim_device.runtime_device import SIM
 
     lines: list[str] = []
     device = SimDevice(f"rank {rank}", cost_ns=lambda name, written: 20_000)
     with device.active():
-        cluster = measure_links(2, device=torch.device("sim", 0), report=lines.append)
+        cluster = measure_links(2, device=SIM, report=lines.append)
         device.check()
     return cluster, lines, [sync.operation for sync in device.syncs]
 
@@ -45,15 +43,13 @@ def test_all_pairs_are_measured_by_events(pool: Pool) -> None:
 
 
 def on_cpu_and_sim(rank: int) -> Any:
-    import torch
-
     from rota.profiling.links import measure_links
     from support.sim_device import SimDevice
-    from support.sim_device import runtime_device  # noqa: F401 - it registers the device
+    from support.sim_device.runtime_device import SIM
 
     with SimDevice().active():
         try:
-            measure_links(device=torch.device("sim" if rank else "cpu", 0))
+            measure_links(device=SIM if rank else None)
         except PipelineError as error:
             return str(error)
 

@@ -15,10 +15,8 @@ from rota.profiling.clocks import launch_text
 from rota.profiling.device_clock import DeviceClock
 from rota.profiling.spinning import Spinner
 from support.sim_device import Block, SimDevice
-from support.sim_device.runtime_device import SimRuntimeDevice
+from support.sim_device.runtime_device import SIM, SimRuntimeDevice
 from support.sim_device.tensors import NS_PER_TICK
-
-SIM = torch.device("sim", 0)
 
 
 def costing(us: float) -> Callable[[str, Sequence[Block]], int]:

@@ -28,9 +28,12 @@ from rota.runtime.json_messages import all_gather_json
 from rota.torch_internals import backend_of
 from rota.units import size_text, time_text
 
-SIZES = tuple(1024 * 4**i for i in range(10))  # 1 kB to 256 MB
+SIZES = tuple(of * 10**power for power in (3, 6) for of in (1, 4, 16, 64, 256))  # 1 kB to 256 MB
 _PART_OF_FREE = 4  # that the largest message may take
-_NUM_SMALL, _FEW_BYTES = 20, 2**22  # messages up to this size are sent so often in a row, others as often as asked for
+_NUM_SMALL, _FEW_BYTES = (
+    20,
+    4_000_000,
+)  # messages up to this size are sent so often in a row, others as often as asked for
 _LONGEST_US = 200_000.0  # of a message; larger ones are left out
 _LONGEST_SPIN_US = 2_000_000.0
 _FASTEST_BYTES_PER_US = 4_000_000  # 4 TB/s in one direction: more than any interconnect of two devices has
@@ -121,7 +124,7 @@ def _samples_of_pair(side: Side, pair: Pair, sizes: Sequence[int], repeats: int)
 
 
 def samples_of(side: Side, sizes: Sequence[int], repeats: int) -> tuple[list[LinkSample], list[LinkSample]]:
-    """Messages of each size, from the starter and to it; sizes that take too long are left out, but for two."""
+    """Messages of each size, from the starter and to it; sizes that would take too long are left out."""
     small = sizes[0]
     small_us = side.round_trip_us(small, small, _NUM_SMALL) / 2
     there = [LinkSample(small, small_us, side.interval_us(small, _NUM_SMALL, there=True))]
@@ -131,7 +134,7 @@ def samples_of(side: Side, sizes: Sequence[int], repeats: int) -> tuple[list[Lin
         for of, is_there in ((there, True), (back, False)):
             round_trip_us = side.round_trip_us(*((size, small) if is_there else (small, size)), count)
             of.append(LinkSample(size, round_trip_us - small_us, side.interval_us(size, count + 1, there=is_there)))
-        if max(there[-1].one_way_us, back[-1].one_way_us) > _LONGEST_US:
+        if 4 * max(there[-1].one_way_us, back[-1].one_way_us) > _LONGEST_US:  # the next ones are larger
             break
     return there, back
 

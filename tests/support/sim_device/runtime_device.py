@@ -20,6 +20,7 @@ from support.sim_device.device import Event, Stream, current_device
 from support.sim_device.tensors import SimTensor
 
 FREE_BYTES = 2**20
+SIM = torch.device("sim", 0)
 _END_OF_STEP = ("read", "times_ns")  # what the host may wait for, once a step has been enqueued
 
 
