@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import faulthandler
 import multiprocessing
 import os
@@ -129,7 +130,8 @@ def _work(pipe: Connection) -> None:
             return
         try:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
-            result = function(rank, *args)
+            # Tensors come in memory that all workers and the test share: each gets its own, as on other machines.
+            result = function(rank, *copy.deepcopy(args))
             dist.destroy_process_group()
             pipe.send((True, result))
         except BaseException:

@@ -107,7 +107,7 @@ class StageRun:
         for loss in added.losses:
             keep_loss(kept, loss.value, 1.0)
         if not values and given.loss_fn is not None:
-            keep_loss(kept, loss_of(given.loss_fn, output, given.target)[0], 1.0)
+            keep_loss(kept, loss_of(given.loss_fn, output, given.target, self.device)[0], 1.0)
         elif not values:  # without a loss, the backward starts from the last stage's output
             kept.outputs = [gradient_edges(output, f"stage {self.stage}")]
         return output, values, kept

@@ -62,12 +62,14 @@ def limit_s(timeout_s: float | None, plan: Plan | None = None) -> float:
 class Watchdog:
     """Watches one pipeline on one process. All processes make theirs in the same order; `close` ends its thread.
 
-    `names`: how reports call the processes. `last` returns what this process did last.
+    `names`: how reports call the processes. `last` returns what this process did last. `num_reached` counts what its
+    device has ended by itself, which is progress too.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self.names: Sequence[str] = [f"rank {process}" for process in range(dist.get_world_size())]
         self.last: Callable[[], str] = lambda: "before the first op"
+        self.num_reached: Callable[[], int] = lambda: 0
         self._timeout_s, self._times = timeout_s, 1
         self._count = 0
         self._active = False
@@ -163,10 +165,10 @@ class Watchdog:
 
     def _watch(self) -> None:
         interval = min(self._timeout_s / 10, 1.0)
-        seen, failed_s = -1, 0.0
+        seen, failed_s = (-1, -1), 0.0
         while not self._stop.wait(interval):
-            if not self._active or self._count != seen:
-                seen, self._still_s, failed_s = self._count, 0.0, 0.0
+            if not self._active or (self._count, self.num_reached()) != seen:
+                seen, self._still_s, failed_s = (self._count, self.num_reached()), 0.0, 0.0
             else:
                 self._still_s += interval  # not by the clock: the machine may have been asleep
             try:

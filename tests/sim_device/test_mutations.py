@@ -1,0 +1,193 @@
+"""Each wait, hold and order that the runtime relies on is needed: without it, the simulated device finds an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import rota
+from rota import Cluster, Costs, Pipeline, Plan, Stages, place
+from rota.programs.device_steps import DeviceProgram, Step
+from rota.runtime import channels, execution
+from rota.runtime.reducing import replicas
+from rota.schedules import one_f_one_b
+from support.networks import batch_of, chain, loss_fn
+from support.pool import Pool
+from support.sim_device.pool import pipelines_on_sim
+
+pytestmark = pytest.mark.dist
+
+NUM_MICROBATCHES = 4
+#: What each kind of step waits for, and the rank on which the wait is left out.
+WAITS = [
+    ("receive", "allocate", 1),
+    ("run", "receive", 0),
+    ("run", "receive", 1),
+    ("send", "run", 0),
+    ("send", "run", 1),
+    ("release", "send", 0),
+    ("reduce", "run", 1),
+    ("join", "reduce", 1),
+    ("sum", "join", 0),
+    ("join", "sum", 1),
+]
+
+
+def plan_of() -> Plan:
+    return one_f_one_b(place(Costs.uniform(2, 10, 20, boundary_bytes=8), Cluster.uniform(2)), NUM_MICROBATCHES)
+
+
+def tied_stages() -> Stages:
+    stages = chain(2)
+    stages[1].linear.weight = stages[0].linear.weight  # type: ignore[union-attr]
+    return stages
+
+
+def errors_with(rank: int, mutations: list[tuple[int, Callable[[], Any]]]) -> list[str]:
+    """On 2 ranks of 2 replicas, for each mutation (of one rank) the error that this rank's device has found, or ""."""
+    from support.sim_device import SimDevice
+
+    mesh, found = rota.mesh(pp=2, dp=2), []
+    for on, mutated in mutations:
+        device = SimDevice(f"rank {rank}", goes_on=True)
+        with device.active(), pipelines_on_sim([]), Pipeline(tied_stages(), plan_of(), loss_fn, mesh=mesh) as pipeline:
+            mine = pipeline.rank == on
+            pipeline.step(*batch_of(NUM_MICROBATCHES, pipeline.replica))
+            with mutated() if mine else unchanged():
+                pipeline._training = pipeline._execution(
+                    pipeline.plan, pipeline._compute, pipeline._gradients.tied_ranks
+                )
+                pipeline.step(*batch_of(NUM_MICROBATCHES, pipeline.replica))
+                pipeline.step(*batch_of(NUM_MICROBATCHES, pipeline.replica))
+                with torch.no_grad():  # as an optimizer would
+                    for parameter in pipeline.parameters():
+                        parameter.sub_(0.01 * parameter.grad)
+        found.append(error_of(device))
+    return found
+
+
+def error_of(device: Any) -> str:
+    try:
+        device.check()
+    except AssertionError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    yield
+
+
+class WithoutWait:
+    """The device program without the waits of one kind of step for another."""
+
+    def __init__(self, what: str, before: str) -> None:
+        self.what, self.before = what, before
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        original = execution.device_program
+
+        def without(*args: Any, **options: Any) -> DeviceProgram:
+            program = original(*args, **options)
+
+            def changed(step: Step) -> Step:
+                if step.what != self.what:
+                    return step
+                return replace(step, waits=tuple(w for w in step.waits if program.steps[w].what != self.before))
+
+            steps = tuple(map(changed, program.steps))
+            assert steps != program.steps, "nothing was left out"
+            return replace(program, steps=steps)
+
+        execution.device_program = without
+        try:
+            yield
+        finally:
+            execution.device_program = original
+
+
+@contextmanager
+def sent_values_are_not_held() -> Iterator[None]:
+    original = channels.Channels.send_gradients
+
+    def send(self: Any, message: Any, tensors: Any, stream: Any) -> Any:
+        mark = original(self, message, tensors, stream)
+        self._sent[message][-1].clear()
+        return mark
+
+    channels.Channels.send_gradients = send  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        channels.Channels.send_gradients = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def copies_for_sending_are_made_on_the_compute_stream() -> Iterator[None]:
+    """After the event that the send waits for."""
+    original = channels.Channels.send_gradients
+
+    def send(self: Any, message: Any, tensors: Any, stream: Any) -> Any:
+        return original(self, message, [tensor.clone() for tensor in tensors], stream)
+
+    channels.Channels.send_gradients = send  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        channels.Channels.send_gradients = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def reductions_are_packed_on_the_compute_stream() -> Iterator[None]:
+    original = replicas.GradientAllReduce._packed
+
+    def packed(self: Any) -> Any:
+        from support.sim_device import current_device
+
+        device = current_device()
+        with device.use(device.default):
+            made = [*original(self)]
+        return iter(made)
+
+    replicas.GradientAllReduce._packed = packed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        replicas.GradientAllReduce._packed = original  # type: ignore[method-assign]
+
+
+def test_nothing_is_found_where_nothing_is_left_out(pool: Pool) -> None:
+    assert pool.run(4, errors_with, [(0, unchanged)]) == [[""]] * 4
+
+
+def test_each_wait_is_needed(pool: Pool) -> None:
+    mutations = [(rank, WithoutWait(what, before)) for what, before, rank in WAITS]
+    by_process = pool.run(4, errors_with, mutations, timeout_s=120)
+    for i, (what, before, rank) in enumerate(WAITS):
+        for process, errors in enumerate(by_process):
+            is_its_own = process % 2 == rank
+            assert bool(errors[i]) == is_its_own, f"{what} without its wait for {before} on rank {rank}: {errors[i]!r}"
+            if is_its_own:
+                assert errors[i].startswith(("RaceError", "FreedTooEarlyError"))
+
+
+@pytest.mark.parametrize(
+    "mutated",
+    [
+        sent_values_are_not_held,
+        copies_for_sending_are_made_on_the_compute_stream,
+        reductions_are_packed_on_the_compute_stream,
+    ],
+    ids=lambda mutated: mutated.__name__,
+)
+def test_each_hold_and_stream_is_needed(pool: Pool, mutated: Callable[[], Any]) -> None:
+    by_process = pool.run(4, errors_with, [(0, mutated), (1, mutated)])
+    for process, errors in enumerate(by_process):
+        assert errors[process % 2], f"nothing was found on rank {process % 2}"
