@@ -171,9 +171,9 @@ def test_stages(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rota.profiling.stage_profile._RUN_NS", 0)
     stages, told = Stages([TwoLayers(), TwoLayers()]), list[str]()
     x, adam = torch.zeros(5, 8), torch.optim.Adam
-    on_cpu = profile_here(stages, x, x, mean, split_backward=split, optimizer=adam, recompute=[1], repeats=1)
     hardware = SimDevice(cost_ns=costing(1000))
     with hardware.active():
+        on_cpu = profile_here(stages, x, x, mean, split_backward=split, optimizer=adam, recompute=[1], repeats=1)
         for module in stages.modules:
             module.to("sim")
         syncs = inside_timed_parts(hardware, monkeypatch)
@@ -199,9 +199,9 @@ def test_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rota.profiling.layer_measurement._RUN_NS", 0)
     model, told = nn.Sequential(TwoLayers(), nn.BatchNorm1d(8), TwoLayers()), list[str]()
     x = torch.zeros(5, 8)
-    on_cpu = profile_layers(model, x, x, mean, repeats=1)
     hardware = SimDevice(cost_ns=costing(3))
     with hardware.active():
+        on_cpu = profile_layers(model, x, x, mean, repeats=1)
         syncs = inside_timed_parts(hardware, monkeypatch)
         layers = profile_layers(model.to("sim"), x.to("sim"), x.to("sim"), mean, repeats=2, report=told.append)
     hardware.check()

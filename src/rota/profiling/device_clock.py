@@ -4,7 +4,7 @@
     device   ██ spin ███████████████│F│B │W│F│B │W│F│B │W          so it never waits for the host between kernels
                                       events between the parts, read after the last
 
-A part counts if the device had not begun it when the host had enqueued all of it. If it had, the same is measured again
+A part counts if the device had not begun it when the host had enqueued all of it. If it had, fewer runs are measured
 behind a longer spin.
 """
 
@@ -25,6 +25,7 @@ _MOST_ENQUEUED_NS = 3_000_000  # host time of runs enqueued at once: a launch qu
 _LEAST_NS = 5_000_000  # of a measurement: no process interrupts a device
 _NUM_ALONE = 3
 _HEAD_START = 1.5  # of the host's time for the runs
+_TRIES = 4  # bursts, for each one that is needed
 _LEAST_HEAD_START_US, _LONGEST_HEAD_START_US = 50.0, 100_000.0
 
 
@@ -52,20 +53,19 @@ class DeviceClock:
         num_runs = repeats * (1 + int(min(least_ns, _LEAST_NS) // (run_ns + 1)))
         per_burst = max(min(int(_MOST_ENQUEUED_NS // (1000 * sum(host_us) + 1)), num_runs), 1)
         head_start_us = max(_HEAD_START * per_burst * sum(host_us), _LEAST_HEAD_START_US)
-        rows: list[list[float]] = []
-        is_full: list[list[bool]] = []
-        while len(rows) < num_runs:
+        proven: list[list[float]] = []  # runs of which the queue was full in every part
+        parts: list[list[float]] = [[] for _ in host_us]  # times of each part behind a full queue
+        for _ in range(_TRIES * -(-num_runs // per_burst)):
             burst = self._burst(run, per_burst, head_start_us)
-            if not all(map(all, burst.is_full)) and head_start_us < _LONGEST_HEAD_START_US:
-                head_start_us *= 2
-                continue
-            rows += burst.us
-            is_full += burst.is_full
-        found = medians(rows)
-        # Where the launch queue was too short for the proof, a host that is faster than the device kept ahead anyway.
-        columns = zip(*is_full, strict=True)
-        starved = [not all(full) and of_host > us for full, of_host, us in zip(columns, host_us, found.us, strict=True)]
-        return found._replace(host_us=host_us, starved=starved)
+            for us, full in zip(burst.us, burst.is_full, strict=True):
+                proven += [us] if all(full) else []
+                for part, of_part, is_full in zip(parts, us, full, strict=True):
+                    part += [of_part] if is_full else []
+            if len(proven) >= num_runs:
+                break
+            if not all(map(all, burst.is_full)):
+                per_burst, head_start_us = max(per_burst // 2, 1), min(2 * head_start_us, _LONGEST_HEAD_START_US)
+        return _laps(proven, parts, burst.us, host_us)
 
     def _burst(self, run: Run, num_runs: int, head_start_us: float) -> _Burst:
         device = self._device
@@ -87,6 +87,15 @@ class DeviceClock:
         return _Burst(
             _laps_us(device.times_ns(marks), per_run), _laps_us(times_ns, per_run), _of_runs(is_full, per_run)
         )
+
+
+def _laps(proven: list[list[float]], parts: list[list[float]], others: list[list[float]], host_us: list[float]) -> Laps:
+    """The times of parts behind full queues; `others`: for parts that never were."""
+    spread = medians(proven or others).spread
+    us = [median(part or [run[i] for run in others]) for i, part in enumerate(parts)]
+    # Where the launch queue was too short for the proof, a host that is faster than the device kept ahead anyway.
+    starved = [not part and of_host > of_part for part, of_host, of_part in zip(parts, host_us, us, strict=True)]
+    return Laps(us, spread, host_us, starved)
 
 
 def _laps_us(times_ns: list[int], per_run: int) -> list[list[float]]:

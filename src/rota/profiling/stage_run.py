@@ -138,7 +138,7 @@ class StageRun:
         copies = [copier(contiguous=not here) for here in from_here]
         watch = StorageWatch()
         live = watch.live
-        with watch:
+        with watch, torch.autograd.set_multithreading_enabled(False):  # a thread of a device frees its tensors late
             received = [over_tensors(copy, value) for copy, value in zip(copies, self.received, strict=True)]
             del copies
             live.see(received)
