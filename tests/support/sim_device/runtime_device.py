@@ -151,12 +151,14 @@ class SimGroup(dist.ProcessGroup):
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
         (tensor,) = tensors
         values = self._launched("send", tensor, writes=False)
+        self._tell_end(peer, tag)
         self._sends.append((_asked(lambda: self._gloo.send([values], peer, tag)), values))
         return _Done()
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
         (tensor,) = tensors
         values = self._launched("recv", tensor, reads=False)
+        self._end_after_sender(peer, tag)
         _asked(lambda: self._gloo.recv([values], peer, tag).wait())
         _write(tensor, values)
         return _Done()
@@ -166,6 +168,7 @@ class SimGroup(dist.ProcessGroup):
         if not isinstance(tensor, SimTensor):
             return self._gloo.allreduce([tensor], options)
         values = self._launched("all_reduce", tensor)
+        self._end_together()
         _asked(lambda: self._gloo.allreduce([values], options).wait())
         _write(tensor, values)
         return _Done()
@@ -193,6 +196,26 @@ class SimGroup(dist.ProcessGroup):
     def barrier(self, options: Any) -> dist.Work:
         _asked(lambda: self._gloo.barrier(options).wait())
         return _Done()
+
+    # Where kernels last, a receive ends no earlier than its send, and the kernels of a sum end together.
+
+    def _tell_end(self, peer: int, tag: int) -> None:
+        if current_device().cost_ns is not None:
+            end_ns = torch.tensor([current_device().current_stream.free_ns])
+            self._sends.append((_asked(lambda: self._gloo.send([end_ns], peer, tag)), end_ns))
+
+    def _end_after_sender(self, peer: int, tag: int) -> None:
+        if current_device().cost_ns is not None:
+            end_ns, stream = torch.empty(1, dtype=torch.int64), current_device().current_stream
+            _asked(lambda: self._gloo.recv([end_ns], peer, tag).wait())
+            stream.free_ns = max(stream.free_ns, int(end_ns))
+
+    def _end_together(self) -> None:
+        if current_device().cost_ns is not None:
+            stream, options = current_device().current_stream, dist.AllreduceOptions()
+            end_ns, options.reduceOp = torch.tensor([stream.free_ns]), dist.ReduceOp.MAX
+            _asked(lambda: self._gloo.allreduce([end_ns], options).wait())
+            stream.free_ns = int(end_ns)
 
     @staticmethod
     def _launched(name: str, tensor: torch.Tensor, *, reads: bool = True, writes: bool = True) -> torch.Tensor:
