@@ -44,7 +44,8 @@ _HOMES = {
     "rota.models": ("CutPoint", "Stages", "add_loss", "collect_losses", "split"),
     "rota.profiling": ("profile", "profile_layers"),
     "rota.runtime": (
-        *("Pipeline", "deferred_init", "given_plan", "local_device", "local_stages", "materialize", "mesh", "spmd"),
+        *("Pipeline", "StepHandle", "deferred_init", "given_plan", "local_device", "local_stages", "materialize"),
+        *("mesh", "spmd"),
     ),
     "rota.runtime.pretrained": ("load_pretrained",),
     "rota.runtime.checkpoints": ("Checkpoints",),
@@ -114,6 +115,7 @@ if TYPE_CHECKING:
     from rota.programs.device_order import check_device_order as check_device_order
     from rota.replanning import replan as replan
     from rota.runtime import Pipeline as Pipeline
+    from rota.runtime import StepHandle as StepHandle
     from rota.runtime import deferred_init as deferred_init
     from rota.runtime import given_plan as given_plan
     from rota.runtime import local_device as local_device

@@ -186,6 +186,17 @@ def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._values()
 
 
+def norms_of_each(tensors: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The norm of each tensor, computed in `dtype`; few kernels for many tensors. Relies on `torch._foreach_norm`."""
+    return [*torch._foreach_norm([*tensors], norm_type, dtype=dtype)] if tensors else []
+
+
+def multiply_each(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply all tensors in place by one number; few kernels for many tensors. Relies on `torch._foreach_mul_`."""
+    if (isinstance(factor, torch.Tensor) and tensors) or tensors:
+        torch._foreach_mul_([*tensors], factor)
+
+
 def address_of(storage: torch.UntypedStorage) -> int:
     """Identifies a storage while it is alive, also one without memory (meta). Relies on `UntypedStorage._cdata`."""
     address: int = storage._cdata

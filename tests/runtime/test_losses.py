@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, bidirectional, place
-from rota.runtime.losses import MicrobatchLoss, StepLosses, loss_of, needs_target
+from rota.runtime.device.host import HostDevice
+from rota.runtime.losses import MicrobatchLoss, loss_of, needs_target
+from rota.runtime.step_losses import AT_ONCE, Given, StepLosses
 from rota.schedules import chimera, one_f_one_b
 from support.networks import WIDTH, chain, loss_fn
 from support.pool import Pool
@@ -47,7 +49,7 @@ LOSS = torch.tensor(3.0)
     ],
 )
 def test_forms(returned: Any, expected: Any) -> None:
-    root, loss = loss_of(lambda *_: returned, None, None)
+    root, loss = loss_of(lambda *_: returned, None, None, HostDevice())
     assert root is LOSS
     assert (loss.value, loss.count) == expected[:2]
     if expected[2]:
@@ -73,7 +75,7 @@ def test_forms(returned: Any, expected: Any) -> None:
 )
 def test_other_forms_are_refused(returned: Any, message: str) -> None:
     with pytest.raises(PipelineError, match=message):
-        loss_of(lambda *_: returned, None, None)
+        loss_of(lambda *_: returned, None, None, HostDevice())
 
 
 @pytest.mark.parametrize(
@@ -122,11 +124,12 @@ def test_a_loss_of_the_output_alone(pool: Pool) -> None:
 
 def test_the_same_message_carries_requests_to_stop() -> None:
     def asked_elsewhere(sums: Tensor) -> None:
-        sums += torch.tensor([1.25] + [0.0] * 8 + [1.0, 0.0], dtype=torch.float64)
+        sums += torch.tensor([1.25] + [0.0] * 10 + [1.0, 0.0], dtype=torch.float64)
 
     everyone: Any = None
-    losses = {0: MicrobatchLoss(2.0, None, {})}
-    step, stops = StepLosses(plan_for(1, 1), 0, 2).total(losses, [0], {}, [1.0], False, asked_elsewhere, everyone)
+    given = Given({0: MicrobatchLoss(2.0, None, {})}, [0], {}, [1.0])
+    totals = StepLosses(plan_for(1, 1), 0, 2, HostDevice()).total(given, False, asked_elsewhere, everyone)
+    step, stops = totals.read(AT_ONCE, together=True)
     assert (step.mean, stops) == (1.625, True)
 
 

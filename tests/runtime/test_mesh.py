@@ -58,7 +58,7 @@ def steps_on_mesh(rank: int, schedule: str, tie: bool, shard: bool = False) -> S
         for seed in range(3):
             optimizer.zero_grad()
             loss = pipeline.step(*part_of(batch_of(8, seed), pipeline))
-            norms = [pipeline.clip_grad_norm_(1e9, norm_type) for norm_type in NORM_TYPES]
+            norms = [pipeline.clip_grad_norm_(1e9, norm_type).item() for norm_type in NORM_TYPES]
             pipeline.clip_grad_norm_(0.1)
             optimizer.step()
             found.append((loss, norms, state_of(pipeline.local_stages.items())))
@@ -120,7 +120,7 @@ def gradients_with_replicas(rank: int, streams: bool) -> tuple[float, float, dic
     stages = chain(2) if streams else on_both_ranks(spmd.group([0, 1], mesh))
     with Pipeline(stages, placed(streams), loss_fn, mesh=mesh) as pipeline:
         loss = pipeline.step(*part_of(batch_of(8), pipeline))
-        return loss, pipeline.clip_grad_norm_(1e9), gradients_of(pipeline.stages, pipeline.local_stages)
+        return loss, pipeline.clip_grad_norm_(1e9).item(), gradients_of(pipeline.stages, pipeline.local_stages)
 
 
 def on_both_ranks(group: spmd.Group) -> Stages:

@@ -68,7 +68,7 @@ def train(rank: int, plan: Plan) -> tuple[list[Any], dict[tuple[int, str], Tenso
         training = Training(pipeline.named_parameters())
         for batch in batches():
             loss = pipeline.step(*part_of(batch, pipeline))
-            seen.append(training.step(loss, pipeline.clip_grad_norm_(0.2, norm_type=math.inf)))
+            seen.append(training.step(loss, pipeline.clip_grad_norm_(0.2, norm_type=math.inf).item()))
         local = pipeline.local_stages
     return seen, {(s, name): p.detach() for s in local for name, p in stages[s].named_parameters()}
 

@@ -113,7 +113,7 @@ def train_on_mesh(rank: int, pp: int, dp: int, tp: int, case: Case) -> Trained:
                 trained.losses.append(loss)
             if optimizer:
                 scaler.unscale_(optimizer)
-            trained.norms.append(finite_or_nan(pipeline.clip_grad_norm_(MAX_NORM)))
+            trained.norms.append(finite_or_nan(pipeline.clip_grad_norm_(MAX_NORM).item()))
             if optimizer:
                 scaler.step(optimizer)
                 optimizer.zero_grad()

@@ -45,7 +45,7 @@ def steps_on(rank: int, ranks: Ranks, edges: Edges, plan: Plan, batches: list[An
             for parameter in pipeline.parameters():
                 parameter.grad = None
             loss = pipeline.step(*batch)
-            norm = pipeline.clip_grad_norm_(1e9)
+            norm = pipeline.clip_grad_norm_(1e9).item()
             found.append((loss, norm, {key: p.grad for key, p in parameters_of(stages, pipeline.local_stages)}))
         pipeline.timeline()
     return found

@@ -55,19 +55,18 @@ def errors_with(rank: int, mutations: list[tuple[int, Callable[[], Any]]]) -> li
     mesh, found = rota.mesh(pp=2, dp=2), []
     for on, mutated in mutations:
         device = SimDevice(f"rank {rank}", goes_on=True)
-        with device.active(), pipelines_on_sim([]):
-            with Pipeline(tied_stages(), plan_of(), loss_fn, mesh=mesh) as pipeline:
-                mine = pipeline.rank == on
+        with device.active(), pipelines_on_sim([]), Pipeline(tied_stages(), plan_of(), loss_fn, mesh=mesh) as pipeline:
+            mine = pipeline.rank == on
+            pipeline.step(*batch_of(NUM_MICROBATCHES, pipeline.replica))
+            with mutated() if mine else unchanged():
+                pipeline._training = pipeline._execution(
+                    pipeline.plan, pipeline._compute, pipeline._gradients.tied_ranks
+                )
                 pipeline.step(*batch_of(NUM_MICROBATCHES, pipeline.replica))
-                with mutated() if mine else unchanged():
-                    pipeline._training = pipeline._execution(
-                        pipeline.plan, pipeline._compute, pipeline._gradients.tied_ranks
-                    )
-                    pipeline.step(*batch_of(NUM_MICROBATCHES, pipeline.replica))
-                    pipeline.step(*batch_of(NUM_MICROBATCHES, pipeline.replica))
-                    with torch.no_grad():  # as an optimizer would
-                        for parameter in pipeline.parameters():
-                            parameter.sub_(0.01 * parameter.grad)
+                pipeline.step(*batch_of(NUM_MICROBATCHES, pipeline.replica))
+                with torch.no_grad():  # as an optimizer would
+                    for parameter in pipeline.parameters():
+                        parameter.sub_(0.01 * parameter.grad)
         found.append(error_of(device))
     return found
 

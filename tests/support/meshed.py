@@ -87,7 +87,7 @@ def train_on_mesh(rank: int, stages: Stages, case: Case) -> Trained:
             for i in range(ACCUMULATE):
                 batch = part_of(next(batches), pipeline)
                 losses.append(pipeline.step(*batch, scale=1 / ACCUMULATE, sync=i == ACCUMULATE - 1))
-            norms.append(pipeline.clip_grad_norm_(MAX_NORM))
+            norms.append(pipeline.clip_grad_norm_(MAX_NORM).item())
             optimizer.step()
             scheduler.step()
         return Trained(losses, norms, parameters_of(pipeline))

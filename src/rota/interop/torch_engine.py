@@ -105,7 +105,7 @@ class TorchEngine:
         self.replica, self.num_replicas = 0, 1
         self._schedule: Any = None
         self._signature: object = None
-        self._loss_scale = LossScale()
+        self._loss_scale = LossScale(HostDevice())
         self._begun = ""  # the last op that began, as the CSV writes it
         #: Loss of each micro-batch of the last step, on the rank of the last stage.
         self.losses: dict[int, float] = {}
@@ -180,7 +180,7 @@ class TorchEngine:
         batch = self._inputs.take(inputs, targets, needs_targets=self._trains)
         refuse_ragged(batch.inputs)
         step = Step(batch.inputs, batch.targets, batch.shares)
-        step.scale, step.autocast = scale * self._loss_scale.begin(scaler), ambient_autocast()
+        step.scale, step.autocast = scale * float(self._loss_scale.begin(scaler)), ambient_autocast()
         self._begun = ""
         self._num_steps += 1
         for module in self._modules:

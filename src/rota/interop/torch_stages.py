@@ -22,6 +22,7 @@ from rota.errors import PipelineError
 from rota.interop.torch_backward import how_to_split
 from rota.models import Stages, collect_losses
 from rota.runtime.compute import op_seed
+from rota.runtime.device.host import HostDevice
 from rota.runtime.losses import LossFn, loss_of
 from rota.runtime.messages import Layout, describe, empty, flatten, hand_over, over_tensors, tensor_layouts, unflatten
 from rota.runtime.precision import Autocast, under_autocast
@@ -29,6 +30,8 @@ from rota.runtime.transport import collective, receive_value, send_value
 from rota.torch_internals import count_writes, writable
 
 Tick = Callable[[str], None]  # called when an op begins
+
+_CPU = HostDevice()
 
 
 @dataclass(slots=True)
@@ -108,13 +111,13 @@ class StageModule(nn.Module):
         target = self.step.targets[microbatch]
         if self.loss_fn is None or target is None:
             return [], _NOTHING
-        loss, made = loss_of(self.loss_fn, output, target)
+        loss, made = loss_of(self.loss_fn, output, target, _CPU)
         if made.count is not None or made.metrics:
             raise PipelineError(
                 "loss_fn returned a count or metrics, but PyTorch's engine takes a mean loss alone; return the mean, "
                 "or run the plan by Rota's engine"
             )
-        self.step.losses[microbatch] = made.value
+        self.step.losses[microbatch] = float(made.value)
         return [loss * (self.step.shares[microbatch] * self.step.scale)], _NOTHING
 
     def survey(self, value: Any) -> Any:

@@ -24,7 +24,7 @@ class AddedLoss:
     """A tensor with one element, and how much of the loss's count it stands for; None where the loss is a mean."""
 
     value: torch.Tensor
-    count: float | None
+    count: float | torch.Tensor | None
 
 
 @final
@@ -59,7 +59,8 @@ def add_loss(value: torch.Tensor, count: float | torch.Tensor | None = None) -> 
             number of tokens in the micro-batch. None with a `loss_fn` that returns a mean.
 
     Raises:
-        PipelineError: `value` is no real tensor with one element, or `count` no finite number of 0 or more.
+        PipelineError: `value` is no real tensor with one element, or `count` no finite number of 0 or more. A count on
+            an accelerator is only looked at by the pipeline, at the end of the step.
         SplitError: `rota.split` traces the forward that calls it.
     """
     if isinstance(value, fx.Proxy):
@@ -70,12 +71,10 @@ def add_loss(value: torch.Tensor, count: float | torch.Tensor | None = None) -> 
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.is_complex():
         got = f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise PipelineError(f"rota.add_loss got {got}; give a real tensor with one element")
-    number = None if count is None else float(count)
-    if number is not None and not 0 <= number < math.inf:
-        raise PipelineError(f"rota.add_loss got count={number:g}; give a finite number of 0 or more")
     collector = _COLLECTOR.get()
+    known = None if count is None else _known(count)
     if collector is not None:
-        collector.losses.append(AddedLoss(value, number))
+        collector.losses.append(AddedLoss(value, known))
     elif value.requires_grad:
         warnings.warn(
             "rota.add_loss is called outside of a Pipeline, so its loss is not trained; use "
@@ -101,7 +100,23 @@ def collect_losses() -> Iterator[AddedLosses]:
         _COLLECTOR.reset(token)
 
 
-def _count_of(loss: AddedLoss) -> float:
+def _known(count: float | torch.Tensor) -> float | torch.Tensor:
+    """The count as a number. On an accelerator it stays a tensor: reading it would let the host wait for the device."""
+    if isinstance(count, torch.Tensor):
+        if count.numel() != 1 or count.is_complex():
+            raise PipelineError(
+                f"rota.add_loss got as count {count.dtype} of shape {list(count.shape)}; give a number, or a real "
+                f"tensor with one element"
+            )
+        if not (count.is_cpu or count.is_meta):
+            return count.detach().reshape(()).to(torch.float64, copy=True)
+    number = float(count)
+    if not 0 <= number < math.inf:
+        raise PipelineError(f"rota.add_loss got count={number:g}; give a finite number of 0 or more")
+    return number
+
+
+def _count_of(loss: AddedLoss) -> float | torch.Tensor:
     if loss.count is None:
         raise PipelineError("a loss was added without a count; give rota.add_loss(value, count=…) one to weigh it")
-    return loss.count
+    return loss.count.to(loss.value.dtype) if isinstance(loss.count, torch.Tensor) else loss.count

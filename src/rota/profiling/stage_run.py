@@ -9,6 +9,7 @@ import torch
 
 from rota.models import Stages, collect_losses
 from rota.profiling.peak_memory import StorageWatch, copier
+from rota.runtime.device.host import HostDevice
 from rota.runtime.gradients.forward_backward import Kept, backward, backward_inputs, forward, gradient_edges, keep_loss
 from rota.runtime.gradients.recompute import Again, without_activations
 from rota.runtime.gradients.split_backward import WeightWork
@@ -105,7 +106,7 @@ class StageRun:
         for loss in added.losses:
             keep_loss(kept, loss.value, 1.0)
         if not values and given.loss_fn is not None:
-            keep_loss(kept, loss_of(given.loss_fn, output, given.target)[0], 1.0)
+            keep_loss(kept, loss_of(given.loss_fn, output, given.target, HostDevice())[0], 1.0)
         elif not values:  # without a loss, the backward starts from the last stage's output
             kept.outputs = [gradient_edges(output, f"stage {self.stage}")]
         return output, values, kept

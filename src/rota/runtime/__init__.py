@@ -6,5 +6,16 @@ from rota.runtime.device.local import local_device
 from rota.runtime.launcher_files import given_plan
 from rota.runtime.meshes import local_stages, mesh
 from rota.runtime.pipeline import Pipeline
+from rota.runtime.step_handles import StepHandle
 
-__all__ = ["Pipeline", "deferred_init", "given_plan", "local_device", "local_stages", "materialize", "mesh", "spmd"]
+__all__ = [
+    "Pipeline",
+    "StepHandle",
+    "deferred_init",
+    "given_plan",
+    "local_device",
+    "local_stages",
+    "materialize",
+    "mesh",
+    "spmd",
+]

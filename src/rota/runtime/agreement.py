@@ -39,6 +39,7 @@ from rota.runtime.microbatches import Microbatches, shares_of
 from rota.runtime.precision import LossScale
 from rota.runtime.reducing.loss_counts import NUM_FLAGS as NUM_COUNT_FLAGS
 from rota.runtime.reducing.shared_weights import SharedWeight
+from rota.runtime.step_losses import LATER
 from rota.runtime.transport import Transport, collective
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
@@ -92,7 +93,7 @@ def _digest_of(value: object) -> str:
 
 # --- calls and runs ---------------------------------------------------------------------------------------------------
 
-_NUM_FLAGS = 5 + NUM_COUNT_FLAGS
+_NUM_FLAGS = 6 + NUM_COUNT_FLAGS
 _MOST_NAMES = 4
 
 
@@ -106,6 +107,28 @@ class Call(IntEnum):
     FORWARD_WITHOUT_OUTPUTS = 5
     CLIP_GRAD_NORM = 6
     TIMELINE = 7
+    STEP_WITHOUT_WAIT = 8
+    STEP_WITHOUT_SYNC_AND_WAIT = 9
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it makes gradients."""
+        return self in (Call.STEP, Call.STEP_WITHOUT_SYNC, Call.STEP_WITHOUT_WAIT, Call.STEP_WITHOUT_SYNC_AND_WAIT)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether it returns a loss."""
+        return self.is_step or self is Call.EVALUATE
+
+    @property
+    def syncs(self) -> bool:
+        """Whether gradients are reduced at the end."""
+        return self not in (Call.STEP_WITHOUT_SYNC, Call.STEP_WITHOUT_SYNC_AND_WAIT)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it ends only when the device does."""
+        return self not in (Call.STEP_WITHOUT_WAIT, Call.STEP_WITHOUT_SYNC_AND_WAIT)
 
 
 _WORDS = {
@@ -116,6 +139,8 @@ _WORDS = {
     Call.FORWARD_WITHOUT_OUTPUTS: "forward()",  # with and without outputs are one call
     Call.CLIP_GRAD_NORM: "clip_grad_norm_()",
     Call.TIMELINE: "timeline()",
+    Call.STEP_WITHOUT_WAIT: "step(wait=False)",
+    Call.STEP_WITHOUT_SYNC_AND_WAIT: "step(sync=False, wait=False)",
 }
 
 
@@ -127,6 +152,7 @@ class Begun(NamedTuple):
     asking: list[int]  # the ranks of this pipeline that ask for outputs
     batch: Batch  # with the shares that all ranks give the micro-batches
     count_flags: list[int]  # see `LossCounts.begin`
+    num_ended: int  # of the steps that were begun with wait=False: those that have ended on all ranks
 
 
 @final
@@ -165,9 +191,12 @@ class Agreement:
         batch: Batch,
         seed: int,
         scale: float,
+        num_ended: int,
         count_flags: Sequence[int] = (0,) * NUM_COUNT_FLAGS,
     ) -> Begun:
         """Before a run: whether layouts may be new, and one seed for all.
+
+        `num_ended`: how many of this rank's steps with wait=False have ended.
 
         Raises:
             PipelineError: on all processes, if their calls, scales or gradient scalers differ, or what they were given
@@ -177,9 +206,10 @@ class Agreement:
         sizes = batch.rows, batch.target_rows, batch.given.num_rows, batch.wanted.num_rows
         checks = self._check_data == "always" or (self._check_data == "first" and execution not in self._sizes)
         compares = checks or sizes != self._sizes.get(execution)
-        flags = is_new, compares, seed if self._processes.is_first else 0, *self._loss_scale.flags(), *count_flags
+        seed = seed if self._processes.is_first else 0
+        flags = is_new, compares, seed, -num_ended, *self._loss_scale.flags(), *count_flags
         agreed, calls, scales = self._all_reduce(call, "waiting for the others to begin the step", flags, scale)
-        with_layouts, must_compare, seed, most, least, *agreed_count_flags = agreed
+        with_layouts, must_compare, seed, most_running, most, least, *agreed_count_flags = agreed
         self._loss_scale.refuse_differences(most, least)
         self._refuse_scales(scales)
         if must_compare:
@@ -189,7 +219,7 @@ class Agreement:
         batch = replace(batch, shares=shares, num_padding=num_padding)
         processes = enumerate(self._processes.pipeline_processes)
         asking = [rank for rank, process in processes if calls[process] is Call.FORWARD]
-        return Begun(bool(with_layouts), seed, asking, batch, agreed_count_flags)
+        return Begun(bool(with_layouts), seed, asking, batch, agreed_count_flags, -most_running)
 
     def explain(self, error: Exception, execution: Execution[Any]) -> None:
         """Raise a PipelineError in place of an op's `error` if the ranks' batches do not fit together."""
@@ -274,7 +304,7 @@ class Agreement:
                 self._names,
                 batch.whole,
                 processes.everyone,
-                compare_replicas=call in (Call.STEP, Call.STEP_WITHOUT_SYNC),
+                compare_replicas=call.is_step,
             )
         for pipeline in processes.pipelines:
             _refuse_uneven_rows([given[process] for process in pipeline], len(batch.shares))
@@ -423,17 +453,36 @@ def refuse_loss(
         for m, loss in losses
         if m in of_none and math.isnan(loss)
     ]
-    cause = "reload the last checkpoint or lower the learning rate"
-    if bad:
-        which = f"micro-batch{'es' if len(bad) > 1 else ''} {', '.join(map(str, bad))}"
-        cause = (
-            f"{which} had no rows, so their mean is nan: give each micro-batch a row or more, or let loss_fn "
-            f"return output.sum() * 0 where there are none"
-        )
+    cause = _without_rows(bad) or "reload the last checkpoint or lower the learning rate"
     raise PipelineError(
         f"step {step}: the mean loss is {mean} ({found}). Do not apply its gradients: {cause}; to go on without this "
-        f"batch, set the gradients to None; to be given such losses, use Pipeline(…, allow_nonfinite_loss=True) or a "
-        f"GradScaler"
+        f"batch, set the gradients to None; {_TO_GET_SUCH}"
+    )
+
+
+def refuse_loss_alone(mean: float, step: int, name: str, mine: dict[int, dict[int, float]], empty: list[int]) -> None:
+    """Refuse a mean loss of a step with wait=False that is not finite, on this rank alone; as `refuse_loss`."""
+    places = [_nonfinite_text(name, stage, losses) for stage, losses in mine.items()]
+    elsewhere = "the ranks of the last stage say for which micro-batches"
+    if any(mine.values()):
+        elsewhere = "each micro-batch's is finite here, but the sum over all is not"
+    found = "; ".join(filter(None, places)) or elsewhere
+    bad = [m for losses in mine.values() for m, loss in losses.items() if m in empty and math.isnan(loss)]
+    cause = _without_rows(bad) or "lower the learning rate"
+    raise PipelineError(f"step {step}: the mean loss is {mean} ({found}). {LATER}; {cause}; {_TO_GET_SUCH}")
+
+
+_TO_GET_SUCH = "to be given such losses, use Pipeline(…, allow_nonfinite_loss=True) or a GradScaler"
+
+
+def _without_rows(microbatches: list[int]) -> str:
+    """What to do about micro-batches without rows; "" if there are none."""
+    if not microbatches:
+        return ""
+    which = f"micro-batch{'es' if len(microbatches) > 1 else ''} {', '.join(map(str, microbatches))}"
+    return (
+        f"{which} had no rows, so their mean is nan: give each micro-batch a row or more, or let loss_fn return "
+        f"output.sum() * 0 where there are none"
     )
 
 

@@ -132,7 +132,7 @@ def _open(plan: Plan, device: QueuedDevice, processes: Processes) -> dict[Pair, 
     found: dict[Pair, tuple[Any, int]] = {}
     for pair in _pairs(plan):
         with collective(f"opening the channel from rank {pair[0]} to rank {pair[1]}"):
-            group = processes.of_ranks(pair, backend=device.backend)
+            group = processes.of_ranks(pair, device.backend)
             if group is None:
                 continue
             backend, mine = backend_of(group, device.torch_device), processes.rank

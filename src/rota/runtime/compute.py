@@ -17,7 +17,8 @@ from rota.errors import PipelineError
 from rota.models import AddedLoss, Stages, collect_losses
 from rota.placement import Placement
 from rota.runtime.device.host import HostDevice
-from rota.runtime.device.protocol import Device
+from rota.runtime.device.numbers import number_in
+from rota.runtime.device.protocol import Device, Number
 from rota.runtime.gradients.forward_backward import (
     Kept,
     backward,
@@ -28,7 +29,7 @@ from rota.runtime.gradients.forward_backward import (
 )
 from rota.runtime.gradients.recompute import Again, drawing_again, versions_in, without_activations
 from rota.runtime.gradients.split_backward import WeightWork
-from rota.runtime.losses import LossFn, MicrobatchLoss, Weighed, loss_of, number_in
+from rota.runtime.losses import LossFn, MicrobatchLoss, Weighed, loss_of
 from rota.runtime.messages import hand_over
 from rota.runtime.microbatches import Microbatches
 from rota.runtime.precision import Autocast, ambient_autocast, without_autocast
@@ -49,7 +50,7 @@ class Batch:
     wanted: Microbatches
     shares: list[float]
     num_padding: int = 0
-    scale: float = 1.0
+    scale: Number = 1.0
     alike: bool = False
     rows: tuple[int, ...] = ()
     target_rows: tuple[int, ...] = ()
@@ -71,7 +72,7 @@ class Batch:
         """Whether it was added because there are fewer rows than micro-batches."""
         return microbatch >= len(self.shares) - self.num_padding
 
-    def weight(self, microbatch: int, count: float | None, *, is_sum: bool = False) -> float:
+    def weight(self, microbatch: int, count: Number | None, *, is_sum: bool = False) -> Number:
         """What the backward of a loss starts from: a mean, with a count or none, or a sum that has a count."""
         if self.is_padding(microbatch):
             return 0.0
@@ -221,7 +222,7 @@ class Compute:
         if stage in self._sinks:
             targets = batch.targets[m]
             if self._loss_fn is not None and (targets is not None or batch.loss_of_output):
-                self._take_loss(kept, m, *loss_of(self._loss_fn, output, targets))
+                self._take_loss(kept, m, *loss_of(self._loss_fn, output, targets, self._device))
             if self.keep_outputs and not batch.is_padding(m):
                 self.outputs[m] = hand_over(output)
         if added.losses:
@@ -242,7 +243,9 @@ class Compute:
         for loss in losses:
             keep_loss(kept, loss.value, batch.weight(microbatch, loss.count))
         if not batch.is_padding(microbatch):
-            self.added[stage, microbatch] = [Weighed(number_in(loss.value), loss.count) for loss in losses]
+            numbers = [number_in(loss.value, self._device) for loss in losses]
+            counts = [loss.count for loss in losses]
+            self.added[stage, microbatch] = [*map(Weighed, numbers, counts)]
 
     def _refuse_lost_gradients(self, stage: int, kept: Kept) -> None:
         """Raises PipelineError if no path leads from the loss to a stage, whose gradients would then be zeros."""

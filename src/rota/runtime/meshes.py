@@ -12,11 +12,13 @@ import os
 from collections.abc import Iterable
 from typing import Any, Final, final
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rota.errors import PipelineError
 from rota.plan import Plan
+from rota.runtime.device.local import local_device_type
 from rota.runtime.process_group import group_timeout, join, leave
 from rota.runtime.transport import collective
 
@@ -51,7 +53,7 @@ def mesh(*, pp: int | None = None, dp: int = 1, tp: int = 1, timeout_s: float | 
             f"such as with `rota run --mesh pp={pp},dp={dp},tp={tp} plan.json script.py`"
         )
     with collective("making the mesh"):
-        return init_device_mesh("cpu", (dp, pp, tp), mesh_dim_names=_DIMS)
+        return init_device_mesh(local_device_type(), (dp, pp, tp), mesh_dim_names=_DIMS)
 
 
 def local_stages(plan: Plan, mesh: DeviceMesh | None = None) -> tuple[int, ...]:
@@ -126,7 +128,6 @@ class Processes:
         self._groups: list[dist.ProcessGroup] = []
         self.everyone_on_device: dist.ProcessGroup | None = None
         self.replicas_on_device: dist.ProcessGroup | None = None
-        self.tp_group_on_device: dist.ProcessGroup | None = None
         try:
             self._make_groups()
         except BaseException:
@@ -167,23 +168,34 @@ class Processes:
             named |= {process: f"rank {rank}{of}" for rank, process in enumerate(pipeline)}
         return [named[process] for process in sorted(named)]
 
-    def open_on_device(self, backend: str) -> None:
+    def open_on_device(self, backend: str, device: torch.device) -> None:
         """Make the groups that take tensors of the stages' device. Every process must call it, once.
 
-        They are those of the hosts where `backend` is theirs. A group's first collective makes its communicator.
+        They are those of the hosts where `backend` is theirs.
         """
         if backend == _HOSTS:
             self.everyone_on_device, self.replicas_on_device = self.everyone, self.replicas
-            self.tp_group_on_device = self.tp_group
             return
-        self.everyone_on_device = self._made([[*range(dist.get_world_size())]], backend)
-        self.replicas_on_device = self._made(self._across_replicas(), backend) if self.num_replicas > 1 else None
-        self.tp_group_on_device = self._made(self._across_tp_shards(), backend) if self.num_tp_shards > 1 else None
+        self.everyone_on_device = self._opened([[*range(dist.get_world_size())]], backend, device)
+        if self.num_replicas > 1:
+            self.replicas_on_device = self._opened(self._across_replicas(), backend, device)
 
-    def of_ranks(self, ranks: Iterable[int], backend: str = _HOSTS) -> Any:
-        """The group of some of the plan's ranks, of this process's pipeline. Every process must call it."""
+    def _opened(self, enumeration: list[list[int]], backend: str, device: torch.device) -> Any:
+        """As `_made`. A group's first collective makes its communicator, for which the hosts wait: not in a step."""
+        own = self._made(enumeration, backend)
+        if own is not None:
+            with collective("opening process groups"):
+                dist.all_reduce(torch.zeros(1, device=device), group=own)
+        return own
+
+    def of_ranks(self, ranks: Iterable[int], backend: str = _HOSTS, device: torch.device | None = None) -> Any:
+        """The group of some of the plan's ranks, of this process's pipeline. Every process must call it.
+
+        `device`: for collectives of tensors there; None if the caller opens it.
+        """
         ranks = [*ranks]
-        return self._made([[pipeline[rank] for rank in ranks] for pipeline in self.pipelines], backend)
+        enumeration = [[pipeline[rank] for rank in ranks] for pipeline in self.pipelines]
+        return self._made(enumeration, backend) if device is None else self._opened(enumeration, backend, device)
 
     def _made(self, enumeration: list[list[int]], backend: str = _HOSTS) -> Any:
         """Make all groups, in the same order on every process; returns this process's, None if it is in none."""
@@ -199,5 +211,5 @@ class Processes:
         """Forget the groups; returns them, for `leave`."""
         groups, self._groups = self._groups, []
         del self.everyone, self.pipeline, self.replicas, self.tp_group
-        del self.everyone_on_device, self.replicas_on_device, self.tp_group_on_device
+        del self.everyone_on_device, self.replicas_on_device
         return groups

@@ -14,6 +14,7 @@ from rota.errors import PipelineError
 from rota.models import Stages
 from rota.plan import Plan
 from rota.runtime.compute import Batch
+from rota.runtime.device.protocol import Number
 from rota.runtime.fingerprints import Fingerprints, fingerprints
 from rota.runtime.messages import describe_value, over_tensors, tensors_in
 from rota.runtime.microbatches import (
@@ -64,7 +65,7 @@ class MicrobatchInputs:
         self._counted = {sink: microbatches([sink]) for sink, ranks in self.sink_ranks.items() if rank == ranks[0]}
 
     def take(
-        self, inputs: Any, targets: Any, *, needs_targets: bool, loss_of_output: bool = False, scale: float = 1.0
+        self, inputs: Any, targets: Any, *, needs_targets: bool, loss_of_output: bool = False, scale: Number = 1.0
     ) -> Batch:
         """The micro-batches of a step. Raises PipelineError if something is missing or does not fit.
 

@@ -9,9 +9,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from numbers import Real
-from typing import Any, ClassVar, Literal, NamedTuple, final
+from typing import Any, ClassVar, Literal, NamedTuple, final, overload
 
 import torch
 import torch.distributed as dist
@@ -23,29 +22,31 @@ from rota.checking import check
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.plan import Plan
-from rota.runtime.agreement import Agreement, Call, refuse_differences, refuse_loss
+from rota.runtime.agreement import Agreement, Call, refuse_differences
 from rota.runtime.channels import Channels
 from rota.runtime.compute import Batch, Compute, step_seed
 from rota.runtime.device.choosing import device_of
-from rota.runtime.device.protocol import is_queued
+from rota.runtime.device.protocol import Number, is_queued
 from rota.runtime.execution import Execution, evaluating, forwards_of
 from rota.runtime.faults.watchdog import PATIENT, Watchdog, limit_s
 from rota.runtime.gradients.forward_backward import warm_up
 from rota.runtime.gradients.recompute import recomputed_by_backward
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.launcher_files import leave_record
-from rota.runtime.losses import LossFn, StepLoss, StepLosses, needs_target
+from rota.runtime.losses import LossFn, means_of, needs_target
 from rota.runtime.memory_watch import MemoryWatch
 from rota.runtime.meshes import Processes
 from rota.runtime.microbatch_inputs import MicrobatchInputs
 from rota.runtime.plan_fit import for_all_streams, refuse_other_cuts, refuse_unsupported
-from rota.runtime.precision import LossScale
 from rota.runtime.process_group import join, leave
 from rota.runtime.recorder import Record, clock_offset_ns, merge
 from rota.runtime.reducing.gradient_sync import GradientSync
 from rota.runtime.reducing.loss_counts import NUM_FLAGS, LossCounts
 from rota.runtime.reducing.shared_weights import shared_weights
 from rota.runtime.reducing.wrapped_stages import unwrapped
+from rota.runtime.step_end import StepEnd, all_reduce
+from rota.runtime.step_handles import StepHandle
+from rota.runtime.step_losses import StepLoss
 from rota.runtime.stop_requests import StopRequests
 from rota.runtime.transport import Transport, bring_outputs, collective
 from rota.timeline import Timeline
@@ -112,8 +113,7 @@ class Pipeline:
         recomputed = recomputed_by_backward(recompute, plan.placement)
         if trains:
             warm_up()
-        self._allow_nonfinite_loss = allow_nonfinite_loss
-        self._closed = False
+        self._closed, self._failed = False, False
         self._before_first = type(self).before_first_step
         self._process = os.getpid()
         self._evaluation: Execution[Compute] | None = None  # made when it is needed
@@ -141,7 +141,7 @@ class Pipeline:
                 #: The stages on this rank.
                 self.local_stages = {stage: stages[stage] for stage in plan.placement.stages_on(self.rank)}
                 self._device = device_of(stages, plan.placement.stages_on(self.rank), otherwise)
-                self._processes.open_on_device(self._device.backend)
+                self._processes.open_on_device(self._device.backend, self.device)
                 self._gradients = GradientSync(stages, plan, shared, self._processes, ddp_groups, self._device)
                 self._teardown.callback(self._gradients.close)
                 self._transport = Transport(self._processes.pipeline, self._processes.everyone)
@@ -157,16 +157,24 @@ class Pipeline:
                 with collective("comparing clocks"):
                     self._training.record.offset_ns = clock_offset_ns(self._processes.pipeline)
             self._inputs = MicrobatchInputs(stages, plan, self.rank, sink_ranks, self.device)
-            self._step_losses = StepLosses(plan, self.rank, self._processes.num_pipelines)
-            self._loss_counts = LossCounts(self.parameters())
-            #: The means of the metrics that `loss_fn` returned in the last `step` or `evaluate`, the same on all ranks.
-            self.metrics: dict[str, float] = {}
             self._num_steps = 0  # that were begun
-            self._loss_scale, self._stops = LossScale(), StopRequests(self._processes.is_first)
+            self._loss_counts, self._stops = LossCounts(self.parameters()), StopRequests(self._processes.is_first)
+            self._step_end = StepEnd(
+                plan,
+                self._device,
+                self._processes,
+                self._transport,
+                self._inputs,
+                self._loss_counts,
+                self._stops,
+                self.watching,
+                allow_nonfinite_loss,
+            )
             self._agreement = Agreement(
-                self._processes, self._transport, self._inputs, self._loss_scale, dynamic_shapes, check_data
+                self._processes, self._transport, self._inputs, self._step_end.loss_scale, dynamic_shapes, check_data
             )
             self._teardown.callback(self._leave_record)
+            self._teardown.callback(self._settle_begun_steps)
             atexit.register(self._close_at_exit)
         except BaseException as error:
             self._end(error)
@@ -191,8 +199,16 @@ class Pipeline:
 
     @property
     def losses(self) -> dict[int, float]:
-        """The mean loss of each micro-batch of the last step, on the ranks of the last stage."""
-        return {microbatch: loss.mean for microbatch, loss in self._compute.losses.items()}
+        """The mean loss of each micro-batch of the last step, on the ranks of the last stage. Waits for that step."""
+        return means_of(self._compute.losses, self._device)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The means of the metrics that `loss_fn` returned in the last `step` or `evaluate`, the same on all ranks.
+
+        After `step(…, wait=False)` they are those of the last step whose handle was waited for.
+        """
+        return self._step_end.metrics
 
     @property
     def outputs(self) -> dict[int, Any]:
@@ -243,6 +259,7 @@ class Pipeline:
 
     # --- one step -------------------------------------------------------------------------------------------------
 
+    @overload
     def step(
         self,
         inputs: Any = None,
@@ -251,7 +268,31 @@ class Pipeline:
         scale: float = 1.0,
         sync: bool = True,
         scaler: torch.amp.GradScaler | None = None,
-    ) -> float:
+        wait: Literal[True] = True,
+    ) -> float: ...
+
+    @overload
+    def step(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        scale: float = 1.0,
+        sync: bool = True,
+        scaler: torch.amp.GradScaler | None = None,
+        wait: Literal[False],
+    ) -> StepHandle: ...
+
+    def step(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        scale: float = 1.0,
+        sync: bool = True,
+        scaler: torch.amp.GradScaler | None = None,
+        wait: bool = True,
+    ) -> float | StepHandle:
         """Run the plan once; gradients are added to `.grad`, as `loss.backward()` does. Collective.
 
         To accumulate over k steps, give `scale=1/k` to each, and `sync=False` to all but the last.
@@ -266,10 +307,14 @@ class Pipeline:
             sync: reduce the gradients of replicas and of tied weights, with those of earlier steps without `sync`.
             scaler: this process's own GradScaler; the gradients have its factor until it takes it out. If gradients
                 overflow on one rank, they become infinite on all, so that every scaler skips the step.
+            wait: False: return a `StepHandle` at once, so that an accelerator gets the next step while it runs this
+                one. The first step waits all the same. What a step is refused for, and nobody has asked its handle for,
+                is raised by a later call on all ranks, at the latest by `close`.
 
         Returns:
             The mean loss over all micro-batches and replicas, on every rank, with all losses that modules added; nan
-            without a `loss_fn`. Where `loss_fn` returns `(sum, count)`, all sums divided by all counts.
+            without a `loss_fn`. Where `loss_fn` returns `(sum, count)`, all sums divided by all counts. With
+            `wait=False` the handle returns it.
 
         Raises:
             PipelineError: the batch does not fit, the ranks differ in what they call, or the loss is not finite.
@@ -281,11 +326,16 @@ class Pipeline:
             before_first(self, inputs, targets)
         if not isinstance(scale, Real) or not 0 < scale < math.inf:
             raise PipelineError(f"scale is {scale!r}; give a number above 0, such as 1/k to accumulate over k steps")
-        factor = self._loss_scale.begin(scaler)
+        factor = self._step_end.loss_scale.begin(scaler)
         batch = self._take(inputs, targets, has_loss=training.trains, scale=scale * factor)
         self._inputs.warn_of_other_rows(batch)
         self._num_steps += 1
-        return self._run(Call.STEP if sync else Call.STEP_WITHOUT_SYNC, training, batch, float(scale)).loss.mean
+        if wait:
+            return self._run(Call.STEP if sync else Call.STEP_WITHOUT_SYNC, training, batch, float(scale)).loss.mean
+        call = Call.STEP_WITHOUT_WAIT if sync else Call.STEP_WITHOUT_SYNC_AND_WAIT
+        handle = self._run(call, training, batch, float(scale)).handle
+        assert handle is not None
+        return handle
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> float:
         """The mean loss on every rank, with all stages in eval() and without gradients. Collective.
@@ -339,7 +389,7 @@ class Pipeline:
         if not self._training.trains:
             self._inputs.warn_of_other_rows(batch)
         self._evaluation.compute.keep_outputs = call is not Call.EVALUATE
-        self._loss_scale.begin(None)
+        self._step_end.loss_scale.begin(None)
         random_state = self._device.random_state()
         try:
             with evaluating([*self.local_stages.values()]):
@@ -353,11 +403,14 @@ class Pipeline:
         execution.awaited = "the other ranks to reach the same step"
         self._watchdog.last = lambda: f"{execution.last()} in step {self._num_steps}"
         self._watchdog.num_reached = execution.num_reached
-        sync, trains = call is not Call.STEP_WITHOUT_SYNC, execution.trains
+        sync, trains = call.syncs, execution.trains
+        loss, handle = StepLoss.none(), None
         try:
             with step_seed(self._device) as seed, self._watchdog.watching(execution.doing):
                 flags = self._loss_counts.flags(batch.targets) if trains else [0] * NUM_FLAGS
-                begun = self._agreement.begin(call, execution, batch, seed, scale, flags)
+                num_ended = self._step_end.begun.num_ended()
+                begun = self._agreement.begin(call, execution, batch, seed, scale, num_ended, flags)
+                self._stops.agreed |= self._step_end.begun.settle(begun.num_ended)
                 batch = begun.batch
                 if trains:
                     batch = replace(batch, per_count=self._loss_counts.begin(begun.count_flags))
@@ -369,50 +422,21 @@ class Pipeline:
                     raise
                 self._inputs.refuse_writes(batch)
                 self._gradients.finish(execution, sync)
-                loss = StepLoss.none()
-                if call not in (Call.FORWARD, Call.FORWARD_WITHOUT_OUTPUTS):
-                    loss = self._loss_of(execution, batch)
-                if trains:
-                    self._settle(execution, loss, sync)
-                execution.settle()
+                if call.waits:
+                    loss = self._step_end.finish(call, execution, batch)
+                else:
+                    handle = self._step_end.hand_over(call, execution, batch, self._num_steps)
+                if handle is None or handle.is_done:
+                    execution.settle()
         except BaseException:
             execution.forget()
             if trains:
                 self._loss_counts.abort()
             raise
-        if trains and not self._allow_nonfinite_loss:
-            self._refuse_nonfinite(execution, batch, loss.mean)
-        return _Ran(batch, loss, begun.asking)
-
-    def _loss_of(self, execution: Execution[Compute], batch: Batch) -> StepLoss:
-        """Of all micro-batches and replicas. The same message carries requests to stop. Collective."""
-        compute = execution.compute
-        execution.awaited = "the other ranks' losses"
-        add_up = partial(self._transport.all_reduce, how=dist.ReduceOp.SUM, doing=f"waiting for {execution.awaited}")
-        counted = [m for m in self._inputs.counted if not batch.is_padding(m)]
-        loss, stops = self._step_losses.total(
-            compute.losses, counted, compute.added, batch.shares, self._stops.asked(), add_up, self._processes.everyone
-        )
-        self._stops.agreed |= stops
-        self.metrics = loss.metrics
-        return loss
-
-    def _settle(self, execution: Execution[Compute], loss: StepLoss, sync: bool) -> None:
-        """Divide gradients by the loss's count, and let all scalers see an overflow. Collective."""
-        self._loss_counts.finish(loss.count, sync)
-        if sync:
-            execution.awaited = "the other ranks' scalers"
-            agree = partial(self._transport.all_reduce, how=dist.ReduceOp.MAX, doing="comparing overflows")
-            self._loss_scale.settle(execution.parameters(), agree)
-
-    def _refuse_nonfinite(self, execution: Execution[Compute], batch: Batch, mean: float) -> None:
-        """On all ranks, unless a scaler looks for that. Collective where it is refused."""
-        if math.isfinite(mean) or self._loss_scale.is_on:
-            return
-        with self._watchdog.watching(execution.doing):
-            losses = {m: loss.mean for m, loss in execution.compute.losses.items()}
-            by_stage, empty = self._inputs.losses_by_stage(losses), self._inputs.without_rows(batch)
-            refuse_loss(mean, self._num_steps, self._watchdog.name, by_stage, empty, self._processes.everyone)
+        if trains and call.waits:
+            with self._watchdog.watching(execution.doing):
+                self._step_end.refuse_nonfinite(execution, batch, loss.mean, self._num_steps)
+        return _Ran(batch, loss, begun.asking, handle)
 
     def _take(self, inputs: Any, targets: Any, *, has_loss: bool, scale: float = 1.0) -> Batch:
         self._refuse_closed()
@@ -447,19 +471,21 @@ class Pipeline:
     @contextmanager
     def trial(self) -> Iterator[None]:
         """For steps that only look: outputs are kept, and weights may have another dtype inside. On all ranks."""
-        kept, count, metrics = self._compute.keep_outputs, self._num_steps, self.metrics
+        kept, count, metrics = self._compute.keep_outputs, self._num_steps, self._step_end.metrics
         self._compute.keep_outputs = True
         self._training.forget()
         try:
             yield
         finally:
-            self._compute.keep_outputs, self._num_steps, self.metrics = kept, count, metrics
+            self._compute.keep_outputs, self._num_steps, self._step_end.metrics = kept, count, metrics
             self._compute.outputs = {}
             self._training.forget()
 
     # --- gradients ------------------------------------------------------------------------------------------------
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
         """Scale all ranks' gradients, as `torch.nn.utils.clip_grad_norm_` does on the unsplit model. Collective.
 
         Every weight counts once, also if it is tied, replicated or sharded.
@@ -467,10 +493,10 @@ class Pipeline:
         Args:
             max_norm: the norm of all gradients together is at most this afterwards.
             norm_type: any number above 0, or inf.
-            error_if_nonfinite: raise PipelineError if the norm is nan or infinite.
+            error_if_nonfinite: raise PipelineError if the norm is nan or infinite. An accelerator is waited for then.
 
         Returns:
-            The norm of all gradients together before.
+            The norm of all gradients together before: a tensor of float64 without dims, where the stages are.
         """
         self._refuse_closed()
         if self._loss_counts.is_open:
@@ -478,9 +504,18 @@ class Pipeline:
                 "clip_grad_norm_ is called after a step with sync=False, whose gradients are not divided by the loss's "
                 "count yet; call it after a step with sync=True"
             )
-        share = partial(self._agreement.share, Call.CLIP_GRAD_NORM, "adding up the gradients' norm")
         with self.watching("the other ranks' norms"):
-            return self._gradients.clip(max_norm, norm_type, error_if_nonfinite, share)
+            return self._gradients.clip(max_norm, norm_type, error_if_nonfinite, self._share_norm)
+
+    def _share_norm(self, mine: Number) -> torch.Tensor:
+        """All processes' numbers, where the stages are. Collective; does not wait for a queued device."""
+        doing = "adding up the gradients' norm"
+        here = mine if isinstance(mine, float) or mine.is_cpu else 0.0
+        numbers = self._device.numbers(self._agreement.share(Call.CLIP_GRAD_NORM, doing, float(here)))
+        if self._device.is_queued:
+            numbers[dist.get_rank()].add_(mine)
+            all_reduce(numbers, dist.ReduceOp.SUM, doing, self._transport, self._processes)
+        return numbers
 
     # --- afterwards -----------------------------------------------------------------------------------------------
 
@@ -494,6 +529,7 @@ class Pipeline:
             raise PipelineError("there is no timeline: ask for it after a step that ran to its end, and before close")
         with self.watching("the other ranks' timelines"), collective("gathering the timeline"):
             self._agreement.share(Call.TIMELINE, "gathering the timeline")
+            self._training.settle()
             records = all_gather_json(self._training.record.to_fields(), self._processes.pipeline)
         return merge(self.plan, [Record.from_fields(fields) for fields in records])
 
@@ -523,7 +559,7 @@ class Pipeline:
 
     def _end(self, error: BaseException | None) -> None:
         """Release all that was acquired. `error`: what ends this rank; the others learn of it at once."""
-        self._closed = True
+        self._closed, self._failed = True, error is not None
         atexit.unregister(self._close_at_exit)
         if error is not None:
             self._report_failure(error)
@@ -537,8 +573,14 @@ class Pipeline:
         with self.watching("a checkpoint to be written", PATIENT):
             self.before_close.close()
 
+    def _settle_begun_steps(self) -> None:
+        """Raise what nobody has been told yet."""
+        if not self._failed:
+            self._step_end.begun.settle()
+
     def _leave_record(self) -> None:
         if self._training.complete and self._processes.is_first_pipeline:
+            self._training.settle()
             try:
                 leave_record(self.plan, self._training.record)
             except OSError as error:
@@ -555,11 +597,12 @@ class Pipeline:
 
 
 class _Ran(NamedTuple):
-    """What a run was of, its loss, and the ranks that ask for outputs."""
+    """What a run was of, its loss, the ranks that ask for outputs, and the handle of a step that does not wait."""
 
     batch: Batch
     loss: StepLoss
     asking: list[int]
+    handle: StepHandle | None
 
 
 def _report_to_nobody(_: BaseException) -> None:

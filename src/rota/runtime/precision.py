@@ -2,6 +2,8 @@
 
 rank 0   F0 F1 … B1   gradients finite ─┐                    ┌─▶ inf into all gradients ─▶ scaler.step: skips
 rank 1   F0 B0 F1 …   an inf in one    ─┴─ one all-reduce ───┴─▶ inf into all gradients ─▶ scaler.step: skips
+
+On a queued device the scale and the overflow stay there; whether all ranks have the same scale is read afterwards.
 """
 
 from __future__ import annotations
@@ -15,17 +17,27 @@ import torch
 from torch import nn
 
 from rota.errors import PipelineError
-from rota.torch_internals import sparse_values
+from rota.runtime.device.protocol import Device, Number
+from rota.torch_internals import norms_of_each, sparse_values
 
 Autocast: TypeAlias = tuple[tuple[str, torch.dtype], ...]
+#: Raises PipelineError, which ends with the remedy that it is given.
+Refuse: TypeAlias = Callable[[str], None]
 
-_DEVICE_TYPES = ("cpu", "cuda")
 _NOTHING = nullcontext()
+_NOT_READ = 1  # in place of the bits of a scale that is on the device
 
 
 def ambient_autocast() -> Autocast:
     """What autocast is on around the caller: device type and dtype of each, none if it is off."""
-    return tuple((of, torch.get_autocast_dtype(of)) for of in _DEVICE_TYPES if torch.is_autocast_enabled(of))
+    return tuple((of, torch.get_autocast_dtype(of)) for of in _device_types() if torch.is_autocast_enabled(of))
+
+
+def _device_types() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not torch.amp.is_autocast_available(accelerator.type):
+        return ("cpu",)
+    return "cpu", accelerator.type
 
 
 def without_autocast(autocast: Autocast) -> AbstractContextManager[object]:
@@ -51,28 +63,33 @@ def _switched(autocast: Autocast, on: bool) -> AbstractContextManager[object]:
 class LossScale:
     """What a `GradScaler` asks of a pipeline's steps. Every rank has one, with or without a scaler."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device) -> None:
+        self._device = device
         self._scaler: torch.amp.GradScaler | None = None
-        self._factor = 1.0
-        self._witness = torch.optim.SGD([nn.Parameter(torch.zeros(()))])
+        self._factor: Number = 1.0
+        where = device.torch_device
+        self._one = torch.ones((), device=where)
+        self._witness = torch.optim.SGD([nn.Parameter(torch.zeros((), device=where))])
 
     @property
     def is_on(self) -> bool:
         """Whether the last step had a scaler, which looks for what is not finite itself."""
         return self._scaler is not None
 
-    def begin(self, scaler: torch.amp.GradScaler | None) -> float:
+    def begin(self, scaler: torch.amp.GradScaler | None) -> Number:
         """A new step; returns what its loss's gradient is multiplied by. Raises PipelineError for another object."""
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise PipelineError(f"scaler is {scaler!r}; give a torch.amp.GradScaler, or None")
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         # Its own `scale` makes a new scaler ready for its `step` and `update`, too.
-        self._factor = 1.0 if self._scaler is None else float(self._scaler.scale(torch.ones(())))
+        self._factor = 1.0 if self._scaler is None else self._device.number(self._scaler.scale(self._one))
         return self._factor
 
     def flags(self) -> tuple[int, int]:
         """Two numbers; from their maxima over the ranks `refuse_differences` sees whether all ranks have one scale."""
-        bits: int = 0 if self._scaler is None else struct.unpack("<q", struct.pack("<d", self._factor))[0]
+        if self._scaler is None:
+            return 0, 0
+        bits = _bits(self._factor) if isinstance(self._factor, float) else _NOT_READ
         return bits, -bits  # positive floats are ordered as their bits are
 
     def refuse_differences(self, most: int, least: int) -> None:
@@ -80,27 +97,25 @@ class LossScale:
         if most != -least:
             low, high = (struct.unpack("<d", struct.pack("<q", bits))[0] for bits in (-least, most))
             found = f"scales {low:g} and {high:g}" if low else f"scale {high:g}, and none on some rank"
-            raise PipelineError(
-                f"the ranks' gradient scalers differ ({found}); give step one of the same settings on every rank, and "
-                f"call its update() on every rank, also where there is no gradient"
-            )
+            raise _differ("one on some ranks, none on others" if most == _NOT_READ else found)
 
-    def settle(self, parameters: Iterable[nn.Parameter], agree: Callable[[torch.Tensor], None]) -> None:
+    def settle(self, parameters: Iterable[nn.Parameter], agree: Callable[[torch.Tensor], None]) -> Refuse:
         """Let all scalers find an overflow if any rank has one. Collective where there is a scaler.
 
         `agree` takes the maximum over all ranks. The scaler sees it in this rank's gradients, and in a witness beside
-        them, so that its `update` has something to go by where there are none.
+        them, so that its `update` has something to go by where there are none. Does not wait for the device; the result
+        does, and raises PipelineError if the ranks have different scales.
         """
         if self._scaler is None:
-            return
+            return nothing_to_refuse
         gradients = [_numbers(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        overflow = torch.tensor(int(any(not gradient.isfinite().all() for gradient in gradients)))
-        agree(overflow)
-        if overflow:
-            for gradient in gradients:
-                gradient.fill_(torch.inf)
         (witness,) = self._witness.param_groups[0]["params"]
-        witness.grad = torch.tensor(torch.inf if overflow else 0.0)
+        if isinstance(self._factor, float):
+            refuse: Refuse = nothing_to_refuse
+            witness.grad = torch.tensor(torch.inf if _overflow(gradients, agree) else 0.0)
+        else:
+            witness.grad = torch.zeros_like(witness)
+            refuse = self._spread_on_device(gradients, self._factor, witness.grad, agree)
         try:
             self._scaler.unscale_(self._witness)
         except RuntimeError as error:
@@ -108,6 +123,59 @@ class LossScale:
                 "the scaler has not been updated since the last synchronized step; call scaler.update() after it, on "
                 "ranks without gradients too, and give step(…, sync=False) to those before the last one of a round"
             ) from error
+        return refuse
+
+    def _spread_on_device(
+        self,
+        gradients: list[torch.Tensor],
+        factor: torch.Tensor,
+        witness: torch.Tensor,
+        agree: Callable[[torch.Tensor], None],
+    ) -> Refuse:
+        """Make all gradients infinite if one on any rank is not finite; see `settle` for the result."""
+        row = torch.stack([factor, -factor, torch.zeros_like(factor)])
+        real = [torch.view_as_real(each) if each.is_complex() else each for each in gradients if each.numel()]
+        if real:
+            largest = torch.stack(norms_of_each(real, torch.inf, torch.float64))
+            row[2].add_(largest.isfinite().logical_not().sum())
+        agree(row)
+        overflows = row[2] > 0
+        for gradient in (*gradients, witness):
+            gradient.masked_fill_(overflows, torch.inf)
+        numbers = self._device.read(row)
+
+        def refuse(remedy: str) -> None:
+            high, low, _ = numbers()
+            if high != -low:
+                raise _differ(f"scales {-low:g} and {high:g}", remedy)
+
+        return refuse
+
+
+def _overflow(gradients: list[torch.Tensor], agree: Callable[[torch.Tensor], None]) -> bool:
+    """Whether a gradient on any rank is not finite; then all become infinite."""
+    overflow = torch.tensor(int(any(not gradient.isfinite().all() for gradient in gradients)))
+    agree(overflow)
+    if overflow:
+        for gradient in gradients:
+            gradient.fill_(torch.inf)
+    return bool(overflow)
+
+
+def nothing_to_refuse(_: str) -> None:
+    """The `Refuse` where all is well."""
+
+
+def _bits(number: float) -> int:
+    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
+    return bits
+
+
+def _differ(found: str, remedy: str = "") -> PipelineError:
+    return PipelineError(
+        f"the ranks' gradient scalers differ ({found}); give step one of the same settings on every rank, and "
+        f"call its update() on every rank, also where there is no gradient{remedy and f'. {remedy}'}"
+    )
 
 
 def _numbers(gradient: torch.Tensor) -> torch.Tensor:

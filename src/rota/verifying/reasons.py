@@ -102,7 +102,7 @@ def _of_loss_fn(whole: Outcome, parts: Outcome, given: list[Part], tolerance: fl
         )
     for name, counts in _token_counts(given):
         shares = [count / sum(counts) for count in counts]
-        weighted = sum(share * loss.value for share, loss in zip(shares, parts.losses, strict=True))
+        weighted = sum(share * float(loss.value) for share, loss in zip(shares, parts.losses, strict=True))
         weighs_otherwise = any(relative(part.share, share) > _EQUAL for part, share in zip(given, shares, strict=True))
         if weighs_otherwise and relative(one, weighted) <= tolerance:
             return (

@@ -22,12 +22,13 @@ from rota.runtime.device.choosing import placed_on
 from rota.runtime.device.host import HostDevice
 from rota.runtime.execution import Execution
 from rota.runtime.json_messages import all_gather_json, broadcast_json
-from rota.runtime.losses import LossFn, loss_of_parts, needs_target
+from rota.runtime.losses import LossFn, needs_target
 from rota.runtime.messages import tensors_in
 from rota.runtime.microbatch_inputs import MicrobatchInputs
 from rota.runtime.process_group import on_first
 from rota.runtime.reducing.loss_counts import LossCounts
 from rota.runtime.reducing.wrapped_stages import is_sharded
+from rota.runtime.step_losses import loss_of_parts
 from rota.runtime.transport import Transport, receive_value, send_value
 from rota.schedules import gpipe
 from rota.verifying.apart import apart

@@ -13,10 +13,16 @@ from torch import nn
 from rota.errors import PipelineError
 from rota.models import collect_losses
 from rota.models.randomness import RandomStates, random_state_kept
-from rota.runtime.losses import LossFn, MicrobatchLoss, Weighed, loss_of, loss_of_parts, number_in
+from rota.runtime.device.host import HostDevice
+from rota.runtime.device.numbers import number_in
+from rota.runtime.device.protocol import Number
+from rota.runtime.losses import LossFn, MicrobatchLoss, Weighed, loss_of
 from rota.runtime.messages import over_tensors, tensors_in
 from rota.runtime.microbatches import num_examples, shares_of, to_microbatches, with_dicts
+from rota.runtime.step_losses import loss_of_parts
 from rota.verifying.apart import in_dtype
+
+_READ_AT_ONCE = HostDevice()
 
 
 class Part(NamedTuple):
@@ -119,14 +125,14 @@ class Unsplit:
     def _run(self, part: Part, found: _Losses) -> list[torch.Tensor]:
         with collect_losses() as added:  # around the backward too: checkpointed blocks add theirs again in it
             output = call(self.module, part.inputs)
-            returned, loss = loss_of(self._loss_fn, output, part.targets)
+            returned, loss = loss_of(self._loss_fn, output, part.targets, _READ_AT_ONCE)
             if loss.count is not None and not found.losses:
                 found.per_count = 2.0 ** -round(math.log2(max(loss.count, 1)))
             root = returned.reshape(()) * (part.share if loss.count is None else found.per_count)
             for each in added.losses:
                 root = root + each.value.reshape(()) * found.weight(each.count, part.share)
             found.losses.append(loss)
-            found.added.append([Weighed(number_in(each.value), each.count) for each in added.losses])
+            found.added.append([Weighed(number_in(each.value, _READ_AT_ONCE), each.count) for each in added.losses])
             if root.requires_grad:
                 torch.autograd.backward(root)
         return [tensor.detach() for tensor in tensors_in(output)]
@@ -147,7 +153,7 @@ class _Losses:
         self.added: list[list[Weighed]] = []
         self.per_count = 1.0
 
-    def weight(self, count: float | None, share: float) -> float:
+    def weight(self, count: Number | None, share: float) -> Number:
         """What the backward of an added loss is multiplied by."""
         return share if count is None else count * self.per_count
 

@@ -28,9 +28,9 @@ from rota.runtime.checkpoints.optimizer_state import (
     same,
     split_scheduler,
 )
+from rota.runtime.checkpoints.random_states import random_state
 from rota.runtime.checkpoints.training_json import (
     TrainingState,
-    random_state,
     read_training,
     training_to_json,
 )
@@ -66,11 +66,17 @@ def test_a_manifest_comes_back_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("was", "becomes", "told"),
     [
-        ('"format": 2', '"format": 3', "checkpoint.format is 3; expected 2; it was saved by a later version of Rota"),
+        ('"format": 3', '"format": 4', "checkpoint.format is 4; expected 3; it was saved by a later version of Rota"),
         (
-            '"format": 2',
+            '"format": 3',
             '"format": 1',
-            "an earlier version of Rota, whose checkpoints hold pickles, which are no longer",
+            "checkpoint.format is 1; expected 3; it was saved by an earlier version of Rota, whose checkpoints hold "
+            "pickles",
+        ),
+        (
+            '"format": 3',
+            '"format": 2',
+            "it was saved by an earlier version of Rota; use it with that version",
         ),
         ('"step": 20', '"step": 21', "it has changed since it was saved"),
         ('"position": [3', '"position": [2', "it has changed since it was saved"),
@@ -289,7 +295,7 @@ def saved_training(folder: Path, text: str) -> Saved:
 
 def through_a_file(folder: Path, scheduler: Any, records: Any) -> tuple[Any, Any]:
     """As `save` writes and `load` reads them."""
-    training = TrainingState(records, scheduler, random_state())
+    training = TrainingState(records, scheduler, random_state(torch.device("cpu")))
     read = read_training(saved_training(folder, training_to_json(training)))
     assert same(read.random, training.random)
     assert {key: same(record, records[key]) for key, record in read.records.items()} == dict.fromkeys(records, True)
@@ -368,7 +374,7 @@ def written_training() -> dict[str, Any]:
     made.train(range(2))
     records, _ = records_of(made.optimizer, made.scheduler, made.keys)
     scheduler, _ = split_scheduler(made.scheduler, 2)
-    return json.loads(training_to_json(TrainingState(records, scheduler, random_state())))
+    return json.loads(training_to_json(TrainingState(records, scheduler, random_state(torch.device("cpu")))))
 
 
 def changed_at(document: Any, place: tuple[Any, ...], value: Any) -> str:
@@ -393,7 +399,11 @@ def changed_at(document: Any, place: tuple[Any, ...], value: Any) -> str:
         (("random", "numpy", 1), "AAAA", "expected 624 words of 4 bytes, in base64"),
         (("random", "numpy", 4), None, "expected a float"),
         (("random", "numpy", 0), "PCG64", "expected a state of MT19937"),
-        (("random", "cuda"), 3, "which is not one of torch, python, numpy"),
+        (("random", "cuda"), 3, "which is not one of torch, python, numpy, device"),
+        (("random", "device"), 3, "expected a list"),
+        (("random", "device"), ["cuda"], "expected a pair"),
+        (("random", "device"), ["cuda", "!"], "expected a random state of a device, in base64"),
+        (("random", "device"), ["cuda", ""], "expected 1 to 65536 bytes"),
         (("scheduler", "state"), 3, "expected a dict"),
         (("scheduler", "class"), "x", "which is not one of scheduler, state"),
         (("records", 0, 0), 3, "expected a text"),

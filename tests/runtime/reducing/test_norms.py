@@ -65,8 +65,8 @@ def clipped(rank: int, fills: list[float | None], max_norm: float) -> tuple[list
                         pipeline.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=True)
                     told.append(str(error.value))
                 norm = pipeline.clip_grad_norm_(max_norm, norm_type)
-                assert type(norm) is float
-                found.append(Clipped(norm, gradients_after(stages, (rank,))))
+                assert (norm.dtype, norm.shape) == (torch.float64, ())
+                found.append(Clipped(norm.item(), gradients_after(stages, (rank,))))
     with Pipeline(stages_of(), plan, loss_fn) as pipeline:
         for norm_type in (0, -1, math.nan):
             with pytest.raises(PipelineError, match=f"norm_type is {norm_type}; give a number above 0, or inf"):
@@ -137,7 +137,7 @@ def clipped_complex(rank: int, num_replicas: int) -> list[Clipped]:
             stages, mesh = complex_stages(), rota.mesh(pp=2, dp=num_replicas)
             with Pipeline(stages, plan, absolute_loss, mesh=mesh) as pipeline:
                 pipeline.step(*part_of(batch_of(2 * num_replicas), pipeline))
-                norm = pipeline.clip_grad_norm_(0.1, norm_type)
+                norm = pipeline.clip_grad_norm_(0.1, norm_type).item()
                 found.append(Clipped(norm, gradients_after(stages, tuple(pipeline.local_stages))))
     return found
 

@@ -50,7 +50,7 @@ def pipelines_on_sim(waits: list[str]) -> Iterator[None]:
     """Inside, pipelines move their stages and batches to the current simulated device; `waits` gets those in steps."""
     from support.sim_device.runtime_device import syncs_inside_steps
 
-    init, step, take = Pipeline.__init__, Pipeline.step, Pipeline._take
+    init, step = Pipeline.__init__, Pipeline.step
 
     def init_on_sim(pipeline: Pipeline, stages: Any, *args: Any, **options: Any) -> None:
         # As on other devices, a tied weight stays one: PyTorch would make new ones, because of the tensors' class.
@@ -68,16 +68,10 @@ def pipelines_on_sim(waits: list[str]) -> Iterator[None]:
         waits.extend([] if is_first else found)
         return result
 
-    def take_moved(pipeline: Pipeline, inputs: Any, targets: Any, **options: Any) -> Any:
-        move = lambda value: over_tensors(lambda t: t.to("sim", non_blocking=True), value)  # noqa: E731
-        return take(pipeline, move(inputs), move(targets), **options)
-
-    Pipeline._take = take_moved
     Pipeline.__init__, Pipeline.step = init_on_sim, watched_step  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        Pipeline._take = take
         Pipeline.__init__, Pipeline.step = init, step  # type: ignore[method-assign]
 
 

@@ -167,6 +167,8 @@ class SimGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> dist.Work:
         (tensor,) = tensors
+        if not isinstance(tensor, SimTensor):
+            return self._gloo.allreduce([tensor], options)
         values = self._launched("all_reduce", tensor)
         _asked(lambda: self._gloo.allreduce([values], options).wait())
         _write(tensor, values)
@@ -174,9 +176,22 @@ class SimGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> dist.Work:
         (tensor,) = tensors
+        if not isinstance(tensor, SimTensor):
+            return self._gloo.broadcast([tensor], options)
         values = self._launched("broadcast", tensor)
         _asked(lambda: self._gloo.broadcast([values], options).wait())
         _write(tensor, values)
+        return _Done()
+
+    def allgather(self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], options: Any) -> dist.Work:
+        (gathered,), (tensor,) = outputs, tensors
+        if not isinstance(tensor, SimTensor):
+            return self._gloo.allgather(outputs, tensors, options)
+        values = self._launched("all_gather", tensor, writes=False)
+        found = [self._launched("all_gather", each, reads=False) for each in gathered]
+        _asked(lambda: self._gloo.allgather([found], [values], options).wait())
+        for each, of_rank in zip(gathered, found, strict=True):
+            _write(each, of_rank)
         return _Done()
 
     def barrier(self, options: Any) -> dist.Work:

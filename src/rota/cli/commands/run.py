@@ -36,9 +36,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--max-restarts", type=number(0), default=0, metavar="N", help=help_text)
     help_text = "limit on no progress, unless the script gives timeout_s (default: 20 simulated steps, at least 60 s)"
     parser.add_argument("--timeout", type=seconds, metavar="S", help=help_text)
-    help_text = (
-        "what rota.local_device() is: auto (an accelerator if each process gets one), cpu, or a type such as cuda"
-    )
+    help_text = "what rota.local_device() is: auto (an accelerator if each process gets one), cpu, or a type like cuda"
     parser.add_argument("--device", default="auto", metavar="TYPE", help=help_text)
     help_text = (
         "compare with the unsplit model on the first batch, before the first step, and train only if it is exact"

@@ -153,7 +153,7 @@ class Varuna(nn.Module):
         with self._precision.forwards():
             loss = self.pipeline.step(*batch, scaler=self._precision.scaler)
         self._precision.unscale(self._optimizer)
-        norm = self.pipeline.clip_grad_norm_(math.inf if clip_grad_max_norm is None else clip_grad_max_norm)
+        norm = float(self.pipeline.clip_grad_norm_(math.inf if clip_grad_max_norm is None else clip_grad_max_norm))
         self.iteration += 1
         return loss, self._precision.finish(parameters, norm), norm
 

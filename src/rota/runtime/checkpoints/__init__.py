@@ -11,12 +11,14 @@ import atexit
 import logging
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
+import torch
 from torch.optim import Optimizer
 
 from rota.errors import FormatError, PipelineError
@@ -98,7 +100,7 @@ class Checkpoints:
         if keep is not None and (type(keep) is not int or keep < 1):
             raise PipelineError(f"keep={keep!r}: keep 1 checkpoint or more, or all by keep=None")
         self._folder, self._pipeline, self._keep = Path(folder), pipeline, keep
-        self._trained = Trained(Weights(pipeline), optimizer, scheduler)
+        self._trained = Trained(Weights(pipeline), optimizer, scheduler, pipeline.device)
         self._thread = ThreadPoolExecutor(1, "rota-checkpoints") if asynchronous else None
         self._writing: Future[None] | None = None
         self._lock = ExitStack()
@@ -141,12 +143,15 @@ class Checkpoints:
             tensors, small = self._ranks.agreed("collecting the state", lambda: self._collect(step, extra))
             gathered = self._ranks.gather(small)
             merged: list[Merged] = []  # on the first rank
-            self._ranks.first("comparing the ranks' states", lambda: merged.append(merge(gathered)))
+            self._ranks.first(
+                "comparing the ranks' states", lambda: merged.append(merge(gathered, self._trained.device))
+            )
+            layout = self._ranks.agreed("listing the tensors", lambda: Layout(tensors))
             if self._thread is None:
-                self._write(step, tensors, merged)
+                self._write(step, layout, merged, _nothing)
             else:
-                copied = {key: tensor.clone() for key, tensor in tensors.items()}
-                self._writing = self._thread.submit(self._write, step, copied, merged)
+                copied = self._ranks.agreed("copying the state", lambda: self._copy(layout))
+                self._writing = self._thread.submit(self._write, step, layout, merged, copied)
 
     def wait(self) -> None:
         """Wait until the last `save` is complete on disk. Raises its error if it failed."""
@@ -187,13 +192,25 @@ class Checkpoints:
             raise PipelineError(str(error)) from None
         return tensors, {**small, "given": {"step": step, "extra": extra}}
 
-    def _write(self, step: int, tensors: Tensors, merged: list[Merged]) -> None:
-        """Write and publish; on the thread if asynchronous, so its messages have a process group of their own."""
+    def _copy(self, layout: Layout) -> Callable[[], object]:
+        """Copy all tensors to the host; the result waits until they are there.
+
+        On an accelerator the copies go to pinned memory, on the caller's current stream. So all that it enqueues
+        afterwards comes after them: the optimizer's next write, a forward's into a buffer, and other weights that the
+        caller swaps in. On a stream of their own they would overlap with the next step. But then each of these writes
+        would have to wait for them, and nothing tells when a caller writes by `.data`, as averages of weights do.
+        """
+        layout.copy()
+        device = self._pipeline._device
+        return device.read(torch.zeros(1, device=device.torch_device))  # it comes after all copies
+
+    def _write(self, step: int, layout: Layout, merged: list[Merged], copied: Callable[[], object]) -> None:
+        """Write and publish, after `copied`; on the thread if asynchronous, so it has a process group of its own."""
         ranks = self._ranks
         partial = self._folder / ranks.first(
             "making the folder", lambda: checkpoint_folder.begin(self._folder, step).name
         )
-        layout = ranks.agreed("listing the tensors", lambda: Layout(tensors))
+        ranks.agreed("copying the state", copied)
         layouts = ranks.gather(layout.to_json())
         share = share_out(layouts)[ranks.mine]
         path = partial / file_of(ranks.mine)
@@ -305,6 +322,10 @@ class Checkpoints:
         reader = Reader(saved, contents.index, restoring.tensors)
         reader.check()
         return saved, contents.plan, restoring, reader
+
+
+def _nothing() -> None:
+    pass
 
 
 # --- at the end of a process ------------------------------------------------------------------------------------------

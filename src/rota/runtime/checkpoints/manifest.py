@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from rota import reading
 from rota.errors import FormatError
 
-FORMAT = 2
+FORMAT = 3
 LONGEST_BITS = 4096  # of an integer; Python parses about 14,000
 
 
@@ -58,8 +58,8 @@ class Manifest:
         """The manifest with this text. Raises FormatError that names the field."""
         document = reading.parse(text, "checkpoint")
         if (found := document["format"]).integer() != FORMAT:
-            older = "an earlier version of Rota, whose checkpoints hold pickles, which are no longer read"
-            writer = older if found.integer() < FORMAT else "a later version of Rota"
+            pickles = ", whose checkpoints hold pickles, which are no longer read" if found.integer() == 1 else ""
+            writer = f"an earlier version of Rota{pickles}" if found.integer() < FORMAT else "a later version of Rota"
             raise found.wrong(f"{FORMAT}; it was saved by {writer}; use it with that version")
         document.refuse_others(("rota", "format", *cls.__slots__, "sha256"))
         manifest = cls(

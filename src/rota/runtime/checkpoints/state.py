@@ -25,25 +25,25 @@ from rota.runtime.checkpoints.optimizer_state import (
     split_scheduler,
     tensor_key,
 )
+from rota.runtime.checkpoints.random_states import random_state, require_random_state, set_random_state
 from rota.runtime.checkpoints.tensors import Index, Stored, Tensors
 from rota.runtime.checkpoints.training_json import (
     TrainingState,
-    random_state,
     record_from_json,
     record_to_json,
     scheduler_from_json,
     scheduler_to_json,
-    set_random_state,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What training changes on this rank: all that is saved."""
+    """What training changes on this rank, whose stages are on `device`: all that is saved."""
 
     weights: Weights
     optimizer: Optimizer | None
     scheduler: Any
+    device: torch.device
 
     def collect(self, with_buffers: bool) -> tuple[Tensors, dict[str, Any]]:
         """This rank's tensors, not copied, and all other state as JSON; only the first replica saves buffers."""
@@ -80,6 +80,7 @@ class Trained:
             for parameter, key in keys.items():
                 if key in training.records:
                     tensors |= _state_tensors(parameter, key, training.records[key], index)
+        require_random_state(training.random, self.device)
         return Restoring(self, tensors, keys, training)
 
 
@@ -101,7 +102,7 @@ class Restoring:
             if scheduler is not None:
                 assert self.training.scheduler is not None
                 restore_scheduler(scheduler, self.training.scheduler, require_records(optimizer, self.keys, records))
-        set_random_state(self.training.random)
+        set_random_state(self.training.random, self.trained.device)
 
 
 class Merged(NamedTuple):
@@ -113,8 +114,12 @@ class Merged(NamedTuple):
     num_tp_shards: dict[str, int]
 
 
-def merge(of_ranks: Iterable[dict[str, Any]]) -> Merged:
-    """Merge what all ranks have collected. Raises PipelineError if they differ where they must be equal."""
+def merge(of_ranks: Iterable[dict[str, Any]], device: torch.device) -> Merged:
+    """Merge what all ranks have collected, and this process's random state, also of its device.
+
+    Raises:
+        PipelineError: the ranks differ where they must be equal.
+    """
     records: dict[str, Record] = {}
     scheduler: Any = None
     given: dict[str, Any] = {}
@@ -140,7 +145,7 @@ def merge(of_ranks: Iterable[dict[str, Any]]) -> Merged:
                 f"process {rank}'s scheduler is in another state ({of_rank}) than those of earlier "
                 f"processes ({scheduler}); step it equally often on all"
             )
-    return Merged(TrainingState(records, scheduler, random_state()), given["step"], given["extra"], num_tp_shards)
+    return Merged(TrainingState(records, scheduler, random_state(device)), given["step"], given["extra"], num_tp_shards)
 
 
 def _stored_names(weights: list[Weight], manifest: Manifest) -> dict[str, str]:

@@ -69,13 +69,18 @@ Index: TypeAlias = dict[str, Stored]  # by the tensor's key
 
 
 class Layout:
-    """Which chunks of `tensors` this rank has, and their bytes."""
+    """Which chunks of `tensors` this rank has, and their bytes, as they are now or as they were at `copy`."""
 
     def __init__(self, tensors: Tensors) -> None:
-        self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._planner.set_up_planner(tensors)
-        items = [(item, _box(item)) for item in self._planner.create_local_plan().items]
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(tensors)
+        items = [(item, _box(item)) for item in planner.create_local_plan().items]
         self._items = {(item.index.fqn, box): item for item, box in items if math.prod(box[1])}
+        self._data: dict[tuple[str, Box], torch.Tensor] = {}
+        for at, item in self._items.items():
+            data = planner.resolve_data(item)
+            assert isinstance(data, torch.Tensor)
+            self._data[at] = data.detach()
         self._empty = [item for item, box in items if not math.prod(box[1])]
         for item, _ in items:
             if _dtype(item) not in DTYPES:
@@ -89,9 +94,16 @@ class Layout:
 
     def data(self, key: str, box: Box) -> memoryview:
         """The bytes of a chunk."""
-        tensor = self._planner.resolve_data(self._items[key, box])
-        assert isinstance(tensor, torch.Tensor)
-        return bytes_of(tensor)
+        return bytes_of(self._data[key, box])
+
+    def copy(self) -> None:
+        """Copy all chunks to the host, on an accelerator's current stream; its kernels may then not be over."""
+        self._data = {at: _copy_on_host(tensor) for at, tensor in self._data.items()}
+
+
+def _copy_on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """In pinned memory if the tensor is on an accelerator, as `to` makes it where it need not wait."""
+    return tensor.clone() if tensor.device.type == "cpu" else tensor.to("cpu", non_blocking=True)
 
 
 def _box(item: WriteItem) -> Box:

@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rota.errors import PipelineError
 from rota.models import Stages
+from rota.runtime.device.protocol import Number
 from rota.runtime.gradients.split_backward import WeightWork, enter, input_gradients
 from rota.runtime.messages import flatten, tensors_in, with_tensors
 from rota.torch_internals import count_writes, run_backward, writable, zeros_at
@@ -86,10 +87,14 @@ def refuse_modes_without_gradients() -> None:
         )
 
 
-def keep_loss(kept: Kept, loss: torch.Tensor, weight: float) -> None:
+def keep_loss(kept: Kept, loss: torch.Tensor, weight: Number) -> None:
     """Let the backward start from `loss` too, times `weight`; not if it has no gradient."""
     if loss.requires_grad:
-        kept.losses.append((get_gradient_edge(loss), torch.full_like(loss, weight, requires_grad=False)))
+        if isinstance(weight, float):
+            gradient = torch.full_like(loss, weight, requires_grad=False)
+        else:
+            gradient = weight.to(loss.device, loss.dtype).reshape(loss.shape)
+        kept.losses.append((get_gradient_edge(loss), gradient))
 
 
 def backward(kept: Kept, received: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:

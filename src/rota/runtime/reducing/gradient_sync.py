@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, final
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -15,7 +16,7 @@ from rota.models import Stages
 from rota.plan import Plan
 from rota.programs.actions import last_gradients
 from rota.runtime.compute import Compute
-from rota.runtime.device.protocol import Device, Mark, QueuedDevice, is_queued
+from rota.runtime.device.protocol import Device, Mark, Number, QueuedDevice, is_queued
 from rota.runtime.execution import Execution
 from rota.runtime.meshes import Processes
 from rota.runtime.reducing import norms
@@ -164,8 +165,8 @@ class GradientSync:
             self._reductions[self._last_tied] = started_ns, time.monotonic_ns()
 
     def clip(
-        self, max_norm: float, norm_type: float, error_if_nonfinite: bool, share: Callable[[float], list[float]]
-    ) -> float:
+        self, max_norm: float, norm_type: float, error_if_nonfinite: bool, share: Callable[[Number], torch.Tensor]
+    ) -> torch.Tensor:
         """See `norms.clip`; every weight counts once."""
         return norms.clip(self._parameters, self._counted, max_norm, norm_type, error_if_nonfinite, share)
 

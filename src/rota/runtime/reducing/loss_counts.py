@@ -18,10 +18,12 @@ import torch
 from torch import nn
 
 from rota.errors import PipelineError
+from rota.runtime.device.protocol import Number
 from rota.runtime.microbatches import num_elements
 from rota.runtime.reducing.norms import local
 from rota.runtime.reducing.wrapped_stages import is_sharded
-from rota.torch_internals import version_of
+from rota.runtime.step_losses import AT_ONCE
+from rota.torch_internals import multiply_each, version_of
 
 _KEPT, _CLEARED, _STEPPED, _ELEMENTS = range(4)
 NUM_FLAGS = 4
@@ -35,11 +37,17 @@ class LossCounts:
         self._parameters = [*parameters]
         self._are_means: bool | None = None  # what `loss_fn` returns; None before the first step
         self._before: dict[nn.Parameter, torch.Tensor] = {}  # what `.grad` held before the round
-        self._num_steps, self._count = 0, 0.0  # of the round
+        self._num_steps = 0  # of the round
+        self._count: Number = 0.0  # of the round
         self._per_count = 1.0
         self._is_running = False
         #: After a step without sync: each parameter's gradient, and how often gradients and weights were written to.
         self._left: _Left | None = None
+
+    @property
+    def are_means(self) -> bool | None:
+        """Whether `loss_fn` returns means; None before the first step."""
+        return self._are_means
 
     @property
     def is_open(self) -> bool:
@@ -97,25 +105,23 @@ class LossCounts:
                 "count yet; let the optimizer step after a step with sync=True"
             )
 
-    def finish(self, count: float | None, sync: bool) -> None:
-        """After a step's reductions: divide if the round ends.
+    def finish(self, count: Number | None, sync: bool, remedy: str = AT_ONCE) -> None:
+        """After a step's reductions: divide if the round ends. Does not wait for the device.
 
         Args:
             count: the step's count, a mean over replicas; None if `loss_fn` returns means.
             sync: whether the round ends.
+            remedy: the end of the error's message.
 
         Raises:
             PipelineError: on all ranks, if `loss_fn` returned means in earlier steps and does not now, or vice versa.
         """
-        if self._are_means not in (None, count is None):
-            now, before = ("a mean", "(sum, count)") if count is None else ("(sum, count)", "a mean")
-            raise PipelineError(
-                f"loss_fn returns {now}, after {before} in earlier steps; return the same in all steps, or make a new "
-                f"Pipeline. Do not apply the gradients of this step"
-            )
+        if self._are_means is not None:
+            refuse_change(self._are_means, count is None, remedy)
         self._are_means, self._is_running = count is None, False
         self._num_steps += 1
-        self._count += count or 0.0
+        if count is not None:
+            self._count = self._count + count
         if sync:
             if count is not None:
                 self._multiply(self._num_steps / (self._count * self._per_count))
@@ -124,11 +130,9 @@ class LossCounts:
             gradients = [parameter.grad for parameter in self._parameters]
             self._left = _Left(gradients, [*map(_version, gradients)], self._weight_versions())
 
-    def _multiply(self, factor: float) -> None:
+    def _multiply(self, factor: Number) -> None:
         with torch.no_grad():
-            for parameter in self._parameters:
-                if parameter.grad is not None:
-                    local(parameter.grad).mul_(factor)
+            multiply_each([local(p.grad) for p in self._parameters if p.grad is not None], factor)
 
     def abort(self) -> None:
         """After a step that failed: if its loss may have a count, `.grad` is restored to its value before the round."""
@@ -149,6 +153,16 @@ class LossCounts:
 
     def _weight_versions(self) -> list[int]:
         return [version_of(parameter) for parameter in self._parameters if not is_sharded(parameter)]
+
+
+def refuse_change(were_means: bool, are_means: bool, remedy: str) -> None:
+    """Raises PipelineError if `loss_fn` returned means in earlier steps and does not now, or vice versa."""
+    if were_means != are_means:
+        now, before = ("a mean", "(sum, count)") if are_means else ("(sum, count)", "a mean")
+        raise PipelineError(
+            f"loss_fn returns {now}, after {before} in earlier steps; return the same in all steps, or make a new "
+            f"Pipeline. {remedy}"
+        )
 
 
 class _Left(NamedTuple):

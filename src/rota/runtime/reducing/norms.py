@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from rota.errors import PipelineError
+from rota.runtime.device.protocol import Number
 from rota.runtime.reducing.wrapped_stages import is_sharded
 from rota.runtime.transport import collective
+from rota.torch_internals import multiply_each, norms_of_each
 
 
 def clip(
@@ -21,11 +23,12 @@ def clip(
     max_norm: float,
     norm_type: float,
     error_if_nonfinite: bool,
-    share: Callable[[float], list[float]],
-) -> float:
+    share: Callable[[Number], torch.Tensor],
+) -> torch.Tensor:
     """Scale the gradients of `parameters` as `torch.nn.utils.clip_grad_norm_` does; returns the norm before.
 
-    The norm is over the `counted` parameters of all processes; `share` gathers a number from each. Collective.
+    The norm is over the `counted` parameters of all processes; `share` gathers a number from each, as float64 where
+    the gradients are. Collective. Only `error_if_nonfinite` waits for a queued device.
     """
     for name, number in (("max_norm", max_norm), ("norm_type", norm_type)):
         if not isinstance(number, Real) or isinstance(number, bool):
@@ -35,40 +38,38 @@ def clip(
     norm = total_norm([local(p.grad) for p in counted if p.grad is not None], float(norm_type), share)
     if error_if_nonfinite and not math.isfinite(norm):
         raise PipelineError(
-            f"the norm of the gradients is {norm}, so they cannot be clipped; leave this step out, or clip with "
+            f"the norm of the gradients is {float(norm)}, so they cannot be clipped; leave this step out, or clip with "
             f"error_if_nonfinite=False"
         )
-    scale = max_norm / (norm + 1e-6)
-    if not scale >= 1:  # true for nan, too, which then gets into all gradients
-        for parameter in parameters:
-            if parameter.grad is not None:
-                local(parameter.grad).mul_(scale)
+    scale = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)  # nan stays nan, which then gets into all gradients
+    if not (scale.is_cpu and scale == 1):
+        multiply_each([local(p.grad) for p in parameters if p.grad is not None], scale)
     return norm
 
 
-def total_norm(gradients: list[torch.Tensor], norm_type: float, share: Callable[[float], list[float]]) -> float:
+def total_norm(
+    gradients: list[torch.Tensor], norm_type: float, share: Callable[[Number], torch.Tensor]
+) -> torch.Tensor:
     """The norm of all processes' `gradients`, added up in float64. Collective."""
-    norms = [_norm(gradient, norm_type) for gradient in gradients if gradient.numel()]
-    mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
+    norms = _norms([gradient for gradient in gradients if gradient.numel()], norm_type)
     if math.isinf(norm_type):
-        return float(torch.tensor(share(float(mine.max())), dtype=torch.float64).max())  # nan where one is nan
-    total = torch.tensor(share(float((mine**norm_type).sum())), dtype=torch.float64).sum()
-    return float(total ** (1 / norm_type))
+        return share(torch.stack(norms).max() if norms else 0.0).max()  # nan where one is nan
+    return share((torch.stack(norms) ** norm_type).sum() if norms else 0.0).sum() ** (1 / norm_type)
 
 
-def _norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """The norm of one gradient as a float64 scalar; of a complex one, the norm of its absolute values."""
-    dtype = torch.complex128 if gradient.is_complex() else torch.float64
-    norm: torch.Tensor = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
-    return norm
+def _norms(gradients: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+    """The norm of each gradient as a float64 scalar; of a complex one, the norm of its absolute values."""
+    of_complex = [g for g in gradients if g.is_complex()]
+    norms = norms_of_each([g for g in gradients if not g.is_complex()], norm_type, torch.float64)
+    return norms + norms_of_each(of_complex, norm_type, torch.complex128)
 
 
-def all_gather_number(number: float, group: dist.ProcessGroup) -> list[float]:
-    """The `number` of each of the group's processes. Collective."""
+def all_gather_number(number: Number, group: dist.ProcessGroup) -> torch.Tensor:
+    """The `number` of each of the group's processes, on the CPU. Collective."""
     gathered = [torch.empty(1, dtype=torch.float64) for _ in range(group.size())]
     with collective("adding up the gradients' norm"):
-        dist.all_gather(gathered, torch.tensor([number], dtype=torch.float64), group=group)
-    return [float(each) for each in gathered]
+        dist.all_gather(gathered, torch.tensor([float(number)], dtype=torch.float64), group=group)
+    return torch.cat(gathered)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -86,7 +86,8 @@ class SharedWeights:
         #: All ranks' groups for tensors of the device, in one order.
         self._groups_on_device = self._groups
         if device.backend != "gloo":
-            self._groups_on_device = {of: processes.of_ranks(of, device.backend) for of in together_on}
+            on = device.torch_device
+            self._groups_on_device = {of: processes.of_ranks(of, device.backend, on) for of in together_on}
         self._tied: dict[tuple[int, ...], list[nn.Parameter]] = {}
         #: Parameters that are counted on another rank.
         self.counted_elsewhere: set[nn.Parameter] = set()

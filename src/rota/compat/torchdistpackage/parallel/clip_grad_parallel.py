@@ -32,5 +32,4 @@ def clip_grad_norm_(
     given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     mine: list[Any] = [*dict.fromkeys(given)]
     share = partial(all_gather_number, group=tpc.get_group("pipe"))
-    norm = clip(mine, mine, float(max_norm), float(norm_type), error_if_nonfinite, share)
-    return torch.tensor(norm, dtype=torch.float64)
+    return clip(mine, mine, float(max_norm), float(norm_type), error_if_nonfinite, share)

@@ -1,0 +1,187 @@
+"""The random states in a checkpoint, as JSON of which every field is checked.
+
+torch, Python, NumPy   of the first process; all processes get it
+device                 of the first process's accelerator: its type and its state; null if the stages were on CPUs
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import random
+import struct
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rota.errors import FormatError, PipelineError
+from rota.reading import Field
+from rota.runtime.checkpoints.manifest import pair
+from rota.runtime.checkpoints.values import from_json, to_json
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The random state of torch, Python, NumPy if it is loaded, and `device`; reading it needs neither of these two."""
+    numpy = sys.modules.get("numpy")
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": None, "device": None}
+    if device.type != "cpu":
+        state["device"] = (device.type, torch.get_device_module(device).get_rng_state(device))
+    if numpy is not None:
+        name, key, *rest = numpy.random.get_state()
+        state["numpy"] = (name, key.tolist(), *rest)
+    return state
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Set the state that `random_state` returned.
+
+    Where it has none of a device of this type, as it was saved on CPUs, the device's generator is seeded by a hash of
+    the CPU's state: so it depends on the checkpoint alone, and is the same on all ranks.
+    """
+    torch.set_rng_state(state["torch"])
+    if device.type != "cpu":
+        _set_device(state, device)
+    random.setstate(state["python"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and state["numpy"] is not None:
+        numpy.random.set_state(state["numpy"])
+
+
+def require_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Raises FormatError if the state of the device would not be accepted. Changes nothing."""
+    if state["device"] is None or state["device"][0] != device.type:
+        return
+    generator: Any = torch.get_device_module(device)
+    before = generator.get_rng_state(device)
+    try:
+        generator.set_rng_state(state["device"][1], device)
+        is_valid = torch.equal(generator.get_rng_state(device), state["device"][1])
+    except (RuntimeError, ValueError, TypeError):
+        is_valid = False
+    finally:
+        generator.set_rng_state(before, device)
+    if not is_valid:
+        raise FormatError(f"training.random.device is not a random state of {device.type}")
+
+
+def _set_device(state: Mapping[str, Any], device: torch.device) -> None:
+    generator: Any = torch.get_device_module(device)
+    if state["device"] is not None and state["device"][0] == device.type:
+        generator.set_rng_state(state["device"][1], device)
+        return
+    digest = hashlib.blake2b(state["torch"].numpy().tobytes(), digest_size=8).digest()
+    before = torch.get_rng_state()
+    generator.manual_seed(int.from_bytes(digest, "big") % 2**63)
+    torch.set_rng_state(before)
+
+
+_MOST_BYTES = 2**16  # of a device's random state; CUDA's has 16
+_LENGTH = 624  # words of a Mersenne Twister, which all three libraries use
+
+
+def random_to_json(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state as JSON."""
+    version, (*words, position), gauss = state["python"]
+    written: dict[str, Any] = {
+        "torch": base64.b64encode(state["torch"].numpy().tobytes()).decode(),
+        "python": [version, _words_to_json(words), position, to_json(gauss, "Python's random state")],
+        "numpy": None,
+        "device": None,
+    }
+    if state["device"] is not None:
+        kind, of_device = state["device"]
+        written["device"] = [kind, base64.b64encode(of_device.numpy().tobytes()).decode()]
+    if state["numpy"] is not None:
+        kind, words, *rest = state["numpy"]
+        if kind != "MT19937":
+            raise PipelineError(
+                f"NumPy's random generator is {kind}, but checkpoints can hold only the state of MT19937"
+            )
+        written["numpy"] = [kind, _words_to_json(words), *(to_json(value, "NumPy's random state") for value in rest)]
+    return written
+
+
+def random_from_json(field: Field) -> dict[str, Any]:
+    """The saved state, after trying it on generators of our own: setting it later must not fail half-way."""
+    field.refuse_others(("torch", "python", "numpy", "device"))
+    return {
+        "torch": _torch_state(field["torch"]),
+        "python": _python_state(field["python"]),
+        "numpy": None if field["numpy"].value is None else _numpy_state(field["numpy"]),
+        "device": None if field["device"].value is None else _device_state(field["device"]),
+    }
+
+
+def _torch_state(field: Field) -> torch.Tensor:
+    generator = torch.Generator()
+    try:
+        data = bytearray(base64.b64decode(field.text(), validate=True))
+        state = torch.frombuffer(data, dtype=torch.uint8)
+        _accepted(field, lambda: generator.set_state(state))
+        # PyTorch does not check that the words left and the next index match, and would read beyond the last word.
+        left, _, following = struct.unpack_from("iiQ", data, 8)
+    except (binascii.Error, ValueError, struct.error):
+        raise field.wrong("a random state of PyTorch, in base64") from None
+    if left + following > _LENGTH + 1 or not torch.equal(generator.get_state(), state):
+        raise field.wrong("a valid random state of PyTorch")
+    return state
+
+
+def _python_state(field: Field) -> tuple[Any, ...]:
+    if len(parts := [*field]) != 4:
+        raise field.wrong("a version, words, a position and None or a float")
+    words, position = _words(parts[1]), parts[2].integer(0, _LENGTH)
+    state = (parts[0].integer(0), (*words, position), _float_or_none(parts[3]))
+    generator = random.Random()
+    _accepted(field, lambda: generator.setstate(state))
+    if generator.getstate() != state:  # Python converts the states of its older versions
+        raise FormatError(f"{field.path} is not a random state of this version of Python")
+    return state
+
+
+def _numpy_state(field: Field) -> tuple[Any, ...]:
+    if len(parts := [*field]) != 5 or parts[0].value != "MT19937":
+        raise field.wrong("a state of MT19937")
+    words, position = _words(parts[1]), parts[2].integer(0, _LENGTH)  # NumPy accepts any position
+    if (cached := _float_or_none(parts[4])) is None:
+        raise parts[4].wrong("a float")
+    return "MT19937", [*words], position, parts[3].integer(0, 1), cached
+
+
+def _device_state(field: Field) -> tuple[str, torch.Tensor]:
+    """Whether it is one is known where there is such a device, see `require_random_state`."""
+    kind, state = pair(field)
+    try:
+        data = bytearray(base64.b64decode(state.text(), validate=True))
+    except (binascii.Error, ValueError):
+        raise state.wrong("a random state of a device, in base64") from None
+    if not 0 < len(data) <= _MOST_BYTES:
+        raise state.wrong(f"1 to {_MOST_BYTES} bytes, in base64")
+    return kind.name(), torch.frombuffer(data, dtype=torch.uint8)
+
+
+def _words_to_json(words: Sequence[int]) -> str:
+    return base64.b64encode(struct.pack(f"<{len(words)}I", *words)).decode()
+
+
+def _words(field: Field) -> tuple[int, ...]:
+    try:
+        return struct.unpack(f"<{_LENGTH}I", base64.b64decode(field.text(), validate=True))
+    except (binascii.Error, ValueError, struct.error):
+        raise field.wrong(f"{_LENGTH} words of 4 bytes, in base64") from None
+
+
+def _float_or_none(field: Field) -> float | None:
+    if (value := from_json(field)) is not None and type(value) is not float:
+        raise field.wrong("a float")
+    return value
+
+
+def _accepted(field: Field, act: Callable[[], object]) -> None:
+    try:
+        act()
+    except (RuntimeError, ValueError, TypeError, OverflowError):
+        raise FormatError(f"{field.path} is not a random state") from None

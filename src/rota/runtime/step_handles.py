@@ -1,0 +1,112 @@
+"""Steps that were begun with `wait=False`: each rank reads its loss when somebody asks, or when all ranks have it.
+
+step 1 ──▶ handle 1             step 2 ──▶ handle 2                        step 3
+└─ nobody asks                  └─ handle.wait(): its loss     └─ begins with what step 1 was refused for
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TypeAlias, final
+
+from rota.errors import PipelineError
+
+Read: TypeAlias = Callable[[], tuple[float, bool]]
+
+
+@final
+class BegunStep:
+    """A step that may still be running.
+
+    `read` waits for its loss, and whether any rank asks to stop, or raises; `has_ended` says without waiting.
+    """
+
+    def __init__(self, number: int, read: Read, has_ended: Callable[[], bool]) -> None:
+        self.number, self._has_ended = number, has_ended
+        self._read: Read | None = read
+        self._loss, self.asks_to_stop = 0.0, False
+        self._refusal: PipelineError | None = None
+        #: Whether its loss, or its refusal, was given to somebody.
+        self.is_told = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether `tell` returns at once."""
+        return self._read is None or self._has_ended()
+
+    def tell(self) -> float:
+        """Its loss. Raises PipelineError if it is refused."""
+        if self._read is not None:
+            try:
+                self._loss, self.asks_to_stop = self._read()
+            except PipelineError as error:
+                self._refusal = error
+            self._read = None  # with all that it holds
+        self.is_told = True
+        if self._refusal is not None:
+            raise self._refusal
+        return self._loss
+
+
+@final
+class StepHandle:
+    """A step that `Pipeline.step(…, wait=False)` has begun: the device may still be running it."""
+
+    def __init__(self, step: BegunStep) -> None:
+        self._step = step
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` returns at once."""
+        return self._step.has_ended
+
+    def wait(self) -> float:
+        """Wait for the step to end; it may be called on some ranks alone, and again.
+
+        `pipeline.metrics` are the step's then, unless those of a later step or evaluation have been read.
+
+        Returns:
+            What `step` returns with `wait=True`.
+
+        Raises:
+            PipelineError: what `step` raises with `wait=True` if the loss is not finite or does not fit together. The
+                gradients of the step may have been applied by then.
+        """
+        return self._step.tell()
+
+
+@final
+class BegunSteps:
+    """One rank's steps that were begun with `wait=False`. All ranks add the same ones."""
+
+    def __init__(self) -> None:
+        self._num_added = 0
+        self._steps: deque[BegunStep] = deque()  # as long as somebody must look at them
+
+    def add(self, read: Read, has_ended: Callable[[], bool]) -> StepHandle:
+        """A new step, after all others."""
+        self._num_added += 1
+        self._steps.append(BegunStep(self._num_added, read, has_ended))
+        return StepHandle(self._steps[-1])
+
+    def num_ended(self) -> int:
+        """How many steps have ended, of all that were added. Does not wait."""
+        running = next((step for step in self._steps if not step.has_ended), None)
+        return self._num_added if running is None else running.number - 1
+
+    def settle(self, num_ended: int | None = None) -> bool:
+        """Forget the first `num_ended` steps, or all, and wait for them; returns whether any rank asked to stop.
+
+        All ranks must settle the same steps at once.
+
+        Raises:
+            PipelineError: one was refused, which nobody has been told yet; later ones are not forgotten then.
+        """
+        asks_to_stop = False
+        while self._steps and (num_ended is None or self._steps[0].number <= num_ended):
+            step = self._steps.popleft()
+            if not step.is_told:
+                step.tell()
+            asks_to_stop |= step.asks_to_stop
+        return asks_to_stop

@@ -1,0 +1,258 @@
+"""The loss and the metrics of a step, over all ranks and replicas, in one message.
+
+a mean                 weighted by its micro-batch's share, replicas equally       Σ share · loss / replicas
+(sum, count)           divided by the count of all micro-batches and replicas    Σ sum / Σ count
+{"loss": …, name: …}   the loss as above; numbers and pairs give `metrics`
+
+On a queued device the row is made, added up over the ranks, and kept there, until somebody asks for the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import NamedTuple, TypeAlias, final
+
+import torch
+import torch.distributed as dist
+
+from rota.errors import PipelineError
+from rota.plan import Plan
+from rota.runtime.device.host import HostDevice
+from rota.runtime.device.numbers import Sums, read_numbers
+from rota.runtime.device.protocol import Device, Number
+from rota.runtime.json_messages import all_gather_json
+from rota.runtime.losses import MicrobatchLoss, Weighed, ratio
+
+Key: TypeAlias = tuple[str, bool]  # a metric's name, and whether it is made of pairs
+
+# The places in the row that ranks add up; each metric has two more.
+_MEANS, _SUMS, _COUNTS, _ADDED_MEANS, _ADDED_SUMS, *_REST = range(13)
+_NO_COUNTS, _NO_ADDED_COUNTS, *_TALLIES, _STOPS, _NEW_NAMES = _REST  # the first two: numbers that are no counts
+_HAVE_MEAN, _HAVE_COUNT, _ADDED_WITHOUT_COUNT, _ADDED_WITH_COUNT = _TALLIES
+_NUM_PLACES = _NEW_NAMES + 1
+
+#: What to do about a loss that is refused: before anything else is done with the step, and later.
+AT_ONCE = "Do not apply the gradients of this step"
+LATER = (
+    "With wait=False the gradients of this step may have been applied already: go back to the last checkpoint, or to "
+    "other weights from before this step"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoss:
+    """Over all micro-batches and replicas: the loss, its count (None for a mean) and the metrics' means by name."""
+
+    mean: float
+    count: float | None
+    metrics: dict[str, float]
+
+    @classmethod
+    def none(cls) -> StepLoss:
+        """The result of a run without losses."""
+        return cls(math.nan, None, {})
+
+
+class Given(NamedTuple):
+    """What a rank knows of a step's losses.
+
+    `losses` by micro-batch, those of them that are `counted` here, the losses that modules `added` by stage and
+    micro-batch, and each micro-batch's share of a mean.
+    """
+
+    losses: Mapping[int, MicrobatchLoss]
+    counted: Iterable[int]
+    added: Mapping[tuple[int, int], list[Weighed]]
+    shares: list[float]
+
+
+@final
+class Totals:
+    """The sums of one step over all ranks, on the device or on their way from it."""
+
+    def __init__(
+        self,
+        row: torch.Tensor,
+        numbers: Callable[[], list[float]],
+        names: tuple[Key, ...],
+        num_pipelines: int,
+        learn_names: Callable[[], dict[Key, tuple[float, float]]],
+    ) -> None:
+        self._row, self._numbers, self._names, self._num_pipelines = row, numbers, names, num_pipelines
+        self._learn_names = learn_names
+
+    @property
+    def count(self) -> torch.Tensor:
+        """The count of a loss that has one, a mean over replicas, as a tensor without dims. Does not wait."""
+        return self._row[_COUNTS] / self._num_pipelines
+
+    def read(self, remedy: str, *, together: bool) -> tuple[StepLoss, bool]:
+        """The step's loss, and whether any rank asks to stop. Waits for the device.
+
+        `remedy`: the end of an error's message. `together`: all ranks do it at once, as they must for new metrics.
+
+        Raises:
+            PipelineError: on all ranks, if losses with and without counts are mixed, or all counts are 0.
+        """
+        numbers = self._numbers()
+        pairs = zip(numbers[_NUM_PLACES::2], numbers[_NUM_PLACES + 1 :: 2], strict=True)
+        of_metrics = dict(zip(self._names, pairs, strict=True))
+        if numbers[_NEW_NAMES]:
+            if not together:
+                raise PipelineError(
+                    "loss_fn returns a metric in a step with wait=False that it has not returned before, so the ranks "
+                    f"do not know its name; return it in the first step too, or let this step wait. {remedy}"
+                )
+            of_metrics = self._learn_names()
+        metrics = {name: ratio(*pair) for (name, _), pair in sorted(of_metrics.items()) if pair[1]}
+        return _step_loss(numbers, self._num_pipelines, metrics, remedy), numbers[_STOPS] > 0
+
+
+@final
+class StepLosses:
+    """Adds up the ranks' losses and metrics at the end of each step, in one message."""
+
+    def __init__(self, plan: Plan, rank: int, num_pipelines: int, device: Device) -> None:
+        placement = plan.placement
+        self._num_pipelines, self._device = num_pipelines, device
+        #: The stages whose losses are counted here; a stage on several ranks is counted on the first.
+        self._stages = {stage for stage in placement.stages_on(rank) if placement.ranks_of(stage)[0] == rank}
+        #: The metrics that all ranks know.
+        self._names: tuple[Key, ...] = ()
+
+    def total(
+        self, given: Given, asks_to_stop: bool, add_up: Callable[[torch.Tensor], None], everyone: dist.ProcessGroup
+    ) -> Totals:
+        """Add up the step's losses over all processes. Collective; does not wait for the device.
+
+        Args:
+            given: what this rank knows.
+            asks_to_stop: whether this rank asks to stop.
+            add_up: sums a tensor on the device over all processes.
+            everyone: all processes' hosts.
+        """
+        mine = given._replace(added={key: of for key, of in given.added.items() if key[0] in self._stages})
+        sums = _tally(mine, _NUM_PLACES + 2 * len(self._names))
+        sums.known[_STOPS] = asks_to_stop
+        places = {key: _NUM_PLACES + 2 * i for i, key in enumerate(self._names)}
+        for key, share, value, weight in _metrics(mine):
+            if key in places:
+                sums.add(places[key], value, share)
+                sums.add(places[key] + 1, weight)
+            else:
+                sums.known[_NEW_NAMES] = 1.0
+        row = sums.on(self._device)
+        add_up(row)
+        learn_names = partial(self._learn_names, mine, everyone)
+        return Totals(row, self._device.read(row), self._names, self._num_pipelines, learn_names)
+
+    def _learn_names(self, mine: Given, everyone: dist.ProcessGroup) -> dict[Key, tuple[float, float]]:
+        """All ranks' metrics, gathered because some ranks have new names. Collective; waits for the device."""
+        metrics = [*_metrics(mine)]
+        values = read_numbers([value for _, _, value, _ in metrics], self._device)
+        weights = read_numbers([weight for *_, weight in metrics], self._device)
+        here = [
+            [*key, share * value, weight]
+            for (key, share, _, _), value, weight in zip(metrics, values, weights, strict=True)
+        ]
+        found: dict[Key, tuple[float, float]] = dict.fromkeys(self._names, (0.0, 0.0))
+        for name, is_pair, total, weight in chain.from_iterable(all_gather_json(here, everyone)):
+            before = found.get((name, is_pair), (0.0, 0.0))
+            found[name, is_pair] = before[0] + total, before[1] + weight
+        self._names = tuple(sorted(found))
+        for name, is_pair in self._names:
+            if not is_pair and (name, True) in found:
+                raise PipelineError(
+                    f"loss_fn returns the metric {name!r} as a number for some micro-batches and as (sum, count) for "
+                    f"others; return one of the two for all"
+                )
+        return found
+
+
+def loss_of_parts(
+    losses: Mapping[int, MicrobatchLoss], added: Mapping[tuple[int, int], list[Weighed]], shares: list[float]
+) -> StepLoss:
+    """The loss of micro-batches that one process ran on the CPU, without metrics; `added` is by stage and micro-batch.
+
+    Raises:
+        PipelineError: losses with and without counts are mixed, or all counts are 0.
+    """
+    sums = _tally(Given(losses, losses, added, shares), _NUM_PLACES).on(HostDevice())
+    return _step_loss(sums.tolist(), 1, {}, AT_ONCE)
+
+
+def _tally(given: Given, num_places: int) -> Sums:
+    """What a rank adds to the sums over all ranks, without metrics."""
+    losses, shares, sums = given.losses, given.shares, Sums(num_places)
+    known = sums.known
+    for m in given.counted:
+        loss = losses.get(m)
+        if loss is None:
+            known[_MEANS] = math.nan
+        elif loss.count is None:
+            sums.add(_MEANS, loss.value, shares[m])
+            known[_HAVE_MEAN] += 1
+        else:
+            sums.add(_SUMS, loss.value)
+            sums.add(_COUNTS, loss.count)
+            sums.add_if_no_count(_NO_COUNTS, loss.count)
+            known[_HAVE_COUNT] += 1
+    for (_, m), of_modules in given.added.items():
+        for each in of_modules:
+            if each.count is None:
+                sums.add(_ADDED_MEANS, each.value, shares[m])
+                known[_ADDED_WITHOUT_COUNT] += 1
+            else:
+                sums.add(_ADDED_SUMS, each.value, each.count)
+                sums.add_if_no_count(_NO_ADDED_COUNTS, each.count)
+                known[_ADDED_WITH_COUNT] += 1
+    return sums
+
+
+def _step_loss(numbers: list[float], num_pipelines: int, metrics: dict[str, float], remedy: str) -> StepLoss:
+    """The loss from the sums over all ranks."""
+    if numbers[_HAVE_MEAN] and numbers[_HAVE_COUNT]:
+        raise PipelineError(
+            f"loss_fn returns a mean for some micro-batches and (sum, count) for others; return one of the two for "
+            f"all. {remedy}"
+        )
+    for place, what in ((_NO_COUNTS, "loss_fn returned"), (_NO_ADDED_COUNTS, "rota.add_loss got")):
+        if numbers[place]:
+            times = f"{numbers[place]:.0f} time{'s' if numbers[place] > 1 else ''}"
+            raise PipelineError(
+                f"{what} a count that is negative or not finite, {times} in all micro-batches; give a finite number of "
+                f"0 or more. {remedy}"
+            )
+    if not numbers[_HAVE_COUNT]:
+        if numbers[_ADDED_WITH_COUNT] and numbers[_HAVE_MEAN]:
+            raise PipelineError(
+                f"rota.add_loss was given a count, but loss_fn returns a mean; leave the count out, or let loss_fn "
+                f"return (sum, count). {remedy}"
+            )
+        mean = (numbers[_MEANS] + numbers[_ADDED_MEANS]) / num_pipelines
+        return StepLoss(mean, None, metrics)
+    if numbers[_ADDED_WITHOUT_COUNT]:
+        raise PipelineError(
+            f"rota.add_loss was given no count, but loss_fn returns (sum, count), so the weight of the "
+            f"added loss is not known; give rota.add_loss(value, count=…), such as the number of tokens in the "
+            f"micro-batch. {remedy}"
+        )
+    if not numbers[_COUNTS]:
+        raise PipelineError(
+            f"loss_fn returned (sum, count) with a count of 0 for every micro-batch, so there is nothing to divide "
+            f"by; leave out a batch in which every target is ignored. {remedy}"
+        )
+    total = numbers[_SUMS] + numbers[_ADDED_SUMS] + numbers[_MEANS]  # the last is nan if a loss is missing, else 0
+    return StepLoss(total / numbers[_COUNTS], numbers[_COUNTS] / num_pipelines, metrics)
+
+
+def _metrics(given: Given) -> Iterator[tuple[Key, float, Number, Number]]:
+    """Each micro-batch's metrics: which one, what its value is multiplied by, the value, and the weight."""
+    for m in given.counted:
+        for name, metric in given.losses[m].metrics.items() if m in given.losses else ():
+            share = given.shares[m] if metric.count is None else 1.0
+            yield (name, metric.count is not None), share, metric.value, share if metric.count is None else metric.count

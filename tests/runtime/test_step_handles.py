@@ -1,0 +1,278 @@
+"""Steps with `wait=False`: the values of steps that wait, and nothing that is refused gets lost."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rota
+from rota import Cluster, Costs, Pipeline, PipelineError, Plan, StepHandle, place
+from rota.runtime.step_handles import BegunSteps
+from rota.schedules import one_f_one_b
+from support.networks import ROWS, Layer, batch_of, chain
+from support.pool import Pool
+
+N = 4
+APPLIED = "With wait=False the gradients of this step may have been applied already"
+
+
+def plan_for(num_ranks: int) -> Plan:
+    return one_f_one_b(place(Costs.uniform(num_ranks), Cluster.uniform(num_ranks)), N)
+
+
+# --- one rank's steps -------------------------------------------------------------------------------------------------
+
+
+def refused() -> tuple[float, bool]:
+    raise PipelineError("refused")
+
+
+def test_a_handle_tells_the_same_again() -> None:
+    steps, reads = BegunSteps(), []
+    good = steps.add(lambda: (reads.append(1), (2.5, False))[1], lambda: True)
+    bad = steps.add(refused, lambda: False)
+    assert (good.is_done, bad.is_done, steps.num_ended()) == (True, False, 1)
+    assert [good.wait(), good.wait(), len(reads)] == [2.5, 2.5, 1]
+    for _ in range(2):
+        with pytest.raises(PipelineError, match="refused"):
+            bad.wait()
+    assert bad.is_done
+    assert steps.num_ended() == 2
+    steps.settle()  # it was told
+
+
+def test_what_was_not_told_is_raised_in_turn() -> None:
+    steps, ended = BegunSteps(), [True, True, False]
+    steps.add(refused, lambda: ended[0])
+    steps.add(lambda: (1.0, True), lambda: ended[1])
+    last = steps.add(refused, lambda: ended[2])
+    assert steps.num_ended() == 2
+    with pytest.raises(PipelineError, match="refused"):
+        steps.settle(1)
+    assert steps.settle(2)  # a rank asked to stop
+    assert not steps.settle(2)
+    assert not last.is_done
+    with pytest.raises(PipelineError, match="refused"):
+        steps.settle()
+    assert steps.num_ended() == 3
+
+
+def test_a_step_waits_for_those_before_it() -> None:
+    """An event that is done says nothing about earlier ones that were not looked at."""
+    steps = BegunSteps()
+    steps.add(lambda: (1.0, False), lambda: False)
+    steps.add(lambda: (2.0, False), lambda: True)
+    assert steps.num_ended() == 0
+
+
+# --- pipelines --------------------------------------------------------------------------------------------------------
+
+
+class Weighed(nn.Module):
+    """A layer that adds a loss, with a count that is a tensor where `counted`."""
+
+    def __init__(self, counted: bool) -> None:
+        super().__init__()
+        self.layer, self.counted = Layer().double(), counted
+
+    def forward(self, x: Tensor) -> Tensor:
+        rota.add_loss(0.1 * x.square().mean(), (x[:, 0] > -9).sum() if self.counted else None)
+        y: Tensor = self.layer(x)
+        return y
+
+
+def mean_loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def counted_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    seen = target[:, 0] > -1
+    return ((output - target).square().mean(1) * seen).sum(), seen.sum()
+
+
+def loss_with_metrics(output: Tensor, target: Tensor) -> dict[str, Any]:
+    seen = target[:, 0] > 0
+    error = (output - target).abs()
+    metrics = {"error": error.mean(), "error of seen": ((error.mean(1) * seen).sum(), seen.sum()), "rows": len(target)}
+    return {"loss": counted_loss(output, target)} | metrics
+
+
+FORMS: dict[str, Callable[..., Any]] = {
+    "a mean": mean_loss,
+    "a mean, added losses": mean_loss,
+    "(sum, count)": counted_loss,
+    "(sum, count), added losses": counted_loss,
+    "metrics": loss_with_metrics,
+}
+
+
+def stages_of(form: str) -> rota.Stages:
+    torch.manual_seed(0)
+    if "added" not in form:
+        return chain(2)
+    return rota.Stages([Weighed("count" in form) for _ in range(2)])
+
+
+def trained(rank: int, form: str, waits: bool) -> tuple[list[float], dict[str, float], list[Tensor]]:
+    """Six steps, of which two accumulate; a handle is waited for once the next step was begun."""
+    with Pipeline(stages_of(form), plan_for(2), FORMS[form]) as pipeline:
+        optimizer = torch.optim.SGD([*pipeline.parameters()], lr=0.1)
+        losses: list[float] = []
+        handles: list[StepHandle] = []
+        for seed in range(6):
+            options: dict[str, Any] = {"scale": 0.5, "sync": seed != 2} if seed in (2, 3) else {}
+            step = pipeline.step(*batch_of(N, seed), **options, wait=waits)
+            if waits:
+                losses.append(step)
+            else:
+                handles.append(step)
+                losses += [handle.wait() for handle in handles[-2:-1]]
+            if options.get("sync", True):
+                pipeline.clip_grad_norm_(0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        losses += [handle.wait() for handle in handles[-1:]]
+        assert all(handle.is_done for handle in handles)
+        assert [handle.wait() for handle in handles] == (losses if handles else [])
+        return losses, pipeline.metrics, [parameter.detach().clone() for parameter in pipeline.parameters()]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("form", FORMS)
+def test_values_are_those_of_steps_that_wait(pool: Pool, form: str) -> None:
+    for waiting, other in zip(pool.run(2, trained, form, True), pool.run(2, trained, form, False), strict=True):
+        assert waiting[0] == other[0]
+        assert waiting[1] == other[1]
+        assert ("error of seen" in other[1]) is (form == "metrics")
+        assert all(torch.equal(one, two) for one, two in zip(waiting[2], other[2], strict=True))
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def bad_batch() -> tuple[Tensor, Tensor]:
+    """Micro-batch 1 has a loss of nan."""
+    inputs, targets = batch_of(N)
+    targets.view(N, ROWS, -1)[1] = math.nan
+    return inputs, targets
+
+
+def losses_by_name() -> tuple[dict[str, str], Callable[..., Any]]:
+    """A loss function that does what the dict says under "form"."""
+    how = {"form": "counted"}
+
+    def loss(output: Tensor, target: Tensor) -> Any:
+        total, count = (output - target).square().sum(), torch.ones_like(target).sum()
+        forms: dict[str, Callable[[], Any]] = {
+            "counted": lambda: (total, count),
+            "zero": lambda: (total * 0, count * 0),
+            "mean": lambda: total / target.numel(),
+            "new metric": lambda: {"loss": (total, count), "new": total.detach()},
+            "negative": lambda: (total, -count),
+        }
+        return forms[how["form"]]()
+
+    return how, loss
+
+
+def told(act: Callable[[], Any]) -> str:
+    with pytest.raises(PipelineError) as error:
+        act()
+    return str(error.value)
+
+
+def waited_for(rank: int, names: list[str]) -> list[str]:
+    """What handles tell, each twice; and a step that goes on."""
+    how, loss = losses_by_name()
+    found = []
+    with Pipeline(chain(2), plan_for(2), loss) as pipeline:
+        pipeline.step(*batch_of(N))
+        for name in names:
+            how["form"] = name if name != "nan" else "counted"
+            handle = pipeline.step(*(bad_batch() if name == "nan" else batch_of(N)), wait=False)
+            found.append(told(handle.wait))
+            assert told(handle.wait) == found[-1]
+            assert handle.is_done
+            for parameter in pipeline.parameters():
+                parameter.grad = None
+        how["form"] = "counted"
+        assert math.isfinite(pipeline.step(*batch_of(N), wait=False).wait())
+        assert all(bool(p.grad.isfinite().all()) for p in pipeline.parameters() if p.grad is not None)
+    return found
+
+
+@pytest.mark.dist
+def test_handles_tell_what_steps_would_have_raised(pool: Pool) -> None:
+    by_rank = pool.run(2, waited_for, ["nan", "zero", "mean"])
+    for found in by_rank:
+        assert all(APPLIED in text for text in found)
+        nan, zero, mean = found
+        assert nan.startswith("step 2: the mean loss is nan (")
+        assert "with a count of 0 for every micro-batch" in zero
+        assert "loss_fn returns a mean, after (sum, count) in earlier steps" in mean
+    assert "nan for micro-batch 1 at stage 1 on rank 1" in by_rank[1][0]
+    assert "the ranks of the last stage say for which micro-batches" in by_rank[0][0]
+
+
+def nobody_waits(rank: int, then: str) -> str:
+    """A step is refused, and nobody asks its handle."""
+
+    def run() -> None:
+        with Pipeline(chain(2), plan_for(2), mean_loss) as pipeline:
+            pipeline.step(*batch_of(N))
+            pipeline.step(*bad_batch(), wait=False)
+            if then != "close":
+                options = {"wait": False} if then == "step" else {}
+                (pipeline.evaluate if then == "evaluate" else pipeline.step)(*batch_of(N), **options)
+
+    return told(run)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("then", ["close", "step", "waiting step", "evaluate"])
+def test_what_nobody_waits_for_is_raised_all_the_same(pool: Pool, then: str) -> None:
+    for found in pool.run(2, nobody_waits, then):
+        assert found.startswith("step 2: the mean loss is nan")
+        assert APPLIED in found
+
+
+def only_one_waits(rank: int) -> str:
+    with Pipeline(chain(2), plan_for(2), mean_loss) as pipeline:
+        return told(lambda: pipeline.step(*batch_of(N), wait=rank == 0))
+
+
+@pytest.mark.dist
+def test_all_ranks_wait_or_none(pool: Pool) -> None:
+    for found in pool.run(2, only_one_waits):
+        assert "rank 0 calls step(); rank 1 calls step(wait=False)" in found
+
+
+def asked_to_stop(rank: int) -> list[bool]:
+    """Rank 1 is asked during step 2; rank 0 alone waits for the handles."""
+    found = []
+    with Pipeline(chain(2), plan_for(2), mean_loss) as pipeline:
+        for step in range(5):
+            if rank == 1 and step == 2:
+                pipeline._stops._asked = signal.SIGTERM
+            handle = pipeline.step(*batch_of(N), wait=False)
+            if rank == 0:
+                handle.wait()
+            found.append(pipeline.should_stop)
+        pipeline.evaluate(*batch_of(N))
+        found.append(pipeline.should_stop)
+        pipeline._stops._asked = None
+    return found
+
+
+@pytest.mark.dist
+def test_all_ranks_stop_alike(pool: Pool) -> None:
+    first, second = pool.run(2, asked_to_stop)
+    assert first == second
+    assert first[:2] == [False, False]
+    assert first[-1]
