@@ -65,7 +65,7 @@ def tell(plan: Plan, title: str, names: Iterable[str], num_steps: int) -> None:
 def profile(plan: Plan, name: str, num_steps: int) -> None:
     step, between = ENGINES[name](plan, RANK)
     step()
-    profiler = cProfile.Profile()
+    profiler = cProfile.Profile(time.thread_time)
     for _ in range(num_steps):
         profiler.enable()
         step()

@@ -69,8 +69,11 @@ class SimRuntimeDevice:
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def mark(self) -> TimedEvent:
+        return self.mark_on(self.hardware.current_stream)
+
+    def mark_on(self, stream: Stream) -> TimedEvent:
         event = TimedEvent()
-        self.hardware.current_stream.record_event(event)
+        stream.record_event(event)
         event.time_ns = time.monotonic_ns()
         return event
 
