@@ -24,24 +24,25 @@ from rota.programs.actions import Message, ValueKey
 from rota.runtime.device.protocol import Mark, QueuedDevice
 from rota.runtime.meshes import Processes
 from rota.runtime.messages import Format
-from rota.runtime.recorder import Marks
+from rota.runtime.recorder import Column, Marks, Pair
 from rota.runtime.transport import Transport, activation, as_sent, collective, expected, lost, outgoing
 from rota.torch_internals import backend_of
-
-Pair = tuple[int, int]
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Passage:
-    """A message's way through its channel, the same in every step; `peer`: the other side's rank in the group.
+    """A message's way through its channel, the same in every step.
 
-    Each is equal to itself alone: a placement may have an edge twice.
+    `position`: of the op that made the value, in the rank's order, if it is sent here. `peer`: the other side's rank in
+    the channel's group. Each passage is equal to itself alone: a placement may have an edge twice.
     """
 
     message: Message
+    position: int
     value: ValueKey
-    column: tuple[int, int]
+    column: Column
+    channel: Pair
     backend: Any
     peer: int
 
@@ -52,18 +53,18 @@ class Channels:
 
     def __init__(self, plan: Plan, device: QueuedDevice, hosts: Transport, processes: Processes) -> None:
         self._device, self._hosts = device, hosts
-        self._use, self._mark_on = device.use, device.mark_on
+        self._use, self._mark_on, self._where = device.use, device.mark_on, device.torch_device
         self.formats: dict[ValueKey, Format] = {}
         self.marks = Marks()
         self._backends = _open(plan, device, processes)
-        self._buffers: dict[Passage, tuple[list[torch.Tensor], Format]] = {}
+        self._buffers: dict[Passage, tuple[list[torch.Tensor], Format, Mark]] = {}
         self._arriving: dict[ValueKey, tuple[list[torch.Tensor], Format]] = {}
         self._sent: dict[Passage, list[torch.Tensor]] = {}  # held until their release
 
-    def passage(self, message: Message) -> Passage:
+    def passage(self, message: Message, position: int) -> Passage:
         """The way of a message that is sent or received here."""
-        backend, peer = self._backends[message.transfer.sender, message.transfer.receiver]
-        return Passage(message, message.value, message.column, backend, peer)
+        channel = message.transfer.sender, message.transfer.receiver
+        return Passage(message, position, message.value, message.column, channel, *self._backends[channel])
 
     def begin(self, marks: Marks, formats: dict[ValueKey, Format]) -> None:
         """A new step."""
@@ -83,14 +84,14 @@ class Channels:
         if with_layout and not passage.value[1]:
             self.formats[passage.value] = Format(self._hosts.receive_layout(passage.message))
         form, wanted = expected(self.formats, passage.value)
-        where = self._device.torch_device
-        self._buffers[passage] = [torch.empty(shape, dtype=dtype, device=where) for shape, dtype in wanted], form
-        return self._device.record(stream)
+        buffers = [torch.empty(shape, dtype=dtype, device=self._where) for shape, dtype in wanted]
+        mark = self._mark_on(stream)
+        self._buffers[passage] = buffers, form, mark
+        return mark
 
     def receive(self, passage: Passage, with_layout: bool, stream: Any) -> Mark:  # noqa: ARG002 - known by now
         """Enqueue the receive; returns the mark behind it."""
-        buffers, form = self._buffers.pop(passage)
-        begun = self._mark_on(stream)
+        buffers, form, allocated = self._buffers.pop(passage)
         try:
             with self._use(stream):
                 for buffer in buffers:
@@ -98,7 +99,7 @@ class Channels:
         except dist.DistError as error:
             raise lost(passage.message.transfer.sender, passage.message) from error
         end = self._mark_on(stream)
-        self.marks.receiving[passage.column], self.marks.received[passage.column] = begun, end
+        self.marks.receives.append((passage.column, passage.channel, allocated, end))
         self._arriving[passage.value] = buffers, form
         return end
 
@@ -117,7 +118,6 @@ class Channels:
     def send_gradients(self, passage: Passage, tensors: list[torch.Tensor], stream: Any) -> Mark:
         """Enqueue the send of some tensors; returns the mark behind it."""
         held = [*tensors]
-        begun = self._mark_on(stream)
         try:
             with self._use(stream):
                 for tensor in tensors:
@@ -127,7 +127,7 @@ class Channels:
         except dist.DistError as error:
             raise lost(passage.message.transfer.receiver, passage.message) from error
         end = self._mark_on(stream)
-        self.marks.sent[passage.column], self.marks.through[passage.column] = begun, end
+        self.marks.sends.append((passage.column, passage.channel, passage.position, end))
         self._sent[passage] = held
         return end
 

@@ -104,6 +104,7 @@ class Execution(Generic[C]):
         edge_index = {(edge.source, edge.target): i for i, edge in enumerate(stages.edges)}
         self._stages, self._transport, self._device, self._channels = stages, transport, device, channels
         self._program = compile_program(plan, edge_index, rank)
+        self._positions = {op: position for position, op in enumerate(plan.orders[rank])}
         self._prepared = {op: self._prepare(op, stages, edge_index) for op in plan.orders[rank]}
         #: Each action with the function that does it and its argument. A run with layouts waits for each layout, so it
         #: keeps the strict order.
@@ -193,7 +194,7 @@ class Execution(Generic[C]):
             return enqueue[step.what], of_op or step.subject
         passages = under_way[step.message]
         if step.what in ("allocate", "send"):
-            passages.append(channels.passage(step.message))
+            passages.append(channels.passage(step.message, self._positions.get(step.message.transfer.source, -1)))
             return enqueue[step.what], passages[-1]
         return enqueue[step.what], passages.popleft()
 
