@@ -70,7 +70,10 @@ class SimRuntimeDevice:
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def mark(self) -> Event:
-        return self.hardware.current_stream.record_event()
+        return self.mark_on(self.hardware.current_stream)
+
+    def mark_on(self, stream: Stream) -> Event:
+        return stream.record_event()
 
     def times_ns(self, marks: Sequence[Event]) -> list[int]:
         if marks:

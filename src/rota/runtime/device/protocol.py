@@ -76,6 +76,9 @@ class QueuedDevice(Device, Protocol):
     def record(self, stream: Any) -> Any:
         """An event behind all kernels that `stream` has got."""
 
+    def mark_on(self, stream: Any) -> Mark:
+        """This moment, behind all kernels that `stream` has got. A mark is an event too."""
+
     def wait(self, stream: Any, event: Any) -> None:
         """Let the kernels that `stream` gets from now on wait for the event."""
 

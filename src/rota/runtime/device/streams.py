@@ -98,12 +98,16 @@ class StreamDevice:
 
     def mark(self) -> torch.Event:
         """An event with a time."""
-        event = self._timed_event()
-        event.record(torch.accelerator.current_stream(self.torch_device))
+        return self.mark_on(torch.accelerator.current_stream(self.torch_device))
+
+    def mark_on(self, stream: torch.Stream) -> torch.Event:
+        """An event with a time."""
+        event = self._spare.pop() if self._spare else self._timed_event()
+        event.record(stream)
         return event
 
     def _timed_event(self) -> torch.Event:
-        return self._spare.pop() if self._spare else torch.Event(self.torch_device, enable_timing=True)
+        return torch.Event(self.torch_device, enable_timing=True)
 
     def times_ns(self, marks: Sequence[torch.Event]) -> list[int]:
         """Waits for the step to end, and maps the device's clock to the host's, see above."""
