@@ -91,6 +91,9 @@ class QueuedDevice(Device, Protocol):
     def peak_bytes(self) -> int:
         """The most bytes allocated since `begin`. Does not wait."""
 
+    def free_bytes(self) -> int:
+        """Bytes that this process could still allocate."""
+
 
 def is_queued(device: Device) -> TypeGuard[QueuedDevice]:
     """Whether it is a `QueuedDevice`."""

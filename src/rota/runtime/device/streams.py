@@ -88,6 +88,12 @@ class StreamDevice:
         """As PyTorch's allocator counts it."""
         return torch.accelerator.max_memory_allocated(self.torch_device)
 
+    def free_bytes(self) -> int:
+        """Free memory of the device, and what PyTorch's allocator keeps for reuse."""
+        free_bytes, _ = self._module.mem_get_info(self.torch_device)
+        kept = torch.accelerator.memory_reserved(self.torch_device)
+        return int(free_bytes) + kept - torch.accelerator.memory_allocated(self.torch_device)
+
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def mark(self) -> torch.Event:
