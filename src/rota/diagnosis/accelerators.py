@@ -277,7 +277,7 @@ def _judge_peers(section: Section, accelerators: Accelerators) -> None:
     pairs = [(a, b) for a in numbers for b in numbers if a < b]
     without = [pair for pair in pairs if not {pair, pair[::-1]} <= accelerators.peers]
     if not without:
-        section.ok("peer access", f"between all {count_text(len(pairs), 'pair')} of devices")
+        section.ok("peer access", f"both ways, in {len(pairs)} of {count_text(len(pairs), 'pair')} of devices")
         return
     told = ", ".join(f"{a}-{b}" for a, b in without[:8]) + (", …" if len(without) > 8 else "")
     remedy = "messages go through host memory there; if the devices share NVLink or a PCIe switch, look at IOMMU, ACS "

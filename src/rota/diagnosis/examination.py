@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from rota.diagnosis import host, nvidia_smi, software, variables
 from rota.diagnosis.interconnects import Interconnect
-from rota.diagnosis.report import SELF_TEST, Report, Section, joined
+from rota.diagnosis.report import SELF_TEST, Report, Section, joined, say
 from rota.units import size_text
 
 if TYPE_CHECKING:  # these import torch, which may be missing
@@ -64,7 +64,10 @@ class _Machine:
             return None
         from rota.diagnosis import accelerators
 
-        return accelerators.look_apart() if accelerators.is_built_for_any() else accelerators.look()
+        if not accelerators.is_built_for_any():
+            return accelerators.look()
+        say("asking PyTorch and the driver for devices")
+        return accelerators.look_apart()
 
     @property
     def kind(self) -> str:
@@ -88,18 +91,14 @@ class _Machine:
             found.append(accelerators.judge(self.accelerators, self.driver, self.num_ranks, os.environ))
         return found
 
-    def reason_against_ranks(self) -> str:
+    def reason_against_ranks(self, sections: Sequence[Section]) -> str:
         """Why no ranks can be started; "" if they can."""
         if self.software.torch is None:
             return "there is no PyTorch"
-        if self.host.system != "linux" or self.host.loopback_error or self.host.pidfd_error:
-            return "`rota run` cannot start ranks on this host, see above"
-        if self.num_devices and self.num_ranks > self.num_devices:
-            return f"there are {self.num_devices} devices for {self.num_ranks} ranks"
-        if self.accelerators is not None and any(
-            device.error for device in self.accelerators.devices[: self.num_ranks]
-        ):
-            return "a device cannot be used, see above"
+        needed = ("host",) if self.kind == "cpu" else ("host", "accelerators")
+        for finding in joined(sections):
+            if finding.section in needed and finding.level == "problem":
+                return f"first solve the problem above: {finding.section}, {finding.about}"
         return ""
 
     def connection(self, one: int, other: int) -> Interconnect:
@@ -117,7 +116,7 @@ def examine(wanted: Wanted) -> Report:
     machine = _Machine(wanted.num_ranks)
     facts: dict[str, Any] = {}
     sections = machine.sections(facts)
-    if reason := machine.reason_against_ranks():
+    if reason := machine.reason_against_ranks(sections):
         section = Section("ranks")
         section.skipped("links, clocks, self-test", reason)
         return Report(joined([*sections, section]), facts | _no_measurements())
@@ -127,10 +126,11 @@ def examine(wanted: Wanted) -> Report:
     targets = [(machine.kind, machine.num_ranks)]
     if machine.kind != "cpu" and machine.num_ranks == 1:
         targets.append(("cpu", 2))  # on one device there are no messages
+    deadline_s = _deadline_s(wanted)
     for kind, num_ranks in targets:
         work, outcomes = _work(kind, num_ranks, wanted, machine.host.available_bytes)
         for size, steps in work.items():
-            outcomes += run_steps(size, kind, steps, wanted.timeout_s, _limit_s(wanted))
+            outcomes += run_steps(size, kind, steps, wanted.timeout_s, deadline_s)
         connection = machine.connection if kind == machine.kind else _on_host
         sections += _judged(outcomes, kind, num_ranks, connection, machine.host.max_files, facts)
     if not wanted.self_test:
@@ -143,23 +143,24 @@ def examine_launched(wanted: Wanted) -> Report | None:
 
     What the report says about host and devices is about the first rank's host.
     """
-    from rota.diagnosis.rank import Options, do_steps, say
+    from rota.diagnosis.rank import Options, do_steps
     from rota.diagnosis.sessions import Outcome
 
+    if os.environ["RANK"] != "0":
+        do_steps(Options((), "", wanted.timeout_s, 0.0), lambda _, __: None, say)
+        return None
     num_ranks = int(os.environ["WORLD_SIZE"])
     machine = _Machine(int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
     work, outcomes = _work(machine.kind, num_ranks, wanted, machine.host.available_bytes)
     steps = work[num_ranks]
     results: dict[int, Any] = {}
-    options = Options(steps, machine.kind, wanted.timeout_s, time.monotonic() + _limit_s(wanted))
+    options = Options(steps, machine.kind, wanted.timeout_s, _deadline_s(wanted))
     do_steps(options, lambda number, result: results.update({number: result}), say)
-    if os.environ["RANK"] != "0":
-        return None
     facts: dict[str, Any] = {}
     sections = machine.sections(facts)
     facts |= _no_measurements()
     outcomes += [
-        Outcome(step, results[i], was_begun=True) if i in results else Outcome(step, error="no time was left")
+        Outcome(step, results[i], was_begun=True) if i in results else Outcome(step, error="no time was left for it")
         for i, step in enumerate(steps)
     ]
     hosts = [rank["host"] for rank in results.get(0, [])]
@@ -177,8 +178,8 @@ def _no_measurements() -> dict[str, Any]:
     return {"ranks": [], "links": [], "clocks": [], "self_test": []}
 
 
-def _limit_s(wanted: Wanted) -> float:
-    return _FULL_S if wanted.full else _QUICK_S
+def _deadline_s(wanted: Wanted) -> float:
+    return time.monotonic() + (_FULL_S if wanted.full else _QUICK_S)
 
 
 def _on_host(_: int, __: int) -> Interconnect:
@@ -250,7 +251,7 @@ def _judged(
             case "case":
                 facts["self_test"].append({"on": kind, **judging.judge_case(tests, outcome)})
             case "links" if not outcome.error:
-                of_links = judging.judge_links(links, outcome.result, connection, on_host)
+                of_links = judging.judge_links(links, outcome.result, num_ranks, connection, on_host)
                 facts["links"] += [{"on": kind, **link} for link in of_links]
             case "clocks" if not outcome.error:
                 judging.judge_clocks(links, outcome.result)

@@ -22,8 +22,8 @@ _NCCL_REMEDY = (
     "fault (IOMMU, PCIe ACS, virtual machine), see NCCL's troubleshooting page; else look at /dev/shm and the driver"
 )
 _HOST_REMEDY = (
-    "see above for the ranks' output; run again with a longer --timeout if the machine is busy; if a rank was killed, the "
-    "kernel's log (dmesg) tells whether memory ran out"
+    "see above for the ranks' output; give a longer --timeout if the machine is busy; where a rank was killed, dmesg "
+    "tells whether memory ran out"
 )
 
 
@@ -51,20 +51,22 @@ class _Measured(NamedTuple):
 
     def to_text(self) -> str:
         """Rate against rating, and latency."""
-        rating = self.connected.bytes_per_s
-        bound = "at most " if self.connected.is_upper_bound else ""
-        of = "" if rating is None else f" of {bound}{size_text(rating)}/s"
-        return f"{size_text(self.rate)}/s{of}, {_us(self.latency_ns)}"
+        return f"{size_text(self.rate)}/s{_of_rating(self.connected)}, {_us(self.latency_ns)}"
 
 
 def judge_links(
-    section: Section, links: Sequence[dict[str, Any]], connection: Callable[[int, int], Interconnect], on_host: bool
+    section: Section,
+    links: Sequence[dict[str, Any]],
+    num_ranks: int,
+    connection: Callable[[int, int], Interconnect],
+    on_host: bool,
 ) -> list[dict[str, Any]]:
     """Which pairs are slower than their interconnect, or than others like them.
 
     Args:
         section: Gets the findings.
         links: As `measuring.links` returns them.
+        num_ranks: The number of ranks.
         connection: The interconnect of two ranks.
         on_host: Whether messages are in the memory of the host.
 
@@ -75,7 +77,7 @@ def judge_links(
     alike: dict[Interconnect, list[_Measured]] = defaultdict(list)
     for link in links:
         a, b = link["ranks"]
-        rates = [1e9 * size / max(ns, 1) for size, ns in zip(link["sizes"], link["one_way_ns"], strict=True)]
+        rates = [1e9 * size / max(ns, 1) for size, ns in zip(link["message_bytes"], link["one_way_ns"], strict=True)]
         measured = _Measured(f"{a}-{b}", round(max(rates)), link["one_way_ns"][0], connection(a, b))
         connected = measured.connected
         alike[connected].append(measured)
@@ -86,6 +88,8 @@ def judge_links(
             section.problem(measured.name, text, "check memory and cables" if on_host else _NCCL_REMEDY)
     for connected, pairs in alike.items():
         _judge_alike(section, connected, pairs)
+    if (left_out := math.comb(num_ranks, 2) - len(links)) > 0:
+        section.skipped("other pairs", f"{left_out} pairs that are not neighbours: these would take minutes")
     return facts
 
 
@@ -111,11 +115,18 @@ def _judge_alike(section: Section, connected: Interconnect, pairs: list[_Measure
         for pair in fine:
             section.ok(pair.name, f"{pair.to_text()}, {connected.name}")
         return
-    slowest, fastest = min(fine, key=lambda pair: pair.rate), max(fine, key=lambda pair: pair.rate)
+    by_rate = sorted(fine, key=lambda pair: pair.rate)
     latencies = sorted(pair.latency_ns for pair in fine)
-    text = f"from {slowest.to_text()} ({slowest.name}) to {size_text(fastest.rate)}/s ({fastest.name}), "
+    slowest, fastest = by_rate[0], by_rate[-1]
+    text = f"{size_text(slowest.rate)}/s ({slowest.name}) to {size_text(fastest.rate)}/s{_of_rating(connected)}, "
     text += f"{_us(latencies[0])} to {_us(latencies[-1])}, {connected.name}"
     section.ok(count_text(len(fine), "pair"), text)
+
+
+def _of_rating(connected: Interconnect) -> str:
+    if connected.bytes_per_s is None:
+        return ""
+    return f" of {'at most ' if connected.is_upper_bound else ''}{size_text(connected.bytes_per_s)}/s"
 
 
 _SLOW_REMEDY = (
@@ -138,18 +149,14 @@ def judge_no_answer(section: Section, outcome: Outcome, on_host: bool) -> None:
 
 def judge_clocks(section: Section, clocks: dict[str, Any]) -> None:
     """Whether the times of different ranks can be compared."""
-    most = max(map(abs, clocks["offsets_ns"]))
-    spread = max(clocks["spread_ns"])
-    if not clocks["shared"]:
-        text = (
-            f"ranks on several hosts; offsets of up to {_us(most)} are corrected, and vary by {_us(spread)} in a second"
-        )
-        is_off, remedy = spread > _CLOCK_NS, "timelines of ranks are off by that much: run chrony or PTP on all hosts"
+    most, spread = max(map(abs, clocks["offsets_ns"])), max(clocks["spread_ns"])
+    offsets = f"offsets of up to {_us(most)}, which vary by {_us(spread)}"
+    if clocks["shared"]:
+        text = f"all ranks share one; asked by messages, they see {offsets}"
+        is_off, remedy = most > _CLOCK_NS, "close other programs: timelines are right, but ranks answer late"
     else:
-        text = (
-            f"all ranks have one; asked by messages, it differs by {_us(most)}, and by {_us(spread)} from time to time"
-        )
-        is_off, remedy = most > _CLOCK_NS, "close other programs: timelines are correct, but ranks answer late"
+        text = f"ranks on several hosts see {offsets} in a second; timelines correct the offsets"
+        is_off, remedy = spread > _CLOCK_NS, "run chrony or PTP on all hosts: timelines of ranks are off by that much"
     if is_off:
         section.warning("clock", text, remedy)
     else:

@@ -21,6 +21,7 @@ from rota.runtime.json_messages import all_gather_json
 from rota.runtime.recorder import answer_offset, ask_offset_ns, clock_offset_ns
 
 _REPEATS = 7
+_MOST_PAIRS = 120  # of 16 ranks; each takes about a tenth of a second
 _ECHO_BYTES = 1 << 20  # of random content, sent there and back
 _CLOCK_SAMPLES, _BETWEEN_SAMPLES_S, _CLOCK_ROUNDS = 5, 0.2, 20
 
@@ -64,12 +65,12 @@ def links(device: torch.device, sizes: Sequence[int], ended: Callable[[str], Non
         ended: Called with the name of each pair that was measured.
 
     Returns:
-        On all ranks, for each pair: its `ranks`, the `one_way_ns` of each of the `sizes`, and whether random content
-        came back `intact`.
+        On all ranks, for each pair: its `ranks`, the `backend`, the `one_way_ns` of each of the `message_bytes`, and
+        whether random content came back `intact`.
     """
     backend = dist.get_default_backend_for_device(device)
     mine: dict[str, Any] = {}
-    pairs = [*combinations(range(dist.get_world_size()), 2)]
+    pairs = pairs_of(dist.get_world_size())
     for a, b in pairs:
         with _pair_group(a, b, backend) as group:
             if dist.get_rank() in (a, b):
@@ -80,9 +81,17 @@ def links(device: torch.device, sizes: Sequence[int], ended: Callable[[str], Non
     found = []
     for a, b in pairs:
         starter, other = of_ranks[a][f"{a}-{b}"], of_ranks[b][f"{a}-{b}"]
-        of_pair = {"ranks": [a, b], "backend": backend, "sizes": [*sizes]}
+        of_pair = {"ranks": [a, b], "backend": backend, "message_bytes": [*sizes]}
         found.append({**of_pair, **starter, "intact": starter["intact"] and other["intact"]})
     return found
+
+
+def pairs_of(num_ranks: int) -> list[tuple[int, int]]:
+    """The pairs to measure: all of them, or only neighbours, which are what pipelines use, where they are too many."""
+    pairs = [*combinations(range(num_ranks), 2)]
+    if len(pairs) <= _MOST_PAIRS:
+        return pairs
+    return [(rank, rank + 1) for rank in range(num_ranks - 1)] + [(0, num_ranks - 1)]
 
 
 @contextmanager

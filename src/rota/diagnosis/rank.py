@@ -19,14 +19,16 @@ import torch
 import torch.distributed as dist
 
 from rota.diagnosis import measuring
-from rota.diagnosis.self_test import Case, run_case
+from rota.diagnosis.report import say
+from rota.diagnosis.self_test import Case, merged, run_case
 from rota.errors import LostRankError, RotaError
 from rota.runtime import control
 from rota.runtime.faults.watchdog import PATIENT, Watchdog
-from rota.runtime.json_messages import broadcast_json
+from rota.runtime.json_messages import all_gather_json, broadcast_json
 from rota.runtime.orphans import end_with_parent
 from rota.runtime.process_group import join, leave
 
+_LOST = ("closed by peer", "reset by peer", "Broken pipe")  # Gloo, when another rank has ended
 OPTIONS, RESULTS, ERROR = "options.json", "results.jsonl", "error.rank"
 
 
@@ -64,15 +66,18 @@ Tell = Callable[[int, Any], None]
 
 
 def do_steps(options: Options, tell: Tell, say: Callable[[str], None]) -> None:
-    """Do the steps, until the deadline. Collective."""
+    """Do the steps of the first rank's options, until its deadline. Collective."""
     owns = join(options.timeout_s)
     is_first = dist.get_rank() == 0
     watchdog = Watchdog(options.timeout_s)
     try:
+        with watchdog.watching("the other ranks to begin", PATIENT):
+            options = Options.from_json(broadcast_json(options.to_json()))
         device = measuring.own_device(options.kind)
         for number, step in enumerate(options.steps):
-            if not broadcast_json(time.monotonic() < options.deadline_s):
-                return
+            with watchdog.watching("the other ranks to begin the next step"):
+                if not broadcast_json(time.monotonic() < options.deadline_s):
+                    return
             if is_first:
                 say(step.about)
                 tell(number, None)
@@ -91,8 +96,9 @@ def do_steps(options: Options, tell: Tell, say: Callable[[str], None]) -> None:
 def _done(step: Step, device: torch.device, timeout_s: float, watchdog: Watchdog) -> Any:
     if step.do == "case":
         assert step.case is not None
-        with watchdog.watching("the other ranks to run the self-test", PATIENT):  # a Pipeline has its own watchdog
-            return run_case(Case(**step.case), device, timeout_s)
+        mine = run_case(Case(**step.case), device, timeout_s)  # its Pipeline has a watchdog, which knows more
+        with watchdog.watching("the other ranks to end the self-test", PATIENT):
+            return merged(all_gather_json(mine))
     with watchdog.watching(f"the other ranks: {step.about}"):
         match step.do:
             case "links":
@@ -117,17 +123,12 @@ def main(folder: str) -> None:
         words = str(error) if isinstance(error, RotaError) else f"{type(error).__name__}: {error}"
         if not isinstance(error, RotaError):
             traceback.print_exc()
-        is_lost = isinstance(error, LostRankError)
+        is_lost = isinstance(error, LostRankError) or any(sign in str(error) for sign in _LOST)
         if not is_lost:
             Path(folder, f"{ERROR}{os.environ.get('RANK', '0')}").write_text(words)
         control.report("lost" if is_lost else "fails", words)
         sys.stderr.flush()
         os._exit(1)  # at once: cleaning up would wait for the other ranks
-
-
-def say(doing: str) -> None:
-    """Report progress in a line on standard error, also where that is a file."""
-    print(f"rota doctor: {doing}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

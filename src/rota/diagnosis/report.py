@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -114,6 +115,11 @@ class Report:
         if not any(finding.section.startswith(SELF_TEST) and finding.level == "ok" for finding in self.findings):
             return f"{told}: nothing was found that keeps Rota from running, but the self-test has not run."
         return f"{told}: Rota runs here."
+
+
+def say(doing: str) -> None:
+    """Report progress in a line on standard error, also where that is a file: the next thing may take long."""
+    print(f"rota doctor: {doing}", file=sys.stderr, flush=True)
 
 
 def joined(sections: Iterable[Section]) -> tuple[Finding, ...]:

@@ -22,7 +22,6 @@ from rota.errors import RotaError
 from rota.models import Stages
 from rota.plan import Plan
 from rota.runtime import Pipeline
-from rota.runtime.json_messages import all_gather_json
 from rota.schedules.families import NAMED
 from rota.units import size_text
 
@@ -102,9 +101,8 @@ def run_case(case: Case, device: torch.device, timeout_s: float) -> dict[str, An
     """Run some steps, and compare loss and gradients of each with those of the unsplit model. Collective.
 
     Returns:
-        On all ranks: whether the plan `trains`, the largest relative `difference` of a loss or gradient (inf: one is
-        missing), the fastest step's time on the slowest rank, `step_ns`, and the most files and sockets that a rank
-        had open, `open_files`.
+        Of this rank: whether the plan `trains`, the largest relative `difference` of a loss or gradient (inf: one is
+        missing), the fastest step's time, `step_ns`, and how many files and sockets were open, `open_files`.
     """
     plan = case.plan()
     modules = _modules(plan.num_stages)
@@ -130,9 +128,12 @@ def run_case(case: Case, device: torch.device, timeout_s: float) -> dict[str, An
             if trains:
                 largest = max(largest, _difference(pipeline, unsplit))
         open_files = num_open_files()
-    of_ranks = all_gather_json([largest, min(times), open_files])
-    difference, step_ns, most_files = (max(values) for values in zip(*of_ranks, strict=True))
-    return {"trains": trains, "difference": difference, "step_ns": step_ns, "open_files": most_files}
+    return {"trains": trains, "difference": largest, "step_ns": min(times), "open_files": open_files}
+
+
+def merged(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The results of all ranks as one: the largest of each."""
+    return {name: max(of_rank[name] for of_rank in of_ranks) for name in of_ranks[0]}
 
 
 def _modules(num_stages: int) -> list[nn.Module]:

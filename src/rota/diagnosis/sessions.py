@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rota.diagnosis.rank import ERROR, OPTIONS, RESULTS, Options, Step, say
+from rota.diagnosis.rank import ERROR, OPTIONS, RESULTS, Options, Step
+from rota.diagnosis.report import say
 from rota.errors import PipelineError
 from rota.runtime.launching.launch import start
 from rota.runtime.launching.rank_processes import EndedBySignal, RankFailed, Ranks
@@ -27,7 +30,7 @@ class Outcome(NamedTuple):
     was_begun: bool = False
 
 
-def run_steps(num_ranks: int, kind: str, steps: Sequence[Step], timeout_s: float, limit_s: float) -> list[Outcome]:
+def run_steps(num_ranks: int, kind: str, steps: Sequence[Step], timeout_s: float, deadline_s: float) -> list[Outcome]:
     """Do the steps on `num_ranks` new processes.
 
     Args:
@@ -35,12 +38,11 @@ def run_steps(num_ranks: int, kind: str, steps: Sequence[Step], timeout_s: float
         kind: Of the ranks' devices, such as "cpu" or "cuda".
         steps: What they do.
         timeout_s: How long a rank may make no progress.
-        limit_s: No step begins after so many seconds.
+        deadline_s: No step begins after this time, on the monotonic clock.
 
     Returns:
         One outcome per step, in their order.
     """
-    deadline_s = time.monotonic() + limit_s
     outcomes: list[Outcome] = []
     failures = 0
     while len(outcomes) < len(steps):
@@ -48,9 +50,13 @@ def run_steps(num_ranks: int, kind: str, steps: Sequence[Step], timeout_s: float
         if failures == _MOST_FAILURES:
             return outcomes + [Outcome(step, error="not tried after these failures") for step in left]
         if time.monotonic() >= deadline_s:
-            return outcomes + [Outcome(step, error=f"not begun within {limit_s:g} s") for step in left]
+            return outcomes + [Outcome(step, error="no time was left for it") for step in left]
         say(f"starting {num_ranks} process{'es' if num_ranks != 1 else ''} on {kind}")
-        done, error = _session(num_ranks, Options(left, kind, timeout_s, deadline_s))
+        try:
+            done, error = _session(num_ranks, Options(left, kind, timeout_s, deadline_s))
+        except EndedBySignal as ended:
+            signal.raise_signal(ended.number)  # now it does what it does without ranks: most signals end this process
+            raise
         outcomes += [Outcome(step, result, was_begun=True) for step, result in zip(left, done, strict=False)]
         if error:
             failures += 1
@@ -96,9 +102,8 @@ def _results(folder: str) -> list[Any]:
 
 
 def _reason(folder: str, failed: str) -> str:
-    """What the first rank with an error of its own says, else how it ended."""
-    for path in sorted(Path(folder).glob(f"{ERROR}*")):
-        words = path.read_text().strip()
-        if words:
-            return f"rank {path.name.removeprefix(ERROR)}: {words}"
-    return failed
+    """What the rank that failed first says, else how it ended."""
+    first = re.match(r"rank (\d+) ", failed)
+    path = Path(folder, f"{ERROR}{first[1] if first else ''}")
+    words = path.read_text().strip() if first and path.exists() else ""
+    return f"rank {first[1]}: {words}" if first and words else failed

@@ -40,6 +40,9 @@ class SimRuntimeDevice:
     def stream(self, name: str) -> Stream:
         return self.hardware.default if name == COMPUTE else self.hardware.stream(name)
 
+    def current(self) -> Stream:
+        return self.hardware.current_stream
+
     def use(self, stream: Stream) -> AbstractContextManager[object]:
         return self.hardware.use(stream)
 
@@ -67,7 +70,10 @@ class SimRuntimeDevice:
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def mark(self) -> Event:
-        return self.hardware.current_stream.record_event()
+        return self.mark_on(self.hardware.current_stream)
+
+    def mark_on(self, stream: Stream) -> Event:
+        return stream.record_event()
 
     def times_ns(self, marks: Sequence[Event]) -> list[int]:
         if marks:
@@ -88,7 +94,8 @@ class SimRuntimeDevice:
         copied = self.hardware.current_stream.record_event()
 
         def numbers() -> list[float]:
-            self.hardware.host_waits(copied.clock, "read")
+            if not copied.query():
+                self.hardware.host_waits(copied.clock, "read")
             found: list[float] = copy.tolist()
             return found
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +12,12 @@ import pytest
 import torch
 
 from rota.diagnosis import accelerators, nvidia_smi, sessions
+from rota.diagnosis.measuring import pairs_of
 from rota.diagnosis.rank import Step
 from rota.diagnosis.sessions import Outcome
 
 GB = 10**9
+_look = nvidia_smi.look
 
 
 @dataclass
@@ -52,7 +53,7 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
         monkeypatch.setattr(accelerators, "look_apart", accelerators.look)
         monkeypatch.setattr(nvidia_smi.shutil, "which", lambda _: "/usr/bin/nvidia-smi")
-        monkeypatch.setattr(nvidia_smi, "look", lambda look=nvidia_smi.look: look(self.run))
+        monkeypatch.setattr(nvidia_smi, "look", lambda: _look(self.run))
 
     def run(self, command: Sequence[str], **_: Any) -> subprocess.CompletedProcess[str]:
         """As `subprocess.run` of nvidia-smi."""
@@ -120,7 +121,7 @@ class FakeRanks:
         monkeypatch.setattr(sessions, "run_steps", self.run_steps)
 
     def run_steps(
-        self, num_ranks: int, kind: str, steps: Sequence[Step], timeout_s: float, limit_s: float
+        self, num_ranks: int, kind: str, steps: Sequence[Step], timeout_s: float, deadline_s: float
     ) -> list[Outcome]:
         self.asked.append((num_ranks, kind))
         return [self._outcome(step, num_ranks, kind) for step in steps]
@@ -128,12 +129,12 @@ class FakeRanks:
     def _outcome(self, step: Step, num_ranks: int, kind: str) -> Outcome:
         name = step.case["family"] if step.case else step.do
         if name in self.late:
-            return Outcome(step, error="not begun within 120 s")
+            return Outcome(step, error="no time was left for it")
         if name in self.failing:
             return Outcome(step, error=self.failing[name], was_begun=True)
         results: dict[str, Callable[[], Any]] = {
             "ranks": lambda: [self._rank(rank, kind) for rank in range(num_ranks)],
-            "links": lambda: [self._link(pair, step.sizes) for pair in combinations(range(num_ranks), 2)],
+            "links": lambda: [self._link(pair, step.sizes) for pair in pairs_of(num_ranks)],
             "clocks": lambda: self._clocks(num_ranks),
             "case": lambda: {
                 "trains": name != "forward_only",
@@ -155,7 +156,7 @@ class FakeRanks:
         return {
             "ranks": [*pair],
             "backend": "nccl",
-            "sizes": [*sizes],
+            "message_bytes": [*sizes],
             "one_way_ns": times,
             "intact": pair not in self.changed,
         }
