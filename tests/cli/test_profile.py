@@ -151,6 +151,7 @@ def test_options_that_do_not_belong_are_refused(model: Path, capsys: pytest.Capt
         (("links", "--repeats", "9"), "--repeats is for a model"),
         (("links", "--device", "h100"), "device 'h100': PyTorch finds none here; give auto, cpu"),
         ((model, "--device", "h10"), "did you mean h100?"),
+        ((model, "--device", "xpu:1"), "device 'xpu:1': PyTorch finds none here; give cpu, or one to estimate for"),
         (("nowhere.py",), "cannot read nowhere.py"),
     ):
         code, out, error = run(capsys, *arguments)

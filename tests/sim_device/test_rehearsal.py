@@ -17,7 +17,7 @@ from support.random_plans import random_plan
 
 pytestmark = pytest.mark.dist
 
-NUM_STEPS, RUNS_US = 2, 3000
+NUM_STEPS, RUNS_US = 1, 2000
 
 
 class Rehearsed(NamedTuple):
@@ -56,7 +56,7 @@ def plans(num_ranks: int) -> list[Plan]:
     streams = bidirectional(
         Costs.uniform(num_ranks, RUNS_US, 2 * RUNS_US, boundary_bytes=70), Cluster.uniform(num_ranks)
     )
-    random_plans = [random_plan(seed, num_ranks)[1] for seed in range(4)]
+    random_plans = [random_plan(seed, num_ranks)[1] for seed in range(2)]
     assert any(len(task.ranks) > 1 for plan in random_plans for task in plan.placement.tasks)
     return [
         plan_named("1f1b", num_ranks),
@@ -113,5 +113,5 @@ def too_large(rank: int, plan: Plan) -> str:
 
 
 def test_a_device_with_too_little_memory_is_told(pool: Pool) -> None:
-    told = pool.run(2, too_large, plan_named("1f1b", 2, static_bytes=2_000_000))
-    assert [text.startswith(f"rank {rank} needs 2 MB, and sim:0 has 1.05 MB free; ") for rank, text in enumerate(told)]
+    told = pool.run(2, too_large, plan_named("1f1b", 2, static_bytes=3_000_000))
+    assert [text.startswith(f"rank {rank} needs 3 MB, and sim:0 has 2 MB free; ") for rank, text in enumerate(told)]

@@ -48,7 +48,7 @@ class DeviceClock:
         """See `Clock.timed`."""
         run(_nothing)
         alone = [self._burst(run, 1, 0.0) for _ in range(_NUM_ALONE)]  # on an empty queue, which never blocks the host
-        host_us = [median(column) for column in zip(*(burst.host_us[0] for burst in alone), strict=True)]
+        host_us = [min(column) for column in zip(*(burst.host_us[0] for burst in alone), strict=True)]
         run_ns = 1000 * min(sum(burst.us[0]) for burst in alone)
         num_runs = repeats * (1 + int(min(least_ns, _LEAST_NS) // (run_ns + 1)))
         per_burst = max(min(int(_MOST_ENQUEUED_NS // (1000 * sum(host_us) + 1)), num_runs), 1)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from rota.errors import PipelineError
 from rota.models import Stages
 
 
@@ -20,6 +21,18 @@ def accelerators_of(stages: Stages) -> list[torch.device]:
     """The devices of the stages' parameters, without the CPU, in the order of the stages."""
     devices = dict.fromkeys(parameter.device for module in stages.modules for parameter in module.parameters())
     return [device for device in devices if device.type not in ("cpu", "meta")]
+
+
+def is_here(name: str) -> bool:
+    """Whether `name` is a device of PyTorch, such as "cpu" or "cuda:1". Raises PipelineError if this machine lacks it."""
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:  # such as "h100"
+        return False
+    there = torch.accelerator.current_accelerator(check_available=True)
+    if kind not in ("cpu", "" if there is None else there.type):
+        raise PipelineError(f"device {name!r}: PyTorch finds none here; give cpu, or one to estimate for, such as h100")
+    return True
 
 
 def device_name(device: torch.device) -> str:

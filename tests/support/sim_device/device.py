@@ -91,7 +91,7 @@ class Event:
         with stream.device.lock:
             _merge(stream.clock, stream.device.host)
             self.clock, self._stream = dict(stream.clock), stream
-            self.time_ns = max(stream.free_ns, time.monotonic_ns())
+            self.time_ns = max(stream.free_ns, stream.device.now_ns)
 
     def synchronize(self) -> None:
         """The host waits for the event."""
@@ -104,7 +104,7 @@ class Event:
             return True
         device = self._stream.device
         with device.lock:
-            if device.is_fast or (device.cost_ns is not None and time.monotonic_ns() >= self.time_ns):
+            if device.is_fast or (device.cost_ns is not None and device.now_ns >= self.time_ns):
                 _merge(device.host, self.clock)
             return _covers(device.host, self.clock)
 
@@ -147,7 +147,8 @@ class SimDevice:
     `is_fast`: an event is done as soon as anyone asks; else only when the host has waited for it, as on a device that
     is far behind its host. `goes_on`: errors are raised by `check` alone, not by the kernel that makes them, so that
     other ranks do not wait in vain. `cost_ns`: what each kernel lasts, by its name and the blocks that it writes to.
-    With it the device runs in real time beside its host: kernels of a stream one after another; events have times.
+    With it kernels of a stream run one after another, and events have times. The device runs in real time beside its
+    host, or in a time of its own, in which the host takes `host_ns` for a kernel, however busy the machine is.
     """
 
     def __init__(
@@ -157,7 +158,9 @@ class SimDevice:
         is_fast: bool = False,
         goes_on: bool = False,
         cost_ns: Callable[[str, Sequence[Block]], int] | None = None,
+        host_ns: int | None = None,
     ) -> None:
+        self._host_ns, self._own_ns = host_ns, 0
         self.name, self.is_fast, self.goes_on, self.cost_ns = name, is_fast, goes_on, cost_ns
         self.lock = threading.RLock()
         self.host: Clock = {}  # what the host has waited for
@@ -242,7 +245,8 @@ class SimDevice:
             stream.last = name
             if self.cost_ns is not None:
                 lasts_ns = self.cost_ns(name, [*written.values()]) if lasts_ns is None else lasts_ns
-                stream.free_ns = max(stream.free_ns, time.monotonic_ns()) + lasts_ns
+                self._own_ns += self._host_ns or 0
+                stream.free_ns = max(stream.free_ns, self.now_ns) + lasts_ns
 
     def last_access(self, stream: Stream, name: str) -> _Access:
         """The access of the last kernel of `stream`."""
@@ -303,8 +307,7 @@ class SimDevice:
 
     def host_waits(self, clock: Clock, operation: str, until_ns: int = 0) -> None:
         """The host waits, which is counted; until a time of the monotonic clock, where kernels have times."""
-        if (left_ns := until_ns - time.monotonic_ns()) > 0:
-            time.sleep(left_ns / 1e9)
+        self._pass_until(until_ns)
         with self.lock:
             _merge(self.host, clock)
             self.syncs.append(HostSync(operation, _line_of_code()))
@@ -312,10 +315,20 @@ class SimDevice:
     def synchronize(self) -> None:
         """The host waits for all streams."""
         for stream in self.streams.values():
-            if (left_ns := stream.free_ns - time.monotonic_ns()) > 0:
-                time.sleep(left_ns / 1e9)
+            self._pass_until(stream.free_ns)
             _merge(self.host, stream.clock)
         self.syncs.append(HostSync("synchronize", _line_of_code()))
+
+    @property
+    def now_ns(self) -> int:
+        """The host's clock."""
+        return time.monotonic_ns() if self._host_ns is None else self._own_ns
+
+    def _pass_until(self, time_ns: int) -> None:
+        if self._host_ns is not None:
+            self._own_ns = max(self._own_ns, time_ns)
+        else:
+            time.sleep(max(time_ns - time.monotonic_ns(), 0) / 1e9)
 
     # --- autograd -----------------------------------------------------------------------------------------------------
     # A node of the backward runs on the stream of its forward, in a thread of the engine. Which one that was is known

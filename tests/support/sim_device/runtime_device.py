@@ -19,7 +19,7 @@ from rota.runtime.device import choosing
 from support.sim_device.device import Event, Stream, current_device
 from support.sim_device.tensors import SimTensor
 
-FREE_BYTES = 2**20
+FREE_BYTES = 2_000_000
 SIM = torch.device("sim", 0)
 _END_OF_STEP = ("read", "times_ns")  # what the host may wait for, once a step has been enqueued
 
@@ -165,7 +165,7 @@ class SimGroup(dist.ProcessGroup):
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
         (tensor,) = tensors
         values = self._launched("recv", tensor, reads=False)
-        self._end_after_sender(peer, tag)
+        self._end_after_sender(peer, tag, tensor)
         _asked(lambda: self._gloo.recv([values], peer, tag).wait())
         _write(tensor, values)
         return _Done()
@@ -204,18 +204,19 @@ class SimGroup(dist.ProcessGroup):
         _asked(lambda: self._gloo.barrier(options).wait())
         return _Done()
 
-    # Where kernels last, a receive ends no earlier than its send, and the kernels of a sum end together.
+    # Where kernels last, a receive begins no earlier than its send ends, and the kernels of a sum end together.
 
     def _tell_end(self, peer: int, tag: int) -> None:
         if current_device().cost_ns is not None:
             end_ns = torch.tensor([current_device().current_stream.free_ns])
             self._sends.append((_asked(lambda: self._gloo.send([end_ns], peer, tag)), end_ns))
 
-    def _end_after_sender(self, peer: int, tag: int) -> None:
-        if current_device().cost_ns is not None:
+    def _end_after_sender(self, peer: int, tag: int, tensor: torch.Tensor) -> None:
+        if (cost_ns := current_device().cost_ns) is not None:
+            assert isinstance(tensor, SimTensor)
             end_ns, stream = torch.empty(1, dtype=torch.int64), current_device().current_stream
             _asked(lambda: self._gloo.recv([end_ns], peer, tag).wait())
-            stream.free_ns = max(stream.free_ns, int(end_ns))
+            stream.free_ns = max(stream.free_ns, int(end_ns) + cost_ns("recv", [tensor.block]))
 
     def _end_together(self) -> None:
         if current_device().cost_ns is not None:
