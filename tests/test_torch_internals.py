@@ -463,3 +463,26 @@ def test_private_names_are_used_in_one_place() -> None:
     assert private_uses(_HOME.read_text())
     others = (path for path in sorted(_PACKAGE.rglob("*.py")) if path != _HOME)
     assert {str(path): uses for path in others if (uses := private_uses(path.read_text()))} == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and there is none here")
+def test_a_kernel_that_sleeps_lasts_as_many_ticks() -> None:
+    sleep = torch_internals.sleep_kernel(torch.device("cuda"))
+    assert sleep is not None
+
+    def lasts_ms(ticks: int) -> float:
+        events = [torch.Event("cuda", enable_timing=True) for _ in range(2)]
+        sleep(ticks)
+        events[0].record()
+        sleep(ticks)
+        events[1].record()
+        events[1].synchronize()
+        return events[0].elapsed_time(events[1])
+
+    lasts_ms(10_000_000)
+    assert 1.5 < lasts_ms(20_000_000) / lasts_ms(10_000_000) < 2.5
+
+
+def test_the_cpu_has_no_kernel_that_sleeps() -> None:
+    assert torch_internals.sleep_kernel(torch.device("cpu")) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -53,11 +54,7 @@ def pipelines_on_sim(waits: list[str]) -> Iterator[None]:
     init, step = Pipeline.__init__, Pipeline.step
 
     def init_on_sim(pipeline: Pipeline, stages: Any, *args: Any, **options: Any) -> None:
-        # As on other devices, a tied weight stays one: PyTorch would make new ones, because of the tensors' class.
-        torch.__future__.set_swap_module_params_on_conversion(True)
-        for module in stages.modules:
-            module.to("sim")
-        torch.__future__.set_swap_module_params_on_conversion(False)
+        stages.to(torch.device("sim"))
         init(pipeline, stages, *args, **options)
 
     def watched_step(pipeline: Pipeline, *args: Any, **options: Any) -> Any:
@@ -76,8 +73,8 @@ def pipelines_on_sim(waits: list[str]) -> Iterator[None]:
 
 
 def on_cpu(value: Any) -> Any:
-    """The value with all tensors on the CPU; looks into objects with attributes, too."""
-    if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor | type):
+    """The value with all tensors on the CPU; looks into dataclasses that can be changed, too."""
+    if is_dataclass(value) and not value.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         for name, attribute in vars(value).items():
             setattr(value, name, on_cpu(attribute))
         return value

@@ -56,6 +56,10 @@ class StreamDevice:
             self._streams[name] = torch.Stream(self.torch_device)
         return self._streams[name]
 
+    def current(self) -> torch.Stream:
+        """Of this thread."""
+        return torch.accelerator.current_stream(self.torch_device)
+
     def use(self, stream: torch.Stream) -> AbstractContextManager[object]:
         """A stream is a context manager of its own."""
         return stream
@@ -84,16 +88,26 @@ class StreamDevice:
         """As PyTorch's allocator counts it."""
         return torch.accelerator.max_memory_allocated(self.torch_device)
 
+    def free_bytes(self) -> int:
+        """Free memory of the device, and what PyTorch's allocator keeps for reuse."""
+        free_bytes, _ = self._module.mem_get_info(self.torch_device)
+        kept = torch.accelerator.memory_reserved(self.torch_device)
+        return int(free_bytes) + kept - torch.accelerator.memory_allocated(self.torch_device)
+
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def mark(self) -> torch.Event:
         """An event with a time."""
-        event = self._timed_event()
-        event.record(torch.accelerator.current_stream(self.torch_device))
+        return self.mark_on(torch.accelerator.current_stream(self.torch_device))
+
+    def mark_on(self, stream: torch.Stream) -> torch.Event:
+        """An event with a time."""
+        event = self._spare.pop() if self._spare else self._timed_event()
+        event.record(stream)
         return event
 
     def _timed_event(self) -> torch.Event:
-        return self._spare.pop() if self._spare else torch.Event(self.torch_device, enable_timing=True)
+        return torch.Event(self.torch_device, enable_timing=True)
 
     def times_ns(self, marks: Sequence[torch.Event]) -> list[int]:
         """Waits for the step to end, and maps the device's clock to the host's, see above."""

@@ -54,7 +54,6 @@ def forward(
     may write into them. `split`: for `backward_inputs` rather than `backward`. `buffers` stand in for the module's own
     of these names.
     """
-    where = f"stage {stage} ({type(stages[stage]).__name__})"
     entering = enter if split else writable
     given = [[*tensors_in(value)] for value in received]
     entered = [[entering(tensor) if tensor.requires_grad else tensor for tensor in of] for of in given]
@@ -65,9 +64,10 @@ def forward(
         kept = Kept([[tensor for tensor in of if tensor.requires_grad] for of in given], [])
     module, arguments = stages[stage], (*received, *stages.pick_inputs(stage, batch))
     output = torch.func.functional_call(module, dict(buffers), arguments) if buffers else module(*arguments)
-    if not split:
+    if not split and given:
         count_writes(chain(*given), chain(*entered))
     values = [edge.take(output) for edge in stages.outgoing(stage)]
+    where = f"stage {stage} ({type(module).__name__})"
     kept.outputs = [gradient_edges(value, where) for value in values]
     return output, values, kept
 
