@@ -85,8 +85,10 @@ def do_steps(options: Options, tell: Tell, say: Callable[[str], None]) -> None:
             if is_first:
                 tell(number, result)
     except BaseException as error:
+        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST):
+            error = LostRankError("lost a rank")  # whose own error, or end, is what to report
         watchdog.fail(error)
-        raise
+        raise error
     finally:
         watchdog.close()
         if owns:
@@ -123,7 +125,7 @@ def main(folder: str) -> None:
         words = str(error) if isinstance(error, RotaError) else f"{type(error).__name__}: {error}"
         if not isinstance(error, RotaError):
             traceback.print_exc()
-        is_lost = isinstance(error, LostRankError) or any(sign in str(error) for sign in _LOST)
+        is_lost = isinstance(error, LostRankError)
         if not is_lost:
             Path(folder, f"{ERROR}{os.environ.get('RANK', '0')}").write_text(words)
         control.report("lost" if is_lost else "fails", words)
