@@ -320,6 +320,18 @@ FLASH_ATTENTION_ON_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_atten
 ITEM = torch.ops.aten._local_scalar_dense.default
 EFFICIENT_ATTENTION = torch.ops.aten._scaled_dot_product_efficient_attention
 
+# --- devices ----------------------------------------------------------------------------------------------------------
+
+
+def sleep_kernel(device: torch.device) -> Callable[[int], None] | None:
+    """A function that enqueues a kernel on the current stream, which lasts so many ticks of the device's clock.
+
+    None if PyTorch has no such kernel for the device. Relies on `torch.cuda._sleep`, which CUDA and ROCm have.
+    """
+    found: Callable[[int], None] | None = getattr(torch.get_device_module(device), "_sleep", None)
+    return found
+
+
 # --- process groups, DDP and FSDP -------------------------------------------------------------------------------------
 
 

@@ -29,14 +29,14 @@ def simulated(pool: Pool) -> SimPool:
     return SimPool(pool, ZEROED)
 
 
-def tests_of(modules: tuple[ModuleType, ...]) -> Iterator[tuple[str, object]]:
+def taken_over(modules: tuple[ModuleType, ...]) -> Iterator[tuple[str, object]]:
     for module in modules:
         for name, test in vars(module).items():
             if name.startswith("test_") and callable(test) and name not in LEFT_OUT:
                 yield name, test
 
 
-globals().update(tests_of(MODULES))
+globals().update(taken_over(MODULES))
 
 
 def test_what_is_left_out_is_there() -> None:

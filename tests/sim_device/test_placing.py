@@ -402,15 +402,21 @@ def test_a_training_goes_on_with_another_plan_on_devices_and_on_cpus(
         assert {tensor.dtype for tensor in tensors.values()} == {torch.float64, torch.float32}  # the steps' counts
 
 
+def hold(checkpoints: rota.Checkpoints) -> threading.Event:
+    """Let the thread that writes wait for the result, so that the host has not waited for the copies."""
+    held = threading.Event()
+    assert checkpoints._thread is not None
+    checkpoints._thread.submit(held.wait, 30)
+    return held
+
+
 def saved_while_steps_go_on(rank: int, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The tensors of this rank at the save, by name; and those after steps that changed them before it was written."""
     training = Training(Run("1f1b", 2), rota.split(model(), 2).to("sim"))
     with training.pipeline:
         checkpoints = training.checkpoints(folder, asynchronous=True)
         training.steps(range(1))
-        held = threading.Event()
-        assert checkpoints._thread is not None
-        checkpoints._thread.submit(held.wait, 30)  # before the write
+        held = hold(checkpoints)
         at_save = {name: tensor.detach().cpu().clone() for name, tensor in training.pipeline.named_parameters()}
         checkpoints.save(1)
         for parameter in training.pipeline.parameters():
@@ -431,20 +437,57 @@ def test_steps_go_on_while_a_checkpoint_is_written(pool: Pool, tmp_path: Path) -
             assert not torch.equal(later[name], value)
 
 
-def copied_on_another_stream(rank: int) -> None:
+def without_the_wait(rank: int, folder: Path) -> None:
+    training = Training(Run("1f1b", 2), rota.split(model(), 2).to("sim"))
+    with training.pipeline:
+        checkpoints = training.checkpoints(folder, asynchronous=True)
+        training.steps(range(2))
+        held = hold(checkpoints)
+        checkpoints.save(2)
+        checkpoints._copies.close()
+        for parameter in training.pipeline.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with pytest.raises(RaceError, match=r"no event orders it after aten::_to_copy on checkpoint"):
+            training.optimizer.step()
+        held.set()
+
+
+def test_an_optimizer_that_does_not_wait_for_the_copies_is_a_race(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, simulated, without_the_wait, tmp_path)
+
+
+def weights_on_another_stream(rank: int) -> None:
     device = current_device()
     weight = torch.ones(4, device="sim")
-    layout = Layout({"weight": weight})
+    layout = Layout({"model/weight": weight})
     with device.use(device.stream("checkpoint")), pytest.raises(RaceError, match="no event orders it after"):
-        layout.copy()
-    layout.copy()
-    weight.mul_(2)
-    device.default.wait_stream(device.stream("checkpoint"))
+        layout.copy(lambda _: True)
 
 
 def test_a_copy_on_a_stream_that_does_not_wait_is_a_race(pool: Pool) -> None:
-    """What `Checkpoints` avoids: the simulated device sees it."""
-    pool.run(1, simulated, copied_on_another_stream)
+    pool.run(1, simulated, weights_on_another_stream)
+
+
+def state_changed_by_hand(rank: int, folder: Path) -> None:
+    training = Training(Run("1f1b", 2), rota.split(model(), 2).to("sim"))
+    with training.pipeline:
+        checkpoints = training.checkpoints(folder, asynchronous=True)
+        training.steps(range(1))
+        momenta = [state["exp_avg"] for state in training.optimizer.state.values()]
+        checkpoints.save(1)
+        checkpoints.wait()
+        for momentum in momenta:
+            momentum.mul_(0.5)
+        training.steps(range(1, 2))
+        checkpoints.save(2)
+        current_device().default.wait_stream(current_device().stream("checkpoint"))
+        momenta[0].mul_(0.5)
+        with pytest.raises(PipelineError, match="state was written to between an asynchronous save and"):
+            training.optimizer.step()
+
+
+def test_an_optimizers_state_that_changes_as_it_is_copied_is_refused(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, simulated, state_changed_by_hand, tmp_path)
 
 
 def saved_states(rank: int, folder: Path, where: str) -> torch.Tensor:

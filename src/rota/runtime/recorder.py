@@ -194,11 +194,12 @@ def clock_offset_ns(group: dist.ProcessGroup, rounds: int = 20) -> int:
     offset = 0
     for other in range(1, size):
         if machines[other] != machines[0] and rank in (0, other):
-            offset = _answer(other, group, rounds) if rank == 0 else ask_offset_ns(0, group, rounds)
+            offset = answer_offset(other, group, rounds) if rank == 0 else ask_offset_ns(0, group, rounds)
     return offset
 
 
-def _answer(peer: int, group: dist.ProcessGroup, rounds: int) -> int:
+def answer_offset(peer: int, group: dist.ProcessGroup, rounds: int) -> int:
+    """Answer a peer that runs `ask_offset_ns` with this rank's clock. Returns 0, the offset of one's own clock."""
     for _ in range(rounds):
         question = torch.empty(1, dtype=torch.int64)
         dist.recv(question, group_src=peer, group=group)
@@ -207,7 +208,7 @@ def _answer(peer: int, group: dist.ProcessGroup, rounds: int) -> int:
 
 
 def ask_offset_ns(peer: int, group: dist.ProcessGroup, rounds: int) -> int:
-    """The peer's clock minus ours, in ns; the peer runs `_answer` meanwhile."""
+    """The peer's clock minus ours, in ns; the peer runs `answer_offset` meanwhile."""
     best_round_ns, offset = None, 0
     for _ in range(rounds):
         asked = time.monotonic_ns()

@@ -67,6 +67,9 @@ class QueuedDevice(Device, Protocol):
     def stream(self, name: str) -> Any:
         """The stream of this name; `rota.programs.device_steps.COMPUTE` is the one that was current at `begin`."""
 
+    def current(self) -> Any:
+        """The stream that kernels go to now."""
+
     def use(self, stream: Any) -> AbstractContextManager[object]:
         """Enqueue the kernels inside the context on `stream`."""
 
@@ -90,6 +93,9 @@ class QueuedDevice(Device, Protocol):
 
     def peak_bytes(self) -> int:
         """The most bytes allocated since `begin`. Does not wait."""
+
+    def free_bytes(self) -> int:
+        """Bytes that this process could still allocate."""
 
 
 def is_queued(device: Device) -> TypeGuard[QueuedDevice]:

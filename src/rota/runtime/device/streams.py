@@ -56,6 +56,10 @@ class StreamDevice:
             self._streams[name] = torch.Stream(self.torch_device)
         return self._streams[name]
 
+    def current(self) -> torch.Stream:
+        """Of this thread."""
+        return torch.accelerator.current_stream(self.torch_device)
+
     def use(self, stream: torch.Stream) -> AbstractContextManager[object]:
         """A stream is a context manager of its own."""
         return stream
@@ -83,6 +87,12 @@ class StreamDevice:
     def peak_bytes(self) -> int:
         """As PyTorch's allocator counts it."""
         return torch.accelerator.max_memory_allocated(self.torch_device)
+
+    def free_bytes(self) -> int:
+        """Free memory of the device, and what PyTorch's allocator keeps for reuse."""
+        free_bytes, _ = self._module.mem_get_info(self.torch_device)
+        kept = torch.accelerator.memory_reserved(self.torch_device)
+        return int(free_bytes) + kept - torch.accelerator.memory_allocated(self.torch_device)
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
