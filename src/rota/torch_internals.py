@@ -152,8 +152,11 @@ def writable(leaf: torch.Tensor) -> torch.Tensor:
     """
     if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_nested:
         return leaf
-    entered: torch.Tensor = torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
+    entered: torch.Tensor = _unsafe_view(leaf, leaf.shape)
     return entered
+
+
+_unsafe_view = torch.ops.aten._unsafe_view.default  # found once: looking it up takes half as long as calling it
 
 
 def count_writes(leaves: Iterable[torch.Tensor], entered: Iterable[torch.Tensor]) -> None:

@@ -193,10 +193,11 @@ class Execution(Generic[C]):
             of_op = self._prepared.get(step.subject) if step.what == "run" else None  # type: ignore[arg-type]
             return enqueue[step.what], of_op or step.subject
         passages = under_way[step.message]
-        if step.what in ("allocate", "send"):
-            passages.append(channels.passage(step.message, self._positions.get(step.message.transfer.source, -1)))
-            return enqueue[step.what], passages[-1]
-        return enqueue[step.what], passages.popleft()
+        if step.what not in ("allocate", "send"):
+            return enqueue[step.what], passages.popleft()
+        position = self._positions[step.message.transfer.source] if step.what == "send" else -1
+        passages.append(channels.passage(step.message, position))
+        return enqueue[step.what], passages[-1]
 
     def is_new(self, batch: Batch) -> bool:
         """Whether layouts at the boundaries may differ from those of the last run."""
