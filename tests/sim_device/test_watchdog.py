@@ -24,9 +24,9 @@ def reports(rank: int) -> tuple[list[str], list[int]]:
         pipeline.step(*batch_of(4))
         execution, device = pipeline._training, pipeline._device
         handle = pipeline.step(*batch_of(4), wait=False)
-        behind = sorted(execution._behind.items())
+        behind = [mark for mark in execution._behind if mark is not None]
         for num_done in (len(behind), 9, 4, 1):
-            done = {id(mark) for _, mark in behind[:num_done]}
+            done = {id(mark) for mark in behind[:num_done]}
             device.is_done = lambda mark, done=done: id(mark) in done  # type: ignore[attr-defined, misc]
             doing = execution.doing([])
             said.append(f"{'waits' if doing.waits else 'busy'}: {doing.words}")
