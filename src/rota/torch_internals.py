@@ -28,13 +28,32 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 # --- autograd's graph -------------------------------------------------------------------------------------------------
 
 
-def run_backward(roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor | None]) -> None:
+def run_backward(
+    roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor | None], weights: Sequence[torch.Tensor] = ()
+) -> None:
     """`torch.autograd.backward` without its preparations, which cost half of its time; every root needs its gradient.
 
-    Relies on `torch.autograd.graph._engine_run_backward`, which `torch.autograd.backward` calls. The engine itself
-    compares shapes, dtypes and devices of `gradients` and `roots`.
+    `weights`: those alone get their gradients, all if there are none. Relies on `_engine_run_backward` of
+    `torch.autograd.graph`, which `torch.autograd.backward` calls. The engine itself compares shapes, dtypes and devices
+    of `gradients` and `roots`.
     """
-    _engine_run_backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    _engine_run_backward(
+        tuple(roots), tuple(gradients), False, False, tuple(weights), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def gradients_into(
+    edges: Sequence[GradientEdge],
+    roots: Sequence[GradientEdge],
+    gradients: Sequence[torch.Tensor | None],
+    *,
+    retain_graph: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """`torch.autograd.grad` without its preparations, for `edges`; None where none arrives. See `run_backward`."""
+    found: tuple[torch.Tensor | None, ...] = _engine_run_backward(
+        tuple(roots), tuple(gradients), retain_graph, False, tuple(edges), True, accumulate_grad=False
+    )
+    return found
 
 
 def zeros_at(edge: GradientEdge) -> torch.Tensor:
