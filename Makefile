@@ -18,8 +18,11 @@ demo: $(READY) ## a first tour: run `rota demo`
 
 test test-core test-models test-faults test-gpu test-newest-torch fuzz soak: export OMP_NUM_THREADS := 1
 
+# The tests start hundreds of processes, each of which would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 test: test-core browser ## run every test
-	$(BIN)/pytest -m "dist and not faults and not sweep" --numprocesses 2 --dist worksteal
+	$(BIN)/pytest -m "dist and not faults and not sweep" --numprocesses 3 --dist worksteal
 
 test-core: $(READY) ## run the tests of which none starts processes, side by side
 	$(BIN)/pytest -m "not dist and not faults and not sweep" --numprocesses auto --dist worksteal

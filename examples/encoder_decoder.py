@@ -38,9 +38,10 @@ def loss_fn(output, labels):
 def main():
     torch.manual_seed(0)  # the same weights on every rank
     model = T5ForConditionalGeneration(T5Config(**SIZES, vocab_size=len(tokenizer), decoder_start_token_id=0))
-    plan = rota.given_plan()
+    plan, mesh = rota.given_plan(), rota.mesh()
     stages = rota.split(model.train(), plan.num_stages, example=encode(days[:2]))
-    with rota.Pipeline(stages, plan, loss_fn, mesh=rota.mesh()) as pipeline:
+    stages.to(rota.local_device(), rota.local_stages(plan, mesh))  # a GPU if there is one for each process
+    with rota.Pipeline(stages, plan, loss_fn, mesh=mesh) as pipeline:
         optimizer = torch.optim.AdamW(pipeline.parameters(), lr=3e-3)
         sampler = pipeline.sampler(days)  # the same rows on both ranks
         loader = DataLoader(days, batch_size=32, sampler=sampler, collate_fn=encode, drop_last=True)

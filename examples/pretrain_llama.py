@@ -26,6 +26,7 @@ texts = [text for file in files for text in file.read_text("utf-8").split("\n\n\
 bpe = ByteLevelBPETokenizer()
 bpe.train_from_iterator(texts[:1000], vocab_size=1024, special_tokens=["<pad>"], show_progress=False)
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, pad_token="<pad>")
+CONFIG = LlamaConfig(**SIZES, vocab_size=len(tokenizer), pad_token_id=0)
 
 
 def encode(rows: list[str]):
@@ -40,10 +41,10 @@ def loss_fn(output, labels):
 
 def main():
     torch.manual_seed(0)  # the same weights on every rank; `pipeline.sampler` below gives them the same rows
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=len(tokenizer), pad_token_id=0))
-    plan = rota.given_plan()
-    stages = rota.split(model, plan.num_stages, example=encode(texts[:2]))
-    with rota.Pipeline(stages, plan, loss_fn, mesh=rota.mesh()) as pipeline:
+    plan, mesh = rota.given_plan(), rota.mesh()
+    stages = rota.split(LlamaForCausalLM(CONFIG), plan.num_stages, example=encode(texts[:2]))
+    stages.to(rota.local_device(), rota.local_stages(plan, mesh))  # a GPU if there is one for each process
+    with rota.Pipeline(stages, plan, loss_fn, mesh=mesh) as pipeline:
         optimizer = torch.optim.AdamW(pipeline.parameters(), lr=3e-3)
         loader = DataLoader(texts, 16, sampler=pipeline.sampler(texts), collate_fn=encode, drop_last=True)
         for step, batch in zip(range(NUM_STEPS), loader, strict=False):

@@ -85,7 +85,9 @@ def train_on_one_process() -> None:
 
 def train_on_many() -> None:
     plan = rota.given_plan()
-    with rota.Pipeline(rota.split(model, plan.num_stages, plan.cuts), plan, functional.cross_entropy) as pipeline:
+    stages = rota.split(model, plan.num_stages, plan.cuts)
+    stages.to(rota.local_device(), rota.local_stages(plan))  # a GPU if there is one for each process
+    with rota.Pipeline(stages, plan, functional.cross_entropy) as pipeline:
         optimizer = make_optimizer(pipeline.parameters())
         for step in range(NUM_STEPS):
             loss = pipeline.step(*make_batch())
@@ -95,7 +97,7 @@ def train_on_many() -> None:
                 print(f"step {step}: loss {loss:.9f}")
         outputs = pipeline.forward(others, outputs=pipeline.rank == 0)
         if outputs:
-            tell_accuracy(outputs)
+            tell_accuracy([output.cpu() for output in outputs])
 
 
 if __name__ == "__main__":

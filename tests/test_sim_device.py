@@ -1,4 +1,4 @@
-"""The tests in tests/sim_device, in a process of their own."""
+"""The tests in tests/sim_device, file by file, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -10,11 +10,20 @@ import pytest
 
 from support import ROOT
 
+FILES = sorted(path.name for path in (ROOT / "tests/sim_device").glob("test_*.py"))
+
 
 @pytest.mark.dist
-def test_the_simulated_device() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "tests/sim_device"]
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("file", FILES)
+def test_on_the_simulated_device(file: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"ROTA_SIM_DEVICE": "1"}, capture_output=True, text=True, timeout=230
+        [*command, f"tests/sim_device/{file}"],
+        cwd=ROOT,
+        env=os.environ | {"ROTA_SIM_DEVICE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -166,6 +166,30 @@ def test_the_numbers_of_a_sparse_tensor_are_its_memory() -> None:
     assert sparse.to_dense().tolist() == [10, 0, 0]
 
 
+@pytest.mark.parametrize("norm_type", [0.5, 1, 2, 3, torch.inf])
+def test_norms_of_many_tensors_are_those_of_each(norm_type: float) -> None:
+    tensors = [torch.randn(3, 2), torch.randn((), dtype=torch.float64), torch.randn(5).bfloat16()]
+    found = torch_internals.norms_of_each(tensors, norm_type, torch.float64)
+    expected = [torch.linalg.vector_norm(tensor, norm_type, dtype=torch.float64) for tensor in tensors]
+    assert [norm.dtype for norm in found] == [torch.float64] * 3
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    complex_tensor = torch.randn(4, dtype=torch.complex64)
+    (norm,) = torch_internals.norms_of_each([complex_tensor], norm_type, torch.complex128)
+    assert norm == torch.linalg.vector_norm(complex_tensor, norm_type, dtype=torch.complex128)
+    assert torch_internals.norms_of_each([], norm_type, torch.float64) == []
+
+
+@pytest.mark.parametrize("factor", [0.5, torch.tensor(0.5, dtype=torch.float64)])
+def test_many_tensors_are_multiplied_in_place(factor: float | torch.Tensor) -> None:
+    tensors = [torch.ones(3), torch.ones(2, dtype=torch.bfloat16), torch.ones((), dtype=torch.complex128)]
+    versions = [torch_internals.version_of(tensor) for tensor in tensors]
+    torch_internals.multiply_each(tensors, factor)
+    torch_internals.multiply_each([], factor)
+    assert [tensor.dtype for tensor in tensors] == [torch.float32, torch.bfloat16, torch.complex128]
+    assert all(bool((tensor == 0.5).all()) for tensor in tensors)
+    assert all(torch_internals.version_of(tensor) > version for tensor, version in zip(tensors, versions, strict=True))
+
+
 def test_a_modules_own_state_is_what_its_state_dict_has() -> None:
     module = nn.BatchNorm1d(2)
     module.register_buffer("scratch", torch.ones(1), persistent=False)
@@ -439,3 +463,26 @@ def test_private_names_are_used_in_one_place() -> None:
     assert private_uses(_HOME.read_text())
     others = (path for path in sorted(_PACKAGE.rglob("*.py")) if path != _HOME)
     assert {str(path): uses for path in others if (uses := private_uses(path.read_text()))} == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and there is none here")
+def test_a_kernel_that_sleeps_lasts_as_many_ticks() -> None:
+    sleep = torch_internals.sleep_kernel(torch.device("cuda"))
+    assert sleep is not None
+
+    def lasts_ms(ticks: int) -> float:
+        events = [torch.Event("cuda", enable_timing=True) for _ in range(2)]
+        sleep(ticks)
+        events[0].record()
+        sleep(ticks)
+        events[1].record()
+        events[1].synchronize()
+        return events[0].elapsed_time(events[1])
+
+    lasts_ms(10_000_000)
+    assert 1.5 < lasts_ms(20_000_000) / lasts_ms(10_000_000) < 2.5
+
+
+def test_the_cpu_has_no_kernel_that_sleeps() -> None:
+    assert torch_internals.sleep_kernel(torch.device("cpu")) is None

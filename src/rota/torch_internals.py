@@ -28,13 +28,32 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 # --- autograd's graph -------------------------------------------------------------------------------------------------
 
 
-def run_backward(roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor | None]) -> None:
+def run_backward(
+    roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor | None], weights: Sequence[torch.Tensor] = ()
+) -> None:
     """`torch.autograd.backward` without its preparations, which cost half of its time; every root needs its gradient.
 
-    Relies on `torch.autograd.graph._engine_run_backward`, which `torch.autograd.backward` calls. The engine itself
-    compares shapes, dtypes and devices of `gradients` and `roots`.
+    `weights`: those alone get their gradients, all if there are none. Relies on `_engine_run_backward` of
+    `torch.autograd.graph`, which `torch.autograd.backward` calls. The engine itself compares shapes, dtypes and devices
+    of `gradients` and `roots`.
     """
-    _engine_run_backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    _engine_run_backward(
+        tuple(roots), tuple(gradients), False, False, tuple(weights), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def gradients_into(
+    edges: Sequence[GradientEdge],
+    roots: Sequence[GradientEdge],
+    gradients: Sequence[torch.Tensor | None],
+    *,
+    retain_graph: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """`torch.autograd.grad` without its preparations, for `edges`; None where none arrives. See `run_backward`."""
+    found: tuple[torch.Tensor | None, ...] = _engine_run_backward(
+        tuple(roots), tuple(gradients), retain_graph, False, tuple(edges), True, accumulate_grad=False
+    )
+    return found
 
 
 def zeros_at(edge: GradientEdge) -> torch.Tensor:
@@ -152,8 +171,11 @@ def writable(leaf: torch.Tensor) -> torch.Tensor:
     """
     if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_nested:
         return leaf
-    entered: torch.Tensor = torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
+    entered: torch.Tensor = _unsafe_view(leaf, leaf.shape)
     return entered
+
+
+_unsafe_view = torch.ops.aten._unsafe_view.default  # found once: looking it up takes half as long as calling it
 
 
 def count_writes(leaves: Iterable[torch.Tensor], entered: Iterable[torch.Tensor]) -> None:
@@ -316,6 +338,18 @@ FLASH_ATTENTION_ON_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_atten
 #: What asks a tensor for its number.
 ITEM = torch.ops.aten._local_scalar_dense.default
 EFFICIENT_ATTENTION = torch.ops.aten._scaled_dot_product_efficient_attention
+
+# --- devices ----------------------------------------------------------------------------------------------------------
+
+
+def sleep_kernel(device: torch.device) -> Callable[[int], None] | None:
+    """A function that enqueues a kernel on the current stream, which lasts so many ticks of the device's clock.
+
+    None if PyTorch has no such kernel for the device. Relies on `torch.cuda._sleep`, which CUDA and ROCm have.
+    """
+    found: Callable[[int], None] | None = getattr(torch.get_device_module(device), "_sleep", None)
+    return found
+
 
 # --- process groups, DDP and FSDP -------------------------------------------------------------------------------------
 

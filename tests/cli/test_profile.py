@@ -11,7 +11,7 @@ from rota import FormatError, split
 from rota.cli import main
 from rota.planning.model_file import load_model_file, profile_file
 from rota.profiles import Profile
-from rota.profiling.clocks import Clock, Laps, Run
+from rota.profiling.clocks import Laps, Run, WallClock
 
 MODEL = """
 import torch
@@ -128,12 +128,13 @@ def test_times_that_say_nothing_are_told(
 ) -> None:
     asked: list[int] = []
 
-    def timed(run: Run, clock: Clock, repeats: int, *others: object, **options: object) -> Laps:
+    def timed(clock: WallClock, run: Run, repeats: int, *others: object, **options: object) -> Laps:
         asked.append(repeats)
-        run(clock.mark)
-        return Laps([1.0] * (len(clock.laps_ns())), spread)
+        marks: list[None] = []
+        run(lambda: marks.append(None))
+        return Laps([1.0] * (len(marks) - 1), spread)
 
-    monkeypatch.setattr("rota.profiling.layer_measurement.timed", timed)
+    monkeypatch.setattr(WallClock, "timed", timed)
     code, out, _ = run(capsys, model, "--repeats", 9, "--cache", model.parent / "cache")
     assert (code, {*asked}) == (0, {9})
     advice = (
@@ -148,8 +149,15 @@ def test_options_that_do_not_belong_are_refused(model: Path, capsys: pytest.Capt
         ((model, "--processes", 3), "--processes is for `rota profile links`"),
         (("links", "--rows", "2"), "--rows is for a model"),
         (("links", "--repeats", "9"), "--repeats is for a model"),
-        (("links", "--device", "h100"), "--device is for a model"),
+        (
+            ("links", "--device", "h100"),
+            "device 'h100': PyTorch finds no accelerator on this machine; give auto or cpu",
+        ),
         ((model, "--device", "h10"), "did you mean h100?"),
+        (
+            (model, "--device", "xpu:1"),
+            "device 'xpu:1': PyTorch finds none on this machine; give cpu, or one to estimate for",
+        ),
         (("nowhere.py",), "cannot read nowhere.py"),
     ):
         code, out, error = run(capsys, *arguments)

@@ -98,6 +98,17 @@ def test_arguments_reach_the_script(tmp_path: Path) -> None:
     assert done.stdout.count("['hello'] True") == 2
 
 
+def test_the_device_of_each_process(tmp_path: Path) -> None:
+    body = "pipeline.step(torch.zeros(4, 2), torch.zeros(4, 2)); sys.stdout.write(f'{rota.local_device()}\\n')"
+    assert run_script(tmp_path, body).stdout.count("cpu\n") == 2
+    done = rota(tmp_path, "run", "--device", "cpu", "plan.json", "train.py")
+    assert done.stdout.count("cpu\n") == 2
+    done = rota(tmp_path, "run", "--device", "gaudi", "plan.json", "train.py")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("\n") == 1
+    assert "device 'gaudi': " in done.stderr
+
+
 def test_a_refused_plan_starts_nothing(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('started')")
     (tmp_path / "cycle.csv").write_text("0B0,0F0\n1F0,1B0\n")

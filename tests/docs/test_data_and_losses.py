@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from textwrap import indent
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,9 +49,17 @@ def test_only_what_is_read_is_loaded() -> None:
 
 def test_losses(pool: Pool, tmp_path: Path) -> None:
     """The page's script in two processes, and its fragment in a loop on the unsplit model."""
-    *_, told = [output_of(pool, tmp_path, command) for command in commands_of("losses.md", tmp_path)]
+    commands_of_page = commands_of("losses.md", tmp_path)
+    *_, told = [output_of(pool, tmp_path, command) for command in commands_of_page]
     loss, accuracy = re.findall(r"^loss (\S+), accuracy (\S+)%$", told, flags=re.MULTILINE)[0]
-    script, fragment = script_and_fragment("losses.md")
+    script, steps, fragment = script_and_fragment("losses.md")
+    begin, loop = script.split("    for step in range(30):\n")
+    end = loop[loop.index("    if pipeline.rank == 0:") :]
+    batches = "    batches = [(tokens, labels)] * 30\n"
+    (tmp_path / "train.py").write_text(begin + batches + indent(steps, "    ") + end)
+    *losses, last = output_of(pool, tmp_path, commands_of_page[-1]).splitlines()
+    assert last in told  # the same loss and accuracy
+    assert len([line for line in losses if line.startswith("loss")]) == 29
     space: dict[str, Any] = {"__name__": "example"}
     exec(script.split("plan = rota.given_plan()")[0], space)
     optimizer = torch.optim.AdamW(space["model"].parameters(), lr=1e-2)

@@ -82,4 +82,4 @@ def test_one_is_started_by_its_command(tmp_path: Path) -> None:
 def test_every_example_is_tested_and_the_new_ones_are_short() -> None:
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {*COMPARED, *FALLING}
     for name in FALLING:
-        assert (ROOT / "examples" / f"{name}.py").read_text().count("\n") < 60
+        assert (ROOT / "examples" / f"{name}.py").read_text().count("\n") <= 60

@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from rota import CutPoint, FormatError, Link, PipelineError, Stages, split
 from rota.models import finest
-from rota.profiling import DEVICES, profile_here, profile_layers, profile_model
-from rota.profiling.clocks import timed
+from rota.profiling import DEVICES, clocks, profile_here, profile_layers, profile_model
+from rota.profiling.clocks import WallClock
 from rota.profiling.links import cluster_of, rounds
 from rota.profiling.roofline import Kernels, Roofline
 from support.layered_models import MAKE, case
@@ -121,31 +121,23 @@ def test_an_optimizer_s_state_and_tied_weights_count_once_in_a_stage() -> None:
     assert (frozen.gradient_bytes, frozen.stages([0, 2]).static_bytes) == ((0, 0), (weight,))
 
 
-class Ticks:
-    """A clock on which the first run takes 100 for each part, and every other one 2 and 3 µs."""
-
-    def __init__(self) -> None:
-        self.runs, self.marks = 0, 0
-
-    def mark(self) -> None:
-        self.marks += 1
-
-    def laps_ns(self) -> list[float]:
-        assert self.marks == 3
-        self.runs, self.marks = self.runs + 1, 0
-        return [100_000.0] * 2 if self.runs in (1, 5) else [2000.0, 3000.0]
-
-
 @pytest.mark.parametrize("together", [False, True])
-def test_times_are_medians_of_runs_after_a_warm_up(together: bool) -> None:
-    def run(mark: Any) -> None:
-        for _ in range(3):
-            mark()
+def test_times_are_medians_of_runs_after_a_warm_up(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first run, and one in the middle, take 100 µs for each part, and every other one 2 and 3 µs."""
+    runs = itertools.count(1)
+    now_ns = 0
 
-    clock = Ticks()
-    laps = timed(run, clock, 5, 9_999, together)  # two runs take that long
+    def run(mark: Any) -> None:
+        nonlocal now_ns
+        us = (100, 100) if next(runs) in (1, 5) else (2, 3)
+        for each in (*us, 0):
+            mark()
+            now_ns += 1000 * each
+
+    monkeypatch.setattr(clocks.time, "perf_counter_ns", lambda: now_ns)
+    laps = WallClock().timed(run, 5, 9_999, together)  # two runs take that long
     assert laps.us == [2.0, 3.0]
-    assert clock.runs == 2 + 5 * 2
+    assert next(runs) - 1 == 2 + 5 * 2
     assert laps.spread == 0.0
 
 

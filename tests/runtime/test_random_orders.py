@@ -16,7 +16,7 @@ from support.random_plans import random_plan
 
 pytestmark = pytest.mark.dist
 
-NUM_PLANS = int(os.environ.get("ROTA_RANDOM_PLANS", "70"))  # for each number of ranks; `make fuzz` runs more
+NUM_PLANS = int(os.environ.get("ROTA_RANDOM_PLANS", "40"))  # for each number of ranks; `make fuzz` runs more
 AT_ONCE = 100  # in one job of the pool
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, StepHandle, place
+from rota.runtime.execution import forwards_of
 from rota.runtime.step_handles import BegunSteps
 from rota.schedules import one_f_one_b
 from support.networks import ROWS, Layer, batch_of, chain
@@ -151,6 +152,23 @@ def test_values_are_those_of_steps_that_wait(pool: Pool, form: str) -> None:
         assert waiting[1] == other[1]
         assert ("error of seen" in other[1]) is (form == "metrics")
         assert all(torch.equal(one, two) for one, two in zip(waiting[2], other[2], strict=True))
+
+
+def forwards(rank: int, has_loss: bool) -> tuple[list[float], list[float]]:
+    """Steps of a plan without backwards."""
+    with Pipeline(chain(2), forwards_of(plan_for(2)), mean_loss if has_loss else None) as pipeline:
+        batches = [(x, target if has_loss else None) for x, target in (batch_of(N, seed) for seed in range(3))]
+        handles = [pipeline.step(*batch, wait=False) for batch in batches]
+        return [handle.wait() for handle in handles], [pipeline.step(*batch) for batch in batches]
+
+
+@pytest.mark.dist
+def test_forwards_alone(pool: Pool) -> None:
+    for found, expected in pool.run(2, forwards, True):
+        assert found == expected
+        assert all(map(math.isfinite, found))
+    for found, expected in pool.run(2, forwards, False):
+        assert all(map(math.isnan, found + expected))
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

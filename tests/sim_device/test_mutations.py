@@ -117,9 +117,9 @@ class WithoutWait:
 def sent_values_are_not_held() -> Iterator[None]:
     original = channels.Channels.send_gradients
 
-    def send(self: Any, message: Any, tensors: Any, stream: Any) -> Any:
-        mark = original(self, message, tensors, stream)
-        self._sent[message][-1].clear()
+    def send(self: Any, passage: Any, tensors: Any, stream: Any) -> Any:
+        mark = original(self, passage, tensors, stream)
+        self._sent[passage].clear()
         return mark
 
     channels.Channels.send_gradients = send  # type: ignore[method-assign]
@@ -134,8 +134,8 @@ def copies_for_sending_are_made_on_the_compute_stream() -> Iterator[None]:
     """After the event that the send waits for."""
     original = channels.Channels.send_gradients
 
-    def send(self: Any, message: Any, tensors: Any, stream: Any) -> Any:
-        return original(self, message, [tensor.clone() for tensor in tensors], stream)
+    def send(self: Any, passage: Any, tensors: Any, stream: Any) -> Any:
+        return original(self, passage, [tensor.clone() for tensor in tensors], stream)
 
     channels.Channels.send_gradients = send  # type: ignore[method-assign]
     try:

@@ -1,21 +1,26 @@
-"""Losses, counts, metrics, scalers and norms on simulated devices: the CPU's values, and no wait of the host in a step."""
+"""Losses, counts, metrics, scalers and norms on simulated devices: the CPU's values, and no wait of the host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rota import Pipeline, PipelineError, Stages
-from runtime import test_added_losses, test_losses, test_nonfinite_loss, test_precision, test_step_handles
+import rota
+from rota import Pipeline, PipelineError
+from rota.runtime.device.numbers import Sums, number_in, read_numbers
+from rota.runtime.precision import ambient_autocast, under_autocast, without_autocast
+from runtime import test_added_losses, test_losses, test_nonfinite_loss, test_step_handles
 from runtime.reducing import test_loss_counts, test_norms
-from support.networks import batch_of, chain
+from runtime.test_step_handles import APPLIED, FORMS, N, bad_batch, losses_by_name, plan_for, stages_of, told
+from support.networks import batch_of, chain, loss_fn
 from support.pool import Pool
-from support.sim_device import RaceError, SimDevice
-from support.sim_device.pool import SimPool, on_cpu
+from support.sim_device.pool import SimPool
 
 
 @pytest.fixture
@@ -30,7 +35,6 @@ def sim_pool(pool: Pool) -> SimPool:
 @pytest.mark.parametrize(
     "test",
     [
-        test_losses.test_a_loss_of_the_output_alone,
         test_losses.test_metrics_may_come_later,
         test_losses.test_refused_on_all_ranks,
         test_losses.test_low_precision_does_not_overflow,
@@ -42,8 +46,8 @@ def sim_pool(pool: Pool) -> SimPool:
         test_added_losses.test_a_stage_may_be_trained_by_its_added_loss_alone,
         test_added_losses.test_counts_must_fit_the_loss,
         test_nonfinite_loss.test_replicas_and_streams_name_the_rank,
-        test_norms.test_norms_of_any_type_are_torchs_of_the_whole_model,
         test_step_handles.test_all_ranks_wait_or_none,
+        test_step_handles.test_forwards_alone,
         test_step_handles.test_all_ranks_stop_alike,
         test_step_handles.test_handles_tell_what_steps_would_have_raised,
     ],
@@ -51,3 +55,276 @@ def sim_pool(pool: Pool) -> SimPool:
 )
 def test_as_on_the_cpu(sim_pool: SimPool, test: Callable[[SimPool], None]) -> None:
     test(sim_pool)
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def simulated(name: str = "sim", *, is_fast: bool = False) -> Iterator[Any]:
+    """A device of one's own, as the runtime has it."""
+    from support.sim_device import SimDevice
+    from support.sim_device.runtime_device import SimRuntimeDevice
+
+    with SimDevice(name, is_fast=is_fast).active():
+        device = SimRuntimeDevice(torch.device("sim"))
+        yield device
+        device.hardware.check()
+
+
+def test_sums_are_those_of_the_host() -> None:
+    """With numbers on both sides; what is not finite stays in its place; the host waits once, when it reads."""
+    with simulated() as device:
+        tensors = {value: torch.tensor(value, device="sim") for value in (2.0, -3.0, math.nan, math.inf)}
+        numbers = {value: number_in(tensor, device) for value, tensor in tensors.items()}
+        tensors[2.0].zero_()  # a stage may do that; the number is that of before
+        sums = Sums(6)
+        sums.known[5] = 7.0
+        sums.add(0, numbers[2.0], 0.5)
+        sums.add(0, 1.0, 4.0)
+        sums.add(0, numbers[-3.0])
+        sums.add(1, numbers[math.nan])
+        sums.add(2, numbers[2.0], numbers[-3.0])
+        sums.add(2, 0.25, numbers[2.0])
+        sums.add(3, numbers[math.inf])
+        for value in (2.0, -3.0, math.nan, math.inf):
+            sums.add_if_no_count(4, numbers[value])
+        device.hardware.syncs.clear()
+        read = device.read(sums.on(device))
+        assert device.hardware.syncs == []
+        found = read()
+        assert math.isnan(found.pop(1))
+        assert found == [2.0, -5.5, math.inf, 3.0, 7.0]
+        assert len(device.hardware.syncs) == 1
+        assert read_numbers([1.0, numbers[2.0], 3.0, numbers[-3.0]], device) == [1.0, 2.0, 3.0, -3.0]
+        assert number_in(torch.tensor(4), device) == 4.0  # on the CPU
+
+
+# --- steps that do not wait -------------------------------------------------------------------------------------------
+
+
+def on_sim(stages: rota.Stages) -> rota.Stages:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    for module in stages.modules:
+        module.to("sim")
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    return stages
+
+
+@contextmanager
+def no_syncs() -> Iterator[None]:
+    """Inside, the host must not wait for the device at all, not even at the end of a step."""
+    from support.sim_device import current_device
+
+    device = current_device()
+    device.syncs.clear()
+    yield
+    assert not device.syncs, [*device.syncs]
+
+
+def trained(rank: int, form: str, waits: bool, scaled: bool) -> tuple[list[float], dict[str, float], list[list[float]]]:
+    """Five steps of Adam with clipping, under autocast and with a scaler where `scaled`, whose third step overflows."""
+    with simulated(f"rank {rank}"), Pipeline(on_sim(stages_of(form)), plan_for(2), FORMS[form]) as pipeline:
+        batches = [tuple(tensor.to("sim") for tensor in batch_of(N, seed)) for seed in range(5)]
+        optimizer = torch.optim.Adam([*pipeline.parameters()], lr=0.1)
+        scaler = torch.amp.GradScaler("sim", init_scale=4.0, growth_interval=1) if scaled else None
+        step, norms = [0], []
+        if rank == 1 and scaled:
+            weight = next(pipeline.parameters())
+            weight.register_hook(lambda g: torch.full_like(g, torch.inf) if step[0] == 2 else g)
+        losses: list[Any] = []
+        for step[0], batch in enumerate(batches):
+            options = {"scale": 0.5, "sync": step[0] != 3} if step[0] in (3, 4) else {}
+            if step[0] == 0 or waits:
+                losses.append(pipeline.step(*batch, scaler=scaler, **options))
+            else:
+                with no_syncs():
+                    losses.append(pipeline.step(*batch, scaler=scaler, wait=False, **options))
+            if options.get("sync", True):
+                if scaler is not None:
+                    scaler.unscale_(optimizer)
+                with no_syncs():
+                    norms.append(pipeline.clip_grad_norm_(0.5))
+                scaler.step(optimizer) if scaler is not None else optimizer.step()  # a scaler's step waits, as in torch
+                if scaler is not None:
+                    scaler.update()
+                optimizer.zero_grad()
+        losses = [loss if isinstance(loss, float) else loss.wait() for loss in losses]
+        weights = [parameter.detach().flatten().tolist() for parameter in pipeline.parameters()]
+        scale = [0.0 if scaler is None else scaler.get_scale()]
+        return losses, dict(pipeline.metrics), [*weights, [norm.item() for norm in norms], scale]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
+@pytest.mark.parametrize("form", FORMS)
+def test_nothing_waits_for_the_device(pool: Pool, form: str, scaled: bool) -> None:
+    waiting, other = (pool.run(2, trained, form, waits, scaled) for waits in (True, False))
+    assert repr(waiting) == repr(other)
+    assert all(math.isfinite(loss) for losses, *_ in other for loss in losses)
+    assert ("error of seen" in other[0][1]) is (form == "metrics")
+    for *_, (*_, norms, (scale,)) in other:
+        assert math.isfinite(norms[2]) is not scaled
+        assert scale == (4.0 * 2 * 2 / 2 * 2 if scaled else 0.0)
+
+
+def scales_differ(rank: int, waits: bool) -> list[str]:
+    found = []
+    with simulated(f"rank {rank}"), Pipeline(on_sim(chain(2)), plan_for(2), loss_fn) as pipeline:
+        batch = [tensor.to("sim") for tensor in batch_of(N)]
+        pipeline.step(*batch)
+        scaler = torch.amp.GradScaler("sim", init_scale=4.0 * (1 + rank))
+        step = pipeline.step(*batch, scaler=scaler, wait=False) if not waits else None
+        found.append(told(step.wait if step is not None else lambda: pipeline.step(*batch, scaler=scaler)))
+        scaler.update()
+        found.append(told(lambda: pipeline.step(*batch, scaler=scaler if rank else None)))
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("waits", [True, False])
+def test_scales_that_differ_are_found_at_the_end(pool: Pool, waits: bool) -> None:
+    for differ, none in pool.run(2, scales_differ, waits):
+        assert "gradient scalers differ (scales 4 and 8)" in differ
+        assert differ.endswith("Do not apply the gradients of this step") is waits
+        assert (APPLIED in differ) is not waits
+        assert "gradient scalers differ (one on some ranks, none on others)" in none
+
+
+# --- what is refused later --------------------------------------------------------------------------------------------
+
+
+def refused(rank: int, name: str, is_fast: bool) -> tuple[str, int]:
+    """Nobody asks a handle; after which of the next steps its refusal comes, 9: when the pipeline is closed."""
+    how, loss = losses_by_name()
+    num_steps = 0
+    with simulated(f"rank {rank}", is_fast=is_fast):
+        pipeline = Pipeline(on_sim(chain(2)), plan_for(2), loss)
+        batch, bad = ([tensor.to("sim") for tensor in of] for of in (batch_of(N), bad_batch()))
+        pipeline.step(*batch)
+        how["form"] = "counted" if name == "nan" else name
+        pipeline.step(*(bad if name == "nan" else batch), wait=False)
+        how["form"] = "counted"
+        try:
+            for num_steps in range(3):  # noqa: B007
+                pipeline.step(*batch, wait=False)
+            num_steps = 9
+            pipeline.close()
+        except PipelineError as error:
+            pipeline.close()
+            return str(error), num_steps
+    raise AssertionError("it got lost")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_what_nobody_waits_for_is_raised_on_all_ranks(pool: Pool, is_fast: bool) -> None:
+    texts = {
+        "nan": "step 2: the mean loss is nan (",
+        "zero": "loss_fn returned (sum, count) with a count of 0",
+        "mean": "loss_fn returns a mean, after (sum, count) in earlier steps",
+        "new metric": "loss_fn returns a metric in a step with wait=False that it has not returned before",
+        "negative": "loss_fn returned a count that is negative or not finite, 4 times in all micro-batches",
+    }
+    for name, text in texts.items():
+        for found, num_steps in pool.run(2, refused, name, is_fast):
+            assert text in found, name
+            assert APPLIED in found
+            assert num_steps == (0 if is_fast else 9)
+
+
+class NoCount(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        rota.add_loss(x.mean(), torch.ones((), device=x.device) * -1)
+        return x
+
+
+def test_counts_of_added_losses_stay_on_the_device() -> None:
+    from support.sim_device import current_device
+
+    with simulated():
+        x = torch.ones(2, device="sim")
+        with no_syncs(), rota.collect_losses() as added:
+            NoCount()(x)
+            total = added.weighted_total
+        assert total.item() == -1
+        assert current_device().syncs
+    with pytest.raises(PipelineError, match=r"got as count torch.float32 of shape \[2\]"):
+        rota.add_loss(torch.ones(()), torch.ones(2))
+
+
+def wrong_counts(rank: int) -> str:
+    _, loss = losses_by_name()
+    stages = rota.Stages([*chain(1).modules, nn.Sequential(chain(1)[0], NoCount())])
+    with simulated(f"rank {rank}"), Pipeline(on_sim(stages), plan_for(2), loss) as pipeline:
+        return told(lambda: pipeline.step(*(tensor.to("sim") for tensor in batch_of(N))))
+
+
+@pytest.mark.dist
+def test_wrong_counts_of_added_losses_are_refused_at_the_end(pool: Pool) -> None:
+    for found in pool.run(2, wrong_counts):
+        assert "rota.add_loss got a count that is negative or not finite, 4 times in all micro-batches" in found
+
+
+# --- norms ------------------------------------------------------------------------------------------------------------
+
+
+def norms_of(rank: int, is_complex: bool) -> list[tuple[float, dict[str, Tensor], dict[str, Tensor]]]:
+    """For each norm type the norm, and the gradients by name before and after."""
+    found = []
+    with simulated(f"rank {rank}"):
+        stages = on_sim(test_norms.complex_stages() if is_complex else test_norms.stages_of())
+        loss = test_norms.absolute_loss if is_complex else loss_fn
+        plan = test_norms.gpipe(rota.place(rota.Costs.uniform(3), rota.Cluster.uniform(3)), N)
+        with Pipeline(stages, plan, loss) as pipeline:
+
+            def gradients() -> dict[str, Tensor]:
+                return {name: p.grad.cpu() for name, p in pipeline.named_parameters() if p.grad is not None}
+
+            for norm_type in test_norms.NORM_TYPES:
+                for parameter in pipeline.parameters():
+                    parameter.grad = None
+                pipeline.step(*(tensor.to("sim") for tensor in batch_of(N)))
+                before = gradients()
+                with no_syncs():
+                    norm = pipeline.clip_grad_norm_(0.25, norm_type)
+                assert (norm.dtype, norm.shape, norm.device.type) == (torch.float64, (), "sim")
+                found.append((norm.item(), before, gradients()))
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("is_complex", [False, True])
+def test_norms_of_any_type(pool: Pool, is_complex: bool) -> None:
+    """Rank 1 has no gradients if they are real, and a tied one counts once."""
+    by_rank = pool.run(3, norms_of, is_complex)
+    for i, norm_type in enumerate(test_norms.NORM_TYPES):
+        whole = {name: gradient for results in by_rank for name, gradient in results[i][1].items()}
+        parameters = []
+        for gradient in whole.values():
+            parameters.append(nn.Parameter(torch.zeros_like(gradient)))
+            parameters[-1].grad = gradient.clone()
+        expected = nn.utils.clip_grad_norm_(parameters, 0.25, norm_type).item()
+        clipped = dict(zip(whole, (parameter.grad for parameter in parameters), strict=True))
+        for norm, _, after in (results[i] for results in by_rank):
+            assert norm == pytest.approx(expected, rel=1e-10)
+            for name, gradient in after.items():
+                torch.testing.assert_close(gradient, clipped[name], rtol=1e-10, atol=1e-10)
+
+
+# --- autocast ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_accelerators_autocast_is_seen() -> None:
+    import support.sim_device.runtime_device  # noqa: F401 - from here on "sim" is the accelerator
+
+    assert ambient_autocast() == ()
+    with torch.autocast("sim", torch.bfloat16):
+        found = ambient_autocast()
+        assert found == (("sim", torch.bfloat16),)
+        with without_autocast(found):
+            assert ambient_autocast() == ()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert ambient_autocast() == (("cpu", torch.bfloat16), ("sim", torch.bfloat16))
+    with under_autocast(found):
+        assert torch.is_autocast_enabled("sim")

@@ -90,6 +90,7 @@ TABLE = {
         (*CORE, "rota.models", "rota.runtime", "rota.profiling", "rota.verifying", *TORCH),
         lazy=("rota.search", "transformers"),
     ),
+    "rota.diagnosis": Row((*CORE, "rota.models", "rota.runtime", "rota.profiling", *TORCH)),
     "rota.drawing": Row(CORE, lazy=("rota.drawing.artists", "matplotlib", "numpy")),
     "rota.drawing.artists": Row((*CORE, "rota.drawing", "matplotlib", "numpy")),
     "rota.compat": Row(),
@@ -110,6 +111,7 @@ TABLE = {
                 "rota.profiling",
                 "rota.planning",
                 "rota.verifying",
+                "rota.diagnosis",
                 "rota.drawing",
                 "rota.demo",
                 "rota.interop",
@@ -169,7 +171,19 @@ def complaints(module: str, source: str) -> list[str]:
 #: Rooms that have sub-rooms of their own, which must not import each other in a circle.
 ROOMS = (
     *("programs", "schedules", "calibration", "accounting", "comparison", "cutting"),
-    *("search", "models", "runtime", "profiling", "interop", "planning", "drawing", "compat", "demo", "cli"),
+    *(
+        "search",
+        "models",
+        "runtime",
+        "profiling",
+        "interop",
+        "planning",
+        "diagnosis",
+        "drawing",
+        "compat",
+        "demo",
+        "cli",
+    ),
 )
 PAGE = ROOT / "CONTRIBUTING.md"
 BEGIN, END = "<!-- rooms: python -m support.layers -->", "<!-- end of rooms -->"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -30,8 +31,8 @@ def pipelines_on(device: torch.device) -> Iterator[None]:
 
 
 def on_cpu(value: Any) -> Any:
-    """The value with all tensors on the CPU; looks into objects with attributes, too."""
-    if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor | type):
+    """The value with all tensors on the CPU; looks into dataclasses that can be changed, too."""
+    if is_dataclass(value) and not value.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         for name, attribute in vars(value).items():
             setattr(value, name, on_cpu(attribute))
         return value

@@ -133,6 +133,12 @@ def refuse_outputs(arguments: Namespace) -> None:
         (_refuse_file if what in ("file", "plan", "timeline") else _refuse_folder)(output)
 
 
+def refuse_output(path: str, force: bool) -> None:
+    """Raise InputError, before any work, if a file cannot be written, or is there already and `force` is not given."""
+    refuse_taken(Path(path), force)
+    _refuse_file(path)
+
+
 def _refuse_twice(outputs: list[str | None]) -> None:
     """Raise InputError if two outputs are the same file."""
     places: set[str] = set()

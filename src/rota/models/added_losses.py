@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, final
@@ -83,8 +82,24 @@ def add_loss(value: torch.Tensor, count: float | torch.Tensor | None = None) -> 
         )
 
 
-@contextmanager
-def collect_losses() -> Iterator[AddedLosses]:
+@final
+class _Collecting:
+    """The context manager of `collect_losses`: a class, since every op enters one and a generator takes longer."""
+
+    __slots__ = ("_added", "_token")
+
+    def __init__(self) -> None:
+        self._added = AddedLosses()
+
+    def __enter__(self) -> AddedLosses:
+        self._token = _COLLECTOR.set(self._added)
+        return self._added
+
+    def __exit__(self, *_: object) -> None:
+        _COLLECTOR.reset(self._token)
+
+
+def collect_losses() -> AbstractContextManager[AddedLosses]:
     """Collect what `add_loss` is called with, so that the unsplit model trains as its stages do.
 
     The backward of checkpointed blocks calls it again: keep the backward inside too, after `total` was read.
@@ -92,12 +107,7 @@ def collect_losses() -> Iterator[AddedLosses]:
     Returns:
         A context manager that gives an `AddedLosses`, with `total` and `weighted_total`.
     """
-    added = AddedLosses()
-    token = _COLLECTOR.set(added)
-    try:
-        yield added
-    finally:
-        _COLLECTOR.reset(token)
+    return _Collecting()
 
 
 def _known(count: float | torch.Tensor) -> float | torch.Tensor:

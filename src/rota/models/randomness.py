@@ -87,7 +87,7 @@ def random_state_kept(model: nn.Module) -> Iterator[None]:
 
 def _seeded_generators() -> Iterator[_Generator]:
     yield _Generator(torch.get_rng_state, torch.set_rng_state)
-    device = torch.accelerator.current_accelerator(check_available=True)
+    device = torch.accelerator.current_accelerator()
     if device is None:
         return
     of_device: Any = torch.get_device_module(device)

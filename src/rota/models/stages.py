@@ -169,7 +169,7 @@ class Stages:
         """What `stage` reads of a batch: a lone tensor, a tuple of inputs, or a dict of inputs by name."""
         if self.known_inputs is not None and isinstance(batch, Mapping) and not batch.keys() <= self.known_inputs:
             self._refuse_unknown(batch)
-        return tuple(self._pick(stage, wanted, batch) for wanted in self.inputs[stage])
+        return tuple([self._pick(stage, wanted, batch) for wanted in self.inputs[stage]])  # a list, as it is faster
 
     def _pick(self, stage: int, wanted: Input, batch: Any) -> Any:
         name, position = self._name_and_position(wanted)

@@ -24,10 +24,9 @@ from rota.planning import hf_models
 from rota.profiles import Profile
 from rota.profiling import profile_model
 from rota.profiling.optimizers import MakeOptimizer
+from rota.profiling.places import is_here
 from rota.runtime.losses import LossFn
 from rota.runtime.messages import over_tensors
-
-_REAL = ("cpu", "cuda")  # devices that compute
 
 EXAMPLE = """\
     def make_model():
@@ -134,10 +133,10 @@ def profile_file(
 ) -> Profile:
     """Costs of the model's layers for micro-batches of `rows` rows.
 
-    They are measured on "cpu" (default) or "cuda", and estimated for every other device. For an
-    estimate the model is made on the meta device, where it needs no memory.
+    They are measured on "cpu" (default) or an accelerator of this machine, such as "cuda", and estimated for every
+    other device. For an estimate the model is made on the meta device, where it needs no memory.
     """
-    measured = device is None or device in _REAL
+    measured = device is None or is_here(device)
     with torch.device("meta" if not measured else device or "cpu"):
         model = file.made_model()
     if measured and device is not None:

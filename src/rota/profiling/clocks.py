@@ -1,27 +1,53 @@
-"""Measures the parts of a run: by the wall clock, or by events on a GPU."""
+"""Measures the parts of a run on a CPU: by the wall clock. `device_clock.py` does it on queued devices."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import median, quantiles
 from typing import NamedTuple, Protocol, TypeAlias, final
 
-import torch
+from rota.units import time_text
+
+_MARK_US = 30.0  # a part that takes the host no longer than this may be empty: the marks around it take as long
 
 #: Runs some parts; it calls its argument before the first part, between parts, and after the last.
 Run: TypeAlias = Callable[[Callable[[], None]], None]
 
 
+class Laps(NamedTuple):
+    """The median time of each part in µs, and the interquartile range of whole runs as a fraction of their median.
+
+    On a queued device, `host_us` is what the host needs to enqueue each part. `starved` says of which parts it could
+    not keep ahead: the device waited, so their times are rather those of the host.
+    """
+
+    us: list[float]
+    spread: float
+    host_us: Sequence[float] = ()
+    starved: Sequence[bool] = ()
+
+
+def launch_text(kinds: Sequence[str], laps: Laps) -> str:
+    """Which parts the host enqueues more slowly than the device runs them, by `kinds`, in words; "" if none."""
+    told = []
+    for kind, us, host_us, is_starved in zip(kinds, laps.us, laps.host_us, laps.starved, strict=False):
+        if host_us > max(us, _MARK_US):
+            waits = "the device waits for it" if is_starved else f"{time_text(round(us))} to run"
+            told.append(f"{kind} takes the host {time_text(round(host_us))} to enqueue, {waits}")
+    return "; ".join(told)
+
+
 class Clock(Protocol):
-    """Measures the time between marks."""
+    """Measures the parts of a run."""
 
-    def mark(self) -> None:
-        """End one part here and begin the next."""
+    def timed(self, run: Run, repeats: int, least_ns: int, together: bool) -> Laps:
+        """Measure `repeats` times after a warm-up, each time as many runs as last `least_ns`.
 
-    def laps_ns(self) -> list[float]:
-        """The times between the marks so far, in ns; clears the marks."""
+        `together`: the runs of a measurement are added up, including interruptions by other processes on the core.
+        Otherwise each run counts alone, so that the median leaves out interruptions.
+        """
 
 
 @final
@@ -31,64 +57,27 @@ class WallClock:
     def __init__(self) -> None:
         self._marks: list[int] = []
 
-    def mark(self) -> None:
-        """End one part here and begin the next."""
-        self._marks.append(time.perf_counter_ns())
+    def timed(self, run: Run, repeats: int, least_ns: int, together: bool) -> Laps:
+        """See `Clock.timed`."""
+        self._laps_ns(run)
+        rounds = 1 + int(least_ns // (sum(self._laps_ns(run)) + 1))
+        rows: list[list[float]] = []
+        for i in range(repeats * rounds):
+            laps = [ns / 1000 for ns in self._laps_ns(run)]
+            if together and i % rounds:
+                rows[-1] = [a + b for a, b in zip(rows[-1], laps, strict=True)]
+            else:
+                rows.append(laps)
+        return medians(rows, rounds if together else 1)
 
-    def laps_ns(self) -> list[float]:
-        """The times between the marks so far, in ns; clears the marks."""
-        laps = [float(end - start) for start, end in pairwise(self._marks)]
-        self._marks.clear()
-        return laps
-
-
-@final
-class CudaClock:
-    """A clock for kernels on the current CUDA stream: time on the device, whatever the process does meanwhile."""
-
-    def __init__(self) -> None:
-        self._marks: list[torch.cuda.Event] = []
-
-    def mark(self) -> None:
-        """End one part here and begin the next, by an event on the current stream."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        self._marks.append(event)
-
-    def laps_ns(self) -> list[float]:
-        """Wait for the device; return its times between the marks so far, in ns, and clear the marks."""
-        torch.cuda.synchronize()
-        laps = [start.elapsed_time(end) * 1e6 for start, end in pairwise(self._marks)]  # elapsed_time is in ms
-        self._marks.clear()
-        return laps
+    def _laps_ns(self, run: Run) -> list[int]:
+        marks: list[int] = []
+        run(lambda: marks.append(time.perf_counter_ns()))
+        return [end - start for start, end in pairwise(marks)]
 
 
-class Laps(NamedTuple):
-    """The median time of each part in µs, and the interquartile range of whole runs as a fraction of their median."""
-
-    us: list[float]
-    spread: float
-
-
-def timed(run: Run, clock: Clock, repeats: int, least_ns: int, together: bool) -> Laps:
-    """Measure `repeats` times after a warm-up, each time as many runs as last `least_ns`.
-
-    `together`: the runs of a measurement are added up, including interruptions by other processes on the core.
-    Otherwise each run counts alone, so that the median leaves out interruptions.
-    """
-    run(clock.mark)
-    clock.laps_ns()
-    run(clock.mark)
-    rounds = 1 + int(least_ns // (sum(clock.laps_ns()) + 1))
-    rows: list[list[float]] = []
-    for i in range(repeats * rounds):
-        run(clock.mark)
-        laps = [ns / 1000 for ns in clock.laps_ns()]
-        if together and i % rounds:
-            rows[-1] = [a + b for a, b in zip(rows[-1], laps, strict=True)]
-        else:
-            rows.append(laps)
-    num_runs = rounds if together else 1
+def medians(rows: Sequence[Sequence[float]], num_runs: int = 1) -> Laps:
+    """Of the times of each part, in µs; each row has those of `num_runs` runs, added up."""
     return Laps([median(column) / num_runs for column in zip(*rows, strict=True)], _spread([*map(sum, rows)]))
 
 

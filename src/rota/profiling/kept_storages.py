@@ -72,7 +72,7 @@ class _Named:
 def kept_storages_of(one: StageRun, incoming: tuple[StageEdge, ...], outgoing: tuple[StageEdge, ...]) -> KeptStorages:
     """What a layer with a split backward keeps; its inputs are kept only if it saved them."""
     watch, named = StorageWatch(), _Named()
-    with watch:
+    with watch, torch.autograd.set_multithreading_enabled(False):  # a thread of a device frees its tensors late
         kept = _forward(one, watch.live, named)
         held = named.held(watch.live.alive())
         work, same = _input_backward(one, kept, named, incoming, outgoing)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -15,15 +15,20 @@ from rota.errors import PipelineError
 from rota.models import Stages
 from rota.models.cut_table import holds
 from rota.models.randomness import random_state_kept
-from rota.profiling.clocks import Clock, CudaClock, Laps, Run, WallClock, timed
+from rota.profiling.clocks import Laps, Run, launch_text
+from rota.profiling.device_clock import Clocks
 from rota.profiling.devices import DeviceModel
 from rota.profiling.kept_storages import KeptStorages, Name, kept_storages_of, place_of
 from rota.profiling.known_numbers import KnownNumbers
 from rota.profiling.optimizers import MakeOptimizer, OptimizerCosts, optimizer_costs
 from rota.profiling.peak_memory import peaks
 from rota.profiling.roofline import Kernels, Roofline
-from rota.profiling.stage_run import Given, StageRun, num_bytes, tensors_of
+from rota.profiling.stage_run import Given, StageRun, num_bytes, on_device_of, tensors_of
+from rota.runtime.device.protocol import Device
 from rota.torch_internals import StorageReference
+
+#: Measures a run on the device of its layer.
+Measure: TypeAlias = Callable[[Run, Device], Laps]
 
 _RUN_NS = 5_000_000  # of one measurement: long compared with the clock's resolution; no other rank shares the core
 
@@ -40,12 +45,14 @@ class HowTo(NamedTuple):
 class Layer:
     """One layer as measured: `times_us` of F, B, I, W and R, `peaks` in bytes of F, B, I and W.
 
+    `launches` is a `launch_text`.
     `sizes`: bytes of values and of their gradients, by outgoing edge. For tensors that need a gradient, `received` has
     names and bytes by incoming edge, and `sent` names by outgoing edge.
     """
 
     times_us: list[float]
     spread: float
+    launches: str
     peaks: list[int]
     storages: KeptStorages
     changed_bytes: int
@@ -67,12 +74,13 @@ def measure_layers(given: Given, how: HowTo) -> Iterator[Layer]:
     outputs: dict[int, Any] = {}
     last_reader = {edge.source: max(e.target for e in stages.outgoing(edge.source)) for edge in stages.edges}
     names: list[StorageReference] = []  # addresses that are names must not be used again
-    with _set_up(stages, how) as clock, known if how.device is not None else nullcontext():
+    with _set_up(stages, how) as measure, known if how.device is not None else nullcontext():
         for layer in range(len(stages)):
             with _named_in_errors(stages, layer):
-                received = [edge.take(outputs[edge.source]) for edge in stages.incoming(layer)]
-                apart = given._replace(stages=_with_a_copy(stages, layer, how.device))
-                measured, outputs[layer], values = _measured(apart, layer, received, how, clock)
+                here, move = on_device_of(layer, given) if how.device is None else (given, lambda value: value)
+                received = [move(edge.take(outputs[edge.source])) for edge in stages.incoming(layer)]
+                apart = here._replace(stages=_with_a_copy(stages, layer, how.device))
+                measured, outputs[layer], values = _measured(apart, layer, received, how, measure)
             names += [StorageReference(t.untyped_storage()) for of in values for t in tensors_of(of)]
             del received, apart, values
             outputs = {source: value for source, value in outputs.items() if last_reader.get(source, 0) > layer}
@@ -94,18 +102,19 @@ def _named_in_errors(stages: Stages, layer: int) -> Iterator[None]:
 
 
 @contextmanager
-def _set_up(stages: Stages, how: HowTo) -> Iterator[Clock]:
-    """Use one thread on the CPU, as in a run; yields the clock for the model's device."""
-    cuda = sorted({p.device.index for module in stages.modules for p in module.parameters() if p.is_cuda})
+def _set_up(stages: Stages, how: HowTo) -> Iterator[Measure]:
+    """Use one thread on the CPU, as in a run; yields what measures runs on a layer's device."""
     with ExitStack() as stack:
         stack.enter_context(random_state_kept(nn.ModuleList(stages.modules)))
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
         if how.device is not None:
             stack.enter_context(Kernels(how.device))
-            yield Roofline(how.device)
+            roofline = Roofline(how.device)
+            yield lambda run, _: roofline.timed(run, how.repeats, _RUN_NS, together=False)
         else:
-            yield CudaClock() if cuda else WallClock()
+            clocks = Clocks()
+            yield lambda run, device: clocks.of(device).timed(run, how.repeats, _RUN_NS, together=False)
 
 
 def _with_a_copy(stages: Stages, layer: int, device: DeviceModel | None) -> Stages:
@@ -119,39 +128,36 @@ def _with_a_copy(stages: Stages, layer: int, device: DeviceModel | None) -> Stag
     return stages.with_modules(modules)
 
 
-def _measured(given: Given, layer: int, received: list[Any], how: HowTo, clock: Clock) -> tuple[Layer, Any, list[Any]]:
+def _measured(
+    given: Given, layer: int, received: list[Any], how: HowTo, measure: Measure
+) -> tuple[Layer, Any, list[Any]]:
     """The layer, its output, and the output's values by outgoing edge."""
     stages, module = given.stages, given.stages[layer]
     whole = StageRun(given, layer, received)
     halves = StageRun(given, layer, received, split=True)
-    (f_us, _, b_us, _), spread = _laps(whole.run, how, clock)
-    _, _, i_us, w_us = _laps(halves.run, how, clock).us
+    device = whole.device
+    laps = measure(whole.run, device)
+    f_us, _, b_us, _ = laps.us
+    _, _, i_us, w_us = measure(halves.run, device).us
     changed = _changed_buffers(whole, module)
-    again_us = _laps(lambda mark: whole.run_again(mark, changed), how, clock).us[0] if changed else f_us
-    f_peak, _, b_peak, _ = peaks(whole.run, whole.on_cuda)
-    _, _, i_peak, w_peak = peaks(halves.run, whole.on_cuda)
+    again_us = measure(lambda mark: whole.run_again(mark, changed), device).us[0] if changed else f_us
+    f_peak, _, b_peak, _ = peaks(whole.run, device)
+    _, _, i_peak, w_peak = peaks(halves.run, device)
     # If no input needs a gradient, I has no work: its measured time is the runtime's own, once per stage.
     split_us = [i_us, w_us] if whole.wants_input_gradients else [0.0, b_us]
     measured = Layer(
         [f_us, b_us, *split_us, again_us],
-        spread,
+        laps.spread,
+        launch_text("FRBW", laps),
         [f_peak, b_peak, i_peak, w_peak],
         kept_storages_of(halves, stages.incoming(layer), stages.outgoing(layer)),
         num_bytes([*changed.values()]),
-        optimizer_costs(module, how.optimizer, lambda run: _laps(run, how, clock)),
+        optimizer_costs(module, how.optimizer, lambda run: measure(run, device)),
         whole.sizes,
         [[(place_of(t), num_bytes([t])) for t in tensors_of(of) if t.requires_grad] for of in received],
         [[place_of(tensor) for tensor in tensors_of(of) if tensor.requires_grad] for of in halves.values],
     )
     return measured, halves.output, halves.values  # the values whose storages have names
-
-
-def _laps(run: Run, how: HowTo, clock: Clock) -> Laps:
-    if not isinstance(clock, Roofline):
-        return timed(run, clock, how.repeats, _RUN_NS, together=False)
-    with clock:
-        run(clock.mark)
-    return Laps([ns / 1000 for ns in clock.laps_ns()], 0.0)
 
 
 def _changed_buffers(one: StageRun, module: nn.Module) -> dict[str, torch.Tensor]:

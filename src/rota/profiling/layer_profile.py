@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from rota.errors import PipelineError
 from rota.layers import LayerCosts
 from rota.models import Stages, finest, is_marked
 from rota.profiles import Profile
-from rota.profiling.devices import DeviceModel, device_named
+from rota.profiling.devices import device_named
 from rota.profiling.known_numbers import KnownNumbers
 from rota.profiling.layer_costs import costs_of
 from rota.profiling.layer_measurement import HowTo, Layer, called, measure_layers
 from rota.profiling.optimizers import MakeOptimizer
+from rota.profiling.places import place_name
 from rota.profiling.profile_cache import ProfileCache, identity_of, inputs_of
 from rota.profiling.stage_run import Given, tensors_of
 from rota.runtime.losses import LossFn
@@ -42,9 +41,9 @@ def profile_layers(
 ) -> LayerCosts:
     """Measure or estimate the costs of each layer for one micro-batch.
 
-    Layers are measured in this process, one after another: on the CPU with one thread, on CUDA by events. Bytes are
-    those of storages, exact either way; peaks leave out what a kernel allocates for itself, except on CUDA. The
-    caller's modules, gradients and random state are not touched.
+    Layers are measured in this process, one after another: on the CPU with one thread, on an accelerator by events,
+    with full queues. Bytes are those of storages, exact either way; peaks leave out what a kernel allocates for itself,
+    except on an accelerator. The caller's modules, gradients and random state are not touched.
 
     Args:
         model: The model, cut wherever it can be cut, or stages as layers.
@@ -120,7 +119,7 @@ def profile_model(
     how = HowTo(repeats, None if device is None else device_named(device), optimizer)
     stages, names = _layers(model, sizes, make_batch, cuts)
     _refuse(stages, device)
-    where = place_name(stages, how.device)
+    where = how.device.name if how.device is not None else place_name(stages)
     identity = identity_of(stages, loss_fn, optimizer) | {"device": where}
     cached = ProfileCache.of(cache, f"{_class_name(model)}-{where}", identity, refresh)
     for count in sizes:
@@ -134,7 +133,8 @@ def profile_model(
         layers: list[Layer] = []
         for measured in measure_layers(Given(stages, batch, target, loss_fn), how):
             times = " ".join(f"{k} {time_text(round(us))}" for k, us in zip("FB", measured.times_us, strict=False))
-            report(f"{called(stages, len(layers))}: {times}")
+            launches = f"; {measured.launches}" if measured.launches else ""
+            report(f"{called(stages, len(layers))}: {times}{launches}")
             layers.append(measured)
         note = f"estimated for {where}" if how.device else f"measured on {where}, one layer after another"
         cached.add(costs_of(stages, layers, names, count, note), inputs)
@@ -166,25 +166,6 @@ def num_rows(batch: Any) -> int:
     if not tensors or not tensors[0].dim():
         raise PipelineError("the batch has no tensor with rows (dim 0); give one micro-batch as the model takes it")
     return tensors[0].size(0)
-
-
-def place_name(stages: Stages, device: DeviceModel | None) -> str:
-    """What the costs are measured on or estimated for: a named device, a GPU, or this machine's CPU."""
-    if device is not None:
-        return device.name
-    on_cuda = next((p.device for module in stages.modules for p in module.parameters() if p.is_cuda), None)
-    if on_cuda is not None:
-        return torch.cuda.get_device_name(on_cuda)
-    return f"{_cpu_name()}, 1 thread"
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 def _class_name(model: nn.Module | Stages) -> str:

@@ -1,83 +1,118 @@
-"""Latency and rate of the links between processes, measured by round trips of messages."""
+"""Latency and rate of the links between processes: between CPUs by round trips, else see `device_links.py`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from rota.costs import Cluster, Link
 from rota.errors import PipelineError
+from rota.profiling.device_links import LinkSample, Pair, fitted, measure_pairs, samples_text
+from rota.runtime.device.choosing import device_at
+from rota.runtime.device.local import current_device
+from rota.runtime.device.protocol import Device, is_queued
 from rota.runtime.json_messages import all_gather_json, broadcast_json
 
 _BIG_BYTES = 4_000_000
+_ALIKE = 1.1  # by how much the two directions of a pair may differ and count as one
 
 
-def measure_link(sender: int, receiver: int, repeats: int = 7) -> Link:
+def measure_link(sender: int, receiver: int, repeats: int = 7, *, device: torch.device | None = None) -> Link:
     """Measure the link between two processes of the default group while nothing else uses it. Collective.
 
     Args:
         sender: One process.
         receiver: The other.
         repeats: Number of round trips; the fastest counts, as other load only makes them slower.
+        device: Where this process's messages are, see `measure_links`.
 
     Returns:
-        The same link on all processes: half of a one-byte message's round trip as latency, and the rate of 4 MB.
+        The same link on all processes: half of a one-byte message's round trip as latency, and the rate of 4 MB. On
+        accelerators as in `measure_links`.
 
     Raises:
-        PipelineError: These are not two processes of the group.
+        PipelineError: These are not two processes of the group, or as `measure_links`.
     """
     size, mine = dist.get_world_size(), dist.get_rank()
     if sender == receiver or not {sender, receiver} <= {*range(size)}:
         raise PipelineError(f"no link from process {sender} to {receiver}; give two different ones of 0 to {size - 1}")
+    own = _own_device(device)
+    if is_queued(own):
+        return fitted(measure_pairs(own, [[(sender, receiver)]], repeats)[sender, receiver])
     found = None
     if mine in (sender, receiver):
         found = _measured(receiver if mine == sender else sender, mine == sender, repeats)
-    with _cpu_group() as group:
-        return Link(*broadcast_json(_fields(found) if found else None, sender, group))
+    return Link(*broadcast_json(_fields(found) if found else None, sender))
 
 
-def measure_links(repeats: int = 7) -> Cluster:
+def measure_links(
+    repeats: int = 7, *, device: torch.device | None = None, report: Callable[[str], None] = lambda _: None
+) -> Cluster:
     """Measure the links between all pairs of processes of the default group. Collective.
 
-    In each round every process has one peer: the pairs of a round use the wires at once, as in a run. The two
-    directions of a pair count as equal.
+    In each round every process has one peer: the pairs of a round use the wires at once, as in a run. Between CPUs the
+    two directions of a pair count as equal, between accelerators if they are. There messages of many sizes are measured
+    by events, in a process group for each pair, and the link is the nearest to all of them.
 
     Args:
         repeats: Number of round trips per pair; the fastest counts.
+        device: Where this process's messages are, such as `rota.local_device()`. None: the CPU, or the current
+            accelerator if the default group takes no tensors of the CPU.
+        report: Called with a line of text for each direction between accelerators, on the first process.
 
     Returns:
         The same cluster on all processes, without memory limits; its `link` is the median one.
+
+    Raises:
+        PipelineError: The processes are on devices of different types, or times on accelerators cannot be.
     """
     size, mine = dist.get_world_size(), dist.get_rank()
+    own = _own_device(device)
+    if is_queued(own):
+        samples = measure_pairs(own, [*rounds(size)], repeats)
+        for (a, b), of_pair in sorted(samples.items()) if mine == 0 else ():
+            report(f"{a} → {b}: {samples_text(of_pair)}")
+        return cluster_of(size, {pair: link for of in rounds(size) for ab in of for pair, link in _both(ab, samples)})
     found: dict[int, Link] = {}
     for pairs in rounds(size):
         dist.barrier()
         for a, b in pairs:
             if mine in (a, b):
                 found[a + b - mine] = _measured(a + b - mine, mine == a, repeats)
-    with _cpu_group() as group:
-        gathered = all_gather_json({str(peer): _fields(link) for peer, link in found.items()}, group)
+    gathered = all_gather_json({str(peer): _fields(link) for peer, link in found.items()})
     links = {(a, b): Link(*gathered[a][str(b)]) for pairs in rounds(size) for a, b in pairs}
     return cluster_of(size, links)
 
 
+def _own_device(device: torch.device | None) -> Device:
+    """This process's device. Collective. Raises PipelineError if the processes have devices of different types."""
+    if device is None and dist.get_backend() != "gloo":
+        device = current_device(torch.accelerator.current_accelerator().type)  # type: ignore[union-attr]
+    own = device_at(device or torch.device("cpu"))
+    types = all_gather_json(own.torch_device.type)
+    if len({*types}) > 1:
+        told = ", ".join(f"process {i} on {kind}" for i, kind in enumerate(types))
+        raise PipelineError(
+            f"links are measured between devices of one type, but there are {told}; start fewer processes per machine, "
+            f"or measure on the CPU (--device cpu)"
+        )
+    return own
+
+
+def _both(pair: Pair, samples: Mapping[Pair, Sequence[LinkSample]]) -> list[tuple[Pair, Link]]:
+    """The link of each direction: the same one if they differ by no more than measurements do."""
+    there, back = samples[pair], samples[pair[::-1]]
+    times = [fitted(of).transfer_us(_BIG_BYTES) for of in (there, back)]
+    if max(times) <= _ALIKE * min(times):
+        return [(of, fitted([*there, *back])) for of in (pair, pair[::-1])]
+    return [(pair, fitted(there)), (pair[::-1], fitted(back))]
+
+
 def _fields(link: Link) -> tuple[int, int | None]:
     return link.latency_us, link.bytes_per_us
-
-
-@contextmanager
-def _cpu_group() -> Iterator[dist.ProcessGroup | None]:
-    """A group for values on the CPU: the default one, unless that is NCCL's."""
-    group = dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else None
-    try:
-        yield group
-    finally:
-        if group is not None:
-            dist.destroy_process_group(group)
 
 
 def rounds(size: int) -> Iterator[list[tuple[int, int]]]:
@@ -91,15 +126,20 @@ def rounds(size: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def cluster_of(size: int, links: dict[tuple[int, int], Link]) -> Cluster:
-    """The median link for all pairs, and those that differ from it one by one, in both directions."""
+    """The median link for all pairs, and those that differ from it one by one.
+
+    A link is that of both directions, unless the other one is there too.
+    """
     ordered = sorted(links.values(), key=lambda link: link.transfer_us(_BIG_BYTES))
     middle = ordered[len(ordered) // 2] if ordered else Link()
-    others = ((*pair, link) for (a, b), link in sorted(links.items()) if link != middle for pair in ((a, b), (b, a)))
+    directed = links | {(b, a): link for (a, b), link in links.items() if (b, a) not in links}
+    others = ((*pair, link) for pair, link in sorted(directed.items()) if link != middle)
     return Cluster((None,) * size, middle, tuple(others))
 
 
 def _measured(peer: int, starts: bool, repeats: int) -> Link:
-    small, big = (_one_way_us(peer, starts, num_bytes, repeats) for num_bytes in (1, _BIG_BYTES))
+    cpu = torch.device("cpu")
+    small, big = (one_way_us(peer, starts, num_bytes, repeats, cpu) for num_bytes in (1, _BIG_BYTES))
     return link_of(small, big)
 
 
@@ -108,18 +148,25 @@ def link_of(small_us: float, big_us: float, big_bytes: int = _BIG_BYTES) -> Link
     return Link(round(small_us), max(round(big_bytes / max(big_us - small_us, 1)), 1))
 
 
-def _one_way_us(peer: int, starts: bool, num_bytes: int, repeats: int) -> float:
-    on_cuda = dist.get_backend() == "nccl"
-    message = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda" if on_cuda else "cpu")
+def one_way_us(
+    peer: int,
+    starts: bool,
+    num_bytes: int,
+    repeats: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> float:
+    """Half of the fastest round trip of a message on `device`, in µs. Both processes call it, one of them `starts`."""
+    message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     times = []
     for _ in range(1 + repeats):  # the first one makes the connection
         start = time.perf_counter_ns()
         if starts:
-            dist.send(message, peer)
-        dist.recv(message, peer)
+            dist.send(message, peer, group)
+        dist.recv(message, peer, group)
         if not starts:
-            dist.send(message, peer)
-        if on_cuda:
-            torch.cuda.synchronize()
+            dist.send(message, peer, group)
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
         times.append(time.perf_counter_ns() - start)
     return min(times[1:]) / 2000

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, final
 import torch
 
 from rota.profiling.clocks import Run
+from rota.runtime.device.protocol import Device, QueuedDevice, is_queued
 from rota.runtime.memory_watch import LiveStorages
 from rota.torch_internals import TorchDispatchMode, address_of
 
@@ -32,15 +33,15 @@ class _Level(NamedTuple):
     bytes: int  # here
 
 
-def peaks(run: Run, on_cuda: bool) -> list[int]:
+def peaks(run: Run, device: Device) -> list[int]:
     """For each part of `run`, its peak in bytes above what is held before or after it, whichever is more.
 
-    On CUDA, PyTorch's allocator measures it; elsewhere, the tensors that operations make count, without memory that a
-    kernel allocates for itself.
+    On a queued device its allocator measures it, which allocates when the host enqueues: the host need not wait. On the
+    CPU, the tensors that operations make count, without memory that a kernel allocates for itself.
     """
     levels: list[_Level] = []
-    if on_cuda:
-        run(lambda: levels.append(_cuda_level()))
+    if is_queued(device):
+        run(lambda: levels.append(_allocated(device)))
     else:
         watch = StorageWatch()
         with watch:
@@ -54,11 +55,10 @@ def _level(live: LiveStorages) -> _Level:
     return _Level(max(now, most), now)
 
 
-def _cuda_level() -> _Level:
-    torch.cuda.synchronize()
-    level = _Level(torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated())
-    torch.cuda.reset_peak_memory_stats()
-    return level
+def _allocated(device: QueuedDevice) -> _Level:
+    most = device.peak_bytes()
+    device.reset_peak()
+    return _Level(most, device.peak_bytes())
 
 
 def copier(contiguous: bool) -> Callable[[Any], Any]:
@@ -66,25 +66,23 @@ def copier(contiguous: bool) -> Callable[[Any], Any]:
 
     A message arrives contiguous; a value of the same process keeps its layout.
     """
-    made: dict[int, torch.UntypedStorage] = {}
+    made: dict[int, torch.Tensor] = {}
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             if contiguous:
                 copied = tensor.clone(memory_format=torch.contiguous_format)
             else:
-                storage = tensor.untyped_storage()
-                if (address := address_of(storage)) not in made:
-                    made[address] = _copy_of(storage)
-                copied = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-                copied.set_(made[address], tensor.storage_offset(), tensor.size(), tensor.stride())
+                if (address := address_of(tensor.untyped_storage())) not in made:
+                    made[address] = _whole_storage(tensor).clone()
+                whole = made[address].view(tensor.dtype)
+                copied = whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).detach()
         return copied.requires_grad_(tensor.requires_grad)
 
     return copy
 
 
-def _copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    if storage.device.type == "meta":
-        return torch.UntypedStorage(storage.nbytes(), device="meta")  # type: ignore[no-untyped-call]
-    copied: torch.UntypedStorage = storage.clone()  # type: ignore[no-untyped-call]
-    return copied
+def _whole_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements of the tensor's storage, in one dim."""
+    num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.detach().as_strided((num_elements,), (1,), 0)

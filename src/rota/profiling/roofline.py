@@ -10,6 +10,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
+from rota.profiling.clocks import Laps, Run
 from rota.profiling.devices import DeviceModel
 from rota.runtime.memory_watch import storages
 from rota.torch_internals import (
@@ -33,23 +34,19 @@ _SAME_FLOPS = {
 
 @final
 class Roofline(TorchDispatchMode):
-    """A clock that advances by the estimated time of each operation that runs while it is entered."""
+    """A clock that advances by the estimated time of each operation that runs while it is entered; see `Clock`."""
 
     def __init__(self, device: DeviceModel) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_flops, self.us = 0, 0.0
         self._device = device
-        self._marks: list[float] = []
 
-    def mark(self) -> None:
-        """End one part here and begin the next."""
-        self._marks.append(self.us)
-
-    def laps_ns(self) -> list[float]:
-        """The estimated times between the marks so far, in ns; clears the marks."""
-        laps = [1000 * (end - start) for start, end in pairwise(self._marks)]
-        self._marks.clear()
-        return laps
+    def timed(self, run: Run, repeats: int, least_ns: int, together: bool) -> Laps:  # noqa: ARG002 - they do not vary
+        """The estimated times of the parts of `run`, which runs once."""
+        marks: list[float] = []
+        with self:
+            run(lambda: marks.append(self.us))
+        return Laps([end - start for start, end in pairwise(marks)], 0.0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

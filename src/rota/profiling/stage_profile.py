@@ -20,10 +20,12 @@ from rota.costs import Costs
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.models.randomness import random_state_kept
-from rota.profiling.clocks import CudaClock, WallClock, timed
+from rota.profiling.clocks import launch_text
+from rota.profiling.device_clock import Clocks
 from rota.profiling.optimizers import MakeOptimizer, optimizer_costs
 from rota.profiling.peak_memory import peaks
-from rota.profiling.stage_run import Given, StageRun, static_bytes
+from rota.profiling.places import accelerators_of, place_name
+from rota.profiling.stage_run import Given, StageRun, on_device_of, static_bytes
 from rota.runtime.gradients.forward_backward import forward
 from rota.runtime.losses import LossFn
 from rota.runtime.messages import hand_over
@@ -45,11 +47,15 @@ class _Job(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """One stage as measured: `times_us` and `peaks` (bytes) of F, R, B or I, and W; sizes by outgoing edge."""
+    """One stage as measured: `times_us` and `peaks` (bytes) of F, R, B or I, and W; sizes by outgoing edge.
+
+    `launches` is a `launch_text`.
+    """
 
     times_us: tuple[int, ...]
     peaks: tuple[int, ...]
     spread: float
+    launches: str
     activation_bytes: int
     waiting_bytes: int
     checkpoint_bytes: int
@@ -75,12 +81,12 @@ def profile(
     """Measure the costs of each stage for one micro-batch.
 
     Every rank is a process of its own with one thread, and all compute at once, as in a run: ranks that share cores
-    are slower. Stages on CUDA are measured in this process, as by `profile_here`. After a warm-up, the median run
-    counts; each is long enough for ranks that share a core to take turns. The caller's modules, gradients and random
-    state are not touched.
+    are slower. After a warm-up, the median run counts; each is long enough for ranks that share a core to take turns.
+    Stages on accelerators are measured in this process, as by `profile_here`: by events on the device, while the host
+    is ahead of it. The caller's modules, gradients and random state are not touched.
 
     Args:
-        stages: The stages, on the CPU or on CUDA.
+        stages: The stages, on the CPU or on accelerators.
         batch: Inputs of one micro-batch, as in the run.
         target: Its targets.
         loss_fn: Computes the loss of the last stage's output and the target; None: the backward begins at the output.
@@ -102,8 +108,8 @@ def profile(
     _require(stages, ranks, recompute)
     on = list(range(len(stages)) if ranks is None else ranks)
     job = _Job(Given(stages, batch, target, loss_fn), on, split_backward, recompute, optimizer, repeats)
-    if _cuda_devices(stages):
-        report(f"measuring {len(stages)} stages on CUDA, one after another")
+    if accelerators_of(stages):
+        report(f"measuring {len(stages)} stages on {place_name(stages)}, one after another")
         return _measured_here(job, report)
     held = {rank: [s for s in range(len(stages)) if on[s] == rank] for rank in sorted(set(on))}
     cores = len(os.sched_getaffinity(0))
@@ -137,17 +143,21 @@ def profile_here(
 
 def _measured_here(job: _Job, report: Callable[[str], None] = lambda _: None) -> Costs:
     stages = job.given.stages
-    cuda = _cuda_devices(stages)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with random_state_kept(nn.ModuleList(stages.modules)):
             copied = job._replace(given=job.given._replace(stages=copy.deepcopy(stages)))
-            rows = [_costs(_round_of(copied, stage), copied) for stage in range(len(stages))]
+            clocks = Clocks()
+            rows = [_costs(_round_of(copied, stage), copied, clocks) for stage in range(len(stages))]
     finally:
         torch.set_num_threads(num_threads)
-    where = "on CUDA" if cuda else "on CPU, 1 thread"
-    return _costs_of(job, rows, f"measured {where}, one stage after another", report)
+    where = place_name(stages) if accelerators_of(stages) else "CPU, 1 thread"
+    bound = [str(stage) for stage, row in enumerate(rows) if row.launches]
+    for stage in bound:
+        report(f"stage {stage} is bound by its launches: {rows[int(stage)].launches}")
+    note = f"; bound by launches: stage {', '.join(bound)}" if bound else ""
+    return _costs_of(job, rows, f"measured on {where}, one stage after another{note}", report)
 
 
 def _require(stages: Stages, ranks: Sequence[int] | None, recompute: Collection[int]) -> None:
@@ -161,16 +171,11 @@ def _require(stages: Stages, ranks: Sequence[int] | None, recompute: Collection[
         if stage not in range(len(stages)):
             raise PipelineError(f"recompute has stage {stage!r}, but there are stages 0 to {len(stages) - 1}")
     for stage, module in enumerate(stages.modules):
-        kinds = {tensor.device.type for tensor in module.state_dict().values()} - {"cpu", "cuda"}
-        if kinds:
+        if any(tensor.is_meta for tensor in module.state_dict().values()):
             raise PipelineError(
-                f"stage {stage} is on {min(kinds)}; only stages on CPU or CUDA can be measured. Estimate with "
+                f"stage {stage} is on meta; only stages whose tensors have memory can be measured. Estimate with "
                 f"profile_layers(model, …, device=…)"
             )
-
-
-def _cuda_devices(stages: Stages) -> list[int]:
-    return sorted({p.device.index for module in stages.modules for p in module.parameters() if p.is_cuda})
 
 
 def _costs_of(job: _Job, rows: list[StageCosts], note: str, report: Callable[[str], None]) -> Costs:
@@ -249,7 +254,7 @@ def _work(pipe: Connection, stage_numbers: list[int], job: _Job, barrier: Any, s
         barrier.wait()
         costs = {}
         for stage, one in zip(stage_numbers, rounds, strict=True):
-            costs[stage] = _costs(one, job)
+            costs[stage] = _costs(one, job, Clocks())
         with still_measuring.get_lock():
             still_measuring.value -= 1
         while still_measuring.value > 0:  # the others measure: keep the machine as busy as in a run
@@ -273,33 +278,36 @@ def _answer(pipe: Connection, answer: dict[int, Any] | str) -> None:
 
 
 def _round_of(job: _Job, stage: int) -> StageRun:
-    """The stage, with the values that the stages before it send to it."""
+    """The stage, with the values that the stages before it send to it, on its device."""
     stages, outputs = job.given.stages, dict[int, Any]()
     for before in stages.order():
-        received = [hand_over(edge.take(outputs[edge.source])) for edge in stages.incoming(before)]
+        given, move = on_device_of(before, job.given)
+        received = [hand_over(move(edge.take(outputs[edge.source]))) for edge in stages.incoming(before)]
         if before == stage:
             break
         # With split=True, as a stage may then write into its inputs.
-        outputs[before] = hand_over(forward(stages, before, received, job.given.batch, split=True)[0])
-    return StageRun(job.given, stage, received, split=job.split, recompute=stage in job.recompute)
+        outputs[before] = hand_over(forward(stages, before, received, given.batch, split=True)[0])
+    return StageRun(given, stage, received, split=job.split, recompute=stage in job.recompute)
 
 
-def _costs(one: StageRun, job: _Job) -> StageCosts:
+def _costs(one: StageRun, job: _Job, clocks: Clocks) -> StageCosts:
     stages, stage = job.given.stages, one.stage
-    clock = CudaClock() if one.on_cuda else WallClock()
-    (f_us, r_us, b_us, w_us), spread = timed(one.run, clock, job.repeats, _RUN_NS, together=True)
+    clock = clocks.of(one.device)
+    laps = clock.timed(one.run, job.repeats, _RUN_NS, together=True)
+    f_us, r_us, b_us, w_us = laps.us
     if job.split and not one.wants_input_gradients:
         b_us = 0.0
     held = one.bytes([job.on[edge.source] == job.on[stage] for edge in stages.incoming(stage)])
-    part_peaks = peaks(one.run, one.on_cuda)
+    part_peaks = peaks(one.run, one.device)
     module = stages[stage]
     state, step_us = optimizer_costs(
-        module, job.optimizer, lambda run: timed(run, clock, job.repeats, _RUN_NS, together=True)
+        module, job.optimizer, lambda run: clock.timed(run, job.repeats, _RUN_NS, together=True)
     )
     return StageCosts(
         tuple(map(round, (f_us, r_us, b_us, w_us))),
         tuple(part_peaks),
-        spread,
+        laps.spread,
+        launch_text("FRIW" if job.split else "FRBW", laps),
         max(held.kept, held.checkpoint),  # of a stage that saves less than it receives
         held.waiting,
         held.checkpoint,

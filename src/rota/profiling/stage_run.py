@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, final
 
 import torch
 
 from rota.models import Stages, collect_losses
 from rota.profiling.peak_memory import StorageWatch, copier
-from rota.runtime.device.host import HostDevice
+from rota.runtime.device.choosing import device_at
+from rota.runtime.device.protocol import Device
 from rota.runtime.gradients.forward_backward import Kept, backward, backward_inputs, forward, gradient_edges, keep_loss
 from rota.runtime.gradients.recompute import Again, without_activations
 from rota.runtime.gradients.split_backward import WeightWork
@@ -47,6 +48,7 @@ class StageRun:
     ) -> None:
         self.stage, self.received, self.split, self.recompute = stage, received, split, recompute
         self._given = given
+        self.device = device_of_tensors((*self._module().parameters(), *tensors_of(received)))
         #: The stage's output, and the value that leaves by each outgoing edge.
         self.output, self.values, kept = self._forward(self._leaves(), split=True)
         del kept
@@ -55,7 +57,6 @@ class StageRun:
         self.gradients = [
             [torch.randn_like(tensor) for tensor in tensors_of(value) if tensor.requires_grad] for value in roots
         ]
-        self.on_cuda = any(tensor.is_cuda for tensor in (*self._module().parameters(), *tensors_of(received)))
         self.run(_nothing)
 
     def _module(self) -> torch.nn.Module:
@@ -106,7 +107,7 @@ class StageRun:
         for loss in added.losses:
             keep_loss(kept, loss.value, 1.0)
         if not values and given.loss_fn is not None:
-            keep_loss(kept, loss_of(given.loss_fn, output, given.target, HostDevice())[0], 1.0)
+            keep_loss(kept, loss_of(given.loss_fn, output, given.target, self.device)[0], 1.0)
         elif not values:  # without a loss, the backward starts from the last stage's output
             kept.outputs = [gradient_edges(output, f"stage {self.stage}")]
         return output, values, kept
@@ -137,7 +138,7 @@ class StageRun:
         copies = [copier(contiguous=not here) for here in from_here]
         watch = StorageWatch()
         live = watch.live
-        with watch:
+        with watch, torch.autograd.set_multithreading_enabled(False):  # a thread of a device frees its tensors late
             received = [over_tensors(copy, value) for copy, value in zip(copies, self.received, strict=True)]
             del copies
             live.see(received)
@@ -155,6 +156,27 @@ class StageRun:
             waiting = live.num_bytes()
             del work
         return StageBytes(held, waiting, checkpoint)
+
+
+def device_of_tensors(tensors: Iterable[torch.Tensor]) -> Device:
+    """The device of the first tensor that is not on the CPU; the CPU if there is none, or only such on meta."""
+    found = (tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta"))
+    return device_at(next(found, torch.device("cpu")))
+
+
+def on_device_of(stage: int, given: Given) -> tuple[Given, Callable[[Any], Any]]:
+    """What is given with the batch where the stage is, and what moves a value there, as each rank has it in a run.
+
+    A stage without tensors takes values where they are.
+    """
+    devices = [tensor.device for tensor in given.stages[stage].state_dict().values()]
+    if not devices:
+        return given, lambda value: value
+
+    def move(value: Any) -> Any:
+        return over_tensors(lambda tensor: tensor.to(devices[0]), value)
+
+    return given._replace(batch=move(given.batch), target=move(given.target)), move
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

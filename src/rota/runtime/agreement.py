@@ -216,7 +216,8 @@ class Agreement:
             self._weights[execution] = self._compare(batch, checks, call)
             self._sizes[execution] = sizes
         shares, num_padding = self._weights[execution]
-        batch = replace(batch, shares=shares, num_padding=num_padding)
+        if (shares, num_padding) != (batch.shares, batch.num_padding):
+            batch = replace(batch, shares=shares, num_padding=num_padding)
         processes = enumerate(self._processes.pipeline_processes)
         asking = [rank for rank, process in processes if calls[process] is Call.FORWARD]
         return Begun(bool(with_layouts), seed, asking, batch, agreed_count_flags, -most_running)

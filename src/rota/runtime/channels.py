@@ -12,9 +12,8 @@ pair, and both directions would wait for each other.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -25,11 +24,27 @@ from rota.programs.actions import Message, ValueKey
 from rota.runtime.device.protocol import Mark, QueuedDevice
 from rota.runtime.meshes import Processes
 from rota.runtime.messages import Format
-from rota.runtime.recorder import Marks
+from rota.runtime.recorder import Column, Marks, Pair
 from rota.runtime.transport import Transport, activation, as_sent, collective, expected, lost, outgoing
 from rota.torch_internals import backend_of
 
-Pair = tuple[int, int]
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Passage:
+    """A message's way through its channel, the same in every step.
+
+    `position`: of the op that made the value, in the rank's order, if it is sent here. `peer`: the other side's rank in
+    the channel's group. Each passage is equal to itself alone: a placement may have an edge twice.
+    """
+
+    message: Message
+    position: int
+    value: ValueKey
+    column: Column
+    channel: Pair
+    backend: Any
+    peer: int
 
 
 @final
@@ -38,43 +53,54 @@ class Channels:
 
     def __init__(self, plan: Plan, device: QueuedDevice, hosts: Transport, processes: Processes) -> None:
         self._device, self._hosts = device, hosts
+        self._use, self._mark_on, self._where = device.use, device.mark_on, device.torch_device
         self.formats: dict[ValueKey, Format] = {}
         self.marks = Marks()
         self._backends = _open(plan, device, processes)
-        self._buffers: dict[Message, list[list[torch.Tensor]]] = defaultdict(list)  # a placement may have an edge twice
+        self._buffers: dict[Passage, tuple[list[torch.Tensor], Format, Mark]] = {}
         self._arriving: dict[ValueKey, tuple[list[torch.Tensor], Format]] = {}
-        self._sent: dict[Message, list[list[torch.Tensor]]] = defaultdict(list)  # held until their release
+        self._sent: dict[Passage, list[torch.Tensor]] = {}  # held until their release
+
+    def passage(self, message: Message, position: int) -> Passage:
+        """The way of a message that is sent or received here."""
+        channel = message.transfer.sender, message.transfer.receiver
+        return Passage(message, position, message.value, message.column, channel, *self._backends[channel])
 
     def begin(self, marks: Marks, formats: dict[ValueKey, Format]) -> None:
         """A new step."""
         self.marks, self.formats = marks, formats
-        left = [of for of in (self._buffers, self._arriving, self._sent) if any(of.values())]
+        left: list[dict[Any, Any]] = [of for of in (self._buffers, self._arriving, self._sent) if of]
         if left:  # by a failed step, whose kernels may still use it
             self._device.synchronize()
         for of_step in left:
             of_step.clear()
 
-    def allocate(self, message: Message, with_layout: bool) -> None:
-        """Allocate the buffers of a message; `with_layout`: once the sender's host has sent their layout.
+    def allocate(self, passage: Passage, with_layout: bool, stream: Any) -> Mark:
+        """Allocate the buffers of a message from the pool of `stream`; returns the mark behind their earlier use.
 
-        They are new ones each time: autograd, hooks and modules may hold on to them, and must not see them change.
+        `with_layout`: once the sender's host has sent their layout. The buffers are new ones each time: autograd, hooks
+        and modules may hold on to them, and must not see them change.
         """
-        if with_layout and not message.value[1]:
-            self.formats[message.value] = Format(self._hosts.receive_layout(message))
-        _, wanted = expected(self.formats, message)
-        where = self._device.torch_device
-        self._buffers[message].append([torch.empty(shape, dtype=dtype, device=where) for shape, dtype in wanted])
+        if with_layout and not passage.value[1]:
+            self.formats[passage.value] = Format(self._hosts.receive_layout(passage.message))
+        form, wanted = expected(self.formats, passage.value)
+        buffers = [torch.empty(shape, dtype=dtype, device=self._where) for shape, dtype in wanted]
+        mark = self._mark_on(stream)
+        self._buffers[passage] = buffers, form, mark
+        return mark
 
-    def receive(self, message: Message, stream: Any) -> Mark:
+    def receive(self, passage: Passage, with_layout: bool, stream: Any) -> Mark:  # noqa: ARG002 - known by now
         """Enqueue the receive; returns the mark behind it."""
-        buffers = self._buffers[message].pop(0)
-        backend, peer = self._backends[message.transfer.sender, message.transfer.receiver]
-        with self._enqueueing(message, stream, message.transfer.sender):
-            self.marks.receiving[message.column] = self._device.mark()
-            for buffer in buffers:
-                backend.recv([as_sent(buffer)], peer, 0).wait()
-            self.marks.received[message.column] = end = self._device.mark()
-        self._arriving[message.value] = buffers, expected(self.formats, message)[0]
+        buffers, form, allocated = self._buffers.pop(passage)
+        try:
+            with self._use(stream):
+                for buffer in buffers:
+                    passage.backend.recv([as_sent(buffer)], passage.peer, 0).wait()
+        except dist.DistError as error:
+            raise lost(passage.message.transfer.sender, passage.message) from error
+        end = self._mark_on(stream)
+        self.marks.receives.append((passage.column, passage.channel, allocated, end))
+        self._arriving[passage.value] = buffers, form
         return end
 
     def take(self, key: ValueKey) -> Any:
@@ -82,41 +108,36 @@ class Channels:
         buffers, form = self._arriving.pop(key)
         return buffers if key[1] else activation(buffers, form)
 
-    def send_value(self, message: Message, value: Any, with_layout: bool, stream: Any) -> Mark:
+    def send_value(self, passage: Passage, value: Any, with_layout: bool, stream: Any) -> Mark:
         """Enqueue the send of an activation; returns the mark behind it."""
-        layout, tensors = outgoing(self.formats, message, value, with_layout)
+        layout, tensors = outgoing(self.formats, passage.message, value, with_layout)
         if layout is not None:
-            self._hosts.send_layout(message, layout)
-        return self.send_gradients(message, tensors, stream)
+            self._hosts.send_layout(passage.message, layout)
+        return self.send_gradients(passage, tensors, stream)
 
-    def send_gradients(self, message: Message, tensors: list[torch.Tensor], stream: Any) -> Mark:
+    def send_gradients(self, passage: Passage, tensors: list[torch.Tensor], stream: Any) -> Mark:
         """Enqueue the send of some tensors; returns the mark behind it."""
-        backend, peer = self._backends[message.transfer.sender, message.transfer.receiver]
         held = [*tensors]
-        with self._enqueueing(message, stream, message.transfer.receiver):
-            self.marks.sent[message.column] = self._device.mark()
-            for tensor in tensors:
-                held.append(as_sent(tensor))  # here: a copy that it makes is a kernel of this stream
-                backend.send([held[-1]], peer, 0).wait()
-            self.marks.through[message.column] = end = self._device.mark()
-        self._sent[message].append(held)
+        try:
+            with self._use(stream):
+                for tensor in tensors:
+                    sent = as_sent(tensor)  # here: a copy that it makes is a kernel of this stream
+                    held.append(sent)
+                    passage.backend.send([sent], passage.peer, 0).wait()
+        except dist.DistError as error:
+            raise lost(passage.message.transfer.receiver, passage.message) from error
+        end = self._mark_on(stream)
+        self.marks.sends.append((passage.column, passage.channel, passage.position, end))
+        self._sent[passage] = held
         return end
 
-    def release(self, message: Message) -> None:
+    def release(self, passage: Passage, with_layout: bool, stream: Any) -> None:  # noqa: ARG002
         """Let go of what was sent; the compute stream has waited for the send."""
-        del self._sent[message][0]
+        del self._sent[passage]
 
     def drain(self) -> None:
         """Wait until all layouts are through, on the host. Raises LostRankError if one is not."""
         self._hosts.drain()
-
-    @contextmanager
-    def _enqueueing(self, message: Message, stream: Any, peer: int) -> Iterator[None]:
-        try:
-            with self._device.use(stream):
-                yield
-        except dist.DistError as error:
-            raise lost(peer, message) from error
 
     def close(self) -> None:
         """Release the process groups."""

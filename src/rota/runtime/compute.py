@@ -29,7 +29,7 @@ from rota.runtime.gradients.forward_backward import (
 )
 from rota.runtime.gradients.recompute import Again, drawing_again, versions_in, without_activations
 from rota.runtime.gradients.split_backward import WeightWork
-from rota.runtime.losses import LossFn, MicrobatchLoss, Weighed, loss_of
+from rota.runtime.losses import LossFn, MicrobatchLoss, Weighed, loss_of, needs_target
 from rota.runtime.messages import hand_over
 from rota.runtime.microbatches import Microbatches
 from rota.runtime.precision import Autocast, ambient_autocast, without_autocast
@@ -131,6 +131,7 @@ class Compute:
     ) -> None:
         self._device = HostDevice() if device is None else device
         self._stages, self._loss_fn, self.keep_outputs = stages, loss_fn, keep_outputs
+        self._takes_target = loss_fn is None or needs_target(loss_fn)  # once, as reading a signature takes long
         self._trains = any(task.kind.makes_weight_gradients for task in placement.tasks)
         self._split = {task.stage for task in placement.tasks if task.kind is Kind.I}
         self._recomputed = {task.stage for task in placement.tasks if task.kind is Kind.R}.union(recompute)
@@ -222,7 +223,7 @@ class Compute:
         if stage in self._sinks:
             targets = batch.targets[m]
             if self._loss_fn is not None and (targets is not None or batch.loss_of_output):
-                self._take_loss(kept, m, *loss_of(self._loss_fn, output, targets, self._device))
+                self._take_loss(kept, m, *loss_of(self._loss_fn, output, targets, self._device, self._takes_target))
             if self.keep_outputs and not batch.is_padding(m):
                 self.outputs[m] = hand_over(output)
         if added.losses:

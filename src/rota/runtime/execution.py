@@ -9,8 +9,10 @@ On the CPU the loop goes over the actions of `rota.programs.actions`. On a queue
 from __future__ import annotations
 
 import sys
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, final
 
@@ -21,9 +23,9 @@ from rota.errors import PipelineError
 from rota.models import Stages
 from rota.plan import Plan
 from rota.programs.actions import Action, Message, ValueKey, compile_program
-from rota.programs.device_steps import Step, device_program
+from rota.programs.device_steps import COMPUTE, Step, device_program
 from rota.programs.prefetch_receives import prefetch_receives
-from rota.runtime.channels import Channels
+from rota.runtime.channels import Channels, Passage
 from rota.runtime.compute import Batch, RunsOps
 from rota.runtime.device.protocol import Device, Mark, QueuedDevice
 from rota.runtime.faults.stack_location import Doing, is_in_a_collective
@@ -67,6 +69,7 @@ class _Enqueued(NamedTuple):
     enqueue: Enqueue
     what: Any  # the argument of `enqueue`
     stream: str
+    waits: tuple[int, ...]
 
 
 @final
@@ -101,6 +104,7 @@ class Execution(Generic[C]):
         edge_index = {(edge.source, edge.target): i for i, edge in enumerate(stages.edges)}
         self._stages, self._transport, self._device, self._channels = stages, transport, device, channels
         self._program = compile_program(plan, edge_index, rank)
+        self._positions = {op: position for position, op in enumerate(plan.orders[rank])}
         self._prepared = {op: self._prepare(op, stages, edge_index) for op in plan.orders[rank]}
         #: Each action with the function that does it and its argument. A run with layouts waits for each layout, so it
         #: keeps the strict order.
@@ -108,8 +112,8 @@ class Execution(Generic[C]):
         self._strict_steps, self._early_steps = self._device_steps(tied) if channels is not None else ([], [])
         self._take = (channels or transport).take
         self._mark = device.mark
-        #: By position in the program of a queued device: the mark behind each step that has a kernel.
-        self._behind: dict[int, Mark] = {}
+        #: By position in the program of a queued device: the mark behind each step; None if it has none, or none yet.
+        self._behind: list[Mark] = []
         self._steps: list[_Enqueued] = []
         self._step: Step | None = None
         #: The formats of activations, as of the last run with layouts, or as the caller set them.
@@ -166,22 +170,34 @@ class Execution(Generic[C]):
         timeline = simulate(self.plan)
         for is_early in (False, True):
             program = device_program(timeline, self._program, tied=tied, allocates_early=is_early)
-            yield [_Enqueued(step, *self._enqueueing_of(step), step.stream) for step in program.steps]
+            under_way: defaultdict[Message, deque[Passage]] = defaultdict(deque)
+            yield [
+                _Enqueued(step, *self._enqueueing_of(step, under_way), step.stream, step.waits)
+                for step in program.steps
+            ]
 
-    def _enqueueing_of(self, step: Step) -> tuple[Enqueue, Any]:
-        """How to enqueue a step, and the argument."""
+    def _enqueueing_of(self, step: Step, under_way: Mapping[Message, deque[Passage]]) -> tuple[Enqueue, Any]:
+        """How to enqueue a step, and the argument. `under_way`: messages that were allocated or sent, but not ended."""
+        channels = self._channel
         enqueue: dict[str, Enqueue] = {
-            "allocate": self._allocate,
-            "receive": self._receive,
+            "allocate": channels.allocate,
+            "receive": channels.receive,
             "run": self._enqueue_op,
             "send": self._enqueue_send,
-            "release": self._release,
+            "release": channels.release,
             "reduce": self._reduce,
             "sum": self._sum,
             "join": self._join,
         }
-        of_op = self._prepared.get(step.subject) if step.what == "run" else None  # type: ignore[arg-type]
-        return enqueue[step.what], of_op or step.message or step.subject
+        if step.message is None:
+            of_op = self._prepared.get(step.subject) if step.what == "run" else None  # type: ignore[arg-type]
+            return enqueue[step.what], of_op or step.subject
+        passages = under_way[step.message]
+        if step.what not in ("allocate", "send"):
+            return enqueue[step.what], passages.popleft()
+        position = self._positions[step.message.transfer.source] if step.what == "send" else -1
+        passages.append(channels.passage(step.message, position))
+        return enqueue[step.what], passages[-1]
 
     def is_new(self, batch: Batch) -> bool:
         """Whether layouts at the boundaries may differ from those of the last run."""
@@ -256,7 +272,7 @@ class Execution(Generic[C]):
         """Put the times of the last run into `record`. On a queued device the host waits for the run to end."""
         if not self._is_settled:
             self.record.settle(self.marks, self._device)
-            self._is_settled, self._behind = True, {}
+            self._is_settled, self._behind = True, []
 
     def _run(self, prepared: _Prepared, with_layouts: bool) -> None:
         op, reads, makes, lent = prepared
@@ -301,24 +317,18 @@ class Execution(Generic[C]):
 
     def _enqueue(self, steps: list[_Enqueued], with_layouts: bool, tick: Callable[[], None]) -> None:
         device = self._queue
-        behind = self._behind = {}
-        self._steps = steps
-        for position, (step, enqueue, what, name) in enumerate(steps):
+        wait, streams = device.wait, {name: device.stream(name) for name in {each.stream for each in steps}}
+        self._mark = partial(device.mark_on, device.stream(COMPUTE))
+        self._steps, self._behind = steps, [None] * len(steps)
+        behind = self._behind
+        for position, (step, enqueue, what, name, waits) in enumerate(steps):
             self._step = step
             tick()
-            stream = device.stream(name)
-            for before in step.waits:
-                if (mark := behind.get(before)) is not None:
-                    device.wait(stream, mark)
-            if (mark := enqueue(what, with_layouts, stream)) is not None:
-                behind[position] = mark
-
-    def _allocate(self, message: Message, with_layouts: bool, stream: Any) -> Mark:
-        self._channel.allocate(message, with_layouts)
-        return self._queue.record(stream)
-
-    def _receive(self, message: Message, with_layouts: bool, stream: Any) -> Mark:  # noqa: ARG002 - known by now
-        return self._channel.receive(message, stream)
+            stream = streams[name]
+            for before in waits:
+                if (mark := behind[before]) is not None:
+                    wait(stream, mark)
+            behind[position] = enqueue(what, with_layouts, stream)
 
     def _enqueue_op(self, prepared: _Prepared, with_layouts: bool, stream: Any) -> Mark:  # noqa: ARG002 - is current
         self.before.get(prepared.op, _nothing)()
@@ -327,14 +337,11 @@ class Execution(Generic[C]):
             self.watch.op_ended(prepared.op)
         return self.marks.ends[-1]
 
-    def _enqueue_send(self, message: Message, with_layouts: bool, stream: Any) -> Mark:
-        value = self._use(message.value)
-        if message.value[1]:
-            return self._channel.send_gradients(message, value, stream)
-        return self._channel.send_value(message, value, with_layouts, stream)
-
-    def _release(self, message: Message, with_layouts: bool, stream: Any) -> Mark:  # noqa: ARG002
-        self._channel.release(message)
+    def _enqueue_send(self, passage: Passage, with_layouts: bool, stream: Any) -> Mark:
+        value = self._use(passage.value)
+        if passage.value[1]:
+            return self._channel.send_gradients(passage, value, stream)
+        return self._channel.send_value(passage, value, with_layouts, stream)
 
     def _reduce(self, op: Op, with_layouts: bool, stream: Any) -> Mark:  # noqa: ARG002
         return self.after.get(op, _nothing)(stream)
@@ -357,17 +364,15 @@ class Execution(Generic[C]):
 
     def num_reached(self) -> int:
         """How many kernels of the last run a queued device has ended. Any thread may ask."""
-        return sum(self._queue.is_done(mark) for mark in [*self._behind.values()]) if self._channels else 0
+        return sum(mark is not None and self._queue.is_done(mark) for mark in [*self._behind]) if self._channels else 0
 
     def _unfinished(self) -> list[tuple[Step, bool]]:
         """The first step of each stream that the device has not ended, and whether it waits for another one's."""
-        behind = dict(self._behind)
-        done = {position: self._queue.is_done(mark) for position, mark in behind.items()}
+        steps, done = self._steps, [mark is None or self._queue.is_done(mark) for mark in [*self._behind]]
         first: dict[str, tuple[Step, bool]] = {}
-        for position, each in enumerate(self._steps):
-            if not done.get(position, True):
-                waits = not all(done.get(before, True) for before in each.step.waits)
-                first.setdefault(each.stream, (each.step, waits))
+        for each, is_done in zip(steps, done, strict=False):  # none is unfinished once the times are known
+            if not is_done:
+                first.setdefault(each.stream, (each.step, not all(done[before] for before in each.waits)))
         return [*first.values()]
 
     # --- values -------------------------------------------------------------------------------------------------------

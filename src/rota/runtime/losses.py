@@ -58,13 +58,19 @@ def needs_target(loss_fn: LossFn) -> bool:
     return len(by_position) != 1 or any(one.kind is Parameter.VAR_POSITIONAL for one in parameters)
 
 
-def loss_of(loss_fn: LossFn, output: Any, target: Any, device: Device) -> tuple[torch.Tensor, MicrobatchLoss]:
+def loss_of(
+    loss_fn: LossFn, output: Any, target: Any, device: Device, takes_target: bool | None = None
+) -> tuple[torch.Tensor, MicrobatchLoss]:
     """What the backward starts from, and its numbers. Does not wait for the device.
+
+    `takes_target`: what `needs_target` says; None: ask it.
 
     Raises:
         PipelineError: `loss_fn` returns something else, or a loss without gradient for an output that has one.
     """
-    returned = loss_fn(output, target) if needs_target(loss_fn) else loss_fn(output)
+    if takes_target is None:
+        takes_target = needs_target(loss_fn)
+    returned = loss_fn(output, target) if takes_target else loss_fn(output)
     metrics: dict[str, Weighed] = {}
     if isinstance(returned, Mapping):
         if "loss" not in returned:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rota.errors import PipelineError
 from rota.plan import Plan
+from rota.runtime.device.local import local_device_type
 from rota.runtime.process_group import group_timeout, join, leave
 from rota.runtime.transport import collective
 
@@ -52,7 +53,7 @@ def mesh(*, pp: int | None = None, dp: int = 1, tp: int = 1, timeout_s: float | 
             f"such as with `rota run --mesh pp={pp},dp={dp},tp={tp} plan.json script.py`"
         )
     with collective("making the mesh"):
-        return init_device_mesh("cpu", (dp, pp, tp), mesh_dim_names=_DIMS)
+        return init_device_mesh(local_device_type(), (dp, pp, tp), mesh_dim_names=_DIMS)
 
 
 def local_stages(plan: Plan, mesh: DeviceMesh | None = None) -> tuple[int, ...]:

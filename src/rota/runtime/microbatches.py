@@ -120,14 +120,15 @@ def _common_rows(places: list[tuple[str, torch.Tensor]], n: int) -> int:
         return 0
     first, _, num_rows = many[0]
     for name, tensor, rows in many:
+        if rows == num_rows and rows:
+            continue
         found = f"{name} has {rows} rows (shape {list(tensor.shape)})"
         if not rows:
             raise PipelineError(f"{found}; give one row or more")
-        if rows != num_rows:
-            raise PipelineError(
-                f"{found}, but {first} has {num_rows}; give the same number, one row that is the same for all, or a "
-                f"list of {n} micro-batches"
-            )
+        raise PipelineError(
+            f"{found}, but {first} has {num_rows}; give the same number, one row that is the same for all, or a "
+            f"list of {n} micro-batches"
+        )
     return num_rows
 
 

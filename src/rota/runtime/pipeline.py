@@ -167,7 +167,7 @@ class Pipeline:
                 self._inputs,
                 self._loss_counts,
                 self._stops,
-                self.watching,
+                self._watchdog.watching,
                 allow_nonfinite_loss,
             )
             self._agreement = Agreement(
@@ -433,7 +433,7 @@ class Pipeline:
             if trains:
                 self._loss_counts.abort()
             raise
-        if trains and call.waits:
+        if trains and call.waits and not math.isfinite(loss.mean):
             with self._watchdog.watching(execution.doing):
                 self._step_end.refuse_nonfinite(execution, batch, loss.mean, self._num_steps)
         return _Ran(batch, loss, begun.asking, handle)
@@ -510,11 +510,11 @@ class Pipeline:
     def _share_norm(self, mine: Number) -> torch.Tensor:
         """All processes' numbers, where the stages are. Collective; does not wait for a queued device."""
         doing = "adding up the gradients' norm"
-        here = mine if isinstance(mine, float) or mine.is_cpu else 0.0
-        numbers = self._device.numbers(self._agreement.share(Call.CLIP_GRAD_NORM, doing, float(here)))
-        if self._device.is_queued:
-            numbers[dist.get_rank()].add_(mine)
-            all_reduce(numbers, dist.ReduceOp.SUM, doing, self._transport, self._processes)
+        if not self._device.is_queued:
+            return self._device.numbers(self._agreement.share(Call.CLIP_GRAD_NORM, doing, float(mine)))
+        numbers = self._device.numbers([0.0 for _ in self._agreement.share(Call.CLIP_GRAD_NORM, doing)])
+        numbers[dist.get_rank()].add_(mine)
+        all_reduce(numbers, dist.ReduceOp.SUM, doing, self._transport, self._processes)
         return numbers
 
     # --- afterwards -----------------------------------------------------------------------------------------------

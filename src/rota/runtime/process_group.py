@@ -20,6 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from rota.errors import PipelineError
 from rota.runtime import control
+from rota.runtime.device.local import group_backend
 from rota.runtime.faults.watchdog import PATIENT, limit_s
 from rota.runtime.json_messages import broadcast_json
 from rota.runtime.orphans import end_with_parent
@@ -64,9 +65,11 @@ def join(timeout_s: float | None = None) -> bool:
     else:
         store = None
     if store is None:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=limit))
+        dist.init_process_group(group_backend(), timeout=timedelta(seconds=limit))
     else:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=limit))
+        dist.init_process_group(
+            group_backend(), store=store, rank=rank, world_size=size, timeout=timedelta(seconds=limit)
+        )
     # All have joined; the script's own collectives may last as long as PyTorch allows, or longer.
     set_default_timeout(group_timeout(limit_s(timeout_s)))
     return True

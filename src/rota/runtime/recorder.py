@@ -5,9 +5,10 @@ from __future__ import annotations
 import socket
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,16 +23,25 @@ from rota.timeline import Timeline
 _NUM_STEPS = 21  # whose busy times are kept
 
 
+Column: TypeAlias = tuple[int, int]  # (route, position), see `rota.programs.actions.Message`
+Pair: TypeAlias = tuple[int, int]  # the ranks of a channel, the sender first
+
+
 @dataclass(slots=True)
 class Marks:
-    """The moments of a step in which ops, messages and reductions began and ended, see `Record`."""
+    """The moments of a step in which ops, messages and reductions began and ended, see `Record`.
+
+    On a queued device, messages are in `sends` and `receives`, in the order of their kernels: (column, channel, what
+    the kernel waits for, the mark behind it). A send waits for the op with this position in `ends`, a receive for the
+    mark behind the allocation of its buffers. A mark less is a call of the device less.
+    """
 
     starts: list[Mark] = field(default_factory=list)
     ends: list[Mark] = field(default_factory=list)
-    sent: dict[tuple[int, int], Mark] = field(default_factory=dict)
-    through: dict[tuple[int, int], Mark] = field(default_factory=dict)
-    receiving: dict[tuple[int, int], Mark] = field(default_factory=dict)
-    received: dict[tuple[int, int], Mark] = field(default_factory=dict)
+    sent: dict[Column, Mark] = field(default_factory=dict)
+    through: dict[Column, Mark] = field(default_factory=dict)
+    sends: list[tuple[Column, Pair, int, Mark]] = field(default_factory=list)
+    receives: list[tuple[Column, Pair, Mark, Mark]] = field(default_factory=list)
     reductions: dict[int, tuple[Mark, Mark]] = field(default_factory=dict)
 
 
@@ -60,8 +70,12 @@ class Record:
         """Take the times of a step's marks. On a queued device the host waits for the last of them."""
         self.starts_ns, self.ends_ns = device.times_ns(marks.starts), device.times_ns(marks.ends)
         self.sent_ns, self.through_ns = _times(marks.sent, device), _times(marks.through, device)
-        receiving, received = _times(marks.receiving, device), _times(marks.received, device)
-        self.received_ns = {column: (ready, received[column]) for column, ready in receiving.items()}
+        for column, (begun_ns, end_ns) in _on_channels(
+            marks.sends, [self.ends_ns[op] for _, _, op, _ in marks.sends], device
+        ):
+            self.sent_ns[column], self.through_ns[column] = begun_ns, end_ns
+        allocated_ns = device.times_ns([allocated for _, _, allocated, _ in marks.receives])
+        self.received_ns = dict(_on_channels(marks.receives, allocated_ns, device))
         begun = _times({stage: start for stage, (start, _) in marks.reductions.items()}, device)
         ended = _times({stage: end for stage, (_, end) in marks.reductions.items()}, device)
         self.reductions_ns = {stage: (begun[stage], ended[stage]) for stage in begun}
@@ -90,6 +104,17 @@ class Record:
         record.busy_ns.extend(fields["busy_ns"])
         record.microbatch_rows = fields["microbatch_rows"]
         return record
+
+
+def _on_channels(
+    kernels: Sequence[tuple[Column, Pair, Any, Mark]], ready_ns: list[int], device: Device
+) -> Iterator[tuple[Column, tuple[int, int]]]:
+    """When each kernel began and ended: it begins once it is ready and the one before it on its channel has ended."""
+    free_ns: dict[Pair, int] = {}
+    ends_ns = device.times_ns([end for *_, end in kernels])
+    for (column, channel, _, _), ready, end in zip(kernels, ready_ns, ends_ns, strict=True):
+        yield column, (max(ready, free_ns.get(channel, ready)), end)
+        free_ns[channel] = end
 
 
 def _times(marks: dict[Any, Mark], device: Device) -> dict[Any, int]:
@@ -169,11 +194,12 @@ def clock_offset_ns(group: dist.ProcessGroup, rounds: int = 20) -> int:
     offset = 0
     for other in range(1, size):
         if machines[other] != machines[0] and rank in (0, other):
-            offset = _answer(other, group, rounds) if rank == 0 else ask_offset_ns(0, group, rounds)
+            offset = answer_offset(other, group, rounds) if rank == 0 else ask_offset_ns(0, group, rounds)
     return offset
 
 
-def _answer(peer: int, group: dist.ProcessGroup, rounds: int) -> int:
+def answer_offset(peer: int, group: dist.ProcessGroup, rounds: int) -> int:
+    """Answer a peer that runs `ask_offset_ns` with this rank's clock. Returns 0, the offset of one's own clock."""
     for _ in range(rounds):
         question = torch.empty(1, dtype=torch.int64)
         dist.recv(question, group_src=peer, group=group)
@@ -182,7 +208,7 @@ def _answer(peer: int, group: dist.ProcessGroup, rounds: int) -> int:
 
 
 def ask_offset_ns(peer: int, group: dist.ProcessGroup, rounds: int) -> int:
-    """The peer's clock minus ours, in ns; the peer runs `_answer` meanwhile."""
+    """The peer's clock minus ours, in ns; the peer runs `answer_offset` meanwhile."""
     best_round_ns, offset = None, 0
     for _ in range(rounds):
         asked = time.monotonic_ns()

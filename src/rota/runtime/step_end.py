@@ -24,6 +24,7 @@ from rota.runtime.agreement import Call, refuse_loss, refuse_loss_alone
 from rota.runtime.compute import Batch, Compute
 from rota.runtime.device.protocol import Device, Number, is_queued
 from rota.runtime.execution import Execution
+from rota.runtime.faults.watchdog import Describe
 from rota.runtime.losses import means_of
 from rota.runtime.meshes import Processes
 from rota.runtime.microbatch_inputs import MicrobatchInputs
@@ -57,7 +58,7 @@ class StepEnd:
         inputs: MicrobatchInputs,
         loss_counts: LossCounts,
         stops: StopRequests,
-        watching: Callable[[str], AbstractContextManager[None]],
+        watching: Callable[[Describe], AbstractContextManager[None]],
         allow_nonfinite_loss: bool,
     ) -> None:
         self._device, self._processes, self._transport, self._inputs = device, processes, transport, inputs
@@ -85,12 +86,11 @@ class StepEnd:
 
     def refuse_nonfinite(self, execution: Execution[Compute], batch: Batch, mean: float, number: int) -> None:
         """Raises PipelineError, on all ranks, with all losses that are not finite, unless a scaler looks for that."""
-        if not math.isfinite(mean) and self._must_be_finite:
+        if not math.isfinite(mean) and self._must_be_finite(execution):
             refuse_loss(mean, number, self._name, *self._nonfinite(execution, batch), self._processes.everyone)
 
-    @property
-    def _must_be_finite(self) -> bool:
-        return not (self._allow_nonfinite_loss or self.loss_scale.is_on)
+    def _must_be_finite(self, execution: Execution[Compute]) -> bool:
+        return execution.trains and not (self._allow_nonfinite_loss or self.loss_scale.is_on)
 
     def _nonfinite(self, execution: Execution[Compute], batch: Batch) -> tuple[dict[int, dict[int, float]], list[int]]:
         losses = means_of(execution.compute.losses, self._device)
@@ -100,14 +100,15 @@ class StepEnd:
 
     def hand_over(self, call: Call, execution: Execution[Compute], batch: Batch, number: int) -> StepHandle:
         """End a step that does not wait. What is wrong with its loss is left to the handle."""
-        if is_queued(self._device) and self._counts.are_means is not None:
+        if is_queued(self._device) and self._knows_forms(execution):
             return self._hand_over_later(call, execution, batch, number)
         mean, refusal = math.nan, None
         try:
             loss = self._read(self._totals(execution, batch), LATER)
-            self._settle(call, execution, loss.count, LATER)(LATER)
             mean = loss.mean
-            if not math.isfinite(mean) and self._must_be_finite:
+            if execution.trains:
+                self._settle(call, execution, loss.count, LATER)(LATER)
+            if not math.isfinite(mean) and self._must_be_finite(execution):
                 refuse_loss_alone(mean, number, self._name, *self._nonfinite(execution, batch))
         except LostRankError:
             raise
@@ -122,21 +123,27 @@ class StepEnd:
 
         return self.begun.add(read, lambda: True)
 
+    def _knows_forms(self, execution: Execution[Compute]) -> bool:
+        """Whether a loss was read, so that all ranks know its metrics, and whether it has a count."""
+        return self._metrics_of > 0 and (self._counts.are_means is not None or not execution.trains)
+
     def _hand_over_later(self, call: Call, execution: Execution[Compute], batch: Batch, number: int) -> StepHandle:
         """Nothing waits for the device."""
         device, are_means = self._device, self._counts.are_means
+        refuse_scales: Refuse = nothing_to_refuse
         assert is_queued(device)
-        assert are_means is not None
         totals = self._totals(execution, batch)
-        refuse_scales = self._settle(call, execution, None if are_means else totals.count, LATER)
+        if execution.trains:
+            refuse_scales = self._settle(call, execution, None if are_means else totals.count, LATER)
         ended = device.record(device.stream(COMPUTE))
-        must_be_finite, nth, losses = self._must_be_finite, self._num_losses, execution.compute.losses
+        must_be_finite, nth, losses = self._must_be_finite(execution), self._num_losses, execution.compute.losses
         empty = self._inputs.without_rows(batch) if must_be_finite else []
 
         def read() -> tuple[float, bool]:
-            with self._watching("the device to end a step"):
+            with self._watching(execution.doing):
                 loss, stops = totals.read(LATER, together=False)
-                refuse_change(are_means, loss.count is None, LATER)
+                if are_means is not None:
+                    refuse_change(are_means, loss.count is None, LATER)
                 refuse_scales(LATER)
                 self._take_metrics(loss, nth)
                 if not math.isfinite(loss.mean) and must_be_finite:

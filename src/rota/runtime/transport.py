@@ -74,7 +74,7 @@ class Transport:
         """
         if with_layout and not message.value[1]:
             self.formats[message.value] = Format(self.receive_layout(message))
-        form, wanted = expected(self.formats, message)
+        form, wanted = expected(self.formats, message.value)
         buffers = [torch.empty(shape, dtype=dtype) for shape, dtype in wanted]
         works = [self._receive(buffer, message) for buffer in buffers]
         self._arriving[message.value] = message, self.watched(message, works), buffers, form
@@ -213,9 +213,9 @@ def as_sent(tensor: torch.Tensor) -> torch.Tensor:
 # --- formats ----------------------------------------------------------------------------------------------------------
 
 
-def expected(formats: Mapping[ValueKey, Format], message: Message) -> tuple[Format, list[tuple[Any, torch.dtype]]]:
-    """The format of the activation to which the message belongs, and shape and dtype of each tensor that comes."""
-    edge, is_gradient, microbatch = message.value
+def expected(formats: Mapping[ValueKey, Format], value: ValueKey) -> tuple[Format, list[tuple[Any, torch.dtype]]]:
+    """The format of the activation to which the value belongs, and shape and dtype of each tensor that comes."""
+    edge, is_gradient, microbatch = value
     form = formats[edge, False, microbatch]
     return form, form.gradients if is_gradient else form.tensors
 

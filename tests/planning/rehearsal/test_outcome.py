@@ -66,6 +66,7 @@ def test_plans_that_hang_or_overflow_start_nothing() -> None:
         ({"timeout_s": 0}, "timeout_s is 0; give seconds above 0"),
         ({"timeout_s": float("nan")}, "timeout_s is nan; give"),
         ({"timeout_s": "60"}, "timeout_s is '60'; give"),
+        ({"device": "tpu"}, "device 'tpu': PyTorch finds no accelerator on this machine; give auto or cpu"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], told: str) -> None:
@@ -199,6 +200,14 @@ def test_the_text_begins_with_the_verdict_and_tells_the_worst_first() -> None:
     )
     assert ["0", "3", "kB", "2", "kB", "4", "kB"] in rows
     assert ["1", "3", "kB", "2", "kB", "unknown"] in rows
+
+
+def test_a_rehearsal_on_devices_says_so() -> None:
+    planned = simulate(plan_of())
+    text = Rehearsal(planned, planned, (planned.makespan_us,), (), (), (), "cuda").to_text()
+    assert text.startswith("runs to its end on cuda; ")
+    assert "(kernels of the planned length, as calibrated)" in text
+    assert "waits of the planned length" not in text
 
 
 def test_one_step_and_many_ranks_are_told_in_few_lines() -> None:

@@ -28,6 +28,7 @@ from rota.runtime.checkpoints.optimizer_state import (
     same,
     split_scheduler,
 )
+from rota.runtime.checkpoints.random_states import random_state
 from rota.runtime.checkpoints.training_json import (
     TrainingState,
     read_training,
@@ -65,11 +66,17 @@ def test_a_manifest_comes_back_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("was", "becomes", "told"),
     [
-        ('"format": 2', '"format": 3', "checkpoint.format is 3; expected 2; it was saved by a later version of Rota"),
+        ('"format": 3', '"format": 4', "checkpoint.format is 4; expected 3; it was saved by a later version of Rota"),
         (
-            '"format": 2',
+            '"format": 3',
             '"format": 1',
-            "an earlier version of Rota, whose checkpoints hold pickles, which are no longer",
+            "checkpoint.format is 1; expected 3; it was saved by an earlier version of Rota, whose checkpoints hold "
+            "pickles",
+        ),
+        (
+            '"format": 3',
+            '"format": 2',
+            "it was saved by an earlier version of Rota; use it with that version",
         ),
         ('"step": 20', '"step": 21', "it has changed since it was saved"),
         ('"position": [3', '"position": [2', "it has changed since it was saved"),

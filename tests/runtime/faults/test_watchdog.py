@@ -132,7 +132,9 @@ def test_rank_that_never_does_what_the_others_do(tmp_path: Path, never: str, wai
 
 def test_rank_that_hangs_before_the_losses(tmp_path: Path) -> None:
     """It is still inside of the step, so it is the one that makes no progress."""
-    ended = run_fresh(tmp_path, NUM_RANKS, do_all_unless_rank_1, stages_with(Layer(), 1), plan_for(), "_loss_of")
+    ended = run_fresh(
+        tmp_path, NUM_RANKS, do_all_unless_rank_1, stages_with(Layer(), 1), plan_for(), "_step_end.finish"
+    )
     assert_one_report(
         ended,
         "all ranks end: rank 1 makes no progress",
@@ -149,7 +151,8 @@ def do_all_unless_rank_1(rank: int, stages: Stages, plan: Plan, never: str) -> N
     with Pipeline(stages, plan, loss_fn, timeout_s=TIMEOUT_S) as pipeline:
         pipeline.step(*batch_of(4))
         if rank == 1:
-            setattr(pipeline, never, sleep_long)
+            owner, _, method = never.rpartition(".")
+            setattr(getattr(pipeline, owner) if owner else pipeline, method, sleep_long)
         mark()
         pipeline.step(*batch_of(4))
         pipeline.clip_grad_norm_(1.0)

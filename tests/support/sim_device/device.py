@@ -13,7 +13,8 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -51,11 +52,13 @@ class Stream:
         self.id, self.device, self.name = next(Stream._ids), device, name
         self.clock: Clock = {}
         self.last = "its start"  # its last kernel
+        self.free_ns = 0  # when its last kernel ends, in ns of the monotonic clock
 
     def wait_event(self, event: Event) -> None:
         """Kernels that come from now on start after the event. An event that was not recorded holds nothing."""
         with self.device.lock:
             _merge(self.clock, event.clock)
+            self.free_ns = max(self.free_ns, event.time_ns)
 
     def wait_stream(self, other: Stream) -> None:
         """Kernels that come from now on start after all that `other` has got so far."""
@@ -69,7 +72,7 @@ class Stream:
 
     def synchronize(self) -> None:
         """The host waits for all kernels so far."""
-        self.device.host_waits(self.clock, f"synchronize({self})")
+        self.device.host_waits(self.clock, f"synchronize({self})", self.free_ns)
 
     def __repr__(self) -> str:
         return self.name
@@ -80,6 +83,7 @@ class Event:
 
     def __init__(self) -> None:
         self.clock: Clock = {}
+        self.time_ns = 0
         self._stream: Stream | None = None
 
     def record(self, stream: Stream) -> None:
@@ -87,11 +91,12 @@ class Event:
         with stream.device.lock:
             _merge(stream.clock, stream.device.host)
             self.clock, self._stream = dict(stream.clock), stream
+            self.time_ns = max(stream.free_ns, stream.device.now_ns)
 
     def synchronize(self) -> None:
         """The host waits for the event."""
         if self._stream is not None:
-            self._stream.device.host_waits(self.clock, "Event.synchronize")
+            self._stream.device.host_waits(self.clock, "Event.synchronize", self.time_ns)
 
     def query(self) -> bool:
         """Whether the device has got there, as far as the host knows then."""
@@ -99,7 +104,7 @@ class Event:
             return True
         device = self._stream.device
         with device.lock:
-            if device.is_fast:
+            if device.is_fast or (device.cost_ns is not None and device.now_ns >= self.time_ns):
                 _merge(device.host, self.clock)
             return _covers(device.host, self.clock)
 
@@ -141,11 +146,22 @@ class SimDevice:
 
     `is_fast`: an event is done as soon as anyone asks; else only when the host has waited for it, as on a device that
     is far behind its host. `goes_on`: errors are raised by `check` alone, not by the kernel that makes them, so that
-    other ranks do not wait in vain.
+    other ranks do not wait in vain. `cost_ns`: what each kernel lasts, by its name and the blocks that it writes to.
+    With it kernels of a stream run one after another, and events have times. The device runs in real time beside its
+    host, or in a time of its own, in which the host takes `host_ns` for a kernel, however busy the machine is.
     """
 
-    def __init__(self, name: str = "sim", *, is_fast: bool = False, goes_on: bool = False) -> None:
-        self.name, self.is_fast, self.goes_on = name, is_fast, goes_on
+    def __init__(
+        self,
+        name: str = "sim",
+        *,
+        is_fast: bool = False,
+        goes_on: bool = False,
+        cost_ns: Callable[[str, Sequence[Block]], int] | None = None,
+        host_ns: int | None = None,
+    ) -> None:
+        self._host_ns, self._own_ns = host_ns, 0
+        self.name, self.is_fast, self.goes_on, self.cost_ns = name, is_fast, goes_on, cost_ns
         self.lock = threading.RLock()
         self.host: Clock = {}  # what the host has waited for
         self.default = Stream(self, "compute")
@@ -197,7 +213,12 @@ class SimDevice:
     # --- kernels ------------------------------------------------------------------------------------------------------
 
     def launch(
-        self, name: str, reads: Iterable[Block] = (), writes: Iterable[Block] = (), stream: Stream | None = None
+        self,
+        name: str,
+        reads: Iterable[Block] = (),
+        writes: Iterable[Block] = (),
+        stream: Stream | None = None,
+        lasts_ns: int | None = None,
     ) -> None:
         """A kernel on `stream`, or on the current one. Raises RaceError and FreedTooEarlyError, see `check`."""
         with self.lock:
@@ -222,6 +243,10 @@ class SimDevice:
                 block.write, block.reads = access, {}
             self.num_kernels += 1
             stream.last = name
+            if self.cost_ns is not None:
+                lasts_ns = self.cost_ns(name, [*written.values()]) if lasts_ns is None else lasts_ns
+                self._own_ns += self._host_ns or 0
+                stream.free_ns = max(stream.free_ns, self.now_ns) + lasts_ns
 
     def last_access(self, stream: Stream, name: str) -> _Access:
         """The access of the last kernel of `stream`."""
@@ -280,8 +305,9 @@ class SimDevice:
 
     # --- the host -----------------------------------------------------------------------------------------------------
 
-    def host_waits(self, clock: Clock, operation: str) -> None:
-        """The host waits, which is counted."""
+    def host_waits(self, clock: Clock, operation: str, until_ns: int = 0) -> None:
+        """The host waits, which is counted; until a time of the monotonic clock, where kernels have times."""
+        self._pass_until(until_ns)
         with self.lock:
             _merge(self.host, clock)
             self.syncs.append(HostSync(operation, _line_of_code()))
@@ -289,8 +315,20 @@ class SimDevice:
     def synchronize(self) -> None:
         """The host waits for all streams."""
         for stream in self.streams.values():
+            self._pass_until(stream.free_ns)
             _merge(self.host, stream.clock)
         self.syncs.append(HostSync("synchronize", _line_of_code()))
+
+    @property
+    def now_ns(self) -> int:
+        """The host's clock."""
+        return time.monotonic_ns() if self._host_ns is None else self._own_ns
+
+    def _pass_until(self, time_ns: int) -> None:
+        if self._host_ns is not None:
+            self._own_ns = max(self._own_ns, time_ns)
+        else:
+            time.sleep(max(time_ns - time.monotonic_ns(), 0) / 1e9)
 
     # --- autograd -----------------------------------------------------------------------------------------------------
     # A node of the backward runs on the stream of its forward, in a thread of the engine. Which one that was is known

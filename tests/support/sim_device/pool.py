@@ -53,11 +53,7 @@ def pipelines_on_sim(waits: list[str]) -> Iterator[None]:
     init, step = Pipeline.__init__, Pipeline.step
 
     def init_on_sim(pipeline: Pipeline, stages: Any, *args: Any, **options: Any) -> None:
-        # As on other devices, a tied weight stays one: PyTorch would make new ones, because of the tensors' class.
-        torch.__future__.set_swap_module_params_on_conversion(True)
-        for module in stages.modules:
-            module.to("sim")
-        torch.__future__.set_swap_module_params_on_conversion(False)
+        stages.to(torch.device("sim"))
         init(pipeline, stages, *args, **options)
 
     def watched_step(pipeline: Pipeline, *args: Any, **options: Any) -> Any:

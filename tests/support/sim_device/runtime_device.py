@@ -1,12 +1,11 @@
 """The simulated device as the runtime sees it, with a process group for its tensors.
 
 A message or a collective is a kernel on the stream that is current, as in NCCL. Its values travel by Gloo; of these the
-host waits for receives alone. A mark's time is the host's, since operations run when they are enqueued.
+host waits for receives alone. A mark's time is the host's, or later where kernels last.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -20,13 +19,9 @@ from rota.runtime.device import choosing
 from support.sim_device.device import Event, Stream, current_device
 from support.sim_device.tensors import SimTensor
 
+FREE_BYTES = 2_000_000
+SIM = torch.device("sim", 0)
 _END_OF_STEP = ("read", "times_ns")  # what the host may wait for, once a step has been enqueued
-
-
-class TimedEvent(Event):
-    """An event with the time at which it was recorded."""
-
-    time_ns = 0
 
 
 @final
@@ -38,12 +33,15 @@ class SimRuntimeDevice:
         self.hardware = current_device()
 
     def begin(self) -> None:
-        self.hardware.peak_bytes = self.hardware.allocated_bytes
+        pass
 
     # --- streams ------------------------------------------------------------------------------------------------------
 
     def stream(self, name: str) -> Stream:
         return self.hardware.default if name == COMPUTE else self.hardware.stream(name)
+
+    def current(self) -> Stream:
+        return self.hardware.current_stream
 
     def use(self, stream: Stream) -> AbstractContextManager[object]:
         return self.hardware.use(stream)
@@ -63,20 +61,27 @@ class SimRuntimeDevice:
     def synchronize(self) -> None:
         self.hardware.synchronize()
 
+    def reset_peak(self) -> None:
+        self.hardware.peak_bytes = self.hardware.allocated_bytes
+
     def peak_bytes(self) -> int:
         return self.hardware.peak_bytes
 
+    def free_bytes(self) -> int:
+        return FREE_BYTES
+
     # --- time ---------------------------------------------------------------------------------------------------------
 
-    def mark(self) -> TimedEvent:
-        event = TimedEvent()
-        self.hardware.current_stream.record_event(event)
-        event.time_ns = time.monotonic_ns()
-        return event
+    def mark(self) -> Event:
+        return self.mark_on(self.hardware.current_stream)
 
-    def times_ns(self, marks: Sequence[TimedEvent]) -> list[int]:
+    def mark_on(self, stream: Stream) -> Event:
+        return stream.record_event()
+
+    def times_ns(self, marks: Sequence[Event]) -> list[int]:
         if marks:
-            self.hardware.host_waits(self.hardware.current_stream.clock, "times_ns")
+            last_ns = max(mark.time_ns for mark in marks)
+            self.hardware.host_waits(self.hardware.current_stream.clock, "times_ns", last_ns)
         return [mark.time_ns for mark in marks]
 
     # --- numbers ------------------------------------------------------------------------------------------------------
@@ -92,7 +97,8 @@ class SimRuntimeDevice:
         copied = self.hardware.current_stream.record_event()
 
         def numbers() -> list[float]:
-            self.hardware.host_waits(copied.clock, "read")
+            if not copied.query():
+                self.hardware.host_waits(copied.clock, "read")
             found: list[float] = copy.tolist()
             return found
 
@@ -155,12 +161,14 @@ class SimGroup(dist.ProcessGroup):
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
         (tensor,) = tensors
         values = self._launched("send", tensor, writes=False)
+        self._tell_end(peer, tag)
         self._sends.append((_asked(lambda: self._gloo.send([values], peer, tag)), values))
         return _Done()
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
         (tensor,) = tensors
         values = self._launched("recv", tensor, reads=False)
+        self._end_after_sender(peer, tag, tensor)
         _asked(lambda: self._gloo.recv([values], peer, tag).wait())
         _write(tensor, values)
         return _Done()
@@ -170,6 +178,7 @@ class SimGroup(dist.ProcessGroup):
         if not isinstance(tensor, SimTensor):
             return self._gloo.allreduce([tensor], options)
         values = self._launched("all_reduce", tensor)
+        self._end_together()
         _asked(lambda: self._gloo.allreduce([values], options).wait())
         _write(tensor, values)
         return _Done()
@@ -197,6 +206,27 @@ class SimGroup(dist.ProcessGroup):
     def barrier(self, options: Any) -> dist.Work:
         _asked(lambda: self._gloo.barrier(options).wait())
         return _Done()
+
+    # Where kernels last, a receive begins no earlier than its send ends, and the kernels of a sum end together.
+
+    def _tell_end(self, peer: int, tag: int) -> None:
+        if current_device().cost_ns is not None:
+            end_ns = torch.tensor([current_device().current_stream.free_ns])
+            self._sends.append((_asked(lambda: self._gloo.send([end_ns], peer, tag)), end_ns))
+
+    def _end_after_sender(self, peer: int, tag: int, tensor: torch.Tensor) -> None:
+        if (cost_ns := current_device().cost_ns) is not None:
+            assert isinstance(tensor, SimTensor)
+            end_ns, stream = torch.empty(1, dtype=torch.int64), current_device().current_stream
+            _asked(lambda: self._gloo.recv([end_ns], peer, tag).wait())
+            stream.free_ns = max(stream.free_ns, int(end_ns) + cost_ns("recv", [tensor.block]))
+
+    def _end_together(self) -> None:
+        if current_device().cost_ns is not None:
+            stream, options = current_device().current_stream, dist.AllreduceOptions()
+            end_ns, options.reduceOp = torch.tensor([stream.free_ns]), dist.ReduceOp.MAX
+            _asked(lambda: self._gloo.allreduce([end_ns], options).wait())
+            stream.free_ns = int(end_ns)
 
     @staticmethod
     def _launched(name: str, tensor: torch.Tensor, *, reads: bool = True, writes: bool = True) -> torch.Tensor:

@@ -17,6 +17,7 @@ from support.sim_device import autocast
 from support.sim_device.device import Block, SimDevice, Stream, current_device, set_last_device
 
 CPU = torch.device("cpu")
+NS_PER_TICK = 0.7  # of the device's clock
 #: Operations whose result, or its shape, the host needs.
 READ_BY_HOST = frozenset(
     f"aten::{name}"
@@ -61,6 +62,18 @@ class SimTensor(torch.Tensor):
     def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
         """See `Block.record_stream`."""
         self.block.record_stream(stream)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            copied = self.detach().clone().requires_grad_(self.requires_grad)
+            is_parameter = isinstance(self, torch.nn.Parameter)
+            memo[id(self)] = torch.nn.Parameter(copied, self.requires_grad) if is_parameter else copied
+        found: torch.Tensor = memo[id(self)]
+        return found
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The memory itself: views share it, and it counts while any of them is alive."""
+        return self.inner.untyped_storage()
 
     def tolist(self) -> Any:
         """The values as numbers, for which the host waits."""
@@ -153,7 +166,8 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         blocks = [tensor.block for tensor in written if isinstance(tensor, SimTensor)]
         device.launch(schema.name, [tensor.block for tensor in sims], blocks)
         if _host_waits(schema.name, args, kwargs, tensors):
-            device.host_waits(device.stream_of_kernel().clock, schema.name)
+            stream = device.stream_of_kernel()
+            device.host_waits(stream.clock, schema.name, stream.free_ns)
     to_cpu = _goes_to(CPU, schema.name, kwargs)
     changed = {name: _map(value, _inner) for name, value in kwargs.items()}
     if changed.get("device") is not None:
@@ -292,6 +306,10 @@ class _Backend:
 
     def synchronize(self, device: object = None) -> None:
         current_device().synchronize()
+
+    def _sleep(self, ticks: int) -> None:
+        """A kernel that lasts so many ticks."""
+        current_device().launch("sleep", lasts_ns=round(ticks * NS_PER_TICK))
 
 
 _setup_privateuseone_for_python_backend("sim", _Backend())

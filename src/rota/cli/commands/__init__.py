@@ -8,6 +8,7 @@ from rota.cli.commands import (
     checkpoint,
     compare,
     demo,
+    doctor,
     explain,
     export,
     frontier,
@@ -24,7 +25,7 @@ from rota.cli.commands import (
 )
 
 _IN_ORDER = (
-    *(demo, autoplan, profile, plan, schedules, bound, frontier, check, simulate, rehearse, show, explain),
+    *(demo, doctor, autoplan, profile, plan, schedules, bound, frontier, check, simulate, rehearse, show, explain),
     verify,
     *(run, compare, calibrate, import_trace, export, import_plan, checkpoint),
 )

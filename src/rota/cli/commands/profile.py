@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 
 from rota.cli import files
@@ -31,7 +32,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--device",
         metavar="NAME",
-        help="cpu or cuda to measure there (default: cpu), or one to estimate for, such as h100, computing nothing",
+        help="cpu, cuda or another of this machine's to measure there (default: cpu; for links: auto), or one to "
+        "estimate for, such as h100, computing nothing",
     )
     help_text = f"of each measurement, of which the median counts (default: {_REPEATS})"
     parser.add_argument("--repeats", type=number(1), metavar="N", help=help_text)
@@ -88,22 +90,26 @@ def _summary(layers: LayerCosts) -> str:
 
 def _links(arguments: Namespace) -> int:
     from rota.profiling import link_processes
+    from rota.runtime.device.local import AUTO, device_environment
 
-    for option in ("rows", "device", "repeats", "cache", "refresh", "cuts", "length"):
+    for option in ("rows", "repeats", "cache", "refresh", "cuts", "length"):
         if getattr(arguments, option):
             raise InputError(f"--{option} is for a model; leave it out for {LINKS}")
     if not link_processes.is_launched():
-        cluster: Cluster | None = link_processes.links_of_started(arguments.processes or 2)
+        device = arguments.device or AUTO
+        cluster: Cluster | None = link_processes.links_of_started(arguments.processes or 2, device, print)
     elif arguments.processes is not None:
         raise InputError("--processes: the launcher has started them; leave it out")
     else:
-        cluster = link_processes.links_of_launched()
+        os.environ |= device_environment(arguments.device) if arguments.device else {}
+        cluster = link_processes.links_of_launched(print)
     if cluster is None:  # the first process prints it
         return 0
     pairs = [(a, b) for b in range(cluster.num_ranks) for a in range(b)]
     for a, b in pairs:
-        link = cluster.link_between(a, b)
-        print(f"{a} - {b}: {time_text(link.latency_us)}, {size_text((link.bytes_per_us or 0) * 1_000_000)}/s")
+        there, back = cluster.link_between(a, b), cluster.link_between(b, a)
+        for name, link in ((f"{a} - {b}", there),) if there == back else ((f"{a} → {b}", there), (f"{b} → {a}", back)):
+            print(f"{name}: {time_text(link.latency_us)}, {size_text((link.bytes_per_us or 0) * 1_000_000)}/s")
     files.keep(arguments.output, cluster.to_json(), then="; it is a rota.Cluster: Cluster.from_json reads it")
     return 0
 

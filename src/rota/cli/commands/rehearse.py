@@ -18,6 +18,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--allocate", action="store_true", help="allocate the memory that the plan needs")
     help_text = "end a rank that makes no progress for this long (default: 20 simulated steps, at least 60)"
     parser.add_argument("--timeout", type=seconds, metavar="S", help=help_text)
+    help_text = "cpu, cuda or another of this machine's, or auto: accelerators if there is one for each rank (default)"
+    parser.add_argument("--device", default="auto", metavar="NAME", help=help_text)
     add_output(parser, "FILE", "write the median step's timeline as JSON")
 
 
@@ -33,6 +35,7 @@ def run(arguments: Namespace) -> int:
             num_steps=arguments.steps,
             allocate=arguments.allocate,
             timeout_s=arguments.timeout,
+            device=arguments.device,
             progress=show,
         )
     print(rehearsed.to_text())

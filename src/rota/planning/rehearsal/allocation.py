@@ -15,6 +15,7 @@ import torch
 
 from rota.errors import PipelineError
 from rota.placement import Placement
+from rota.runtime.device.protocol import QueuedDevice
 from rota.tasks import Kind, Op
 from rota.units import size_text
 
@@ -66,18 +67,22 @@ class RankMemory:
     """The memory of one rank: its static bytes from now on, and what its ops hold. The transport holds messages.
 
     `held_bytes` are those of all buffers now, `peak_bytes` the most so far, and `process_bytes` the most by which the
-    process has grown since this was made (None if the system does not report it).
+    process has grown since this was made (None if the system does not report it). On a queued device all of it is
+    there, and `process_bytes` is by what its allocator counts.
     """
 
-    def __init__(self, placement: Placement, rank: int) -> None:
-        self._before_bytes = _resident_bytes()
+    def __init__(self, placement: Placement, rank: int, device: QueuedDevice | None = None) -> None:
+        self._device = device
+        if device is not None:
+            device.reset_peak()
+        self._before_bytes = self._process_bytes()
         self.peak_bytes = 0
         self.process_bytes = None if self._before_bytes is None else 0
         self._blocks = blocks_of(placement)
         self._needed = {(task.stage, task.kind): task.peak_bytes for task in placement.tasks}
-        self._static = touched(placement.static_bytes[rank])
+        self._static = self._allocated(placement.static_bytes[rank])
         self._held: dict[tuple[int, int], list[tuple[torch.Tensor, Kind | None]]] = {}  # by (stage, micro-batch)
-        self._used = touched(0)  # while an op runs
+        self._used = self._allocated(0)  # while an op runs
         self._look()
 
     @property
@@ -92,14 +97,14 @@ class RankMemory:
 
     def op_starts(self, op: Op) -> None:
         """Allocate what the op keeps, and what it needs while it runs."""
-        taken = [(touched(num_bytes), until) for num_bytes, until in self._blocks[op.stage, op.kind]]
+        taken = [(self._allocated(num_bytes), until) for num_bytes, until in self._blocks[op.stage, op.kind]]
         self._held.setdefault((op.stage, op.microbatch), []).extend(taken)
-        self._used = touched(self._needed[op.stage, op.kind])
+        self._used = self._allocated(self._needed[op.stage, op.kind])
         self._look()
 
     def op_ends(self, op: Op) -> None:
         """Free what the op frees."""
-        self._used = touched(0)
+        self._used = self._allocated(0)
         key = op.stage, op.microbatch
         self._held[key] = [(buffer, until) for buffer, until in self._held[key] if until is not op.kind]
         if not self._held[key]:
@@ -108,7 +113,15 @@ class RankMemory:
     def _look(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         if self._before_bytes is not None and self.process_bytes is not None:
-            self.process_bytes = max(self.process_bytes, (_resident_bytes() or 0) - self._before_bytes)
+            self.process_bytes = max(self.process_bytes, (self._process_bytes() or 0) - self._before_bytes)
+
+    def _allocated(self, num_bytes: int) -> torch.Tensor:
+        if self._device is None:
+            return touched(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device.torch_device)  # there from now on
+
+    def _process_bytes(self) -> int | None:
+        return _resident_bytes() if self._device is None else self._device.peak_bytes()
 
 
 def _resident_bytes() -> int | None:

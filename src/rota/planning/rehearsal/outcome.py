@@ -62,6 +62,7 @@ class Rehearsal:
         overheads: For each rank how late it was at its ops' ends, in the same step.
         links: For each pair of ranks the durations of its messages, in the same step.
         memory: For each rank the memory that it held; empty unless memory was allocated.
+        device: The type of device that each rank had.
     """
 
     planned: Timeline
@@ -70,6 +71,7 @@ class Rehearsal:
     overheads: tuple[Overhead, ...]
     links: tuple[LinkUse, ...]
     memory: tuple[MemoryUse, ...] = ()
+    device: str = "cpu"
 
     @property
     def comparison(self) -> Comparison:
@@ -78,7 +80,12 @@ class Rehearsal:
 
     def to_text(self) -> str:
         """The report that `rota rehearse` prints: the verdict, then the causes of the difference."""
-        tables = [_difference(self.comparison), _overhead_table(self), _link_table(self), _memory_table(self)]
+        tables = [
+            _difference(self.comparison, self.device),
+            _overhead_table(self),
+            _link_table(self),
+            _memory_table(self),
+        ]
         return "\n\n".join([self.verdict(), *(table for table in tables if table)])
 
     def verdict(self) -> str:
@@ -89,14 +96,24 @@ class Rehearsal:
         change = f", {(measured - planned) / planned:+.1%}" if planned else ""
         least, most = (f"{of(self.makespans_us) / 1000:,.{digits}f}" for of in (min, max))
         steps = f"the median of {len(self.makespans_us)} steps, {least} to {most} ms"
-        return f"runs to its end; {times}{change}" + (f" ({steps})" if len(self.makespans_us) > 1 else "")
+        on = "" if self.device == "cpu" else f" on {self.device}"
+        return f"runs to its end{on}; {times}{change}" + (f" ({steps})" if len(self.makespans_us) > 1 else "")
 
 
-def _difference(comparison: Comparison) -> str:
+def _difference(comparison: Comparison, device: str) -> str:
+    ops, rest = (
+        "waits of the planned length, to the µs",
+        "processes that came late, and what the runtime does before it sends",
+    )
+    if device != "cpu":
+        ops, rest = (
+            "kernels of the planned length, as calibrated",
+            "what devices wait for between kernels, such as their hosts",
+        )
     rows = [
         ("later arrivals", comparison.later_arrivals_us, "messages took longer than planned, see below"),
-        ("longer ops", comparison.slower_ops_us, "waits of the planned length, to the µs"),
-        ("the rest", comparison.rest_us, "processes that came late, and what the runtime does before it sends"),
+        ("longer ops", comparison.slower_ops_us, ops),
+        ("the rest", comparison.rest_us, rest),
     ]
     lines = [f"  {what:<16}{us:>+12,} µs   ({why})" for what, us, why in rows]
     return "\n".join([f"The difference of {comparison.difference_us:+,} µs is made of:", *lines])

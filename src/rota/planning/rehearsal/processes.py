@@ -18,7 +18,7 @@ from typing import Any
 
 from rota.errors import PipelineError
 from rota.plan import Plan
-from rota.planning.rehearsal.rank import RankReport
+from rota.planning.rehearsal.rank_step import RankReport
 
 _PATIENCE_S = 10  # for the server to end its ranks
 # For glibc's malloc: larger buffers get pages of their own, which go back to the system when they are freed. By default
@@ -27,12 +27,15 @@ _OWN_PAGES = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 def run_ranks(
-    plan: Plan, num_steps: int, allocate: bool, timeout_s: float, step_ended: Callable[[int], None]
+    plan: Plan, num_steps: int, allocate: bool, timeout_s: float, step_ended: Callable[[int], None], device: str
 ) -> list[RankReport]:
-    """Call `run_rank` in one new process per rank; returns their reports by rank. Raises PipelineError if one fails."""
+    """Call `run_rank` in one new process per rank; returns their reports by rank. Raises PipelineError if one fails.
+
+    `device`: the type of device that each rank has.
+    """
     with tempfile.TemporaryDirectory(prefix="rota-rehearsal-") as folder:
         Path(folder, "plan.json").write_text(plan.to_json())
-        options = {"num_steps": num_steps, "allocate": allocate, "timeout_s": timeout_s}
+        options = {"num_steps": num_steps, "allocate": allocate, "timeout_s": timeout_s, "device": device}
         Path(folder, "options.json").write_text(json.dumps(options))
         with open(Path(folder, "stderr"), "w") as stderr:
             server = subprocess.Popen(

@@ -13,7 +13,8 @@ from rota.plan import Plan
 from rota.planning.rehearsal.allocation import blocks_of, refuse_too_much
 from rota.planning.rehearsal.outcome import LinkUse, MemoryUse, Overhead, Rehearsal
 from rota.planning.rehearsal.processes import run_ranks
-from rota.planning.rehearsal.rank import RankReport
+from rota.planning.rehearsal.rank_step import RankReport
+from rota.runtime.device.local import AUTO, CPU, device_type
 from rota.runtime.plan_fit import refuse_unsupported
 from rota.runtime.recorder import Record, merge
 from rota.simulation import simulate
@@ -30,9 +31,12 @@ def rehearse(
     num_steps: int = 5,
     allocate: bool = False,
     timeout_s: float | None = None,
+    device: str = AUTO,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Rehearsal:
     """Run `plan` on this machine, one process per rank, with waits of the planned durations in place of its ops.
+
+    On accelerators, kernels that last as long as planned are in place of the ops, and messages go from one to another.
 
     Messages are real and as large as planned; loop, transport and watchdog are those of `Pipeline`. No process is left
     behind.
@@ -42,6 +46,8 @@ def rehearse(
         num_steps: Steps to measure, after one to warm up.
         allocate: Whether ranks allocate the memory that the plan needs, static bytes included.
         timeout_s: A rank that makes no progress for this long is ended; None: 20 simulated steps, at least 60 s.
+        device: What each rank has: "cpu", the type of an accelerator, or "auto", which takes accelerators if there is
+            one for each rank.
         progress: Called with a line of text at the start and after each step.
 
     Returns:
@@ -49,10 +55,11 @@ def rehearse(
 
     Raises:
         PlanError: `check` refuses the plan.
-        PipelineError: `Pipeline` would refuse the plan, the machine lacks the memory, or a rank hangs or dies.
+        PipelineError: `Pipeline` would refuse the plan, the machine lacks the memory or devices, or a rank hangs or
+            dies.
     """
     check(plan)
-    _refuse(plan, num_steps, allocate, timeout_s)
+    kind = _refuse(plan, num_steps, allocate, timeout_s, device)
     planned = simulate(plan)
     if timeout_s is None:
         timeout_s = max(20e-6 * planned.makespan_us, 60)
@@ -61,8 +68,11 @@ def rehearse(
     def step_ended(num_ended: int) -> None:
         progress("warm-up ended" if num_ended == 1 else f"step {num_ended - 1} of {num_steps} ended")
 
-    progress(f"starting {count_text(plan.num_ranks, 'process', 'es')} for {steps} of {time_text(planned.makespan_us)}")
-    reports = run_ranks(plan, num_steps, allocate, timeout_s, step_ended)
+    on = "" if kind == CPU else f" on {kind}"
+    progress(
+        f"starting {count_text(plan.num_ranks, 'process', 'es')}{on} for {steps} of {time_text(planned.makespan_us)}"
+    )
+    reports = run_ranks(plan, num_steps, allocate, timeout_s, step_ended, kind)
     timelines = [measured_timeline(plan, reports, step) for step in range(num_steps)]
     middle = sorted(range(num_steps), key=lambda step: timelines[step].makespan_us)[(num_steps - 1) // 2]
     return Rehearsal(
@@ -76,11 +86,12 @@ def rehearse(
             for report in reports
             if report.held_bytes is not None
         ),
+        kind,
     )
 
 
-def _refuse(plan: Plan, num_steps: int, allocate: bool, timeout_s: float | None) -> None:
-    """Raise PipelineError for problems that are known before a process is started."""
+def _refuse(plan: Plan, num_steps: int, allocate: bool, timeout_s: float | None, device: str) -> str:
+    """Raise PipelineError for problems that are known before a process is started; else the type of the devices."""
     placement = plan.placement
     if not isinstance(num_steps, int) or num_steps < 1:
         raise PipelineError(f"num_steps is {num_steps!r}; give a whole number of 1 or more")
@@ -92,24 +103,32 @@ def _refuse(plan: Plan, num_steps: int, allocate: bool, timeout_s: float | None)
             f"rehearse the same schedule on fewer ranks"
         )
     refuse_unsupported(plan, placement.stage_edges, placement.num_stages)
+    kind = device_type(device, plan.num_ranks)
     held, what = placement, f"{count_text(plan.num_ranks, 'rank')} that allocate the plan's memory"
     if allocate:
         blocks_of(placement)
     else:
         tasks = tuple(replace(task, held_bytes=0, peak_bytes=0) for task in placement.tasks)
         held, what = replace(placement, tasks=tasks, static_bytes=()), f"the messages of {plan.num_ranks} ranks"
+    if kind != CPU:  # the ranks look how much their devices have
+        return kind
     needed_bytes = sum(simulate(replace(plan, placement=held)).peak_memory_bytes)
     remedy = "rehearse without allocate, or with smaller sizes" if allocate else "plan with smaller messages"
     refuse_too_much(needed_bytes + plan.num_ranks * _PROCESS_BYTES, what, remedy)
+    return kind
 
 
 def measured_timeline(plan: Plan, reports: list[RankReport], step: int) -> Timeline:
-    """All ranks' records of one step as a timeline; messages arrive when their receiver has them."""
+    """All ranks' records of one step as a timeline.
+
+    Messages leave when both sides are ready, where that is known, and arrive when their receiver has them.
+    """
     steps = [report.steps[step] for report in reports]
+    ready = {(route, position): ns for of_rank in steps for route, position, ns in of_rank.ready_ns}
     arrived = {(route, position): ns for of_rank in steps for route, position, ns in of_rank.arrived}
     records = []
     for rank, of_rank in enumerate(steps):
-        sent = {(route, position): ns for route, position, ns in of_rank.sent}
+        sent = {(route, position): max(ns, ready.get((route, position), ns)) for route, position, ns in of_rank.sent}
         through = {column: arrived[column] for column in sent}
         records.append(Record(rank, 0, of_rank.starts_ns, of_rank.ends_ns, sent, through))
     origin_ns = min(of_rank.starts_ns[0] for of_rank in steps if of_rank.starts_ns)

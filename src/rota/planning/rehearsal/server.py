@@ -39,7 +39,8 @@ def main() -> None:
     caller = os.dup(1)
     os.dup2(2, 1)  # other output is not for the caller
     plan = Plan.from_json(Path(folder, "plan.json").read_text())
-    os.environ["GLOO_SOCKET_IFNAME"] = loopback()  # no rank listens to other machines
+    for backend in ("GLOO", "NCCL"):
+        os.environ[f"{backend}_SOCKET_IFNAME"] = loopback()  # no rank listens to other machines
     running: dict[int, int] = {}
     failed, code = None, 0
     try:
@@ -93,11 +94,12 @@ def _run(plan: Plan, folder: str, rank: int, caller: int) -> NoReturn:
     try:
         torch.set_num_threads(1)
         options = json.loads(Path(folder, "options.json").read_text())
+        kind = options.pop("device")
         store = dist.FileStore(str(Path(folder, "store")), plan.num_ranks)  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=options["timeout_s"]))  # for all to join, and to leave
         dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.num_ranks)
         step_ended = (lambda num_ended: _send(caller, num_ended=num_ended)) if rank == 0 else lambda _: None
-        report = run_rank(plan, **options, step_ended=step_ended)
+        report = run_rank(plan, **options, step_ended=step_ended, device=_device(kind, rank))
         report_file(folder, rank).write_text(report.to_json())
         if store.add("done", 1) == plan.num_ranks:
             store.set("all done", "")
@@ -110,6 +112,15 @@ def _run(plan: Plan, folder: str, rank: int, caller: int) -> NoReturn:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)  # at once: nothing is left to clean up
+
+
+def _device(kind: str, rank: int) -> torch.device:
+    """The rank's own, as PyTorch's current one. Only ranks use an accelerator: what had done so could not be forked."""
+    if kind == "cpu":
+        return torch.device(kind)
+    device = torch.device(kind, rank)
+    torch.accelerator.set_device_index(device)
+    return device
 
 
 def _set_up(rank: int) -> None:

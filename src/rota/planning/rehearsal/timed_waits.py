@@ -42,7 +42,7 @@ class TimedWaits:
         tasks = plan.placement.tasks
         self.arrivals, self._memory = arrivals, memory
         self._tasks = {(task.stage, task.kind): task for task in tasks if rank in task.ranks}
-        self._made = {key: _made_bytes(plan.placement, stages, rank, *key) for key in self._tasks}
+        self._made = {key: made_bytes(plan.placement, stages, rank, *key) for key in self._tasks}
         together_on = sorted({task.ranks for task in tasks if len(task.ranks) > 1})
         self._groups = {ranks: spmd.group(ranks) for ranks in together_on}
         self.start_ns = self._free_ns = 0
@@ -116,7 +116,7 @@ def formats_of(plan: Plan, stages: Stages) -> dict[ValueKey, Format]:
     return formats
 
 
-def _made_bytes(placement: Placement, stages: Stages, rank: int, stage: int, kind: Kind) -> list[int]:
+def made_bytes(placement: Placement, stages: Stages, rank: int, stage: int, kind: Kind) -> list[int]:
     """The bytes of each of an op's outputs, in the order of its edges; 0 if another rank sends it."""
     task = placement.index[stage, kind]
     sizes = {

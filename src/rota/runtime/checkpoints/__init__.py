@@ -18,7 +18,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-import torch
 from torch.optim import Optimizer
 
 from rota.errors import FormatError, PipelineError
@@ -27,6 +26,7 @@ from rota.runtime import control
 from rota.runtime.checkpoints import checkpoint_folder, files
 from rota.runtime.checkpoints.all_ranks import DamagedError, Ranks
 from rota.runtime.checkpoints.contents import read_contents
+from rota.runtime.checkpoints.copies import Copies
 from rota.runtime.checkpoints.files import Saved
 from rota.runtime.checkpoints.lock import locked
 from rota.runtime.checkpoints.manifest import File, Manifest, require_json
@@ -103,12 +103,15 @@ class Checkpoints:
         self._trained = Trained(Weights(pipeline), optimizer, scheduler, pipeline.device)
         self._thread = ThreadPoolExecutor(1, "rota-checkpoints") if asynchronous else None
         self._writing: Future[None] | None = None
+        self._copies = Copies(pipeline._device, None)
         self._lock = ExitStack()
         with pipeline.watching("the other ranks to make their Checkpoints", PATIENT):
             self._ranks = Ranks()
             pipeline.before_close.callback(self.close)
             atexit.register(self._close_at_exit)  # registered after the pipeline's, so it runs before it
             self._ranks.agreed("checking the arguments", self._check)
+            if asynchronous:
+                self._copies = Copies(pipeline._device, optimizer)
             self._ranks.first("opening the folder", self._open)
 
     def _check(self) -> None:
@@ -150,7 +153,7 @@ class Checkpoints:
             if self._thread is None:
                 self._write(step, layout, merged, _nothing)
             else:
-                copied = self._ranks.agreed("copying the state", lambda: self._copy(layout))
+                copied = self._ranks.agreed("copying the state", lambda: self._copies.start(layout))
                 self._writing = self._thread.submit(self._write, step, layout, merged, copied)
 
     def wait(self) -> None:
@@ -159,6 +162,7 @@ class Checkpoints:
             if self._writing is not None:
                 writing, self._writing = self._writing, None
                 writing.result()
+                self._copies.forget()
 
     def close(self) -> None:
         """Wait for the last `save`, then end the thread. The pipeline's `close` calls this, too."""
@@ -168,6 +172,7 @@ class Checkpoints:
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
+            self._copies.close()
             self._ranks.close()
             self._lock.close()
 
@@ -191,18 +196,6 @@ class Checkpoints:
         except FormatError as error:
             raise PipelineError(str(error)) from None
         return tensors, {**small, "given": {"step": step, "extra": extra}}
-
-    def _copy(self, layout: Layout) -> Callable[[], object]:
-        """Copy all tensors to the host; the result waits until they are there.
-
-        On an accelerator the copies go to pinned memory, on the caller's current stream. So all that it enqueues
-        afterwards comes after them: the optimizer's next write, a forward's into a buffer, and other weights that the
-        caller swaps in. On a stream of their own they would overlap with the next step. But then each of these writes
-        would have to wait for them, and nothing tells when a caller writes by `.data`, as averages of weights do.
-        """
-        layout.copy()
-        device = self._pipeline._device
-        return device.read(torch.zeros(1, device=device.torch_device))  # it comes after all copies
 
     def _write(self, step: int, layout: Layout, merged: list[Merged], copied: Callable[[], object]) -> None:
         """Write and publish, after `copied`; on the thread if asynchronous, so it has a process group of its own."""

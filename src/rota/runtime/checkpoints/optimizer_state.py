@@ -22,6 +22,7 @@ Record: TypeAlias = dict[str, Any]
 #: Where a value per group is in a scheduler's state: ("base_lrs",), or ("_schedulers", 0, …) in a nested scheduler.
 Place: TypeAlias = tuple[str | int, ...]
 
+_OPTIMIZER = "optimizer/"
 OF_THE_RANK = ("params", "param_names")  # of a group; all other entries are options
 _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 
@@ -53,7 +54,12 @@ def records_of(
 
 def tensor_key(key: str, name: str) -> str:
     """The key of a weight's state tensor."""
-    return f"optimizer/{key}/{name}"
+    return f"{_OPTIMIZER}{key}/{name}"
+
+
+def is_tensor_key(key: str) -> bool:
+    """Whether it is the key of a state tensor, not of a weight or buffer."""
+    return key.startswith(_OPTIMIZER)
 
 
 def _key_of(parameter: torch.Tensor, group: int, keys: Mapping[torch.Tensor, str]) -> str:

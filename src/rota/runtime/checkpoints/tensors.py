@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -96,9 +96,13 @@ class Layout:
         """The bytes of a chunk."""
         return bytes_of(self._data[key, box])
 
-    def copy(self) -> None:
-        """Copy all chunks to the host, on an accelerator's current stream; its kernels may then not be over."""
-        self._data = {at: _copy_on_host(tensor) for at, tensor in self._data.items()}
+    def tensors(self, which: Callable[[str], bool]) -> list[torch.Tensor]:
+        """The chunks on an accelerator with keys for which `which`."""
+        return [tensor for (key, _), tensor in self._data.items() if which(key) and tensor.device.type != "cpu"]
+
+    def copy(self, which: Callable[[str], bool]) -> None:
+        """Copy these chunks to the host, on an accelerator's current stream; its kernels may then not be over."""
+        self._data |= {at: _copy_on_host(tensor) for at, tensor in self._data.items() if which(at[0])}
 
 
 def _copy_on_host(tensor: torch.Tensor) -> torch.Tensor:

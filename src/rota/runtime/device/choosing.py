@@ -20,7 +20,11 @@ MAKERS: dict[str, Callable[[torch.device], Device]] = {"cpu": lambda _: HostDevi
 
 def device_of(stages: Stages, local: Iterable[int], otherwise: torch.device) -> Device:
     """The device of the stages `local`; `otherwise` if they have no tensors. Raises PipelineError as `placed_on`."""
-    device = placed_on(stages, local) or otherwise
+    return device_at(placed_on(stages, local) or otherwise)
+
+
+def device_at(device: torch.device) -> Device:
+    """The device on which tensors of `device` are."""
     return MAKERS.get(device.type, StreamDevice)(device)
 
 

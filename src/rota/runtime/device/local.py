@@ -54,11 +54,13 @@ def device_type(wish: str, num_processes: int) -> str:
     there, number = _accelerators()
     if wish in (AUTO, CPU):
         return there if wish == AUTO and number >= num_processes else CPU
+    if there == CPU:
+        raise PipelineError(f"device {wish!r}: PyTorch finds no accelerator on this machine; give auto or cpu")
     if there != wish:
-        found = (
-            f"this machine has {count_text(number, f'{there} device')}" if there != CPU else "PyTorch finds none here"
+        raise PipelineError(
+            f"device {wish!r}: this machine has {count_text(number, f'{there} device')}; give {there}, auto or cpu "
+            "(each process takes the one of its number)"
         )
-        raise PipelineError(f"device {wish!r}: {found}; give auto, cpu{f' or {there}' if there != CPU else ''}")
     if number < num_processes:
         raise PipelineError(
             f"device {wish!r}: {count_text(num_processes, 'process', 'es')} on this machine, but "
@@ -82,18 +84,23 @@ def group_backend() -> str:
 
     It is known before the tensors are. The communicator of an accelerator is made when the first one comes.
     """
-    there, _ = _accelerators()
-    if there == CPU or os.environ.get(_GIVEN) == CPU:
-        return "gloo"
-    return f"cpu:gloo,{there}:{dist.get_default_backend_for_device(there)}"
+    kind = local_device_type()
+    return "gloo" if kind == CPU else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
+
+
+def local_device_type() -> str:
+    """The type of `local_device`, without making it the current one."""
+    return device_type(os.environ.get(_GIVEN, AUTO), int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def _accelerators() -> tuple[str, int]:
-    """Their type and number; ("cpu", 0) without any."""
+    """Their type and number; ("cpu", 0) if there are none that have messages of their own, which Apple's lack."""
     if not torch.accelerator.is_available():
         return CPU, 0
     current = torch.accelerator.current_accelerator()
     assert current is not None
+    if dist.Backend.default_device_backend_map.get(current.type, "gloo") == "gloo":
+        return CPU, 0
     return current.type, torch.accelerator.device_count()
 
 

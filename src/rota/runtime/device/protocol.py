@@ -67,11 +67,17 @@ class QueuedDevice(Device, Protocol):
     def stream(self, name: str) -> Any:
         """The stream of this name; `rota.programs.device_steps.COMPUTE` is the one that was current at `begin`."""
 
+    def current(self) -> Any:
+        """The stream that kernels go to now."""
+
     def use(self, stream: Any) -> AbstractContextManager[object]:
         """Enqueue the kernels inside the context on `stream`."""
 
     def record(self, stream: Any) -> Any:
         """An event behind all kernels that `stream` has got."""
+
+    def mark_on(self, stream: Any) -> Mark:
+        """This moment, behind all kernels that `stream` has got. A mark is an event too."""
 
     def wait(self, stream: Any, event: Any) -> None:
         """Let the kernels that `stream` gets from now on wait for the event."""
@@ -85,8 +91,14 @@ class QueuedDevice(Device, Protocol):
     def synchronize(self) -> None:
         """Wait for all kernels."""
 
+    def reset_peak(self) -> None:
+        """Count `peak_bytes` from what is allocated now. Does not wait. The caller's own count begins again, too."""
+
     def peak_bytes(self) -> int:
-        """The most bytes allocated since `begin`. Does not wait."""
+        """The most bytes allocated since `reset_peak`. Does not wait."""
+
+    def free_bytes(self) -> int:
+        """Bytes that this process could still allocate."""
 
 
 def is_queued(device: Device) -> TypeGuard[QueuedDevice]:

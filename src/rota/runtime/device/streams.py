@@ -34,7 +34,9 @@ class StreamDevice:
         self._module: Any = torch.get_device_module(device)
         self._streams: dict[str, torch.Stream] = {}
         self._spare: deque[torch.Event] = deque()  # timed events that were read: making one costs more than reusing it
-        self._begun_ns, self._begun = 0, self._timed_event()
+        self._begun = self._timed_event()
+        self._begun_ns = 0  # `_begun` was not reached before; `_origin_ns` is when it was, once a step has ended
+        self._origin_ns: int | None = None
 
     # --- streams ------------------------------------------------------------------------------------------------------
 
@@ -42,8 +44,9 @@ class StreamDevice:
         """A new step, on the caller's current stream."""
         torch.accelerator.set_device_index(self.torch_device)
         self._streams[COMPUTE] = torch.accelerator.current_stream(self.torch_device)
-        torch.accelerator.reset_peak_memory_stats(self.torch_device)
-        self._begun_ns = time.monotonic_ns()
+        if self._origin_ns is not None:
+            self._spare.append(self._begun)
+        self._begun_ns, self._origin_ns = time.monotonic_ns(), None
         self._begun = self.mark()
 
     def stream(self, name: str) -> torch.Stream:
@@ -51,6 +54,10 @@ class StreamDevice:
         if name not in self._streams:
             self._streams[name] = torch.Stream(self.torch_device)
         return self._streams[name]
+
+    def current(self) -> torch.Stream:
+        """Of this thread."""
+        return torch.accelerator.current_stream(self.torch_device)
 
     def use(self, stream: torch.Stream) -> AbstractContextManager[object]:
         """A stream is a context manager of its own."""
@@ -76,30 +83,44 @@ class StreamDevice:
         """Wait for all streams."""
         torch.accelerator.synchronize(self.torch_device)
 
+    def reset_peak(self) -> None:
+        """Of PyTorch's allocator, which has one count for all."""
+        torch.accelerator.reset_peak_memory_stats(self.torch_device)
+
     def peak_bytes(self) -> int:
         """As PyTorch's allocator counts it."""
         return torch.accelerator.max_memory_allocated(self.torch_device)
+
+    def free_bytes(self) -> int:
+        """Free memory of the device, and what PyTorch's allocator keeps for reuse."""
+        free_bytes, _ = self._module.mem_get_info(self.torch_device)
+        kept = torch.accelerator.memory_reserved(self.torch_device)
+        return int(free_bytes) + kept - torch.accelerator.memory_allocated(self.torch_device)
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def mark(self) -> torch.Event:
         """An event with a time."""
-        event = self._timed_event()
-        event.record(torch.accelerator.current_stream(self.torch_device))
+        return self.mark_on(torch.accelerator.current_stream(self.torch_device))
+
+    def mark_on(self, stream: torch.Stream) -> torch.Event:
+        """An event with a time."""
+        event = self._spare.pop() if self._spare else self._timed_event()
+        event.record(stream)
         return event
 
     def _timed_event(self) -> torch.Event:
-        return self._spare.pop() if self._spare else torch.Event(self.torch_device, enable_timing=True)
+        return torch.Event(self.torch_device, enable_timing=True)
 
     def times_ns(self, marks: Sequence[torch.Event]) -> list[int]:
-        """Waits for the last of them, and maps the device's clock to the host's, see above."""
-        end = self.mark()
-        end.synchronize()
-        ended_ns = time.monotonic_ns()
-        origin_ns = max(ended_ns - _elapsed_ns(self._begun, end), self._begun_ns)
-        found = [origin_ns + _elapsed_ns(self._begun, mark) for mark in marks]
+        """Waits for the step to end, and maps the device's clock to the host's, see above."""
+        if self._origin_ns is None:
+            end = self.mark()
+            end.synchronize()
+            self._origin_ns = max(time.monotonic_ns() - _elapsed_ns(self._begun, end), self._begun_ns)
+            self._spare.append(end)
+        found = [self._origin_ns + _elapsed_ns(self._begun, mark) for mark in marks]
         self._spare.extend(marks)
-        self._spare.append(end)
         return found
 
     # --- numbers ------------------------------------------------------------------------------------------------------
@@ -110,7 +131,7 @@ class StreamDevice:
 
     def numbers(self, numbers: Sequence[float]) -> torch.Tensor:
         """Copied from pinned memory, so that the host need not wait."""
-        pinned = torch.tensor(numbers, dtype=torch.float64).pin_memory(self.torch_device)
+        pinned = torch.tensor(numbers, dtype=torch.float64).pin_memory()
         return pinned.to(self.torch_device, non_blocking=True)
 
     def read(self, tensor: torch.Tensor) -> Callable[[], list[float]]:

@@ -9,9 +9,8 @@ backward is split (see `split_backward`), inputs are held by their gradient edge
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from rota.errors import PipelineError
 from rota.models import Stages
 from rota.runtime.device.protocol import Number
 from rota.runtime.gradients.split_backward import WeightWork, enter, input_gradients
-from rota.runtime.messages import flatten, tensors_in, with_tensors
+from rota.runtime.messages import flatten, over_tensors, tensors_in
 from rota.torch_internals import count_writes, run_backward, writable, zeros_at
 
 
@@ -54,22 +53,34 @@ def forward(
     may write into them. `split`: for `backward_inputs` rather than `backward`. `buffers` stand in for the module's own
     of these names.
     """
-    where = f"stage {stage} ({type(stages[stage]).__name__})"
-    entering = enter if split else writable
-    given = [[*tensors_in(value)] for value in received]
-    entered = [[entering(tensor) if tensor.requires_grad else tensor for tensor in of] for of in given]
-    received = [with_tensors(value, iter(of)) for value, of in zip(received, entered, strict=True)]
-    if split:  # the edges now: the stage may write into the tensors, which changes where their gradients go
-        kept = Kept([], [], entries=[[get_gradient_edge(t) for t in of if t.requires_grad] for of in entered])
-    else:
-        kept = Kept([[tensor for tensor in of if tensor.requires_grad] for of in given], [])
-    module, arguments = stages[stage], (*received, *stages.pick_inputs(stage, batch))
+    entered = [_entered(value, enter if split else writable) for value in received]
+    # The edges now: the stage may write into the tensors, which changes where their gradients go.
+    entries = [[*map(get_gradient_edge, stand_ins)] for _, stand_ins, _ in entered] if split else None
+    kept = Kept([] if split else [leaves for leaves, _, _ in entered], [], entries)
+    module, arguments = stages[stage], (*(value for *_, value in entered), *stages.pick_inputs(stage, batch))
     output = torch.func.functional_call(module, dict(buffers), arguments) if buffers else module(*arguments)
     if not split:
-        count_writes(chain(*given), chain(*entered))
+        for leaves, stand_ins, _ in entered:
+            count_writes(leaves, stand_ins)
     values = [edge.take(output) for edge in stages.outgoing(stage)]
+    where = f"stage {stage} ({type(module).__name__})"
     kept.outputs = [gradient_edges(value, where) for value in values]
     return output, values, kept
+
+
+def _entered(
+    value: Any, entering: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor], Any]:
+    """The tensors of a received value that require a gradient, what stands in for them, and the value with that."""
+    if isinstance(value, torch.Tensor):  # as most are
+        if not value.requires_grad:
+            return [], [], value
+        entered = entering(value)
+        return [value], [entered], entered
+    leaves = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+    stand_ins = [*map(entering, leaves)]
+    of_leaves = iter(stand_ins)
+    return leaves, stand_ins, over_tensors(lambda tensor: next(of_leaves) if tensor.requires_grad else tensor, value)
 
 
 def gradient_edges(value: Any, where: str) -> list[GradientEdge]:

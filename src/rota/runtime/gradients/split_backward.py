@@ -26,9 +26,11 @@ from torch.autograd.graph import GradientEdge, Node
 from rota.torch_internals import (
     accumulates_gradient,
     edges_into,
+    gradients_into,
     has_saved_tensor_hooks,
     is_compiled_function,
     release_saved,
+    run_backward,
     runs_as_a_whole,
     saved_tensors,
     without_donated_buffers,
@@ -51,15 +53,15 @@ class _Branch:
 
 @dataclass(slots=True)
 class WeightWork:
-    """What I leaves for W: backwards, each from edges with their gradients to some weights (None: to all)."""
+    """What I leaves for W: backwards, each from edges with their gradients to some weights (none: to all)."""
 
-    parts: list[tuple[list[GradientEdge], Gradients, list[torch.Tensor] | None]]
+    parts: list[tuple[list[GradientEdge], Gradients, list[torch.Tensor]]]
 
     def run(self) -> None:
         """Add the gradients to the weights' `.grad`."""
         while self.parts:
             edges, gradients, weights = self.parts.pop()
-            torch.autograd.backward(edges, gradients, inputs=weights)
+            run_backward(edges, gradients, weights)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All that is kept for it: gradients, and what autograd saved (as far as it is not packed by hooks)."""
@@ -83,14 +85,14 @@ def input_gradients(
         if node in ends or not spine.isdisjoint(following):
             spine.add(node)
     if not spine:
-        return [None] * len(inputs), WeightWork([(roots, gradients, None)] if roots else [])
+        return [None] * len(inputs), WeightWork([(roots, gradients, [])] if roots else [])
     branches = _branches(after, spine, ends, roots)
     waiting = [branch for branch in branches if branch.can_wait and branch.weights]
     at_once = [weight for branch in branches if not branch.can_wait for weight in branch.weights]
     into = [GradientEdge(weight, 0) for weight in at_once] + [edge for branch in waiting for edge in branch.edges]
     retain = bool(waiting)  # else autograd frees by itself, and compiled modules insist on that
     with _compiled_functions_run_once(after) if retain else nullcontext():
-        found = iter(torch.autograd.grad(roots, inputs + into, gradients, retain_graph=retain, allow_unused=True))
+        found = iter(gradients_into(inputs + into, roots, gradients, retain_graph=retain))
     of_inputs: Gradients = [next(found) for _ in inputs]
     with torch.no_grad():
         for weight in at_once:

@@ -30,6 +30,7 @@ from rota.runtime.reducing.replicas import (
 )
 from rota.runtime.reducing.shared_weights import SharedWeight, SharedWeights
 from rota.runtime.reducing.wrapped_stages import Sharded, is_sharded
+from rota.runtime.transport import collective
 from rota.tasks import Kind
 
 
@@ -51,6 +52,8 @@ class GradientSync:
         replicas = processes.replica_processes
         self._sharded = Sharded(stages, plan.placement, self._local, replicas)
         self._refuse_groups(stages, ddp_groups)
+        if is_queued(device):
+            self._open(stages, ddp_groups)
         self._shared = SharedWeights(stages, plan.placement, shared, processes, device)
         modules = nn.ModuleList(stages[stage] for stage in self._local)
         self._parameters = [*modules.parameters()]
@@ -123,6 +126,13 @@ class GradientSync:
                     f"stage {stage} is in DDP over the processes {over}, but its replicas are {replicas}; give DDP "
                     f"process_group=mesh.get_group('dp'), and the pipeline the mesh"
                 )
+
+    def _open(self, stages: Stages, ddp_groups: Mapping[nn.Module, dist.ProcessGroup]) -> None:
+        """Let DDP's groups make their communicators, for which hosts wait, before the first step."""
+        for stage in self._local:
+            if (group := ddp_groups.get(stages[stage])) is not None:
+                with collective("opening the process groups of DDP"):
+                    dist.all_reduce(torch.zeros(1, device=self._device.torch_device), group=group)
 
     def begin(self, execution: Execution[Compute], sync: bool, may_differ: bool) -> None:
         """Prepare a step. `may_differ`: it may train other parameters than the last step."""

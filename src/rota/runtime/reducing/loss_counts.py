@@ -144,11 +144,12 @@ class LossCounts:
 
     def _end(self) -> None:
         """Restore the earlier gradients and add the current ones."""
-        with torch.no_grad():
-            for parameter, before in self._before.items():
-                if parameter.grad is not None:
-                    local(before).add_(local(parameter.grad))
-                parameter.grad = before
+        if self._before:
+            with torch.no_grad():
+                for parameter, before in self._before.items():
+                    if parameter.grad is not None:
+                        local(before).add_(local(parameter.grad))
+                    parameter.grad = before
         self._before, self._num_steps, self._count, self._left = {}, 0, 0.0, None
 
     def _weight_versions(self) -> list[int]:

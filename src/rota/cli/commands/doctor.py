@@ -1,0 +1,84 @@
+"""`rota doctor`."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from typing import TYPE_CHECKING
+
+from rota.cli import files
+from rota.cli.arguments import add_force, number, seconds
+from rota.cli.parser import Command, Parser
+from rota.cli.requirements import InputError
+
+if TYPE_CHECKING:
+    from rota.diagnosis import Report, Wanted
+
+_STDOUT = "-"
+_TIMEOUT_S = 30.0
+_DETAILS = """
+
+It reports versions, accelerators and their memory, which rank gets which device, peer access, the host's limits, and
+environment variables that hurt. Then it starts a process per device (without devices: on the CPU) and measures the
+messages between each pair, and the clocks. In the end it runs small plans, and compares their gradients with those of
+the unsplit model. All of it takes less than two minutes, progress is on standard error.
+
+Each line is ok, skipped (with the reason), warning (Rota runs, but slower or at a risk) or problem, with a remedy.
+Under torchrun it examines torchrun's processes, on several nodes too: torchrun … -m rota doctor
+
+exit code: 0 nothing is a problem, 1 something is, 2 wrong arguments"""
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `rota doctor` to its parser."""
+    help_text = "write all findings and measurements as JSON; -: to standard output, in place of the text"
+    parser.add_argument("--json", metavar="FILE", help=help_text)
+    add_force(parser)
+    help_text = "processes that measure and run plans (default: one per device; on the CPU up to 4)"
+    parser.add_argument("--ranks", type=number(1), metavar="N", help=help_text)
+    parser.add_argument("--no-self-test", action="store_true", help="measure links and clocks, but run no plans")
+    help_text = "run every schedule on 2 to N ranks, and messages of 1 kB to 64 MB (some minutes)"
+    parser.add_argument("--full", action="store_true", help=help_text)
+    help_text = f"limit on no progress of a rank (default: {_TIMEOUT_S:g})"
+    parser.add_argument("--timeout", type=seconds, default=_TIMEOUT_S, metavar="S", help=help_text)
+
+
+def run(arguments: Namespace) -> int:
+    """Examine this machine, and report. Returns the exit code."""
+    from rota.diagnosis import Wanted
+
+    if arguments.no_self_test and arguments.full:
+        raise InputError("--full and --no-self-test: --full is a longer self-test; leave one out")
+    if arguments.json not in (None, _STDOUT):
+        files.refuse_output(arguments.json, arguments.force)
+    wanted = Wanted(arguments.ranks, not arguments.no_self_test, arguments.full, arguments.timeout)
+    report = _examined(wanted)
+    if report is None:  # the first rank prints it
+        return 0
+    if arguments.json == _STDOUT:
+        print(report.to_json(), end="")
+        return report.exit_code
+    print(report.to_text())
+    if arguments.json is not None:
+        files.write(arguments.json, report.to_json())
+    return report.exit_code
+
+
+def _examined(wanted: Wanted) -> Report | None:
+    from rota.diagnosis import examine, examine_launched
+
+    if "RANK" not in os.environ:
+        return examine(wanted)
+    if wanted.num_ranks is not None:
+        raise InputError("--ranks: the launcher has started them; leave it out")
+    return examine_launched(wanted)
+
+
+COMMAND = Command(
+    "doctor",
+    "whether this machine runs Rota, and how well: versions, devices, links, and a self-test",
+    "rota doctor\n  rota doctor --json doctor.json",
+    add_arguments,
+    run,
+    _DETAILS,
+)

@@ -1,0 +1,55 @@
+"""What a profile was made on, by name: this machine's CPU, or accelerators."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import torch
+
+from rota.errors import PipelineError
+from rota.models import Stages
+
+
+def place_name(stages: Stages) -> str:
+    """The devices of the stages' parameters, such as "NVIDIA H200"; the CPU if they are on no other."""
+    devices = accelerators_of(stages)
+    return " and ".join(dict.fromkeys(map(device_name, devices))) if devices else f"{_cpu_name()}, 1 thread"
+
+
+def accelerators_of(stages: Stages) -> list[torch.device]:
+    """The devices of the stages' parameters, without the CPU, in the order of the stages."""
+    devices = dict.fromkeys(parameter.device for module in stages.modules for parameter in module.parameters())
+    return [device for device in devices if device.type not in ("cpu", "meta")]
+
+
+def is_here(name: str) -> bool:
+    """Whether `name` is one of PyTorch's devices, such as "cpu" or "cuda:1".
+
+    Raises PipelineError if this machine does not have it.
+    """
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:  # such as "h100"
+        return False
+    there = torch.accelerator.current_accelerator(check_available=True)
+    if kind not in ("cpu", "" if there is None else there.type):
+        raise PipelineError(
+            f"device {name!r}: PyTorch finds none on this machine; give cpu, or one to estimate for, such as h100"
+        )
+    return True
+
+
+def device_name(device: torch.device) -> str:
+    """What the maker calls an accelerator; its type where PyTorch does not know."""
+    name = getattr(torch.get_device_module(device), "get_device_name", lambda _: device.type)
+    return str(name(device))
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

@@ -1,0 +1,120 @@
+"""Which device is this process's, with accelerators that are not there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import rota
+from rota import PipelineError
+from rota.runtime.device import local
+from rota.runtime.device.local import device_environment, device_type, group_backend
+
+
+class Accelerators:
+    """As PyTorch would report them, and the index that was set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str, number: int) -> None:
+        self.index = 0
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: number > 0)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device(kind))
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: number)
+        monkeypatch.setattr(torch.accelerator, "set_device_index", self._set)
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: self.index)
+        monkeypatch.setattr(local, "_warned", False)
+        for name in ("ROTA_DEVICE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        self._monkeypatch = monkeypatch
+
+    def _set(self, device: torch.device) -> None:
+        self.index = device.index
+
+    def process(self, number: int, of: int) -> None:
+        """Be one of the machine's processes."""
+        for name, value in (("LOCAL_RANK", number), ("LOCAL_WORLD_SIZE", of), ("RANK", number), ("WORLD_SIZE", of)):
+            self._monkeypatch.setenv(name, str(value))
+
+
+def test_each_process_has_the_device_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = Accelerators(monkeypatch, "cuda", 4)
+    there.process(2, 3)
+    assert rota.local_device() == torch.device("cuda", 2)
+    assert there.index == 2
+    assert local.current_device("cuda") == torch.device("cuda", 2)
+    assert local.current_device("cpu") == torch.device("cpu")
+
+
+def test_a_process_that_nobody_started_has_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    Accelerators(monkeypatch, "xpu", 1)
+    assert rota.local_device() == torch.device("xpu", 0)
+
+
+def test_without_an_accelerator_it_is_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Accelerators(monkeypatch, "cuda", 0).process(0, 2)
+    assert rota.local_device() == torch.device("cpu")
+    assert capsys.readouterr().err == ""
+
+
+def test_an_accelerator_without_messages_of_its_own_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    Accelerators(monkeypatch, "mps", 1)
+    assert rota.local_device() == torch.device("cpu")
+    assert group_backend() == "gloo"
+
+
+def test_too_few_are_reported_once_by_the_first_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = Accelerators(monkeypatch, "cuda", 2)
+    there.process(1, 4)
+    assert rota.local_device() == torch.device("cpu")
+    assert capsys.readouterr().err == ""
+    there.process(0, 4)
+    assert [rota.local_device(), rota.local_device()] == [torch.device("cpu")] * 2
+    assert capsys.readouterr().err == (
+        "rota: 4 processes on this machine, but 2 cuda devices, so rota.local_device() is the CPU; start 2 here to use "
+        "them. If each process sees only its own, use torch.device('cuda', 0)\n"
+    )
+
+
+def test_what_rota_run_says_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = Accelerators(monkeypatch, "cuda", 2)
+    there.process(1, 2)
+    for wish, expected in (("cpu", "cpu"), ("cuda", "cuda:1"), ("auto", "cuda:1")):
+        for name, value in device_environment(wish).items():
+            monkeypatch.setenv(name, value)
+        assert str(rota.local_device()) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "wish", "told"),
+    [
+        ("cuda", 2, "cuda", "device 'cuda': 3 processes on this machine, but 2 cuda devices; start 2 here, or run on"),
+        ("cuda", 8, "xpu", "device 'xpu': this machine has 8 cuda devices; give cuda, auto or cpu"),
+        ("cuda", 8, "cuda:1", "give cuda, auto or cpu (each process takes the one of its number)"),
+        ("cuda", 0, "cuda", "device 'cuda': PyTorch finds no accelerator on this machine; give auto or cpu"),
+    ],
+)
+def test_a_wish_that_cannot_be_met_is_refused(
+    monkeypatch: pytest.MonkeyPatch, kind: str, number: int, wish: str, told: str
+) -> None:
+    Accelerators(monkeypatch, kind, number)
+    with pytest.raises(PipelineError) as error:
+        device_type(wish, 3)
+    assert told in str(error.value)
+
+
+def test_a_process_without_a_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    Accelerators(monkeypatch, "cuda", 8)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(PipelineError, match=r"LOCAL_RANK is not set, .* SLURM_LOCALID"):
+        rota.local_device()
+
+
+def test_groups_take_what_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    Accelerators(monkeypatch, "cuda", 2)
+    assert group_backend() == "cpu:gloo,cuda:nccl"
+    monkeypatch.setenv("ROTA_DEVICE", "cpu")
+    assert group_backend() == "gloo"

@@ -1,0 +1,63 @@
+"""Links between simulated devices of processes: messages as kernels, in queues that their hosts filled before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from rota import Cluster, Link, PipelineError
+from support.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+
+def cost_ns(name: str, written: Sequence[Any]) -> int:
+    """Messages at 1 GB/s after 30 µs, on the side that receives."""
+    return 30_000 + sum(block.num_bytes for block in written) if "recv" in name else 0
+
+
+def measured(rank: int) -> tuple[Cluster, list[str], list[str]]:
+    """The links of simulated devices, the lines that are told, and where the hosts waited for them."""
+    from rota.profiling import device_links
+    from rota.profiling.links import measure_links
+    from support.sim_device import SimDevice
+    from support.sim_device.runtime_device import SIM
+
+    lines: list[str] = []
+    device = SimDevice(f"rank {rank}", cost_ns=cost_ns, host_ns=20_000)
+    with device.active(), mock.patch.object(device_links, "_NUM_SMALL", 3):
+        cluster = measure_links(2, device=SIM, report=lines.append)
+        device.check()
+    return cluster, lines, [sync.operation for sync in device.syncs]
+
+
+def test_all_pairs_are_measured_by_events(pool: Pool) -> None:
+    by_rank = pool.run(3, measured, timeout_s=100)
+    for cluster, _, syncs in by_rank:
+        assert cluster == Cluster((None,) * 3, Link(30, 1000))
+        assert {*syncs} <= {"times_ns", "synchronize"}
+        assert syncs.count("synchronize") == 2  # once for each pair: to open its channel
+    lines = by_rank[0][1]
+    times = "1 kB 31 µs, 4 kB 34 µs, 16 kB 46 µs, 64 kB 94 µs, 256 kB 286 µs (895 MB/s; in a row 895 MB/s)"
+    assert lines == [f"{a} → {b}: {times}" for a in range(3) for b in range(3) if a != b]
+    assert by_rank[1][1] == by_rank[2][1] == []
+
+
+def on_cpu_and_sim(rank: int) -> Any:
+    from rota.profiling.links import measure_links
+    from support.sim_device import SimDevice
+    from support.sim_device.runtime_device import SIM
+
+    with SimDevice().active():
+        try:
+            measure_links(device=SIM if rank else None)
+        except PipelineError as error:
+            return str(error)
+
+
+def test_mixed_devices_are_refused(pool: Pool) -> None:
+    told = "measured between devices of one type, but there are process 0 on cpu, process 1 on sim; "
+    assert all(told in error for error in pool.run(2, on_cpu_and_sim))

@@ -1,0 +1,569 @@
+"""What is around a step, with stages on simulated devices: data, checkpoints, random states, agreement, verify."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rota
+from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
+from rota.models.randomness import RandomStates
+from rota.runtime.checkpoints.tensors import Layout
+from rota.schedules import NAMED, gpipe, one_f_one_b
+from support.checkpoint_runs import Run, Training, model, serial_losses, stored
+from support.networks import (
+    StepResult,
+    assert_equal_steps,
+    batch_of,
+    chain,
+    gradients_of,
+    loss_fn,
+    serial_step,
+)
+from support.pool import Pool
+from support.sim_device import RaceError, SimDevice, current_device
+from support.sim_device.runtime_device import syncs_inside_steps
+
+pytestmark = pytest.mark.dist
+
+
+def simulated(rank: int, function: Callable[..., Any], *args: Any) -> Any:
+    """What the function returns on a simulated device, on which it made no race."""
+    device = SimDevice(f"rank {rank}")
+    with device.active():
+        result = function(rank, *args)
+    device.check()
+    return result
+
+
+def waits_of(act: Callable[[], Any]) -> list[str]:
+    """Where the host waits for its device while `act` runs, but for the end of a step."""
+    syncs_inside_steps()
+    act()
+    return syncs_inside_steps()
+
+
+def plan_of(schedule: str, num_ranks: int, num_microbatches: int = 4) -> Plan:
+    return NAMED[schedule](place(Costs.uniform(num_ranks), Cluster.uniform(num_ranks)), num_microbatches)
+
+
+def moved(stages: Stages) -> Stages:
+    return stages.to("sim")
+
+
+# --- stages -----------------------------------------------------------------------------------------------------------
+
+
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+def shares_stay(rank: int) -> None:
+    one, other = Buffered(), Buffered()
+    other.linear.weight, other.scale = one.linear.weight, one.scale
+    stages, weight, scale = Stages([one, other]), one.linear.weight, one.scale
+    one(torch.ones(2, 3)).sum().backward()
+    stages.to("sim", [1])
+    assert one.linear.weight is other.linear.weight is weight
+    assert one.scale is other.scale is scale
+    assert stages.ties == (((0, "linear.weight"), (1, "linear.weight")),)
+    assert {t.device.type for t in (weight, weight.grad, scale, other.linear.bias)} == {"sim"}
+    assert one.linear.bias.device.type == "cpu"
+    with pytest.raises(PipelineError, match="has no memory"):
+        Stages([nn.Linear(2, 2, device="meta")]).to("sim")
+    with pytest.raises(PipelineError, match="stages has stage 2, but the stages are 0 to 1"):
+        stages.to("sim", [2])
+
+
+def test_stages_that_move_stay_tied(pool: Pool) -> None:
+    pool.run(1, simulated, shares_stay)
+
+
+def made_on_the_device(rank: int, folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(200, 200), nn.BatchNorm1d(200), nn.Linear(200, 4))
+
+    whole = made()
+    with rota.deferred_init():
+        deferred = rota.split(made(), 3)
+    rota.materialize(deferred, [0, 1], "sim:0")
+    save_file(dict(whole.state_dict()), folder / "model.safetensors")
+    with rota.deferred_init(to_load=True):
+        loaded = rota.split(made(), 3)
+    rota.load_pretrained(loaded, [0, 1], folder, device="sim")
+    for stages in (deferred, loaded):
+        for stage in (0, 1):
+            for name, tensor in stages[stage].state_dict().items():
+                assert tensor.device.type == "sim"
+                assert torch.equal(tensor.cpu(), whole.state_dict()[name])
+        assert stages[2].get_parameter("2.weight").is_meta
+
+
+def test_weights_are_made_or_loaded_on_the_device(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, simulated, made_on_the_device, tmp_path)
+
+
+# --- agreement --------------------------------------------------------------------------------------------------------
+
+
+def refused(rank: int, on: list[str], modules: list[nn.Module]) -> str:
+    stages = Stages(modules).to(on[rank], [rank])
+    with pytest.raises(PipelineError) as error:
+        Pipeline(stages, plan_of("1f1b", 3), loss_fn)
+    return str(error.value)
+
+
+def test_ranks_on_different_types_of_devices_are_refused(pool: Pool) -> None:
+    modules = [nn.Linear(6, 6) for _ in range(3)]
+    told = pool.run(3, simulated, refused, ["sim", "cpu", "sim"], modules)
+    assert len({*told}) == 1
+    assert told[0].startswith(
+        "the ranks' stages are on devices of different types: those of ranks 0, 2 on sim, those of rank 1 on cpu; "
+        "move all: stages.to(rota.local_device()"
+    )
+
+
+def test_a_rank_without_memory_is_refused_on_all(pool: Pool) -> None:
+    modules = [nn.Linear(6, 6), nn.Linear(6, 6, device="meta"), nn.Linear(6, 6)]
+    told = pool.run(3, without_memory, modules)
+    assert all(each.startswith("rank 1: weight of stage 1 has no memory (it is on meta)") for each in told)
+
+
+def without_memory(rank: int, modules: list[nn.Module]) -> str:
+    with pytest.raises(PipelineError) as error:
+        Pipeline(Stages(modules), plan_of("1f1b", 3), loss_fn)
+    return str(error.value)
+
+
+def with_a_stage_of_activations(rank: int, plan: Plan, batch: Any) -> tuple[str, StepResult]:
+    stages = Stages([nn.Linear(6, 6).double(), nn.Tanh(), nn.Linear(6, 6).double()])
+    torch.manual_seed(0)
+    for stage in (0, 2):
+        nn.init.normal_(stages[stage].weight)
+        nn.init.zeros_(stages[stage].bias)
+    moved(stages)
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        loss = pipeline.step(*batch)
+        gradients = gradients_of(stages, pipeline.local_stages)
+        return str(pipeline.device), StepResult(loss, {key: value.cpu() for key, value in gradients.items()})
+
+
+def test_a_rank_without_tensors_has_a_device_like_the_others(pool: Pool) -> None:
+    plan, batch = plan_of("1f1b", 3), batch_of(4)
+    found = pool.run(3, simulated, with_a_stage_of_activations, plan, batch)
+    assert [device for device, _ in found] == ["sim:0"] * 3
+    torch.manual_seed(0)
+    serial = Stages([nn.Linear(6, 6).double(), nn.Tanh(), nn.Linear(6, 6).double()])
+    torch.manual_seed(0)
+    for stage in (0, 2):
+        nn.init.normal_(serial[stage].weight)
+        nn.init.zeros_(serial[stage].bias)
+    assert_equal_steps([result for _, result in found], serial_step(serial, *batch))
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def steps_with(rank: int, plan: Plan, where: list[str], num_steps: int) -> list[StepResult]:
+    stages = moved(chain(plan.num_ranks))
+    results = []
+    with Pipeline(stages, plan, loss_fn, check_data="first") as pipeline:
+        for step in range(num_steps):
+            for parameter in pipeline.parameters():
+                parameter.grad = None
+            batch = [tensor.to(device) for tensor, device in zip(batch_of(4, step), where, strict=True)]
+            losses = list[float]()
+            act = lambda batch=batch, losses=losses: losses.append(pipeline.step(*batch))  # noqa: E731
+            waits = waits_of(act)
+            assert not step or [wait for wait in waits if "losses.py" not in wait] == []
+            assert [tensor.device.type for tensor in batch] == where
+            gradients = gradients_of(stages, pipeline.local_stages)
+            results.append(StepResult(losses[0], {key: value.cpu() for key, value in gradients.items()}))
+    return results
+
+
+@pytest.mark.parametrize("where", [["cpu", "cpu"], ["sim", "sim"], ["sim", "cpu"]])
+def test_the_batch_may_be_on_the_host_or_the_device(pool: Pool, where: list[str]) -> None:
+    by_rank = pool.run(2, simulated, steps_with, plan_of("1f1b", 2), where, 2)
+    for step in range(2):
+        assert_equal_steps([of_rank[step] for of_rank in by_rank], serial_step(chain(2), *batch_of(4, step)))
+
+
+class Reads(nn.Module):
+    """Reads the batch as well as what comes in, and notes which tensors it got."""
+
+    def __init__(self, num_values: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.num_values = num_values
+        self.seen: list[tuple[str, int]] = []
+
+    def forward(self, *values: torch.Tensor) -> torch.Tensor:
+        self.seen.append((values[-1].device.type, id(values[-1])))
+        return self.linear(values[0]) * values[-1].sum()
+
+
+def each_tensor_is_copied_once(rank: int) -> None:
+    stages = Stages([Reads(2), Reads(2)], inputs={0: ["x", "mask"], 1: ["mask"]})
+    moved(stages)
+    plan = gpipe(place(Costs.uniform(2), Cluster.uniform(1), [0, 0]), 4)
+    batch = {"x": torch.ones(8, 6), "mask": torch.ones(1, 6), "unread": torch.ones(8, 1000)}
+    with Pipeline(stages, plan, lambda output, target: (output - target).square().mean(), recompute="full") as pipeline:
+        before = current_device().allocated_bytes
+        for _ in range(2):
+            pipeline.step(batch, torch.zeros(8, 6))
+        assert current_device().allocated_bytes - before < batch["unread"].nbytes
+    seen = [each for stage in stages.modules for each in stage.seen]
+    assert {kind for kind, _ in seen} == {"sim"}
+    assert len({which for _, which in seen[-8:]}) == 1  # one copy of the mask for all
+
+
+def test_each_tensor_is_copied_once_and_what_is_not_read_stays(pool: Pool) -> None:
+    pool.run(1, simulated, each_tensor_is_copied_once)
+
+
+def a_write_into_what_all_get_is_refused(rank: int) -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * mask.mul_(2)
+
+    stages = moved(Stages([Writes()], inputs={0: ["x", "mask"]}))
+    plan = one_f_one_b(place(Costs.uniform(1), Cluster.uniform(1)), 2)
+    with (
+        Pipeline(stages, plan, loss_fn) as pipeline,
+        pytest.raises(PipelineError, match=r"writes into inputs\['mask'\]"),
+    ):
+        pipeline.step({"x": torch.ones(4, 6), "mask": torch.ones(1, 6)}, torch.ones(4, 6))
+
+
+def test_a_write_into_what_all_microbatches_get_is_refused(pool: Pool) -> None:
+    pool.run(1, simulated, a_write_into_what_all_get_is_refused)
+
+
+def outputs_on(rank: int) -> list[tuple[str, torch.Tensor]]:
+    stages = moved(chain(2))
+    with Pipeline(stages, plan_of("1f1b", 2), loss_fn) as pipeline:
+        outputs = pipeline.forward(batch_of(4)[0] if rank == 0 else None)
+    assert outputs is not None
+    return [(str(output.device), output.cpu()) for output in outputs]
+
+
+def test_outputs_come_to_each_ranks_device(pool: Pool) -> None:
+    expected = chain(2).run(batch_of(4)[0])
+    for found in pool.run(2, simulated, outputs_on):
+        assert {device for device, _ in found} == {"sim:0"}
+        torch.testing.assert_close(torch.cat([output for _, output in found]), expected.detach())
+
+
+# --- randomness and recomputation -------------------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    """Dropout, which draws; BatchNorm, whose buffers change; and a buffer that it replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.3)).double()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        return self.layers(x) * (1 + self.calls / 8)
+
+
+def noisy_steps(rank: int, plan: Plan, where: str, recompute: str) -> tuple[list[StepResult], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    stages = Stages([Noisy() for _ in range(2)]).to(where)
+    torch.manual_seed(7)
+    results, waits = [], []
+    with Pipeline(stages, plan, loss_fn, recompute=recompute) as pipeline:
+        for step in range(2):
+            batch, losses = batch_of(4, step), list[float]()
+            act = lambda batch=batch, losses=losses: losses.append(pipeline.step(*batch))  # noqa: E731
+            waits = waits_of(act) if where == "sim" else act() or []
+            gradients = gradients_of(stages, pipeline.local_stages)
+            results.append(StepResult(losses[0], {key: value.cpu() for key, value in gradients.items()}))
+        assert [wait for wait in waits if "losses.py" not in wait] == []
+        state = {name: tensor.cpu() for name, tensor in stages[rank].state_dict().items()}
+    return results, state | {"next": torch.rand(3)}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_dropout_and_buffers_are_those_of_the_cpu_and_of_a_recomputation(pool: Pool, schedule: str) -> None:
+    costs = Costs.uniform(2, weight_us=1) if schedule == "zb_h1" else Costs.uniform(2)
+    plan = NAMED[schedule](place(costs, Cluster.uniform(2)), 4)
+    reference = pool.run(2, noisy_steps, plan, "cpu", "none")
+    for recompute in ("none", "full"):
+        for (results, state), (others, expected) in zip(
+            pool.run(2, simulated, noisy_steps, plan, "sim", recompute), reference, strict=True
+        ):
+            for one, other in zip(results, others, strict=True):
+                assert abs(one.loss - other.loss) < 1e-12
+                for key, gradient in other.gradients.items():
+                    torch.testing.assert_close(one.gradients[key], gradient, rtol=1e-12, atol=1e-12)
+            for name, tensor in expected.items():
+                torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+def states_are_restored(rank: int) -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6).double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if torch.rand((), device=x.device).cpu() < 2 and float(x[0, 0]) == 0:
+                raise ValueError("this row is not wanted")
+            return self.linear(x)
+
+    stages = moved(Stages([Fails()]))
+    plan = one_f_one_b(place(Costs.uniform(1), Cluster.uniform(1)), 2)
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        host, device = torch.get_rng_state(), current_device().rng_state.clone()
+        with pytest.raises(ValueError, match="this row is not wanted"):
+            pipeline.evaluate(torch.zeros(4, 6, dtype=torch.float64), torch.zeros(4, 6, dtype=torch.float64))
+        assert torch.equal(torch.get_rng_state(), host)
+        assert torch.equal(current_device().rng_state, device)
+        pipeline.step(torch.ones(4, 6, dtype=torch.float64), torch.zeros(4, 6, dtype=torch.float64))
+        assert torch.equal(current_device().rng_state, device)
+
+
+def test_random_states_are_restored_also_where_an_evaluation_fails(pool: Pool) -> None:
+    pool.run(1, simulated, states_are_restored)
+
+
+def states_see_the_device(rank: int) -> None:
+    states = RandomStates(nn.Identity())
+    first = torch.rand(3, device="sim").cpu()
+    assert states.changed()
+    states.restore()
+    assert not states.changed()
+    assert torch.equal(torch.rand(3, device="sim").cpu(), first)
+
+
+def test_a_draw_from_the_device_is_seen_and_undone(pool: Pool) -> None:
+    pool.run(1, simulated, states_see_the_device)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def trained(
+    rank: int, run: Run, folder: Path, where: str, begin: int, end: int, asynchronous: bool = False
+) -> tuple[list[float], torch.Tensor]:
+    """Go on from what is there, save after each step; returns the losses, and what is drawn next."""
+    stages = rota.split(model(), run.plan().num_stages).to(where)
+    training = Training(run, stages)
+    losses: list[float] = []
+    with training.pipeline, closing(training.checkpoints(folder, asynchronous=asynchronous)) as checkpoints:
+        checkpoints.load()
+        for step in range(begin, end):
+            losses += training.steps(range(step, step + 1))
+            checkpoints.wait()
+            save = lambda step=step: checkpoints.save(step + 1)  # noqa: E731
+            waits = waits_of(save) if where == "sim" else save() or []
+            assert not asynchronous or waits == []
+        checkpoints.wait()
+        return losses, torch.cat([torch.rand(3), torch.rand(3, device=where).cpu()])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_training_goes_on_with_another_plan_on_devices_and_on_cpus(
+    pool: Pool, tmp_path: Path, asynchronous: bool
+) -> None:
+    losses = serial_losses(6)
+    one, other, last = Run("1f1b", 2), Run("v", 2), Run("zb", 1)
+    for run, where, begin in ((one, "sim", 0), (other, "cpu", 2), (last, "sim", 4)):
+        of_ranks = pool.run(run.num_processes, simulated, trained, run, tmp_path, where, begin, begin + 2, asynchronous)
+        for found, _ in of_ranks:
+            assert found == pytest.approx(losses[begin : begin + 2], abs=1e-10)
+        tensors, _ = stored(tmp_path / f"step-{begin + 2}")
+        assert {tensor.dtype for tensor in tensors.values()} == {torch.float64, torch.float32}  # the steps' counts
+
+
+def hold(checkpoints: rota.Checkpoints) -> threading.Event:
+    """Let the thread that writes wait for the result, so that the host has not waited for the copies."""
+    held = threading.Event()
+    assert checkpoints._thread is not None
+    checkpoints._thread.submit(held.wait, 30)
+    return held
+
+
+def saved_while_steps_go_on(rank: int, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The tensors of this rank at the save, by name; and those after steps that changed them before it was written."""
+    training = Training(Run("1f1b", 2), rota.split(model(), 2).to("sim"))
+    with training.pipeline:
+        checkpoints = training.checkpoints(folder, asynchronous=True)
+        training.steps(range(1))
+        held = hold(checkpoints)
+        at_save = {name: tensor.detach().cpu().clone() for name, tensor in training.pipeline.named_parameters()}
+        checkpoints.save(1)
+        for parameter in training.pipeline.parameters():
+            parameter.data.mul_(1.0)  # a write of which no version tells
+        training.steps(range(1, 3))
+        later = {name: tensor.detach().cpu().clone() for name, tensor in training.pipeline.named_parameters()}
+        held.set()
+        checkpoints.wait()
+    return at_save, later
+
+
+def test_steps_go_on_while_a_checkpoint_is_written(pool: Pool, tmp_path: Path) -> None:
+    of_ranks = pool.run(2, simulated, saved_while_steps_go_on, tmp_path)
+    tensors, _ = stored(tmp_path / "step-1")
+    for at_save, later in of_ranks:
+        for name, value in at_save.items():
+            assert torch.equal(tensors[f"model/{name}"], value)
+            assert not torch.equal(later[name], value)
+
+
+def without_the_wait(rank: int, folder: Path) -> None:
+    training = Training(Run("1f1b", 2), rota.split(model(), 2).to("sim"))
+    with training.pipeline:
+        checkpoints = training.checkpoints(folder, asynchronous=True)
+        training.steps(range(2))
+        held = hold(checkpoints)
+        checkpoints.save(2)
+        checkpoints._copies.close()
+        for parameter in training.pipeline.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with pytest.raises(RaceError, match=r"no event orders it after aten::_to_copy on checkpoint"):
+            training.optimizer.step()
+        held.set()
+
+
+def test_an_optimizer_that_does_not_wait_for_the_copies_is_a_race(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, simulated, without_the_wait, tmp_path)
+
+
+def weights_on_another_stream(rank: int) -> None:
+    device = current_device()
+    weight = torch.ones(4, device="sim")
+    layout = Layout({"model/weight": weight})
+    with device.use(device.stream("checkpoint")), pytest.raises(RaceError, match="no event orders it after"):
+        layout.copy(lambda _: True)
+
+
+def test_a_copy_on_a_stream_that_does_not_wait_is_a_race(pool: Pool) -> None:
+    pool.run(1, simulated, weights_on_another_stream)
+
+
+def state_changed_by_hand(rank: int, folder: Path) -> None:
+    training = Training(Run("1f1b", 2), rota.split(model(), 2).to("sim"))
+    with training.pipeline:
+        checkpoints = training.checkpoints(folder, asynchronous=True)
+        training.steps(range(1))
+        momenta = [state["exp_avg"] for state in training.optimizer.state.values()]
+        checkpoints.save(1)
+        checkpoints.wait()
+        for momentum in momenta:
+            momentum.mul_(0.5)
+        training.steps(range(1, 2))
+        checkpoints.save(2)
+        current_device().default.wait_stream(current_device().stream("checkpoint"))
+        momenta[0].mul_(0.5)
+        with pytest.raises(PipelineError, match="state was written to between an asynchronous save and"):
+            training.optimizer.step()
+
+
+def test_an_optimizers_state_that_changes_as_it_is_copied_is_refused(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, simulated, state_changed_by_hand, tmp_path)
+
+
+def saved_states(rank: int, folder: Path, where: str) -> torch.Tensor:
+    stages = Stages([nn.Linear(6, 6).double()]).to(where)
+    plan = one_f_one_b(place(Costs.uniform(1), Cluster.uniform(1)), 2)
+    torch.manual_seed(5)
+    torch.rand(2, device=where)
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        rota.Checkpoints(folder, pipeline, None).save(1)
+    return torch.cat([torch.rand(3), torch.rand(3, device=where).cpu()])
+
+
+def loaded_states(rank: int, folder: Path, where: str) -> torch.Tensor:
+    stages = Stages([nn.Linear(6, 6).double()]).to(where)
+    plan = one_f_one_b(place(Costs.uniform(1), Cluster.uniform(1)), 2)
+    torch.manual_seed(50 + rank)
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        assert rota.Checkpoints(folder, pipeline, None).load() is not None
+    return torch.cat([torch.rand(3), torch.rand(3, device=where).cpu()])
+
+
+def test_the_devices_random_state_goes_on_or_is_seeded(pool: Pool, tmp_path: Path) -> None:
+    for where in ("cpu", "sim"):
+        (drawn,) = pool.run(1, simulated, saved_states, tmp_path / where, where)
+        (same,) = pool.run(1, simulated, loaded_states, tmp_path / where, where)
+        assert torch.equal(same, drawn)
+    onto = [pool.run(1, simulated, loaded_states, tmp_path / "cpu", "sim")[0] for _ in range(2)]
+    assert torch.equal(onto[0], onto[1])  # by the checkpoint alone
+    pool.run(1, simulated, loaded_states, tmp_path / "sim", "cpu")
+
+
+def test_the_format_names_a_device_only_where_there_was_one(pool: Pool, tmp_path: Path) -> None:
+    for where, expected in (("cpu", None), ("sim", "sim")):
+        pool.run(1, simulated, saved_states, tmp_path / where, where)
+        of_device = json.loads((tmp_path / where / "step-1" / "training.json").read_text())["random"]["device"]
+        assert (of_device and of_device[0]) == expected
+
+
+# --- verification and groups ------------------------------------------------------------------------------------------
+
+
+def verified(rank: int, plan: Plan) -> rota.Verification:
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Tanh(), nn.Linear(6, 6))
+
+    stages = moved(rota.split(made(), plan.num_stages))
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        inputs, targets = (tensor.float() for tensor in batch_of(4))
+        return rota.verify(pipeline, made, inputs, targets)
+
+
+def test_verify_compares_on_the_device(pool: Pool) -> None:
+    for found in pool.run(2, simulated, verified, plan_of("1f1b", 2), timeout_s=100):
+        assert found.exact, found.to_text()
+        assert len(found.comparisons) == 2
+
+
+def verified_in_one_process(rank: int) -> None:
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    inputs, targets = (tensor.float() for tensor in batch_of(4))
+    found = rota.verify(rota.split(whole, 2).to("sim"), whole, inputs, targets, loss_fn)
+    assert found.exact, found.to_text()
+
+
+def test_verify_compares_stages_of_one_process_on_the_device(pool: Pool) -> None:
+    pool.run(1, simulated, verified_in_one_process)
+
+
+def summed_in_a_group(rank: int) -> float:
+    group = rota.spmd.group([0, 1])
+    assert group is not None
+    total = rota.spmd.sum_over_ranks(torch.full((2,), float(rank + 1), device="sim"), group)
+    return float(total.cpu().sum())
+
+
+def test_a_group_of_a_stage_takes_tensors_of_the_device(pool: Pool) -> None:
+    assert pool.run(2, simulated, summed_in_a_group) == [6.0, 6.0]

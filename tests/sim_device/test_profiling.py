@@ -1,0 +1,219 @@
+"""Profiles on a simulated device whose kernels have known costs: those are found, and the host never waits inside."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from rota import PipelineError, Stages, profile
+from rota.profiling import device_clock, profile_here, profile_layers, spinning
+from rota.profiling.clocks import launch_text
+from rota.profiling.device_clock import DeviceClock
+from rota.profiling.spinning import Spinner
+from support.sim_device import Block, SimDevice
+from support.sim_device.runtime_device import SIM, SimRuntimeDevice
+from support.sim_device.tensors import NS_PER_TICK
+
+
+def timed(cost_ns: Callable[[str, Sequence[Block]], int]) -> SimDevice:
+    """A device whose kernels last; its host takes 20 µs to enqueue one."""
+    return SimDevice(cost_ns=cost_ns, host_ns=20_000)
+
+
+def costing(us: float) -> Callable[[str, Sequence[Block]], int]:
+    return lambda name, written: round(1000 * us)
+
+
+def spun_us(device: SimRuntimeDevice, spinner: Spinner, us: float) -> float:
+    """What the kernels take that keep the device busy for `us`."""
+    device.begin()
+    spinner.spin(10_000)
+    marks = [device.mark()]
+    spinner.spin(us)
+    marks.append(device.mark())
+    start_ns, end_ns = device.times_ns(marks)
+    return (end_ns - start_ns) / 1000
+
+
+# --- spinning ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_of_ticks_is_calibrated() -> None:
+    with timed(costing(1)).active():
+        device = SimRuntimeDevice(SIM)
+        spinner = Spinner(device)
+        assert spinner.resolution_us == pytest.approx(NS_PER_TICK / 1000, rel=0.03)
+        for us in (40, 700, 8000):
+            assert spun_us(device, spinner, us) == pytest.approx(us, rel=0.04)
+        assert spun_us(device, spinner, 0) == 0
+
+
+def test_a_chain_of_kernels_is_calibrated() -> None:
+    """Where there is no such kernel: each takes 2 µs to start and 10 ns for each byte that it writes."""
+
+    def cost_ns(name: str, written: Sequence[Block]) -> int:
+        return 2_000 + 10 * sum(block.num_bytes for block in written)
+
+    with timed(cost_ns).active():
+        device = SimRuntimeDevice(SIM)
+        spinner = Spinner(device, spinning._Chain(device))
+        assert spinner.resolution_us == pytest.approx(2 + 655.36, rel=0.03)
+        for us in (900, 6000):
+            assert spun_us(device, spinner, us) == pytest.approx(us, abs=spinner.resolution_us)
+
+
+def test_kernels_without_times_cannot_be_calibrated() -> None:
+    with (
+        timed(costing(0)).active(),
+        pytest.raises(PipelineError, match="ends at once, whatever it is asked for"),
+    ):
+        Spinner(SimRuntimeDevice(SIM), lambda _: None)
+
+
+def test_times_that_vary_are_refused() -> None:
+    drawn = random.Random(1)
+
+    def work(count: int) -> None:
+        lasts_ns = round(count * drawn.uniform(20, 2000))
+        hardware.launch("sleep", lasts_ns=lasts_ns)
+
+    hardware = timed(costing(1))
+    with hardware.active(), pytest.raises(PipelineError, match=r"predictions were off by \d+%, .*; end what else uses"):
+        Spinner(SimRuntimeDevice(SIM), work)
+
+
+# --- the clock --------------------------------------------------------------------------------------------------------
+
+
+def kernels(*counts: int) -> Callable[[Callable[[], None]], None]:
+    """Parts of so many kernels each."""
+    x = torch.zeros(4, device="sim")
+
+    def run(mark: Callable[[], None]) -> None:
+        mark()
+        for count in counts:
+            for _ in range(count):
+                x.add_(1)
+            mark()
+
+    return run
+
+
+def test_parts_take_what_their_kernels_cost() -> None:
+    hardware = timed(costing(30_000))
+    with hardware.active():
+        clock = DeviceClock(SimRuntimeDevice(SIM))
+        run = kernels(3, 0, 5)
+        hardware.syncs.clear()
+        laps = clock.timed(run, 3, 0, together=True)
+        assert laps.us == pytest.approx([90_000, 0, 150_000], abs=0.01)
+        assert laps.spread < 0.001
+        assert {sync.operation for sync in hardware.syncs} == {"times_ns"}
+        assert launch_text("FRB", laps) == ""
+
+
+def test_launches_that_take_longer_than_kernels_are_told_and_left_out_of_their_times() -> None:
+    with timed(costing(1)).active():
+        laps = DeviceClock(SimRuntimeDevice(SIM)).timed(kernels(4, 20), 3, 0, together=True)
+        assert laps.us == pytest.approx([4, 20], abs=0.01)
+        assert min(laps.host_us) > 20
+        assert not any(laps.starved)
+        assert "B takes the host " in launch_text("FB", laps)
+        assert launch_text("FB", laps).endswith("20 µs to run")
+
+
+def test_a_host_that_cannot_keep_ahead_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_clock, "_LONGEST_HEAD_START_US", 0.0)
+    monkeypatch.setattr(Spinner, "spin", lambda spinner, us: None)
+    with SimDevice(cost_ns=costing(1), host_ns=2_000).active():
+        laps = DeviceClock(SimRuntimeDevice(SIM)).timed(kernels(20), 3, 0, together=True)
+        assert laps.us == pytest.approx([20 * 2], abs=2)  # the host's time
+        assert laps.starved == [True]
+        assert launch_text("F", laps).endswith("to enqueue, the device waits for it")
+
+
+# --- profiles ---------------------------------------------------------------------------------------------------------
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(torch.relu(self.first(x)))
+        return out
+
+
+def mean(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
+def inside_timed_parts(hardware: SimDevice, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Where the host waits in the timed bursts: fills up while a profile is made."""
+    found: list[str] = []
+    burst = DeviceClock._burst
+
+    def watched(*arguments: object) -> object:
+        before = len(hardware.syncs)
+        result = burst(*arguments)  # type: ignore[arg-type]
+        found.extend(f"{sync.operation} at {sync.where}" for sync in hardware.syncs[before:])
+        return result
+
+    monkeypatch.setattr(DeviceClock, "_burst", watched)
+    return found
+
+
+BYTES = ("activation_bytes", "input_frees_bytes", "boundary_bytes", "gradient_bytes", "static_bytes", "edges")
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
+def test_stages(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rota.profiling.stage_profile._RUN_NS", 0)
+    stages, told = Stages([TwoLayers(), TwoLayers()]), list[str]()
+    x, adam = torch.zeros(5, 8), torch.optim.Adam
+    hardware = timed(costing(100_000))
+    with hardware.active():
+        on_cpu = profile_here(stages, x, x, mean, split_backward=split, optimizer=adam, recompute=[1], repeats=1)
+        for module in stages.modules:
+            module.to("sim")
+        syncs = inside_timed_parts(hardware, monkeypatch)
+        costs = profile(
+            stages, x, x, mean, split_backward=split, optimizer=adam, repeats=2, recompute=[1], report=told.append
+        )
+    hardware.check()
+    assert {sync.partition(" ")[0] for sync in syncs} == {"times_ns"}, syncs
+    for name in BYTES:
+        assert getattr(costs, name) == getattr(on_cpu, name), name
+    assert told[0] == "measuring 2 stages on sim, one after another"
+    assert costs.note.startswith("measured on sim, one stage after another")
+    kernels_of = [us / 100_000 for us in (*costs.forward_us, *costs.backward_us)]
+    assert all(count >= 2 and count == round(count) for count in kernels_of if count), kernels_of
+    assert costs.recompute_us is not None
+    assert costs.recompute_us[0] is None
+    assert costs.recompute_us[1] == costs.forward_us[1]
+    assert min(costs.forward_peak_bytes) >= 0
+    assert all(parameter.grad is None for _, parameter in stages.named_parameters())
+
+
+def test_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rota.profiling.layer_measurement._RUN_NS", 0)
+    model, told = nn.Sequential(TwoLayers(), nn.BatchNorm1d(8), TwoLayers()), list[str]()
+    x = torch.zeros(5, 8)
+    hardware = timed(costing(3))
+    with hardware.active():
+        on_cpu = profile_layers(model, x, x, mean, repeats=1)
+        syncs = inside_timed_parts(hardware, monkeypatch)
+        layers = profile_layers(model.to("sim"), x.to("sim"), x.to("sim"), mean, repeats=2, report=told.append)
+    hardware.check()
+    assert {sync.partition(" ")[0] for sync in syncs} == {"times_ns"}, syncs
+    for name in ("kept_bytes", "waiting_bytes", "boundary_bytes", "parameter_bytes", "changed_bytes"):
+        assert getattr(layers, name) == getattr(on_cpu, name), name
+    assert layers.note == "measured on sim, one layer after another"
+    assert all(us % 3 == 0 for us in layers.forward_us + layers.backward_us)
+    assert "F takes the host" in told[0]
+    assert "to enqueue, " in told[0]

@@ -1,0 +1,45 @@
+"""What a rank says it is doing while its device runs what the host has enqueued: not where the host is."""
+
+from __future__ import annotations
+
+import pytest
+
+from rota import Cluster, Costs, Pipeline, place
+from rota.schedules import one_f_one_b
+from support.networks import batch_of, chain, loss_fn
+from support.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+PLAN = one_f_one_b(place(Costs.uniform(2, 10, 20, boundary_bytes=8), Cluster.uniform(2)), 4)
+
+
+def reports(rank: int) -> tuple[list[str], list[int]]:
+    """The reports, and the kernels reached, where the device has ended less and less of a step."""
+    from support.sim_device import SimDevice
+    from support.sim_device.pool import pipelines_on_sim
+
+    said, reached = [], []
+    with SimDevice(f"rank {rank}").active(), pipelines_on_sim([]), Pipeline(chain(2), PLAN, loss_fn) as pipeline:
+        pipeline.step(*batch_of(4))
+        execution, device = pipeline._training, pipeline._device
+        handle = pipeline.step(*batch_of(4), wait=False)
+        behind = [mark for mark in execution._behind if mark is not None]
+        for num_done in (len(behind), 9, 4, 1):
+            done = {id(mark) for mark in behind[:num_done]}
+            device.is_done = lambda mark, done=done: id(mark) in done  # type: ignore[attr-defined, misc]
+            doing = execution.doing([])
+            said.append(f"{'waits' if doing.waits else 'busy'}: {doing.words}")
+            reached.append(execution.num_reached())
+        del device.is_done  # type: ignore[attr-defined]
+        handle.wait()
+    return said, reached
+
+
+def test_the_first_kernel_of_each_stream_that_has_not_ended(pool: Pool) -> None:
+    (first, reached), (second, _) = pool.run(2, reports)
+    assert reached[1:] == [9, 4, 1]
+    assert first[3].startswith("busy: has not ended on its device: run 0F0 on compute, send 0F0→1F0 on channel 0→1")
+    assert first[2].startswith("waits: waits on its device for other ranks: send 0F1→1F1 on channel 0→1, receive 1B0")
+    assert second[3].startswith("waits: waits on its device for other ranks: receive 0F0→1F0 on channel 0→1")
+    assert second[2].startswith("busy: has not ended on its device: receive 0F1→1F1 on channel 0→1, run 1B0 on compute")
