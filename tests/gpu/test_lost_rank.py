@@ -17,7 +17,7 @@ from support.gpu.ranks import run_ranks
 def test_a_killed_rank_ends_the_others(
     tmp_path: Path, device_type: str, record_property: Callable[[str, object], None], num_ranks: int, where: str
 ) -> None:
-    ended = run_ranks(tmp_path, num_ranks, device_type, a_rank_is_killed, num_ranks, where, timeout_s=TIMEOUT_S + 90)
+    ended = run_ranks(tmp_path, num_ranks, device_type, a_rank_is_killed, num_ranks, where, timeout_s=TIMEOUT_S + 180)
     assert ended[-1].exit_code == -signal.SIGKILL
     for rank, one in enumerate(ended[:-1]):
         record_property(f"rank {rank}", {"exit_code": one.exit_code, "after_s": round(one.after_s, 1)})

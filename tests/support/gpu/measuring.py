@@ -110,6 +110,7 @@ def steps_without_waits(rank: int, device: torch.device, num_ranks: int, kind: s
                     begun.append(pipeline.step(*batch, scaler=scaler, wait=False))
                     if scaler is None:
                         begun.append(pipeline.step(*batch))
+                        pipeline.clip_grad_norm_(1.0)
             if scaler is not None:
                 scaler.update()
             for parameter in pipeline.parameters():
@@ -181,7 +182,7 @@ def peak_memory(rank: int, device: torch.device, num_ranks: int, schedule: str, 
         queue = pipeline._device
         assert is_queued(queue)
         queue.synchronize()
-        queue.begin()
+        queue.reset_peak()
         before_bytes = queue.peak_bytes()  # parameters, their gradients, the batch
         pipeline.step(*batch)
         return {
