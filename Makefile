@@ -25,7 +25,7 @@ test: test-core browser ## run every test
 	$(BIN)/pytest -m "dist and not faults and not sweep" --numprocesses 3 --dist worksteal
 
 test-core: $(READY) ## run the tests of which none starts processes, side by side
-	$(BIN)/pytest -m "not dist and not faults and not sweep" --numprocesses auto --dist worksteal
+	$(BIN)/pytest -rs -m "not dist and not faults and not sweep" --numprocesses auto --dist worksteal
 
 test-models: $(READY) ## train every unmodified model with every kind of plan on 2 and 4 processes
 	$(BIN)/pytest -m "dist and not faults" --numprocesses 1 tests/models/test_models_on_processes.py
