@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-core test-models test-faults test-newest-torch browser fuzz soak check fmt docs pictures bench site package clean
+.PHONY: help demo test test-core test-models test-faults test-gpu test-newest-torch browser fuzz soak check fmt docs pictures bench site package clean
 
 PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -16,13 +16,13 @@ help: ## list the targets
 demo: $(READY) ## a first tour: run `rota demo`
 	$(BIN)/rota demo --force
 
-test test-core test-models test-faults test-newest-torch fuzz soak: export OMP_NUM_THREADS := 1
+test test-core test-models test-faults test-gpu test-newest-torch fuzz soak: export OMP_NUM_THREADS := 1
 
 # The tests start hundreds of processes, each of which would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
 test: test-core browser ## run every test
-	$(BIN)/pytest -m "dist and not faults and not sweep" --numprocesses 2 --dist worksteal
+	$(BIN)/pytest -m "dist and not faults and not sweep" --numprocesses 3 --dist worksteal
 
 test-core: $(READY) ## run the tests of which none starts processes, side by side
 	$(BIN)/pytest -m "not dist and not faults and not sweep" --numprocesses auto --dist worksteal
@@ -32,6 +32,13 @@ test-models: $(READY) ## train every unmodified model with every kind of plan on
 
 test-faults: $(READY) ## run the tests that kill, stop and starve processes, some minutes
 	$(BIN)/pytest -m faults --numprocesses 2 --dist loadfile
+
+# On x86-64 Linux, .venv gets PyPI's build of PyTorch, which is for CUDA; benchmarks/gpu/README.md tells how to get
+# another one.
+test-gpu: export ROTA_GPU_TESTS ?= 1
+test-gpu: $(READY) ## test on 1, 2 or 4 GPUs, some minutes, and write benchmarks/gpu/result.json
+	@$(BIN)/python -c 'import torch; print("PyTorch", torch.__version__, "sees", torch.accelerator.device_count(), "accelerators")'
+	$(BIN)/pytest -rs --numprocesses 0 tests/gpu
 
 # Its own venv: the newest PyTorch may be above pyproject.toml's ceiling, hence --no-deps. A CPU build has the later
 # version of two, such as 2.13.0+cpu, so that pip prefers it.

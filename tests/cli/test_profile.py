@@ -149,9 +149,15 @@ def test_options_that_do_not_belong_are_refused(model: Path, capsys: pytest.Capt
         ((model, "--processes", 3), "--processes is for `rota profile links`"),
         (("links", "--rows", "2"), "--rows is for a model"),
         (("links", "--repeats", "9"), "--repeats is for a model"),
-        (("links", "--device", "h100"), "device 'h100': PyTorch finds none here; give auto, cpu"),
+        (
+            ("links", "--device", "h100"),
+            "device 'h100': PyTorch finds no accelerator on this machine; give auto or cpu",
+        ),
         ((model, "--device", "h10"), "did you mean h100?"),
-        ((model, "--device", "xpu:1"), "device 'xpu:1': PyTorch finds none here; give cpu, or one to estimate for"),
+        (
+            (model, "--device", "xpu:1"),
+            "device 'xpu:1': PyTorch finds none on this machine; give cpu, or one to estimate for",
+        ),
         (("nowhere.py",), "cannot read nowhere.py"),
     ):
         code, out, error = run(capsys, *arguments)

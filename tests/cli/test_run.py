@@ -44,14 +44,15 @@ def test_the_readme_does_what_it_says(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(model)
     outputs = {}
     for command in re.findall(r"^    rota (.*?)(?: +#.*)?$", (ROOT / "README.md").read_text(), flags=re.MULTILINE):
-        done = rota(tmp_path, *command.split())
+        done = rota(tmp_path, *command.replace("--ranks 8", "--ranks 4").split())  # a test has few cores
         assert done.returncode == 0, done.stderr
         outputs[command.split()[0]] = done.stdout
-    assert list(outputs) == ["autoplan", "rehearse", "run", "explain", "compare", "calibrate"]
-    assert re.search(r"^▸ .* of 8 GB$", outputs["autoplan"], flags=re.MULTILINE)
+    assert list(outputs) == ["autoplan", "rehearse", "check", "run", "explain", "compare", "calibrate"]
+    assert re.search(r"^▸ .* of 80 GB$", outputs["autoplan"], flags=re.MULTILINE)
     assert re.search(r"loss \d\.\d{3}", outputs["run"])
     assert "slower ops" in outputs["compare"]
     assert "runs to its end" in outputs["rehearse"]
+    assert "cycle" in outputs["check"]
     plan = Plan.from_json((tmp_path / "plan.json").read_text())
     assert plan.usage is not None
     assert plan.usage.microbatch_rows * plan.num_microbatches * plan.usage.num_replicas == 32

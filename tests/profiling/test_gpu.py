@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from rota import profile, split
 from rota.profiling import profile_layers
+from rota.profiling.device_clock import DeviceClock
+from rota.profiling.spinning import Spinner
+from rota.runtime.device.streams import StreamDevice
 from support.layered_models import MAKE, case
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and there is none here"),
 ]
+
+
+def test_kernels_spin_for_as_long_as_asked() -> None:
+    device = StreamDevice(torch.device("cuda", 0))
+    spinner = Spinner(device)
+    for us in (200, 5_000):
+        device.begin()
+        spinner.spin(1_000)
+        marks = [device.mark()]
+        spinner.spin(us)
+        marks.append(device.mark())
+        start_ns, end_ns = device.times_ns(marks)
+        assert (end_ns - start_ns) / 1000 == pytest.approx(us, rel=0.1)
+
+
+def test_times_do_not_contain_launches() -> None:
+    x = torch.zeros(1, device="cuda")
+
+    def run(mark: Callable[[], None]) -> None:
+        mark()
+        for _ in range(50):
+            x.add_(1)
+        mark()
+
+    laps = DeviceClock(StreamDevice(torch.device("cuda", 0))).timed(run, 5, 0, together=True)
+    assert laps.starved == [False]
+    assert laps.us[0] < laps.host_us[0]  # the host takes longer for such small kernels
 
 
 @pytest.mark.parametrize("name", MAKE)

@@ -217,7 +217,7 @@ def offset_to_rank_0(rank: int) -> tuple[int, int]:
     """As between two machines, and as it is on one."""
     group = dist.group.WORLD
     assert group is not None
-    measured = recorder._answer(1, group, 20) if rank == 0 else recorder.ask_offset_ns(0, group, 20)
+    measured = recorder.answer_offset(1, group, 20) if rank == 0 else recorder.ask_offset_ns(0, group, 20)
     return measured, recorder.clock_offset_ns(group)
 
 

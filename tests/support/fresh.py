@@ -13,6 +13,9 @@ from typing import Any
 
 from support.pool import forking_context
 
+#: Begins a line of stderr that `mark` has written.
+MARK = "marked at "
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -63,20 +66,17 @@ def run_fresh(
     results = []
     for rank, process in enumerate(processes):
         lines = files[rank].read_text().splitlines() if files[rank].exists() else []
-        marks = [float(line.removeprefix(_MARK)) for line in lines if line.startswith(_MARK)]
-        text = "\n".join(line for line in lines if not line.startswith(_MARK))
+        marks = [float(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)]
+        text = "\n".join(line for line in lines if not line.startswith(MARK))
         begun = marks[-1] if marks else started
         code = process.exitcode if rank in ended else None
         results.append(Ended(code, ended.get(rank, monotonic()) - begun, text))
     return results
 
 
-_MARK = "marked at "
-
-
 def mark() -> None:
     """From now on the process's time counts."""
-    print(f"{_MARK}{monotonic()}", file=sys.stderr, flush=True)
+    print(f"{MARK}{monotonic()}", file=sys.stderr, flush=True)
 
 
 def _child(

@@ -57,7 +57,7 @@ def _level(live: LiveStorages) -> _Level:
 
 def _allocated(device: QueuedDevice) -> _Level:
     most = device.peak_bytes()
-    device.begin()  # from here on, the peak is counted from what is allocated now
+    device.reset_peak()
     return _Level(most, device.peak_bytes())
 
 

@@ -24,14 +24,19 @@ def accelerators_of(stages: Stages) -> list[torch.device]:
 
 
 def is_here(name: str) -> bool:
-    """Whether `name` is a device of PyTorch, such as "cpu" or "cuda:1". Raises PipelineError if this machine lacks it."""
+    """Whether `name` is one of PyTorch's devices, such as "cpu" or "cuda:1".
+
+    Raises PipelineError if this machine does not have it.
+    """
     try:
         kind = torch.device(name).type
     except RuntimeError:  # such as "h100"
         return False
     there = torch.accelerator.current_accelerator(check_available=True)
     if kind not in ("cpu", "" if there is None else there.type):
-        raise PipelineError(f"device {name!r}: PyTorch finds none here; give cpu, or one to estimate for, such as h100")
+        raise PipelineError(
+            f"device {name!r}: PyTorch finds none on this machine; give cpu, or one to estimate for, such as h100"
+        )
     return True
 
 

@@ -167,7 +167,7 @@ class Pipeline:
                 self._inputs,
                 self._loss_counts,
                 self._stops,
-                self.watching,
+                self._watchdog.watching,
                 allow_nonfinite_loss,
             )
             self._agreement = Agreement(

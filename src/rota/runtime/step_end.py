@@ -24,6 +24,7 @@ from rota.runtime.agreement import Call, refuse_loss, refuse_loss_alone
 from rota.runtime.compute import Batch, Compute
 from rota.runtime.device.protocol import Device, Number, is_queued
 from rota.runtime.execution import Execution
+from rota.runtime.faults.watchdog import Describe
 from rota.runtime.losses import means_of
 from rota.runtime.meshes import Processes
 from rota.runtime.microbatch_inputs import MicrobatchInputs
@@ -57,7 +58,7 @@ class StepEnd:
         inputs: MicrobatchInputs,
         loss_counts: LossCounts,
         stops: StopRequests,
-        watching: Callable[[str], AbstractContextManager[None]],
+        watching: Callable[[Describe], AbstractContextManager[None]],
         allow_nonfinite_loss: bool,
     ) -> None:
         self._device, self._processes, self._transport, self._inputs = device, processes, transport, inputs
@@ -139,7 +140,7 @@ class StepEnd:
         empty = self._inputs.without_rows(batch) if must_be_finite else []
 
         def read() -> tuple[float, bool]:
-            with self._watching("the device to end a step"):
+            with self._watching(execution.doing):
                 loss, stops = totals.read(LATER, together=False)
                 if are_means is not None:
                     refuse_change(are_means, loss.count is None, LATER)

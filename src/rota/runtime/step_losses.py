@@ -121,8 +121,9 @@ class StepLosses:
         self._num_pipelines, self._device = num_pipelines, device
         #: The stages whose losses are counted here; a stage on several ranks is counted on the first.
         self._stages = {stage for stage in placement.stages_on(rank) if placement.ranks_of(stage)[0] == rank}
-        #: The metrics that all ranks know.
+        #: The metrics that all ranks know, and their places in the row.
         self._names: tuple[Key, ...] = ()
+        self._places: dict[Key, int] = {}
 
     def total(
         self, given: Given, asks_to_stop: bool, add_up: Callable[[torch.Tensor], None], everyone: dist.ProcessGroup
@@ -135,19 +136,23 @@ class StepLosses:
             add_up: sums a tensor on the device over all processes.
             everyone: all processes' hosts.
         """
-        mine = given._replace(added={key: of for key, of in given.added.items() if key[0] in self._stages})
-        sums = _tally(mine, _NUM_PLACES + 2 * len(self._names))
-        sums.known[_STOPS] = asks_to_stop
-        places = {key: _NUM_PLACES + 2 * i for i, key in enumerate(self._names)}
-        for key, share, value, weight in _metrics(mine):
-            if key in places:
-                sums.add(places[key], value, share)
-                sums.add(places[key] + 1, weight)
+        if given.added:
+            given = given._replace(added={key: of for key, of in given.added.items() if key[0] in self._stages})
+        sums = _tally(given, _NUM_PLACES + 2 * len(self._names))
+        known = sums.known
+        known[_STOPS] = asks_to_stop
+        for key, share, value, weight in _metrics(given):
+            if (place := self._places.get(key)) is None:
+                known[_NEW_NAMES] = 1.0
+            elif isinstance(value, float) and isinstance(weight, float):  # as `sums.add`, in less time
+                known[place] += share * value
+                known[place + 1] += weight
             else:
-                sums.known[_NEW_NAMES] = 1.0
+                sums.add(place, value, share)
+                sums.add(place + 1, weight)
         row = sums.on(self._device)
         add_up(row)
-        learn_names = partial(self._learn_names, mine, everyone)
+        learn_names = partial(self._learn_names, given, everyone)
         return Totals(row, self._device.read(row), self._names, self._num_pipelines, learn_names)
 
     def _learn_names(self, mine: Given, everyone: dist.ProcessGroup) -> dict[Key, tuple[float, float]]:
@@ -164,6 +169,7 @@ class StepLosses:
             before = found.get((name, is_pair), (0.0, 0.0))
             found[name, is_pair] = before[0] + total, before[1] + weight
         self._names = tuple(sorted(found))
+        self._places = {key: _NUM_PLACES + 2 * i for i, key in enumerate(self._names)}
         for name, is_pair in self._names:
             if not is_pair and (name, True) in found:
                 raise PipelineError(
@@ -194,8 +200,11 @@ def _tally(given: Given, num_places: int) -> Sums:
         if loss is None:
             known[_MEANS] = math.nan
         elif loss.count is None:
-            sums.add(_MEANS, loss.value, shares[m])
             known[_HAVE_MEAN] += 1
+            if isinstance(loss.value, float):  # as `sums.add`, in less time
+                known[_MEANS] += shares[m] * loss.value
+            else:
+                sums.add(_MEANS, loss.value, shares[m])
         else:
             sums.add(_SUMS, loss.value)
             sums.add(_COUNTS, loss.count)
@@ -254,5 +263,7 @@ def _metrics(given: Given) -> Iterator[tuple[Key, float, Number, Number]]:
     """Each micro-batch's metrics: which one, what its value is multiplied by, the value, and the weight."""
     for m in given.counted:
         for name, metric in given.losses[m].metrics.items() if m in given.losses else ():
-            share = given.shares[m] if metric.count is None else 1.0
-            yield (name, metric.count is not None), share, metric.value, share if metric.count is None else metric.count
+            if metric.count is None:
+                yield (name, False), given.shares[m], metric.value, given.shares[m]
+            else:
+                yield (name, True), 1.0, metric.value, metric.count

@@ -66,7 +66,7 @@ def test_plans_that_hang_or_overflow_start_nothing() -> None:
         ({"timeout_s": 0}, "timeout_s is 0; give seconds above 0"),
         ({"timeout_s": float("nan")}, "timeout_s is nan; give"),
         ({"timeout_s": "60"}, "timeout_s is '60'; give"),
-        ({"device": "tpu"}, "device 'tpu': PyTorch finds none here; give auto, cpu"),
+        ({"device": "tpu"}, "device 'tpu': PyTorch finds no accelerator on this machine; give auto or cpu"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], told: str) -> None:

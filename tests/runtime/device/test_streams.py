@@ -52,8 +52,7 @@ def hardware(monkeypatch: pytest.MonkeyPatch) -> FakeAccelerator:
     monkeypatch.setattr(torch, "Event", FakeEvent)
     monkeypatch.setattr(torch, "get_device_module", lambda _: None)
     monkeypatch.setattr(dist, "get_default_backend_for_device", lambda _: "nccl")
-    for name in ("set_device_index", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.accelerator, name, lambda _: None)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: "the caller's stream")
     monkeypatch.setattr(time, "monotonic_ns", lambda: hardware.host_ns)
     return hardware

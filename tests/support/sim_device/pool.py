@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 
 from rota import Pipeline
-from rota.runtime.messages import over_tensors
+from support.moved import on_cpu
 from support.pool import Pool
 
 
@@ -70,18 +69,3 @@ def pipelines_on_sim(waits: list[str]) -> Iterator[None]:
         yield
     finally:
         Pipeline.__init__, Pipeline.step = init, step  # type: ignore[method-assign]
-
-
-def on_cpu(value: Any) -> Any:
-    """The value with all tensors on the CPU; looks into dataclasses that can be changed, too."""
-    if is_dataclass(value) and not value.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-        for name, attribute in vars(value).items():
-            setattr(value, name, on_cpu(attribute))
-        return value
-    if isinstance(value, list):
-        return [*map(on_cpu, value)]
-    if isinstance(value, tuple) and not hasattr(value, "_make"):
-        return tuple(map(on_cpu, value))
-    if isinstance(value, dict):
-        return {key: on_cpu(item) for key, item in value.items()}
-    return over_tensors(lambda tensor: tensor.detach().cpu(), value)

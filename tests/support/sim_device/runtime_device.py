@@ -33,7 +33,7 @@ class SimRuntimeDevice:
         self.hardware = current_device()
 
     def begin(self) -> None:
-        self.hardware.peak_bytes = self.hardware.allocated_bytes
+        pass
 
     # --- streams ------------------------------------------------------------------------------------------------------
 
@@ -60,6 +60,9 @@ class SimRuntimeDevice:
 
     def synchronize(self) -> None:
         self.hardware.synchronize()
+
+    def reset_peak(self) -> None:
+        self.hardware.peak_bytes = self.hardware.allocated_bytes
 
     def peak_bytes(self) -> int:
         return self.hardware.peak_bytes

@@ -73,6 +73,8 @@ class RankMemory:
 
     def __init__(self, placement: Placement, rank: int, device: QueuedDevice | None = None) -> None:
         self._device = device
+        if device is not None:
+            device.reset_peak()
         self._before_bytes = self._process_bytes()
         self.peak_bytes = 0
         self.process_bytes = None if self._before_bytes is None else 0

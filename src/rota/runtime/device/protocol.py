@@ -91,8 +91,11 @@ class QueuedDevice(Device, Protocol):
     def synchronize(self) -> None:
         """Wait for all kernels."""
 
+    def reset_peak(self) -> None:
+        """Count `peak_bytes` from what is allocated now. Does not wait. The caller's own count begins again, too."""
+
     def peak_bytes(self) -> int:
-        """The most bytes allocated since `begin`. Does not wait."""
+        """The most bytes allocated since `reset_peak`. Does not wait."""
 
     def free_bytes(self) -> int:
         """Bytes that this process could still allocate."""

@@ -44,7 +44,6 @@ class StreamDevice:
         """A new step, on the caller's current stream."""
         torch.accelerator.set_device_index(self.torch_device)
         self._streams[COMPUTE] = torch.accelerator.current_stream(self.torch_device)
-        torch.accelerator.reset_peak_memory_stats(self.torch_device)
         if self._origin_ns is not None:
             self._spare.append(self._begun)
         self._begun_ns, self._origin_ns = time.monotonic_ns(), None
@@ -83,6 +82,10 @@ class StreamDevice:
     def synchronize(self) -> None:
         """Wait for all streams."""
         torch.accelerator.synchronize(self.torch_device)
+
+    def reset_peak(self) -> None:
+        """Of PyTorch's allocator, which has one count for all."""
+        torch.accelerator.reset_peak_memory_stats(self.torch_device)
 
     def peak_bytes(self) -> int:
         """As PyTorch's allocator counts it."""

@@ -35,15 +35,21 @@ def clip(
             raise PipelineError(f"{name} is {number!r}; give a number")
     if not norm_type > 0:
         raise PipelineError(f"norm_type is {norm_type}; give a number above 0, or inf")
+    max_norm = float(max_norm)
     norm = total_norm([local(p.grad) for p in counted if p.grad is not None], float(norm_type), share)
     if error_if_nonfinite and not math.isfinite(norm):
         raise PipelineError(
             f"the norm of the gradients is {float(norm)}, so they cannot be clipped; leave this step out, or clip with "
             f"error_if_nonfinite=False"
         )
-    scale = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)  # nan stays nan, which then gets into all gradients
-    if not (scale.is_cpu and scale == 1):
-        multiply_each([local(p.grad) for p in parameters if p.grad is not None], scale)
+    scale: Number
+    if norm.is_cpu:
+        scale = max_norm / (norm.item() + 1e-6)
+        if scale >= 1:  # false for nan, too, which then gets into all gradients
+            return norm
+    else:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    multiply_each([local(p.grad) for p in parameters if p.grad is not None], scale)
     return norm
 
 

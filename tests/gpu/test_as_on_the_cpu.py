@@ -1,0 +1,59 @@
+"""Tests written for the CPU, with all stages on accelerators: graphs, stages on several ranks, two streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from runtime import test_inference, test_random_orders, test_spmd
+from runtime.gradients import test_recompute_training, test_split_backward_training
+from runtime.reducing import test_replicas, test_shared_weights
+from support.gpu.ranks import RankPool
+
+UP_TO_FOUR = [pytest.param(number, marks=pytest.mark.gpu(number)) for number in (1, 2, 4)]
+
+
+@pytest.mark.parametrize("num_ranks", UP_TO_FOUR)
+def test_random_orders_of_graphs_and_shared_stages(rank_pool: RankPool, num_ranks: int) -> None:
+    test_random_orders.run_and_compare(rank_pool, num_ranks, range(30))  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu(4)
+@pytest.mark.parametrize("case", test_shared_weights.TIED)
+def test_tied_weights(rank_pool: RankPool, case: str) -> None:
+    test_shared_weights.test_tied(rank_pool, case)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu(4)
+@pytest.mark.parametrize("case", test_shared_weights.STREAMS)
+def test_both_directions(rank_pool: RankPool, case: str) -> None:
+    test_shared_weights.test_two_streams(rank_pool, case)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu(4)
+@pytest.mark.parametrize("case", test_spmd.CASES)
+def test_stages_on_several_ranks(rank_pool: RankPool, case: str) -> None:
+    test_spmd.test_stages_on_several_ranks(rank_pool, case, True)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu(4)
+@pytest.mark.parametrize(
+    "test",
+    [
+        test_recompute_training.test_beside_stages_that_the_plan_recomputes,
+        test_split_backward_training.test_a_checkpointed_block_is_recomputed_once_a_microbatch,
+        test_replicas.test_odd_parameters,
+        test_replicas.test_evaluation_of_replicas,
+        test_replicas.test_dropout_differs_between_replicas_and_is_one_on_all_parts,
+    ],
+    ids=lambda test: test.__name__,
+)
+def test_others(rank_pool: RankPool, test: Callable[[RankPool], None]) -> None:
+    test(rank_pool)
+
+
+@pytest.mark.gpu(4)
+@pytest.mark.parametrize("name", ["V", "K"])
+def test_evaluation(rank_pool: RankPool, name: str) -> None:
+    test_inference.test_batch_norm(rank_pool, name, True)  # type: ignore[arg-type]

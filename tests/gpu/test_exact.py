@@ -1,0 +1,128 @@
+"""Losses and gradients on accelerators are those of the unsplit model on the same device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.gpu import exactness
+
+Ranks = Callable[..., Any]
+Record = Callable[[str, object], None]
+TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
+ONE_OR_TWO = [pytest.param(1, marks=pytest.mark.gpu(1)), pytest.param(2, marks=pytest.mark.gpu(2))]
+UP_TO_FOUR = [*ONE_OR_TWO, pytest.param(4, marks=pytest.mark.gpu(4))]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("num_ranks", UP_TO_FOUR)
+def test_every_family(ranks: Ranks, record_property: Record, num_ranks: int, dtype: str, is_small: bool) -> None:
+    """On one device, all stages of a plan for four ranks."""
+    only = ["1f1b", "zb_v", "chimera"] if is_small else None
+    found = ranks(num_ranks, exactness.families, num_ranks, dtype, only, timeout_s=200)
+    record_property("worst_difference", {name: max(of[name] for of in found) for name in found[0]})
+    for of_rank in found:
+        assert max(of_rank.values()) <= TOLERANCE[dtype], of_rank
+
+
+@pytest.mark.parametrize(
+    ("pp", "dp"),
+    [
+        pytest.param(1, 2, marks=pytest.mark.gpu(2)),
+        pytest.param(2, 1, marks=pytest.mark.gpu(2)),
+        pytest.param(2, 2, marks=pytest.mark.gpu(4)),
+    ],
+)
+def test_replicas_and_tied_weights(ranks: Ranks, record_property: Record, pp: int, dp: int) -> None:
+    found = ranks(pp * dp, exactness.replicas_of_tied_stages, pp, dp)
+    record_property("worst_difference", max(found))
+    assert max(found) <= 1e-10
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("num_ranks", ONE_OR_TWO)
+def test_autocast(ranks: Ranks, record_property: Record, num_ranks: int, dtype: str) -> None:
+    """The same casts on both sides, so that differences are those of another order of sums."""
+    found = ranks(num_ranks, exactness.autocast, num_ranks, dtype)
+    record_property("worst_difference", max(found))
+    assert max(found) <= 1e-2
+
+
+@pytest.mark.parametrize("num_ranks", ONE_OR_TWO)
+def test_a_gradient_that_overflows_on_one_rank_is_skipped_on_all(
+    ranks: Ranks, record_property: Record, num_ranks: int
+) -> None:
+    found = ranks(num_ranks, exactness.scaler, num_ranks)
+    record_property("worst_difference", max(difference for difference, *_ in found))
+    for difference, scales, expected in found:
+        assert difference <= 1e-5
+        assert scales == expected == [256, 128, 128, 256]
+
+
+@pytest.mark.parametrize("num_ranks", ONE_OR_TWO)
+def test_recomputation_draws_the_same_dropout(ranks: Ranks, record_property: Record, num_ranks: int) -> None:
+    found = ranks(num_ranks, exactness.recomputed_dropout, num_ranks)
+    record_property("worst_difference", max(found))
+    assert max(found) <= 1e-5
+
+
+@pytest.mark.parametrize("num_ranks", ONE_OR_TWO)
+def test_dropout_depends_on_the_seed_and_not_on_the_plan(ranks: Ranks, record_property: Record, num_ranks: int) -> None:
+    for to_another_plan, to_another_seed in ranks(num_ranks, exactness.dropout_repeats, num_ranks):
+        record_property("to_another_plan", to_another_plan)
+        assert to_another_plan <= 1e-5
+        assert to_another_seed > 1e-3
+
+
+@pytest.mark.parametrize("num_ranks", ONE_OR_TWO)
+def test_steps_that_overlap(ranks: Ranks, num_ranks: int) -> None:
+    for losses, expected in ranks(num_ranks, exactness.overlapping_steps, num_ranks):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("num_ranks", ONE_OR_TWO)
+def test_compiled_stages(ranks: Ranks, record_property: Record, num_ranks: int, backend: str, is_small: bool) -> None:
+    if is_small and backend == "inductor":
+        pytest.skip("tested on the CPU by tests/runtime/gradients/test_compiled.py")
+    found = ranks(num_ranks, exactness.compiled, num_ranks, backend, timeout_s=220)
+    record_property("worst_difference", max(found))
+    assert max(found) <= 1e-4  # Inductor's kernels sum in another order
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize("num_ranks", ONE_OR_TWO)
+def test_a_training_goes_on_from_its_checkpoint(
+    ranks: Ranks, tmp_path: Path, num_ranks: int, asynchronous: bool
+) -> None:
+    found = ranks(num_ranks, exactness.resumed, num_ranks, str(tmp_path / "checkpoints"), asynchronous)
+    for of_loss, of_weights in found:
+        assert of_loss <= 1e-10
+        assert of_weights <= 1e-10
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp by layer"])
+@pytest.mark.parametrize(
+    ("pp", "dp"),
+    [pytest.param(1, 2, marks=pytest.mark.gpu(2)), pytest.param(2, 2, marks=pytest.mark.gpu(4))],
+)
+def test_wrapped_stages(ranks: Ranks, record_property: Record, pp: int, dp: int, how: str, schedule: str) -> None:
+    found = ranks(pp * dp, exactness.wrapped, pp, dp, how, schedule, device_group=True)
+    record_property("worst_difference", max(found))
+    assert max(found) <= 1e-10
+
+
+@pytest.mark.gpu(2)
+def test_messages_below_and_above_the_buffers_of_nccl(ranks: Ranks, record_property: Record, is_small: bool) -> None:
+    """NCCL buffers 4 MiB: a send of less may end before its receive begins, one of more may not."""
+    sizes = (
+        [2**10, 2**16, 2**19, 2**20] if is_small else [2**10, 2**16, 2**19, 2**22 - 4, 2**22, 2**22 + 4, 2**24, 2**26]
+    )
+    found = ranks(2, exactness.messages, sizes)
+    record_property("message_us", {size: took for size, (_, took) in found[0].items()})
+    for of_rank in found:
+        assert max(difference for difference, _ in of_rank.values()) <= 1e-5, of_rank

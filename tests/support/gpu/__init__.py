@@ -1,0 +1,6 @@
+"""The tests on accelerators: what their ranks do, and how these are started.
+
+A *job* is a function `job(rank, device, …)` that one rank runs; it returns plain numbers. `tests/gpu` runs the jobs on
+accelerators. Elsewhere the same jobs run on simulated devices (`tests/sim_device/test_gpu_jobs.py`) and on the CPU
+(`tests/test_gpu_tests.py`), so that it is known that the tests themselves work.
+"""
