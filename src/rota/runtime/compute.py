@@ -35,6 +35,8 @@ from rota.runtime.microbatches import Microbatches
 from rota.runtime.precision import Autocast, ambient_autocast, without_autocast
 from rota.tasks import Kind, Op
 
+_F, _B, _R, _W = Kind.F, Kind.B, Kind.R, Kind.W  # Python 3.11 takes 0.25 µs to look up a member of an enum
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -161,7 +163,7 @@ class Compute:
         F takes the values of the stage's incoming edges and returns those of its outgoing ones; B and I take gradients
         of the outgoing edges and return those of the incoming ones; R and W take and return nothing.
         """
-        if op.kind is Kind.F:
+        if op.kind is _F:
             return (
                 self._recomputable_forward(op, received)
                 if op.stage in self._recomputed
@@ -169,7 +171,7 @@ class Compute:
             )
         if isinstance(self._kept[op.stage, op.microbatch], Again):  # at R, or at the backward itself
             self._recompute(op)
-        if op.kind is Kind.R:
+        if op.kind is _R:
             return []
         # A checkpointed block runs its forward again, which must not add its losses again.
         with without_autocast(self._autocast), collect_losses():
@@ -183,12 +185,12 @@ class Compute:
 
     def _backward(self, op: Op, received: list[Any]) -> list[Any]:
         kept = self._kept.pop((op.stage, op.microbatch))
-        if op.kind is Kind.W:
+        if op.kind is _W:
             assert isinstance(kept, WeightWork)
             kept.run()
             return []
         assert isinstance(kept, Kept)
-        if op.kind is Kind.B:
+        if op.kind is _B:
             return backward(kept, received)
         gradients, work = backward_inputs(kept, received)
         self._kept[op.stage, op.microbatch] = work

@@ -331,7 +331,8 @@ class Execution(Generic[C]):
             behind[position] = enqueue(what, with_layouts, stream)
 
     def _enqueue_op(self, prepared: _Prepared, with_layouts: bool, stream: Any) -> Mark:  # noqa: ARG002 - is current
-        self.before.get(prepared.op, _nothing)()
+        if self.before:
+            self.before.get(prepared.op, _nothing)()
         self._run(prepared, with_layouts)
         if self.watch is not None:
             self.watch.op_ended(prepared.op)

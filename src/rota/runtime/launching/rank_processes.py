@@ -26,7 +26,7 @@ from rota.runtime.control import Message
 from rota.runtime.launching.requests import Requests
 from rota.runtime.launching.run_folder import Folder
 
-_FIRST_FAILURE_S = 2.0  # that the rank with the first error has to print it and end, after others have lost it
+_FIRST_FAILURE_S = 5.0  # that the rank with the first error has to print it and end, after others have lost it
 _TERM_S = 5.0  # for handlers of SIGTERM that the script has set
 
 
