@@ -297,6 +297,22 @@ def test_the_backend_for_cpu_tensors_reduces(alone: dist.ProcessGroup) -> None:
     assert tensor.tolist() == [1, 1]
 
 
+def test_a_message_moves_on_the_current_stream(alone: dist.ProcessGroup) -> None:
+    options = torch_internals.message_options(0)
+    assert (options.rootRank, options.asyncOp) == (0, False)
+    for tensor in (torch.ones(2), torch.ones(2).to(torch.float8_e4m3fn)):
+        torch_internals.move_message(torch_internals.backend_of(alone, torch.device("cpu")), tensor, options)
+        assert tensor.float().tolist() == [1, 1]
+
+
+def test_a_hook_of_a_backward_is_in_it() -> None:
+    found = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda _: found.append(torch_internals.is_in_backward()))
+    (2 * x).backward()
+    assert (found, torch_internals.is_in_backward()) == ([True], False)
+
+
 def test_a_connection_of_ones_own_reaches_the_store(alone: dist.ProcessGroup) -> None:
     torch_internals.own_connection_to_store().set("key", "value")
     assert torch_internals.own_connection_to_store().get("key") == b"value"

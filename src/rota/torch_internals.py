@@ -56,6 +56,14 @@ def gradients_into(
     return found
 
 
+def is_in_backward() -> bool:
+    """Whether autograd's engine runs this code: a hook, or a forward that a checkpointed block repeats.
+
+    On accelerators it does so in threads of its own. Relies on `torch._C._current_graph_task_id`.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
 def zeros_at(edge: GradientEdge) -> torch.Tensor:
     """Zeros of the shape, dtype and device of the gradient that enters the graph at `edge`.
 
@@ -366,6 +374,30 @@ def cpu_backend(group: dist.ProcessGroup) -> Any:
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     """The backend for tensors on `device`, see `cpu_backend`; the group itself if it is written in Python."""
     return group if type(group) is not dist.ProcessGroup else group._get_backend(device)
+
+
+def message_options(sender: int) -> Any:
+    """For `move_message`: `sender` is the rank in the two-rank group from which the message goes to the other one."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor, options.asyncOp = sender, 0, False
+    return options
+
+
+def move_message(backend: Any, tensor: torch.Tensor, options: Any) -> None:
+    """Move a contiguous tensor between the two ranks of a group, on the current stream. Both ranks call it.
+
+    It is a broadcast, not a send and a receive. NCCL's backend runs those on a stream of its own, and marks their
+    tensors by `record_stream`: memory that is freed then waits for all messages that the host has enqueued by that
+    time, so that a step would reuse none of it (pytorch/pytorch#132292). A broadcast that is not asynchronous runs on
+    the current stream, and marks nothing.
+
+    Relies on `broadcast(tensors, options)` of a backend and on `BroadcastOptions.asyncOp`.
+    """
+    if tensor.dtype.itemsize == 1 and tensor.is_floating_point():
+        tensor = tensor.view(torch.uint8)  # NCCL knows float8 on new devices alone
+    work = backend.broadcast([tensor], options)
+    if work is not None:
+        work.wait()
 
 
 def own_connection_to_store() -> Any:

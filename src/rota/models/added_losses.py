@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from rota.errors import PipelineError, SplitError
+from rota.torch_internals import is_in_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def add_loss(value: torch.Tensor, count: float | torch.Tensor | None = None) -> 
     known = None if count is None else _known(count)
     if collector is not None:
         collector.losses.append(AddedLoss(value, known))
-    elif value.requires_grad:
+    elif value.requires_grad and not is_in_backward():
         warnings.warn(
             "rota.add_loss is called outside of a Pipeline, so its loss is not trained; use "
             "`with rota.collect_losses() as added:` around forward and backward, and add `added.total` to the loss",

@@ -25,7 +25,7 @@ from rota.errors import PipelineError
 from rota.profiling.spinning import Spinner
 from rota.runtime.device.protocol import QueuedDevice
 from rota.runtime.json_messages import all_gather_json
-from rota.torch_internals import backend_of
+from rota.torch_internals import backend_of, message_options, move_message
 from rota.units import size_text, time_text
 
 SIZES = tuple(of * 10**power for power in (3, 6) for of in (1, 4, 16, 64, 256))  # 1 kB to 256 MB
@@ -206,7 +206,8 @@ class _DeviceSide:
         self._device, self._spinner, self._hosts = device, spinner, hosts
         self._starts, self._other = mine == pair[0], pair[mine == pair[0]]
         self._backend = backend_of(group, device.torch_device)
-        self._peer = int(mine == min(pair))  # a group numbers its ranks in ascending order
+        first = int(pair[0] > pair[1])  # a group numbers its ranks in ascending order
+        self._options = {True: message_options(first), False: message_options(1 - first)}
         self._message_us = 100.0  # what the host needs for one, at most so far
         for there in (True, False):
             self._message(torch.zeros(1, dtype=torch.uint8, device=device.torch_device), there=there)
@@ -232,10 +233,7 @@ class _DeviceSide:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device.torch_device)
 
     def _message(self, tensor: torch.Tensor, *, there: bool) -> None:
-        if self._starts is there:
-            self._backend.send([tensor], self._peer, 0).wait()
-        else:
-            self._backend.recv([tensor], self._peer, 0).wait()
+        move_message(self._backend, tensor, self._options[there])  # as the channels of a pipeline do
 
     def _laps_us(self, enqueue: Callable[[], None], count: int, num_messages: int, *, marks: bool) -> list[float]:
         """What each `enqueue` takes on the device of the side that `marks`, known to both."""

@@ -249,7 +249,7 @@ class Agreement:
         row[: len(flags)] = flags
         row[_NUM_FLAGS + self._mine] = int(call)
         row[_NUM_FLAGS + size + self._mine] = _to_bits(number)
-        maxima = torch.tensor(row)
+        maxima = torch.tensor(row, device="cpu")
         self._transport.all_reduce(maxima, dist.ReduceOp.MAX, doing)
         row = maxima.tolist()
         calls = [Call(code) for code in row[_NUM_FLAGS : _NUM_FLAGS + size]]

@@ -26,7 +26,7 @@ from rota.runtime.meshes import Processes
 from rota.runtime.messages import Format
 from rota.runtime.recorder import Column, Marks, Pair
 from rota.runtime.transport import Transport, activation, as_sent, collective, expected, lost, outgoing
-from rota.torch_internals import backend_of
+from rota.torch_internals import backend_of, message_options, move_message
 
 
 @final
@@ -34,7 +34,7 @@ from rota.torch_internals import backend_of
 class Passage:
     """A message's way through its channel, the same in every step.
 
-    `position`: of the op that made the value, in the rank's order, if it is sent here. `peer`: the other side's rank in
+    `position`: of the op that made the value, in the rank's order, if it is sent here. `options`: for `move_message` in
     the channel's group. Each passage is equal to itself alone: a placement may have an edge twice.
     """
 
@@ -44,7 +44,7 @@ class Passage:
     column: Column
     channel: Pair
     backend: Any
-    peer: int
+    options: Any
 
 
 @final
@@ -95,7 +95,7 @@ class Channels:
         try:
             with self._use(stream):
                 for buffer in buffers:
-                    passage.backend.recv([as_sent(buffer)], passage.peer, 0).wait()
+                    move_message(passage.backend, as_sent(buffer), passage.options)
         except dist.DistError as error:
             raise lost(passage.message.transfer.sender, passage.message) from error
         end = self._mark_on(stream)
@@ -123,7 +123,7 @@ class Channels:
                 for tensor in tensors:
                     sent = as_sent(tensor)  # here: a copy that it makes is a kernel of this stream
                     held.append(sent)
-                    passage.backend.send([sent], passage.peer, 0).wait()
+                    move_message(passage.backend, sent, passage.options)
         except dist.DistError as error:
             raise lost(passage.message.transfer.receiver, passage.message) from error
         end = self._mark_on(stream)
@@ -144,24 +144,23 @@ class Channels:
         self._backends.clear()
 
 
-def _open(plan: Plan, device: QueuedDevice, processes: Processes) -> dict[Pair, tuple[Any, int]]:
-    """For each channel of this rank the backend and the other side's rank in it. Collective.
+def _open(plan: Plan, device: QueuedDevice, processes: Processes) -> dict[Pair, tuple[Any, Any]]:
+    """For each channel of this rank its backend, and the options of its messages. Collective.
 
     All ranks make and use the groups in one order. The first message makes a group's communicator, which blocks the
     host until the other side does the same: so it must not be one of a step.
     """
-    found: dict[Pair, tuple[Any, int]] = {}
+    found: dict[Pair, tuple[Any, Any]] = {}
     for pair in _pairs(plan):
         with collective(f"opening the channel from rank {pair[0]} to rank {pair[1]}"):
             group = processes.of_ranks(pair, device.backend)
             if group is None:
                 continue
-            backend, mine = backend_of(group, device.torch_device), processes.rank
-            peer = int(mine == min(pair))  # a group numbers its ranks in ascending order
-            first = torch.zeros(1, device=device.torch_device)
-            (backend.send if mine == pair[0] else backend.recv)([first], peer, 0).wait()
+            backend = backend_of(group, device.torch_device)
+            options = message_options(int(pair[0] > pair[1]))  # a group numbers its ranks in ascending order
+            move_message(backend, torch.zeros(1, device=device.torch_device), options)
             device.synchronize()
-        found[pair] = backend, peer
+        found[pair] = backend, options
     return found
 
 

@@ -90,7 +90,7 @@ def step_seed(device: Device) -> Iterator[int]:
     Each rank has drawn one number afterwards, from the CPU's generator, whatever its stages drew: shuffles stay the
     same on all ranks.
     """
-    seed = int(torch.randint(2**62, ()))
+    seed = int(torch.randint(2**62, (), device="cpu"))
     random_state = device.random_state()
     try:
         yield seed

@@ -363,6 +363,11 @@ class Execution(Generic[C]):
         assert self._channels is not None
         return self._channels
 
+    def doing_on_device(self) -> Doing | None:
+        """What the device does or waits for, if it has not ended what the host has enqueued. Any thread may ask."""
+        unfinished = self._unfinished() if self._channels is not None else []
+        return _doing_on_device(unfinished) if unfinished else None
+
     def num_reached(self) -> int:
         """How many kernels of the last run a queued device has ended. Any thread may ask."""
         return sum(mark is not None and self._queue.is_done(mark) for mark in [*self._behind]) if self._channels else 0
@@ -392,8 +397,8 @@ class Execution(Generic[C]):
     def doing(self, frames: list[FrameType]) -> Doing:
         """What the run is doing, or what it waits for, by the stack of the thread that runs it."""
         action, oldest = self._action, self._transport.oldest
-        if self._channels is not None and (unfinished := self._unfinished()) and self._step is None:
-            return _doing_on_device(unfinished)
+        if self._step is None and (on_device := self.doing_on_device()) is not None:
+            return on_device
         if (message := self._transport.awaited(frames)) is not None:
             return Doing(True, f"waits for {message.transfer} from rank {message.transfer.sender}")
         if action is None and oldest is not None:

@@ -43,7 +43,7 @@ def broadcast_json(value: Any, source: int = 0, group: dist.ProcessGroup | None 
     """The value of the group's rank `source`, on every rank, as `json` reads it. Collective; no other value is used."""
     is_source = dist.get_rank(group) == source
     device = _device(group)
-    data = _to_tensor(value).to(device) if is_source else torch.empty(0, dtype=torch.uint8)
+    data = _to_tensor(value).to(device) if is_source else torch.empty(0, dtype=torch.uint8, device=device)
     size = torch.tensor([data.numel()], device=device)
     dist.broadcast(size, group_src=source, group=group)
     if not is_source:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, Final, final
 
 import torch
@@ -126,6 +127,7 @@ class Processes:
         self.is_first_pipeline: Final = position == 0
         self.is_first: Final = position == self.rank == 0
         self._groups: list[dist.ProcessGroup] = []
+        self._groups_on_device: list[dist.ProcessGroup] = []
         self.everyone_on_device: dist.ProcessGroup | None = None
         self.replicas_on_device: dist.ProcessGroup | None = None
         try:
@@ -204,12 +206,19 @@ class Processes:
         mine = dist.get_rank()
         own = next((group for group, of in zip(made, enumeration, strict=True) if mine in of), None)
         if own is not None:
-            self._groups.append(own)
+            (self._groups if backend == _HOSTS else self._groups_on_device).append(own)
         return own
+
+    def abort_on_device(self) -> None:
+        """End what the device still does with other ranks, which may be gone: leaving the groups would wait for it."""
+        for group in self._groups_on_device:
+            with suppress(RuntimeError):
+                group.abort()
+        self._groups_on_device = []
 
     def close(self) -> list[dist.ProcessGroup]:
         """Forget the groups; returns them, for `leave`."""
-        groups, self._groups = self._groups, []
+        groups, self._groups, self._groups_on_device = [*self._groups_on_device, *self._groups], [], []
         del self.everyone, self.pipeline, self.replicas, self.tp_group
         del self.everyone_on_device, self.replicas_on_device
         return groups

@@ -167,7 +167,7 @@ def tensor_layouts(layout: Layout) -> list[Layout]:
 
 def empty(tensor: Layout) -> torch.Tensor:
     """A buffer for a tensor of this layout."""
-    return torch.empty(tensor[2], dtype=_DTYPES[tensor[1]])
+    return torch.empty(tensor[2], dtype=_DTYPES[tensor[1]], device="cpu")
 
 
 @final

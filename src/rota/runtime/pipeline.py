@@ -113,7 +113,7 @@ class Pipeline:
         recomputed = recomputed_by_backward(recompute, plan.placement)
         if trains:
             warm_up()
-        self._closed, self._failed = False, False
+        self._closed, self._failed, self._is_broken = False, False, False
         self._before_first = type(self).before_first_step
         self._process = os.getpid()
         self._evaluation: Execution[Compute] | None = None  # made when it is needed
@@ -122,6 +122,7 @@ class Pipeline:
         #: Releases all that has been acquired so far, the last first, even if the release of another one fails.
         self._teardown = ExitStack()
         self._report_failure: Callable[[BaseException], None] = _report_to_nobody
+        self._abort: Callable[[], None] = lambda: None
         try:
             if join(limit):
                 self._teardown.callback(leave, [dist.group.WORLD])
@@ -134,6 +135,7 @@ class Pipeline:
                 self.mesh, self._processes = mesh, Processes(mesh, limit)
                 # The last references: this closes the connections, so that the peers notice.
                 self._teardown.callback(lambda: leave(self._processes.close()))
+                self._abort = self._processes.abort_on_device
                 self._watchdog.names = self._processes.names
                 #: This process's rank in the plan, and which replica of the pipeline it belongs to.
                 self.rank, self.replica = self._processes.rank, self._processes.replica
@@ -402,7 +404,7 @@ class Pipeline:
         """Run the execution's plan once. `scale`: as `step` was given it."""
         execution.awaited = "the other ranks to reach the same step"
         self._watchdog.last = lambda: f"{execution.last()} in step {self._num_steps}"
-        self._watchdog.num_reached = execution.num_reached
+        self._watchdog.num_reached, self._watchdog.device = execution.num_reached, execution.doing_on_device
         sync, trains = call.syncs, execution.trains
         loss, handle = StepLoss.none(), None
         try:
@@ -411,17 +413,20 @@ class Pipeline:
                 num_ended = self._step_end.begun.num_ended()
                 begun = self._agreement.begin(call, execution, batch, seed, scale, num_ended, flags)
                 self._stops.agreed |= self._step_end.begun.settle(begun.num_ended)
+                self._step_end.begun.bound()
                 batch = begun.batch
                 if trains:
                     batch = replace(batch, per_count=self._loss_counts.begin(begun.count_flags))
                 self._gradients.begin(execution, sync, begun.with_layouts)
                 try:
                     execution.run(batch, begun.seed + self.replica, begun.with_layouts, self._watchdog.tick)
-                except Exception as error:
-                    self._agreement.explain(error, execution)
+                    self._inputs.refuse_writes(batch)
+                    self._gradients.finish(execution, sync)
+                except BaseException as error:
+                    self._is_broken = self._channels is not None
+                    if isinstance(error, Exception):
+                        self._agreement.explain(error, execution)
                     raise
-                self._inputs.refuse_writes(batch)
-                self._gradients.finish(execution, sync)
                 if call.waits:
                     loss = self._step_end.finish(call, execution, batch)
                 else:
@@ -457,6 +462,13 @@ class Pipeline:
     def _refuse_closed(self) -> None:
         if self._closed:
             raise PipelineError("the pipeline is closed; make a new one")
+        if self._is_broken:
+            # The other ranks' devices wait for messages of that step: those of another step would take their place.
+            raise PipelineError(
+                "an earlier step failed on this rank after others had enqueued their part of it on their devices, so "
+                "no other step can follow; end this process, and start all again from a checkpoint (rota run "
+                "--max-restarts does so)"
+            )
 
     @contextmanager
     def watch_memory(self) -> Iterator[MemoryWatch]:
@@ -563,6 +575,8 @@ class Pipeline:
         atexit.unregister(self._close_at_exit)
         if error is not None:
             self._report_failure(error)
+            if not isinstance(error, SystemExit) or error.code:
+                self._abort()
         try:
             self._teardown.close()
         except PipelineError:
@@ -579,6 +593,8 @@ class Pipeline:
             self._step_end.begun.settle()
 
     def _leave_record(self) -> None:
+        if self._failed and self._channels is not None:  # the device may never end the step
+            return
         if self._training.complete and self._processes.is_first_pipeline:
             self._training.settle()
             try:

@@ -154,7 +154,8 @@ class LossScale:
 
 def _overflow(gradients: list[torch.Tensor], agree: Callable[[torch.Tensor], None]) -> bool:
     """Whether a gradient on any rank is not finite; then all become infinite."""
-    overflow = torch.tensor(int(any(not gradient.isfinite().all() for gradient in gradients)))
+    found = any(not gradient.isfinite().all() for gradient in gradients)
+    overflow = torch.tensor(int(found), device="cpu")
     agree(overflow)
     if overflow:
         for gradient in gradients:

@@ -201,9 +201,9 @@ def clock_offset_ns(group: dist.ProcessGroup, rounds: int = 20) -> int:
 def answer_offset(peer: int, group: dist.ProcessGroup, rounds: int) -> int:
     """Answer a peer that runs `ask_offset_ns` with this rank's clock. Returns 0, the offset of one's own clock."""
     for _ in range(rounds):
-        question = torch.empty(1, dtype=torch.int64)
+        question = torch.empty(1, dtype=torch.int64, device="cpu")
         dist.recv(question, group_src=peer, group=group)
-        dist.send(torch.tensor([time.monotonic_ns()]), group_dst=peer, group=group)
+        dist.send(torch.tensor([time.monotonic_ns()], device="cpu"), group_dst=peer, group=group)
     return 0
 
 
@@ -212,8 +212,8 @@ def ask_offset_ns(peer: int, group: dist.ProcessGroup, rounds: int) -> int:
     best_round_ns, offset = None, 0
     for _ in range(rounds):
         asked = time.monotonic_ns()
-        dist.send(torch.tensor([asked]), group_dst=peer, group=group)
-        answer = torch.empty(1, dtype=torch.int64)
+        dist.send(torch.tensor([asked], device="cpu"), group_dst=peer, group=group)
+        answer = torch.empty(1, dtype=torch.int64, device="cpu")
         dist.recv(answer, group_src=peer, group=group)
         round_ns = time.monotonic_ns() - asked
         if best_round_ns is None or round_ns < best_round_ns:

@@ -14,6 +14,8 @@ from rota.errors import PipelineError
 
 Read: TypeAlias = Callable[[], tuple[float, bool]]
 
+_MOST_RUNNING = 2  # so that the device has work while the host begins the next step
+
 
 @final
 class BegunStep:
@@ -35,14 +37,18 @@ class BegunStep:
         """Whether `tell` returns at once."""
         return self._read is None or self._has_ended()
 
-    def tell(self) -> float:
-        """Its loss. Raises PipelineError if it is refused."""
+    def end(self) -> None:
+        """Wait for it to end. What it is refused for is kept for `tell`."""
         if self._read is not None:
             try:
                 self._loss, self.asks_to_stop = self._read()
             except PipelineError as error:
                 self._refusal = error
             self._read = None  # with all that it holds
+
+    def tell(self) -> float:
+        """Its loss. Raises PipelineError if it is refused."""
+        self.end()
         self.is_told = True
         if self._refusal is not None:
             raise self._refusal
@@ -89,6 +95,14 @@ class BegunSteps:
         self._num_added += 1
         self._steps.append(BegunStep(self._num_added, read, has_ended))
         return StepHandle(self._steps[-1])
+
+    def bound(self) -> None:
+        """Wait until at most `_MOST_RUNNING` steps are left that have not ended.
+
+        Each of them holds its messages and marks, and a hang is found the later, the further the host has run ahead.
+        """
+        for step in [step for step in self._steps if not step.has_ended][:-_MOST_RUNNING]:
+            step.end()
 
     def num_ended(self) -> int:
         """How many steps have ended, of all that were added. Does not wait."""

@@ -75,15 +75,15 @@ class Transport:
         if with_layout and not message.value[1]:
             self.formats[message.value] = Format(self.receive_layout(message))
         form, wanted = expected(self.formats, message.value)
-        buffers = [torch.empty(shape, dtype=dtype) for shape, dtype in wanted]
+        buffers = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in wanted]
         works = [self._receive(buffer, message) for buffer in buffers]
         self._arriving[message.value] = message, self.watched(message, works), buffers, form
 
     def receive_layout(self, message: Message) -> Layout:
         """Wait for the layout of an activation."""
-        size = torch.empty(1, dtype=torch.int64)
+        size = torch.empty(1, dtype=torch.int64, device="cpu")
         _wait(self._receive(size, message), message)
-        data = torch.empty(int(size), dtype=torch.uint8)
+        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         _wait(self._receive(data, message), message)
         return from_bytes(data)
 
@@ -190,6 +190,8 @@ def collective(doing: str) -> Iterator[None]:
     """Turn errors of a collective operation into a LostRankError that says what the ranks were doing."""
     try:
         yield
+    except (torch.AcceleratorError, torch.OutOfMemoryError):
+        raise  # this rank's own, such as an index out of range in an earlier kernel
     except RuntimeError as error:
         raise _lost_together(doing) from error
 
@@ -254,7 +256,7 @@ def outgoing(
 
 def _as_tensors(layout: Layout) -> list[torch.Tensor]:
     data = to_bytes(layout)
-    return [torch.tensor([len(data)]), data]
+    return [torch.tensor([len(data)], device="cpu"), data]
 
 
 def _wait(work: Any, message: Message) -> None:
@@ -309,7 +311,7 @@ def send_value(value: Any, where: str, receiver: int, group: dist.ProcessGroup) 
     except PipelineError as error:  # the receiver must get it, or it would wait
         refusal, text = error, json.dumps({"refusal": str(error)})
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    for tensor in (torch.tensor([data.numel()]), data, *tensors):
+    for tensor in (torch.tensor([data.numel()], device="cpu"), data, *tensors):
         dist.send(as_sent(tensor.detach().cpu()), group_dst=receiver, group=group)
     if refusal is not None:
         raise refusal
@@ -317,9 +319,9 @@ def send_value(value: Any, where: str, receiver: int, group: dist.ProcessGroup) 
 
 def receive_value(sender: int, group: dist.ProcessGroup, device: torch.device) -> Any:
     """Receive the value that `send_value` sends. Tensors go to `device`, but for those that the sender has on a CPU."""
-    size = torch.empty(1, dtype=torch.int64)
+    size = torch.empty(1, dtype=torch.int64, device="cpu")
     dist.recv(size, group_src=sender, group=group)
-    data = torch.empty(int(size), dtype=torch.uint8)
+    data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     dist.recv(data, group_src=sender, group=group)
     found = json.loads(data.numpy().tobytes())
     if "refusal" in found:

@@ -187,6 +187,9 @@ class SimGroup(dist.ProcessGroup):
         (tensor,) = tensors
         if not isinstance(tensor, SimTensor):
             return self._gloo.broadcast([tensor], options)
+        if self.size() == 2:  # a message, see `rota.torch_internals.move_message`
+            peer, is_sender = 1 - self.rank(), self.rank() == options.rootRank
+            return self.send([tensor], peer, 0) if is_sender else self.recv([tensor], peer, 0)
         values = self._launched("broadcast", tensor)
         _asked(lambda: self._gloo.broadcast([values], options).wait())
         _write(tensor, values)
@@ -202,6 +205,9 @@ class SimGroup(dist.ProcessGroup):
         for each, of_rank in zip(gathered, found, strict=True):
             _write(each, of_rank)
         return _Done()
+
+    def abort(self) -> None:
+        """Nothing of it waits once a call has returned."""
 
     def barrier(self, options: Any) -> dist.Work:
         _asked(lambda: self._gloo.barrier(options).wait())

@@ -34,7 +34,7 @@ class HostDevice:
 
     def numbers(self, numbers: Sequence[float]) -> torch.Tensor:
         """A tensor of float64."""
-        return torch.tensor(numbers, dtype=torch.float64)
+        return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
     def read(self, tensor: torch.Tensor) -> Callable[[], list[float]]:
         """Its numbers are there already."""

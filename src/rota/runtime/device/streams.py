@@ -50,9 +50,9 @@ class StreamDevice:
         self._begun = self.mark()
 
     def stream(self, name: str) -> torch.Stream:
-        """The stream of this name; a new one the first time."""
+        """The stream of this name; a new one the first time, whose messages and sums go before queued ops."""
         if name not in self._streams:
-            self._streams[name] = torch.Stream(self.torch_device)
+            self._streams[name] = torch.Stream(self.torch_device, priority=-1)
         return self._streams[name]
 
     def current(self) -> torch.Stream:
@@ -115,7 +115,7 @@ class StreamDevice:
     def times_ns(self, marks: Sequence[torch.Event]) -> list[int]:
         """Waits for the step to end, and maps the device's clock to the host's, see above."""
         if self._origin_ns is None:
-            end = self.mark()
+            end = self.mark_on(self._streams[COMPUTE])
             end.synchronize()
             self._origin_ns = max(time.monotonic_ns() - _elapsed_ns(self._begun, end), self._begun_ns)
             self._spare.append(end)
@@ -131,12 +131,12 @@ class StreamDevice:
 
     def numbers(self, numbers: Sequence[float]) -> torch.Tensor:
         """Copied from pinned memory, so that the host need not wait."""
-        pinned = torch.tensor(numbers, dtype=torch.float64).pin_memory()
+        pinned = torch.tensor(numbers, dtype=torch.float64, device="cpu").pin_memory()
         return pinned.to(self.torch_device, non_blocking=True)
 
     def read(self, tensor: torch.Tensor) -> Callable[[], list[float]]:
         """Copies to pinned memory."""
-        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         pinned.copy_(tensor, non_blocking=True)
         copied = torch.accelerator.current_stream(self.torch_device).record_event()
 

@@ -70,6 +70,8 @@ class Watchdog:
         self.names: Sequence[str] = [f"rank {process}" for process in range(dist.get_world_size())]
         self.last: Callable[[], str] = lambda: "before the first op"
         self.num_reached: Callable[[], int] = lambda: 0
+        #: What the device does that has not ended all that it was given; None if it has.
+        self.device: Callable[[], Doing | None] = lambda: None
         self._timeout_s, self._times = timeout_s, 1
         self._count = 0
         self._active = False
@@ -167,7 +169,8 @@ class Watchdog:
         interval = min(self._timeout_s / 10, 1.0)
         seen, failed_s = (-1, -1), 0.0
         while not self._stop.wait(interval):
-            if not self._active or (self._count, self.num_reached()) != seen:
+            is_idle = not self._active and self.device() is None
+            if is_idle or (self._count, self.num_reached()) != seen:
                 seen, self._still_s, failed_s = (self._count, self.num_reached()), 0.0, 0.0
             else:
                 self._still_s += interval  # not by the clock: the machine may have been asleep
@@ -186,6 +189,8 @@ class Watchdog:
     def _status(self) -> Status:
         frames = frames_of(self._thread_id)
         at = f" ({found})" if (found := place(frames)) else ""
+        if not self._active and (doing := self.device()) is not None:
+            return Status("waits" if doing.waits else "busy", doing.words + at, self._still_s, self.last())
         if not self._active or self._describe is None:
             outside_s = time.monotonic() - self._left
             return Status("outside", f"is outside of the pipeline's calls{at}", outside_s, self.last())

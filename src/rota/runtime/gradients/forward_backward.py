@@ -142,5 +142,5 @@ def _or_zeros(gradient: torch.Tensor | None, edge: GradientEdge) -> torch.Tensor
 
 def warm_up() -> None:
     """Let torch load what the first backward from a gradient edge needs, which takes 0.4 s, before the first step."""
-    x = torch.zeros((), requires_grad=True)
-    torch.autograd.backward([get_gradient_edge(x * 1)], [torch.zeros(())])
+    x = torch.zeros((), device="cpu", requires_grad=True)
+    torch.autograd.backward([get_gradient_edge(x * 1)], [torch.zeros((), device="cpu")])

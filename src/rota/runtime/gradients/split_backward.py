@@ -38,7 +38,7 @@ from rota.torch_internals import (
 
 Gradients = list[torch.Tensor | None]
 
-_ANCHOR = torch.empty(0, requires_grad=True)  # what inputs hang on, so that they want a gradient
+_ANCHOR = torch.empty(0, device="cpu", requires_grad=True)  # what inputs hang on, so that they want a gradient
 
 
 @dataclass(slots=True, eq=False)

@@ -72,9 +72,9 @@ def _norms(gradients: list[torch.Tensor], norm_type: float) -> list[torch.Tensor
 
 def all_gather_number(number: Number, group: dist.ProcessGroup) -> torch.Tensor:
     """The `number` of each of the group's processes, on the CPU. Collective."""
-    gathered = [torch.empty(1, dtype=torch.float64) for _ in range(group.size())]
+    gathered = [torch.empty(1, dtype=torch.float64, device="cpu") for _ in range(group.size())]
     with collective("adding up the gradients' norm"):
-        dist.all_gather(gathered, torch.tensor([float(number)], dtype=torch.float64), group=group)
+        dist.all_gather(gathered, torch.tensor([float(number)], dtype=torch.float64, device="cpu"), group=group)
     return torch.cat(gathered)
 
 
