@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rota import schedule_csv, torch_internals
 from rota.errors import FormatError, PipelineError
 from rota.interop.layer_boundaries import read_limited
-from rota.programs.torch_order import check_torch_order, has_communication
+from rota.programs.torch_order import check_torch_order
 from rota.reading import short
 from rota.tasks import Op
 
@@ -91,8 +91,6 @@ def keep_order(schedule: Any, path: str | Path) -> Any:
         )
     text = read_limited(path, _MOST_CSV_BYTES)
     try:
-        if not has_communication(text):
-            raise FormatError("it has no communication; write it by `plan.to_csv(communication=True)`")
         check_torch_order(text)
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from None

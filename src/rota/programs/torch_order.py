@@ -12,11 +12,10 @@ device that runs kernels in the order of their launch, holds for all of these.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 from rota import schedule_csv
-from rota.errors import PlanError
+from rota.errors import FormatError, PlanError
 from rota.plan import Transfer
 from rota.programs.device_order import DeviceOrder, prove
 from rota.programs.device_steps import COMPUTE, DeviceProgram, Step, What, channel
@@ -30,6 +29,9 @@ _SETTINGS = (
     ("where all messages share the group's communicator (init_process_group with device_id)", False, False),
     ("where a device runs kernels in the order of their launch", False, True),
 )
+
+#: Ops that wait for a message.
+_READ = (Kind.F, Kind.B, Kind.I)
 
 
 def check_torch_order(text: str) -> DeviceOrder:
@@ -49,14 +51,14 @@ def check_torch_order(text: str) -> DeviceOrder:
         PlanError: Kernels could wait in a cycle, or the two ends of a channel have different orders (reason "device
             order"); the message says in which setting.
     """
-    lines = schedule_csv.read_actions(text)
-    ranks = schedule_csv.stage_ranks([[a for a in line if isinstance(a, Op)] for line in lines])
+    if not has_communication(text):
+        raise FormatError("the CSV has no communication; write it by `plan.to_csv(communication=True)`")
     try:
-        return prove(_programs(lines, ranks, by_pair=False))
+        return prove(torch_programs(text, by_pair=False))
     except PlanError:
         for setting, by_pair, serial in _SETTINGS:
             try:
-                prove(_programs(lines, ranks, by_pair), serial=serial)
+                prove(torch_programs(text, by_pair=by_pair), serial=serial)
             except PlanError as error:
                 raise PlanError(f"{setting}: {error}", error.reason) from None
         raise
@@ -65,8 +67,7 @@ def check_torch_order(text: str) -> DeviceOrder:
 def has_communication(text: str) -> bool:
     """Whether a schedule CSV has all messages between its ranks. Raises FormatError if it is malformed."""
     lines = schedule_csv.read_actions(text)
-    ranks = schedule_csv.stage_ranks([[a for a in line if isinstance(a, Op)] for line in lines])
-    return len(set(ranks)) < 2 or any(isinstance(action, Message) for line in lines for action in line)
+    return len(set(_ranks(lines))) < 2 or any(isinstance(action, Message) for line in lines for action in line)
 
 
 def first_differences(text: str, other: str) -> str:
@@ -79,19 +80,26 @@ def first_differences(text: str, other: str) -> str:
     return ", ".join(found[:2]) + more
 
 
-def _programs(lines: Sequence[Sequence[Op | Message]], ranks: Sequence[int], by_pair: bool) -> list[DeviceProgram]:
-    """What each rank enqueues; by_pair: messages of a pair of ranks have a stream of their own."""
+def torch_programs(text: str, *, by_pair: bool) -> list[DeviceProgram]:
+    """What each rank enqueues for a CSV with communication; by_pair: the messages of each pair of ranks on a stream."""
+    lines = schedule_csv.read_actions(text)
+    ranks = _ranks(lines)
     return [DeviceProgram(rank, _steps(line, ranks, by_pair)) for rank, line in enumerate(lines)]
+
+
+def _ranks(lines: Sequence[Sequence[Op | Message]]) -> list[int]:
+    return schedule_csv.stage_ranks([[action for action in line if isinstance(action, Op)] for line in lines])
 
 
 def _steps(line: Sequence[Op | Message], ranks: Sequence[int], by_pair: bool) -> tuple[Step, ...]:
     steps: list[Step] = []
     last: tuple[int, ...] = ()  # the op enqueued last
-    received: dict[Op, list[int]] = defaultdict(list)
-    backward = {action.stage: action.kind for action in line if isinstance(action, Op) and action.kind in _BACKWARD}
+    received: dict[tuple[int, bool, int], int] = {}  # by stage, whether forward, and micro-batch
     for action in line:
         if isinstance(action, Op):
-            steps.append(Step("run", COMPUTE, action, tuple(received.pop(action, ()))))
+            key = action.stage, action.kind is Kind.F, action.microbatch
+            waits = (received[key],) if action.kind in _READ and key in received else ()
+            steps.append(Step("run", COMPUTE, action, waits))
             last = (len(steps) - 1,)
             continue
         transfer = _transfer(action, ranks)
@@ -99,13 +107,9 @@ def _steps(line: Sequence[Op | Message], ranks: Sequence[int], by_pair: bool) ->
         stream = f"messages of ranks {pair[0]} and {pair[1]}" if by_pair else "messages"
         what: What = "send" if action.sends else "receive"
         if not action.sends:
-            reader = Kind.F if action.forward else backward.get(action.stage, Kind.B)
-            received[Op(action.stage, reader, action.microbatch)].append(len(steps))
+            received[action.stage, action.forward, action.microbatch] = len(steps)
         steps.append(Step(what, stream, transfer, last, communicator=channel(transfer)))
     return tuple(steps)
-
-
-_BACKWARD = (Kind.B, Kind.I)
 
 
 def _transfer(message: Message, ranks: Sequence[int]) -> Transfer:
