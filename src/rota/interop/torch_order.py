@@ -14,14 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rota import schedule_csv, torch_internals
+from rota import reading, schedule_csv, torch_internals
 from rota.errors import FormatError, PipelineError
-from rota.interop.layer_boundaries import read_limited
 from rota.programs.torch_order import check_torch_order
-from rota.reading import short
 from rota.tasks import Op
-
-_MOST_CSV_BYTES = 256 * 2**20
 
 
 def derived(text: str, *, defers_receives: bool = False) -> str:
@@ -40,7 +36,7 @@ def derived(text: str, *, defers_receives: bool = False) -> str:
     try:
         rows = torch_internals.derive_communication(_rows(text), num_stages, num_microbatches, defers_receives)
     except (AssertionError, ValueError) as error:
-        raise FormatError(f"PyTorch refuses the CSV: {short(str(error).partition(chr(10))[0])}") from None
+        raise FormatError(f"PyTorch refuses the CSV: {reading.short(str(error).partition(chr(10))[0])}") from None
     return "".join(",".join(row) + "\n" for row in rows)
 
 
@@ -89,7 +85,7 @@ def keep_order(schedule: Any, path: str | Path) -> Any:
             f"a {type(schedule).__name__} runs no schedule CSV with communication; make one by "
             f"rota.interop.schedule_from, or set torchtitan's pipeline_parallel_schedule_csv"
         )
-    text = read_limited(path, _MOST_CSV_BYTES)
+    text = reading.read_text(path)
     try:
         check_torch_order(text)
     except FormatError as error:
@@ -117,7 +113,7 @@ def _refuse_other_plans(
         ("ranks", len(orders), num_ranks),
         ("stages", len(on), stages[0].num_stages),
         ("micro-batches", planned, num_microbatches),
-        (f"on rank {rank} the stages", short(mine), short(given)),
+        (f"on rank {rank} the stages", reading.short(mine), reading.short(given)),
     ):
         if of_csv != here:
             raise PipelineError(f"{path} has {what} {of_csv}, but PyTorch's schedule {here}; export the plan that runs")
