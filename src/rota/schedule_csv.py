@@ -206,8 +206,8 @@ def write(orders: Orders, wire: Wire = (), communication: bool = False, overlap:
         orders: Each rank's ops.
         wire: All ops and transfers in one global order; needed for `communication` and `overlap`.
         communication: Write PyTorch's "compute_comms", with sends, receives, and REDUCE_GRAD for each stage, without
-            which PyTorch would neither scale nor reduce its gradients. It has no UNSHARD: for sharded stages (FSDP)
-            give PyTorch the CSV without communication.
+            which PyTorch would neither scale nor reduce its gradients. It has no UNSHARD, which
+            `rota.interop.keep_order` adds for sharded stages (FSDP).
         overlap: Combine a forward and the next backward into OVERLAP_F_B where possible.
     """
     if not communication and not overlap:

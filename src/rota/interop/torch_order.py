@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from rota import reading, schedule_csv, torch_internals
 from rota.errors import FormatError, PipelineError
+from rota.interop.refusals import refuse_old_torch
 from rota.programs.torch_order import check_torch_order
 from rota.tasks import Op
 
@@ -29,7 +30,9 @@ def derived(text: str, *, defers_receives: bool = False) -> str:
 
     Raises:
         FormatError: The text is not such a CSV, or PyTorch refuses it.
+        PipelineError: PyTorch is older than 2.13.
     """
+    refuse_old_torch()
     orders = schedule_csv.read(text)
     num_stages = len(schedule_csv.stage_ranks(orders))
     num_microbatches = 1 + max((op.microbatch for order in orders for op in order), default=-1)
@@ -62,7 +65,8 @@ def schedule_from(
     Raises:
         FormatError: The CSV is malformed or has no communication.
         PlanError: The CSV's order could hang, see `rota.programs.torch_order.check_torch_order`.
-        PipelineError: The CSV does not fit the stages, the ranks or the micro-batches, or differs between ranks.
+        PipelineError: The CSV does not fit the stages, the ranks or the micro-batches, or differs between ranks;
+            or PyTorch is older than 2.13.
     """
     return keep_order(torch_internals.new_schedule(stages, num_microbatches, loss_fn, **options), path)
 
@@ -80,6 +84,7 @@ def keep_order(schedule: Any, path: str | Path) -> Any:
     Raises:
         FormatError, PlanError, PipelineError: As `schedule_from`.
     """
+    refuse_old_torch()
     if not torch_internals.takes_communication(schedule):
         raise PipelineError(
             f"a {type(schedule).__name__} runs no schedule CSV with communication; make one by "
