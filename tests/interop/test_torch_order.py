@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, schedules
 
-from rota import Cluster, Costs, Plan, RotaError, interleaved
+from rota import Cluster, Costs, Kind, Plan, RotaError, interleaved
 from rota.interop import keep_order, parts_beginning_with, schedule_from, torchtitan
 from rota.interop.torch_order import derived
 from rota.schedule_csv import stage_ranks
@@ -229,6 +229,11 @@ def test_stages_in_fsdp_are_unsharded(pool: Pool, tmp_path: Path) -> None:
     assert_exact([by_rank[0][1], by_rank[2][1]])
 
 
+def forwards_of(plan: Plan) -> Plan:
+    orders = tuple(tuple(op for op in order if op.kind is Kind.F) for order in plan.orders)
+    return Plan(plan.placement.forward_only(), plan.num_microbatches, orders)
+
+
 def refused(rank: int, paths: list[str], how: str) -> str:
     dist.barrier()  # a refusal may end this rank before the others have joined
     stages = my_stages(rank, Path(paths[0]).read_text())
@@ -252,7 +257,8 @@ def refused(rank: int, paths: list[str], how: str) -> str:
         ("micro-batches", "has micro-batches 6, but PyTorch's schedule 7; export the plan that runs"),
         ("stages", "has stages 4, but PyTorch's schedule 2"),
         ("differs", "is not the same file on all ranks of the pipeline"),
-        ("blocks", "where each pair of ranks has a communicator"),
+        ("forwards", 'PyTorch refuses the CSV: "Invalid backward microbatches for stage 0'),
+        ("blocks", "0.csv: where each pair of ranks has a communicator"),
     ],
 )
 def test_what_would_go_wrong_is_refused(pool: Pool, tmp_path: Path, how: str, told: str) -> None:
@@ -260,6 +266,7 @@ def test_what_would_go_wrong_is_refused(pool: Pool, tmp_path: Path, how: str, to
     text = {
         "plain": [plan.to_csv()],
         "blocks": [derived(plan.to_csv(), defers_receives=True)],
+        "forwards": [forwards_of(plan).to_csv(communication=True)],
         "differs": [plan.to_csv(communication=True), derived(plan.to_csv())],
         "stages": [plan.to_csv(communication=True), a_plan("interleaved_1f1b", 2, 4).to_csv(communication=True)],
     }.get(how, [plan.to_csv(communication=True)])

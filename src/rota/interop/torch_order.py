@@ -7,7 +7,8 @@ it run those of the CSV.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from rota import reading, schedule_csv, torch_internals
-from rota.errors import FormatError, PipelineError
+from rota.errors import FormatError, PipelineError, PlanError
 from rota.interop.refusals import refuse_old_torch
 from rota.programs.torch_order import check_torch_order
 from rota.tasks import Op
@@ -36,10 +37,8 @@ def derived(text: str, *, defers_receives: bool = False) -> str:
     orders = schedule_csv.read(text)
     num_stages = len(schedule_csv.stage_ranks(orders))
     num_microbatches = 1 + max((op.microbatch for order in orders for op in order), default=-1)
-    try:
+    with _refusals():
         rows = torch_internals.derive_communication(_rows(text), num_stages, num_microbatches, defers_receives)
-    except (AssertionError, ValueError) as error:
-        raise FormatError(f"PyTorch refuses the CSV: {reading.short(str(error).partition(chr(10))[0])}") from None
     return "".join(",".join(row) + "\n" for row in rows)
 
 
@@ -93,13 +92,26 @@ def keep_order(schedule: Any, path: str | Path) -> Any:
     text = reading.read_text(path)
     try:
         check_torch_order(text)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}", error.reason) from None
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from None
     stages = torch_internals.stages_of(schedule)
     _refuse_other_plans(path, schedule_csv.read(text), stages, torch_internals.num_microbatches_of(schedule))
     _refuse_differences(path, text, stages[0])
-    torch_internals.load_communication(schedule, _rows(text))
+    with _refusals():
+        torch_internals.load_communication(schedule, _rows(text))
     return schedule
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raise FormatError where PyTorch refuses a schedule."""
+    try:
+        yield
+    except (AssertionError, RuntimeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]  # the whole schedule may follow
+        raise FormatError(f"PyTorch refuses the CSV: {reading.short(reason)}") from None
 
 
 def _rows(text: str) -> list[list[str]]:
