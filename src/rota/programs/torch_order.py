@@ -21,6 +21,7 @@ from rota.programs.device_order import DeviceOrder, prove
 from rota.programs.device_steps import COMPUTE, DeviceProgram, Step, What, channel
 from rota.schedule_csv import Message
 from rota.tasks import Kind, Op
+from rota.units import count_text
 
 #: In which setting a cycle is looked for: stream per pair or not, in the order of launch or not; from where most runs
 #: are to the strictest, which has the waits of the others.
@@ -76,7 +77,7 @@ def first_differences(text: str, other: str) -> str:
     for rank, lines in enumerate(zip(*map(schedule_csv.read_actions, (text, other)), strict=True)):
         a, b = ([action for action in line if isinstance(action, Message)] for line in lines)
         found += [f"rank {rank}: {one} for {two}" for one, two in zip(a, b, strict=True) if one != two][:1]
-    more = f" and {len(found) - 2} more ranks" * (len(found) > 2)
+    more = f", and on {count_text(len(found) - 2, 'rank')} more" * (len(found) > 2)
     return ", ".join(found[:2]) + more
 
 
