@@ -399,6 +399,44 @@ def test_schedules_with_one_stage_per_rank_compute_losses_of_numbered_microbatch
     assert made == [(stage, 0), (stage, 1), (stage, 2)]
 
 
+def test_pipelining_derives_communication() -> None:
+    derive = torch_internals.derive_communication
+    rows = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+    early, late = (derive(rows, 2, 2, defers) for defers in (False, True))
+    assert early[0] == [
+        "0UNSHARD",
+        "0F0",
+        "0SEND_F0",
+        "0F1",
+        "0SEND_F1",
+        "0RECV_B0",
+        "0B0",
+        "0RECV_B1",
+        "0B1",
+        "0REDUCE_GRAD",
+        "0RESHARD",
+    ]
+    assert ",".join(early[1]).startswith("1UNSHARD,1RECV_F0,1F0,1RECV_F1,1B0,1SEND_B0")
+    assert ",".join(late[1]).startswith("1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1")
+    with pytest.raises(AssertionError, match="expected 3"):
+        derive(rows, 2, 3, False)
+
+
+def test_pipelining_loads_communication_and_unshards_before_the_same_ops(alone: dist.ProcessGroup) -> None:
+    from torch.distributed.pipelining import PipelineStage
+
+    stage = PipelineStage(_Squared(), 0, 1, torch.device("cpu"), group=alone)
+    schedule = torch_internals.new_schedule([stage], 2, None, scale_grads=False)
+    assert torch_internals.takes_communication(schedule)
+    assert not torch_internals.takes_communication(stage)
+    assert torch_internals.stages_of(schedule) == [stage]
+    assert torch_internals.num_microbatches_of(schedule) == 2
+    cells = ["0F0", "0F1", "0B1", "0B0", "0REDUCE_GRAD"]
+    for row in (cells, ["0UNSHARD", *cells, "0RESHARD"]):
+        torch_internals.load_communication(schedule, [row])
+        assert list(map(str, schedule.pipeline_order_with_comms[0])) == ["0UNSHARD", *cells, "0RESHARD"]
+
+
 # --- nowhere else -----------------------------------------------------------------------------------------------------
 
 _PACKAGE = Path(rota.__file__).parent

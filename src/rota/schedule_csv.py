@@ -70,17 +70,23 @@ def read(text: str, placement: Placement | None = None) -> tuple[tuple[Op, ...],
         FormatError: A cell is not an action, or communication does not fit the ops; the message names line and cell.
         ScheduleError: The CSV has communication, but the placement is not a chain.
     """
-    lines = [_read_line(line, number) for number, line in enumerate(text.splitlines(), 1)]
-    while len(lines) > (0 if placement is None else placement.num_ranks) and not lines[-1]:
-        lines.pop()
-    orders = tuple(tuple(action for action, _ in line if isinstance(action, Op)) for line in lines)
-    if any(len(order) < len(line) for order, line in zip(orders, lines, strict=True)):
-        _verify(lines, stage_ranks(orders))
-        if placement is not None:
-            require_chain(placement)
+    lines = read_actions(text, 0 if placement is None else placement.num_ranks)
+    orders = tuple(tuple(action for action in line if isinstance(action, Op)) for line in lines)
+    if placement is not None and any(len(order) < len(line) for order, line in zip(orders, lines, strict=True)):
+        require_chain(placement)
     if placement is None:
         return orders
     return tuple(tuple(part for op in order for part in _as_placed(op, placement)) for order in orders)
+
+
+def read_actions(text: str, num_ranks: int = 0) -> tuple[tuple[Op | Message, ...], ...]:
+    """Each rank's ops and messages, at least `num_ranks` ranks. Raises FormatError as `read` does."""
+    lines = [_read_line(line, number) for number, line in enumerate(text.splitlines(), 1)]
+    while len(lines) > num_ranks and not lines[-1]:
+        lines.pop()
+    if any(isinstance(action, Message) for line in lines for action, _ in line):
+        _verify(lines, stage_ranks([[action for action, _ in line if isinstance(action, Op)] for line in lines]))
+    return tuple(tuple(action for action, _ in line) for line in lines)
 
 
 def stage_ranks(orders: Orders) -> list[int]:
@@ -200,8 +206,8 @@ def write(orders: Orders, wire: Wire = (), communication: bool = False, overlap:
         orders: Each rank's ops.
         wire: All ops and transfers in one global order; needed for `communication` and `overlap`.
         communication: Write PyTorch's "compute_comms", with sends, receives, and REDUCE_GRAD for each stage, without
-            which PyTorch would neither scale nor reduce its gradients. It has no UNSHARD: for sharded stages (FSDP)
-            give PyTorch the CSV without communication.
+            which PyTorch would neither scale nor reduce its gradients. It has no UNSHARD, which
+            `rota.interop.keep_order` adds for sharded stages (FSDP).
         overlap: Combine a forward and the next backward into OVERLAP_F_B where possible.
     """
     if not communication and not overlap:

@@ -484,6 +484,79 @@ def run_pipelining_schedule(schedule: Any) -> None:
     schedule._step_microbatches(kwarg_mbs=[{"microbatch": m} for m in numbers], return_outputs=False)
 
 
+def derive_communication(
+    rows: Sequence[Sequence[str]], num_stages: int, num_microbatches: int, defers_receives: bool
+) -> list[list[str]]:
+    """The cells with the communication that PyTorch's engine derives for these; AssertionError if it refuses them.
+
+    Relies on `_PipelineScheduleRuntime._prepare_schedule_with_comms` and the attributes that it reads, of PyTorch 2.13.
+    """
+    from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+
+    schedule: Any = _PipelineScheduleRuntime.__new__(_PipelineScheduleRuntime)  # one that runs needs a process group
+    schedule.pp_group_size, schedule._num_stages, schedule._n_microbatches = len(rows), num_stages, num_microbatches
+    schedule._stages, schedule._defer_pp_recv = [], defers_receives
+    schedule._prepare_schedule_with_comms({r: [_Action.from_str(cell) for cell in row] for r, row in enumerate(rows)})
+    return [[str(action) for action in schedule.pipeline_order_with_comms[r]] for r in range(len(rows))]
+
+
+def new_schedule(
+    stages: Sequence[Any], num_microbatches: int, loss_fn: Callable[..., Any] | None, **options: Any
+) -> Any:
+    """PyTorch's runtime of schedules, without a schedule. Relies on `_PipelineScheduleRuntime`."""
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+    make: Any = _PipelineScheduleRuntime
+    return make([*stages], num_microbatches, loss_fn=loss_fn, **options)
+
+
+def takes_communication(schedule: Any) -> bool:
+    """Whether a schedule of PyTorch's runs cells with communication. Relies on `_PipelineScheduleRuntime`."""
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+    return isinstance(schedule, _PipelineScheduleRuntime)
+
+
+def stages_of(schedule: Any) -> list[Any]:
+    """This rank's stages of a schedule with several. Relies on `PipelineScheduleMulti._stages`."""
+    return list(schedule._stages)
+
+
+def num_microbatches_of(schedule: Any) -> int:
+    """The number of micro-batches of a schedule. Relies on `_PipelineSchedule._n_microbatches`."""
+    return int(schedule._n_microbatches)
+
+
+def load_communication(schedule: Any, rows: Sequence[Sequence[str]]) -> None:
+    """Let a schedule run these cells, and unshard and reshard FSDP's stages as PyTorch does for cells without any.
+
+    Relies on `_prepare_schedule_with_comms(…, format="compute_comms")`, which changes nothing, and on
+    `_add_unshard_reshard`, which is for compute alone.
+    """
+    from torch.distributed.pipelining.schedules import _Action
+
+    actions = {r: _sharding_aware([_Action.from_str(cell) for cell in row]) for r, row in enumerate(rows)}
+    schedule._prepare_schedule_with_comms(actions, format="compute_comms")
+
+
+def _sharding_aware(actions: Sequence[Any]) -> list[Any]:
+    """The actions with UNSHARD and RESHARD before the same ops as PyTorch's, if they have none."""
+    from torch.distributed.pipelining.schedules import UNSHARD, _add_unshard_reshard
+
+    if any(action.computation_type == UNSHARD for action in actions):
+        return list(actions)
+    before: list[list[Any]] = [[]]  # each op, and at last behind all of them
+    for action in _add_unshard_reshard([action for action in actions if action.is_compute_op]):
+        if action.is_compute_op:
+            before.append([])
+        else:
+            before[-1].append(action)
+    changes, result = iter(before), []
+    for action in actions:
+        result += [*(next(changes) if action.is_compute_op else ()), action]
+    return [*result, *next(changes)]
+
+
 @cache
 def _planned_schedule() -> Any:
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime

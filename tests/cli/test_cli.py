@@ -14,6 +14,7 @@ from rota.cli.arguments import parse_bytes
 from rota.cli.commands import COMMANDS
 from rota.cli.main import make_parser
 from rota.cli.parser import Command
+from rota.interop.torch_order import derived
 from rota.schedules import FAMILIES, NAMED
 from rota.usage import Usage
 
@@ -42,6 +43,27 @@ def test_check_proves_the_order_on_devices(plan_file: Path, capsys: pytest.Captu
     assert "59 kernels on 3 ranks with 4 channels" in out
     assert "wait in no cycle, and both sides of each communicator enqueue in the same order" in out
     assert run(capsys, "check", plan_file)[1] in out
+
+
+def test_check_proves_the_order_on_pytorch_s_engine(
+    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run(capsys, "check", plan_file, "--torch")
+    assert code == 0
+    # 24 ops, and 16 messages with two sides each.
+    assert "with the messages that it derives: 56 kernels on 3 ranks with 4 channels wait in no cycle" in out
+    assert "Its order of messages is not the plan's" in out
+    assert "defer_pp_recv=True could hang or swap messages, leave it off: where each pair of ranks has a comm" in out
+    plan = Plan.from_json(plan_file.read_text())
+    (tmp_path / "ours.csv").write_text(plan.to_csv(communication=True))
+    code, out, _ = run(capsys, "check", tmp_path / "ours.csv", "--torch")
+    assert code == 0
+    assert "with the CSV's messages: 56 kernels on 3 ranks" in out
+    assert "derives" not in out
+    (tmp_path / "blocks.csv").write_text(derived(plan.to_csv(), defers_receives=True))
+    code, _, error = run(capsys, "check", tmp_path / "blocks.csv", "--torch")
+    assert code == 1
+    assert "blocks.csv: where each pair of ranks has a communicator" in error
 
 
 def test_plan_simulate_show_and_compare_pass_files_on(

@@ -280,7 +280,7 @@ def test_what_exists_is_written_over_by_force_alone(here: Path, capsys: pytest.C
     for command in commands:
         assert run(capsys, *command.split())[0] == 0
         output = here / command.split()[-1]
-        (kept,) = [output] if output.is_file() else output.glob("*.csv")
+        (kept,) = [output] if output.is_file() else output.glob("schedule.csv")
         kept.write_text("mine")
         code, _, error = run(capsys, *command.split())
         assert code == 2

@@ -11,10 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from rota.cli import main
+from rota.errors import PipelineError
 from support import ROOT
 
 PAGE = (ROOT / "docs" / "other-trainers.md").read_text()
-MODEL, CONFIG, TITAN, MEGATRON, DEEPSPEED = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+MODEL, CONFIG, ORDER, TITAN, MEGATRON, DEEPSPEED = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
 def run(code: str) -> dict[str, object]:
@@ -32,9 +33,9 @@ def test_the_page(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatc
     for command in commands:
         assert main(shlex.split(command)[1:]) == 0, command
         told.append(capsys.readouterr().out)
-    assert len(commands) == 8
+    assert len(commands) == 10
     (arguments,) = re.findall(r"^    (--num-layers .*)$", PAGE, flags=re.MULTILINE)
-    assert arguments in told[3]
+    assert arguments in told[5]
     assert (tmp_path / "again.json").read_text() == (tmp_path / "plan.json").read_text()
 
     config = SimpleNamespace(parallelism=SimpleNamespace())
@@ -46,6 +47,11 @@ def test_the_page(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatc
         "norm",
         "output",
     ]
+    assert "with the messages that it derives: " in told[3]
+    assert "with the CSV's messages: " in told[4]
+    pipeline = run(ORDER)["in_planned_order"](lambda parts: (SimpleNamespace(), parts))  # type: ignore[operator]
+    with pytest.raises(PipelineError, match="a SimpleNamespace runs no schedule CSV with communication"):
+        pipeline([])
     try:
         run(TITAN)
     finally:

@@ -279,7 +279,7 @@ def test_a_schedule_is_read_from_beside_its_config_alone(tmp_path: Path) -> None
 
 
 def test_files_that_are_too_large_or_no_text(tmp_path: Path) -> None:
-    _, toml, config = torchtitan.export(FOUR, a_plan(), tmp_path)
+    *_, toml, config = torchtitan.export(FOUR, a_plan(), tmp_path)
     os.truncate(config, 5 * 2**20)
     with pytest.raises(RotaError, match="has more than 4,194,304 bytes"):
         torchtitan.load(config)
@@ -301,7 +301,7 @@ def test_files_that_are_too_large_or_no_text(tmp_path: Path) -> None:
 
 
 def test_damaged_files_are_loaded_or_refused(tmp_path: Path) -> None:
-    csv, toml, config = torchtitan.export(FOUR, a_plan(), tmp_path)
+    csv, _, toml, config = torchtitan.export(FOUR, a_plan(), tmp_path)
     chooser = random.Random(0)
     texts = {path: path.read_text() for path in (csv, toml, config)}
     mutants = [(config, text) for text in json_mutants(texts[config], 200, chooser)]
@@ -344,7 +344,7 @@ def test_configs_that_a_stranger_may_have_written(tmp_path: Path, config: str, t
 
 
 def test_json_has_each_field_once_and_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
-    config = torchtitan.export(FOUR, a_plan(), tmp_path)[2]
+    config = torchtitan.export(FOUR, a_plan(), tmp_path)[-1]
     text = config.read_text()
     config.write_text("\ufeff" + text, encoding="utf-8")
     assert torchtitan.load(config).parts == FOUR

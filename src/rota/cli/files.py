@@ -31,21 +31,21 @@ Written = Literal["file", "plan", "timeline", "folder", "files in a folder", "fi
 
 def read_costs(path: str) -> Costs:
     """The costs in a JSON file."""
-    text = _text(path)
+    text = text_of(path)
     with named(path):
         return Costs.from_json(text)
 
 
 def read_profile(path: str) -> Profile:
     """The profile in a JSON file, such as `rota profile` writes."""
-    text = _text(path)
+    text = text_of(path)
     with named(path):
         return Profile.from_json(text)
 
 
 def read_cluster(path: str) -> Cluster:
     """The cluster in a JSON file."""
-    text = _text(path)
+    text = text_of(path)
     with named(path):
         return Cluster.from_json(text)
 
@@ -65,7 +65,7 @@ def read_timeline(path: str) -> Timeline:
 
 def read_plan_or_timeline(path: str) -> Plan | Timeline:
     """The plan in a plan.json or schedule CSV, or the timeline in a timeline.json."""
-    text = _text(path)
+    text = text_of(path)
     with named(path):
         if path.lower().endswith(".csv"):
             return Plan.from_csv(text, _placement_of_csv(text))
@@ -73,7 +73,7 @@ def read_plan_or_timeline(path: str) -> Plan | Timeline:
         return Timeline.from_fields(document) if document.path == "timeline" else Plan.from_fields(document)
 
 
-def _text(path: str) -> str:
+def text_of(path: str) -> str:
     """The text of a file that Rota wrote. Raises InputError for a Python file: a JSON error would help less."""
     text = reading.read_text(path)
     if path.lower().endswith(".py"):

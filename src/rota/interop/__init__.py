@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rota.interop.modules import parts_beginning_with as parts_beginning_with
     from rota.interop.naming import named_actions as named_actions
     from rota.interop.torch_engine import TorchEngine as TorchEngine
+    from rota.interop.torch_order import keep_order as keep_order
+    from rota.interop.torch_order import schedule_from as schedule_from
     from rota.interop.traces import ImportedTrace as ImportedTrace
     from rota.interop.traces import import_traces as import_traces
 
@@ -24,9 +26,11 @@ _HOMES = {
     "ImportedTrace": "rota.interop.traces",
     "TorchEngine": "rota.interop.torch_engine",
     "import_traces": "rota.interop.traces",
+    "keep_order": "rota.interop.torch_order",
     "module_parts": "rota.interop.modules",
     "named_actions": "rota.interop.naming",
     "parts_beginning_with": "rota.interop.modules",
+    "schedule_from": "rota.interop.torch_order",
 }
 
 __all__ = [
@@ -34,10 +38,12 @@ __all__ = [
     "TorchEngine",
     "deepspeed",
     "import_traces",
+    "keep_order",
     "megatron",
     "module_parts",
     "named_actions",
     "parts_beginning_with",
+    "schedule_from",
     "torchtitan",
 ]
 

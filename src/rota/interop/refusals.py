@@ -18,10 +18,7 @@ _OLDEST = (2, 13)  # in earlier versions every received tensor requires a gradie
 
 def refuse_what_torch_cannot_run(stages: Stages, plan: Plan, dynamic_shapes: bool) -> None:
     """Raise PipelineError unless the plan's stages and the model's stages are a chain, each stage on one rank."""
-    if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST:
-        raise PipelineError(
-            f"torch is {torch.__version__}; PyTorch's engine can be used from 2.13 on: update, {_REMEDY}"
-        )
+    refuse_old_torch()
     if dynamic_shapes:
         raise PipelineError(
             f"dynamic_shapes=True, but PyTorch's engine receives into buffers made beforehand: use False, {_REMEDY}"
@@ -44,6 +41,14 @@ def refuse_what_torch_cannot_run(stages: Stages, plan: Plan, dynamic_shapes: boo
             f"a chain, {_REMEDY}"
         )
     _refuse_ties(stages, plan)
+
+
+def refuse_old_torch() -> None:
+    """Raise PipelineError if PyTorch's engine is older than what is tested."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST:
+        raise PipelineError(
+            f"torch is {torch.__version__}; PyTorch's engine can be used from 2.13 on: update, {_REMEDY}"
+        )
 
 
 def refuse_options(**given: object) -> None:

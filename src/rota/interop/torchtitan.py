@@ -1,6 +1,7 @@
 """A plan for torchtitan: PyTorch's schedule CSV, and the modules of each stage as its config names them.
 
     schedule.csv        what `parallelism.pipeline_parallel_schedule_csv` names
+    schedule_comms.csv  the same with the plan's order of messages, for `rota.interop.keep_order`
     parallelism.toml    [parallelism] of a job config: torchtitan 0.2
     parallelism.json    fields of `config.parallelism`: torchtitan after 0.2, whose configs are Python
 
@@ -32,7 +33,7 @@ from rota.tasks import Kind
 
 Parts: TypeAlias = tuple[tuple[str, ...], ...]
 
-FILES = ("schedule.csv", "parallelism.toml", "parallelism.json")
+FILES = ("schedule.csv", "schedule_comms.csv", "parallelism.toml", "parallelism.json")
 _PARTS = "pipeline_parallel_module_fqns_per_model_part"
 _PARTS_IN_0_2 = "module_fqns_per_model_part"
 _LOOP, _V = (
@@ -91,7 +92,12 @@ def render(parts: Sequence[Sequence[str]], plan: Plan, folder: str | Path) -> di
         "pipeline_parallel_schedule": schedule,
         "pipeline_parallel_schedule_csv": csv,
     }
-    texts = (plan.to_csv(), _toml(common, parts, plan.num_microbatches), _json(common, parts, plan.num_microbatches))
+    texts = (
+        plan.to_csv(),
+        plan.to_csv(communication=True),
+        _toml(common, parts, plan.num_microbatches),
+        _json(common, parts, plan.num_microbatches),
+    )
     return {Path(folder) / name: text for name, text in zip(FILES, texts, strict=True)}
 
 

@@ -7,8 +7,11 @@ from argparse import Namespace
 from rota import checking, simulation
 from rota.cli import files
 from rota.cli.parser import Command, Parser
+from rota.cli.requirements import require
 from rota.cli.screen import print_replicas
-from rota.programs import device_order
+from rota.errors import PlanError
+from rota.plan import Plan
+from rota.programs import device_order, torch_order
 from rota.programs.device_order import DeviceOrder
 from rota.units import count_text
 
@@ -21,6 +24,12 @@ def add_arguments(parser: Parser) -> None:
         action="store_true",
         help="also prove that the step cannot hang on GPUs: that the kernels, events and messages that all ranks "
         "enqueue wait for each other in no cycle",
+    )
+    parser.add_argument(
+        "--torch",
+        action="store_true",
+        help="also prove that PyTorch's own pipeline engine cannot hang on GPUs: with the communication of a schedule "
+        "CSV, or with the one that it derives",
     )
 
 
@@ -39,7 +48,41 @@ def run(arguments: Namespace) -> int:
     print_replicas(planned, "checked")
     if arguments.device:
         print(_device_text(device_order.check_device_order(planned)))
+    if arguments.torch:
+        _check_torch(arguments.plan, planned)
     return 0
+
+
+def _check_torch(path: str, planned: Plan) -> None:
+    """Print what is proved of PyTorch's engine. Raises PlanError if it could hang."""
+    text = files.text_of(path) if path.lower().endswith(".csv") else planned.to_csv()
+    with files.named(path):
+        if torch_order.has_communication(text):
+            print(_torch_text("the CSV's messages", torch_order.check_torch_order(text)))
+            return
+        require("torch", "torch")
+        from rota.interop.torch_order import derived
+
+        by_torch = derived(text)
+        print(_torch_text("the messages that it derives", torch_order.check_torch_order(by_torch)))
+        if differences := torch_order.first_differences(by_torch, planned.to_csv(communication=True)):
+            print(
+                f"  Its order of messages is not the plan's, which makespan and --device are about ({differences}):\n"
+                f"  rota.interop.keep_order runs the plan's (docs/other-trainers.md)"
+            )
+        try:
+            torch_order.check_torch_order(derived(text, defers_receives=True))
+        except PlanError as error:
+            print(f"  defer_pp_recv=True could hang or swap messages, leave it off: {error}")
+
+
+def _torch_text(messages: str, proved: DeviceOrder) -> str:
+    return (
+        f"on PyTorch's engine, with {messages}: {proved.num_kernels:,} kernels on "
+        f"{count_text(proved.num_ranks, 'rank')} with {count_text(proved.num_channels, 'channel')} wait in no cycle\n"
+        f"  This holds for both ways in which PyTorch makes NCCL's communicators, one per pair of ranks or one for\n"
+        f"  all, even if each send waits for its receive, and if a device runs kernels in the order of their launch."
+    )
 
 
 def _device_text(proved: DeviceOrder) -> str:
