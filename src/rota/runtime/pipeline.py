@@ -140,6 +140,7 @@ class Pipeline:
                 #: This process's rank in the plan, and which replica of the pipeline it belongs to.
                 self.rank, self.replica = self._processes.rank, self._processes.replica
                 self.num_replicas = self._processes.num_replicas
+                self._is_alone = len(self._processes.names) == 1
                 #: The stages on this rank.
                 self.local_stages = {stage: stages[stage] for stage in plan.placement.stages_on(self.rank)}
                 self._device = device_of(stages, plan.placement.stages_on(self.rank), otherwise)
@@ -423,7 +424,7 @@ class Pipeline:
                     self._inputs.refuse_writes(batch)
                     self._gradients.finish(execution, sync)
                 except BaseException as error:
-                    self._is_broken = self._channels is not None
+                    self._is_broken = self._channels is not None and not self._is_alone
                     if isinstance(error, Exception):
                         self._agreement.explain(error, execution)
                     raise
