@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -113,8 +114,7 @@ class WithoutWait:
             execution.device_program = original
 
 
-@contextmanager
-def sent_values_are_not_held() -> Iterator[None]:
+def sent_values_are_not_held() -> Any:
     original = channels.Channels.send_gradients
 
     def send(self: Any, passage: Any, tensors: Any, stream: Any) -> Any:
@@ -122,30 +122,20 @@ def sent_values_are_not_held() -> Iterator[None]:
         self._sent[passage].clear()
         return mark
 
-    channels.Channels.send_gradients = send  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        channels.Channels.send_gradients = original  # type: ignore[method-assign]
+    return patch.object(channels.Channels, "send_gradients", send)
 
 
-@contextmanager
-def copies_for_sending_are_made_on_the_compute_stream() -> Iterator[None]:
+def copies_for_sending_are_made_on_the_compute_stream() -> Any:
     """After the event that the send waits for."""
     original = channels.Channels.send_gradients
 
     def send(self: Any, passage: Any, tensors: Any, stream: Any) -> Any:
         return original(self, passage, [tensor.clone() for tensor in tensors], stream)
 
-    channels.Channels.send_gradients = send  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        channels.Channels.send_gradients = original  # type: ignore[method-assign]
+    return patch.object(channels.Channels, "send_gradients", send)
 
 
-@contextmanager
-def reductions_are_packed_on_the_compute_stream() -> Iterator[None]:
+def reductions_are_packed_on_the_compute_stream() -> Any:
     original = replicas.GradientAllReduce._packed
 
     def packed(self: Any) -> Any:
@@ -156,11 +146,7 @@ def reductions_are_packed_on_the_compute_stream() -> Iterator[None]:
             made = [*original(self)]
         return iter(made)
 
-    replicas.GradientAllReduce._packed = packed  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        replicas.GradientAllReduce._packed = original  # type: ignore[method-assign]
+    return patch.object(replicas.GradientAllReduce, "_packed", packed)
 
 
 def test_nothing_is_found_where_nothing_is_left_out(pool: Pool) -> None:

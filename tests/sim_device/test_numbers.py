@@ -103,14 +103,6 @@ def test_sums_are_those_of_the_host() -> None:
 # --- steps that do not wait -------------------------------------------------------------------------------------------
 
 
-def on_sim(stages: rota.Stages) -> rota.Stages:
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    for module in stages.modules:
-        module.to("sim")
-    torch.__future__.set_swap_module_params_on_conversion(False)
-    return stages
-
-
 @contextmanager
 def no_syncs(reads: int = 0) -> Iterator[None]:
     """Inside, the host must not wait for the device, not even at a step's end; `reads`: of earlier steps, at most."""
@@ -126,7 +118,7 @@ def no_syncs(reads: int = 0) -> Iterator[None]:
 
 def trained(rank: int, form: str, waits: bool, scaled: bool) -> tuple[list[float], dict[str, float], list[list[float]]]:
     """Five steps of Adam with clipping, under autocast and with a scaler where `scaled`, whose third step overflows."""
-    with simulated(f"rank {rank}"), Pipeline(on_sim(stages_of(form)), plan_for(2), FORMS[form]) as pipeline:
+    with simulated(f"rank {rank}"), Pipeline(stages_of(form).to("sim"), plan_for(2), FORMS[form]) as pipeline:
         batches = [tuple(tensor.to("sim") for tensor in batch_of(N, seed)) for seed in range(5)]
         optimizer = torch.optim.Adam([*pipeline.parameters()], lr=0.1)
         scaler = torch.amp.GradScaler("sim", init_scale=4.0, growth_interval=1) if scaled else None
@@ -172,7 +164,7 @@ def test_nothing_waits_for_the_device(pool: Pool, form: str, scaled: bool) -> No
 
 def scales_differ(rank: int, waits: bool) -> list[str]:
     found = []
-    with simulated(f"rank {rank}"), Pipeline(on_sim(chain(2)), plan_for(2), loss_fn) as pipeline:
+    with simulated(f"rank {rank}"), Pipeline(chain(2).to("sim"), plan_for(2), loss_fn) as pipeline:
         batch = [tensor.to("sim") for tensor in batch_of(N)]
         pipeline.step(*batch)
         scaler = torch.amp.GradScaler("sim", init_scale=4.0 * (1 + rank))
@@ -201,7 +193,7 @@ def refused(rank: int, name: str, is_fast: bool) -> tuple[str, int]:
     how, loss = losses_by_name()
     num_steps = 0
     with simulated(f"rank {rank}", is_fast=is_fast):
-        pipeline = Pipeline(on_sim(chain(2)), plan_for(2), loss)
+        pipeline = Pipeline(chain(2).to("sim"), plan_for(2), loss)
         batch, bad = ([tensor.to("sim") for tensor in of] for of in (batch_of(N), bad_batch()))
         pipeline.step(*batch)
         how["form"] = "counted" if name == "nan" else name
@@ -258,7 +250,7 @@ def test_counts_of_added_losses_stay_on_the_device() -> None:
 def wrong_counts(rank: int) -> str:
     _, loss = losses_by_name()
     stages = rota.Stages([*chain(1).modules, nn.Sequential(chain(1)[0], NoCount())])
-    with simulated(f"rank {rank}"), Pipeline(on_sim(stages), plan_for(2), loss) as pipeline:
+    with simulated(f"rank {rank}"), Pipeline(stages.to("sim"), plan_for(2), loss) as pipeline:
         return told(lambda: pipeline.step(*(tensor.to("sim") for tensor in batch_of(N))))
 
 
@@ -275,7 +267,7 @@ def norms_of(rank: int, is_complex: bool) -> list[tuple[float, dict[str, Tensor]
     """For each norm type the norm, and the gradients by name before and after."""
     found = []
     with simulated(f"rank {rank}"):
-        stages = on_sim(test_norms.complex_stages() if is_complex else test_norms.stages_of())
+        stages = (test_norms.complex_stages() if is_complex else test_norms.stages_of()).to("sim")
         loss = test_norms.absolute_loss if is_complex else loss_fn
         plan = test_norms.gpipe(rota.place(rota.Costs.uniform(3), rota.Cluster.uniform(3)), N)
         with Pipeline(stages, plan, loss) as pipeline:
