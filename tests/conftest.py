@@ -20,6 +20,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the backgrou
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture
+def time_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To searches time is the work that they have counted: those with a limit find the same on a busy machine."""
+    monkeypatch.setattr("rota.search.budget.Budget.elapsed_s", property(lambda budget: budget.spent_s))
+    monkeypatch.setattr("rota.planning.deadline.Deadline.elapsed_s", 0.0)
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Four worker processes that stand by for the whole session."""

@@ -16,6 +16,8 @@ from rota.cli import main, screen
 from rota.cli.files import read_plan
 from rota.schedules import NAMED
 
+pytestmark = pytest.mark.usefixtures("time_is_work")
+
 CHAIN = ["--ranks", "4", "--forward-us", "100", "--backward-us", "100", "--weight-us", "100"]
 Capsys = pytest.CaptureFixture[str]
 
@@ -186,5 +188,5 @@ sys.argv = ["rota", "plan", "search", "--ranks", "2", "--microbatches", "2"]
 from rota.cli import main
 sys.exit(main())
 """
-    ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert (ended.returncode, ended.stderr) == (130, "rota plan: interrupted\n")

@@ -54,7 +54,7 @@ def run_cases(rank: int, cases: list[tuple[Plan, list[Any]]], engines: list[Any]
 
 def assert_cases(pool: Pool, num_ranks: int, plans: list[Plan], engines: list[Any]) -> None:
     cases = [(plan, [batch_of(plan.num_microbatches, seed) for seed in (1, 2)]) for plan in plans]
-    by_rank = pool.run(num_ranks, run_cases, cases, engines, timeout_s=100)
+    by_rank = pool.run(num_ranks, run_cases, cases, engines)
     for case, (plan, batches) in enumerate(cases):
         for step, batch in enumerate(batches):
             serial = serial_step(chain(plan.num_stages), *batch)
@@ -178,7 +178,7 @@ def step_with(rank: int, first: nn.Module, positive: int) -> None:
     ],
 )
 def test_what_a_stage_raises_is_told_as_it_is(tmp_path: Path, first: nn.Module, positive: int, told: str) -> None:
-    ended = run_fresh(tmp_path, 2, step_with, first, positive, timeout_s=30)
+    ended = run_fresh(tmp_path, 2, step_with, first, positive)
     assert [each.exit_code for each in ended] == [1, 1]
     assert ended[0].last_line == told
     assert ended[1].last_line.startswith("rota.errors.LostRankError: lost a rank")
@@ -192,7 +192,7 @@ def step_with_a_count(rank: int) -> None:
 
 
 def test_a_loss_with_a_count_is_refused(tmp_path: Path) -> None:
-    ended = run_fresh(tmp_path, 2, step_with_a_count, timeout_s=30)
+    ended = run_fresh(tmp_path, 2, step_with_a_count)
     assert "loss_fn returned a count or metrics, but PyTorch's engine takes a mean loss alone" in ended[1].last_line
 
 
@@ -211,7 +211,7 @@ def step_with_a_watchdog(rank: int) -> None:
 
 
 def test_a_rank_that_is_stuck_is_ended(tmp_path: Path) -> None:
-    ended = run_fresh(tmp_path, 2, step_with_a_watchdog, timeout_s=30)
+    ended = run_fresh(tmp_path, 2, step_with_a_watchdog)
     assert 70 in [each.exit_code for each in ended]
     told = "\n".join(each.stderr for each in ended)
     assert "so all ranks end: rank 0 makes no progress" in told

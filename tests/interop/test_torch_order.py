@@ -47,7 +47,7 @@ def a_plan(name: str, num_ranks: int, num_stages: int) -> Plan:
             ).with_split_backward(),
             Cluster.uniform(num_ranks, latency_us=7),
         )
-        return find_plan(placement, NUM_MICROBATCHES, time_limit_s=2, seed=0).plan
+        return find_plan(placement, NUM_MICROBATCHES, time_limit_s=0.5, deterministic=True).plan
     family = NAMED[name]
     return family(family.place(family.adapted(costs), Cluster.uniform(num_ranks, latency_us=3)), NUM_MICROBATCHES)
 

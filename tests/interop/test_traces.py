@@ -66,7 +66,7 @@ def assert_explained(timeline: Timeline) -> None:
 
 
 def test_pytorchs_own_schedules_are_imported_and_explained(pool: Pool, tmp_path: Path) -> None:
-    orders = pool.run(RANKS, traced, tmp_path, timeout_s=100)[0]
+    orders = pool.run(RANKS, traced, tmp_path)[0]
     for kind in ("stacks", "named", "gpipe", "interleaved"):
         suffix = ".json.gz" if kind == "interleaved" else ".json"
         paths = [str(tmp_path / f"{kind}{rank}{suffix}") for rank in (2, 0, 3, 1)]

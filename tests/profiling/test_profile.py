@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rota import Cluster, Link, PipelineError, Stages, profile
-from rota.profiling import measure_link, measure_links, profile_here
+from rota.profiling import clocks, measure_link, measure_links, profile_here
 from rota.profiling.links import link_of
 from support.pool import Pool
 
@@ -102,20 +102,29 @@ def test_the_model_is_not_touched() -> None:
     assert min(costs.forward_us + costs.backward_us) > 0
 
 
-def test_more_work_takes_longer() -> None:
-    class Repeat(nn.Module):
-        def __init__(self, times: int) -> None:
+def test_times_are_those_of_each_stages_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that the stages themselves put on."""
+    now_ns = 0
+
+    def passes(us: int) -> None:
+        nonlocal now_ns
+        now_ns += 1000 * us
+
+    class Lasting(nn.Module):
+        def __init__(self, us: int) -> None:
             super().__init__()
-            self.times, self.layer = times, nn.Linear(128, 128)
+            self.us, self.layer = us, nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(self.times):
-                x = torch.tanh(self.layer(x))
-            return x
+            passes(self.us)
+            y: torch.Tensor = self.layer(x)
+            y.register_hook(lambda _: passes(2 * self.us + 1))
+            return y
 
-    costs = profile(Stages([Repeat(2), Repeat(40)]), torch.zeros(64, 128), repeats=3)
-    assert costs.forward_us[1] > 4 * costs.forward_us[0]
-    assert costs.backward_us[1] > 4 * costs.backward_us[0]
+    monkeypatch.setattr("rota.profiling.stage_profile._RUN_NS", 0)
+    monkeypatch.setattr(clocks.time, "perf_counter_ns", lambda: now_ns)
+    costs = profile_here(Stages([Lasting(2), Lasting(40)]), torch.zeros(3, 4), repeats=3)
+    assert (costs.forward_us, costs.backward_us) == ((2, 40), (5, 81))
 
 
 def test_ranks_that_share_cores_are_told() -> None:

@@ -88,7 +88,7 @@ def most_alive_in_a_step(
         most_alive.clear()
         allowed.clear()
         allowed.update(limits[rank] if limits else {})
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + 60
         pipeline.step(*batch)
         gc.collect()
         after = {kind: alive(kind) for kind in crossed if not (kind == "received" and rank == 0)}
@@ -121,11 +121,12 @@ def test_alive_boundary_tensors_do_not_grow_with_the_number_of_microbatches(pool
 
 
 def outputs_alive_before_backward(rank: int, stages: Stages, plan: Plan, batch: Any) -> int:
+    """On the last rank outputs are not sent: they are there until their backward."""
     seen = []
 
     def count(_: Tensor) -> None:
-        deadline = time.monotonic() + 20
-        while alive("sent") and time.monotonic() < deadline and not seen:
+        deadline = time.monotonic() + 60
+        while rank < NUM_RANKS - 1 and alive("sent") and time.monotonic() < deadline and not seen:
             time.sleep(0.001)  # what has arrived there is let go here a little later, by another thread
         seen.append(alive("sent"))
 

@@ -51,7 +51,7 @@ def test_random_orders(pool: Pool, num_ranks: int) -> None:
 
 def run_and_compare(pool: Pool, num_ranks: int, seeds: range) -> None:
     cases = [random_case(seed, num_ranks) for seed in seeds]
-    by_rank = pool.run(num_ranks, run_each, cases, timeout_s=40 + 3 * len(cases))
+    by_rank = pool.run(num_ranks, run_each, cases, timeout_s=150 + 3 * len(cases))
     for case, (stages, plan, batches) in enumerate(cases):
         for step, batch in enumerate(batches):
             for parameter in (p for module in stages.modules for p in module.parameters()):

@@ -122,7 +122,7 @@ OTHER_PLANS = {
 @pytest.mark.parametrize("odd_rank", range(NUM_RANKS))
 @pytest.mark.parametrize("other", OTHER_PLANS)
 def test_another_plan_on_one_rank_is_told_on_all(pool: Pool, other: str, odd_rank: int) -> None:
-    for told in pool.run(NUM_RANKS, other_plan_on, odd_rank, plan_for(), OTHER_PLANS[other], timeout_s=20):
+    for told in pool.run(NUM_RANKS, other_plan_on, odd_rank, plan_for(), OTHER_PLANS[other]):
         assert told.startswith("PipelineError: rank "), told
         assert "has a different plan from rank 0; give all ranks the same plan" in told
 
@@ -178,7 +178,7 @@ def test_stages_of_both_streams() -> None:
 
 def test_refused_on_one_rank_alone_ends_the_others(tmp_path: Path) -> None:
     """A script ends there, and the others are not left waiting."""
-    ended = run_fresh(tmp_path, NUM_RANKS, make, plan_for(), REFUSED["cycle"], timeout_s=30)
+    ended = run_fresh(tmp_path, NUM_RANKS, make, plan_for(), REFUSED["cycle"])
     assert "PlanError: the orders wait in a cycle" in ended[1].last_line
     for rank in (0, 2):
         assert ended[rank].exit_code == 1, ended

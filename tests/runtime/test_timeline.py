@@ -1,7 +1,8 @@
-"""The measured timeline: one on all ranks, possible, and close to the simulated one where ops take what is planned."""
+"""The measured timeline: one on all ranks, possible, and true to the clock, however busy the machine is."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rota import Cluster, Costs, Op, Pipeline, PipelineError, Plan, Stages, Timeline, compare, place, simulate
+from rota import Cluster, Costs, Kind, Op, Pipeline, PipelineError, Plan, Stages, Timeline, compare, place, simulate
 from rota.runtime import recorder
 from rota.schedules import NAMED, gpipe
 from support.fresh import run_fresh
@@ -26,16 +27,14 @@ NUM_RANKS = 3
 FORWARD_S, BACKWARD_S = 0.02, 0.04
 
 
-def timelines(rank: int, stages: Stages, plan: Plan, num_steps: int = 2, good_us: float = 0) -> list[Timeline]:
-    """The timeline of each step, up to the first that takes no longer than `good_us`: other processes may disturb."""
+def timelines(rank: int, stages: Stages, plan: Plan, num_steps: int = 2) -> list[Timeline]:
+    """The timeline of each step."""
     found = []
     batch = batch_of(plan.num_microbatches)
     with Pipeline(stages, plan, loss_fn) as pipeline:
         for _ in range(num_steps):
             pipeline.step(*batch)
             found.append(pipeline.timeline())
-            if found[-1].makespan_us <= good_us:  # on all ranks alike
-                break
     return found
 
 
@@ -86,20 +85,30 @@ def test_timelines_of_random_plans_are_possible_and_equal_on_all_ranks(pool: Poo
         assert parts == comparison.slower_ops_us + comparison.later_arrivals_us + comparison.rest_us
 
 
+#: When this process's ops began and ended to sleep, by their kind and in their order, in ns of the clock of timelines.
+slept_ns: dict[Kind, list[tuple[int, int]]] = {Kind.F: [], Kind.B: []}
+
+
+def sleep(kind: Kind, duration_s: float) -> None:
+    began_ns = time.monotonic_ns()
+    time.sleep(duration_s)
+    slept_ns[kind].append((began_ns, time.monotonic_ns()))
+
+
 class Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        time.sleep(FORWARD_S)
+        sleep(Kind.F, FORWARD_S)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        time.sleep(BACKWARD_S)
+        sleep(Kind.B, BACKWARD_S)
         return gradient
 
 
 class Sleeping(Layer):
-    """Takes 20 ms forward and 40 ms backward."""
+    """Takes 20 ms forward and 40 ms backward, or longer."""
 
     def forward(self, *values: Tensor) -> Tensor:
         output: Tensor = Sleep.apply(super().forward(*values))
@@ -111,31 +120,50 @@ def sleeping_plan(schedule: str, num_microbatches: int = 4) -> Plan:
     return NAMED[schedule](place(costs, Cluster.uniform(NUM_RANKS)), num_microbatches)
 
 
+def timeline_and_sleeps(rank: int, stages: Stages, plan: Plan) -> tuple[Timeline, dict[Kind, list[tuple[int, int]]]]:
+    """The timeline of the second step, and when its ops have slept."""
+    batch = batch_of(plan.num_microbatches)
+    with Pipeline(stages, plan, loss_fn) as pipeline:
+        pipeline.step(*batch)
+        for times in slept_ns.values():
+            times.clear()
+        pipeline.step(*batch)
+        return pipeline.timeline(), slept_ns
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_measured_is_as_planned_where_ops_take_what_is_planned(pool: Pool, schedule: str) -> None:
+def test_each_span_holds_what_its_op_did_and_takes_no_less_than_that(pool: Pool, schedule: str) -> None:
+    """On one clock for all ranks: the ops' own notes of when they slept fit into the spans by one shift of time."""
     plan = sleeping_plan(schedule)
-    stages = Stages([Sleeping().double() for _ in range(NUM_RANKS)])
-    planned = simulate(plan)
-    measured = pool.run(NUM_RANKS, timelines, stages, plan, 20, planned.makespan_us * 1.15)[0]
-    for timeline in measured:
-        assert_possible(timeline)
-        assert timeline.makespan_us >= planned.makespan_us
-    best = measured[-1]
-    assert best.makespan_us <= planned.makespan_us * 1.15
-    assert best.bubble_fraction == pytest.approx(planned.bubble_fraction, abs=0.1)
-    for span, expected in zip(best.op_spans(), planned.op_spans(), strict=True):
-        assert expected.duration_us <= span.duration_us <= expected.duration_us * 2 + 5000, span
-    for row in compare(planned, best).rows:
-        assert row.planned_us <= row.median_us <= row.planned_us * 1.2
+    found = pool.run(NUM_RANKS, timeline_and_sleeps, Stages([Sleeping().double() for _ in range(NUM_RANKS)]), plan)
+    measured, planned = found[0][0], simulate(plan)
+    assert_possible(measured)
+    assert measured.makespan_us >= planned.makespan_us
+    least_us, most_us = -math.inf, math.inf  # by which the ops' clock is ahead of the timeline's
+    for rank, (_, slept) in enumerate(found):
+        in_turn = {kind: iter(times) for kind, times in slept.items()}
+        for op, start_us, end_us in zip(
+            plan.orders[rank], measured.starts_us[rank], measured.ends_us[rank], strict=True
+        ):
+            began_ns, ended_ns = next(in_turn[op.kind])
+            least_us, most_us = max(least_us, ended_ns / 1000 - end_us), min(most_us, began_ns / 1000 - start_us)
+    assert least_us <= most_us + 1  # a timeline has whole µs
+    for span, expected in zip(measured.op_spans(), planned.op_spans(), strict=True):
+        assert (span.rank, span.work) == (expected.rank, expected.work)
+        assert span.duration_us >= expected.duration_us - 1
+    for row in compare(planned, measured).rows:
+        assert row.median_us >= row.planned_us - 1
 
 
 def test_a_slow_op_is_found_where_it_is(pool: Pool) -> None:
     plan = sleeping_plan("1f1b")
     stages = Stages([(SlowOnce(4 + 2) if stage == 1 else Sleeping()).double() for stage in range(NUM_RANKS)])
-    comparison = compare(simulate(plan), pool.run(NUM_RANKS, timelines, stages, plan)[0][1])
-    slowest = max(comparison.ops, key=lambda op: op.longer_us)
-    assert str(slowest.op) == "1F2"
-    assert comparison.slower_ops_us >= 90_000
+    _, second = pool.run(NUM_RANKS, timelines, stages, plan)[0]
+    compared = {op.op: op for op in compare(simulate(plan), second).ops}
+    assert compared[Op(1, Kind.F, 2)].longer_us >= 100_000 - 1
+    # The others take as long as was measured; on a busy machine that is longer than planned, too.
+    for measured, planned in zip(second.op_spans(), simulate(plan).op_spans(), strict=True):
+        assert compared[planned.work].longer_us == measured.duration_us - planned.duration_us >= -1
 
 
 class SlowOnce(Sleeping):
@@ -165,13 +193,25 @@ class Large(nn.Module):
         return self.linear(x).repeat(1, 140_000)
 
 
-def test_transfers_take_time_that_grows_with_their_size(pool: Pool) -> None:
+def fastest_us(rank: int) -> tuple[int, int]:
+    """The least time of a small transfer and of a large one, over steps in turn, until they are as they should be."""
     plan = gpipe(place(Costs.uniform(2), Cluster.uniform(2)), 2)
-    (_, large), _ = pool.run(2, timelines, Stages([Large(), Large()]), plan)
-    (_, small), _ = pool.run(2, timelines, chain(2), plan)
-    assert max(span.duration_us for span in large.transfer_spans()) > 2000
-    fastest = [min(span.duration_us for span in timeline.transfer_spans()) for timeline in (small, large)]
-    assert fastest[0] < fastest[1]
+    least = [math.inf, math.inf]
+    deadline_s = time.monotonic() + 60
+    while True:
+        for i, stages in enumerate((chain(2), Stages([Large(), Large()]))):
+            for timeline in timelines(rank, stages, plan):  # equal on both ranks
+                least[i] = min(least[i], *(span.duration_us for span in timeline.transfer_spans()))
+        agreed = torch.tensor([least[0] < least[1] or time.monotonic() > deadline_s])
+        dist.broadcast(agreed, 0)
+        if agreed:
+            return int(least[0]), int(least[1])
+
+
+def test_transfers_take_time_that_grows_with_their_size(pool: Pool) -> None:
+    """The fastest of some: on a busy machine a small one may take long now and then."""
+    (small_us, large_us), _ = pool.run(2, fastest_us)
+    assert small_us < large_us > 1000  # 32 MB
 
 
 def step_and_compare_modules(rank: int, plan: Plan) -> None:
@@ -213,17 +253,26 @@ def test_no_timeline_before_a_step_nor_after_close(pool: Pool, ranks: list[int])
 # --- clocks -----------------------------------------------------------------------------------------------------------
 
 
-def offset_to_rank_0(rank: int) -> tuple[int, int]:
-    """As between two machines, and as it is on one."""
+ROUNDS = 20
+
+
+def offset_to_rank_0(rank: int) -> tuple[int, int, float]:
+    """As between two machines, and as it is on one; and how far the first may be off."""
     group = dist.group.WORLD
     assert group is not None
-    measured = recorder.answer_offset(1, group, 20) if rank == 0 else recorder.ask_offset_ns(0, group, 20)
-    return measured, recorder.clock_offset_ns(group)
+    began_ns = time.monotonic_ns()
+    measured = recorder.answer_offset(1, group, ROUNDS) if rank == 0 else recorder.ask_offset_ns(0, group, ROUNDS)
+    return measured, recorder.clock_offset_ns(group), most_off_ns(began_ns)
+
+
+def most_off_ns(began_ns: int) -> float:
+    """The fastest round takes at most the mean of all, and the other clock is read somewhere within it."""
+    return (time.monotonic_ns() - began_ns) / ROUNDS / 2 + 1
 
 
 def test_clock_offset_on_one_machine(pool: Pool) -> None:
-    (_, told_0), (measured, told_1) = pool.run(2, offset_to_rank_0)
-    assert abs(measured) < 5_000_000
+    (_, told_0, _), (measured, told_1, most_ns) = pool.run(2, offset_to_rank_0)
+    assert abs(measured) <= most_ns
     assert told_0 == told_1 == 0
 
 
@@ -235,7 +284,7 @@ class OtherClock:
         return time.monotonic_ns() - 1_000_000_000
 
 
-def offset_with_other_clock(rank: int) -> int:
+def offset_with_other_clock(rank: int) -> tuple[int, float]:
     """Rank 2 is on a machine of its own."""
     group = dist.group.WORLD
     assert group is not None
@@ -243,13 +292,14 @@ def offset_with_other_clock(rank: int) -> int:
     recorder._machine = lambda: f"machine {rank // 2}"
     if rank == 2:
         recorder.time = OtherClock  # type: ignore[assignment]
+    began_ns = time.monotonic_ns()
     try:
-        return recorder.clock_offset_ns(group)
+        return recorder.clock_offset_ns(group, ROUNDS), most_off_ns(began_ns)
     finally:
         recorder.time, recorder._machine = before
 
 
 def test_clock_offset_of_another_machine(pool: Pool) -> None:
-    same, too, other = pool.run(3, offset_with_other_clock)
+    (same, _), (too, _), (other, most_ns) = pool.run(3, offset_with_other_clock)
     assert same == too == 0
-    assert abs(other - 1_000_000_000) < 5_000_000
+    assert abs(other - 1_000_000_000) <= most_ns

@@ -123,7 +123,7 @@ def uneven(num_ranks: int, limit: int | None = None) -> Placement:
 def test_equal_plans_the_one_that_holds_less() -> None:
     """Without a limit GPipe takes as long as 1F1B; the plan found holds no more than 1F1B's."""
     placement = tessel("v", 4)
-    result = find_plan(placement, 12)
+    result = find_plan(placement, 12, deterministic=True)
     assert result.makespan_us == simulate(one_f_one_b(placement, 12)).makespan_us
     assert max(result.peak_memory_bytes) <= 4
 
@@ -139,7 +139,9 @@ def test_deterministic(objective: str) -> None:
 
 
 def test_seed_and_effort_matter_not_for_the_bound_of_an_optimum() -> None:
-    results = [find_plan(tessel("k", 4, 6), 6, seed=seed, time_limit_s=2 + seed) for seed in range(3)]
+    results = [
+        find_plan(tessel("k", 4, 6), 6, seed=seed, time_limit_s=2 + seed, deterministic=True) for seed in range(3)
+    ]
     assert all(result.is_optimal and result.plan == results[0].plan for result in results)
 
 
@@ -185,18 +187,18 @@ def test_ctrl_c_gives_the_best_so_far() -> None:
     assert pressed
     assert result.was_stopped
     assert "stopped by Ctrl-C" in result.to_text()
-    assert result.elapsed_s < 100
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_rank_without_a_task() -> None:
     placement = replace(tessel("v", 2), cluster=Cluster.uniform(3), static_bytes=())
-    assert find_plan(placement, 4).makespan_us == find_plan(tessel("v", 2), 4).makespan_us
+    found, expected = (find_plan(on, 4, deterministic=True) for on in (placement, tessel("v", 2)))
+    assert found.makespan_us == expected.makespan_us
 
 
 def test_inference() -> None:
     placement = interleaved(Costs.uniform(8), Cluster.uniform(4)).forward_only()
-    result = find_plan(placement, 16)
+    result = find_plan(placement, 16, deterministic=True)
     assert result.is_optimal
     assert result.makespan_us == 2 * 16 + 3
 

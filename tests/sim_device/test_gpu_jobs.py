@@ -31,7 +31,7 @@ def on_sim(rank: int, job: Callable[..., Any], *args: Any) -> tuple[Any, list[st
 
 
 def run(pool: Pool, num_ranks: int, job: Callable[..., Any], *args: Any) -> list[Any]:
-    return [result for result, _ in pool.run(num_ranks, on_sim, job, *args, timeout_s=100)]
+    return [result for result, _ in pool.run(num_ranks, on_sim, job, *args)]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -35,7 +35,7 @@ def measured(rank: int) -> tuple[Cluster, list[str], list[str]]:
 
 
 def test_all_pairs_are_measured_by_events(pool: Pool) -> None:
-    by_rank = pool.run(3, measured, timeout_s=100)
+    by_rank = pool.run(3, measured)
     for cluster, _, syncs in by_rank:
         assert cluster == Cluster((None,) * 3, Link(30, 1000))
         assert {*syncs} <= {"times_ns", "synchronize"}

@@ -155,7 +155,7 @@ def test_nothing_is_found_where_nothing_is_left_out(pool: Pool) -> None:
 
 def test_each_wait_is_needed(pool: Pool) -> None:
     mutations = [(rank, WithoutWait(what, before)) for what, before, rank in WAITS]
-    by_process = pool.run(4, errors_with, mutations, timeout_s=120)
+    by_process = pool.run(4, errors_with, mutations)
     for i, (what, before, rank) in enumerate(WAITS):
         for process, errors in enumerate(by_process):
             is_its_own = process % 2 == rank

@@ -541,7 +541,7 @@ def verified(rank: int, plan: Plan) -> rota.Verification:
 
 
 def test_verify_compares_on_the_device(pool: Pool) -> None:
-    for found in pool.run(2, simulated, verified, plan_of("1f1b", 2), timeout_s=100):
+    for found in pool.run(2, simulated, verified, plan_of("1f1b", 2)):
         assert found.exact, found.to_text()
         assert len(found.comparisons) == 2
 

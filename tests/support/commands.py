@@ -55,7 +55,7 @@ def _rota_run(pool: Pool, folder: Path, plan: str, script: list[str], sizes: dic
 
 
 def _on_pool(pool: Pool, num_processes: int, folder: Path, script: list[str], environment: dict[str, str]) -> str:
-    return "".join(pool.run(num_processes, _run_script, folder, script, environment, timeout_s=150))
+    return "".join(pool.run(num_processes, _run_script, folder, script, environment))
 
 
 def _run_script(rank: int, folder: Path, script: list[str], environment: dict[str, str]) -> str:

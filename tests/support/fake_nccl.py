@@ -289,7 +289,7 @@ def run(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(150)
         assert not thread.is_alive(), "the fake itself hangs"
     for error in errors:
         raise error

@@ -11,7 +11,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from support.pool import forking_context
+from support.pool import LIMIT_S, forking_context
 
 #: Begins a line of stderr that `mark` has written.
 MARK = "marked at "
@@ -38,7 +38,7 @@ def run_fresh(
     function: Callable[..., Any],
     *args: Any,
     expected: Collection[int] | None = None,
-    timeout_s: float = 60,
+    timeout_s: float = LIMIT_S,
 ) -> list[Ended]:
     """`function(rank, *args)` on new processes that share a Gloo group.
 

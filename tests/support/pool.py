@@ -31,6 +31,10 @@ PRELOADED = [
 ]
 
 
+#: For a job of seconds: the end of one that hangs, on a busy machine no end of one that does not.
+LIMIT_S = 150.0
+
+
 class WorkerFailed(AssertionError):
     """A worker raised, died or did not answer in time; the message holds its traceback or its last words."""
 
@@ -52,7 +56,7 @@ class Pool:
         self._folder = Path(tempfile.mkdtemp(prefix="rota-pool-"))
         self._jobs = 0
 
-    def run(self, num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60) -> list[Any]:
+    def run(self, num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = LIMIT_S) -> list[Any]:
         """The results by rank. After a failure the workers are replaced: their group may be broken."""
         while len(self._workers) < num_ranks:
             self._workers.append(self._start(len(self._workers)))

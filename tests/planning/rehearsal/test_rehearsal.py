@@ -123,7 +123,7 @@ def test_every_plan_runs_to_its_end_as_planned(pool: Pool) -> None:
     assert any(len(task.ranks) > 1 for plan in all_plans for task in plan.placement.tasks)
     assert {0} < {route.num_bytes for plan in all_plans for route in plan.placement.routes}
     cases = [(plan, allocate) for i, plan in enumerate(all_plans) for allocate in ([True, False] if i % 4 else [False])]
-    by_rank = pool.run(NUM_RANKS, rehearse_each, cases, timeout_s=100)
+    by_rank = pool.run(NUM_RANKS, rehearse_each, cases)
     for case, (plan, allocate) in enumerate(cases):
         outcomes = [of_rank[case] for of_rank in by_rank]
         assert_messages(plan, outcomes)
@@ -254,7 +254,7 @@ def test_no_rank_outlives_the_command(tmp_path: Path, number: signal.Signals, co
             time.sleep(0.05)
         assert len(processes) == 2
         running.send_signal(number)
-        assert running.wait(30) == code
+        assert running.wait(100) == code
         assert_gone(processes)
         assert running.stderr is not None
         assert running.stderr.read() == ("rota rehearse: interrupted\n" if number is signal.SIGINT else "")

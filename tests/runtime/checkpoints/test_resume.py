@@ -25,7 +25,7 @@ def by_num_processes(pool: Pool, function: Any, runs: list[Run], folder: Path, *
     found: dict[Run, Any] = {}
     for num_processes, group in groupby(sorted(runs, key=lambda run: run.num_processes), lambda run: run.num_processes):
         together = [*group]
-        results = pool.run(num_processes, function, together, folder, *args, timeout_s=100)
+        results = pool.run(num_processes, function, together, folder, *args)
         assert all(result == results[0] for result in results)  # losses are the same on every rank
         found |= dict(zip(together, results[0], strict=True))
     return found

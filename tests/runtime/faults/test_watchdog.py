@@ -1,4 +1,4 @@
-"""Where a rank is stuck all end in time, in one message that says who waits for whom."""
+"""Where a rank is stuck all end, in one message that says who waits for whom."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def steps(rank: int, stages: Stages, plan: Plan, num_steps: int = 1, patient_ran
 
 
 def assert_one_report(ended: list[Ended], *told: str) -> None:
-    """All ranks end in time with the same message, which has all that is `told`."""
+    """All ranks end with the same message, which has all that is `told`, and none before its time."""
+    assert max(each.after_s for each in ended) >= TIMEOUT_S * 0.9
     for each in ended:
         assert each.exit_code == EXIT_CODE == 70, each
-        assert TIMEOUT_S * 0.8 <= each.after_s <= TIMEOUT_S + 20, each
         assert each.stderr == ended[0].stderr
         assert "Traceback" not in each.stderr
     for text in (f"rota: no progress for {TIMEOUT_S:g} s, so all ranks end: ", "a larger timeout_s", *told):

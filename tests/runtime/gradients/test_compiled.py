@@ -134,7 +134,7 @@ def test_compiled_stages(pool: Pool, wrapped: bool) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler, and finds no g++")
 def test_inductor(pool: Pool) -> None:
     cases = [(plan_for("zb_h1", 2, weight_us=10), "none")]
-    found = pool.run(2, steps_of, cases, "inductor", False, True, timeout_s=100)
+    found = pool.run(2, steps_of, cases, "inductor", False, True)
     assert_equal(found, serial_steps(2, autocast=False), rtol=1e-10, atol=1e-10)
 
 
@@ -163,7 +163,7 @@ def stages_of_blocks(num_stages: int) -> Stages:
 def test_compiled_blocks_beside_other_layers(pool: Pool) -> None:
     """The first plan's backwards are whole: what is compiled for them gives its buffers away."""
     plans = [plan_for("1f1b", 2), plan_for("zb_h1", 2, weight_us=10)]
-    by_rank = pool.run(2, steps_of_blocks, plans, timeout_s=100)
+    by_rank = pool.run(2, steps_of_blocks, plans)
     serial = serial_step(stages_of_blocks(2), *batch_of(NUM_MICROBATCHES))
     for which in range(len(plans)):
         for step in range(2):

@@ -67,7 +67,7 @@ def test_families(pool: Pool, num_ranks: int) -> None:
     plans += [plan_for(name, num_ranks, m) for name in WHOLE for m in (2 * num_ranks, 2 * num_ranks + num_ranks)]
     assert has(plans[-1], "FB")
     cases = [(chain(plan.num_stages), plan, [batch_of(plan.num_microbatches, s) for s in (1, 2)]) for plan in plans]
-    by_rank = pool.run(num_ranks, run_each, cases, timeout_s=100)
+    by_rank = pool.run(num_ranks, run_each, cases)
     for case, (stages, _, batches) in enumerate(cases):
         for step, batch in enumerate(batches):
             for module in stages.modules:
@@ -176,7 +176,7 @@ def odd_plans() -> list[Plan]:
 @pytest.mark.parametrize("frozen", [(), (0,), (0, 1), (0, 1, 2), (1, 3), (0, 1, 2, 3)])
 def test_odd_stages(pool: Pool, frozen: tuple[int, ...]) -> None:
     cases = [(odd_stages(frozen), plan, [batch_of(plan.num_microbatches)] * 2) for plan in odd_plans()]
-    by_rank = pool.run(3, run_each, cases, timeout_s=100)
+    by_rank = pool.run(3, run_each, cases)
     for case, (_, _, batches) in enumerate(cases):
         stages = odd_stages(frozen)
         loss = loss_fn(stages.run(batches[0][0]), batches[0][1])

@@ -13,6 +13,7 @@ import pytest
 
 from rota import Cluster, Costs, PipelineError, place
 from rota.runtime import control
+from rota.runtime.launching import rank_processes
 from rota.runtime.launching.launch import launch
 from rota.runtime.launching.rank_processes import RankFailed, Ranks
 from rota.runtime.launching.requests import Requests
@@ -54,11 +55,15 @@ def others_in(folder: Path) -> list[str]:
         (SLEEP, "import os; os.kill(os.getpid(), 9)", "rank 1 ended with SIGKILL"),
         # Rank 0 has lost rank 1, and is gone before it.
         ("report('lost'); exit(1)", "import time; time.sleep(0.5); exit(7)", "rank 1 ended with exit code 7"),
-        ("report('lost'); exit(1)", "report('fails', 'ValueError: no'); " + SLEEP, "rank 1 failed (ValueError: no)"),
+        (
+            "import os\nwhile not os.path.exists('failed'): pass\nreport('lost'); exit(1)",
+            "report('fails', 'ValueError: no'); open('failed', 'w').close(); " + SLEEP,
+            "rank 1 failed (ValueError: no)",
+        ),
         ("report('lost'); exit(1)", SLEEP, "rank 0 ended with exit code 1"),
         # An exit code of 0 is no good end for all of them.
         (
-            "import time; report('opens'); time.sleep(1); report('lost'); exit(1)",
+            "report('opens'); report('lost'); exit(1)",
             "import os; report('opens'); os._exit(0)",
             "rank 1 ended with exit code 0 in the middle of its pipeline",
         ),
@@ -71,13 +76,15 @@ def others_in(folder: Path) -> list[str]:
         # The script has gone on after its first error.
         (
             "report('fails', 'no'); report('closes'); report('opens'); " + SLEEP,
-            "import time; report('opens'); time.sleep(1); exit(5)",
+            "import time; report('opens'); time.sleep(0.3); exit(5)",
             "rank 1 ended with exit code 5",
         ),
         (SLEEP, "report('hangs', 'rank 0 makes no progress'); " + SLEEP, "the run hung (rank 0 makes no progress)"),
     ],
 )
 def test_who_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, second: str, told: str) -> None:
+    # How long the rank with the first error has to end, where it ends; a little where it does not.
+    monkeypatch.setattr(rank_processes, "_FIRST_FAILURE_S", 0.3 if second.endswith(SLEEP) else 100.0)
     with pytest.raises(RankFailed) as error:
         supervised(tmp_path, monkeypatch, first, second)
     assert str(error.value) == told
@@ -160,6 +167,7 @@ def test_a_script_without_a_pipeline_is_an_error(tmp_path: Path, monkeypatch: py
 LAUNCHER = """
 import os, sys
 from rota import Plan
+from rota.runtime.launching import rank_processes
 from rota.runtime.launching.launch import launch
 launch(Plan.from_json(open("plan.json").read()), "script.py", worker="support.bare_rank")
 """

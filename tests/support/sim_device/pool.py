@@ -10,7 +10,7 @@ import torch
 
 from rota import Pipeline
 from support.moved import on_cpu
-from support.pool import Pool
+from support.pool import LIMIT_S, Pool
 
 
 class SimPool:
@@ -23,7 +23,7 @@ class SimPool:
     def __init__(self, pool: Pool, allowed: tuple[str, ...] = ()) -> None:
         self._pool, self._allowed = pool, allowed
 
-    def run(self, num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60) -> list[Any]:
+    def run(self, num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = LIMIT_S) -> list[Any]:
         by_rank = self._pool.run(num_ranks, on_sim, function, *args, timeout_s=timeout_s)
         waits = [wait for _, waits in by_rank for wait in waits if not any(part in wait for part in self._allowed)]
         assert not waits, waits
