@@ -194,6 +194,7 @@ def test_a_step_that_fails_is_told_and_the_others_are_done_by_new_processes(capf
 
 
 @pytest.mark.dist
+@pytest.mark.faults
 def test_after_two_failures_no_more_is_tried_and_late_steps_are_not_begun() -> None:
     bad = Step("links", "messages of less than nothing", (-1,))
     outcomes = run_steps(2, "cpu", [bad, bad, bad], 30.0, time.monotonic() + 120)

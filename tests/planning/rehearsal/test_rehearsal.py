@@ -221,9 +221,10 @@ def small_plan(num_ranks: int = 2) -> Plan:
     ("number", "told"),
     [
         (signal.SIGKILL, "rank 1 ended with signal 9, and the others were ended"),
-        (
+        pytest.param(
             signal.SIGSTOP,
             r"rank 0 ended with exit code 70, .* for 2 s, .* rank 1 never answered; it is stopped",
+            marks=pytest.mark.faults,
         ),
     ],
 )
@@ -242,7 +243,9 @@ def test_a_rank_that_is_killed_or_stuck_is_told(number: signal.Signals, told: st
     assert_gone(processes)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.faults), (signal.SIGKILL, -9)]
+)
 def test_no_rank_outlives_the_command(tmp_path: Path, number: signal.Signals, code: int) -> None:
     (tmp_path / "plan.json").write_text(small_plan().to_json())
     command = [sys.executable, "-m", "rota", "rehearse", "plan.json", "--steps", "100000"]

@@ -93,6 +93,7 @@ def test_a_training_that_is_disturbed_again_and_again(pool: Pool, tmp_path: Path
     assert_nothing_left(tmp_path)
 
 
+@pytest.mark.faults
 def test_restarts_come_to_an_end(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import os\nif os.environ['RANK'] == '1': os._exit(9)\nimport time; time.sleep(60)"
