@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-core test-models test-faults test-gpu test-newest-torch browser fuzz soak check fmt docs pictures bench site package clean
+.PHONY: help demo test test-core test-models test-sweep test-faults test-gpu test-newest-torch browser fuzz soak check fmt docs pictures bench site package clean
 
 PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -16,7 +16,7 @@ help: ## list the targets
 demo: $(READY) ## a first tour: run `rota demo`
 	$(BIN)/rota demo --force
 
-test test-core test-models test-faults test-gpu test-newest-torch fuzz soak: export OMP_NUM_THREADS := 1
+test test-core test-models test-sweep test-faults test-gpu test-newest-torch fuzz soak: export OMP_NUM_THREADS := 1
 
 # The tests start hundreds of processes, each of which would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -29,6 +29,9 @@ test-core: $(READY) ## run the tests of which none starts processes, side by sid
 
 test-models: $(READY) ## train every unmodified model with every kind of plan on 2 and 4 processes
 	$(BIN)/pytest -m "dist and not faults" --numprocesses 1 tests/models/test_models_on_processes.py
+
+test-sweep: $(READY) ## run the other sweeps: more numbers of ranks, sizes, and ways to start them
+	$(BIN)/pytest -m sweep --numprocesses 2 --dist worksteal --ignore tests/models/test_models_on_processes.py
 
 test-faults: $(READY) ## run the tests that kill, stop and starve processes, some minutes
 	$(BIN)/pytest -m faults --numprocesses 2 --dist loadfile

@@ -14,6 +14,8 @@ from rota.cli.arguments import parse_link
 from rota.profiles import Profile
 from rota.runtime.launching.launch import Run
 from rota.usage import Usage
+from support.commands import output_of
+from support.pool import Pool
 
 MODEL = """
 import torch
@@ -244,7 +246,7 @@ with rota.Pipeline(stages, plan, loss_fn, mesh=rota.mesh()) as pipeline:
 
 
 @pytest.mark.dist
-def test_stages_made_by_hand_are_planned_and_trained(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_stages_made_by_hand_are_planned_and_trained(tmp_path: Path, pool: Pool) -> None:
     model, script, output = tmp_path / "model.py", tmp_path / "train.py", tmp_path / "plan.json"
     model.write_text(BY_HAND)
     script.write_text(TRAIN)
@@ -254,5 +256,4 @@ def test_stages_made_by_hand_are_planned_and_trained(tmp_path: Path, capfd: pyte
     assert plan.num_ranks == 2
     assert len(plan.cuts) == plan.num_stages - 1
     assert {*plan.cuts} <= {"1", "2", "3"}
-    assert main(["run", str(output), str(script)]) == 0
-    assert capfd.readouterr().out.count("loss") == 4
+    assert output_of(pool, tmp_path, "rota run plan.json train.py").count("loss") == 4

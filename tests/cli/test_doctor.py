@@ -53,6 +53,7 @@ def test_a_cpu_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.sweep
 def test_json_to_standard_output_is_all_that_is_there() -> None:
     done = _doctor("--ranks", "2", "--no-self-test", "--json", "-")
     report = json.loads(done.stdout)

@@ -83,6 +83,7 @@ def test_a_batch_that_does_not_fit_is_reported_in_a_line(tmp_path: Path) -> None
     assert "train.py:7" in done.stderr
 
 
+@pytest.mark.faults
 def test_all_ranks_end_when_one_fails(tmp_path: Path) -> None:
     done = run_script(tmp_path, "sys.exit(3) if pipeline.rank == 1 else pipeline.step(torch.zeros(4, 2))")
     assert done.returncode == 1

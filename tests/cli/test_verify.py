@@ -9,7 +9,9 @@ import pytest
 
 import rota
 from rota.cli import main
+from support.commands import output_of
 from support.hf_models import gpt2
+from support.pool import Pool
 
 pytestmark = pytest.mark.dist
 
@@ -162,15 +164,12 @@ def test_an_unmodified_model_by_its_config(plan: str, tmp_path: Path, capfd: pyt
 
 
 def test_a_deferred_model_whose_batches_are_mappings_and_whose_loss_has_a_count(
-    plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    plan: str, tmp_path: Path, pool: Pool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model, script = tmp_path / "model.py", tmp_path / "train.py"
     model.write_text(UNMODIFIED)
     script.write_text(TRAIN_UNMODIFIED)
-    assert main(["verify", plan, str(model), "--rows", "2"]) == 0
-    capfd.readouterr()
-    assert main(["run", plan, str(script)]) == 0
-    expected = capfd.readouterr().out
+    expected = output_of(pool, tmp_path, "rota run plan.json train.py")
     assert main(["run", "--verify", plan, str(script)]) == 0
     told = capfd.readouterr()
     assert "rota: before the first step: exact" in told.err

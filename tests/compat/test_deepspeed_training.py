@@ -162,7 +162,9 @@ def train(rank: int, num_stages: int) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "num_stages", [pytest.param(1, marks=pytest.mark.sweep), 2, 3, pytest.param(4, marks=pytest.mark.sweep)]
+)
 def test_training_and_evaluation_equal_the_unsplit_models(pool: Pool, num_stages: int) -> None:
     trained, evaluated = Serial().train()
     for by_case in zip(*pool.run(num_stages, train, num_stages), strict=True):

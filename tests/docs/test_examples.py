@@ -63,6 +63,7 @@ def test_the_loss_falls(name: str, pool: Pool, tmp_path: Path) -> None:
         assert losses[-1] < FALLING[name] * losses[0]
 
 
+@pytest.mark.sweep
 def test_one_is_started_by_its_command(tmp_path: Path) -> None:
     """By torchrun itself, in processes of its own; the others run in those of the pool."""
     command = with_path(commands("bidirectional")[0]).split()

@@ -187,8 +187,10 @@ def compare(pool: Pool, pp: int, dp: int, tp: int, cases: list[Case]) -> None:
         assert {key for results in by_process for key in results[i].parameters} == serial.parameters.keys()
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-@pytest.mark.parametrize("pp", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("pp", "dp"),
+    [(1, 2), (2, 1), (2, 2), *(pytest.param(*sizes, marks=pytest.mark.sweep) for sizes in [(1, 1), (3, 1), (3, 2)])],
+)
 def test_pipelines_and_replicas(pool: Pool, pp: int, dp: int) -> None:
     compare(pool, pp, dp, 1, CASES)
 

@@ -63,7 +63,7 @@ def _run_script(rank: int, folder: Path, script: list[str], environment: dict[st
     import torch
 
     own: dict[str, Any] = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if environment else {}
-    path = [str((folder / script[0]).parent), *sys.path]
+    path, modules = [str((folder / script[0]).parent), *sys.path], {*sys.modules}
     printed = io.StringIO()
     torch.manual_seed(0)
     try:
@@ -77,4 +77,7 @@ def _run_script(rank: int, folder: Path, script: list[str], environment: dict[st
             runpy.run_path(script[0], run_name="__main__")
     finally:
         torch.set_default_dtype(torch.float32)
+        for name in {*sys.modules} - modules:  # another script may have its own of that name
+            if (getattr(sys.modules[name], "__file__", None) or "").startswith(f"{folder}{os.sep}"):
+                del sys.modules[name]
     return printed.getvalue()

@@ -58,7 +58,9 @@ def test_no_family_is_left_out() -> None:
     assert {*SPLIT, *WHOLE, *OTHERS} == set(NAMED)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    "num_ranks", [pytest.param(2, marks=pytest.mark.sweep), 3, pytest.param(4, marks=pytest.mark.sweep)]
+)
 def test_families(pool: Pool, num_ranks: int) -> None:
     plans = [plan_for(name, num_ranks, m) for name in SPLIT for m in (2 * num_ranks, 2 * num_ranks + num_ranks)]
     assert all(has(plan, "FIW") for plan in plans)

@@ -16,6 +16,7 @@ from rota import Cluster, Costs, Plan, place
 from rota.replanning import replan
 from rota.schedules import one_f_one_b
 from support import ROOT, elastic_training
+from support.commands import output_of
 from support.elastic_training import NUM_MICROBATCHES, NUM_STAGES, train
 from support.pool import Pool
 
@@ -106,18 +107,15 @@ def test_restarts_come_to_an_end(tmp_path: Path) -> None:
     assert "rank 1 ended with exit code 9 after 1 restart, and the others were ended" in done.stderr.splitlines()[1]
 
 
-def test_the_page_does_what_it_says(tmp_path: Path) -> None:
+def test_the_page_does_what_it_says(pool: Pool, tmp_path: Path) -> None:
+    """Without a restart: those are tested in test_supervisor, and here with killed ranks."""
     page = (ROOT / "docs" / "elastic.md").read_text()
     (script,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     (tmp_path / "train.py").write_text(script)
     commands = re.findall(r"^    (rota (?:plan|run --max).*)$", page, flags=re.MULTILINE)
     assert len(commands) == 2
     for command in commands:
-        arguments = [sys.executable, "-m", *command.split()]
-        done = subprocess.run(
-            arguments, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=200
-        )
-        assert done.returncode == 0, done.stderr
+        output_of(pool, tmp_path, command.replace(" --max-restarts 3", ""))
     assert {path.name for path in (tmp_path / "run").glob("step-*")} == {"step-30", "step-40", "step-50"}
 
 

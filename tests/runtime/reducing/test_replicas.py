@@ -32,8 +32,10 @@ pytestmark = pytest.mark.dist
 SCHEDULES = ("1f1b", "zb_h1", "interleaved_1f1b")
 
 
-@pytest.mark.parametrize("pp", [1, 2, 3])
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize(
+    ("pp", "dp"),
+    [(1, 2), (2, 2), (3, 1), *(pytest.param(*sizes, marks=pytest.mark.sweep) for sizes in [(1, 1), (2, 1), (3, 2)])],
+)
 def test_adam_with_clipping_accumulation_and_a_scheduler(pool: Pool, pp: int, dp: int) -> None:
     """Ten steps with 1F1B, split backwards and several stages per rank give the serial run's parameters."""
     cases = [Case(schedule, pp, dp) for schedule in SCHEDULES]
