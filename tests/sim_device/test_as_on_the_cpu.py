@@ -11,13 +11,13 @@ from runtime import test_added_losses, test_boundaries, test_dtypes_and_frozen, 
 from support.pool import Pool
 from support.sim_device.pool import SimPool
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.sweep]  # test_numbers and test_pipeline have a core of them
 
 MODULES = (test_added_losses, test_boundaries, test_dtypes_and_frozen, test_losses, test_timeline)
 #: What does not apply here, and why.
 LEFT_OUT = {
     "test_a_loss_of_the_output_alone": "runs the unsplit model on the CPU with the stages that were moved",
-    "test_measured_is_as_planned_where_ops_take_what_is_planned": "operations take many times longer here",
+    "test_each_span_holds_what_its_op_did_and_takes_no_less_than_that": "operations take many times longer here",
     "test_a_slow_op_is_found_where_it_is": "the same",
     "test_transfers_take_time_that_grows_with_their_size": "the same",
     "test_writing_into_what_is_received": "autograd lets only plain tensors be written to there",

@@ -8,7 +8,7 @@ import pytest
 
 from rota import Plan
 from rota.schedules import FAMILIES, Family
-from runtime import test_inference, test_random_orders, test_spmd
+from runtime import test_boundaries, test_inference, test_random_orders, test_spmd
 from runtime.gradients import test_recompute_training, test_split_backward_training
 from runtime.reducing import test_replicas, test_shared_weights
 from support.device_orders import family_plans
@@ -32,7 +32,7 @@ def plans_of(family: Family, num_ranks: int) -> list[Plan]:
     return [*family_plans([family], [num_ranks])][:2]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_every_family(sim_pool: SimPool, family: Family, num_ranks: int) -> None:
     for plan in plans_of(family, num_ranks):
@@ -52,6 +52,11 @@ def test_every_family(sim_pool: SimPool, family: Family, num_ranks: int) -> None
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_random_orders_of_graphs_and_shared_stages(sim_pool: SimPool, num_ranks: int) -> None:
     test_random_orders.run_and_compare(sim_pool, num_ranks, range(12))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", ["nested", "large"])
+def test_values_between_stages(sim_pool: SimPool, case: str) -> None:
+    test_boundaries.test_boundary(sim_pool, case)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("case", test_shared_weights.TIED)

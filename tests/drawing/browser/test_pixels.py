@@ -34,7 +34,7 @@ def busy_until(timeline, rank):
     return until
 
 
-@pytest.mark.parametrize("scale", [1, 2])
+@pytest.mark.parametrize("scale", [pytest.param(1, marks=pytest.mark.sweep), 2])
 def test_any_window_is_covered_as_its_rank_is_busy(crowded, open_page, scale):
     it, chooser = open_page(crowded, scale=scale), random.Random(scale)
     for zoom in ZOOMS:
