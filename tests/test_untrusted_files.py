@@ -70,7 +70,7 @@ def limited(*arguments: str, more_bytes: int = MORE_BYTES) -> subprocess.Complet
     )
     cpu = lambda: resource.setrlimit(resource.RLIMIT_CPU, (40, 40))  # noqa: E731
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, preexec_fn=cpu, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=220, preexec_fn=cpu, check=False)
 
 
 def test_small_files_do_not_ask_for_much(tmp_path: Path) -> None:

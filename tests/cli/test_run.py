@@ -23,13 +23,13 @@ from support.pool import Pool
 pytestmark = pytest.mark.dist
 
 
-def run(folder: Path, *arguments: str, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *arguments: str, timeout_s: float = 200) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s)
 
 
-def rota(folder: Path, *arguments: str, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
+def rota(folder: Path, *arguments: str, timeout_s: float = 200) -> subprocess.CompletedProcess[str]:
     return run(folder, "-m", "rota", *arguments, timeout_s=timeout_s)
 
 
@@ -37,7 +37,6 @@ def blocks_of(markdown: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", markdown.read_text(), flags=re.DOTALL)
 
 
-@pytest.mark.timeout(240)
 def test_the_readme_does_what_it_says(tmp_path: Path) -> None:
     train, model = blocks_of(ROOT / "README.md", "python")
     (tmp_path / "train.py").write_text(train)
@@ -112,9 +111,8 @@ def test_a_refused_plan_starts_nothing(tmp_path: Path) -> None:
     assert "cycle" in done.stderr
 
 
-@pytest.mark.timeout(180)
 def test_demo(tmp_path: Path) -> None:
-    done = rota(tmp_path, "demo", "--steps", "12", "-o", "out", timeout_s=170)
+    done = rota(tmp_path, "demo", "--steps", "12", "-o", "out")
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert losses[-1] < losses[0] - 1
@@ -149,7 +147,7 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path, signal_number: signal.Sig
         assert launcher.stderr is not None
         assert [launcher.stdout.readline() for _ in range(2)] == ["begun\n"] * 2
         launcher.send_signal(signal_number)
-        code = launcher.wait(60)
+        code = launcher.wait(150)
         told = launcher.stderr.read()
     if signal_number is not signal.SIGKILL:
         assert "Traceback" not in told
@@ -217,7 +215,6 @@ def test_a_timeline_that_cannot_be_written_is_told_before_the_run(tmp_path: Path
     assert "started" not in done.stdout
 
 
-@pytest.mark.timeout(180)
 def test_a_training_goes_on_with_another_plan_as_the_docs_say(pool: Pool, tmp_path: Path) -> None:
     script, _ = blocks_of(ROOT / "docs" / "checkpoints.md", "python")
     (tmp_path / "train.py").write_text(script)
@@ -234,7 +231,6 @@ def test_a_training_goes_on_with_another_plan_as_the_docs_say(pool: Pool, tmp_pa
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-@pytest.mark.timeout(180)
 def test_a_model_without_memory_trains_as_the_docs_say(pool: Pool, tmp_path: Path) -> None:
     training, _ = blocks_of(ROOT / "docs" / "large-models.md", "python")
     (tmp_path / "train.py").write_text(training)

@@ -38,7 +38,6 @@ def losses_in(text: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"loss (\S+?)[,\n]", text)]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", COMPARED)
 def test_several_processes_train_as_one_does(name: str, pool: Pool, tmp_path: Path) -> None:
     *_, on_one = outputs = [output_of(pool, tmp_path, with_path(command)) for command in commands(name)]
@@ -50,7 +49,6 @@ def test_several_processes_train_as_one_does(name: str, pool: Pool, tmp_path: Pa
     assert numbers == pytest.approx(expected, abs=2e-9)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", FALLING)
 def test_the_loss_falls(name: str, pool: Pool, tmp_path: Path) -> None:
     planning, running = commands(name)

@@ -207,7 +207,7 @@ class Sleeps(nn.Module):
 def step_with_a_watchdog(rank: int) -> None:
     plan = NAMED["gpipe"](place(Costs.uniform(2), Cluster.uniform(2)), 2)
     x = torch.tensor([[-1.0], [1.0]], dtype=torch.float64).expand(2, WIDTH)
-    with TorchEngine(Stages([Sleeps(), Layer().double()]), plan, loss_fn, timeout_s=2) as engine:
+    with TorchEngine(Stages([Sleeps(), Layer().double()]), plan, loss_fn, timeout_s=4) as engine:
         engine.step(x, x)
 
 

@@ -204,7 +204,7 @@ def test_the_links_of_all_pairs_are_measured_and_told_to_all(pool: Pool) -> None
 
 def test_links_of_processes_of_the_command_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rota", "profile", "links", "--processes", "2", "-o", "cluster.json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("0 - 1: ")
     assert Cluster.from_json((tmp_path / "cluster.json").read_text()).num_ranks == 2

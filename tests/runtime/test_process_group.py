@@ -22,7 +22,7 @@ def meet(store: dist.Store, num_processes: int) -> list[str]:
 
 def test_each_start_has_a_name_of_its_own() -> None:
     store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=10))
+    store.set_timeout(timedelta(seconds=100))
     names = [meet(store, num_processes) for num_processes in (3, 3, 2, 4, 1)]
     assert all(len(set(of_start)) == 1 for of_start in names)
     assert len({of_start[0] for of_start in names}) == len(names)

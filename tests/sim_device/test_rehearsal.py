@@ -88,7 +88,6 @@ def plans(num_ranks: int) -> list[Plan]:
     ]
 
 
-@pytest.mark.timeout(200)
 def test_plans_run_in_order_without_a_race_or_a_wait_of_the_host(pool: Pool) -> None:
     cases = [(plan, bool(i % 2)) for i, plan in enumerate(plans(2))]
     by_rank = pool.run(2, rehearsed, cases)

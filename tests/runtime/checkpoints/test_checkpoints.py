@@ -41,7 +41,7 @@ def save_in_the_background(rank: int, folder: Path) -> tuple[list[str], list[str
     training, wait = Training(TWO), threading.Event()
     begin = checkpoint_folder.begin
     with training.pipeline, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_folder, "begin", lambda *args: wait.wait(50) and begin(*args))
+        patch.setattr(checkpoint_folder, "begin", lambda *args: wait.wait(100) and begin(*args))
         background = training.checkpoints(folder, asynchronous=True)
         training.steps(range(2))
         data = {"rows": [0, 1]}

@@ -243,7 +243,7 @@ SCRIPT = """
 def test_a_write_that_fails_after_the_last_line_fails_the_run(tmp_path: Path, how: str, code: int) -> None:
     (script := tmp_path / "script.py").write_text(dedent(SCRIPT))
     ended = subprocess.run(
-        [sys.executable, script, tmp_path, how], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, script, tmp_path, how], capture_output=True, text=True, timeout=200, check=False
     )
     assert ended.returncode == code, ended.stderr
     assert "Exception ignored" not in ended.stderr

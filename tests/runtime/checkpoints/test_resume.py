@@ -63,7 +63,6 @@ def without_random(small: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in small.items() if key != "random"}
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("runs", "num_pairs"), [(CORE_RUNS, 7), pytest.param(RUNS, 20, marks=pytest.mark.sweep)], ids=["core", "all"]
 )

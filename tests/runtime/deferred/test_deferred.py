@@ -212,7 +212,7 @@ def test_a_process_holds_its_own_stage_alone() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=220,
     )
     assert done.returncode == 0, done.stderr
     assert 0.2 < float(done.stdout) < 0.4

@@ -57,7 +57,6 @@ def assert_nothing_left(folder: Path) -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(500)
 def test_a_training_that_is_disturbed_again_and_again(pool: Pool, tmp_path: Path) -> None:
     """Killed, broken and asked to end under one command; asked by the launcher under the next, on 2 ranks; finished."""
     expected = dict(pool.run(NUM_STAGES, undisturbed, PLAN)[0])
@@ -141,7 +140,6 @@ def agent(folder: Path, node: str, port: int) -> subprocess.Popen[str]:
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(300)
 def test_the_half_that_torchrun_has_left_goes_on(pool: Pool, tmp_path: Path) -> None:
     """Two machines of two ranks each; the second one is gone in the middle of a step."""
     expected = dict(pool.run(NUM_STAGES, undisturbed, PLAN)[0])

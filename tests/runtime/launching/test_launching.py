@@ -40,7 +40,7 @@ def run(folder: Path, *options: str, before: str = "", inside: str = "pass") -> 
     command = [sys.executable, "-m", "rota", "run", *options, "plan.json", "train.py"]
     paths = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=220)
     assert processes_in(folder) == []
     return done
 
