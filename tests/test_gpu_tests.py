@@ -20,6 +20,7 @@ pytestmark = pytest.mark.dist
 CHOSEN = "test_every_family and 2-float64 or test_wrapped_stages and fsdp-1f1b and 1-2 or test_a_wait_would_be_noticed"
 
 
+@pytest.mark.sweep
 def test_the_result_has_what_the_tests_have_seen(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     command = [
@@ -74,6 +75,7 @@ def does(rank: int, device: Any, what: str) -> int:
     return rank * 10
 
 
+@pytest.mark.sweep
 def test_ranks_that_fail_are_told_and_ended(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match=r"rank 1: exit code 1\n(.|\n)*ValueError: broken on purpose"):
         results_of(tmp_path / "b", 2, "cpu", does, "raises")

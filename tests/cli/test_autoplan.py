@@ -89,6 +89,7 @@ def test_the_rows_may_be_chosen_and_inference_has_forwards_alone(
 
 
 @pytest.mark.dist  # measuring stages starts processes
+@pytest.mark.sweep  # what the README says is tested in test_run
 def test_a_model_is_measured_planned_and_measured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, output = tmp_path / "model.py", tmp_path / "plan.json"
     model.write_text(MODEL)

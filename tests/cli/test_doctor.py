@@ -63,6 +63,7 @@ def test_json_to_standard_output_is_all_that_is_there() -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.sweep
 def test_under_torchrun() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "rota", "doctor"]
     environment = {**os.environ, **WITHOUT_DEVICES}

@@ -148,6 +148,13 @@ def test_a_run_verifies_before_its_first_step(plan: str, tmp_path: Path, capfd: 
     assert "loss" not in told.out
     assert "rota: before the first step: NOT exact" in told.err
     assert "the split model is not exact, so nothing is trained" in told.err
+
+
+@pytest.mark.sweep
+def test_a_run_verifies_by_micro_batches(plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model, script = tmp_path / "model.py", tmp_path / "train.py"
+    model.write_text(MODEL.format(extra="nn.BatchNorm1d(8), "))
+    script.write_text(TRAIN)
     assert main(["run", "--verify-microbatches", plan, str(script)]) == 0
     told = capfd.readouterr()
     assert told.out.count("loss") == 4

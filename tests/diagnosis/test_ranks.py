@@ -175,6 +175,7 @@ def test_options_travel_as_json() -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.faults
 def test_a_step_that_fails_is_told_and_the_others_are_done_by_new_processes(capfd: pytest.CaptureFixture[str]) -> None:
     case = Case("1f1b", 2, 4)
     steps = [

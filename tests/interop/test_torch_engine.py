@@ -262,13 +262,19 @@ def test_a_script_runs_on_either_engine(pool: Pool, tmp_path: Path) -> None:
     assert sorted(on_torch.stdout.replace("TorchEngine", "Pipeline").splitlines()) == sorted(on_rota.splitlines())
 
 
-def test_the_command_line_refuses_in_a_line(tmp_path: Path) -> None:
+@pytest.mark.sweep
+def test_a_run_refuses_in_a_line(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.format(rows=10))
     assert rota(tmp_path, "plan", "gpipe", "--ranks", "2", "--microbatches", "4", "-o", "plan.json").returncode == 0
     done = rota(tmp_path, "run", "--engine", "torch", "plan.json", "train.py")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "micro-batch 2 has inputs of the shapes [[2, 2]], micro-batch 0 of [[3, 2]]" in done.stderr
+
+
+def test_the_command_line_refuses_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.format(rows=8))
+    assert rota(tmp_path, "plan", "gpipe", "--ranks", "2", "--microbatches", "4", "-o", "plan.json").returncode == 0
     done = rota(tmp_path, "run", "--engine", "torch", "--timeline", "t.json", "plan.json", "train.py")
     assert (done.returncode, "PyTorch's engine records none; use --engine rota" in done.stderr) == (2, True)
     placement = place(Costs.uniform(3, edges=[(0, 2), (1, 2)]), Cluster.uniform(3))

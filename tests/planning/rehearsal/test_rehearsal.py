@@ -243,9 +243,8 @@ def test_a_rank_that_is_killed_or_stuck_is_told(number: signal.Signals, told: st
     assert_gone(processes)
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.faults), (signal.SIGKILL, -9)]
-)
+@pytest.mark.faults
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_no_rank_outlives_the_command(tmp_path: Path, number: signal.Signals, code: int) -> None:
     (tmp_path / "plan.json").write_text(small_plan().to_json())
     command = [sys.executable, "-m", "rota", "rehearse", "plan.json", "--steps", "100000"]

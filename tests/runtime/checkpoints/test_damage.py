@@ -239,7 +239,9 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("well", 0), ("failing", 1), ("raising", 1)])
+@pytest.mark.parametrize(
+    ("how", "code"), [pytest.param("well", 0, marks=pytest.mark.sweep), ("failing", 1), ("raising", 1)]
+)
 def test_a_write_that_fails_after_the_last_line_fails_the_run(tmp_path: Path, how: str, code: int) -> None:
     (script := tmp_path / "script.py").write_text(dedent(SCRIPT))
     ended = subprocess.run(

@@ -74,7 +74,11 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
 @pytest.mark.parametrize(
     "before",
-    ["", "torch.distributed.init_process_group('gloo')", pytest.param("rota.mesh()", marks=pytest.mark.sweep)],
+    [
+        "",
+        pytest.param("torch.distributed.init_process_group('gloo')", marks=pytest.mark.sweep),
+        pytest.param("rota.mesh()", marks=pytest.mark.sweep),
+    ],
 )
 def test_nothing_listens_beyond_loopback(tmp_path: Path, before: str) -> None:
     """Neither the launcher nor any rank, whoever makes the process group; and only this user enters the folder."""
@@ -92,7 +96,9 @@ def test_nothing_listens_beyond_loopback(tmp_path: Path, before: str) -> None:
     assert int(mode) & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("start", [lambda: links_of_started(2), lambda: rehearse(PLAN, num_steps=50)])
+@pytest.mark.parametrize(
+    "start", [lambda: links_of_started(2), pytest.param(lambda: rehearse(PLAN, num_steps=50), marks=pytest.mark.sweep)]
+)
 def test_no_process_that_measures_listens_beyond_loopback(start: object) -> None:
     assert callable(start)
     thread = threading.Thread(target=start)
@@ -109,11 +115,12 @@ def test_no_process_that_measures_listens_beyond_loopback(start: object) -> None
 # --- limits of time ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("options", "before"),
     [
         (("--timeout", "0.4"), ""),
-        pytest.param((), "os.environ['RANK'] == '0' and rota.mesh(timeout_s=0.4)", marks=pytest.mark.faults),
+        ((), "os.environ['RANK'] == '0' and rota.mesh(timeout_s=0.4)"),
     ],
 )
 def test_the_time_before_the_pipeline_has_a_limit(tmp_path: Path, options: tuple[str, ...], before: str) -> None:
@@ -135,6 +142,7 @@ FORKS = "child = os.fork(); {child}; code = os.waitstatus_to_exitcode(os.waitpid
 CHILDREN = {"child or 1 / 0": 1, "child or sys.exit(5)": 5, "child or pipeline.close(); child or sys.exit()": 0}
 
 
+@pytest.mark.faults
 def test_a_forked_process_ends_by_itself(tmp_path: Path) -> None:
     """And leaves the rank's pipeline alone, which takes one more step."""
     step = "pipeline.step(torch.ones(4, 2), torch.ones(4, 2)); "
