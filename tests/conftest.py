@@ -20,6 +20,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the backgrou
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest tests come first, so that no worker is left with one when the others have ended."""
+    items.sort(key=lambda item: "test_sim_device.py" not in item.nodeid)
+
+
 @pytest.fixture
 def time_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """To searches time is the work that they have counted: those with a limit find the same on a busy machine."""

@@ -161,6 +161,7 @@ def test_a_run_verifies_by_micro_batches(plan: str, tmp_path: Path, capfd: pytes
     assert "rota: before the first step: exact" in told.err
 
 
+@pytest.mark.sweep
 def test_an_unmodified_model_by_its_config(plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.json"
     config.write_text(gpt2(resid_pdrop=0.1).config.to_json_string())
@@ -170,6 +171,7 @@ def test_an_unmodified_model_by_its_config(plan: str, tmp_path: Path, capfd: pyt
     assert report["notes"] == ["dropout was switched off, in both"]
 
 
+@pytest.mark.sweep
 def test_a_deferred_model_whose_batches_are_mappings_and_whose_loss_has_a_count(
     plan: str, tmp_path: Path, pool: Pool, capfd: pytest.CaptureFixture[str]
 ) -> None:
