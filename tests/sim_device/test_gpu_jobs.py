@@ -12,7 +12,7 @@ import torch
 from support.gpu import exactness, measuring
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.sweep]
 
 FEW = ["1f1b", "zb_v", "chimera"]
 
