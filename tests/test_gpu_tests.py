@@ -52,6 +52,7 @@ def test_the_result_has_what_the_tests_have_seen(tmp_path: Path) -> None:
     assert (skipped["outcome"], skipped["reason"]) == ("skipped", "is for CUDA, and the device here is cpu")
 
 
+@pytest.mark.sweep
 def test_without_accelerators_all_are_skipped_with_the_reason(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:xdist", "-p", "no:cacheprovider", "tests/gpu"]

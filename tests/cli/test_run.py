@@ -74,6 +74,7 @@ def run_script(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
     return rota(folder, "run", "plan.json", "train.py", "hello")
 
 
+@pytest.mark.sweep
 def test_a_batch_that_does_not_fit_is_reported_in_a_line(tmp_path: Path) -> None:
     done = run_script(tmp_path, "pipeline.step(torch.zeros(10, 2), torch.zeros(9, 2))")
     assert done.returncode == 1

@@ -128,6 +128,7 @@ def test_an_exact_model_and_the_report_as_json(plan: str, tmp_path: Path, capfd:
     assert "rota verify: float64: the unsplit model" in told.err
 
 
+@pytest.mark.sweep
 def test_stages_made_by_hand_against_what_they_must_equal(
     plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,12 +70,16 @@ def test_a_plan_on_four_processes(pool: Pool, name: str, plan: str) -> None:
     is_as_whole(pool, name, planned([plan], 4), 4)
 
 
-@pytest.mark.parametrize(("name", "how"), [("resnet", "recomputed"), ("nanogpt", "compiled")])
+@pytest.mark.parametrize(
+    ("name", "how"), [("resnet", "recomputed"), pytest.param("nanogpt", "compiled", marks=pytest.mark.sweep)]
+)
 def test_recomputed_and_compiled(pool: Pool, name: str, how: str) -> None:
     is_as_whole(pool, name, {how: Run(make_plan("searched", 2), how)}, 2)
 
 
-@pytest.mark.parametrize(("name", "how"), [("gpt2", "plain"), ("mixtral", "ddp"), ("t5", "fsdp")])
+@pytest.mark.parametrize(
+    ("name", "how"), [("gpt2", "plain"), ("mixtral", "ddp"), pytest.param("t5", "fsdp", marks=pytest.mark.sweep)]
+)
 def test_two_replicas(pool: Pool, name: str, how: str) -> None:
     if how == "fsdp":
         pool.renew()

@@ -49,7 +49,7 @@ def test_every_family(sim_pool: SimPool, family: Family, num_ranks: int) -> None
             assert_equal_steps(results, serial)
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.sweep), 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.sweep)])
 def test_random_orders_of_graphs_and_shared_stages(sim_pool: SimPool, num_ranks: int) -> None:
     test_random_orders.run_and_compare(sim_pool, num_ranks, range(12))  # type: ignore[arg-type]
 

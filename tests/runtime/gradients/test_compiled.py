@@ -132,6 +132,7 @@ def test_compiled_stages(pool: Pool, wrapped: bool) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler, and finds no g++")
+@pytest.mark.sweep
 def test_inductor(pool: Pool) -> None:
     cases = [(plan_for("zb_h1", 2, weight_us=10), "none")]
     found = pool.run(2, steps_of, cases, "inductor", False, True)

@@ -77,6 +77,7 @@ def test_ddp(pool: Pool) -> None:
     assert_right(pool, [Case(schedule, 2, 2, in_ddp) for schedule in ("1f1b", "zb_h1", "interleaved_1f1b")])
 
 
+@pytest.mark.sweep
 def test_fsdp(pool: Pool) -> None:
     kinds = (sharded, sharded_by_layer, layers_alone_sharded)
     cases = [Case(schedule, 2, 2, wrap) for schedule in ("interleaved_1f1b", LATE_W) for wrap in kinds]

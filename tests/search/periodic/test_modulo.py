@@ -62,6 +62,7 @@ def test_every_edge_of_a_chain_is_a_bridge():
     assert len(loop.waits) == 7  # what an activation is read by later is implied
 
 
+@pytest.mark.sweep
 def test_annealing_packs_a_full_period_on_tight_memory():
     costs = Costs.uniform(8, 93, 91, 47, activation_bytes=2)
     loop = Loop(wave(costs, Cluster.uniform(4, 12, latency_us=6)))
