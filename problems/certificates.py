@@ -124,7 +124,8 @@ class View:
                 t, k = self.p.op(word)
                 op = (t, self.p.count[t] - 1 - k) if self.backward else (t, k)
                 require(
-                    rank is None or (rank in self.p.ranks[t] and (at or t in late)), f"{word} is not what rank {rank} waits for"
+                    rank is None or (rank in self.p.ranks[t] and (at or t in late)),
+                    f"{word} is not what rank {rank} waits for",
                 )
                 require(at is None or at == op or self.follows(op, at), f"nothing says that {word} comes so late")
                 if rank is None and at is not None:
@@ -166,8 +167,8 @@ def area(p: Problem, r: int, held: list) -> int:
 
 
 def proven_us(p: Problem, proof: dict[str, Any]) -> int | None:
-    """The bound that the certificate proves; None for one of CP-SAT, which only running it again could confirm."""
-    if proof["argument"] == "CP-SAT":
+    """The bound that the certificate proves; None for one by CP-SAT or in words, which it does not tell."""
+    if proof["argument"] in ("CP-SAT", "words"):
         return None
     together = p.cut_common() if proof.get("without_common") else 0
     if proof["argument"] == "area":

@@ -1,31 +1,31 @@
 """Makes the 200 problems of this folder, always the same: python problems/make.py
 
-A file that is there already keeps its plan, bound and certificate as long as its problem is the same. A new or changed
-problem gets a first plan and bound by a second of search; `rota bench-search problems --update` then improves both.
+The name of a problem says all that it is; `names.txt` lists them. A file that is there already keeps its plan, bound
+and certificate as long as its problem is the same. A new or changed one gets them by a second of search, which
+`rota bench-search problems --update` then improves.
 """
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
 
 from rota import Cluster, Costs, Placement, bidirectional, interleaved, place, wave
 from rota.costs import Link
-from rota.errors import RotaError
 from rota.reference import Reference
 from rota.search.bounds import least_memory
+from rota.search.library import first_reference
 from rota.search.problem import Problem
 from rota.shapes import SHAPES
 
 FOLDER = Path(__file__).parent
 FIRST_SEARCH_S = 1.0
 
-#: F, I and W of one stage per rank, and the latency of a transfer, in µs; the name says how long W is in % of F.
+#: F, I and W of all stages of a rank, and the latency of a transfer, in µs; the name says how long W is in % of F.
 TIMES_US = {
     "w100": (10_000, 10_000, 10_000, 0),
     "w50": (18_500, 18_100, 9_300, 600),
@@ -33,255 +33,200 @@ TIMES_US = {
 }
 #: Memory in what the first rank of 1F1B holds.
 MEMORY = {"half": 0.5, "mem60": 0.6, "mem75": 0.75, "full": 1.0, "mem150": 1.5, "double": 2.0}
+#: How each kind of pipeline places its stages, and how many stages a rank has if the name does not say it.
+PIPELINES = {
+    "chain": (place, 1),
+    "wave": (wave, 2),
+    "interleaved": (interleaved, 2),
+    "bidirectional": (bidirectional, 1),
+}
+
+Fields = Mapping[str, str]
 
 
-class Made(NamedTuple):
-    """One problem.
-
-    Attributes:
-        name: What it is; also the name of its file.
-        family: Problems that are alike.
-        placement: Tasks, edges, ranks, links and limits.
-        num_microbatches: Micro-batches of the step, over all data streams.
-    """
-
-    name: str
-    family: str
-    placement: Placement
-    num_microbatches: int
+def problems() -> dict[str, tuple[str, Placement, int]]:
+    """Name -> (family, placement, micro-batches) of each problem."""
+    names = (FOLDER / "names.txt").read_text().split()
+    assert len(set(names)) == len(names)
+    return {name: problem(name) for name in names}
 
 
-def problems() -> list[Made]:
-    """All problems; their names differ."""
-    families = (tessel, chains, waves, interleaves, both_ways, graphs, transfers, mixtures, large)
-    made = [Made(name, family.__name__, *rest) for family in families for name, *rest in family()]
-    assert len({one.name for one in made}) == len(made)
-    return made
-
-
-def costs_of(num_stages: int, times: str, chunks: int, split: bool, uneven: int, seed: int) -> tuple[Costs, int]:
-    """Costs of a chain with `chunks` stages per rank, each stage's times ± `uneven` %; and the latency."""
-    forward, inputs, weights, latency = TIMES_US[times]
-    chooser = Random(seed)
-    factors = [chooser.uniform(1 - uneven / 100, 1 + uneven / 100) / chunks for _ in range(num_stages)]
-    back = (inputs, weights) if split else (inputs + weights,)
-    return Costs(*([round(us * factor) for factor in factors] for us in (forward, *back)), activation_bytes=2), latency
-
-
-Placed = tuple[str, Placement, int]
-Place = Callable[[Costs, Cluster], Placement]
-
-
-def pipeline(
-    kind: str,
-    put: Place,
-    ranks: int,
-    microbatches: int,
-    memory: str,
-    times: str = "w100",
-    chunks: int = 1,
-    split: bool = True,
-    uneven: int = 0,
-) -> Placed:
-    """One problem of a chain; its memory counts in what 1F1B's first rank holds with the same layers."""
-    size = (
-        f"{ranks}x{microbatches}"
-        if chunks == 1 or kind == "wave" and chunks == 2
-        else f"{ranks}x{chunks}x{microbatches}"
-    )
-    name = f"{kind}-{size}-{'split' if split else 'whole'}-{memory}" + (f"-{times}" if times != "w100" else "")
-    name += f"-uneven{uneven}" if uneven else ""
-    costs, latency = costs_of(ranks * chunks, times, chunks, split, uneven, seed=ranks * 1000 + microbatches)
-    limit = round(2 * chunks * ranks * MEMORY[memory])
-    return name, put(costs, Cluster.uniform(ranks, limit, latency_us=latency)), microbatches
+def problem(name: str) -> tuple[str, Placement, int]:
+    """(family, placement, micro-batches) of the problem with this name."""
+    for pattern, (family, make) in FAMILIES.items():
+        if match := re.fullmatch(pattern, name):
+            fields = {key: value or "" for key, value in match.groupdict().items()}
+            return family, make(fields), int(fields["m"])
+    raise ValueError(f"{name} is no name of a problem; its beginning says which pattern of FAMILIES it should match")
 
 
 # --- families ---------------------------------------------------------------------------------------------------------
 
 
-def tessel() -> Iterator[Placed]:
-    """Tessel's shapes with Tessel's costs: F takes 1, B takes 3, stages that all ranks share take 1 each way."""
-    steps = [
-        *product([4], "v", (3, 4), [128]), *product([4], "x", (2, 3, 4), [128]),
-        *product([4], ("m", "nn"), (3, 4, 6), [128]), *product([4], ["nn-eager"], (3, 6), [128]),
-        *product([4], "k", (3, 4, 6), [128]), (4, "v", 2, 12), *product([4], "x", (2, 3), [8]),
-        (4, "m", 2, 8), *product([4], ["nn"], (2, 4), [8]), (4, "nn-eager", 3, 8), *product([4], "k", (2, 3), [8]),
-        *product([8], "v", (4, 6, 8), [64]), *product([8], "x", (4, 6, 8), [128]), *product([8], "m", (5, 20), [64]),
-        *product([8], ["nn"], (3, 6, 20), [64]), *product([8], ["nn-eager"], (6, 20), [64]),
-        (8, "k", 8, 64), (16, "v", 16, 64), *product([16], ("nn", "k"), [60], [64]),
-    ]  # fmt: skip
-    for ranks, shape, limit, microbatches in steps:
-        yield f"{shape}-{ranks}x{microbatches}-limit{limit}", tessel_shape(shape, ranks, limit), microbatches
-    for shape in ("nn", "k"):
-        yield f"{shape}-8x64-forward", tessel_shape(shape, 8, None).forward_only(), 64
+def pipeline(given: Fields) -> Placement:
+    """Stages as equal as `uneven` says, in a chain; memory counts in what the first rank of 1F1B holds."""
+    put, chunks = PIPELINES[given["kind"]]
+    ranks, chunks = int(given["n"]), int(given["chunks"] or chunks)
+    times, uneven = given["times"] or "w100", int(given["uneven"] or 0)
+    seed = ranks * 1000 + int(given["m"])
+    costs = chain_costs(ranks * chunks, times, chunks, given["back"] == "split", uneven, seed)
+    limit = round(2 * chunks * ranks * MEMORY[given["memory"]])
+    return put(costs, Cluster.uniform(ranks, limit, latency_us=TIMES_US[times][3]))
 
 
-def tessel_shape(shape: str, ranks: int, limit: int | None) -> Placement:
-    """A rank's own stages hold 1; those that are shared hold nothing, but for K's, which holds 1 on each rank."""
+def chain_costs(num_stages: int, times: str, chunks: int, split: bool, uneven: int, seed: int) -> Costs:
+    """Costs of a chain with `chunks` stages per rank, each stage's times ± `uneven` %."""
+    forward, inputs, weights, _ = TIMES_US[times]
+    chooser = Random(seed)
+    factors = [chooser.uniform(1 - uneven / 100, 1 + uneven / 100) / chunks for _ in range(num_stages)]
+    back = (inputs, weights) if split else (inputs + weights,)
+    return Costs(*([round(us * factor) for factor in factors] for us in (forward, *back)), activation_bytes=2)
+
+
+def tessel(given: Fields) -> Placement:
+    """Tessel's shapes and costs: F takes 1, B 3, a stage that all ranks share 1 each way; a rank's own stages hold 1.
+
+    Shared stages hold nothing, but for K's, which holds 1 on each rank.
+    """
+    shape, ranks, limit = given["shape"], int(given["n"]), int(given["limit"] or 0) or None
     num_stages = ranks + SHAPES[shape].shared
     shared = {"m": {0}, "nn": {0, 1 + ranks // 2}, "nn-eager": {0, 2}, "k": {ranks}}.get(shape, set())
     held = tuple(int(s not in shared or shape == "k") for s in range(num_stages))
     backward = tuple(1 if s in shared else 3 for s in range(num_stages))
-    costs = Costs((1,) * num_stages, backward, activation_bytes=held)
-    return SHAPES[shape].place(costs, Cluster.uniform(ranks, limit))
+    placement = SHAPES[shape].place(
+        Costs((1,) * num_stages, backward, activation_bytes=held), Cluster.uniform(ranks, limit)
+    )
+    return placement if limit else placement.forward_only()
 
 
-def chains() -> Iterator[Placed]:
-    """One stage per rank with split backward, as for the zero-bubble schedules; tight memory; uneven stages."""
-    for ranks, memory in product((4, 8, 16, 32), ("full", "mem150", "double")):
-        for times in ("w100", "w50", "w63") if ranks in (8, 16) and memory != "double" else ("w50",):
-            yield pipeline("chain", place, ranks, ranks * (3 if memory == "full" else 2), memory, times)
-    for ranks, memory, uneven in product((8, 16), ("half", "mem60", "mem75"), (0, 30)):
-        yield pipeline("chain", place, ranks, 4 * ranks, memory, uneven=uneven)
-    for ranks in (8, 16):
-        yield pipeline("chain", place, ranks, 2 * ranks, "full", "w63", uneven=15)
-    for ranks, memory, uneven in ((4, "half", 0), (8, "mem75", 30), (16, "full", 30), (32, "full", 15)):
-        yield pipeline("chain", place, ranks, 3 * ranks, memory, "w50", split=False, uneven=uneven)
-
-
-def waves() -> Iterator[Placed]:
-    """Chains that go down the ranks and back up: V schedules, and Hanayo's waves."""
-    for ranks, memory in product((4, 8, 16, 32), ("half", "mem60", "mem75", "full")):
-        yield pipeline("wave", wave, ranks, 4 * ranks, memory, chunks=2)
-    for ranks, memory in product((8, 16), ("half", "mem60", "mem75")):
-        yield pipeline("wave", wave, ranks, 4 * ranks, memory, "w50", 2, uneven=30)
-    for ranks, memory in product((4, 8), ("mem75", "full")):
-        yield pipeline("wave", wave, ranks, 4 * ranks, memory, "w50", 2, split=False)
-        yield pipeline("wave", wave, ranks, 2 * ranks, memory, "w50", 4)
-
-
-def interleaves() -> Iterator[Placed]:
-    """Chains placed round robin, several stages per rank."""
-    sizes = ((4, 2, 16), (4, 3, 16), (4, 4, 16), (8, 2, 32), (8, 3, 24), (8, 4, 32), (16, 2, 64), (16, 4, 128))
-    for (ranks, chunks, microbatches), memory in product(sizes, ("mem75", "full")):
-        if (chunks, microbatches, memory) != (4, 128, "full"):
-            yield pipeline("interleaved", interleaved, ranks, microbatches, memory, "w50", chunks)
-    for ranks, chunks, microbatches in ((4, 2, 16), (8, 2, 32), (8, 4, 32), (16, 2, 64)):
-        yield pipeline("interleaved", interleaved, ranks, microbatches, "full", "w100", chunks, split=False)
-    for ranks, chunks, microbatches, memory in ((8, 2, 32, "mem75"), (4, 3, 16, "full"), (16, 4, 128, "mem75")):
-        yield pipeline("interleaved", interleaved, ranks, microbatches, memory, "w100", chunks, uneven=30)
-
-
-def both_ways() -> Iterator[Placed]:
-    """Two chains with the same weights in opposite directions."""
-    for ranks, memory in product((4, 8, 16), ("mem75", "full")):
-        yield pipeline("bidirectional", bidirectional, ranks, 4 * ranks, memory, "w50", split=False)
-    for ranks, memory in product((4, 8), ("mem75", "full")):
-        yield pipeline("bidirectional", bidirectional, ranks, 4 * ranks, memory, "w63")
-    yield pipeline("bidirectional", bidirectional, 4, 16, "half", split=False)
-    yield pipeline("bidirectional", bidirectional, 8, 32, "full", split=False, uneven=15)
-
-
-def graphs() -> Iterator[Placed]:
-    """Stages that form a DAG other than a chain."""
-    for towers, length, trunk, memory in ((2, 2, 2, 6), (2, 3, 2, 5), (3, 2, 1, 6), (2, 4, 4, 10), (3, 3, 3, 8)):
-        edges, last = [], towers * length
-        for tower in range(towers):
-            first = tower * length
-            edges += [(s, s + 1) for s in range(first, first + length - 1)] + [(first + length - 1, last)]
-        edges += [(s, s + 1) for s in range(last, last + trunk - 1)]
-        yield graph(f"towers{towers}", last + trunk, edges, memory, 16, seed=towers + length)
-    for ranks, memory in ((4, 5), (6, 7), (8, 10), (8, 6)):
-        skips = [(s, ranks - 1 - s) for s in range(ranks // 2 - 1)]
-        yield graph("unet", ranks, [(s, s + 1) for s in range(ranks - 1)] + skips, memory, 2 * ranks, seed=ranks)
-    for half, memory in ((2, 5), (3, 7), (4, 9), (4, 6)):
-        across = [(half - 1, s) for s in range(half, 2 * half)]
-        chained = [(s, s + 1) for s in range(2 * half - 1) if s != half - 1]
-        yield graph("crossattention", 2 * half, chained + across, memory, 4 * half, seed=half)
-    for heads, trunk in ((2, 3), (3, 3), (4, 4)):
-        edges = [(s, s + 1) for s in range(trunk - 1)] + [(trunk - 1, trunk + head) for head in range(heads)]
-        yield graph(f"heads{heads}", trunk + heads, edges, trunk + 1, 16, seed=heads)
-    for seed, ranks in ((1, 5), (2, 6), (3, 8), (4, 10)):
-        chooser = Random(seed)
-        edges = [(chooser.randrange(max(0, s - 3), s), s) for s in range(1, ranks)]
-        edges += [
-            edge for edge in ((s, s + 2) for s in range(ranks - 2)) if chooser.random() < 0.4 and edge not in edges
-        ]
-        yield graph(f"random{seed}", ranks, edges, ranks // 2 + 2, 16, seed)
-
-
-def graph(what: str, ranks: int, edges: Sequence[tuple[int, int]], memory: int, microbatches: int, seed: int) -> Placed:
-    """A DAG of uneven stages, one per rank, each with room for `memory` micro-batches."""
-    chooser = Random(seed)
+def graph(given: Fields) -> Placement:
+    """A DAG of uneven stages, one per rank."""
+    ranks, part = int(given["n"]), int(given["part"] or 0)
+    chooser = Random(ranks + 100 * part)
+    edges = GRAPHS[given["graph"]](ranks, part, int(given["length"] or 0), chooser)
     forward = [chooser.randrange(700, 1300) for _ in range(ranks)]
-    split = seed % 2 == 0
-    parts = ([f for f in forward], [f // 2 for f in forward]) if split else ([2 * f for f in forward],)
-    costs = Costs(forward, *parts, activation_bytes=2, edges=edges)  # type: ignore[arg-type]
-    name = f"dag-{what}-{ranks}x{microbatches}-{'split' if split else 'whole'}-limit{2 * memory}"
-    return name, place(costs, Cluster.uniform(ranks, 2 * memory, latency_us=20)), microbatches
+    back = (forward, [f // 2 for f in forward]) if given["back"] == "split" else ([2 * f for f in forward],)
+    costs = Costs(forward, *back, activation_bytes=2, edges=edges)  # type: ignore[arg-type]
+    return place(costs, Cluster.uniform(ranks, int(given["limit"]), latency_us=20))
 
 
-def transfers() -> Iterator[Placed]:
-    """What transfers hold on both sides counts: sent bytes until they have left, received ones until they are read."""
-    sizes = ((2, 4), (2, 8), (3, 4), (3, 8), (4, 4), (4, 8), (4, 16), (8, 16))
-    for (ranks, microbatches), (room, rate) in product(sizes, ((1, 1), (2, 4))):
-        costs = Costs.uniform(ranks, 100, 100, 80, activation_bytes=30, boundary_bytes=20)
-        name = f"transfers-chain-{ranks}x{microbatches}-split-room{room}-rate{rate}"
-        yield name, tight(place, costs, ranks, Link(2, rate), 40 * room), microbatches
-    for ranks, microbatches, put in product((2, 4), (6, 12), (wave, interleaved)):
-        if (ranks, microbatches) != (4, 6):
-            costs = Costs.uniform(2 * ranks, 60, 120, activation_bytes=20, boundary_bytes=16, gradient_bytes=24)
-            name = f"transfers-{put.__name__}-{ranks}x2x{microbatches}-whole"
-            yield name, tight(put, costs, ranks, Link(5, 2), 30 * ranks), microbatches
+Edges = list[tuple[int, int]]
 
 
-def tight(put: Place, costs: Costs, ranks: int, link: Link, room: int) -> Placement:
-    """Each rank has room for what one micro-batch needs at least, and `room` bytes more."""
+def towers(ranks: int, number: int, length: int, _: Random) -> Edges:
+    """Encoders side by side that all end in a trunk."""
+    trunk = number * length
+    inside = [(s, s + 1) for s in range(trunk) if s % length != length - 1]
+    return (
+        inside + [(s, trunk) for s in range(length - 1, trunk, length)] + [(s, s + 1) for s in range(trunk, ranks - 1)]
+    )
+
+
+def unet(ranks: int, *_: object) -> Edges:
+    """A chain with skip connections from its first half to its second."""
+    return [(s, s + 1) for s in range(ranks - 1)] + [(s, ranks - 1 - s) for s in range(ranks // 2 - 1)]
+
+
+def cross_attention(ranks: int, *_: object) -> Edges:
+    """An encoder, and a decoder all of whose stages read the encoder's output."""
+    half = ranks // 2
+    return [(s, s + 1) for s in range(ranks - 1) if s != half - 1] + [(half - 1, s) for s in range(half, ranks)]
+
+
+def heads(ranks: int, number: int, *_: object) -> Edges:
+    """A trunk whose output several heads read."""
+    trunk = ranks - number
+    return [(s, s + 1) for s in range(trunk - 1)] + [(trunk - 1, s) for s in range(trunk, ranks)]
+
+
+def random_graph(ranks: int, _: int, __: int, chooser: Random) -> Edges:
+    """Each stage reads one of the three before it, and sometimes the one before the last too."""
+    edges = [(chooser.randrange(max(0, s - 3), s), s) for s in range(1, ranks)]
+    return edges + [edge for s in range(ranks - 2) if (edge := (s, s + 2)) not in edges and chooser.random() < 0.4]
+
+
+GRAPHS: Mapping[str, Callable[[int, int, int, Random], Edges]] = {
+    "towers": towers, "unet": unet, "crossattention": cross_attention, "heads": heads, "random": random_graph
+}  # fmt: skip
+
+
+def transfers(given: Fields) -> Placement:
+    """Transfers hold bytes on both sides; a rank has room for one micro-batch and `room` × 20 bytes more."""
+    put, chunks = PIPELINES[given["kind"]]
+    ranks, rate = int(given["n"]), int(given["rate"])
+    if given["back"] == "split":
+        costs = Costs.uniform(ranks * chunks, 100, 100, 80, activation_bytes=30, boundary_bytes=20)
+    else:
+        costs = Costs.uniform(ranks * chunks, 60, 120, activation_bytes=20, boundary_bytes=16, gradient_bytes=24)
     needs = least_memory(Problem(put(costs, Cluster.uniform(ranks)), 1))
-    return put(costs, Cluster(tuple(need.num_bytes + room for need in needs), link))
+    room = 20 * int(given["room"])
+    return put(costs, Cluster(tuple(need.num_bytes + room for need in needs), Link(2, rate)))
 
 
-def mixtures() -> Iterator[Placed]:
-    """Recomputation, step ends, tensor-parallel stages, ranks and links that differ, as in real clusters."""
-    for ranks, share in ((4, 1), (8, 2), (16, 4)):
-        recompute = tuple(900 if s % share == 0 else None for s in range(ranks))
-        costs = Costs.uniform(ranks, 1000, 2000, activation_bytes=10, recompute_us=recompute, checkpoint_bytes=2)
-        yield f"recompute-{ranks}x{2 * ranks}", place(costs, Cluster.uniform(ranks, 6 * ranks)), 2 * ranks
-    for ranks, reduce_us in ((4, 3000), (8, 6000), (16, 9000)):
-        costs, _ = costs_of(ranks, "w50", 1, True, 15, ranks)
-        ended = replace(costs, reduce_us=(reduce_us,) * ranks, optimizer_us=(1500,) * ranks, static_bytes=(40,) * ranks)
-        yield f"stepend-chain-{ranks}x{2 * ranks}", place(ended, Cluster.uniform(ranks, 40 + 2 * ranks)), 2 * ranks
-    for pairs in (2, 4):
-        costs = Costs.uniform(pairs + 1, 1000, 1900, activation_bytes=3, boundary_bytes=400)
-        where = [*((2 * s, 2 * s + 1) for s in range(pairs)), range(2 * pairs)]
-        yield (
-            f"tensorparallel-{2 * pairs}x16",
-            place(costs, Cluster.uniform(2 * pairs, 3 * pairs + 850, 10, 100), where),
-            16,
-        )
-    for ranks in (4, 8):
-        costs, _ = costs_of(ranks, "w63", 1, True, 30, ranks)
-        slow = tuple(
-            (a, b, Link(4000, None)) for s in range(1, ranks, 2) if s + 1 < ranks for a, b in ((s, s + 1), (s + 1, s))
-        )
-        limits = tuple(ranks + 2 * (ranks - s) for s in range(ranks))
-        yield f"twolinks-chain-{ranks}x{3 * ranks}", place(costs, Cluster(limits, Link(200), slow)), 3 * ranks
+def recompute(given: Fields) -> Placement:
+    """Every `every`-th stage runs its forward again before its backward."""
+    ranks, every = int(given["n"]), int(given["every"])
+    again = tuple(900 if s % every == 0 else None for s in range(ranks))
+    costs = Costs.uniform(ranks, 1000, 2000, activation_bytes=10, recompute_us=again, checkpoint_bytes=2)
+    return place(costs, Cluster.uniform(ranks, 6 * ranks))
 
 
-def large() -> Iterator[Placed]:
-    """Tens to hundreds of thousands of ops."""
-    yield pipeline("chain", place, 64, 128, "full", "w63")
-    yield pipeline("chain", place, 64, 256, "full", uneven=15)
-    yield pipeline("chain", place, 64, 512, "mem75", uneven=30)
-    yield pipeline("chain", place, 128, 256, "full", uneven=15)
-    yield pipeline("chain", place, 128, 1024, "mem75", uneven=30)
+def step_end(given: Fields) -> Placement:
+    """Uneven stages whose gradients are reduced, and whose optimizer steps come after all ops."""
+    ranks, reduce_us = int(given["n"]), int(given["reduce"])
+    costs = chain_costs(ranks, "w50", 1, True, 15, ranks)
+    more = {"reduce_us": reduce_us, "optimizer_us": 1500, "static_bytes": 40}
+    ended = replace(costs, **{name: (number,) * ranks for name, number in more.items()})
+    return place(ended, Cluster.uniform(ranks, 40 + 2 * ranks))
+
+
+def tensor_parallel(given: Fields) -> Placement:
+    """Stages on pairs of ranks, and a last one on all of them; transfers hold bytes."""
+    pairs = int(given["n"]) // 2
+    costs = Costs.uniform(pairs + 1, 1000, 1900, activation_bytes=300, boundary_bytes=40)
+    where = [*((2 * s, 2 * s + 1) for s in range(pairs)), range(2 * pairs)]
+    return place(costs, Cluster.uniform(2 * pairs, 600 * pairs + 500, 10, 100), where)
+
+
+def two_links(given: Fields) -> Placement:
+    """Nodes of two ranks: slow links between nodes, and less memory towards the end of the chain."""
+    ranks = int(given["n"])
+    pairs = [(s, s + 1) for s in range(1, ranks - 1, 2)]
+    slow = tuple((*pair, Link(4000)) for a, b in pairs for pair in ((a, b), (b, a)))
+    limits = tuple(ranks + 2 * (ranks - s) for s in range(ranks))
+    return place(chain_costs(ranks, "w63", 1, True, 30, ranks), Cluster(limits, Link(200), slow))
+
+
+SIZE = r"(?P<n>\d+)x(?P<m>\d+)"
+#: Pattern of the name -> (family, maker of the placement).
+FAMILIES: Mapping[str, tuple[str, Callable[[Fields], Placement]]] = {
+    r"(?P<kind>chain|wave|interleaved|bidirectional)-(?P<n>\d+)x((?P<chunks>\d+)x)?(?P<m>\d+)-(?P<back>split|whole)-"
+    r"(?P<memory>[a-z]+\d*)(-(?P<times>w\d+))?(-uneven(?P<uneven>\d+))?": ("pipeline", pipeline),
+    rf"(?P<shape>v|x|m|nn|nn-eager|k)-{SIZE}-(limit(?P<limit>\d+)|forward)": ("tessel", tessel),
+    rf"dag-(?P<graph>[a-z]+)(?P<part>\d*)(x(?P<length>\d+))?-{SIZE}-(?P<back>split|whole)-limit(?P<limit>\d+)": (
+        "dag", graph
+    ),
+    rf"transfers-(?P<kind>[a-z]+)-{SIZE}-(?P<back>split|whole)-room(?P<room>\d+)-rate(?P<rate>\d+)": (
+        "transfers", transfers
+    ),
+    rf"recompute-{SIZE}-every(?P<every>\d+)": ("recompute", recompute),
+    rf"stepend-{SIZE}-reduce(?P<reduce>\d+)": ("step end", step_end),
+    rf"tensorparallel-{SIZE}": ("tensor parallel", tensor_parallel),
+    rf"twolinks-{SIZE}": ("two links", two_links),
+}  # fmt: skip
 
 
 def main() -> None:
     """Write what is missing or has changed."""
     wanted = problems()
     for path in FOLDER.glob("*.json"):
-        if path.stem not in {one.name for one in wanted}:
-            sys.exit(f"{path} is no problem of make.py; remove it")
-    for one in wanted:
-        path = FOLDER / f"{one.name}.json"
-        if path.exists() and Reference.read(path).is_of(one.placement, one.num_microbatches):
-            continue
-        try:
-            write(one, path)
-        except RotaError as error:
-            sys.exit(f"{one.name}: {error}")
-        print(path.name, flush=True)
+        if path.stem not in wanted:
+            sys.exit(f"{path} is not in names.txt; list or remove it")
+    for name, (family, placement, num_microbatches) in wanted.items():
+        path = FOLDER / f"{name}.json"
+        if not (path.exists() and Reference.read(path).is_of(placement, num_microbatches)):
+            first_reference(name, family, placement, num_microbatches, FIRST_SEARCH_S).write(path)
+            print(path.name, flush=True)
 
 
 if __name__ == "__main__":
