@@ -32,6 +32,7 @@ _REMEDIES = {
     "cluster": "give what `rota profile links -o cluster.json` or Cluster.to_json() wrote",
     "checkpoint": "give the rota.json of a checkpoint",
     "communication": "make the profile again",
+    "problem": "give one of the folder problems/ in Rota's repository",
 }
 _USES = {
     "plan": "a plan is for `rota check`, `rota show` and `rota run`",
@@ -41,6 +42,7 @@ _USES = {
     "layers": "costs of layers are for rota.autoplan",
     "cluster": "a cluster is for Cluster.from_json and rota.place",
     "checkpoint": "a checkpoint is for `rota checkpoint`, which takes its folder",
+    "problem": "a reference problem is for `rota bench-search`",
 }
 
 

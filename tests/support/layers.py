@@ -60,6 +60,7 @@ CORE = tuple(
             "checking",
             "programs",
             "schedules",
+            "reference",
             "calibration",
             "accounting",
             "comparison",

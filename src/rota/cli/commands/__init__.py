@@ -2,6 +2,7 @@
 
 from rota.cli.commands import (
     autoplan,
+    bench_search,
     bound,
     calibrate,
     check,
@@ -27,7 +28,7 @@ from rota.cli.commands import (
 _IN_ORDER = (
     *(demo, doctor, autoplan, profile, plan, schedules, bound, frontier, check, simulate, rehearse, show, explain),
     verify,
-    *(run, compare, calibrate, import_trace, export, import_plan, checkpoint),
+    *(run, compare, calibrate, import_trace, export, import_plan, checkpoint, bench_search),
 )
 #: In the order of `rota --help`.
 COMMANDS = tuple(module.COMMAND for module in _IN_ORDER)

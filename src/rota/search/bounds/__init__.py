@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rota.placement import Placement
+from rota.search.bounds.certificates import Proof, certificate_of
 from rota.search.bounds.heads_tails import Heads, MemoryHeadroom, Side, both_sides, find_heads, ranks_after
 from rota.search.bounds.memory_bounds import Need, least_memory, period_bound, rank_loads
 from rota.search.bounds.memory_headroom import find_headroom
@@ -19,7 +20,7 @@ from rota.search.problem import NO_LIMIT, Problem, without_common_tasks
 from rota.search.validation import refuse_wrong
 from rota.tasks import Op
 
-__all__ = ["Bound", "Need", "best", "bounds_of", "every", "least_memory", "period_bound"]
+__all__ = ["Bound", "Need", "Proof", "best", "bounds_of", "certificate_of", "every", "least_memory", "period_bound"]
 
 _MOST_BEGINNINGS = 12  # ranks whose own window is tried for the span
 
@@ -32,11 +33,13 @@ class Bound:
         us: No plan takes less time, in µs.
         name: Which argument it comes from.
         why: The reason, as one line of text.
+        proof: What the argument is about, for `certificate_of`; None where it cannot be written as a certificate.
     """
 
     us: int
     name: str
     why: str
+    proof: Proof | None = None
 
 
 def bounds_of(placement: Placement, num_microbatches: int, objective: str = "makespan") -> list[Bound]:
@@ -72,7 +75,8 @@ def every(problem: Problem, objective: str = "makespan") -> list[Bound]:
     if together_us:
         prefix = f"all ranks work together for {together_us:,} µs; in addition, "
         for bound in _of_part(apart, objective):
-            found.append(replace(bound, us=bound.us + together_us, why=prefix + bound.why))
+            proof = bound.proof and bound.proof._replace(without_common=True)
+            found.append(replace(bound, us=bound.us + together_us, why=prefix + bound.why, proof=proof))
     return sorted(found, key=lambda bound: -bound.us)
 
 
@@ -129,7 +133,7 @@ class _BothSides:
         head, tail = int(first[k, task]), int(last[self.first.counts[task] - 1 - k, task])
         duration = int(self.first.durations_us[task])
         why = f"{self.op(task, k)} cannot start before {head:,} µs, takes {duration:,} and is followed by {tail:,}"
-        return Bound(longest, "longest way" + self.name, why)
+        return Bound(longest, "longest way" + self.name, why, Proof("path", -1, task, k, bool(self.name)))
 
     def load(self, heads: tuple[Heads, Heads], rank: int) -> Bound | None:
         """A rank's work, and its idle time before an op and after it."""
@@ -153,7 +157,7 @@ class _BothSides:
         work = int(self.first.work_us[rank])
         idle = f"is idle for {before_us:,} before {self.op(task, k)} and for {after_us:,} after it"
         why = f"rank {rank} works {work:,} µs, {idle}"
-        return Bound(work + longest, "load" + self.name, why)
+        return Bound(work + longest, "load" + self.name, why, Proof("load", rank, task, k, bool(self.name)))
 
 
 def _makespans(problem: Problem, limits: bool) -> Iterator[Bound]:
@@ -228,5 +232,5 @@ def _memory_held(problem: Problem, objective: str, known_us: int) -> Iterator[Bo
             f"rank {rank.rank} holds {rank.held_byte_us:,} byte-µs for each of {rounds:,} {what}, and has room for "
             f"{rank.headroom_bytes:,} bytes, less while it fills and empties"
         )
-        found.append(Bound(us, "memory held", why))
+        found.append(Bound(us, "memory held", why, Proof("area", rank.rank, -1, -1, True)))
     yield from _highest(found)

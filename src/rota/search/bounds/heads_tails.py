@@ -193,6 +193,23 @@ def find_heads(side: Side, headroom: MemoryHeadroom, beginning: int | None = Non
     return Heads(heads, idle)
 
 
+def heads_by_phase(side: Side, headroom: MemoryHeadroom) -> list[tuple[Integers, Integers]]:
+    """(heads, idle times) as `find_heads` has them from the step's beginning: first, and after each of its phases."""
+    heads = np.empty((int(side.counts.max(initial=1)), len(side.counts)), np.int64)
+    idle = np.zeros((len(heads), len(side.places.values)), np.int64)
+    heads[:] = side.release_us
+    phases = [(heads.copy(), idle.copy())]
+    ranks, arcs = np.arange(len(side.places)), (headroom.arcs_first, headroom.arcs)
+    places = (side.places.first, side.places.values, side.after, side.counts)
+    for _ in range(_ROUNDS):
+        _pass_on(heads, side.counts, side.durations_us, side.order, side.inputs.first, side.inputs.values, *arcs)
+        phases.append((heads.copy(), idle.copy()))
+        _wait(heads, idle, ranks, *places, *arcs, headroom.most, headroom.least, headroom.frees, headroom.fill_us)
+        phases.append((heads.copy(), idle.copy()))
+    _pass_on(heads, side.counts, side.durations_us, side.order, side.inputs.first, side.inputs.values, *arcs)
+    return [*phases, (heads, idle)]
+
+
 def ranks_after(side: Side, beginning: int) -> Flags:
     """bool[num_ranks]: the ranks all of whose tasks come after one of the rank `beginning`, and that rank itself."""
     own = side.places[beginning]

@@ -106,27 +106,40 @@ def _round_us(problem: Problem) -> Fraction:
     return max(*(Fraction(rank.work_us) for rank in ranks), *by_memory)
 
 
+def matched_bytes(problem: Problem, tasks: Integers) -> list[tuple[int, int, int]] | None:
+    """(source, task, bytes) that the rank with these tasks takes with the one and frees with the other, in each round.
+
+    None if some byte is freed that may have been taken by no task before.
+    """
+    held, paths_us = problem.held_bytes, problem.paths_us
+    place = {task: i for i, task in enumerate(problem.topological)}
+    ordered = sorted(tasks.tolist(), key=place.__getitem__)
+    left = {task: int(held[task]) for task in ordered if held[task] > 0}
+    matched = []
+    for task in ordered:
+        freed = max(-int(held[task]), 0)
+        for source in reversed(left):
+            if freed and left[source] and paths_us[source, task] >= 0:
+                taken = min(freed, left[source])
+                left[source] -= taken
+                freed -= taken
+                matched.append((source, task, taken))
+        if freed:
+            return None
+    return matched
+
+
 def _held_byte_us(problem: Problem, tasks: Integers) -> int:
     """Bytes times µs that a round holds on the rank with these tasks: each byte freed was taken on a path to there.
 
     0 if some byte is freed that may have been taken by no task before.
     """
-    held, durations, paths_us = problem.held_bytes, problem.durations_us, problem.paths_us
-    place = {task: i for i, task in enumerate(problem.topological)}
-    ordered = sorted(tasks.tolist(), key=place.__getitem__)
-    left = {task: int(held[task]) for task in ordered if held[task] > 0}
-    total = sum(int(problem.peak_bytes[t]) * int(durations[t]) for t in ordered)  # of any size, as all products here
-    for task in ordered:
-        freed = max(-int(held[task]), 0)
-        for source in reversed(left):
-            if freed and paths_us[source, task] >= 0:
-                taken = min(freed, left[source])
-                left[source] -= taken
-                freed -= taken
-                total += taken * int(paths_us[source, task] + durations[task])
-        if freed:
-            return 0
-    return total
+    durations, paths_us = problem.durations_us, problem.paths_us
+    matched = matched_bytes(problem, tasks)
+    if matched is None:
+        return 0
+    peaks = sum(int(problem.peak_bytes[t]) * int(durations[t]) for t in tasks.tolist())  # of any size, as all products
+    return peaks + sum(size * int(paths_us[source, task] + durations[task]) for source, task, size in matched)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ _ROUNDING = 1e-12  # relative to the numbers that are added: lines are moved by 
 
 def find_headroom(side: Side) -> MemoryHeadroom:
     """This depends on the placement alone, not on when anything starts."""
-    prices, load = _prices(side), side.durations_us.astype(np.float64)
+    prices, load = prices_of(side), side.durations_us.astype(np.float64)
     places = (side.places.first, side.places.values, side.parents, side.after, side.counts)
     memory = (side.held_bytes, side.needed_bytes, side.headroom_bytes)
     arcs = _memory_arcs(*places, side.component_of, *memory)
@@ -33,7 +33,7 @@ def find_headroom(side: Side) -> MemoryHeadroom:
     return MemoryHeadroom(first, arcs, most, least, frees, fill)
 
 
-def _prices(side: Side) -> Floats:
+def prices_of(side: Side) -> Floats:
     """float64[num_ranks, _MOST_PRICES]: prices of a byte in µs at which a part of a chain of tasks just pays."""
     prices = np.zeros((len(side.places.first) - 1, _MOST_PRICES))
     for rank in range(len(prices)):
@@ -55,6 +55,19 @@ def _prices(side: Side) -> Floats:
         for i, at in enumerate(picked):
             prices[rank, i + 1] = ordered[at]
     return prices
+
+
+def price_of_fill(side: Side, rank: int) -> int:
+    """Which of the rank's prices makes `MemoryHeadroom.fill_us` least."""
+    fills = []
+    prices, load = prices_of(side), side.durations_us.astype(np.float64)
+    places = (side.places.first, side.places.values, side.parents, side.after, side.counts)
+    memory = (side.held_bytes, side.needed_bytes, side.headroom_bytes)
+    for price in range(_MOST_PRICES):
+        frees = np.zeros(len(side.places.values), np.bool_)
+        only = np.ascontiguousarray(prices[:, price : price + 1])
+        fills.append(int(_fills(*places, *memory, side.grain_bytes, load, only, frees)[rank]))
+    return fills.index(min(fills))
 
 
 @njit(cache=True)

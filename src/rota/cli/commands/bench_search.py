@@ -1,0 +1,123 @@
+"""`rota bench-search`."""
+
+from __future__ import annotations
+
+import json
+import signal
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import closing
+from fnmatch import fnmatch
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rota.cli import files
+from rota.cli.arguments import add_time_limit, number
+from rota.cli.parser import Command, Parser
+from rota.cli.requirements import InputError, require_search
+
+if TYPE_CHECKING:
+    from rota.search.library import Attempt
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `rota bench-search` to its parser."""
+    parser.add_argument("problems", nargs="+", help="files of problems, or folders of them, such as problems/")
+    parser.add_argument("--only", metavar="GLOB", help="only problems with such names, such as 'wave-*-half'")
+    add_time_limit(parser, "search each problem for this many seconds (default: 10)", default=10.0)
+    parser.add_argument("--jobs", type=number(1), default=1, help="search this many problems side by side (default: 1)")
+    parser.add_argument("--update", action="store_true", help="write better plans and bounds into the files")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per problem, and no summary")
+
+
+def run(arguments: Namespace) -> int:
+    """Search every problem, and print what is closed, open and better than known. Returns the exit code."""
+    paths = _paths(arguments.problems, arguments.only)
+    require_search()
+    attempts: list[Attempt] = []
+    with closing(_searched(paths, arguments.time_limit, arguments.jobs)) as searched:
+        for attempt in searched:
+            attempts.append(attempt)
+            if arguments.update and attempt.best is not attempt.known:
+                attempt.best.write(attempt.path)
+            text = json.dumps(attempt.to_fields()) if arguments.json else _line(attempt, len(attempts), len(paths))
+            print(text, flush=True)
+    if not arguments.json:
+        _summarize(attempts, arguments.update)
+    return 0
+
+
+def _paths(given: list[str], only: str | None) -> list[Path]:
+    """The files of the problems, smallest first. Raises InputError if there are none."""
+    found = {path for one in map(Path, given) for path in (one.glob("*.json") if one.is_dir() else [one])}
+    if wrong := [path for path in found if not path.is_file()]:
+        raise InputError(f"{wrong[0]} is no file and no folder; give the folder problems/ of Rota's repository")
+    paths = [path for path in found if only is None or fnmatch(path.stem, only)]
+    if not paths:
+        which = f" whose name fits {only!r}" if only else ""
+        raise InputError(f"there is no problem{which} in {', '.join(given)}; problems/names.txt lists their names")
+    return sorted(paths, key=lambda path: (path.stat().st_size, path.name))
+
+
+def _searched(paths: list[Path], time_limit_s: float, jobs: int) -> Iterator[Attempt]:
+    """The attempts as they end; after Ctrl-C no further search begins."""
+    from rota.search.library import search_file
+
+    if jobs == 1:
+        for path in paths:
+            with files.named(str(path)):
+                attempt = search_file(path, time_limit_s)
+            yield attempt
+            if attempt.was_stopped:
+                return
+        return
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    try:
+        futures = {pool.submit(search_file, path, time_limit_s): path for path in paths}
+        for future in as_completed(futures):
+            with files.named(str(futures[future])):
+                yield future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _line(attempt: Attempt, done: int, total: int) -> str:
+    """One line: the best plan and bound now, and how the search compares with what was known."""
+    known_us, found_us = attempt.known_us, attempt.found_us
+    text = f"{done:>4}/{total} {attempt.known.name:<46} {attempt.makespan_us:>12,} µs  gap {attempt.gap:>6.2%}  "
+    text += f"{attempt.state:<10} {attempt.elapsed_s:>6.1f} s"
+    if found_us is None:
+        return text + "  the search found no plan"
+    if attempt.has_better_plan:
+        text += f"  better plan: {found_us / known_us - 1:.2%}"
+    elif found_us > known_us:
+        text += f"  search alone: {found_us / known_us - 1:+.2%}"
+    if attempt.has_better_bound:
+        text += f"  better bound: {attempt.best.bound_us / max(attempt.known.bound_us, 1) - 1:+.2%}"
+    return text
+
+
+def _summarize(attempts: list[Attempt], was_written: bool) -> None:
+    states = Counter(attempt.state for attempt in attempts)
+    print(", ".join(f"{states[state]} {state}" for state in ("closed", "within 1 %", "open")))
+    reached = sum(attempt.found_us is not None and attempt.found_us <= attempt.known_us for attempt in attempts)
+    print(f"The search reached the best known plan of {reached} of {len(attempts)} problems.")
+    plans = [attempt.known.name for attempt in attempts if attempt.has_better_plan]
+    proofs = [attempt.known.name for attempt in attempts if attempt.has_better_bound]
+    for what, names in (("plans", plans), ("bounds", proofs)):
+        if names:
+            print(f"{len(names)} better {what}: {' '.join(sorted(names))}")
+    if (plans or proofs) and not was_written:
+        print("Not written; --update writes them into the files.")
+
+
+COMMAND = Command(
+    "bench-search",
+    "search reference problems, and compare with the best known plans and bounds",
+    "rota bench-search problems/ --only 'wave-*' --time-limit 30",
+    add_arguments,
+    run,
+)

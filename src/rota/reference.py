@@ -1,0 +1,91 @@
+"""A reference problem: a placement and its micro-batches, with the best plan known and the best bound known.
+
+`problems/README.md` describes the files; `problems/check.py` verifies them without Rota.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rota import reading, writing
+from rota.placement import Placement
+from rota.plan import Plan
+from rota.simulation import simulate
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A problem with the best that is known of it.
+
+    Attributes:
+        name: What the problem is; also the name of its file.
+        family: Problems that are alike.
+        plan: The best plan known; its placement and number of micro-batches are the problem.
+        found_by: The method that found the plan.
+        bound_us: No plan within the limits has a shorter makespan.
+        certificate: How the bound is known, in the form that `problems/README.md` describes.
+    """
+
+    name: str
+    family: str
+    plan: Plan
+    found_by: str
+    bound_us: int
+    certificate: Mapping[str, Any]
+
+    @property
+    def placement(self) -> Placement:
+        """The tasks of one micro-batch, the ranks and their limits."""
+        return self.plan.placement
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of a step."""
+        return self.plan.num_microbatches
+
+    def is_of(self, placement: Placement, num_microbatches: int) -> bool:
+        """Whether this is the same problem."""
+        return (self.placement, self.num_microbatches) == (placement, num_microbatches)
+
+    def to_json(self) -> str:
+        """The text of a "problem" file, which `from_json` reads, with the simulated makespan and memory."""
+        timeline = simulate(self.plan)
+        fields = self.plan.to_fields()
+        best = {
+            "makespan_us": timeline.makespan_us,
+            "peak_bytes": list(timeline.peak_memory_bytes),
+            "found_by": self.found_by,
+            "bound_us": self.bound_us,
+            "certificate": dict(self.certificate),
+            "orders": fields.pop("orders"),
+        }
+        return reading.dump("problem", {"name": self.name, "family": self.family, **fields, **best})
+
+    @classmethod
+    def from_json(cls, text: str) -> Reference:
+        """Read what `to_json` wrote. Raises FormatError or PlacementError, which name the field.
+
+        It trusts the bound and does not compare the plan with the makespan in the file: `problems/check.py` does both.
+        """
+        document = reading.parse(text, "problem")
+        certificate = document["certificate"]
+        return cls(
+            document["name"].name(),
+            document["family"].name(),
+            Plan.from_fields(document),
+            document["found_by"].name(),
+            document["bound_us"].integer(0),
+            {name.text(): value.value for name, value in certificate.items()},
+        )
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Reference:
+        """Read a file. Raises FormatError or PlacementError."""
+        return cls.from_json(reading.read_text(path))
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write a file. Raises OSError."""
+        writing.write_text(path, self.to_json())

@@ -1,0 +1,135 @@
+"""The search on reference problems: what it finds, and whether that is better than what is known."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from rota.errors import SearchError
+from rota.placement import Placement
+from rota.reference import Reference
+from rota.search import bounds
+from rota.search.portfolio import find_plan
+from rota.search.problem import Problem
+from rota.search.result import SearchResult, gap
+from rota.simulation import simulate
+
+NEAR = 0.01  #: a gap up to which a problem counts as nearly closed
+
+State = Literal["closed", "within 1 %", "open"]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One search on one reference problem.
+
+    Attributes:
+        path: The problem's file.
+        known: The problem with what was known before.
+        best: The problem with the better plan and the better bound of both.
+        found_us: Makespan of the plan that the search found by itself; None if it found none.
+        elapsed_s: How long the search lasted.
+        was_stopped: Whether Ctrl-C ended it.
+    """
+
+    path: str
+    known: Reference
+    best: Reference
+    found_us: int | None
+    elapsed_s: float
+    was_stopped: bool
+
+    @property
+    def known_us(self) -> int:
+        """Makespan of the plan that was known."""
+        return simulate(self.known.plan).makespan_us
+
+    @property
+    def makespan_us(self) -> int:
+        """Makespan of the best plan."""
+        return self.known_us if self.found_us is None else min(self.known_us, self.found_us)
+
+    @property
+    def gap(self) -> float:
+        """How much slower than the bound the best plan may be, as a fraction of its time."""
+        return gap(self.makespan_us, self.best.bound_us)
+
+    @property
+    def state(self) -> State:
+        """Whether the best plan is proven optimal, nearly, or neither."""
+        if self.makespan_us <= self.best.bound_us:
+            return "closed"
+        return "within 1 %" if self.gap <= NEAR else "open"
+
+    @property
+    def has_better_plan(self) -> bool:
+        """Whether the search found a faster plan than was known."""
+        return self.best.plan is not self.known.plan
+
+    @property
+    def has_better_bound(self) -> bool:
+        """Whether the search proved a higher bound than was known."""
+        return self.best.bound_us > self.known.bound_us
+
+    def to_fields(self) -> dict[str, Any]:
+        """The fields of an attempt in JSON."""
+        return {
+            "name": self.known.name,
+            "family": self.known.family,
+            "num_ops": self.known.plan.num_ops,
+            "state": self.state,
+            "gap": self.gap,
+            "makespan_us": self.makespan_us,
+            "bound_us": self.best.bound_us,
+            "known_us": self.known_us,
+            "known_bound_us": self.known.bound_us,
+            "found_us": self.found_us,
+            "elapsed_s": round(self.elapsed_s, 3),
+        }
+
+
+def first_reference(
+    name: str, family: str, placement: Placement, num_microbatches: int, time_limit_s: float
+) -> Reference:
+    """A problem with the plan and the bound of a search. Raises SearchError if nothing that fits was found."""
+    result = find_plan(placement, num_microbatches, time_limit_s=time_limit_s)
+    bound_us, certificate = _bound(result)
+    return Reference(name, family, result.plan, result.how, bound_us, certificate)
+
+
+def search_file(path: str | os.PathLike[str], time_limit_s: float) -> Attempt:
+    """Search the problem in a file for `time_limit_s` seconds. Raises FormatError or PlacementError."""
+    known = Reference.read(path)
+    try:
+        result = find_plan(known.placement, known.num_microbatches, time_limit_s=time_limit_s)
+    except SearchError:
+        return Attempt(os.fspath(path), known, known, None, time_limit_s, False)
+    best, found_us = known, result.makespan_us
+    if found_us < simulate(known.plan).makespan_us:
+        best = replace(best, plan=result.plan, found_by=result.how)
+    bound_us, certificate = _bound(result)
+    if (bound_us, _is_argument(certificate)) > (known.bound_us, _is_argument(known.certificate)):
+        best = replace(best, bound_us=bound_us, certificate=certificate)
+    return Attempt(os.fspath(path), known, best, found_us, result.elapsed_s, result.was_stopped)
+
+
+def _bound(result: SearchResult) -> tuple[int, Mapping[str, Any]]:
+    """The bound of a search, and its certificate: an argument where there is one, else what CP-SAT took."""
+    problem = Problem(result.plan.placement, result.plan.num_microbatches)
+    bound = bounds.best(problem)
+    found_us = int(result.bound_us)
+    if bound.us >= found_us and bound.proof is not None:
+        certificate = bounds.certificate_of(problem, bound.proof)
+        if certificate is not None:
+            return bound.us, certificate
+    if bound.us >= found_us:
+        return bound.us, {"argument": "words", "why": bound.why}
+    version = importlib.metadata.version("ortools")
+    return found_us, {"argument": "CP-SAT", "seconds": round(result.elapsed_s, 1), "ortools": version}
+
+
+def _is_argument(certificate: Mapping[str, Any]) -> bool:
+    return certificate["argument"] not in ("CP-SAT", "words")
