@@ -121,7 +121,7 @@ class SharedLink:
         receivers: Ranks.
 
     Raises:
-        PlacementError: The rate is not a whole number of 1 or more, or a list of ranks is empty or has a rank twice.
+        PlacementError: The rate is not a whole number of 1 or more, or ranks are missing, there twice, or no ranks.
     """
 
     name: str
@@ -132,8 +132,8 @@ class SharedLink:
     def __post_init__(self) -> None:
         object.__setattr__(self, "bytes_per_us", _rate(f"bytes_per_us of {self.name}", self.bytes_per_us))
         for name in ("senders", "receivers"):
-            ranks = tuple(getattr(self, name))
-            if not ranks or len({*ranks}) != len(ranks) or min(ranks) < 0:
+            ranks = tuple(whole(f"a rank in {name} of {self.name}", rank) for rank in getattr(self, name))
+            if not ranks or len({*ranks}) != len(ranks):
                 raise PlacementError(f"{name} of the shared link {self.name} is {ranks}: give different ranks, from 0")
             object.__setattr__(self, name, ranks)
 

@@ -1,8 +1,9 @@
 """Memory of a rank over time, from the times of its ops and transfers.
 
 A rank holds its static bytes, the bytes that its ops hold, received bytes from the transfer's start to the end of the
-op that reads them, sent bytes from their op's end until the transfer ends, and `peak_bytes` while an op runs. At one
-instant, ends free memory before starts allocate it; ops of duration 0 count one after the other, in the rank's order.
+op that reads them, sent bytes from when they are handed over (the end of their op and of what sending costs after it)
+until the transfer ends, and `peak_bytes` while an op runs. At one instant, ends free memory before starts allocate it;
+ops of duration 0 count one after the other, in the rank's order.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def events(
             continue
         size = route.num_bytes
         if rank == route.sender and route.shared:  # the sender holds the bytes while they wait for the shared links
-            starts = made_us[route.source]
+            starts = [min(times) for times in zip(made_us[route.source], starts, strict=True)]
         result += [(4 * start + _TRANSFER_STARTS, size) for start in starts]
         if rank == route.sender:  # the receiver's bytes are freed by the op that reads them
             result += [(4 * end + _TRANSFER_ENDS, -size) for end in ends]

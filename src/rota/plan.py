@@ -192,7 +192,10 @@ class Plan:
 
     @cached_property
     def first_service(self) -> Mapping[int, int]:
-        """The first node of the transfers on each route that uses shared links."""
+        """The first node of the transfers on each route that uses shared links. Raises PlanError as `nodes` does."""
+        if not any(route.shared for route in self.placement.routes):
+            return {}
+        _ = self.nodes  # which refuses orders that are too few, and a num_microbatches that is too large
         following, first = self.num_ops + 2 * len(self.step_end_ranks), {}
         for r, route in enumerate(self.placement.routes):
             if route.shared:
@@ -217,23 +220,27 @@ class Plan:
                 f"per shared link, or none",
                 "unknown",
             )
-        node_of = {transfer: node for node, transfer in self._served_transfers()}
         found = []
         for link, order, nodes in zip(self.placement.cluster.shared, self.service_orders, expected, strict=True):
-            given = [node_of.get(transfer, -1) for transfer in order]
-            if sorted(given) != nodes:
-                raise self._misserved(link.name, order, given, {*nodes})
-            found.append(tuple(given))
+            found.append(self._nodes_of(link.name, order, {*nodes}))
         return tuple(found)
 
-    def _misserved(self, link: str, order: Sequence[Transfer], given: list[int], expected: set[int]) -> PlanError:
-        for i, node in enumerate(given):
-            if node not in expected:
-                return PlanError(f"{link} serves {order[i]}, a transfer that does not use it; remove it", "unknown")
-            if node in given[:i]:
-                return PlanError(f"{link} serves {order[i]} twice; remove one of them", "duplicate")
-        transfer = next(transfer for node, transfer in self._served_transfers() if node in expected.difference(given))
-        return PlanError(f"{link} never serves {transfer}; add it there", "missing")
+    def _nodes_of(self, link: str, order: Sequence[Transfer], expected: set[int]) -> tuple[int, ...]:
+        """The nodes of a shared link's transfers. Raises PlanError unless they are those of `expected`, each once."""
+        left: dict[Transfer, list[int]] = {}  # several nodes where edges join the same tasks with as many bytes
+        for node, transfer in self._served_transfers():
+            if node in expected:
+                left.setdefault(transfer, []).append(node)
+        given = []
+        for transfer in order:
+            if transfer not in left:
+                raise PlanError(f"{link} serves {transfer}, a transfer that does not use it; remove it", "unknown")
+            if not left[transfer]:
+                raise PlanError(f"{link} serves {transfer} twice; remove one of them", "duplicate")
+            given.append(left[transfer].pop(0))
+        if (missing := next((transfer for transfer, nodes in left.items() if nodes), None)) is not None:
+            raise PlanError(f"{link} never serves {missing}; add it there", "missing")
+        return tuple(given)
 
     def _served_transfers(self) -> Iterator[tuple[int, Transfer]]:
         for r, first in self.first_service.items():
@@ -254,7 +261,7 @@ class Plan:
     @cached_property
     def graph(self) -> TaskGraph:
         """Ops, step ends and transfers on shared links, and what each waits for. Raises PlanError as `nodes` does."""
-        if not self.first_service:
+        if not self.first_service and not self.service_orders:
             return self._unserved_graph
         inputs = list(self._unserved_graph.inputs)
         for nodes in self.served:
@@ -393,17 +400,19 @@ class Plan:
         """The fields of a plan in JSON."""
         orders = [" ".join(map(str, order)) for order in self.orders]
         usage = {} if self.usage is None else {"usage": self.usage.to_fields()}
-        served = [" ".join(f"{t.source}>{t.target}@{t.receiver}" for t in order) for order in self.service_orders]
-        services = {"service_orders": served} if served else {}
+        services = {"service_orders": self._service_texts()} if self.service_orders else {}
         step = {"num_microbatches": self.num_microbatches, "orders": orders}
         return {**step, **services, **self.placement.to_fields(), **usage}
 
     def _repr_html_(self) -> str:
         """A picture of the simulated plan, or why it cannot run."""
         try:
-            starts, ends = self.earliest.starts_us, self.earliest.ends_us
+            starts, ends = list(self.earliest.starts_us), list(self.earliest.ends_us)
         except PlanError as error:
             return notebook.document(notebook.heading("Plan", ["cannot run"]), notebook.preformatted(str(error)))
+        for (before, after), (first, end) in zip(self.placement.occupied_us, pairwise(self.first_node), strict=True):
+            starts[first:end] = [start + before for start in starts[first:end]]
+            ends[first:end] = [time - after for time in ends[first:end]]
         columns = [[[times[node] for node in nodes] for nodes in self.nodes] for times in (starts, ends)]
         last = max(ends, default=0)
         facts = [count_text(self.num_ranks, "rank"), count_text(self.num_microbatches, "micro-batch", "es")]
@@ -428,21 +437,48 @@ class Plan:
             plan = replace(plan, service_orders=served)
         return plan
 
+    @cached_property
+    def _route_texts(self) -> tuple[str, ...]:
+        """What tells routes between two tasks apart: the receiver, "@3"; of parallel ones also a number, "@3#1"."""
+        counts: Counter[tuple[int, int, int]] = Counter()
+        texts = []
+        for source, target, _, receiver, *_ in self.placement.routes:
+            number = counts[source, target, receiver]
+            counts[source, target, receiver] += 1
+            texts.append(f"@{receiver}#{number}" if number else f"@{receiver}")
+        return tuple(texts)
+
+    def _service_texts(self) -> list[str]:
+        """`service_orders` as rows of "2F0>3F0@3": an op, its reader, and the rank that receives."""
+        ends: dict[tuple[int, ...], str] = {}
+        for route, text in zip(self.placement.routes, self._route_texts, strict=True):
+            ends.setdefault((route.source, route.target, *route[2:5]), text)
+        index, rows = self.placement.index, []
+        for order in self.service_orders:
+            keys = [(index[t.source[:2]], index[t.target[:2]], *t[2:]) for t in order]
+            rows.append(" ".join(f"{t.source}>{t.target}{ends[key]}" for t, key in zip(order, keys, strict=True)))
+        return rows
+
     def _read_services(self, field: reading.Field) -> tuple[Transfer, ...]:
-        """A row of "2F0>3F0@3": op, its reader, and the rank that receives. Raises FormatError."""
-        index, tasks = self.placement.index, self.placement.tasks
-        routes = {(route.source, route.target, route.receiver): r for r, route in enumerate(self.placement.routes)}
-        found = []
+        """A row of what `_service_texts` writes. Raises FormatError."""
+        tasks, found = self.placement.tasks, []
+        routes = {
+            (str(tasks[route.source]), str(tasks[route.target]), text): r
+            for r, (route, text) in enumerate(zip(self.placement.routes, self._route_texts, strict=True))
+        }
         for text in field.text().split():
-            ops, _, receiver = text.partition("@")
+            ops, at, receiver = text.partition("@")
             pair = schedule_csv.parse_ops(ops.split(">"), field.path)
-            rank = int(receiver) if receiver.isascii() and receiver.isdecimal() and len(receiver) < 10 else -1
-            ends = [index.get(op[:2], -1) for op in (*pair, *pair)[:2]]
-            route = routes.get((ends[0], ends[1], rank)) if len(pair) == 2 else None
+            names = [f"{op.stage}{op.kind}" for op in pair]
+            route = routes.get((names[0], names[1], at + receiver)) if len(pair) == 2 else None
             batches = range(0) if route is None else self.microbatches_on(route)
             if route is None or pair[0].microbatch != pair[1].microbatch or pair[0].microbatch not in batches:
-                there = f"{tasks[0]}0>{tasks[-1]}0@{tasks[-1].ranks[0]}"
-                raise FormatError(f"{field.path}: {reading.short(text)} is no transfer; expected one such as {there}")
+                expected = "the plan has none"
+                if routes:
+                    (a, b, to), first = next(iter(routes.items()))
+                    m = next(iter(self.microbatches_on(first)), 0)
+                    expected = f"expected one such as {a}{m}>{b}{m}{to}"
+                raise FormatError(f"{field.path}: {reading.short(text)} is no transfer; {expected}")
             found.append(self.transfer(route, pair[0].microbatch))
         return tuple(found)
 

@@ -150,8 +150,9 @@ class Timeline:
     def critical_path(self) -> tuple[Span, ...]:
         """The chain of ops, transfers and step ends that determines the makespan, first to last.
 
-        Each span waited for the one before it. Simulated spans are adjacent, so their durations add up to the makespan,
-        with what messages cost before and after ops; measured ones may have gaps between them.
+        Each span waited for the one before it. Simulated spans are adjacent but for what messages cost before and after
+        ops, and with that their durations add up to the makespan; measured ones may have gaps between them. A transfer
+        that the next one waits for, because they share a link, ends where it no longer occupies that link.
         """
         plan = self.plan
         num_nodes = len(plan.graph.durations_us)
@@ -174,7 +175,11 @@ class Timeline:
             ends[first:after] = [arrived - route.duration_us + route.service_us for arrived in self.arrived_us[r]]
             ranks[first:after] = [route.sender] * (after - first)
         path = plan.graph.critical_path(starts, ends)
-        return tuple(self._with_transfers([self._span(node, ranks[node], starts[node], ends[node]) for node in path]))
+        spans = [self._span(node, ranks[node], starts[node], ends[node]) for node in path]
+        for i, (one, following) in enumerate(pairwise(spans)):
+            if isinstance(one.work, Transfer) and isinstance(following.work, Transfer):  # it waits for the link alone
+                spans[i] = one._replace(end_us=max(one.start_us, ends[path[i]]))
+        return tuple(self._with_transfers(spans))
 
     def _span(self, node: int, rank: int, start_us: int, end_us: int) -> Span:
         """The span of a node of the plan's graph; an op's without the time that messages cost before and after it."""
