@@ -5,14 +5,15 @@ from __future__ import annotations
 from hypothesis import given, settings
 
 from rota import schedules
-from rota.costs import Cluster, Costs, Link
+from rota.costs import Cluster, Costs, Link, SharedLink
 from rota.placement import Edge, Placement
 from rota.placing import place
 from rota.plan import Plan, Transfer
 from rota.simulation import simulate
 from rota.tasks import Kind, Op, Task
 from rota.timeline import Timeline
-from support.core_strategies import plans
+from support.core_strategies import plans, wired_plans
+from support.recount import recount
 
 F, B = Kind.F, Kind.B
 
@@ -28,7 +29,9 @@ class Replay:
         self.plan, self.rank = timeline.plan, rank
         self.order = timeline.plan.orders[rank]
         self.starts, self.ends = timeline.starts_us[rank], timeline.ends_us[rank]
-        self.transfers = [(span.start_us, span.end_us, span.work) for span in timeline.transfer_spans()]
+        counted = recount(self.plan)
+        self.transfers = [(m.sent_us, m.arrived_us, m.transfer) for m in counted.messages]
+        self.held_by_sender = [(m.handed_over_us, m.arrived_us, m.transfer) for m in counted.messages]
 
     def holds(self, started: int, ended: int, now: int) -> int:
         """Bytes when the first `started` ops of the order have started and the first `ended` of them have ended."""
@@ -39,9 +42,10 @@ class Replay:
                 total += task.held_bytes
             if i >= ended:
                 total += task.peak_bytes
-        for start, end, transfer in self.transfers:
+        for start, end, transfer in self.held_by_sender:
             if transfer.sender == self.rank and start <= now < end:
                 total += transfer.num_bytes
+        for start, _, transfer in self.transfers:
             if transfer.receiver == self.rank and start <= now and transfer.target not in self.order[:ended]:
                 total += transfer.num_bytes
         return total
@@ -54,7 +58,8 @@ class Replay:
         return self.holds(sum(start <= now for start in self.starts), sum(end <= now for end in self.ends), now)
 
     def instants(self) -> list[int]:
-        sent = [time for start, end, transfer in self.transfers if self.rank in transfer[2:4] for time in (start, end)]
+        each = self.transfers + self.held_by_sender
+        sent = [time for start, end, transfer in each if self.rank in transfer[2:4] for time in (start, end)]
         return sorted({0, *self.starts, *self.ends, *sent})
 
     def peak(self) -> int:
@@ -63,8 +68,8 @@ class Replay:
         return max(self.plan.placement.static_bytes[self.rank], *moments)
 
 
-@given(plans())
-@settings(max_examples=200)
+@given(plans() | wired_plans())
+@settings(max_examples=300)
 def test_peak_and_every_instant_match_the_naive_replay(plan: Plan) -> None:
     timeline = simulate(plan)
     for rank in range(plan.num_ranks):
@@ -99,6 +104,15 @@ def test_received_bytes_stay_from_the_transfers_start_to_the_readers_end_and_sen
     timeline = simulate(Plan(placement, 1, ((Op(0, F, 0),), (Op(1, F, 0),))))
     assert timeline.memory(0) == [(0, 100), (1, 108), (4, 100)]
     assert timeline.memory(1) == [(0, 200), (1, 208), (4, 208), (7, 200)]
+
+
+def test_a_sender_holds_its_bytes_while_they_wait_for_a_shared_link() -> None:
+    tasks = tuple(Task(stage, F, (stage,), 1) for stage in range(3))
+    host = SharedLink("host", 4, (0,), (1, 2))
+    placement = Placement(tasks, (Edge(0, 1, 8), Edge(0, 2, 8)), Cluster((None,) * 3, shared=(host,)))
+    timeline = simulate(Plan(placement, 1, tuple((Op(stage, F, 0),) for stage in range(3))))
+    assert timeline.memory(0) == [(0, 0), (1, 16), (3, 8), (5, 0)]
+    assert timeline.memory(2) == [(0, 0), (3, 8), (5, 8), (6, 0)]  # from when it is served
 
 
 def test_each_edge_is_received_on_its_own() -> None:

@@ -6,7 +6,9 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -14,12 +16,12 @@ from hypothesis import given, settings
 from fuzz.mutating import json_mutants, text_mutants
 from rota import schedules
 from rota.checking import check
-from rota.costs import Cluster, Costs, Link
-from rota.errors import FormatError, RotaError
+from rota.costs import Cluster, Costs, Link, SharedLink
+from rota.errors import FormatError, PlanError, RotaError
 from rota.placing import place
 from rota.plan import Plan, Transfer
 from rota.tasks import Op
-from support.core_strategies import every_op, plans, read_by
+from support.core_strategies import every_op, plans, read_by, wired_plans
 
 PLAN = schedules.one_f_one_b(
     place(Costs.uniform(2, reduce_us=2), Cluster((None, 99), Link(1, 2), ((0, 1, Link(3)),))), num_microbatches=3
@@ -35,8 +37,8 @@ def test_nodes_number_every_op_once(plan: Plan) -> None:
     assert plan.nodes == tuple(tuple(map(plan.node, order)) for order in plan.orders)
 
 
-@given(plans())
-@settings(max_examples=150)
+@given(plans() | wired_plans())
+@settings(max_examples=300)
 def test_the_wire_order_holds_everything_after_what_it_needs(plan: Plan) -> None:
     position = {action: i for i, action in enumerate(plan.wire_order)}
     assert set(every_op(plan.placement, plan.num_microbatches)) | set(plan.transfers) == set(position)
@@ -47,6 +49,88 @@ def test_the_wire_order_holds_everything_after_what_it_needs(plan: Plan) -> None
         assert all(position[before] < position[op] for before in read_by(plan.placement, op))
     for transfer in plan.transfers:
         assert position[transfer.source] < position[transfer] < position[transfer.target]
+
+
+@given(wired_plans())
+@settings(max_examples=300)
+def test_each_rank_sends_in_the_order_of_service(plan: Plan) -> None:
+    sent_us = plan.earliest.starts_us
+    for nodes in plan.served:
+        transfers = dict(plan._served_transfers())
+        by_sender: dict[int, list[Transfer]] = {}
+        for node in nodes:
+            by_sender.setdefault(transfers[node].sender, []).append(transfers[node])
+        for sent in by_sender.values():
+            wire = [action for action in plan.wire_order if isinstance(action, Transfer) and action in sent]
+            assert wire == sent
+        assert all(sent_us[a] < sent_us[b] for a, b in pairwise(nodes))
+
+
+def hosted(num_microbatches: int = 2) -> Plan:
+    """Two ranks whose transfers share a host, served in the order that first come first served gives."""
+    host = SharedLink("host a", 1, (0, 1), (0, 1))
+    cluster = Cluster((None, None), Link(1, 2, 1, None, 1, 8), shared=(host,), gap_us=1)
+    plan = schedules.gpipe(place(Costs.uniform(2, boundary_bytes=8), cluster), num_microbatches)
+    transfers = dict(plan._served_transfers())
+    return replace(plan, service_orders=(tuple(transfers[node] for node in plan.served[0]),))
+
+
+def test_a_transfer_that_is_served_late_is_sent_before_the_op_that_runs_then() -> None:
+    assert [
+        str(action) for action in hosted().wire_order if not isinstance(action, Transfer) or action.sender == 0
+    ] == [
+        *("0F0", "0F0→1F0", "0F1", "0F1→1F1", "1F0", "1F1", "1B0", "1B1", "0B0", "0B1"),
+    ]
+    tasks_first = hosted(3)  # the host is slower than the ops: transfers wait until rank 0 is done
+    assert [t.source.microbatch for t in tasks_first.transfers if t.sender == 0] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "told"),
+    [
+        (lambda order: (order[1:],), "missing", "host a never serves 0F0→1F0; add it there"),
+        (lambda order: ((*order, order[0]),), "duplicate", "host a serves 0F0→1F0 twice; remove one of them"),
+        (
+            lambda order: ((*order, order[0]._replace(num_bytes=9)),),
+            "unknown",
+            "host a serves 0F0→1F0, a transfer that does not use it; remove it",
+        ),
+        (lambda order: (order, order), "unknown", "the plan has 2 service orders for 1 shared links"),
+        (
+            lambda order: (order[::-1],),
+            "cycle",
+            "the orders wait in a cycle: ",
+        ),
+    ],
+)
+def test_wrong_orders_of_service_are_refused(
+    change: Callable[[tuple[Transfer, ...]], tuple[tuple[Transfer, ...], ...]], reason: str, told: str
+) -> None:
+    plan = hosted()
+    wrong = replace(plan, service_orders=change(plan.service_orders[0]))
+    for given_plan in (wrong, Plan.from_json(wrong.to_json())) if "9" not in repr(wrong.service_orders) else (wrong,):
+        with pytest.raises(PlanError) as caught:
+            check(given_plan)
+        assert (caught.value.reason, told in str(caught.value)) == (reason, True)
+
+
+def test_a_cycle_through_an_order_of_service_is_told_wait_by_wait() -> None:
+    plan = hosted(1)
+    forward, back = plan.service_orders[0]
+    with pytest.raises(PlanError) as caught:
+        check(replace(plan, service_orders=((back, forward),)))
+    waits = set(str(caught.value).removeprefix("the orders wait in a cycle: ").split("; "))
+    assert waits == {
+        "0F0→1F0 comes after 1B0→0B0 in the order of host a",
+        "1B0→0B0 carries what 1B0 makes",
+        "1B0 reads what 1F0 makes",
+        "1F0 reads what 0F0→1F0 carries",
+    }
+
+
+def test_an_order_of_service_without_a_shared_link_is_refused() -> None:
+    with pytest.raises(PlanError, match="the plan has 1 service orders for 0 shared links"):
+        check(replace(PLAN, service_orders=((),)))
 
 
 # --- the certificate --------------------------------------------------------------------------------------------------
@@ -118,8 +202,8 @@ def hoisted(plan: Plan, far: bool) -> list[list[int]]:
     return result
 
 
-@given(plans())
-@settings(max_examples=150)
+@given(plans() | wired_plans())
+@settings(max_examples=300)
 def test_a_checked_plan_finishes(plan: Plan) -> None:
     check(plan)
     assert finishes(plan, programs(plan)), "where every send waits for its receive"
@@ -147,8 +231,8 @@ def test_the_interpreter_sees_a_hang() -> None:
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-@given(plans())
-@settings(max_examples=150)
+@given(plans() | wired_plans())
+@settings(max_examples=300)
 def test_text_round_trips(plan: Plan) -> None:
     text = plan.to_json()
     assert Plan.from_json(text) == plan
@@ -200,11 +284,11 @@ def changed(**fields: object) -> str:
         (changed(cluster={"limit_bytes": [1]}), "plan.cluster has no field 'links'; it has limit_bytes"),
         (
             changed(cluster={"limit_bytes": [1], "link": [0], "links": []}),
-            "plan.cluster.link is [0]; expected [latency_us",
+            "plan.cluster.link is [0]; expected latency_us and bytes_per_us, or",
         ),
         (
             changed(cluster={"limit_bytes": [1], "link": [0, 1], "links": [[0, 1, 2]]}),
-            "plan.cluster.links[0] is [0, 1, 2]; expected [sender, receiver, latency_us, bytes_per_us]",
+            "plan.cluster.links[0] is [0, 1, 2]; expected latency_us and bytes_per_us, or",
         ),
         (changed(static_bytes={}), "plan.static_bytes is {}; expected a list"),
     ],
@@ -215,13 +299,24 @@ def test_what_is_wrong_is_told_with_place_and_value(text: str, told: str) -> Non
     assert told in str(caught.value)
 
 
-def test_mutated_text_is_read_or_refused() -> None:
+@pytest.mark.parametrize(
+    "entry", ["0F0>1F0", "0F0>1F0@0", "0F0>1F0@1#1", "0F0>1F1@1", "0F7>1F7@1", "0F0>1B0@1", "0F0@1", "0F0>1F0>1B0@1"]
+)
+def test_what_is_no_transfer_is_refused_with_one_that_is(entry: str) -> None:
+    document = json.loads(hosted().to_json()) | {"service_orders": [entry]}
+    with pytest.raises(FormatError) as caught:
+        Plan.from_json(json.dumps(document))
+    assert str(caught.value) == (f'plan.service_orders[0]: "{entry}" is no transfer; expected one such as 0F0>1F0@1')
+
+
+@pytest.mark.parametrize("plan", [PLAN, hosted()], ids=["plain", "wired"])
+def test_mutated_text_is_read_or_refused(plan: Plan) -> None:
     chooser = random.Random(5)
-    documents, csv = PLAN.to_json(), PLAN.to_csv()
+    documents, csv = plan.to_json(), plan.to_csv()
     reads: list[tuple[str, Callable[[str], Plan]]] = [
         *((text, Plan.from_json) for text in json_mutants(documents, 1500, chooser)),
         *((text, Plan.from_json) for text in text_mutants(documents, 500, chooser)),
-        *((text, partial(Plan.from_csv, placement=PLAN.placement)) for text in text_mutants(csv, 2000, chooser)),
+        *((text, partial(Plan.from_csv, placement=plan.placement)) for text in text_mutants(csv, 2000, chooser)),
     ]
     outcomes = Counter()
     for text, read in reads:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 
 from rota import schedules
-from rota.costs import Cluster, Costs, Link
+from rota.costs import Cluster, Costs, Link, SharedLink
 from rota.errors import PlanError
 from rota.placement import Edge, Placement, StepEnd
 from rota.placing import place
@@ -14,7 +16,8 @@ from rota.plan import Plan, Transfer
 from rota.simulation import simulate
 from rota.tasks import Kind, Op, Task
 from rota.timeline import Timeline
-from support.core_strategies import deal, plans, read_by
+from support import recount as counting
+from support.core_strategies import deal, plans, read_by, wired_plans
 
 F, B = Kind.F, Kind.B
 
@@ -136,6 +139,66 @@ def test_makespan_ends_with_the_last_work_and_respects_its_bounds(plan: Plan) ->
 def _ancestors(placement: Placement, op: Op) -> set[Op]:
     before = set(read_by(placement, op))
     return before.union(*(_ancestors(placement, other) for other in before))
+
+
+@given(wired_plans())
+@settings(max_examples=400)
+def test_shared_links_and_occupied_ranks_match_a_count_of_every_microsecond(plan: Plan) -> None:
+    timeline, counted = simulate(plan), counting.recount(plan)
+    at = times(timeline)
+    assert at == {key: entry[:2] for key, entry in counted.ops.items()}
+    expected = [(each.transfer.sender, each.sent_us, each.arrived_us, each.transfer) for each in counted.messages]
+    assert sorted(timeline.transfer_spans()) == sorted(expected)
+    ends = counting.step_end_times(plan, counted)
+    assert list(timeline.step_ends_us) == ends
+    assert timeline.makespan_us == max([counted.makespan_us, *(end for row in ends for end in row)])
+    assert timeline.span_us == max(_window(counted, rank) for rank in range(plan.num_ranks))
+
+
+def _window(counted: counting.Recount, rank: int) -> int:
+    mine = [entry[2:] for (on, _), entry in counted.ops.items() if on == rank]
+    return max(until for _, until in mine) - min(since for since, _ in mine) if mine else 0
+
+
+@given(wired_plans())
+@settings(max_examples=200)
+def test_the_order_of_first_come_first_served_written_down_changes_nothing(plan: Plan) -> None:
+    plan = replace(plan, service_orders=())
+    found = [[(time, node) for node in nodes for time in [plan.earliest.starts_us[node]]] for nodes in plan.served]
+    assert all(order == sorted(order) for order in found)
+    nodes = dict(plan._served_transfers())
+    written = replace(plan, service_orders=tuple(tuple(nodes[node] for node in order) for order in plan.served))
+    assert simulate(written).ends_us == simulate(plan).ends_us
+    assert simulate(written).sent_us == simulate(plan).sent_us
+    assert written.served == plan.served
+
+
+def test_a_shared_link_by_hand() -> None:
+    """Rank 0 sends 8 bytes to rank 1 and 8 to rank 2 over one host: 4 bytes per µs, and 1 µs until they arrive."""
+    tasks = tuple(Task(stage, F, (stage,), 3) for stage in range(3))
+    host = SharedLink("host", 4, (0,), (1, 2))
+    placement = Placement(tasks, (Edge(0, 1, 8), Edge(0, 2, 8)), Cluster((None,) * 3, Link(1, 8), shared=(host,)))
+    plan = Plan(placement, 1, tuple((Op(stage, F, 0),) for stage in range(3)))
+    timeline = simulate(plan)
+    assert (timeline.sent_us, timeline.arrived_us) == (((3,), (5,)), ((6,), (8,)))
+    assert timeline.makespan_us == 11
+    swapped = replace(plan, service_orders=((plan.transfer(1, 0), plan.transfer(0, 0)),))
+    assert simulate(swapped).sent_us == ((5,), (3,))
+    path = [(str(span.work), span.start_us, span.end_us) for span in timeline.critical_path()]
+    assert path == [("0F0", 0, 3), ("0F0→1F0", 3, 5), ("0F0→2F0", 5, 8), ("2F0", 8, 11)]
+
+
+def test_messages_and_gaps_occupy_their_ranks_by_hand() -> None:
+    """A message of 10 bytes costs its sender 1 + 10/5 and its receiver 2 µs; between ops a rank needs 1 µs."""
+    tasks = (Task(0, F, (0,), 4), Task(1, F, (1,), 4), Task(2, F, (0,), 4))
+    cluster = Cluster((None, None), Link(1, None, 1, 5, 2), gap_us=1)
+    placement = Placement(tasks, (Edge(0, 1, 10), Edge(0, 2)), cluster)
+    assert placement.occupied_us == ((1, 3), (3, 0), (1, 0))
+    timeline = simulate(Plan(placement, 1, ((Op(0, F, 0), Op(2, F, 0)), (Op(1, F, 0),))))
+    assert timeline.starts_us == ((1, 9), (12,))
+    assert timeline.ends_us == ((5, 13), (16,))
+    assert (timeline.sent_us, timeline.arrived_us) == (((8,),), ((9,),))
+    assert (timeline.makespan_us, timeline.busy_us, timeline.span_us) == (16, (8, 4), 13)
 
 
 def test_a_chain_by_hand() -> None:

@@ -102,6 +102,39 @@ def has_cycle(graph: TaskGraph) -> bool:
     return bool(left)
 
 
+@st.composite
+def served_graphs(draw: st.DrawFn) -> tuple[TaskGraph, dict[int, tuple[int, ...]]]:
+    """A graph, and of some nodes the servers. What is served takes time."""
+    graph = draw(graphs())
+    which = st.lists(st.integers(0, 2), max_size=2, unique=True).map(tuple)
+    servers = {node: draw(which) for node in range(len(graph.durations_us))}
+    served = {node: found for node, found in servers.items() if found}
+    durations = [max(us, 1) if node in served else us for node, us in enumerate(graph.durations_us)]
+    return TaskGraph(durations, graph.inputs), served
+
+
+@given(served_graphs())
+@settings(max_examples=300)
+def test_who_comes_first_is_served_first(given_graph: tuple[TaskGraph, dict[int, tuple[int, ...]]]) -> None:
+    graph, served = given_graph
+    earliest = graph.first_come(served)
+    starts, ends = earliest.starts_us, earliest.ends_us
+    ready = [max([0, *(ends[before] + lag for before, lag in inputs)]) for inputs in graph.inputs]
+    for node, duration in enumerate(graph.durations_us):
+        assert ends[node] == starts[node] + duration
+        others = [other for other in served if other != node and {*served[other]} & {*served.get(node, ())}]
+        earlier = [other for other in others if (ready[other], other) < (ready[node], node)]
+        assert starts[node] == max([ready[node], *(ends[other] for other in earlier)])
+    position = {node: i for i, node in enumerate(earliest.sequence)}
+    assert len(position) == len(graph.durations_us)
+    assert all(position[before] < position[node] for node, edges in enumerate(graph.inputs) for before, _ in edges)
+
+
+def test_a_cycle_beside_servers_is_found() -> None:
+    with pytest.raises(CycleError):
+        TaskGraph([1, 1, 1], [[(1, 0)], [(0, 0)], []]).first_come({2: (0,)})
+
+
 def test_no_nodes() -> None:
     graph = TaskGraph([], [])
     earliest = graph.earliest()

@@ -19,7 +19,7 @@ from rota.plan import Plan, Transfer
 from rota.simulation import simulate
 from rota.tasks import Kind, Op
 from rota.timeline import Span, StepEndWork, Timeline
-from support.core_strategies import plans
+from support.core_strategies import plans, wired_plans
 
 TIMELINE = simulate(
     schedules.one_f_one_b(
@@ -68,8 +68,32 @@ def test_the_critical_path_explains_the_makespan(plan: Plan) -> None:
         assert linked(plan, before, after), (before, after)
 
 
-@given(plans())
-@settings(max_examples=100)
+@given(wired_plans())
+@settings(max_examples=200)
+def test_the_critical_path_explains_the_makespan_with_what_messages_cost(plan: Plan) -> None:
+    """Of a transfer that another one waits for, only the time for which it occupies what they share."""
+    path, occupied_us = simulate(plan).critical_path(), plan.placement.occupied_us
+
+    def occupied(span: Span) -> tuple[int, int]:
+        """When it begins and ends to occupy its rank, or its link."""
+        before, after = (0, 0)
+        if isinstance(span.work, Op):
+            before, after = occupied_us[plan.placement.index[span.work[:2]]]
+        return span.start_us - before, span.end_us + after
+
+    assert occupied(path[0])[0] == 0
+    assert path[-1].end_us == simulate(plan).makespan_us
+    shared = {(r.sender, r.receiver): {*r.shared} for r in plan.placement.routes if r.shared}
+    for before, after in pairwise(path):
+        assert occupied(before)[1] == occupied(after)[0]
+        if isinstance(before.work, Transfer) and isinstance(after.work, Transfer):
+            assert shared[before.work[2:4]] & shared[after.work[2:4]]
+        else:
+            assert linked(plan, before, after), (before, after)
+
+
+@given(plans() | wired_plans())
+@settings(max_examples=200)
 def test_spans_are_all_that_happens(plan: Plan) -> None:
     timeline = simulate(plan)
     ops = [(span.rank, span.work) for span in timeline.op_spans()]
@@ -95,8 +119,8 @@ def test_idle_busy_and_bubble_add_up(plan: Plan) -> None:
     assert timeline.span_us == max(windows) <= timeline.makespan_us
 
 
-@given(plans())
-@settings(max_examples=100)
+@given(plans() | wired_plans())
+@settings(max_examples=200)
 def test_json_round_trip(plan: Plan) -> None:
     timeline = simulate(plan)
     text = timeline.to_json()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import pairwise
 from statistics import median
 from typing import final
 
@@ -33,6 +34,8 @@ class Part(StrEnum):
     CORES = "shared cores"  #: time that ops and launches lost because more ranks were busy than there are cores
     ARRIVALS = "later arrivals"  #: measured durations of transfers, without what CONTENTION counts
     CONTENTION = "contention"  #: time that transfers lost to others on the same link at the same time
+    MESSAGES = "messages"  #: what messages cost their ranks, and gaps between ops, as far as the plan counts them
+    SHARED_LINKS = "busy links"  #: a transfer on shared links starts some time after it was handed over
     SENDS = "late sends"  #: a transfer starts some time after its data was ready
     LAUNCH = "launch gaps"  #: an op starts some time after its inputs arrived, or the ranks of a task start apart
     STEP_END = "step end"  #: measured starts and durations of reductions and optimizer steps
@@ -68,6 +71,8 @@ _DESCRIPTIONS = {
     Part.CORES: "of these, and of launch gaps: more ranks are busy than cores",
     Part.ARRIVALS: "and with the measured transfer times",
     Part.CONTENTION: "of these, because transfers share a link",
+    Part.MESSAGES: "and what ranks needed of the planned time for messages and gaps",
+    Part.SHARED_LINKS: "handed over, but waiting for a shared link",
     Part.SENDS: "made, but not yet on its way",
     Part.LAUNCH: "ready, but not started yet",
     Part.STEP_END: "reductions and optimizer steps",
@@ -237,7 +242,8 @@ class _Replay:
     """A graph with one node per op and rank, then two per step end and rank: a reduction and an optimizer step.
 
     A node waits for its inputs and for the previous op of its rank. As planned, the ranks of one task start together:
-    each also waits for what the others need.
+    each also waits for what the others need. As planned, messages cost their ranks time before and after ops, and
+    transfers that share links are served in the plan's order: each has a node, after all others.
     """
 
     def __init__(self, plan: Plan, timeline: Timeline, num_cores: int | None) -> None:
@@ -252,13 +258,26 @@ class _Replay:
     def makespan_us(self, num_steps: int) -> int:
         """The makespan with the first `num_steps` parts as measured."""
         measured = [*Part][:num_steps]
-        durations, lags = self._durations(measured), self._lags(measured)
+        durations, lags, handed_over = self._durations(measured), self._lags(measured), self._handing_over_us(measured)
+        after_us = [0] * len(self._places)
+        if Part.MESSAGES not in measured:
+            after_us = [self._occupied_us(place)[1] for place in self._places]
+        first_service = {} if Part.SHARED_LINKS in measured else self._first_service
         inputs: list[Sequence[tuple[int, int]]] = []
         for place, own in zip(self._places, self._inputs, strict=True):
-            before = [(self._node(place) - 1, 0)] if place.position else []
-            reads = own if Part.LAUNCH in measured else self._together(place)
-            inputs.append([*before, *((node, 0 if route < 0 else lags(route, k)) for node, route, k in reads)])
-        inputs += [[(node, 0) for node in nodes] for nodes in self._step_end_inputs(Part.STEP_END not in measured)]
+            node = self._node(place) - 1
+            before = [(node, after_us[node])] if place.position else []
+            for source, route, k in own if Part.LAUNCH in measured else self._together(place):
+                if route in first_service:
+                    before.append((first_service[route] + k, lags(route, k)))
+                else:
+                    before.append((source, after_us[source] if route < 0 else handed_over(route, k) + lags(route, k)))
+            inputs.append(before)
+        for nodes in self._step_end_inputs(Part.STEP_END not in measured):
+            inputs.append([(node, after_us[node] if node < len(self._places) else 0) for node in nodes])
+        if first_service:
+            durations += self._services_us
+            inputs += self._service_inputs(handed_over)
         return max(TaskGraph(durations, inputs).earliest().ends_us, default=0)
 
     def _node(self, place: Place) -> int:
@@ -289,6 +308,39 @@ class _Replay:
             yield from self._inputs[node]
             if node > self._first[rank]:
                 yield node - 1, -1, 0
+
+    # --- shared links as planned --------------------------------------------------------------------------------------
+
+    @cached_property
+    def _first_service(self) -> dict[int, int]:
+        """The first node of the transfers on each route that uses shared links."""
+        moved = (
+            len(self._places) + 2 * len(self._plan.step_end_ranks) - min(self._plan.first_service.values(), default=0)
+        )
+        return {route: first + moved for route, first in self._plan.first_service.items()}
+
+    @property
+    def _services_us(self) -> list[int]:
+        """How long each transfer occupies its shared links."""
+        plan = self._plan
+        return [plan.placement.routes[r].service_us for r in plan.first_service for _ in plan.microbatches_on(r)]
+
+    def _service_inputs(self, handed_over: Callable[[int, int], int]) -> list[list[tuple[int, int]]]:
+        """For each transfer on shared links its maker, and the one before it in each order of service."""
+        plan, inputs = self._plan, []
+        for r in plan.first_service:
+            for k in range(len(plan.microbatches_on(r))):
+                inputs.append([(self._node(self._place_of_maker(r, k)), handed_over(r, k))])
+        first, moved = min(plan.first_service.values()), min(self._first_service.values())
+        for order in plan.served:
+            for before, node in pairwise(order):
+                inputs[node - first].append((before - first + moved, 0))
+        return inputs
+
+    def _place_of_maker(self, route: int, k: int) -> Place:
+        """The op that makes the data of a route's k-th transfer, on the rank that sends it."""
+        source, rank = self._plan.placement.routes[route].source, self._plan.placement.routes[route].sender
+        return Place(rank, self._positions[rank][self._plan.first_node[source] + k])
 
     @cached_property
     def _positions(self) -> list[dict[int, int]]:
@@ -322,8 +374,10 @@ class _Replay:
                 us = end - start
             if Part.CORES not in measured:
                 us -= min(max(us - planned, 0), self._cores.lost_us(start, end) if self._cores else 0)
-            late = self._late_us(place)
-            result.append(us + (late[0] if Part.CORES in measured else 0) + (late[1] if Part.LAUNCH in measured else 0))
+            full_us, occupied_us, late_us = self._late_us(place)
+            before_us = occupied_us if Part.MESSAGES in measured else self._occupied_us(place)[0]
+            us += before_us + (full_us if Part.CORES in measured else 0)
+            result.append(us + (late_us if Part.LAUNCH in measured else 0))
         for i, rank in plan.step_end_ranks:
             step_end = plan.placement.step_ends[i]
             if Part.STEP_END in measured:
@@ -332,15 +386,31 @@ class _Replay:
                 result += [step_end.reduce_us, step_end.optimizer_us]
         return result
 
-    def _late_us(self, place: Place) -> tuple[int, int]:
-        """How long the op was ready while other ranks used all cores, and while a core was free."""
-        arrivals = self._readiness.arrivals(place.rank, self._readiness.op(place))
-        before = self._readiness.end_us(place._replace(position=place.position - 1)) if place.position else 0
-        ready_us = max((one.arrived_us for one in arrivals), default=0)
-        ready_us, start_us = max(ready_us, before), self._readiness.start_us(place)
+    def _late_us(self, place: Place) -> tuple[int, int, int]:
+        """How long the op was ready while other ranks used all cores, for messages and gaps as planned, and further."""
+        start_us, ready_us = self._readiness.start_us(place), self._ready_us(place)
         full = self._cores.full_intervals(ready_us, start_us) if self._cores and ready_us < start_us else ()
         full_us = sum(b - a for a, b in full)
-        return full_us, max(start_us - ready_us, 0) - full_us
+        op = self._readiness.op(place)
+        ranks = self._plan.placement.tasks[self._plan.placement.index[op.stage, op.kind]].ranks
+        places = [Place(rank, self._positions[rank][self._plan.node(op)]) for rank in ranks]
+        before = [one._replace(position=one.position - 1) for one in places if one.position]
+        planned_us = self._occupied_us(place)[0]
+        planned_us += max((self._occupied_us(one)[1] for one in before), default=0)
+        together_us = max(self._ready_us(one) for one in places) if planned_us else 0
+        occupied_us = min(max(start_us - together_us - full_us, 0), planned_us)
+        return full_us, occupied_us, max(start_us - ready_us, 0) - full_us - occupied_us
+
+    def _occupied_us(self, place: Place) -> tuple[int, int]:
+        """By plan, the time before and after an op that messages and gaps between ops cost."""
+        op = self._readiness.op(place)
+        return self._plan.placement.occupied_us[self._plan.placement.index[op.stage, op.kind]]
+
+    def _ready_us(self, place: Place) -> int:
+        """When the op's inputs were there and the op before it was done."""
+        arrivals = self._readiness.arrivals(place.rank, self._readiness.op(place))
+        before = self._readiness.end_us(place._replace(position=place.position - 1)) if place.position else 0
+        return max([before, *(one.arrived_us for one in arrivals)])
 
     @cached_property
     def _step_end_us(self) -> Mapping[tuple[int, int], tuple[int, int]]:
@@ -360,7 +430,7 @@ class _Replay:
         return found
 
     def _lags(self, measured: Sequence[Part]) -> Callable[[int, int], int]:
-        """A function of (route, k): the lag of the route's k-th transfer."""
+        """A function of (route, k): how long the route's k-th transfer travels after it has occupied shared links."""
         routes, timeline = self._plan.placement.routes, self._timeline
 
         def lag(route: int, k: int) -> int:
@@ -370,15 +440,26 @@ class _Replay:
                 lost = 0 if Part.CONTENTION in measured else self._links[routes[route][2:4]].lost_us(sent, arrived)
                 excess = max(arrived - sent - us, 0)
                 us = max(arrived - sent, 0) - min(excess, lost)
-            if Part.SENDS in measured:
-                us += max(sent - self._made_us(route, k), 0)
+            if routes[route].shared and Part.SHARED_LINKS not in measured:
+                us = max(us - routes[route].service_us, 0)
             return us
 
         return lag
 
-    def _made_us(self, route: int, k: int) -> int:
-        source, rank = self._plan.placement.routes[route].source, self._plan.placement.routes[route].sender
-        return self._timeline.ends_us[rank][self._positions[rank][self._plan.first_node[source] + k]]
+    def _handing_over_us(self, measured: Sequence[Part]) -> Callable[[int, int], int]:
+        """A function of (route, k): from when its data is made until a transfer starts, or waits for shared links."""
+        routes, timeline = self._plan.placement.routes, self._timeline
+        costs = self._plan.placement.occupied_us
+
+        def us(route: int, k: int) -> int:
+            planned = costs[routes[route].source][1]
+            rank, position = self._place_of_maker(route, k)
+            taken = max(timeline.sent_us[route][k] - timeline.ends_us[rank][position], 0)
+            cost = min(taken, planned) if Part.MESSAGES in measured else planned
+            ending = Part.SHARED_LINKS if routes[route].shared else Part.SENDS
+            return cost + (max(taken - planned, 0) if ending in measured else 0)
+
+        return us
 
     # --- shared resources -------------------------------------------------------------------------------------------
 

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 from rota import schedules
 from rota.accounting import Cause, Idle, explain, idle
-from rota.costs import Cluster, Costs, Link
+from rota.costs import Cluster, Costs, Link, SharedLink
 from rota.errors import PlanError
-from rota.placement import StepEnd
+from rota.placement import Edge, Placement, StepEnd
 from rota.placing import place
 from rota.plan import Plan, Transfer
 from rota.simulation import simulate
-from rota.tasks import Op
+from rota.tasks import Kind, Op, Task
 from rota.timeline import StepEndWork, Timeline
 from rota.usage import Usage
-from support.core_strategies import plans, with_limits
+from support.core_strategies import plans, wired_plans, with_limits
 from support.measured import measured_like
 
 
@@ -67,7 +67,20 @@ def test_planned_idle_time_adds_up(plan: Plan) -> None:
     assert {Cause.SLOWER, Cause.CORES, Cause.LAUNCH, Cause.MEMORY}.isdisjoint(one.cause for one in idles)
 
 
-@given(plans(), st.integers(0, 2**16), st.none() | st.integers(1, 3), st.booleans())
+@given(wired_plans())
+@settings(max_examples=300)
+def test_planned_idle_time_adds_up_on_wired_clusters(plan: Plan) -> None:
+    timeline = simulate(plan)
+    idles = idle(timeline)
+    assert_whole(timeline, idles)
+    assert idle(timeline, planned=timeline) == idles, "nothing is slower than planned"
+    causes = {one.cause for one in idles}
+    assert {Cause.SLOWER, Cause.CORES, Cause.MEMORY}.isdisjoint(causes)
+    assert Cause.LAUNCH not in causes or plan.placement.cluster.gap_us
+    assert Cause.SHARED_LINK not in causes or plan.placement.cluster.shared
+
+
+@given(plans() | wired_plans(), st.integers(0, 2**16), st.none() | st.integers(1, 3), st.booleans())
 @settings(max_examples=500)
 def test_measured_idle_time_adds_up(plan: Plan, seed: int, num_cores: int | None, limited: bool) -> None:
     if limited:
@@ -80,8 +93,8 @@ def test_measured_idle_time_adds_up(plan: Plan, seed: int, num_cores: int | None
         assert num_cores or Cause.CORES not in {one.cause for one in idles}
 
 
-@given(plans(), st.integers(0, 2**16))
-@settings(max_examples=100)
+@given(plans() | wired_plans(), st.integers(0, 2**16))
+@settings(max_examples=200)
 def test_each_cause_is_what_it_says(plan: Plan, seed: int) -> None:
     timeline = measured_like(plan, random.Random(seed))
     ends: dict[Op, int] = {}
@@ -96,7 +109,7 @@ def test_each_cause_is_what_it_says(plan: Plan, seed: int) -> None:
         if one.cause in (Cause.WAITING, Cause.WARM_UP):
             assert isinstance(one.waits_for, Op)
             assert ends[one.waits_for] >= one.end_us
-        if one.cause is Cause.TRANSFER:
+        if one.cause in (Cause.TRANSFER, Cause.SHARED_LINK):
             assert isinstance(one.waits_for, Transfer)
             assert sent[one.waits_for].end_us >= one.end_us
         if one.cause is Cause.LAUNCH:
@@ -116,34 +129,57 @@ def cause_at(timeline: Timeline, rank: int, now: int) -> Cause:
     gap = next((i for i, start in enumerate(starts) if start > now), None)
     if gap is None:
         ended = [span for span in timeline.step_end_spans() if span.rank == rank and span.start_us <= now < span.end_us]
-        return Cause.STEP_END if ended else Cause.DRAIN
+        costs = timeline.plan.placement.occupied_us
+        sending_us = costs[timeline.plan.placement.index[order[-1][:2]]][1] if order else 0
+        sends = order and now < ends[-1] + sending_us
+        return Cause.STEP_END if ended else Cause.MESSAGES if sends else Cause.DRAIN
     begun, all_ends = ends[gap - 1] if gap else 0, {span.work: span.end_us for span in timeline.op_spans()}
+    placement = timeline.plan.placement
 
-    def inputs(op: Op) -> list[tuple[int, int]]:
-        """(arrived, made) of all that it reads."""
-        placement, reads = timeline.plan.placement, []
-        for edge in placement.edges:
-            source, target = placement.tasks[edge.source], placement.tasks[edge.target]
-            if (target.stage, target.kind) == (op.stage, op.kind):
-                maker = Op(source.stage, source.kind, op.microbatch)
-                sent = [s.end_us for s in timeline.transfer_spans() if s.work[:2] == (maker, op)]
-                reads.append((max([all_ends[maker], *sent]), all_ends[maker]))
+    def occupied(op: Op) -> tuple[int, int]:
+        return placement.occupied_us[placement.index[op[:2]]]
+
+    def inputs(op: Op) -> list[tuple[int, int, int, int, int, int, int]]:
+        """(arrived, made, the maker's rank and position, route or -1, handed over, sent) of all that it reads."""
+        reads, target = [], placement.index[op[:2]]
+        for source, route in [
+            *((edge.source, -1) for edge in placement.edges if edge.target == target),
+            *((route.source, r) for r, route in enumerate(placement.routes) if route.target == target),
+        ]:
+            task = placement.tasks[source]
+            maker, on = Op(task.stage, task.kind, op.microbatch), task.ranks[0]
+            made = sent = arrived = done = all_ends[maker]
+            if route >= 0:
+                k = op.microbatch // placement.num_components
+                sent, arrived = timeline.sent_us[route][k], timeline.arrived_us[route][k]
+                done = min(made + occupied(maker)[1], sent)
+            elif on != rank:
+                continue
+            reads.append((arrived, made, on, timeline.plan.orders[on].index(maker), route, done, sent))
         return reads
 
-    arrived, made = max(inputs(order[gap]), default=(0, 0))
-    if now >= arrived:
-        return Cause.LAUNCH
+    needs = max(inputs(order[gap]), default=(0, 0, 0, 0, -1, 0, 0))
+    arrived, made, _, _, route, handed_over, sent = needs
+    free = min(begun + (occupied(order[gap - 1])[1] if gap else 0), starts[gap])
+    if now < free:
+        return Cause.MESSAGES
+    if now >= max(arrived, free):
+        received = occupied(order[gap])[0] - placement.cluster.gap_us
+        return Cause.MESSAGES if now >= starts[gap] - received else Cause.LAUNCH
     for i in range(gap + 1, len(order)):
-        ready = max(begun, max(inputs(order[i]), default=(0, 0))[0])
-        if ready <= now and 0 < ends[i] - starts[i] <= min(arrived, starts[gap]) - ready:
+        ready = max(free, max(inputs(order[i]), default=(0,))[0])
+        needed = ends[i] - starts[i] + sum(occupied(order[i]))
+        if ready <= now and starts[i] < ends[i] and needed <= min(arrived, starts[gap]) - ready:
             return Cause.ORDER
-    if now >= made:
-        return Cause.TRANSFER
-    return Cause.WAITING if gap else Cause.WARM_UP
+    if now < made:
+        return Cause.WAITING if gap else Cause.WARM_UP
+    if now < handed_over:
+        return Cause.MESSAGES
+    return Cause.SHARED_LINK if now < sent and placement.routes[route].shared else Cause.TRANSFER
 
 
-@given(plans(most_microbatches=3), st.integers(0, 2**16), st.booleans())
-@settings(max_examples=100)
+@given(plans(most_microbatches=3) | wired_plans(most_microbatches=3), st.integers(0, 2**16), st.booleans())
+@settings(max_examples=300)
 def test_every_microsecond_has_the_cause_that_the_definitions_give(plan: Plan, seed: int, measured: bool) -> None:
     assume(all(len(task.ranks) == 1 for task in plan.placement.tasks))
     timeline = measured_like(plan, random.Random(seed), longest_us=6) if measured else simulate(plan)
@@ -174,6 +210,53 @@ def test_transfers_are_told_apart_from_the_ops_they_follow() -> None:
         "1 1-6 transfer 0F0→1F0",
         "1 9-16 drain 0B0",
     ]
+
+
+def test_messages_and_gaps_that_occupy_a_rank_are_told_apart() -> None:
+    """Sending costs 1 µs, receiving 2; between two ops a rank needs 3."""
+    cluster = Cluster((None, None), Link(4, None, 1, None, 2), gap_us=3)
+    plan = plan_of("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1", costs=Costs((5, 1), (9, 2)), cluster=cluster)
+    assert told(idle(simulate(plan))) == [
+        "0 0-3 launch 0F0",
+        "0 8-9 messages 0F0",
+        "0 9-12 launch 0F1",
+        "0 17-18 messages 0F1",
+        "0 18-33 waiting 1B0",
+        "0 33-34 messages 1B0→0B0",
+        "0 34-38 transfer 1B0→0B0",
+        "0 38-41 launch 0B0",
+        "0 41-43 messages 0B0",
+        "0 52-55 launch 0B1",
+        "0 55-57 messages 0B1",
+        "1 0-8 warm-up 0F0",
+        "1 8-9 messages 0F0→1F0",
+        "1 9-13 transfer 0F0→1F0",
+        "1 13-16 launch 1F0",
+        "1 16-18 messages 1F0",
+        "1 19-22 transfer 0F1→1F1",
+        "1 22-25 launch 1F1",
+        "1 25-27 messages 1F1",
+        "1 28-31 launch 1B0",
+        "1 33-34 messages 1B0",
+        "1 34-37 launch 1B1",
+        "1 39-40 messages 1B1",
+        "1 40-66 drain 0B1",
+    ]
+
+
+def test_waiting_for_a_shared_link_is_told_apart_from_the_transfer() -> None:
+    tasks = tuple(Task(stage, Kind.F, (stage,), 3) for stage in range(3))
+    host = SharedLink("host", 4, (0,), (1, 2))
+    placement = Placement(tasks, (Edge(0, 1, 8), Edge(0, 2, 8)), Cluster((None,) * 3, Link(1, 8), shared=(host,)))
+    plan = Plan(placement, 1, tuple((Op(stage, Kind.F, 0),) for stage in range(3)))
+    assert [line for line in told(idle(simulate(plan))) if line[0] == "2"] == [
+        "2 0-3 warm-up 0F0",
+        "2 3-5 link 0F0→2F0",
+        "2 5-8 transfer 0F0→2F0",
+    ]
+    text = explain(plan).to_text()
+    assert "link      an input waits for a link that others are using" in text
+    assert "rank 2: 2 µs while 0F→2F waits for a shared link" in text
 
 
 def test_an_op_that_was_ready_and_would_have_been_done_in_time_is_a_matter_of_order() -> None:
@@ -295,6 +378,18 @@ def test_what_would_help_is_what_simulating_it_says() -> None:
     )
     at_once = simulate(schedules.one_f_one_b(place(UNEVEN, Cluster.uniform(4)), 8)).makespan_us
     assert found["transfers that take no time"] == at_once
+
+
+def test_transfers_that_take_no_time_cost_nothing_and_share_nothing() -> None:
+    host = SharedLink("host", 1, (0, 1), (0, 1))
+    wired = Cluster((None, None), Link(4, 2, 5, None, 2), shared=(host,), gap_us=3)
+    costs = Costs((50, 10), (90, 20), boundary_bytes=80)
+    plan = schedules.gpipe(place(costs, wired), 3)
+    nodes = dict(plan._served_transfers())
+    plan = replace(plan, service_orders=tuple(tuple(nodes[node] for node in order) for order in plan.served))
+    found = {one.words: one.makespan_us for one in explain(plan).suggestions}
+    free = schedules.gpipe(place(costs, Cluster((None, None), gap_us=3)), 3)
+    assert found["transfers that take no time"] == simulate(free).makespan_us
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rota import schedules
-from rota.comparison import Comparison, KindRow, Part, compare
-from rota.costs import Cluster, Costs
+from rota.comparison import Comparison, KindRow, Part, _parts_us, compare
+from rota.costs import Cluster, Costs, Link, SharedLink
 from rota.errors import PlanError
-from rota.placement import Placement
+from rota.placement import Edge, Placement
 from rota.placing import place
 from rota.plan import Plan
 from rota.simulation import simulate
 from rota.tasks import Kind, Op, Task
 from rota.timeline import Timeline
-from support.core_strategies import Chooser, plans
+from support.core_strategies import Chooser, plans, wired_plans
 from support.measured import measured_like
 
 
@@ -161,8 +161,8 @@ def test_what_is_sent_late_and_what_clocks_deny() -> None:
     assert parts_of(95, 95) == {Part.ARRIVALS: -10, Part.CLOCK: -5}  # there 5 µs before it was made
 
 
-@given(plans(), st.integers(0, 2**16), st.none() | st.integers(1, 3))
-@settings(max_examples=100)
+@given(plans() | wired_plans(), st.integers(0, 2**16), st.none() | st.integers(1, 3))
+@settings(max_examples=200)
 def test_every_microsecond_of_what_can_have_been_has_its_cause(plan: Plan, seed: int, num_cores: int | None) -> None:
     """Nothing that started only when it could is left to the clocks, and no cause to what did not happen."""
     real = measured_like(plan, Chooser(seed))
@@ -178,6 +178,41 @@ def test_every_microsecond_of_what_can_have_been_has_its_cause(plan: Plan, seed:
     assert back == {part: -us for part, us in comparison.parts_us.items()}
 
 
+@given(plans() | wired_plans(), st.none() | st.integers(1, 3))
+@settings(max_examples=200)
+def test_what_is_simulated_differs_in_nothing_whatever_is_measured(plan: Plan, num_cores: int | None) -> None:
+    """In the replay of a simulated timeline, no part changes the makespan: it has the simulator's meaning of wires."""
+    found = _parts_us(plan, simulate(plan), num_cores)
+    assert num_cores or not any(found.values())
+    assert sum(found.values()) == 0
+
+
+def test_busy_links_and_messages_are_parts_of_their_own() -> None:
+    """Planned: sending costs 2 µs and receiving 3, and the second message waits 4 µs for the host."""
+    tasks = tuple(Task(stage, Kind.F, (stage,), 10) for stage in range(3))
+    host = SharedLink("host", 2, (0,), (1, 2))
+    cluster = Cluster((None,) * 3, Link(5, None, 1, None, 3), shared=(host,))
+    placement = Placement(tasks, (Edge(0, 1, 8), Edge(0, 2, 8)), cluster)
+    planned = simulate(Plan(placement, 1, tuple((Op(stage, Kind.F, 0),) for stage in range(3))))
+    assert (planned.sent_us, planned.starts_us[2], planned.makespan_us) == (((12,), (16,)), (28,), 38)
+
+    def parts_of(sent_us: int, start_us: int) -> dict[Part, int]:
+        late = replace(
+            planned,
+            sent_us=((12,), (sent_us,)),
+            arrived_us=((21,), (sent_us + 9,)),
+            starts_us=((0,), (24,), (start_us,)),
+            ends_us=((10,), (34,), (start_us + 10,)),
+        )
+        return {part: us for part, us in compare(planned, late).parts_us.items() if us}
+
+    assert parts_of(16, 28) == {}
+    assert parts_of(23, 35) == {Part.SHARED_LINKS: 7}
+    assert parts_of(16, 26) == {Part.MESSAGES: -2}  # receiving cost 1 µs in place of 3
+    assert parts_of(16, 33) == {Part.LAUNCH: 5}
+    assert "busy links" in compare(planned, replace(planned, sent_us=((12,), (17,)))).to_text()
+
+
 def test_the_slowest_of_a_tasks_ranks_counts() -> None:
     placement = Placement((Task(0, Kind.F, (0, 1), 10),), (), Cluster.uniform(2))
     planned = simulate(Plan(placement, 1, ((Op(0, Kind.F, 0),),) * 2))
@@ -185,8 +220,8 @@ def test_the_slowest_of_a_tasks_ranks_counts() -> None:
         assert parts(compare(planned, replace(planned, ends_us=ends))) == (15, 0, 0)
 
 
-@given(plans(), st.integers(0, 2**16).map(Chooser))
-@settings(max_examples=100)
+@given(plans() | wired_plans(), st.integers(0, 2**16).map(Chooser))
+@settings(max_examples=200)
 def test_the_parts_add_up_to_the_difference(plan: Plan, chooser: Chooser) -> None:
     """Whatever was measured: every op, transfer and gap as long as chance has it."""
 

@@ -8,7 +8,7 @@ from rota.plan import Plan
 from rota.programs.actions import Program, compile_program
 from rota.schedules import gpipe
 from rota.tasks import Op
-from support.random_plans import Edges, random_plan
+from support.random_plans import Edges, random_plan, with_random_wires
 
 
 def programs(edges: Edges, plan: Plan) -> list[Program]:
@@ -18,6 +18,7 @@ def programs(edges: Edges, plan: Plan) -> list[Program]:
 
 def many_programs() -> list[tuple[Plan, list[Program]]]:
     drawn = [random_plan(seed, num_ranks) for seed in range(100) for num_ranks in (2, 4)]
+    drawn += [(edges, with_random_wires(plan, seed)) for seed, (edges, plan) in enumerate(drawn[:60])]
     return [(plan, programs(edges, plan)) for edges, plan in drawn]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+from itertools import pairwise
 
 import pytest
 
@@ -24,7 +25,7 @@ from support.device_orders import (
     with_early_receives,
     with_pair_communicators,
 )
-from support.random_plans import random_plan
+from support.random_plans import random_plan, with_random_wires
 
 NUM_RANDOM_PLANS = int(os.environ.get("ROTA_RANDOM_DEVICE_ORDERS", "2000"))
 NUM_PARTS = 8
@@ -64,6 +65,19 @@ def test_no_random_plan_can_hang(part: int) -> None:
     for seed in range(part, NUM_RANDOM_PLANS, NUM_PARTS):
         plan = random_plan(seed, 2 + seed % 7)[1]
         check_device_order(plan, tied=[(1, 0), tuple(range(plan.num_ranks))])
+
+
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_no_order_of_service_can_hang(part: int) -> None:
+    """Transfers that wait for shared links are sent later than they are made, between ops that come after."""
+    late = 0
+    for seed in range(part, NUM_RANDOM_PLANS // 4, NUM_PARTS):
+        plan = with_random_wires(random_plan(seed, 2 + seed % 7)[1], seed)
+        check_device_order(plan, tied=[(1, 0), tuple(range(plan.num_ranks))])
+        position = {action: i for i, action in enumerate(plan.wire_order)}
+        next_op = {a: b for order in plan.orders for a, b in pairwise(order)}
+        late += sum(position.get(next_op.get(t.source), 10**9) < position[t] for t in plan.transfers)
+    assert late > 50
 
 
 def test_stages_on_several_ranks_and_two_directions() -> None:

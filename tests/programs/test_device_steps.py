@@ -16,12 +16,14 @@ from rota.programs.device_steps import COMPUTE, DeviceProgram, device_programs
 from rota.programs.prefetch_receives import prefetch_receives
 from rota.schedules import gpipe, one_f_one_b
 from rota.simulation import simulate
-from support.random_plans import random_plan
+from support.random_plans import random_plan, with_random_wires
 
 
 def many() -> Iterator[tuple[Plan, list[DeviceProgram]]]:
     for seed in range(100):
         plan = random_plan(seed, 2 + seed % 5)[1]
+        if seed % 2:
+            plan = with_random_wires(plan, seed)
         yield plan, device_programs(plan, tied=[(0, 1)])
 
 

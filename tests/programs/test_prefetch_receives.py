@@ -20,7 +20,7 @@ from rota.programs.prefetch_receives import NUM_OPS_AHEAD, prefetch_receives
 from rota.schedules import gpipe, one_f_one_b
 from rota.simulation import simulate
 from rota.tasks import Kind
-from support.random_plans import random_plan
+from support.random_plans import random_plan, with_random_wires
 
 Programs = list[tuple[list[Action], list[Action]]]  # for each rank: strict, early
 
@@ -36,6 +36,8 @@ def many_programs() -> Iterator[tuple[Plan, Programs]]:
         for num_ranks in (2, 4):
             edges, plan = random_plan(seed, num_ranks)
             yield plan, programs(plan, [*edges])
+            wired = with_random_wires(plan, seed)
+            yield wired, programs(wired, [*edges])
 
 
 def ops_ahead(actions: list[Action]) -> list[int]:

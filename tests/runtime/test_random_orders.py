@@ -12,7 +12,7 @@ import pytest
 from rota import Kind, Plan, Stages
 from support.networks import StepResult, assert_equal_steps, batch_of, graph_of_layers, pipeline_steps, serial_step
 from support.pool import Pool
-from support.random_plans import random_plan
+from support.random_plans import random_plan, with_random_wires
 
 pytestmark = pytest.mark.dist
 
@@ -34,8 +34,10 @@ def trains(plan: Plan) -> bool:
 
 
 def random_case(seed: int, num_ranks: int) -> tuple[Stages, Plan, list[Any]]:
-    """Some stages with one weight, if they are on one rank each."""
+    """Some stages with one weight, if they are on one rank each; every third plan sends in an order of service."""
     edges, plan = random_plan(seed, num_ranks)
+    if seed % 3 == 1:
+        plan = with_random_wires(plan, seed)
     stages = graph_of_layers(plan.num_stages, edges, seed)
     alone = [stage for stage in plan.placement.stages if len(plan.placement.ranks_of(stage)) == 1]
     for stage in alone[::2] if seed % 4 == 0 else ():

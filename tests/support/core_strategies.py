@@ -13,10 +13,10 @@ from typing import TypeVar
 
 from hypothesis import strategies as st
 
-from rota.costs import Cluster, Costs, Link
+from rota.costs import Cluster, Costs, Link, SharedLink
 from rota.placement import Edge, Placement, StepEnd
 from rota.placing import place
-from rota.plan import Plan
+from rota.plan import Plan, Transfer
 from rota.tasks import Kind, Op, Task
 
 Chooser = random.Random
@@ -32,6 +32,7 @@ _names = st.tuples(st.integers(0, 5), st.sampled_from(Kind))
 _numbers = st.tuples(_times, st.integers(-20, 20), _sizes)
 
 links = st.builds(Link, st.integers(0, 5), _rates)
+costly_links = st.builds(Link, st.integers(0, 5), _rates, st.integers(0, 3), _rates, st.integers(0, 3), _rates)
 ops = st.builds(Op, st.integers(0, 10**9 - 1), st.sampled_from(Kind), st.integers(0, 10**9 - 1))
 
 between = cache(st.integers)
@@ -48,18 +49,31 @@ def either(otherwise: Drawn, entries: st.SearchStrategy[Drawn]) -> st.SearchStra
 
 
 @cache
-def _links_between(num_ranks: int) -> st.SearchStrategy[list[tuple[int, int, Link]]]:
+def _links_between(num_ranks: int, wired: bool) -> st.SearchStrategy[list[tuple[int, int, Link]]]:
     ranks = between(0, num_ranks - 1)
-    return st.lists(st.tuples(ranks, ranks, links), max_size=3)
+    return st.lists(st.tuples(ranks, ranks, costly_links if wired else links), max_size=3)
+
+
+@cache
+def _shared_links(num_ranks: int) -> st.SearchStrategy[list[SharedLink]]:
+    side = st.lists(between(0, num_ranks - 1), min_size=1, max_size=num_ranks, unique=True).map(tuple)
+    names = st.sampled_from(("host a", "network card", "switch"))
+    return st.lists(st.builds(SharedLink, names, st.integers(1, 6), side, side), max_size=3)
 
 
 @cache
 @st.composite
-def clusters(draw: st.DrawFn) -> Cluster:
-    """1 to 4 ranks without limits; some pairs have a link of their own."""
+def clusters(draw: st.DrawFn, wired: bool = False) -> Cluster:
+    """1 to 4 ranks without limits; some pairs have a link of their own.
+
+    `wired`: pairs may share links, messages may cost their ranks time, and ranks may need time between ops.
+    """
     num_ranks = draw(between(1, MOST_RANKS))
-    special = draw(_links_between(num_ranks))
-    return Cluster((None,) * num_ranks, draw(links), tuple(special))
+    special = draw(_links_between(num_ranks, wired))
+    if not wired:
+        return Cluster((None,) * num_ranks, draw(links), tuple(special))
+    shared, gap_us = draw(_shared_links(num_ranks)), draw(between(0, 2))
+    return Cluster((None,) * num_ranks, draw(costly_links), tuple(special), tuple(shared), gap_us)
 
 
 @cache
@@ -115,9 +129,9 @@ def _one_or_each(num_edges: int) -> st.SearchStrategy[int | tuple[int, ...]]:
 
 @cache
 @st.composite
-def placed(draw: st.DrawFn) -> Placement:
+def placed(draw: st.DrawFn, wired: bool = False) -> Placement:
     """What `place` makes of random costs, stages anywhere."""
-    given, cluster = draw(costs()), draw(clusters())
+    given, cluster = draw(costs()), draw(clusters(wired))
     return place(given, cluster, draw(tuples_of(subsets(cluster.num_ranks), given.num_stages)))
 
 
@@ -134,9 +148,9 @@ def _step_ends(stages: tuple[int, ...]) -> st.SearchStrategy[list[tuple[int, int
 
 @cache
 @st.composite
-def raw(draw: st.DrawFn) -> Placement:
+def raw(draw: st.DrawFn, wired: bool = False) -> Placement:
     """A DAG of tasks that mirrors nothing: any kinds, any ranks, any sizes; step ends where the stage is at home."""
-    cluster = draw(clusters())
+    cluster = draw(clusters(wired))
     names = draw(_distinct_names(draw(between(1, MOST_TASKS))))
     ranks = subsets(cluster.num_ranks)
     tasks = [Task(stage, kind, draw(ranks), *draw(_numbers)) for stage, kind in names]
@@ -147,6 +161,7 @@ def raw(draw: st.DrawFn) -> Placement:
 
 
 placements = placed() | raw()
+wired_placements = placed(wired=True) | raw(wired=True)
 
 
 def every_op(placement: Placement, num_microbatches: int) -> list[Op]:
@@ -202,6 +217,31 @@ def plans(draw: st.DrawFn, placements: st.SearchStrategy[Placement] = placements
     chooser = Chooser(draw(between(0, 2**16)))
     sequence = linear_extension(placement, num_microbatches, chooser, in_order=draw(st.booleans()))
     return deal(placement, num_microbatches, sequence)
+
+
+@cache
+@st.composite
+def wired_plans(draw: st.DrawFn, most_microbatches: int = 5) -> Plan:
+    """A valid plan on a wired cluster; its orders of service are not given, or any that have no cycle."""
+    plan = draw(plans(wired_placements, most_microbatches))
+    kind, seed = draw(st.sampled_from(("first come", "any", "any"))), draw(between(0, 2**16))
+    return plan if kind == "first come" else served_in_any_order(plan, Chooser(seed))
+
+
+def served_in_any_order(plan: Plan, chooser: Chooser) -> Plan:
+    """The plan with an order of service in which each transfer comes somewhere between its ops in an order of all."""
+    position: dict[Op | Transfer, float] = {}
+    for i, node in enumerate(plan.earliest.sequence):
+        if node < plan.num_ops:
+            position[plan.op(node)] = i
+    orders: list[list[tuple[float, Transfer]]] = [[] for _ in plan.placement.cluster.shared]
+    for r, route in enumerate(plan.placement.routes):
+        for m in plan.microbatches_on(r):
+            transfer = plan.transfer(r, m)
+            at = chooser.uniform(position[transfer.source], position[transfer.target])
+            for shared in route.shared:
+                orders[shared].append((at, transfer))
+    return replace(plan, service_orders=tuple(tuple(t for _, t in sorted(order)) for order in orders))
 
 
 def with_limits(plan: Plan, limits: Iterable[int | None]) -> Plan:

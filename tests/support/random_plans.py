@@ -6,8 +6,9 @@ import random
 from dataclasses import replace
 
 from rota import Cluster, Costs, Kind, Placement, Plan, place
+from rota.costs import Link, SharedLink
 from rota.placement import Edge
-from support.core_strategies import deal, linear_extension
+from support.core_strategies import deal, linear_extension, served_in_any_order
 
 Edges = list[tuple[int, int]]
 
@@ -77,3 +78,19 @@ def random_plan(seed: int, num_ranks: int) -> tuple[Edges, Plan]:
     num_microbatches = rng.randint(1, 6)
     sequence = linear_extension(placement, num_microbatches, rng, in_order=rng.random() < 0.3)
     return edges, deal(placement, num_microbatches, sequence)
+
+
+def with_random_wires(plan: Plan, seed: int) -> Plan:
+    """The plan with messages of random sizes, which cost their ranks time and share links, served in a random order."""
+    rng = random.Random(f"wires {seed}")
+    ranks = range(plan.num_ranks)
+
+    def some() -> tuple[int, ...]:
+        return tuple(rng.sample(ranks, rng.randint(1, plan.num_ranks)))
+
+    shared = tuple(SharedLink(f"link {i}", rng.randint(1, 4), some(), some()) for i in range(rng.randint(1, 3)))
+    link = Link(rng.randint(0, 3), rng.choice([None, 2]), rng.randint(0, 2), 5, rng.randint(0, 2), None)
+    cluster = replace(plan.placement.cluster, link=link, shared=shared, gap_us=rng.randint(0, 1))
+    edges = tuple(edge._replace(num_bytes=rng.choice([0, 3, 10])) for edge in plan.placement.edges)
+    plan = replace(plan, placement=replace(plan.placement, cluster=cluster, edges=edges))
+    return served_in_any_order(plan, rng) if rng.random() < 0.7 else plan

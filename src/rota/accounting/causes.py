@@ -28,7 +28,9 @@ class Cause(StrEnum):
     MEMORY = "memory"  #: another op is ready, but it would not fit in memory
     WARM_UP = "warm-up"  #: the rank's first op waits for an op of another rank
     WAITING = "waiting"  #: the next op waits for an op of another rank
+    SHARED_LINK = "link"  #: an input of the next op waits for a link that transfers share
     TRANSFER = "transfer"  #: an input of the next op is in transfer
+    MESSAGES = "messages"  #: a message occupies the rank that sends or receives it
     LAUNCH = "launch"  #: the next op is ready but has not started yet
     DRAIN = "drain"  #: the rank has no op left
 
@@ -42,7 +44,9 @@ DESCRIPTIONS = {
     Cause.MEMORY: "another op was ready, but would not fit in memory",
     Cause.WARM_UP: "the first micro-batches have not arrived yet",
     Cause.WAITING: "the next op waits for an op of another rank",
+    Cause.SHARED_LINK: "an input waits for a link that others are using",
     Cause.TRANSFER: "an input of the next op is in transfer",
+    Cause.MESSAGES: "ranks are occupied with sending and receiving",
     Cause.LAUNCH: "the next op is ready but has not started yet",
     Cause.DRAIN: "this rank has finished, others have not",
 }
@@ -57,7 +61,8 @@ class Idle(NamedTuple):
         end_us: End in µs from the step's start.
         cause: Why the rank is idle.
         waits_for: The op, transfer or step end work that the rank waits for; for LAUNCH the op that starts late, for
-            DRAIN what ends the step.
+            DRAIN what ends the step, for MESSAGES the op that makes or reads the messages, or the message of another
+            rank.
         ready: For ORDER and MEMORY, the op that could have run in the meantime.
     """
 

@@ -24,12 +24,17 @@ class Place(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """The output of `maker`, complete at `made_us`, arrived at `arrived_us`; `route` is -1 if it stayed on its rank."""
+    """The output of `maker`, complete at `made_us`, arrived at `arrived_us`; `route` is -1 if it stayed on its rank.
+
+    In between it was handed over, when its rank was done with sending, and sent, when its shared links were free.
+    """
 
     arrived_us: int
     made_us: int
     maker: Place
     route: int
+    handed_over_us: int
+    sent_us: int
 
 
 class Readiness:
@@ -80,8 +85,15 @@ class Readiness:
         for source, route, sender in self._inputs[rank, self.plan.placement.index[op.stage, op.kind]]:
             position = self._positions[sender][first[source] + k]
             made = self.timeline.ends_us[sender][position]
-            arrived = made if route < 0 else max(made, self.timeline.arrived_us[route][k])
-            yield Arrival(arrived, made, Place(sender, position), route)
+            if route < 0:
+                yield Arrival(made, made, Place(sender, position), route, made, made)
+                continue
+            arrived = max(made, self.timeline.arrived_us[route][k])
+            sent = min(max(made, self.timeline.sent_us[route][k]), arrived)
+            handed_over = min(made + self.plan.placement.occupied_us[source][1], sent)
+            if not self.plan.placement.routes[route].shared:
+                sent = handed_over  # it waits for nothing but its rank
+            yield Arrival(arrived, made, Place(sender, position), route, handed_over, sent)
 
     def last_arrival(self, place: Place) -> Arrival | None:
         """The last arrival that the op needs: of its inputs, and of the other ranks that run the same task."""
@@ -92,9 +104,19 @@ class Readiness:
                 needs += self.arrivals(other, op)
                 before = self._positions[other][self.plan.node(op)] - 1
                 if before >= 0:
-                    ended = self.timeline.ends_us[other][before]
-                    needs.append(Arrival(ended, ended, Place(other, before), _LOCAL))
+                    place = Place(other, before)
+                    ended, free = self.end_us(place), self.free_us(place)
+                    needs.append(Arrival(free, ended, place, _LOCAL, free, free))
         return max(needs, default=None)
+
+    def occupied_us(self, place: Place) -> tuple[int, int]:
+        """By plan, the µs before and after the op at `place` in which messages occupy its rank, and gaps before it."""
+        op = self.op(place)
+        return self.plan.placement.occupied_us[self.plan.placement.index[op.stage, op.kind]]
+
+    def free_us(self, place: Place) -> int:
+        """When the op at `place` and, by plan, the messages that it makes no longer occupy its rank."""
+        return self.end_us(place) + self.occupied_us(place)[1]
 
     def ready_us(self, rank: int) -> list[int]:
         """For each op of a rank's order, when all of its inputs had arrived."""
@@ -114,7 +136,7 @@ class Readiness:
         """The op whose end let this one start: the rank's previous op, or the maker of the last arrival."""
         arrival = self.last_arrival(place)
         previous = Place(place.rank, place.position - 1) if place.position else None
-        if arrival is None or (previous is not None and self.end_us(previous) >= arrival.arrived_us):
+        if arrival is None or (previous is not None and self.free_us(previous) >= arrival.arrived_us):
             return previous
         return arrival.maker
 

@@ -190,7 +190,9 @@ def _describe(stretch: Stretch) -> str:
         Cause.STEP_END: f"at the step's end: {what}",
         Cause.WARM_UP: f"before its first op, waiting for {what}",
         Cause.WAITING: f"waiting for {what}",
+        Cause.SHARED_LINK: f"while {what} waits for a shared link",
         Cause.TRANSFER: f"while {what} is in transfer",
+        Cause.MESSAGES: f"while messages of {what} occupy a rank",
         Cause.LAUNCH: f"before {what} starts, although it is ready",
         Cause.DRAIN: f"after its last op, until {what} ends the step",
     }[stretch.cause]

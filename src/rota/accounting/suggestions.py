@@ -57,9 +57,10 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
     placement = plan.placement
     num_layers = () if plan.usage is None else plan.usage.num_layers
     yield from ((words, replace(plan, placement=balanced)) for words, balanced in _rebalanced(placement, num_layers))
-    if any(route.duration_us for route in placement.routes):
-        cluster = replace(placement.cluster, link=Link(), links=())
-        yield "transfers that take no time", replace(plan, placement=replace(placement, cluster=cluster))
+    gap_us = placement.cluster.gap_us
+    if any(route.duration_us for route in placement.routes) or any(sum(us) > gap_us for us in placement.occupied_us):
+        free = replace(placement, cluster=replace(placement.cluster, link=Link(), links=(), shared=()))
+        yield "transfers that take no time", replace(plan, placement=free, service_orders=())
     if placement.step_ends:
         ends = tuple(StepEnd(end.stage, 0, 0) for end in placement.step_ends)
         words = "reductions and optimizer steps that take no time"

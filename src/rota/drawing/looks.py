@@ -43,7 +43,9 @@ CAUSE_COLORS: dict[Cause, str] = {
     Cause.STEP_END: "#999933",
     Cause.WARM_UP: "#88CCEE",
     Cause.WAITING: "#CC6677",
+    Cause.SHARED_LINK: "#332288",
     Cause.TRANSFER: "#44AA99",
+    Cause.MESSAGES: "#117733",
     Cause.LAUNCH: "#4E8F5A",
     Cause.DRAIN: "#7A6FBE",
 }
