@@ -217,14 +217,33 @@ class Plan:
                 f"per shared link, or none",
                 "unknown",
             )
-        node_of = {transfer: node for node, transfer in self._served_transfers()}
         found = []
         for link, order, nodes in zip(self.placement.cluster.shared, self.service_orders, expected, strict=True):
-            given = [node_of.get(transfer, -1) for transfer in order]
+            given = self._service_nodes(order)
             if sorted(given) != nodes:
                 raise self._misserved(link.name, order, given, {*nodes})
             found.append(tuple(given))
         return tuple(found)
+
+    def _service_nodes(self, order: Sequence[Transfer]) -> list[int]:
+        """The node of each transfer; -1 where there is none. Of equal transfers, the first is on the first route."""
+        num_components, tasks = self.placement.num_components, self.placement.tasks
+        ways: dict[tuple[int, int, int], list[tuple[str, str, int, int, int, range]]] = {}
+        for r, first in self.first_service.items():
+            a, b, sender, receiver, num_bytes = self.placement.routes[r][:5]
+            way = tasks[a].kind, tasks[b].kind, sender, num_bytes, first, self.microbatches_on(r)
+            ways.setdefault((tasks[a].stage, tasks[b].stage, receiver), []).append(way)
+        nodes: list[int] = []
+        taken: set[int] = set()
+        for (stage, kind, microbatch), (reader, read_by, same), by, to, size in order:
+            node = -1
+            for source, target, sender, num_bytes, first, batches in ways.get((stage, reader, to), ()):
+                is_it = kind == source and read_by == target and by == sender and size == num_bytes
+                if is_it and microbatch == same and microbatch in batches and (node < 0 or node in taken):
+                    node = first + microbatch // num_components
+            nodes.append(node)
+            taken.add(node)
+        return nodes
 
     def _misserved(self, link: str, order: Sequence[Transfer], given: list[int], expected: set[int]) -> PlanError:
         for i, node in enumerate(given):

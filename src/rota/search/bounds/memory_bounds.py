@@ -117,7 +117,7 @@ def _held_byte_us(problem: Problem, tasks: Integers) -> int:
     place = {task: i for i, task in enumerate(problem.topological)}
     ordered = sorted(tasks.tolist(), key=place.__getitem__)
     left = {task: int(held[task]) for task in ordered if held[task] > 0}
-    total = sum(int(problem.peak_bytes[t]) * own_us[t] for t in ordered)  # of any size, as all products here
+    total: int = sum(int(problem.peak_bytes[t]) * own_us[t] for t in ordered)  # of any size, as all products here
     for task in ordered:
         freed = max(-int(held[task]), 0)
         for source in reversed(left):
