@@ -222,25 +222,40 @@ class Plan:
             )
         found = []
         for link, order, nodes in zip(self.placement.cluster.shared, self.service_orders, expected, strict=True):
-            found.append(self._nodes_of(link.name, order, {*nodes}))
+            given = self._service_nodes(order)
+            if sorted(given) != nodes:
+                raise self._misserved(link.name, order, given, {*nodes})
+            found.append(tuple(given))
         return tuple(found)
 
-    def _nodes_of(self, link: str, order: Sequence[Transfer], expected: set[int]) -> tuple[int, ...]:
-        """The nodes of a shared link's transfers. Raises PlanError unless they are those of `expected`, each once."""
-        left: dict[Transfer, list[int]] = {}  # several nodes where edges join the same tasks with as many bytes
-        for node, transfer in self._served_transfers():
-            if node in expected:
-                left.setdefault(transfer, []).append(node)
-        given = []
-        for transfer in order:
-            if transfer not in left:
-                raise PlanError(f"{link} serves {transfer}, a transfer that does not use it; remove it", "unknown")
-            if not left[transfer]:
-                raise PlanError(f"{link} serves {transfer} twice; remove one of them", "duplicate")
-            given.append(left[transfer].pop(0))
-        if (missing := next((transfer for transfer, nodes in left.items() if nodes), None)) is not None:
-            raise PlanError(f"{link} never serves {missing}; add it there", "missing")
-        return tuple(given)
+    def _service_nodes(self, order: Sequence[Transfer]) -> list[int]:
+        """The node of each transfer; -1 where there is none. Of equal transfers, the first is on the first route."""
+        num_components, tasks = self.placement.num_components, self.placement.tasks
+        ways: dict[tuple[int, int, int], list[tuple[str, str, int, int, int, range]]] = {}
+        for r, first in self.first_service.items():
+            a, b, sender, receiver, num_bytes = self.placement.routes[r][:5]
+            way = tasks[a].kind, tasks[b].kind, sender, num_bytes, first, self.microbatches_on(r)
+            ways.setdefault((tasks[a].stage, tasks[b].stage, receiver), []).append(way)
+        nodes: list[int] = []
+        taken: set[int] = set()
+        for (stage, kind, microbatch), (reader, read_by, same), by, to, size in order:
+            node = -1
+            for source, target, sender, num_bytes, first, batches in ways.get((stage, reader, to), ()):
+                is_it = kind == source and read_by == target and by == sender and size == num_bytes
+                if is_it and microbatch == same and microbatch in batches and (node < 0 or node in taken):
+                    node = first + microbatch // num_components
+            nodes.append(node)
+            taken.add(node)
+        return nodes
+
+    def _misserved(self, link: str, order: Sequence[Transfer], given: list[int], expected: set[int]) -> PlanError:
+        for i, node in enumerate(given):
+            if node not in expected:
+                return PlanError(f"{link} serves {order[i]}, a transfer that does not use it; remove it", "unknown")
+            if node in given[:i]:
+                return PlanError(f"{link} serves {order[i]} twice; remove one of them", "duplicate")
+        transfer = next(transfer for node, transfer in self._served_transfers() if node in expected.difference(given))
+        return PlanError(f"{link} never serves {transfer}; add it there", "missing")
 
     def _served_transfers(self) -> Iterator[tuple[int, Transfer]]:
         for r, first in self.first_service.items():

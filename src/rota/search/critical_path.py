@@ -73,6 +73,7 @@ class CriticalPath:
         step_ends: list[list[tuple[int, int]]] = [[] for _ in rows]
         if self.of_span:
             after = np.array([-starts[row[0]] if len(row) else _NOWHERE for row in rows])
+            after[self.problem.num_ranks :] = _NOWHERE  # a shared link's window does not count
         else:
             after = np.array([self.optimizer_ticks(rank) for rank in range(len(rows))])
             step_ends = [self._add_step_ends(rank, row, tails) for rank, row in enumerate(rows)]

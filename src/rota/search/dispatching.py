@@ -207,7 +207,7 @@ def busiest_us(problem: Problem) -> float:
 @njit(cache=True, nogil=True)
 def run(tables, memory, priorities, patience, state, most_ops):  # type: ignore[no-untyped-def]
     """Starts `most_ops` ops; False when no ops are left, or memory lets nothing start."""
-    _, first_node, durations, first_rank, ranks, _, _, first_output, outputs, first_on, on = tables
+    _, first_node, durations, first_rank, ranks, _, _, first_output, outputs, first_on, on, _ = tables
     orders, next_op, free_us, wake_us, started, ends_us, levels, oldest, newest, due_us = state
     num_ranks = len(free_us)
     num_components = (len(memory.first_row) - 1) // num_ranks

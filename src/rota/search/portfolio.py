@@ -20,7 +20,7 @@ import numpy as np
 
 from rota.checking import check
 from rota.costs import Cluster, Costs
-from rota.errors import RotaError, SearchError
+from rota.errors import PlanError, RotaError, SearchError
 from rota.placement import Placement
 from rota.placing import wave
 from rota.plan import Plan
@@ -211,13 +211,16 @@ class Portfolio:
     # --- methods --------------------------------------------------------------------------------------------------
 
     def _take_named(self) -> None:
-        for name, plan in named_plans(self.problem.placement, self.problem.num_microbatches, self.turn_to):
+        for name, plan in named_plans(self.problem.given, self.problem.num_microbatches, self.turn_to):
             self._take_plan(name, plan)
 
     def _take_plan(self, name: str, plan: Plan) -> None:
-        orders = self.problem.to_orders(plan)
+        try:
+            orders = self.problem.to_orders(plan)
+        except PlanError:  # it waits in a cycle
+            return
         timed = score(self.problem, orders)
-        if timed is None:  # it waits in a cycle
+        if timed is None:  # also a cycle
             return
         held, limits = self.incumbent.peaks_bytes(orders), self.problem.placement.cluster.limit_bytes
         fits = all(limit is None or peak <= limit for peak, limit in zip(held, limits, strict=True))
@@ -231,7 +234,7 @@ class Portfolio:
             return
         self.turn_to("zb_auto")
         try:
-            self._take_plan("zb_auto", zb_auto(self.problem.placement, self.problem.num_microbatches))
+            self._take_plan("zb_auto", zb_auto(self.problem.given, self.problem.num_microbatches))
         except RotaError:
             return  # another placement, or nothing that it knows fits
         self.budget.spend(auto_s)
@@ -283,7 +286,7 @@ class Portfolio:
     def _find_steady(self, share: Budget, turn: int) -> SteadyResult | None:
         """Looks for a steady state, and offers its unrolled plan."""
         found = find_steady(
-            self.problem.placement,
+            self.problem.given,
             share,
             microbatches_per_period=None if turn == 0 else 2 + (turn - 1) % 3,
             seed=self.seed + turn,
@@ -374,7 +377,7 @@ class Portfolio:
         if self.objective == "period":
             assert self.steady is not None
             value_us, bound_us = self.steady.steady.us_per_microbatch, self.steady.bound_us
-            why = period_reason(self.problem.placement)
+            why = period_reason(self.problem.given)
         return SearchResult(
             plan,
             self.objective,
@@ -415,7 +418,7 @@ class Incumbent:
         limits = placement.cluster.limit_bytes
         self._limits_bytes = np.array([NO_LIMIT if limit is None else limit for limit in limits], np.int64)
         #: Whether some transfer's bytes count on a rank with a limit.
-        self.transfers_hold = any(route.num_bytes for route in placement.routes)
+        self.transfers_hold = bool(problem.lowered.carried)
         self.most_over_bytes = np.zeros(placement.num_ranks, np.int64)
         self._on_better = on_better
 
@@ -467,4 +470,5 @@ class Incumbent:
         look()
         timeline = simulate(plan)
         look()
-        return np.array(timeline.peak_memory_bytes, np.int64)
+        shared_links = placement.num_ranks - self.problem.num_ranks
+        return np.array((*timeline.peak_memory_bytes, *(0 for _ in range(shared_links))), np.int64)

@@ -6,6 +6,7 @@ there is the k-th micro-batch of its component. All orders of a plan are one arr
 
 Words of this room: a *task* is an index into `Placement.tasks`; a *node* is one op, task t's k-th micro-batch, with the
 number `first_node[t] + k`; a *component* is a part of the placement that no edge joins to the rest (a data stream).
+Where the cluster has shared links, these are ranks, and the transfers that they serve are tasks; see `lowering`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from numpy.typing import NDArray
 
 from rota.costs import Cluster
 from rota.placement import Placement
-from rota.plan import Plan
+from rota.plan import Plan, Transfer
+from rota.search.lowering import Lowered, lower
 from rota.tasks import Op
 
 Integers = NDArray[np.int64]
@@ -86,14 +88,29 @@ class StepEnds(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """What to schedule: `num_microbatches` through `placement`.
+    """What to schedule: `num_microbatches` through the placement `given`.
 
     `reserved_bytes[rank]` of the limit are set apart for what transfers hold, which depends on times, not on orders.
     """
 
-    placement: Placement
+    given: Placement
     num_microbatches: int
     reserved_bytes: tuple[int, ...] = ()
+
+    @cached_property
+    def lowered(self) -> Lowered:
+        """The placement with shared links as ranks and their transfers as tasks."""
+        return lower(self.given)
+
+    @property
+    def placement(self) -> Placement:
+        """The placement with shared links as ranks, after the others, and their transfers as tasks, after the ops."""
+        return self.lowered.placement
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks; in `placement`, shared links come after them."""
+        return self.given.num_ranks
 
     @cached_property
     def counts(self) -> Integers:
@@ -110,6 +127,12 @@ class Problem:
     def durations_us(self) -> Integers:
         """int64[num_tasks]."""
         return np.array([task.duration_us for task in self.placement.tasks], dtype=np.int64)
+
+    @cached_property
+    def own_us(self) -> tuple[int, ...]:
+        """For each task how long its op itself lasts, without what messages cost before and after it."""
+        lasting = zip(self.placement.tasks, self.lowered.occupied_us, strict=True)
+        return tuple(task.duration_us - before - after for task, (before, after) in lasting)
 
     @cached_property
     def held_bytes(self) -> Integers:
@@ -132,13 +155,10 @@ class Problem:
         tasks = self.placement.tasks
         return Rows.of([[i for i, t in enumerate(tasks) if r in t.ranks] for r in range(self.placement.num_ranks)])
 
-    @cached_property
+    @property
     def lags_us(self) -> dict[tuple[int, int], int]:
         """(source, target) -> µs from the end of the source until the last rank of the target has its data."""
-        lags = {(edge.source, edge.target): 0 for edge in self.placement.edges}
-        for route in self.placement.routes:
-            lags[route.source, route.target] = max(lags[route.source, route.target], route.duration_us)
-        return lags
+        return self.lowered.lags_us
 
     @cached_property
     def inputs(self) -> Rows:
@@ -244,10 +264,18 @@ class Problem:
         return StepEnds(first, reduce_us, optimizer_us, tasks.first, tasks.values)
 
     def to_orders(self, plan: Plan) -> Orders:
-        """The plan's orders as one array, int32[num_ops]. Assumes that each task does its micro-batches in order."""
+        """The plan's orders as one array, int32[num_ops]. Assumes that each task does its micro-batches in order.
+
+        Raises PlanError where transfers are served as they come and the plan waits in a cycle.
+        """
         index = self.placement.index
         tasks = (index[stage, kind] for order in plan.orders for stage, kind, _ in order)
-        return np.fromiter(tasks, dtype=np.int32, count=int(self.first_op[-1]))
+        orders = np.fromiter(tasks, dtype=np.int32, count=int(self.first_op[self.num_ranks]))
+        if not self.given.cluster.shared:
+            return orders
+        num_step_ends = 2 * len(plan.step_end_ranks)  # which come before the services in the plan's graph
+        served = [self.task_of[np.array(nodes, np.int64) - num_step_ends] for nodes in plan.served]
+        return np.concatenate([orders, *served]).astype(np.int32)
 
     def to_plan(self, orders: Orders) -> Plan:
         """The plan of these orders."""
@@ -257,10 +285,38 @@ class Problem:
             for task, component in zip(self.placement.tasks, self.placement.component_of, strict=True)
         ]
         rows = []
-        for rank in range(self.placement.num_ranks):
+        for rank in range(self.num_ranks):
             following = [iter(row) for row in ops]
             rows.append(tuple(next(following[task]) for task in self._row(orders, rank)))
-        return Plan(self.placement, self.num_microbatches, tuple(rows))
+        plan = Plan(self.given, self.num_microbatches, tuple(rows))
+        return replace(plan, service_orders=self._served(plan, orders)) if self.given.cluster.shared else plan
+
+    def _served(self, plan: Plan, orders: Orders) -> tuple[tuple[Transfer, ...], ...]:
+        """For each shared link its transfers, in these orders."""
+        first = len(self.given.tasks)
+        transfers = {
+            first + i: [plan.transfer(route, m) for m in plan.microbatches_on(route)]
+            for i, route in enumerate(self.lowered.services)
+        }
+        rows = []
+        for link in range(self.num_ranks, self.placement.num_ranks):
+            following = {task: iter(row) for task, row in transfers.items()}
+            rows.append(tuple(next(following[task]) for task in self._row(orders, link)))
+        return tuple(rows)
+
+    def rank_name(self, rank: int) -> str:
+        """What a rank of `placement` is, for messages."""
+        if rank < self.num_ranks:
+            return f"rank {rank}"
+        return f"the shared link {self.given.cluster.shared[rank - self.num_ranks].name}"
+
+    def node_name(self, task: int, k: int) -> str:
+        """A task's k-th op, or a transfer, for messages."""
+        if task < len(self.given.tasks):
+            stage, kind = self.given.tasks[task].stage, self.given.tasks[task].kind
+            return str(Op(stage, kind, self.given.microbatches(stage, self.num_microbatches)[k]))
+        route = self.given.routes[self.lowered.services[task - len(self.given.tasks)]]
+        return f"{self.node_name(route.source, k)}→{self.node_name(route.target, k)}"
 
     def _row(self, orders: Orders, rank: int) -> list[int]:
         row: list[int] = orders[self.first_op[rank] : self.first_op[rank + 1]].tolist()
@@ -277,12 +333,14 @@ def without_common_tasks(problem: Problem) -> tuple[Problem, int]:
     """The problem without the time in which all ranks work together, and without transfers; then that time in µs.
 
     Nothing else runs while all ranks work together. Cut these times out of any timeline, and what is left is a timeline
-    in which such tasks take no time. Transfers and reductions go on meanwhile, so they take no time in it either.
+    in which such tasks take no time. Transfers and reductions go on meanwhile, so they take no time in it either; nor
+    does what messages cost other ops.
     """
-    placement = problem.placement
+    placement = problem.given
     busy = {rank for task in placement.tasks for rank in task.ranks}
     common = [len(task.ranks) == len(busy) > 1 for task in placement.tasks]
-    together_us = int((problem.counts * problem.durations_us)[common].sum())
+    num_tasks = len(placement.tasks)
+    together_us = int((problem.counts * problem.durations_us)[:num_tasks][common].sum())
     if not together_us:
         return problem, 0
     tasks = (replace(task, duration_us=0) if c else task for task, c in zip(placement.tasks, common, strict=True))
@@ -290,4 +348,4 @@ def without_common_tasks(problem: Problem) -> tuple[Problem, int]:
     apart = Placement(
         tuple(tasks), placement.edges, Cluster(placement.cluster.limit_bytes), placement.static_bytes, tuple(ends)
     )
-    return Problem(apart, problem.num_microbatches, problem.reserved_bytes), together_us
+    return Problem(apart, problem.num_microbatches, problem.reserved_bytes[: problem.num_ranks]), together_us

@@ -20,6 +20,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 from ortools.sat.python import cp_model
 
 from rota.errors import SearchError
@@ -36,7 +37,6 @@ from rota.search.problem import Problem
 from rota.search.validation import refuse_wrong, seconds_of
 from rota.simulation import simulate
 from rota.stopping import Stopped, ended_by_ctrl_c, look, watched
-from rota.tasks import Op
 
 _CUT_S = 1.0  # nominal, for CP-SAT to cut a rhythm whose period is known
 _MOST_OPS = 512  # of one model; for a longer step, a shorter one is searched and its middle repeated
@@ -55,7 +55,7 @@ class Repeating:
     Attributes:
         placement: Its tasks.
         period_us: After how long the middle repeats.
-        starts_us: [num_tasks][...]: `starts_us[i][k]` is when task i starts its k-th micro-batch.
+        starts_us: [num_tasks][...]: `starts_us[i][k]` is when task i starts its k-th micro-batch, as in `Steady`.
         middle: `middle[i]` is the k of task i that is repeated.
         is_least: It is proven that no step of as many micro-batches has a middle of a shorter period.
         is_optimal: It is proven that no step whose middle repeats with this period is shorter as a whole.
@@ -103,14 +103,9 @@ class Repeating:
     @cached_property
     def plan(self) -> Plan:
         """Each rank does its ops in the order of their starts."""
-        tasks, num_components = self.placement.tasks, self.placement.num_components
-
-        def op(task: int, k: int) -> Op:
-            stage, kind = tasks[task].stage, tasks[task].kind
-            return Op(stage, kind, k * num_components + self.placement.component_of[task])
-
-        orders = orders_of(self.placement, self.starts_us)
-        return Plan(self.placement, self.num_microbatches, tuple(tuple(op(*pair) for pair in row) for row in orders))
+        problem = Problem(self.placement, self.num_microbatches)
+        rows = orders_of(problem.placement, self.starts_us)
+        return problem.to_plan(np.array([task for row in rows for task, _ in row], np.int32))
 
 
 def orders_of(placement: Placement, starts_us: Starts) -> list[list[tuple[int, int]]]:
@@ -205,9 +200,10 @@ def _at_flat_starts(steady: Steady, rounds: int, is_least: bool) -> Repeating | 
     starts = [row[0] for row in steady.starts_us]
     longest = max(starts) + 2 * T
     turns = [model.new_int_var(-longest // T - 2, longest // T + 2, f"q{i}") for i in range(len(starts))]
-    cuts = [model.new_int_var(-2 * longest, 2 * longest, f"cut{r}") for r in range(steady.placement.num_ranks)]
+    lowered = Problem(steady.placement, 1).placement
+    cuts = [model.new_int_var(-2 * longest, 2 * longest, f"cut{r}") for r in range(lowered.num_ranks)]
     first = model.new_int_var(-longest // T - 2, longest // T + 2, "first")
-    for task, start, turn in zip(steady.placement.tasks, starts, turns, strict=True):
+    for task, start, turn in zip(lowered.tasks, starts, turns, strict=True):
         model.add_linear_constraint(turn - first, 0, rounds - 1)
         for rank in task.ranks:
             model.add_linear_constraint(start - T * turn - cuts[rank], 0, T - task.duration_us)
@@ -236,14 +232,15 @@ def _shortest(flat: Repeating, budget: Budget, seed: int) -> Repeating:
 
 def _as_early(step: Repeating) -> tuple[tuple[int, ...], ...]:
     """Starts everything as early as these orders allow if the middle is still to repeat."""
-    width, durations = len(step.starts_us[0]), [task.duration_us for task in step.placement.tasks]
+    problem = Problem(step.placement, 1)
+    width, durations = len(step.starts_us[0]), problem.durations_us.tolist()
     waits = []
-    for order in orders_of(step.placement, step.starts_us):
+    for order in orders_of(problem.placement, step.starts_us):
         nodes = [task * width + k for task, k in order]
         waits += [Wait(a, b, durations[a // width], 0) for a, b in pairwise(nodes)]
         middle = [node for node in nodes if node % width == step.middle[node // width]]
         waits += [Wait(last, middle[0], durations[last // width], 1) for last in middle[-1:]]
-    for (source, target), lag in Problem(step.placement, 1).lags_us.items():
+    for (source, target), lag in problem.lags_us.items():
         least, (i, j) = durations[source] + lag, (step.middle[source], step.middle[target])
         a, b = source * width, target * width
         waits += [Wait(a + k, b + k, least, 0) for k in range(width)]

@@ -30,13 +30,20 @@ class Tables(NamedTuple):
     outputs: Integers  #: int64[2 * num_edges]: target, lag in µs, target, lag … per task
     first_on: Integers  #: int64[num_ranks + 1]
     on: Integers  #: int64[...]: each rank's tasks
+    num_ranks: int  #: further ranks are shared links: see `Problem.num_ranks`
 
     @classmethod
     def of(cls, problem: Problem) -> Tables:
         """The tables of a problem."""
-        rows = problem.ranks, problem.inputs, problem.outputs, problem.tasks_on
-        columns = [column for row in rows for column in (row.first, row.values)]
-        return cls(problem.first_op, problem.first_node, problem.durations_us, *columns)
+        ranks, inputs, outputs, on = problem.ranks, problem.inputs, problem.outputs, problem.tasks_on
+        return cls(
+            problem.first_op,
+            problem.first_node,
+            problem.durations_us,
+            *(ranks.first, ranks.values, inputs.first, inputs.values),
+            *(outputs.first, outputs.values, on.first, on.values),
+            problem.num_ranks,
+        )
 
 
 class Score(NamedTuple):
@@ -92,7 +99,7 @@ def replay(tables, orders, next_op, free_us, latest_us, started, starts_us):  # 
         started: int64[num_tasks]: how many ops of each task have a start; updated.
         starts_us: int64[num_ops], per node; filled.
     """
-    first_op, first_node, durations, first_rank, ranks, first_input, inputs, first_output, outputs, _, _ = tables
+    first_op, first_node, durations, first_rank, ranks, first_input, inputs, first_output, outputs, _, _, _ = tables
     num_ranks = len(first_op) - 1
     pending, is_pending = np.arange(num_ranks), np.ones(num_ranks, np.bool_)
     num_pending = num_ranks
@@ -149,7 +156,7 @@ def measure(tables, step_ends, orders, starts_us):  # type: ignore[no-untyped-de
     """(makespan, span) in µs of `orders` (int32[num_ops]) whose nodes start at `starts_us` (int64[num_ops])."""
     first_op, first_node, durations = tables.first_op, tables.first_node, tables.durations_us
     makespan = span = np.int64(0)
-    for r in range(len(first_op) - 1):
+    for r in range(tables.num_ranks):  # what a shared link serves is read later
         free = np.int64(0)
         if first_op[r] < first_op[r + 1]:
             first, last = orders[first_op[r]], orders[first_op[r + 1] - 1]

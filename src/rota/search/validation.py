@@ -57,7 +57,8 @@ def seconds_of(time_limit_s: float) -> float:
 
 def refuse_too_large(placement: Placement, num_microbatches: int) -> None:
     """Refuse too many ops, and times or sizes whose sums could overflow. Raises SearchError."""
-    ops = len(placement.tasks) * -(-num_microbatches // placement.num_components)
+    served = sum(bool(route.shared) for route in placement.routes)
+    ops = (len(placement.tasks) + served) * -(-num_microbatches // placement.num_components)
     if ops > _MOST_OPS:
         raise SearchError(
             f"num_microbatches is {num_microbatches}: a step of {ops:,} ops is too large to search; use fewer "
@@ -65,7 +66,8 @@ def refuse_too_large(placement: Placement, num_microbatches: int) -> None:
         )
     ranks = range(placement.num_ranks)
     ends_us = sum(end.reduce_us + end.optimizer_us for end in placement.step_ends) * len(ranks)
-    path_us = sum(task.duration_us for task in placement.tasks) + sum(route.duration_us for route in placement.routes)
+    path_us = sum(task.duration_us for task in placement.tasks) + sum(map(sum, placement.occupied_us))
+    path_us += sum(route.duration_us for route in placement.routes)
     if (most_us := path_us * num_microbatches + ends_us) >= _TOO_LARGE:
         raise SearchError(
             f"durations are too large to search: {len(ranks)} ranks x {num_microbatches} micro-batches could take up "

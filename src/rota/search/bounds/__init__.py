@@ -18,7 +18,6 @@ from rota.search.bounds.memory_bounds import Need, least_memory, period_bound, r
 from rota.search.bounds.memory_headroom import find_headroom
 from rota.search.problem import NO_LIMIT, Problem, without_common_tasks
 from rota.search.validation import refuse_wrong
-from rota.tasks import Op
 
 __all__ = ["Bound", "Need", "Proof", "best", "bounds_of", "certificate_of", "every", "least_memory", "period_bound"]
 
@@ -112,11 +111,6 @@ class _BothSides:
         first = find_heads(self.first, self.first_headroom, beginning, alone)
         return first, find_heads(self.last, self.last_headroom, beginning, alone)
 
-    def op(self, task: int, k: int) -> Op:
-        placement = self.problem.placement
-        stage = placement.tasks[task].stage
-        return Op(stage, placement.tasks[task].kind, placement.microbatches(stage, self.problem.num_microbatches)[k])
-
     def path(self, heads: tuple[Heads, Heads]) -> Bound | None:
         """The longest path: head, op and tail."""
         first, last = heads[0].heads_us, heads[1].heads_us
@@ -131,8 +125,8 @@ class _BothSides:
             return None
         task, k = where
         head, tail = int(first[k, task]), int(last[self.first.counts[task] - 1 - k, task])
-        duration = int(self.first.durations_us[task])
-        why = f"{self.op(task, k)} cannot start before {head:,} µs, takes {duration:,} and is followed by {tail:,}"
+        duration, node = int(self.first.durations_us[task]), self.problem.node_name(task, k)
+        why = f"{node} cannot start before {head:,} µs, takes {duration:,} and is followed by {tail:,}"
         return Bound(longest, "longest way" + self.name, why, Proof("path", -1, task, k, bool(self.name)))
 
     def load(self, heads: tuple[Heads, Heads], rank: int) -> Bound | None:
@@ -155,8 +149,9 @@ class _BothSides:
             return None
         task, k, before_us, after_us = where
         work = int(self.first.work_us[rank])
-        idle = f"is idle for {before_us:,} before {self.op(task, k)} and for {after_us:,} after it"
-        why = f"rank {rank} works {work:,} µs, {idle}"
+        node = self.problem.node_name(task, k)
+        idle = f"is idle for {before_us:,} before {node} and for {after_us:,} after it"
+        why = f"{self.problem.rank_name(rank)} works {work:,} µs, {idle}"
         return Bound(work + longest, "load" + self.name, why, Proof("load", rank, task, k, bool(self.name)))
 
 
@@ -178,7 +173,7 @@ def _spans(problem: Problem, limits: bool) -> Iterator[Bound]:
     sides = _BothSides.of(problem, limits, step_ends=False)
     whole = sides.heads()
     most = {}
-    for rank in range(problem.placement.num_ranks):
+    for rank in range(problem.num_ranks):  # a shared link's own window does not count
         load = sides.load(whole, rank)
         if load is not None:
             most[rank] = load.us
@@ -207,7 +202,7 @@ def _highest(bounds: list[Bound | None]) -> list[Bound]:
 
 def _step_ends(problem: Problem) -> Iterator[Bound]:
     """Bounds from each rank's step ends alone, which also cover ranks without ops."""
-    for rank in range(problem.placement.num_ranks):
+    for rank in range(problem.num_ranks):
         ends = problem.step_ends
         if own := ends.of_rank(rank):
             us = int(ends.reduce_us[own.start : own.stop].sum()) + ends.optimizers_us(rank)

@@ -88,11 +88,12 @@ def period_bound(placement: Placement) -> Fraction:
 
 def period_reason(placement: Placement) -> str:
     """Where `period_bound` comes from, in one line."""
-    ranks = rank_loads(Problem(placement, placement.num_components))
+    problem = Problem(placement, placement.num_components)
+    ranks = rank_loads(problem)
     busiest = max(ranks, key=lambda rank: rank.work_us)
     each = " of each data stream" if placement.num_components > 1 else ""
     if busiest.work_us >= period_bound(placement) * placement.num_components:
-        return f"rank {busiest.rank} works {busiest.work_us:,} µs for a micro-batch{each}"
+        return f"{problem.rank_name(busiest.rank)} works {busiest.work_us:,} µs for a micro-batch{each}"
     fullest = max(ranks, key=lambda rank: Fraction(rank.held_byte_us, max(rank.headroom_bytes, 1)))
     return (
         f"rank {fullest.rank} has to hold at least {fullest.held_byte_us:,} byte-µs for a micro-batch{each}, in "
@@ -134,12 +135,16 @@ def _held_byte_us(problem: Problem, tasks: Integers) -> int:
 
     0 if some byte is freed that may have been taken by no task before.
     """
-    durations, paths_us = problem.durations_us, problem.paths_us
+    own_us, paths_us = problem.own_us, problem.paths_us
+    occupied_us = problem.lowered.occupied_us  # paths are from start to start, with what messages cost before ops
     matched = matched_bytes(problem, tasks)
     if matched is None:
         return 0
-    peaks = sum(int(problem.peak_bytes[t]) * int(durations[t]) for t in tasks.tolist())  # of any size, as all products
-    return peaks + sum(size * int(paths_us[source, task] + durations[task]) for source, task, size in matched)
+    total = sum(int(problem.peak_bytes[t]) * own_us[t] for t in tasks.tolist())  # of any size, as all products here
+    for source, task, size in matched:
+        stays_us = int(paths_us[source, task]) + occupied_us[task][0] + own_us[task] - occupied_us[source][0]
+        total += size * stays_us
+    return total
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,7 @@ def least_memory(problem: Problem) -> list[Need]:
     one micro-batch alone, over all orders, plus what the smallest sets of all others hold. This is exact for one
     micro-batch per rank.
     """
-    return [_need(problem, rank) for rank in range(problem.placement.num_ranks)]
+    return [_need(problem, rank) for rank in range(problem.num_ranks)]
 
 
 def _need(problem: Problem, rank: int) -> Need:
@@ -207,7 +212,7 @@ def _serial_peak(problem: Problem, rank: int, tasks: list[int]) -> tuple[int, in
 def _changes(problem: Problem, rank: int, tasks: list[int]) -> tuple[list[int], list[int]]:
     """Two lists, per task: bytes above the level before it while it runs (with what it received), and after it sent."""
     received, sent = dict.fromkeys(tasks, 0), dict.fromkeys(tasks, 0)
-    for route in problem.placement.routes:
+    for route in problem.given.routes:
         if route.receiver == rank and route.target in received:
             received[route.target] += route.num_bytes
         if route.sender == rank and route.source in sent and route.duration_us:
@@ -240,7 +245,7 @@ def _frees_what_is_held(before: list[int], net: list[int]) -> bool:
 
 def refuse_too_little_memory(problem: Problem) -> None:
     """Raises SearchError where a rank's limit is below what every plan needs."""
-    placement = problem.placement
+    placement = problem.given
     limits = placement.cluster.limit_bytes
     short = []
     for need, limit in zip(least_memory(problem), limits, strict=True):

@@ -14,7 +14,7 @@ from rota.search.budget import Budget
 from rota.search.critical_path import CriticalPath, last_gradients
 from rota.search.exact import cpsat
 from rota.search.exact.ordering import Ordering, StepEndTimes, Window
-from rota.search.exact.transfer_memory import Carry, Level, TimePoint, Times
+from rota.search.exact.transfer_memory import After, Carry, Level, TimePoint, Times
 from rota.search.problem import NO_LIMIT, Orders, Problem
 from rota.stopping import look
 
@@ -147,7 +147,8 @@ def _count_transfers(ordering: Ordering) -> float:
     window, model, ticks = ordering.window, ordering.model, ordering.ticks
     problem = window.critical_path.problem
     longest = ordering.certain.most
-    most_us = longest + max((route.duration_us for route in problem.placement.routes), default=0)
+    most_us = longest + max((route.duration_us for route in problem.given.routes), default=0)
+    occupied_us = problem.lowered.occupied_us
 
     def point(time: Any) -> TimePoint:
         """The point of a time in ticks."""
@@ -162,17 +163,18 @@ def _count_transfers(ordering: Ordering) -> float:
         {node: point(start) for node, start in ordering.starts.items()},
         lambda node, lag_us: point(ordering.ends[node] + lag_us * ticks),
         ordering.before,
-        lambda node: int(problem.durations_us[window.task_of[node]]) > 0,
+        lambda node: problem.own_us[window.task_of[node]],
+        lambda node: occupied_us[window.task_of[node]],
     )
     held = {node: int(problem.held_bytes[task]) for node, task in window.task_of.items()}
     peak = {node: int(problem.peak_bytes[task]) for node, task in window.task_of.items()}
     nominal_s = 0.0
     for rank, row in enumerate(window.rows):
         carries = [
-            Carry(source, target, route.num_bytes, route.duration_us, rank == route.sender)
-            for route in problem.placement.routes
-            if route.num_bytes and rank in (route.sender, route.receiver)
-            for source, target in zip(window.nodes_of[route.source], window.nodes_of[route.target], strict=True)
+            Carry(each.num_bytes, After(begun, each.since.lag_us), After(over, each.until.lag_us), each.is_sent)
+            for each in problem.lowered.carried
+            if each.rank == rank
+            for begun, over in zip(window.nodes_of[each.since.task], window.nodes_of[each.until.task], strict=True)
         ]
         if carries and problem.limits_bytes[rank] != NO_LIMIT:
             level = Level(times, row, carries)
@@ -186,7 +188,7 @@ def _measure_span(ordering: Ordering) -> None:
     """Minimizes the longest time from a rank's first start to its last end."""
     window, model = ordering.window, ordering.model
     longest = ordering.certain.most
-    for tasks in window.tasks_on:
+    for tasks in window.tasks_on[: window.critical_path.problem.num_ranks]:
         first = model.new_int_var(0, longest, "first start")
         for task in tasks:
             model.add(first <= ordering.starts[window.nodes_of[task][0]])

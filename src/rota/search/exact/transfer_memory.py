@@ -1,8 +1,9 @@
 """What transfers hold: points of time in a CP-SAT model of a period or of a whole step, and a rank's level at each.
 
 A rank holds what it sends from the op's end for as long as the transfer lasts, and what it receives from the transfer's
-start to the end of the op that reads it. Levels rise only when ops start and when transfers start, so only these points
-count.
+start to the end of the op that reads it. Levels rise only when ops start, when ops hand over what they send, and when
+transfers start, so only these points count. What messages cost a rank before and after an op is part of its node, but
+what the op itself holds changes when the op itself starts and ends.
 """
 
 from __future__ import annotations
@@ -25,25 +26,35 @@ class TimePoint(NamedTuple):
     round: Any
 
 
-class Carry(NamedTuple):
-    """A transfer from node `source` to node `target`, which lasts `lag_us`."""
+class After(NamedTuple):
+    """`lag_us` after a node's end; less than 0 is before it."""
 
-    source: int
-    target: int
-    num_bytes: int
+    node: int
     lag_us: int
-    is_sent: bool  #: the rank in question sends it; else it receives it
+
+
+class Carry(NamedTuple):
+    """A transfer's bytes on one of its ranks, which has them from `since` until `until`."""
+
+    num_bytes: int
+    since: After
+    until: After
+    is_sent: bool  #: the rank in question sends it; else it receives it, until an op of its own ends
 
 
 @dataclass(frozen=True)
 class Times:
-    """A model's variables. `ends(node, lag_us)`: `lag_us` after the node's end; `before(a, b)`: both on one rank."""
+    """A model's variables. `ends(node, lag_us)`: `lag_us` after the node's end; `before(a, b)`: both on one rank.
+
+    Of a node's time, the op itself takes `own_us(node)`; `occupied_us(node)` are the parts before and after it.
+    """
 
     model: cp_model.CpModel
     starts: Mapping[int, TimePoint]
     ends: Callable[[int, int], TimePoint]
     before: Callable[[int, int], Any]
-    takes_time: Callable[[int], bool]
+    own_us: Callable[[int], int]
+    occupied_us: Callable[[int], tuple[int, int]]
 
 
 class Level:
@@ -65,9 +76,9 @@ class Level:
         for node in self.nodes:
             if held_bytes[node] > 0 or peak_bytes[node] > 0:
                 yield self._at(_AtStart(self, node), held_bytes, peak_bytes)
-        for source, is_sent in sorted({(carry.source, carry.is_sent) for carry in self.carries}):
-            follows = is_sent and self.times.takes_time(source)
-            yield self._at(_AtEnd(self, source) if follows else _Elsewhere(self, source), held_bytes, peak_bytes)
+        for since, is_sent in sorted({(carry.since, carry.is_sent) for carry in self.carries}):
+            follows = is_sent and self.times.own_us(since.node) > 0
+            yield self._at(_AtEnd(self, since.node) if follows else _Elsewhere(self, since), held_bytes, peak_bytes)
 
     def _at(self, place: _AtStart | _AtEnd | _Elsewhere, held: Mapping[int, int], peak: Mapping[int, int]) -> Any:
         """How often each thing has begun less how often it has ended, by its size."""
@@ -81,11 +92,21 @@ class Level:
             if peak[node]:
                 level += peak[node] * (place.started(node) - place.ended(node))
         for carry in self.carries:
-            follows = carry.is_sent and self.times.takes_time(carry.source)
-            begun = place.ended(carry.source) if follows else place.passed(self.later(carry.source, 0))
-            sent = place.passed(self.later(carry.source, carry.lag_us)) if carry.is_sent else place.ended(carry.target)
-            level += carry.num_bytes * (begun - sent)
+            node, since, until = carry.since.node, carry.since, carry.until
+            follows = carry.is_sent and self.times.own_us(node) > 0 and not self.times.occupied_us(node)[1]
+            begun = place.ended(node) if follows else place.passed(self.later(*since))
+            over = place.passed(self.later(*until)) if carry.is_sent else place.ended(until.node)
+            level += carry.num_bytes * (begun - over)
         return level
+
+    def own_start(self, node: int) -> TimePoint:
+        """When the op itself starts."""
+        before_us, after_us = self.times.occupied_us(node)
+        return self.later(node, -after_us - self.times.own_us(node)) if before_us else self.starts[node]
+
+    def own_end(self, node: int) -> TimePoint:
+        """When the op itself ends."""
+        return self.later(node, -self.times.occupied_us(node)[1])
 
     def later(self, node: int, lag_us: int) -> TimePoint:
         """The point `lag_us` after the node's end."""
@@ -107,7 +128,7 @@ class Level:
 
 @dataclass(frozen=True)
 class _AtStart:
-    """The point where `node` starts: earlier ops of the rank have ended, and no other op of it runs."""
+    """The point where the op of `node` starts: earlier ops of the rank have ended, and no other op of it runs."""
 
     level: Level
     node: int
@@ -116,10 +137,12 @@ class _AtStart:
         return self.ended(node) + (node == self.node)
 
     def ended(self, node: int) -> Any:
-        return (0 if node == self.node else self.level.before(node, self.node)) - self.level.starts[node].round
+        done = (0 if node == self.node else self.level.before(node, self.node)) - self.level.starts[node].round
+        here, start = self.level.own_start(self.node), self.level.starts[self.node]
+        return done if here is start else done - (here.round - start.round)  # as in `_AtEnd`
 
     def passed(self, point: TimePoint) -> Any:
-        return self.level.is_until(point, self.level.starts[self.node]) - point.round
+        return self.level.is_until(point, self.level.own_start(self.node)) - point.round
 
 
 @dataclass(frozen=True)
@@ -144,25 +167,25 @@ class _AtEnd:
 
 @dataclass(frozen=True)
 class _Elsewhere:
-    """The point where `node`, of another rank or of no duration, has ended and its transfer starts.
+    """The point where a transfer starts, or is handed over by an op of no duration.
 
     The rank may do anything then. At one instant, transfers start before ops do.
     """
 
     level: Level
-    node: int
+    since: After
 
     @property
     def here(self) -> TimePoint:
-        return self.level.later(self.node, 0)
+        return self.level.later(*self.since)
 
     def started(self, node: int) -> Any:
-        start = self.level.starts[node]
+        start = self.level.own_start(node)
         return 1 - self.level.is_until(self.here, start) - start.round
 
     def ended(self, node: int) -> Any:
-        end = self.level.later(node, 0)
-        if self.level.times.takes_time(node):
+        end = self.level.own_end(node)
+        if self.level.times.own_us(node):
             return self.passed(end)
         return 1 - self.level.is_until(self.here, end) - end.round  # at one instant, transfers start first
 

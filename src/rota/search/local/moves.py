@@ -85,6 +85,8 @@ def anneal(tables, step_ends, memory, state, best_score, is_span, heats_us, most
     for r in range(num_ranks):
         index(tables, state, r)
     opens = np.zeros(num_ranks, np.int64)
+    if is_span:
+        opens[tables.num_ranks :] = _NO_LATEST // 2  # a shared link's window is of any length
     retime(tables, state, np.int64(0), opens, np.int64(_NO_LATEST))
     settle(tables, state, True)
     current = rate(tables, step_ends, state, is_span)
@@ -96,7 +98,7 @@ def anneal(tables, step_ends, memory, state, best_score, is_span, heats_us, most
             num_blocks = find_blocks(tables, state, is_span, blocks)
             work += first_op[-1] // 20
             if is_span:
-                for r in range(num_ranks):
+                for r in range(tables.num_ranks):
                     opens[r] = start_at(tables, state, first_op[r]) if first_op[r] < first_op[r + 1] else 0
         r, first, end = blocks[draw(state.random, num_blocks)]
         rank_first, rank_end = first_op[r], first_op[r + 1]
@@ -255,7 +257,7 @@ def find_blocks(tables, state, is_span, blocks):  # type: ignore[no-untyped-def]
     """Fills `blocks` with (rank, first, end) of the longest path, last to first, and returns their number."""
     first_op = tables.first_op
     longest, rank = np.int64(-1), 0
-    for r in range(len(first_op) - 1):
+    for r in range(tables.num_ranks):
         if first_op[r] < first_op[r + 1]:
             opens = start_at(tables, state, first_op[r]) if is_span else np.int64(0)
             window = end_at(tables, state, first_op[r + 1] - 1) - opens

@@ -8,7 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
-from rota.placement import Placement, Route
+from rota.placement import Placement
+from rota.search.lowering import Carried
 from rota.search.problem import NO_LIMIT, Problem
 
 
@@ -16,13 +17,18 @@ from rota.search.problem import NO_LIMIT, Problem
 class Loop:
     """The tasks of one micro-batch of each component, and what they wait for; `reserved_bytes` as in `Problem`."""
 
-    placement: Placement
+    given: Placement
     reserved_bytes: tuple[int, ...] = ()
 
     @cached_property
     def problem(self) -> Problem:
         """The problem of one micro-batch per component."""
-        return Problem(self.placement, self.placement.num_components, self.reserved_bytes)
+        return Problem(self.given, self.given.num_components, self.reserved_bytes)
+
+    @property
+    def placement(self) -> Placement:
+        """The placement with shared links as ranks and their transfers as tasks, as in `Problem`."""
+        return self.problem.placement
 
     @property
     def num_tasks(self) -> int:
@@ -45,11 +51,11 @@ class Loop:
         return tuple(None if limit == NO_LIMIT else int(limit) for limit in self.problem.limits_bytes)
 
     @cached_property
-    def carried(self) -> tuple[tuple[Route, ...], ...]:
-        """Per rank, the transfers that hold bytes there; none where the rank has no limit."""
-        routes = [route for route in self.placement.routes if route.num_bytes]
+    def carried(self) -> tuple[tuple[Carried, ...], ...]:
+        """Per rank, what transfers hold there; nothing where the rank has no limit."""
+        carried = self.problem.lowered.carried
         return tuple(
-            tuple(route for route in routes if limit is not None and rank in (route.sender, route.receiver))
+            tuple(each for each in carried if limit is not None and rank == each.rank)
             for rank, limit in enumerate(self.limits_bytes)
         )
 

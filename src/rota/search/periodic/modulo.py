@@ -18,7 +18,7 @@ from ortools.sat.python import cp_model
 
 from rota.search.budget import Budget
 from rota.search.exact import cpsat
-from rota.search.exact.transfer_memory import Carry, Level, TimePoint, Times
+from rota.search.exact.transfer_memory import After, Carry, Level, TimePoint, Times
 from rota.search.periodic.loop import Loop
 from rota.search.periodic.retiming import Rhythm, Wait, retime
 from rota.stopping import look
@@ -96,8 +96,16 @@ class Period:
         self._add_waits()
         self._add_ranks()
         points = dict(enumerate(map(TimePoint, self.offsets, self.rounds)))
-        durations, before = self.durations_us, self.before
-        self.times = Times(self.model, points, self._end, lambda a, b: before[a, b], lambda node: durations[node] > 0)
+        before, u = self.before, interval.num_copies
+        own_us, occupied_us = self.loop.problem.own_us, self.loop.problem.lowered.occupied_us
+        self.times = Times(
+            self.model,
+            points,
+            self._end,
+            lambda a, b: before[a, b],
+            lambda node: own_us[node // u],
+            lambda node: occupied_us[node // u],
+        )
         for rank in range(self.loop.placement.num_ranks):
             self._add_memory(rank)
         self._add_latency()
@@ -195,8 +203,13 @@ class Period:
         held = {i: tasks[i // u].held_bytes for i in nodes}
         peak = {i: tasks[i // u].peak_bytes for i in nodes}
         carries = [
-            Carry(route.source * u + j, route.target * u + j, route.num_bytes, route.duration_us, rank == route.sender)
-            for route in self.loop.carried[rank]
+            Carry(
+                each.num_bytes,
+                After(each.since.task * u + j, each.since.lag_us),
+                After(each.until.task * u + j, each.until.lag_us),
+                each.is_sent,
+            )
+            for each in self.loop.carried[rank]
             for j in range(u)
         ]
         most: Any = limit
@@ -215,12 +228,18 @@ class Period:
         sizes = [*map(abs, held.values()), *(carry.num_bytes for carry in carries)]
         byte_us = sum(sizes) * (self.most_rounds + 2) + sum(peak.values()) + (limit or 0)
         if limit is not None and byte_us * self.interval.period_us < _TOO_LARGE:
-            ends = sum(-held[i] * (self.starts[i] + (self.durations_us[i] if held[i] < 0 else 0)) for i in nodes)
+            own_us, occupied_us = self.times.own_us, self.times.occupied_us
+            ends = sum(
+                -held[i] * (self.starts[i] + occupied_us(i)[0] + (own_us(i) if held[i] < 0 else 0)) for i in nodes
+            )
             for carry in carries:
-                received_us = self.starts[carry.target] + self.durations_us[carry.target] - self.starts[carry.source]
-                received_us -= self.durations_us[carry.source]
-                ends += carry.num_bytes * (carry.lag_us if carry.is_sent else received_us)
-            self.model.add(ends + sum(peak[i] * self.durations_us[i] for i in nodes) <= limit * self.interval.period_us)
+                (begun, begun_lag), (over, over_lag) = carry.since, carry.until
+                if begun == over:
+                    ends += carry.num_bytes * (over_lag - begun_lag)
+                else:
+                    held_us = self.starts[over] + self.durations_us[over] - self.starts[begun]
+                    ends += carry.num_bytes * (held_us - self.durations_us[begun] + over_lag - begun_lag)
+            self.model.add(ends + sum(peak[i] * own_us(i) for i in nodes) <= limit * self.interval.period_us)
 
     def _end(self, node: int, lag_us: int) -> TimePoint:
         """The point `lag_us` after the node's end."""

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import pairwise
 from math import ceil
 from typing import Literal
 
@@ -27,11 +28,11 @@ from rota.search.periodic.loop import Loop
 from rota.search.periodic.modulo import Answer, Interval, Period
 from rota.search.periodic.offsets import anneal_offsets
 from rota.search.periodic.retiming import Rhythm
-from rota.search.problem import Integers
+from rota.search.problem import Integers, Problem
 from rota.search.timing import Tables, fits, start_times
 from rota.simulation import simulate
 from rota.stopping import Stopped
-from rota.tasks import Op
+from rota.tasks import Kind
 from rota.timeline import Timeline
 
 _MOST_COPIES = 6
@@ -52,7 +53,8 @@ class Steady:
         microbatches_per_period: Of each component.
         period_us: Length of the period.
         starts_us: Micro-batch j of the first period starts task i at `starts_us[i][j]`, and a period later in each next
-            period. The earliest start is 0.
+            period. The earliest start is 0. What messages cost before an op is part of it. After the tasks come the
+            transfers that shared links serve, in the order of `placement.routes`.
         ties: `ties[i][j]` is its place among those that start at the same instant.
     """
 
@@ -72,6 +74,11 @@ class Steady:
             placement, num_copies, rhythm.period_us, starts, tuple(rhythm.ties[i : i + num_copies] for i in nodes)
         )
 
+    @cached_property
+    def _problem(self) -> Problem:
+        """The tasks, and the transfers on shared links as further ones."""
+        return Problem(self.placement, self.placement.num_components)
+
     @property
     def us_per_microbatch(self) -> Fraction:
         """The period over the number of its micro-batches."""
@@ -80,7 +87,7 @@ class Steady:
     @property
     def latency_us(self) -> int:
         """Time from the first start to the last end of a period's micro-batches: fill and drain."""
-        tasks = self.placement.tasks
+        tasks = self._problem.placement.tasks
         return max(max(starts) + task.duration_us for task, starts in zip(tasks, self.starts_us, strict=True))
 
     def flat_starts(self, num_microbatches: int) -> list[list[int]]:
@@ -91,45 +98,55 @@ class Steady:
                 starts[i % u] + i // u * self.period_us
                 for i in range(len(range(component, num_microbatches, num_components)))
             ]
-            for component, starts in zip(self.placement.component_of, self.starts_us, strict=True)
+            for component, starts in zip(self._problem.placement.component_of, self.starts_us, strict=True)
         ]
 
     def unroll(self, num_microbatches: int) -> Plan:
         """The plan of so many micro-batches in which each rank does its ops in the order of their flat starts."""
-        orders, _ = self._rows(num_microbatches)
-        return Plan(self.placement, num_microbatches, tuple(map(tuple, orders)))
+        return self._rows(num_microbatches)[0]
 
-    def _rows(self, num_microbatches: int) -> tuple[list[list[Op]], list[list[int]]]:
-        """(ops of each rank in order, their flat starts)."""
-        rows: list[list[tuple[int, bool, int, Op]]] = [[] for _ in range(self.placement.num_ranks)]
-        u, num_components = self.microbatches_per_period, self.placement.num_components
-        flat = zip(self.placement.tasks, self.placement.component_of, self.flat_starts(num_microbatches), strict=True)
-        for (task, component, starts), ties in zip(flat, self.ties, strict=True):
+    def _rows(self, num_microbatches: int) -> tuple[Plan, list[list[int]]]:
+        """(the plan, flat starts of each rank's ops)."""
+        problem = Problem(self.placement, num_microbatches)
+        flat, tasks = self.flat_starts(num_microbatches), problem.placement.tasks
+        entries: list[tuple[int, int, bool, int, tuple[int, Kind], int, int]] = []  # rank, start, …, task
+        for t, (task, starts, ties) in enumerate(zip(tasks, flat, self.ties, strict=True)):
             for i, start in enumerate(starts):
-                op = Op(task.stage, task.kind, i * num_components + component)
-                for rank in task.ranks:
-                    rows[rank].append((start, task.duration_us > 0, ties[i % u], op))
-        for row in rows:
-            row.sort()
-        return [[op for *_, op in row] for row in rows], [[start for start, *_ in row] for row in rows]
+                tie = ties[i % self.microbatches_per_period]
+                key = (start, task.duration_us > 0, tie, (task.stage, task.kind), i, t)
+                entries += [(rank, *key) for rank in task.ranks]
+        entries.sort()
+        rows: list[list[int]] = [[] for _ in range(problem.placement.num_ranks)]
+        for rank, start, *_ in entries:
+            rows[rank].append(start)
+        return problem.to_plan(np.array([entry[-1] for entry in entries], np.int32)), rows[: problem.num_ranks]
 
     @cached_property
     def _timeline(self) -> Timeline:
         """Everything at its flat start, until the state is steady."""
         periods = self.latency_us // self.period_us + 3
         num_microbatches = periods * self.microbatches_per_period * self.placement.num_components
-        orders, starts = self._rows(num_microbatches)
-        placement = self.placement
-        duration = {(task.stage, task.kind): task.duration_us for task in placement.tasks}
-        ends = [[s + duration[op[:2]] for op, s in zip(*row, strict=True)] for row in zip(orders, starts, strict=True)]
-        flat = self.flat_starts(num_microbatches)
+        plan, rows = self._rows(num_microbatches)
+        placement, lowered, flat = self.placement, self._problem.lowered, self.flat_starts(num_microbatches)
+        tasks = [[placement.index[op[:2]] for op in order] for order in plan.orders]
+        starts = [
+            tuple(start + lowered.occupied_us[task][0] for task, start in zip(*row, strict=True))
+            for row in zip(tasks, rows, strict=True)
+        ]
+        ends = [
+            tuple(start + placement.tasks[task].duration_us for task, start in zip(*row, strict=True))
+            for row in zip(tasks, starts, strict=True)
+        ]
+        service_of = {r: len(placement.tasks) + i for i, r in enumerate(lowered.services)}
+        durations = self._problem.durations_us.tolist()
         sent = [
-            tuple(s + placement.tasks[route.source].duration_us for s in flat[route.source])
-            for route in placement.routes
+            tuple(flat[service_of[r]])
+            if r in service_of
+            else tuple(s + durations[route.source] for s in flat[route.source])
+            for r, route in enumerate(placement.routes)
         ]
         arrived = [tuple(s + route.duration_us for s in row) for route, row in zip(placement.routes, sent, strict=True)]
-        plan = Plan(placement, num_microbatches, tuple(map(tuple, orders)))
-        return Timeline(plan, tuple(map(tuple, starts)), tuple(map(tuple, ends)), tuple(sent), tuple(arrived), ())
+        return Timeline(plan, tuple(starts), tuple(ends), tuple(sent), tuple(arrived), ())
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
@@ -165,15 +182,16 @@ class Steady:
 
         A replay would repair such starts by later ones. Here they are refused: the period itself has to be right.
         """
-        timeline = self._timeline
-        tasks, flat = self.placement.tasks, self.flat_starts(timeline.plan.num_microbatches)
-        for (source, target), lag in Loop(self.placement).problem.lags_us.items():
+        timeline, problem = self._timeline, self._problem
+        tasks, flat = problem.placement.tasks, self.flat_starts(timeline.plan.num_microbatches)
+        for (source, target), lag in problem.lags_us.items():
             for made, read in zip(flat[source], flat[target], strict=True):
                 if read < made + tasks[source].duration_us + lag:
                     raise PlanError(f"{tasks[target]} starts at {read} µs, before {tasks[source]} has arrived", "cycle")
-        for rank, (starts, ends) in enumerate(zip(timeline.starts_us, timeline.ends_us, strict=True)):
-            if any(start < end for start, end in zip(starts[1:], ends, strict=False)):
-                raise PlanError(f"ops of rank {rank} overlap in the steady state", "cycle")
+        for rank, here in enumerate(problem.tasks_on):
+            times = sorted((s, s + tasks[task].duration_us) for task in here.tolist() for s in flat[task])
+            if any(start < end for (_, end), (start, _) in pairwise(times)):
+                raise PlanError(f"what {problem.rank_name(rank)} does overlaps in the steady state", "cycle")
         for rank, (peak, limit) in enumerate(zip(self.peak_bytes, self.placement.cluster.limit_bytes, strict=True)):
             if limit is not None and peak > limit:
                 raise PlanError(f"rank {rank} would hold {peak} bytes in the steady state, limit {limit}", "memory")
@@ -229,7 +247,8 @@ def find_steady(
         something behind on a rank with a limit.
     """
     best: SteadyResult | None = None
-    reserved = np.array(reserved_bytes or (0,) * placement.num_ranks, np.int64)
+    num_links = len(placement.cluster.shared)
+    reserved = np.array([*(reserved_bytes or (0,) * placement.num_ranks), *(0 for _ in range(num_links))], np.int64)
     copies = range(1, _MOST_COPIES + 1) if microbatches_per_period is None else (microbatches_per_period,)
     for _ in range(_MOST_RESERVES):
         loop = Loop(placement, tuple(reserved.tolist()))
@@ -256,7 +275,7 @@ def _with_reserve(
     one_by_one = _one_by_one(loop)
     if one_by_one is None:
         return best, over
-    bound_us, num_components = period_bound(loop.placement), loop.placement.num_components
+    bound_us, num_components = period_bound(loop.given), loop.given.num_components
     for num_copies in copies:
         below = None if best is None else ceil(best.steady.us_per_microbatch * num_copies * num_components)
         search = _Search(loop, num_copies, bound_us * num_components, budget, seed, in_flight, num_microbatches)
@@ -264,7 +283,7 @@ def _with_reserve(
         rhythm = search.run(below)
         over = over if over.any() else search.over_bytes
         if rhythm is not None:
-            best = SteadyResult(Steady.of(loop.placement, num_copies, rhythm), bound_us, search.is_proven)
+            best = SteadyResult(Steady.of(loop.given, num_copies, rhythm), bound_us, search.is_proven)
         if budget.is_over or (best is not None and (best.is_optimal or best.steady.period_us == 1)):
             break
     return best, over
@@ -374,8 +393,9 @@ class _Search:
         """Orders fit by themselves; what transfers hold depends on the times."""
         if not self.has_carries:
             return True
-        steady = Steady.of(self.loop.placement, self.num_copies, rhythm)
-        over = np.array(steady.over_bytes(self.num_microbatches))
+        steady = Steady.of(self.loop.given, self.num_copies, rhythm)
+        over = np.zeros(self.loop.placement.num_ranks, np.int64)
+        over[: self.loop.given.num_ranks] = steady.over_bytes(self.num_microbatches)
         self.budget.spend(_SIMULATE_S)
         if not self.over_bytes.any():
             self.over_bytes = over

@@ -1,0 +1,119 @@
+"""Shared links and what messages cost, in terms of ranks and tasks: a search then has a step like any other.
+
+    rank 0    F0 F1 F2                      each shared link becomes one more rank, without a memory limit,
+    rank 1          F0  F1  F2              and a transfer that it serves one more task, for as long as it serves it
+    link      00 11 22                      (on several such ranks, if the transfer uses several shared links at once)
+
+A task lasts as long as its op occupies its ranks, with what messages cost before and after it. What all methods find
+out about ranks then holds for shared links too. A transfer's micro-batches are served in order, as in every other task:
+they occupy the link equally long, so exchanging two makes nothing later, and what is held at a time depends only on how
+many have begun and ended by then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from rota.costs import Cluster
+from rota.placement import Edge, Placement, Route
+from rota.tasks import Kind, Task
+
+
+class Instant(NamedTuple):
+    """`lag_us` after the end of a task's op; less than 0 is before it."""
+
+    task: int
+    lag_us: int
+
+
+class Carried(NamedTuple):
+    """What a transfer of each micro-batch holds on one of its two ranks, and from when until when."""
+
+    rank: int
+    num_bytes: int
+    since: Instant
+    until: Instant
+    is_sent: bool  #: the rank sends it; else it receives it, and holds it until the op ends that reads it
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A placement without shared links and costs of messages, for a search.
+
+    Attributes:
+        placement: The tasks of the given placement and then the services; the ranks and then the shared links.
+        lags_us: (source, target) -> µs from the end of the source until the last rank of the target has its data.
+        occupied_us: For each task the µs before and after the op itself, which are part of its duration.
+        services: For each service the index of its route in the given placement.
+        carried: What transfers hold.
+    """
+
+    placement: Placement
+    lags_us: dict[tuple[int, int], int]
+    occupied_us: tuple[tuple[int, int], ...]
+    services: tuple[int, ...]
+    carried: tuple[Carried, ...]
+
+
+def lower(given: Placement) -> Lowered:
+    """The same step without shared links and costs of messages; where there are none, on the same placement."""
+    services = tuple(r for r, route in enumerate(given.routes) if route.shared)
+    task_of = {r: len(given.tasks) + i for i, r in enumerate(services)}
+    occupied_us = (*given.occupied_us, *((0, 0) for _ in services))
+    lags_us = _lags_us(given, task_of)
+    carried = [
+        each
+        for r, route in enumerate(given.routes)
+        if route.num_bytes
+        for each in _carried(route, task_of.get(r), occupied_us[route.target][1])
+    ]
+    placement = given
+    if given.cluster.counts_wires:
+        placement = _lowered_placement(given, services, lags_us)
+    return Lowered(placement, lags_us, occupied_us, services, tuple(carried))
+
+
+def _lags_us(given: Placement, task_of: dict[int, int]) -> dict[tuple[int, int], int]:
+    lags = {(edge.source, edge.target): 0 for edge in given.edges}
+    through: dict[tuple[int, int], int] = {}
+    for r, route in enumerate(given.routes):
+        if r in task_of:
+            through[route.source, task_of[r]] = 0
+            through[task_of[r], route.target] = route.duration_us - route.service_us
+            lags.pop((route.source, route.target), None)  # follows from these two
+    for r, route in enumerate(given.routes):
+        if r not in task_of:
+            edge = route.source, route.target
+            lags[edge] = max(lags.get(edge, 0), route.duration_us)
+    return lags | through
+
+
+def _carried(route: Route, service: int | None, after_reader_us: int) -> tuple[Carried, Carried]:
+    """On the sender from the op's end until the data arrives; on the receiver from the transfer's start."""
+    made = sent = Instant(route.source, 0)
+    arrived = Instant(route.source, route.duration_us)
+    if service is not None:
+        sent = Instant(service, -route.service_us)
+        arrived = Instant(service, route.duration_us - route.service_us)
+    read = Instant(route.target, -after_reader_us)
+    return (
+        Carried(route.sender, route.num_bytes, made, arrived, True),
+        Carried(route.receiver, route.num_bytes, sent, read, False),
+    )
+
+
+def _lowered_placement(given: Placement, services: tuple[int, ...], lags_us: dict[tuple[int, int], int]) -> Placement:
+    tasks = [
+        replace(task, duration_us=before + task.duration_us + after)
+        for task, (before, after) in zip(given.tasks, given.occupied_us, strict=True)
+    ]
+    free = 1 + max(given.stages)
+    for i, r in enumerate(services):
+        links = tuple(given.num_ranks + link for link in given.routes[r].shared)
+        tasks.append(Task(free + i, Kind.F, links, given.routes[r].service_us))
+    more = len(given.cluster.shared)
+    cluster = Cluster((*given.cluster.limit_bytes, *(None for _ in range(more))))
+    edges = tuple(Edge(source, target) for source, target in lags_us)
+    static_bytes = (*given.static_bytes, *(0 for _ in range(more)))
+    return Placement(tuple(tasks), edges, cluster, static_bytes, given.step_ends)

@@ -1,0 +1,220 @@
+"""Shared links, costs of messages and gaps: simulator, search and CP-SAT against an independent recount."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rota import Cluster, Costs, Placement, Plan, PlanError, check, find_plan, place, simulate
+from rota.costs import Link, SharedLink
+from rota.plan import Transfer
+from rota.schedules import one_f_one_b
+from rota.search import bounds_of, exact, find_repeating
+from rota.search.budget import Budget
+from rota.search.periodic.steady import find_steady
+from rota.search.problem import Problem
+from rota.search.timing import score
+from support import core_strategies as strategies
+from support.search_brute_force import every_plan
+from support.wired_placements import every_service_order, recount, transfers_by_link, wired_placement
+
+_MOST_ORDERS = 1_500  # of ops and of service together, for a case in which all are tried
+
+seeds = st.integers(0, 1 << 32)
+
+
+def _random_plan(chooser: random.Random, limits: bool = False) -> Plan:
+    """Any orders without a cycle; service as it comes, or in an order that is nearly so."""
+    placement, num_microbatches = wired_placement(chooser, limits=limits), chooser.randint(1, 4)
+    sequence = strategies.linear_extension(placement, num_microbatches, chooser, in_order=True)
+    plan = strategies.deal(placement, num_microbatches, sequence)
+    if chooser.random() < 0.4:
+        return plan
+    orders = [_by_start(plan, transfers) for transfers in transfers_by_link(plan)]
+    for order in orders:
+        for _ in range(chooser.choice((0, 1, 2)) if len(order) > 1 else 0):
+            i = chooser.randrange(len(order) - 1)
+            if order[i][:2] != order[i + 1][:2] and order[i].source[:2] != order[i + 1].source[:2]:
+                order[i], order[i + 1] = order[i + 1], order[i]
+    return replace(plan, service_orders=tuple(map(tuple, orders)))
+
+
+def _by_start(plan: Plan, transfers: list[Transfer]) -> list[Transfer]:
+    nodes = {t: node for node, t in reversed([*plan._served_transfers()])}
+    return sorted(transfers, key=lambda t: (plan.earliest.starts_us[nodes[t]], nodes[t]))
+
+
+@given(seeds)
+@settings(deadline=None, max_examples=300)
+def test_an_independent_recount_the_simulator_and_the_search_agree(seed: int) -> None:
+    plan = _random_plan(random.Random(seed))
+    counted = recount(plan)
+    if counted is None:
+        with pytest.raises(PlanError, match="cycle"):
+            simulate(plan)
+        return
+    timeline = simulate(plan)
+    assert (timeline.makespan_us, timeline.span_us) == counted[:2]
+    assert list(timeline.peak_memory_bytes) == counted.peak_bytes
+    problem = Problem(plan.placement, plan.num_microbatches)
+    orders = problem.to_orders(plan)
+    assert score(problem, orders) == counted[:2]
+    again = problem.to_plan(orders)
+    assert again.orders == plan.orders
+    assert recount(again) == counted
+
+
+@given(seeds)
+@settings(deadline=None, max_examples=100)
+def test_first_come_first_served_is_the_order_that_it_makes(seed: int) -> None:
+    plan = replace(_random_plan(random.Random(seed)), service_orders=())
+    orders = tuple(tuple(_by_start(plan, transfers)) for transfers in transfers_by_link(plan))
+    explicit = simulate(replace(plan, service_orders=orders))
+    assert replace(simulate(plan), plan=explicit.plan) == explicit
+
+
+def _tiny(chooser: random.Random) -> list[Plan]:
+    """All plans of a tiny placement with all orders of service; empty if there are too many, or only one."""
+    placement = wired_placement(chooser, most_tasks=3, limits=True)
+    plans = every_plan(placement, chooser.randint(1, 2))
+    if plans is None:
+        return []
+    found: list[Plan] = []
+    for plan in plans:
+        for served in every_service_order(plan):
+            found.append(served)
+            if len(found) > _MOST_ORDERS:
+                return []
+    return found if len(found) > 1 else []
+
+
+def _fits(placement: Placement, peaks: list[int]) -> bool:
+    limits = placement.cluster.limit_bytes
+    return all(limit is None or peak <= limit for peak, limit in zip(peaks, limits, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_best_of_all_orders_is_found_and_no_bound_is_above_it(seed: int) -> None:
+    chooser, tried = random.Random(seed), 0
+    while tried < 6:
+        plans = _tiny(chooser)
+        counted = [found for plan in plans if (found := recount(plan)) is not None]
+        placement = plans[0].placement if plans else None
+        fitting = [found for found in counted if placement and _fits(placement, found.peak_bytes)]
+        if placement is None or not fitting:
+            continue
+        tried += 1
+        num_microbatches = plans[0].num_microbatches
+        carried = Problem(placement, num_microbatches).lowered.carried
+        for objective, best in (
+            ("makespan", min(found.makespan_us for found in fitting)),
+            ("span", min(found.span_us for found in fitting)),
+        ):
+            assert all(bound.us <= best for bound in bounds_of(placement, num_microbatches, objective))
+            result = find_plan(placement, num_microbatches, objective=objective, time_limit_s=1, deterministic=True)
+            check(result.plan)
+            assert result.bound_us <= best
+            in_order = result.makespan_us if objective == "makespan" else result.span_us
+            assert in_order == result.value_us >= best
+            if not any(placement.cluster.limit_bytes[each.rank] is not None for each in carried):
+                assert result.value_us == best
+                assert result.is_optimal or objective == "span"
+            elif objective == "makespan":
+                found, ended = exact.find_fitting(
+                    Problem(placement, num_microbatches), "makespan", None, Budget(20.0, deterministic=True)
+                )
+                assert ended
+                assert found is not None
+                least = recount(Problem(placement, num_microbatches).to_plan(found))
+                assert least is not None
+                assert _fits(placement, least.peak_bytes)
+                assert least.makespan_us == min(
+                    counts.makespan_us
+                    for plan in plans
+                    if _is_in_order(plan) and (counts := recount(plan)) and _fits(placement, counts.peak_bytes)
+                )
+
+
+def _is_in_order(plan: Plan) -> bool:
+    ops = all([*row].index(op) <= [*row].index(later) for row in plan.orders for op in row for later in row
+              if op[:2] == later[:2] and op.microbatch < later.microbatch)  # fmt: skip
+    services = all(
+        i < j
+        for order in plan.service_orders
+        for i, a in enumerate(order)
+        for j, b in enumerate(order)
+        if (a.source[:2], a.target[:2], a[2:]) == (b.source[:2], b.target[:2], b[2:])
+        and a.source.microbatch < b.source.microbatch
+    )
+    return ops and services
+
+
+def _chain(num_ranks: int, rate: int, limit: int | None = None, link: Link | None = None) -> Placement:
+    """F I W on each rank, all messages through one host."""
+    costs = Costs.uniform(num_ranks, 100, 100, 100, activation_bytes=2000, boundary_bytes=1000)
+    every = tuple(range(num_ranks))
+    return place(costs, Cluster((limit,) * num_ranks, link or Link(), shared=(SharedLink("host", rate, every, every),)))
+
+
+@given(seeds)
+@settings(deadline=None, max_examples=15)
+def test_a_search_is_never_worse_than_the_named_plans_and_says_what_the_simulator_does(seed: int) -> None:
+    chooser = random.Random(seed)
+    link = Link(chooser.choice((0, 5)), chooser.choice((None, 50)), chooser.choice((0, 3)), None, 2, None)
+    placement = _chain(chooser.choice((2, 3, 4)), chooser.choice((10, 20, 50)), chooser.choice((None, 14_000)), link)
+    result = find_plan(
+        placement, chooser.randint(2, 8), time_limit_s=0.3, deterministic=True, seed=chooser.randrange(9)
+    )
+    check(result.plan)
+    counted = recount(result.plan)
+    assert counted is not None
+    assert counted.makespan_us == result.makespan_us == result.value_us >= result.bound_us
+    assert all(result.makespan_us <= named.makespan_us for named in result.named if named.fits)
+
+
+def test_a_busy_shared_link_bounds_the_step_and_the_period() -> None:
+    placement = _chain(4, 5)  # 200 µs for a message, six of them for a micro-batch
+    result = find_plan(placement, 6, time_limit_s=1, deterministic=True)
+    assert "the shared link host" in result.why
+    assert result.bound_us >= 6 * 6 * 200
+    period = find_plan(placement, 6, objective="period", time_limit_s=1, deterministic=True)
+    assert period.value_us == period.bound_us == Fraction(6 * 200)
+    assert period.why == "the shared link host works 1,200 µs for a micro-batch"
+
+
+@pytest.mark.parametrize("limit", [None, 9_000])
+def test_a_steady_state_with_shared_links_holds_when_it_is_verified_and_unrolled(limit: int | None) -> None:
+    placement = _chain(3, 20, limit, Link(7, 100, 4, None, 6, None))
+    found = find_steady(placement, Budget(2.0, deterministic=True))
+    assert found is not None
+    found.steady.verify()
+    assert found.steady.us_per_microbatch >= found.bound_us
+    for periods in (1, 4, 9):
+        plan = found.steady.unroll(periods * found.steady.microbatches_per_period)
+        check(plan)
+        assert plan.service_orders
+        assert simulate(plan).makespan_us <= found.steady.latency_us + (periods - 1) * found.steady.period_us
+
+
+def test_a_repeating_step_knows_shared_links() -> None:
+    found = find_repeating(_chain(2, 20), 6, time_limit_s=2)
+    assert found is not None
+    assert simulate(found.plan).makespan_us == found.makespan_us
+    longer = found.unroll(9)
+    assert simulate(longer.plan).makespan_us <= found.makespan_us + 3 * found.period_us
+    check(longer.plan)
+
+
+def test_named_plans_are_improved_by_their_order_of_service() -> None:
+    """The plan that is found serves what is urgent first, though it came later."""
+    placement = _chain(4, 12)
+    result = find_plan(placement, 4, time_limit_s=2, deterministic=True)
+    as_it_comes = simulate(replace(result.plan, service_orders=()))
+    assert result.makespan_us <= as_it_comes.makespan_us
+    assert result.makespan_us < min(named.makespan_us for named in result.named)
+    assert one_f_one_b(placement, 4).service_orders == ()
