@@ -140,7 +140,9 @@ def _held_byte_us(problem: Problem, tasks: Integers) -> int:
     matched = matched_bytes(problem, tasks)
     if matched is None:
         return 0
-    total = sum(int(problem.peak_bytes[t]) * own_us[t] for t in tasks.tolist())  # of any size, as all products here
+    total: int = sum(
+        int(problem.peak_bytes[t]) * own_us[t] for t in tasks.tolist()
+    )  # of any size, as all products here
     for source, task, size in matched:
         stays_us = int(paths_us[source, task]) + occupied_us[task][0] + own_us[task] - occupied_us[source][0]
         total += size * stays_us
