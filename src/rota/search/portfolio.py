@@ -27,10 +27,10 @@ from rota.plan import Plan
 from rota.schedules import zb_auto
 from rota.schedules.families import named_plans
 from rota.search import bounds, exact
-from rota.search.exact import longest_us
 from rota.search.bounds.memory_bounds import period_reason, refuse_too_little_memory
 from rota.search.budget import Budget
 from rota.search.dispatching import OPS_PER_DISPATCH, Dispatcher, Priorities, guesses, serial
+from rota.search.exact import longest_us
 from rota.search.local import fitting, improving, neighbourhood
 from rota.search.periodic.steady import SteadyResult, find_steady
 from rota.search.problem import NO_LIMIT, Integers, Orders, Problem, reserving

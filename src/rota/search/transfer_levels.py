@@ -7,12 +7,13 @@ the end of the op that reads it. So these levels depend on times, not on orders 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
-from rota.search.problem import NO_LIMIT, Integers, Problem, Rows
+from rota.search.problem import NO_LIMIT, Integers, Problem
 
 _TRANSFER_ENDS, _OP_ENDS, _TRANSFER_STARTS, _OP = range(4)  # the order of events at one instant, as in `rota.memory`
 
@@ -41,7 +42,7 @@ class Transfers(NamedTuple):
         on, ranks = problem.tasks_on.values, np.repeat(np.arange(placement.num_ranks), np.diff(problem.tasks_on.first))
         held, peak = problem.held_bytes[on], problem.peak_bytes[on]
         routes = np.array([route for row in rows for route in row], np.int64).reshape(-1, 4)
-        first = Rows.of(rows).first
+        first = np.array([0, *accumulate(map(len, rows))], np.int64)
         at_end = np.minimum(held, 0) - peak - received[ranks, on]
         return cls(problem.limits_bytes, np.maximum(held, 0) + peak, at_end, first, routes)
 

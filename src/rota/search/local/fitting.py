@@ -131,7 +131,7 @@ def anneal_over(tables, transfers, step_ends, state, is_span, heats_us, num_trie
     """Tries `num_tries` moves, while the heat goes from the first to the second of `heats_us`."""
     orders, first_op, price = state.orders, tables.first_op, state.price
     starts_us, kept = np.zeros(tables.first_node[-1], np.int64), orders.copy()
-    value = rate_over(tables, transfers, step_ends, orders, starts_us, is_span, np.inf, 0.0)
+    value = rate_over(tables, transfers, step_ends, orders, starts_us, is_span, np.inf)
     state.rating[0], state.rating[1] = value
     keep_best(state)
     num_ranks = len(first_op) - 1
@@ -151,7 +151,7 @@ def anneal_over(tables, transfers, step_ends, state, is_span, heats_us, num_trie
         heat = heats_us[0] * (heats_us[1] / heats_us[0]) ** (n / num_tries)
         chance = (1 + draw(state.random, 1 << 30)) / (1 << 30)
         most = state.rating[0] + price[0] * state.rating[1] - np.log(chance) * heat
-        value, over = rate_over(tables, transfers, step_ends, orders, starts_us, is_span, most, price[0])
+        value, over = rate_over(tables, transfers, step_ends, orders, starts_us, is_span, most)
         if over < 0 or value + price[0] * over > most:
             orders[:] = kept
         else:
@@ -201,7 +201,7 @@ def find(tables, orders, rank, task, k):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def rate_over(tables, transfers, step_ends, orders, starts_us, is_span, most, price):  # type: ignore[no-untyped-def]
+def rate_over(tables, transfers, step_ends, orders, starts_us, is_span, most):  # type: ignore[no-untyped-def]
     """(µs, bytes over the limits of all ranks); (0, -1) for a cycle, or if this is certainly over `most`."""
     num_ranks = len(tables.first_op) - 1
     next_op, free = tables.first_op[:-1].copy(), np.zeros(num_ranks, np.int64)
