@@ -30,13 +30,14 @@ from rota.search import bounds, exact
 from rota.search.bounds.memory_bounds import period_reason, refuse_too_little_memory
 from rota.search.budget import Budget
 from rota.search.dispatching import OPS_PER_DISPATCH, Dispatcher, Priorities, guesses, serial
-from rota.search.local import improving, neighbourhood
+from rota.search.exact import longest_us
+from rota.search.local import fitting, improving, neighbourhood
 from rota.search.periodic.steady import SteadyResult, find_steady
 from rota.search.problem import NO_LIMIT, Integers, Orders, Problem, reserving
 from rota.search.result import NamedPlan, Objective, Progress, SearchResult
-from rota.search.timing import Score, fits, peaks, score, start_times
+from rota.search.timing import Score, Tables, fits, peaks, score, start_times
+from rota.search.transfer_levels import Transfers, counting_transfers, peaks_with_transfers
 from rota.search.validation import refuse_wrong, refuse_wrong_options, seconds_of
-from rota.simulation import simulate
 from rota.stopping import Stopped, ended_by_ctrl_c, guarded, look, watched
 from rota.units import size_text
 
@@ -44,6 +45,7 @@ _PATIENCES = (0.0, 1.0)  # of list scheduling: never wait for a better op, or do
 _CAPS = (1.0, 0.75, 0.5)  # parts of the memory limit: fewer micro-batches in flight are sometimes faster
 _DISPATCH_SHARE = 0.1  # of the whole budget
 _FIRST_SHARE, _GROWTH = 0.03, 1.5  # of the whole budget for a method's first turn, and its growth from turn to turn
+_FIRST_SHARE_OF_FITTING = 0.08  # the same for small steps whose transfers hold memory
 _EXACT_TIMES = 3  # times that share for a proof
 _TURN_S = 0.01  # nominal cost of a turn itself, so that idle turns use up the budget
 _AUTO_S_PER_OP = 0.0006  # nominal seconds that zb_auto costs per op
@@ -125,7 +127,8 @@ class Portfolio:
         progress: Callable[[Progress], None],
     ) -> None:
         self.problem = Problem(placement, num_microbatches)
-        self.with_reserve = self.problem  # the same, with memory reserved for what transfers hold
+        #: The same, with what ops read and send in their peaks, and with memory reserved for other transfers.
+        self.with_reserve = self.counted = counting_transfers(self.problem)
         self.objective = objective
         self.budget = budget
         self.seed = seed
@@ -139,6 +142,8 @@ class Portfolio:
         self.has_tried_all = (
             False  #: whether all orders with each task's micro-batches in sequence are ruled out as better
         )
+        self.has_tried_waits = False  #: the same where ops may also wait, for the bound
+        self.none_fits = False  #: whether it is proven that no plan fits
         self.num_ops = int(self.problem.first_node[-1])
         self.incumbent = Incumbent(self.problem, objective == "span", self.report)
 
@@ -203,6 +208,8 @@ class Portfolio:
         found, longer = "found no order that fits", "give the search more time, "
         if self.has_tried_all:
             found, longer = "no order with each task's micro-batches in turn fits", ""
+        if self.none_fits:
+            found, longer = "no order fits, even if ops wait on purpose", ""
         return SearchError(
             f"{found}, in {self.budget.elapsed_s:.1f} s: {longer}raise the limit {raised}, in which one micro-batch at "
             f"a time fits, or make micro-batches smaller"
@@ -313,6 +320,44 @@ class Portfolio:
         share, seed = self.share(part), self.seed + turn
         self.incumbent.offer(improve(problem, orders, self.measure, self.bound_us, share, seed), doing)
 
+    def _fit(self, part: float, turn: int) -> None:
+        """Local search through orders that do not fit."""
+        self.turn_to("local search with transfers")
+        best, starts = self.incumbent.orders, [serial(self.counted)]
+        best_us = NO_LIMIT if best is None else self.incumbent.value_us
+        if best is not None:
+            starts.insert(0, best)
+        share, seed, is_span = self.share(part), self.seed + turn, self.incumbent.of_span
+
+        def offer(orders: Orders) -> bool:
+            return self.incumbent.offer(orders, self.doing)
+
+        fitting.find_fitting(self.problem, starts, is_span, best_us, self.bound_us, share, seed, offer)
+
+    def _fit_exactly(self, part: float, turn: int) -> None:
+        """Searches the whole step at once with all that transfers hold, if it is small."""
+        self.turn_to("exact search")
+        found = self._solve_with_transfers(part, turn, may_wait=False)
+        is_kept = self.incumbent.offer(found.orders, "exact search")
+        self.has_tried_all |= found.is_complete and (is_kept or found.orders is None)
+
+    def _bound_with_waits(self, part: float, turn: int) -> None:
+        """Raises the bound by a search in which ops may also wait; this can prove that no plan fits."""
+        self.turn_to("exact search")
+        had_none = self.incumbent.orders is None
+        found = self._solve_with_transfers(part, turn, may_wait=True)
+        self.incumbent.offer(found.orders, "exact search")
+        self.none_fits |= had_none and found.bound_us > longest_us(self.problem)
+        self.has_tried_waits |= found.is_complete
+        if found.bound_us > self.bound_us and not self.none_fits:
+            self.bound_us, self.why = found.bound_us, "CP-SAT has tried all orders, and all waits"
+
+    def _solve_with_transfers(self, part: float, turn: int, *, may_wait: bool) -> exact.Exact:
+        best, share, seed = self.incumbent.orders, self.share(_EXACT_TIMES * part), self.seed + turn
+        return exact.solve_with_transfers(
+            self.problem, self.measure, best, self.bound_us, share, seed, may_wait=may_wait
+        )
+
     def _prove(self, part: float, turn: int) -> None:
         """Searches the whole step at once, if it is small."""
         if self.num_ops > _EXACT_OPS:
@@ -321,20 +366,22 @@ class Portfolio:
         share, seed = self.share(_EXACT_TIMES * part), self.seed + turn
         found = exact.solve(self.with_reserve, self.measure, self.incumbent.orders, self.bound_us, share, seed)
         self.incumbent.offer(found.orders, "exact search")
-        if self.with_reserve is self.problem and found.bound_us > self.bound_us:
+        if self.with_reserve is self.counted and found.bound_us > self.bound_us:
             self.bound_us, self.why = found.bound_us, "CP-SAT has tried all orders"
-        if self.incumbent.transfers_hold and self.num_ops <= exact.MOST_TIMED_OPS and not self.is_over:
-            share = self.share(_EXACT_TIMES * part)
-            orders, ended = exact.find_fitting(self.problem, self.measure, self.incumbent.orders, share, seed)
-            is_kept = self.incumbent.offer(orders, "exact search")
-            self.has_tried_all |= ended and (is_kept or orders is None)
 
     def _take_turns(self) -> None:
         """Give each method a turn, with larger and larger shares, so that no method delays the others for long."""
-        turn, part = 0, _FIRST_SHARE
-        while not self.is_over and not (self.has_tried_all and self.incumbent.orders is None):
-            for method in (self._unroll, self._improve, self._prove, self._windows):
-                if not self.is_over:
+        turn, part, methods = 0, _FIRST_SHARE, [self._unroll, self._improve, self._prove, self._windows]
+        if self.incumbent.transfers_hold:
+            methods.insert(0, self._fit)
+            if self.num_ops <= exact.MOST_TIMED_OPS:
+                part = _FIRST_SHARE_OF_FITTING
+                methods = [self._fit, self._fit_exactly, self._bound_with_waits, *methods[1:]]
+                methods.remove(self._prove)
+        while not self.is_over and not (self.none_fits or (self.has_tried_all and self.has_tried_waits)):
+            for method in methods:
+                is_needed = not self.has_tried_all or (method == self._bound_with_waits and not self.has_tried_waits)
+                if is_needed and not self.is_over:
                     method(part, turn)
             self.budget.spend(_TURN_S)
             turn, part = turn + 1, part * _GROWTH
@@ -418,7 +465,9 @@ class Incumbent:
         limits = placement.cluster.limit_bytes
         self._limits_bytes = np.array([NO_LIMIT if limit is None else limit for limit in limits], np.int64)
         #: Whether some transfer's bytes count on a rank with a limit.
-        self.transfers_hold = bool(problem.lowered.carried)
+        self.transfers_hold = _transfers_hold(problem.given)
+        self._tables = Tables.of(problem)
+        self._transfers = Transfers.of(problem)._replace(limits_bytes=np.zeros(placement.num_ranks, np.int64))
         self.most_over_bytes = np.zeros(placement.num_ranks, np.int64)
         self._on_better = on_better
 
@@ -466,9 +515,13 @@ class Incumbent:
         placement = self.problem.placement
         if not self.transfers_hold:
             return peaks(self.problem, orders) + np.array(placement.static_bytes, np.int64)
-        plan = self.problem.to_plan(orders)
-        look()
-        timeline = simulate(plan)
-        look()
-        shared_links = placement.num_ranks - self.problem.num_ranks
-        return np.array((*timeline.peak_memory_bytes, *(0 for _ in range(shared_links))), np.int64)
+        starts_us = start_times(self._tables, orders)
+        assert starts_us is not None
+        held: Integers = peaks_with_transfers(self._tables, self._transfers, orders, starts_us)
+        return held + np.array(placement.static_bytes, np.int64)
+
+
+def _transfers_hold(placement: Placement) -> bool:
+    """Whether some transfer's bytes count on a rank with a limit."""
+    limits = placement.cluster.limit_bytes
+    return any(r.num_bytes and (limits[r.sender], limits[r.receiver]) != (None, None) for r in placement.routes)

@@ -14,9 +14,10 @@ import numpy as np
 from rota.placement import Placement
 from rota.search.bounds.certificates import Proof, certificate_of
 from rota.search.bounds.heads_tails import Heads, MemoryHeadroom, Side, both_sides, find_heads, ranks_after
-from rota.search.bounds.memory_bounds import Need, least_memory, period_bound, rank_loads
+from rota.search.bounds.memory_bounds import Need, RankLoad, least_memory, period_bound, rank_loads
 from rota.search.bounds.memory_headroom import find_headroom
 from rota.search.problem import NO_LIMIT, Problem, without_common_tasks
+from rota.search.transfer_levels import counting_transfers
 from rota.search.validation import refuse_wrong
 
 __all__ = ["Bound", "Need", "Proof", "best", "bounds_of", "certificate_of", "every", "least_memory", "period_bound"]
@@ -84,7 +85,7 @@ def _of_part(problem: Problem, objective: str) -> list[Bound]:
     bounds = _makespans if objective == "makespan" else _spans
     found = [*bounds(problem, False)]
     if np.any(problem.limits_bytes != NO_LIMIT):
-        found += bounds(problem, True)
+        found += bounds(counting_transfers(problem), True)
         found += _memory_held(problem, objective, max((bound.us for bound in found), default=0))
     return found
 
@@ -217,9 +218,13 @@ def _memory_held(problem: Problem, objective: str, known_us: int) -> Iterator[Bo
     what = "micro-batches" if problem.placement.num_components == 1 else "rounds of micro-batches"
     found: list[Bound | None] = []
     for rank in rank_loads(problem, whole_step=objective == "makespan"):
-        if not rank.held_byte_us or rank.headroom_bytes <= 0:
+        if rank.headroom_bytes <= 0:
             continue
         held = rounds * rank.held_byte_us
+        if rank.carried_byte_us:
+            found.append(_with_carried(rank, rounds, what))
+        if not held:
+            continue
         least, more = (-(-byte_us // rank.headroom_bytes) for byte_us in (held, held + rank.unused_byte_us))
         # In a step at least as long as its two ends, both are unused; in a shorter one they may overlap.
         us = more if max(least, known_us) >= rank.ends_us else least
@@ -229,3 +234,13 @@ def _memory_held(problem: Problem, objective: str, known_us: int) -> Iterator[Bo
         )
         found.append(Bound(us, "memory held", why, Proof("area", rank.rank, -1, -1, True)))
     yield from _highest(found)
+
+
+def _with_carried(rank: RankLoad, rounds: int, what: str) -> Bound:
+    """Byte-µs of transfers too; they may use the room that ops cannot use at the two ends."""
+    each = rank.held_byte_us + rank.carried_byte_us
+    why = (
+        f"rank {rank.rank} holds {each:,} byte-µs for each of {rounds:,} {what}, {rank.carried_byte_us:,} of them for "
+        f"transfers, and has room for {rank.headroom_bytes:,} bytes"
+    )
+    return Bound(-(-rounds * each // rank.headroom_bytes), "memory held with transfers", why)

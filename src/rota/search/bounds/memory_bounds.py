@@ -33,6 +33,7 @@ class RankLoad:
         headroom_bytes: What its ops may hold.
         unused_byte_us: Bytes times µs that cannot be used at the two ends of the step, or of the rank's own window.
         ends_us: How long these two ends last together.
+        carried_byte_us: Bytes times µs that transfers hold on it besides, which does not leave the two ends unused.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class RankLoad:
     headroom_bytes: int
     unused_byte_us: int
     ends_us: int
+    carried_byte_us: int
 
 
 def rank_loads(problem: Problem, whole_step: bool = True) -> list[RankLoad]:
@@ -56,8 +58,25 @@ def rank_loads(problem: Problem, whole_step: bool = True) -> list[RankLoad]:
                 ramp, ramp_us = _ramp(problem, tasks, sign, headroom)
                 unused += int(nearest) * headroom + ramp
                 ends += int(nearest) + ramp_us
-        result.append(RankLoad(rank, int(problem.durations_us[tasks].sum()), held, headroom, unused, ends))
+        carried = _carried_byte_us(problem, rank, whole_step) if headroom != NO_LIMIT else 0
+        result.append(RankLoad(rank, int(problem.durations_us[tasks].sum()), held, headroom, unused, ends, carried))
     return result
+
+
+def _carried_byte_us(problem: Problem, rank: int, whole_step: bool) -> int:
+    """Bytes times µs that a round's transfers hold on the rank: what it receives until the op that reads it ends.
+
+    What is on its way may be outside of the rank's own window.
+    """
+    total = 0
+    for route in problem.given.routes:
+        if route.receiver == rank:
+            before_us, _ = problem.lowered.occupied_us[route.target]
+            read_us = before_us + problem.own_us[route.target]
+            total += route.num_bytes * (route.duration_us * whole_step + read_us)
+        if route.sender == rank:
+            total += route.num_bytes * route.duration_us * whole_step
+    return total
 
 
 def _ramp(problem: Problem, tasks: Integers, sign: int, headroom: int) -> tuple[int, int]:
@@ -94,17 +113,22 @@ def period_reason(placement: Placement) -> str:
     each = " of each data stream" if placement.num_components > 1 else ""
     if busiest.work_us >= period_bound(placement) * placement.num_components:
         return f"{problem.rank_name(busiest.rank)} works {busiest.work_us:,} µs for a micro-batch{each}"
-    fullest = max(ranks, key=lambda rank: Fraction(rank.held_byte_us, max(rank.headroom_bytes, 1)))
+    fullest = max(ranks, key=_us_by_memory)
+    byte_us = fullest.held_byte_us + fullest.carried_byte_us
     return (
-        f"rank {fullest.rank} has to hold at least {fullest.held_byte_us:,} byte-µs for a micro-batch{each}, in "
+        f"rank {fullest.rank} has to hold at least {byte_us:,} byte-µs for a micro-batch{each}, in "
         f"{fullest.headroom_bytes:,} bytes"
     )
 
 
 def _round_us(problem: Problem) -> Fraction:
     ranks = rank_loads(problem)
-    by_memory = (Fraction(rank.held_byte_us, max(rank.headroom_bytes, 1)) for rank in ranks)
-    return max(*(Fraction(rank.work_us) for rank in ranks), *by_memory)
+    return max(*(Fraction(rank.work_us) for rank in ranks), *map(_us_by_memory, ranks))
+
+
+def _us_by_memory(rank: RankLoad) -> Fraction:
+    """What the rank has to hold for a round, over the bytes that it may hold."""
+    return Fraction(rank.held_byte_us + rank.carried_byte_us, max(rank.headroom_bytes, 1))
 
 
 def matched_bytes(problem: Problem, tasks: Integers) -> list[tuple[int, int, int]] | None:

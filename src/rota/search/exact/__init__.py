@@ -16,11 +16,10 @@ from rota.search.exact import cpsat
 from rota.search.exact.ordering import Ordering, StepEndTimes, Window
 from rota.search.exact.transfer_memory import After, Carry, Level, TimePoint, Times
 from rota.search.problem import NO_LIMIT, Orders, Problem
+from rota.search.transfer_levels import counting_transfers
 from rota.stopping import look
 
 MOST_TIMED_OPS = 100  # up to here all ops of a span's model start as soon as possible; larger ones are relaxations
-
-_ENDED = (cp_model.OPTIMAL, cp_model.INFEASIBLE)
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,7 @@ class Exact:
 
     orders: Orders | None
     bound_us: int
+    is_complete: bool = False  #: whether there was enough time for a proof
 
 
 def solve(
@@ -54,14 +54,14 @@ def solve(
     """
     critical_path = CriticalPath(problem, objective == "span")
     window, value_us = whole_step(critical_path, best)
-    horizon_us = _longest_us(problem)
+    horizon_us = longest_us(problem)
     most_us = horizon_us if value_us is None else value_us - 1
     ordering = Ordering(window, bound_us, most_us, horizon_us if critical_path.of_span else None)
     budget.spend(ordering.nominal_s)
     if ordering.is_impossible:
         return Exact(None, max(bound_us, most_us + 1))
     if critical_path.of_span:
-        _measure_span(ordering)
+        _measure_span(ordering, len(window.sequence) > MOST_TIMED_OPS)
     else:
         ordering.minimize()
     ordering.hint()
@@ -108,44 +108,71 @@ def _step_ends(problem: Problem, rank: int, row: tuple[int, ...]) -> tuple[tuple
     return tuple(times), ends.optimizers_us(rank)
 
 
-def _longest_us(problem: Problem) -> int:
+def longest_us(problem: Problem) -> int:
     """An upper bound for a step whose ops start as soon as possible: everything in a row."""
     ends_us = int(problem.step_ends.reduce_us.sum() + problem.step_ends.optimizer_us.sum())
     lags_us = sum(lag * int(problem.counts[source]) for (source, _), lag in problem.lags_us.items())
     return int((problem.durations_us * problem.counts).sum()) + ends_us + lags_us
 
 
-def find_fitting(
-    problem: Problem, objective: Literal["makespan", "span"], best: Orders | None, budget: Budget, seed: int = 0
-) -> tuple[Orders | None, bool]:
-    """(orders that are better than `best` and fit with all that transfers hold, whether the search is complete).
+def solve_with_transfers(
+    problem: Problem,
+    objective: Literal["makespan", "span"],
+    best: Orders | None,
+    bound_us: int,
+    budget: Budget,
+    seed: int = 0,
+    *,
+    may_wait: bool,
+) -> Exact:
+    """As `solve`, for small steps whose transfers hold memory: the levels of all ranks are counted by time.
 
-    This is for small steps: ops start as soon as they can, as in a plan, and every level is counted. A complete search
-    proves that nothing better fits in which tasks do their micro-batches in order; where transfers hold bytes, orders
-    without this may fit.
+    Args:
+        problem: The step.
+        objective: What is minimized.
+        best: The best orders known, which fit; None: none are known.
+        bound_us: A lower bound for all orders.
+        budget: What CP-SAT may spend.
+        seed: Of CP-SAT.
+        may_wait: Ops may start later than they can, which is easier to solve: the bound holds for every plan, but the
+            orders may not fit when ops start as soon as they can. Otherwise ops start as in a plan, and the bound holds
+            for all plans in which each task does its micro-batches in turn; where transfers hold bytes, out of turn
+            may be faster.
+
+    Returns:
+        The orders and a lower bound. When no orders fit at all, the bound is longer than any step.
     """
-    critical_path = CriticalPath(problem, objective == "span")
+    counted = counting_transfers(problem)
+    critical_path = CriticalPath(counted, objective == "span")
     window, value_us = whole_step(critical_path, best)
-    horizon_us = _longest_us(problem)
-    ordering = Ordering(window, 0, horizon_us if value_us is None else value_us - 1, horizon_us)
+    horizon_us = longest_us(problem)
+    most_us = horizon_us if value_us is None else value_us - 1
+    # Waits never make a makespan longer than all work in a row, but a span that ends late may be short.
+    ordering = Ordering(window, bound_us, most_us, horizon_us)
     budget.spend(ordering.nominal_s)
     if ordering.is_impossible:
-        return None, True
+        return Exact(None, max(bound_us, most_us + 1), True)
     if critical_path.of_span:
-        _measure_span(ordering)
+        _measure_span(ordering, may_wait)
     else:
         ordering.minimize()
-        _start_as_soon_as_possible(ordering)
-    budget.spend(_count_transfers(ordering))
+        if not may_wait:
+            _start_as_soon_as_possible(ordering)
+    budget.spend(_count_transfers(ordering, problem))
+    if best is not None:
+        ordering.hint()
     status, solver = cpsat.solve(ordering.model, budget, seed)
-    found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
-    return critical_path.orders(ordering.rows(solver.value)) if found else None, status in _ENDED
+    if status == cp_model.INFEASIBLE:
+        return Exact(None, most_us + 1, True)
+    bound_us = max(bound_us, ceil(solver.best_objective_bound))
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return Exact(None, bound_us)
+    return Exact(critical_path.orders(ordering.rows(solver.value)), bound_us, status == cp_model.OPTIMAL)
 
 
-def _count_transfers(ordering: Ordering) -> float:
+def _count_transfers(ordering: Ordering, problem: Problem) -> float:
     """Limits levels by time on each rank with a limit where transfers hold bytes; returns nominal seconds."""
     window, model, ticks = ordering.window, ordering.model, ordering.ticks
-    problem = window.critical_path.problem
     longest = ordering.certain.most
     most_us = longest + max((route.duration_us for route in problem.given.routes), default=0)
     occupied_us = problem.lowered.occupied_us
@@ -184,7 +211,7 @@ def _count_transfers(ordering: Ordering) -> float:
     return nominal_s
 
 
-def _measure_span(ordering: Ordering) -> None:
+def _measure_span(ordering: Ordering, may_wait: bool) -> None:
     """Minimizes the longest time from a rank's first start to its last end."""
     window, model = ordering.window, ordering.model
     longest = ordering.certain.most
@@ -195,7 +222,7 @@ def _measure_span(ordering: Ordering) -> None:
         for task in tasks:
             ordering.require_end(ordering.ends[window.nodes_of[task][-1]] - first)
     model.minimize(ordering.end_us)
-    if len(window.sequence) <= MOST_TIMED_OPS:
+    if not may_wait:
         _start_as_soon_as_possible(ordering)
 
 

@@ -1,0 +1,119 @@
+"""What each rank holds at its peak, transfers included, for given start times: `rota.memory`'s answer, compiled.
+
+A rank holds what it sends from the op's end until the transfer ends, and what it receives from the transfer's start to
+the end of the op that reads it. So these levels depend on times, not on orders alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from rota.search.problem import NO_LIMIT, Integers, Problem
+
+_TRANSFER_ENDS, _OP_ENDS, _TRANSFER_STARTS, _OP = range(4)  # the order of events at one instant, as in `rota.memory`
+
+
+class Transfers(NamedTuple):
+    """The bytes that ops and transfers hold, for compiled loops."""
+
+    limits_bytes: Integers  #: int64[num_ranks]: what ops and transfers may hold, or NO_LIMIT
+    at_start_bytes: Integers  #: int64[...], beside `Tables.on`: what an op of the task takes on the rank when it starts
+    at_end_bytes: Integers  #: int64[...], beside `Tables.on`: its change when the op ends; less than 0: it frees
+    before_us: Integers  #: int64[num_tasks]: how long messages occupy the rank before an op of the task itself begins
+    own_us: Integers  #: int64[num_tasks]: how long the op itself lasts
+    first_carried: Integers  #: int64[num_ranks + 1]: row r of `carried` is `first_carried[r]` to `first_carried[r + 1]`
+    carried: Integers  #: int64[..., 6]: bytes; task and µs after its end, from when and until when; is it sent
+
+    @classmethod
+    def of(cls, problem: Problem) -> Transfers:
+        """The tables of a problem."""
+        placement, lowered = problem.placement, problem.lowered
+        rows: list[list[tuple[int, ...]]] = [[] for _ in range(placement.num_ranks)]
+        received = np.zeros((placement.num_ranks, len(placement.tasks)), np.int64)
+        for each in lowered.carried:
+            if not each.is_sent:  # freed by the op that reads it
+                received[each.rank, each.until.task] += each.num_bytes
+            if each.since != each.until:
+                rows[each.rank].append((each.num_bytes, *each.since, *each.until, each.is_sent))
+        on, ranks = problem.tasks_on.values, np.repeat(np.arange(placement.num_ranks), np.diff(problem.tasks_on.first))
+        held, peak = problem.held_bytes[on], problem.peak_bytes[on]
+        carried = np.array([each for row in rows for each in row], np.int64).reshape(-1, 6)
+        first = np.array([0, *accumulate(map(len, rows))], np.int64)
+        at_end = np.minimum(held, 0) - peak - received[ranks, on]
+        before_us = np.array([before for before, _ in lowered.occupied_us], np.int64)
+        own_us = np.array(problem.own_us, np.int64)
+        return cls(problem.limits_bytes, np.maximum(held, 0) + peak, at_end, before_us, own_us, first, carried)
+
+
+@njit(cache=True, nogil=True)
+def peaks_with_transfers(tables, transfers, orders, starts_us):  # type: ignore[no-untyped-def]
+    """int64[num_ranks]: the most bytes held at once; 0 where a rank has no limit."""
+    num_ranks = len(tables.first_op) - 1
+    peaks, begun = np.zeros(num_ranks, np.int64), np.zeros(len(tables.durations_us), np.int64)
+    at_start, at_end = np.zeros_like(begun), np.zeros_like(begun)
+    for r in range(num_ranks):
+        if transfers.limits_bytes[r] == NO_LIMIT:
+            continue
+        num_events = 2 * (tables.first_op[r + 1] - tables.first_op[r])
+        for i in range(tables.first_on[r], tables.first_on[r + 1]):
+            task = tables.on[i]
+            at_start[task], at_end[task] = transfers.at_start_bytes[i], transfers.at_end_bytes[i]
+            begun[task] = 0
+        for i in range(transfers.first_carried[r], transfers.first_carried[r + 1]):
+            since = transfers.carried[i, 1]
+            num_events += (1 + transfers.carried[i, 5]) * (tables.first_node[since + 1] - tables.first_node[since])
+        keys, changes = np.empty(num_events, np.int64), np.empty(num_events, np.int64)
+        n = 0
+        for i in range(tables.first_op[r], tables.first_op[r + 1]):
+            task = orders[i]
+            start = starts_us[tables.first_node[task] + begun[task]] + transfers.before_us[task]
+            begun[task] += 1
+            duration = transfers.own_us[task]
+            keys[n], changes[n] = 4 * start + _OP, at_start[task]
+            keys[n + 1] = 4 * (start + duration) + (_OP_ENDS if duration else _OP)
+            changes[n + 1] = at_end[task]
+            n += 2
+        for i in range(transfers.first_carried[r], transfers.first_carried[r + 1]):
+            num_bytes, since, since_lag, until, until_lag, is_sent = transfers.carried[i]
+            since_lag += tables.durations_us[since]
+            until_lag += tables.durations_us[until]
+            for k in range(tables.first_node[since + 1] - tables.first_node[since]):
+                begin = starts_us[tables.first_node[since] + k] + since_lag
+                keys[n], changes[n] = 4 * begin + _TRANSFER_STARTS, num_bytes
+                n += 1
+                if is_sent:
+                    end = starts_us[tables.first_node[until] + k] + until_lag
+                    keys[n], changes[n] = 4 * end + _TRANSFER_ENDS, -num_bytes
+                    n += 1
+        level = np.int64(0)
+        for i in np.argsort(keys, kind="mergesort"):  # stable: ops at one instant stay in the rank's order
+            level += changes[i]
+            peaks[r] = max(peaks[r], level)
+    return peaks
+
+
+def counting_transfers(problem: Problem) -> Problem:
+    """The same problem, where each task's peak also has what its rank must hold of transfers at that time.
+
+    While an op runs, its rank holds what the op reads from other ranks, and at its end what it sends, if that takes
+    time. Every plan within the limits is within them here too, for these bytes are only a part of what transfers hold.
+    """
+    placement = problem.given
+    received = [dict.fromkeys(task.ranks, 0) for task in placement.tasks]
+    sent = [dict.fromkeys(task.ranks, 0) for task in placement.tasks]
+    for route in placement.routes:
+        received[route.target][route.receiver] += route.num_bytes
+        if route.duration_us:
+            sent[route.source][route.sender] += route.num_bytes
+    tasks = []
+    for task, here, away in zip(placement.tasks, received, sent, strict=True):
+        held = max(task.held_bytes, 0)
+        needed = (max(held + task.peak_bytes + here[r], task.held_bytes + away[r]) for r in task.ranks)
+        tasks.append(replace(task, peak_bytes=min(needed) - held))  # a task's peak is the same on all its ranks
+    counted = replace(placement, tasks=tuple(tasks))
+    return replace(problem, given=counted)
