@@ -2,7 +2,8 @@
 
     process  rank 0      track compute     0F0  0F1  …             counter memory, and its limit
                          track idle        waiting  order …
-                         track transfers   0F0→1F0 …
+                         track transfers   wait, 0F0→1F0 …
+    process  links       track host a      0F0→1F0 …          while they occupy the shared link
     flow arrows          0F0 ─▶ 0F0→1F0 ─▶ 1F0
 
 Times are in µs, as the format requires.
@@ -44,7 +45,11 @@ def to_chrome_trace(timeline: Timeline | Plan) -> str:
 
 def _events(timeline: Timeline) -> Iterator[Event]:
     """Yield all events: names of ranks and tracks, slices, arrows and counters."""
-    transfers = list(_in_lanes(timeline.transfer_spans(), _TRANSFERS))
+    waits = _waits_us(timeline)
+    transfers = [
+        (span._replace(start_us=span.start_us + waits[span.work]), track)
+        for span, track in _in_lanes(_with_waits(timeline, waits), _TRANSFERS)
+    ]
     step_ends = list(_in_lanes(timeline.step_end_spans(), _STEP_END))
     tracks: list[set[int]] = [{_COMPUTE, _IDLE} for _ in range(timeline.num_ranks)]
     for span, track in [*transfers, *step_ends]:
@@ -62,10 +67,53 @@ def _events(timeline: Timeline) -> Iterator[Event]:
         yield _slice(span, str(span.work), track)
     for span, track in transfers:
         assert isinstance(span.work, Transfer)
+        if wait_us := waits[span.work]:
+            before = span._replace(start_us=span.start_us - wait_us, end_us=span.start_us)
+            yield _slice(before, "wait", track, waits_for=_links_of(timeline, span.work), transfer=str(span.work))
         if span.duration_us:
             yield _slice(span, str(span.work), track, num_bytes=span.work.num_bytes, to_rank=span.work.receiver)
+    yield from _shared_links(timeline)
     yield from _arrows(timeline, transfers)
     yield from _counters(timeline)
+
+
+def _waits_us(timeline: Timeline) -> dict[Transfer, int]:
+    """For how long each transfer waited for shared links."""
+    waits = {}
+    for r, route in enumerate(timeline.plan.placement.routes):
+        times = zip(timeline.plan.microbatches_on(r), timeline.handed_over_us(r), timeline.sent_us[r], strict=True)
+        for m, handed_over, sent in times:
+            waits[timeline.plan.transfer(r, m)] = sent - handed_over if route.shared else 0
+    return waits
+
+
+def _with_waits(timeline: Timeline, waits: dict[Transfer, int]) -> Iterator[Span]:
+    """Yield the spans of the transfers from when they were handed over."""
+    for span in timeline.transfer_spans():
+        assert isinstance(span.work, Transfer)
+        yield span._replace(start_us=span.start_us - waits[span.work])
+
+
+def _links_of(timeline: Timeline, transfer: Transfer) -> str:
+    cluster = timeline.plan.placement.cluster
+    return ", ".join(cluster.shared[i].name for i in cluster.shared_between(transfer.sender, transfer.receiver))
+
+
+def _shared_links(timeline: Timeline) -> Iterator[Event]:
+    """Yield a process with a track for each shared link, and on it what the link serves."""
+    shared = timeline.plan.placement.cluster.shared
+    if shared:
+        process = timeline.num_ranks
+        yield {"ph": "M", "name": "process_name", **_location(process), "args": {"name": "shared links"}}
+        yield {"ph": "M", "name": "process_sort_index", **_location(process), "args": {"sort_index": process}}
+    for i, link in enumerate(shared):
+        location = _location(timeline.num_ranks, i)
+        yield {"ph": "M", "name": "thread_name", **location, "args": {"name": link.name}}
+        yield {"ph": "M", "name": "thread_sort_index", **location, "args": {"sort_index": i}}
+        for span in timeline.service_spans(i):
+            assert isinstance(span.work, Transfer)
+            on_link = span._replace(rank=timeline.num_ranks)
+            yield _slice(on_link, str(span.work), i, num_bytes=span.work.num_bytes, from_rank=span.work.sender)
 
 
 def _slice(span: Any, name: str, track: int, **arguments: object) -> Event:
