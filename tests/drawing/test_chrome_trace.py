@@ -70,8 +70,15 @@ def test_slices_are_what_happened_and_none_of_a_track_overlap(plan: Plan) -> Non
         spans = [span for span in timeline.spans() if span.duration_us or span.work in set().union(*plan.orders)]
         expected = Counter((span.rank, span.start_us, span.end_us, str(span.work)) for span in spans)
         expected += Counter((one.rank, one.start_us, one.end_us, str(one.cause)) for one in idle(timeline))
-        assert slices == expected
-        for of_track in tracks(events).values():
+        for i in range(len(plan.placement.cluster.shared)):
+            served = timeline.service_spans(i)
+            expected += Counter((plan.num_ranks, one.start_us, one.end_us, str(one.work)) for one in served)
+        for r, route in enumerate(plan.placement.routes):
+            for waits in zip(timeline.handed_over_us(r), timeline.sent_us[r], strict=True):
+                expected[route.sender, *waits, "wait"] += bool(route.shared) and waits[0] < waits[1]
+        assert slices == +expected
+        on_ranks = {track: them for track, them in tracks(events).items() if track[0] <= plan.num_ranks}
+        for of_track in on_ranks.values():
             assert all(before[1] <= after[0] for before, after in pairwise(sorted(of_track)))
 
 

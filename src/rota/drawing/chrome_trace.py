@@ -45,11 +45,7 @@ def to_chrome_trace(timeline: Timeline | Plan) -> str:
 
 def _events(timeline: Timeline) -> Iterator[Event]:
     """Yield all events: names of ranks and tracks, slices, arrows and counters."""
-    waits = _waits_us(timeline)
-    transfers = [
-        (span._replace(start_us=span.start_us + waits[span.work]), track)
-        for span, track in _in_lanes(_with_waits(timeline, waits), _TRANSFERS)
-    ]
+    transfers, waits = _transfers(timeline)
     step_ends = list(_in_lanes(timeline.step_end_spans(), _STEP_END))
     tracks: list[set[int]] = [{_COMPUTE, _IDLE} for _ in range(timeline.num_ranks)]
     for span, track in [*transfers, *step_ends]:
@@ -67,34 +63,37 @@ def _events(timeline: Timeline) -> Iterator[Event]:
         yield _slice(span, str(span.work), track)
     for span, track in transfers:
         assert isinstance(span.work, Transfer)
-        if wait_us := waits[span.work]:
-            before = span._replace(start_us=span.start_us - wait_us, end_us=span.start_us)
-            yield _slice(before, "wait", track, waits_for=_links_of(timeline, span.work), transfer=str(span.work))
         if span.duration_us:
             yield _slice(span, str(span.work), track, num_bytes=span.work.num_bytes, to_rank=span.work.receiver)
+    for span, track in waits:
+        yield _slice(span, "wait", track, waits_for=_links_of(timeline, span.work), transfer=str(span.work))
     yield from _shared_links(timeline)
     yield from _arrows(timeline, transfers)
     yield from _counters(timeline)
 
 
-def _waits_us(timeline: Timeline) -> dict[Transfer, int]:
-    """For how long each transfer waited for shared links."""
-    waits = {}
-    for r, route in enumerate(timeline.plan.placement.routes):
-        times = zip(timeline.plan.microbatches_on(r), timeline.handed_over_us(r), timeline.sent_us[r], strict=True)
-        for m, handed_over, sent in times:
-            waits[timeline.plan.transfer(r, m)] = sent - handed_over if route.shared else 0
-    return waits
+def _transfers(timeline: Timeline) -> tuple[list[tuple[Span, int]], list[tuple[Span, int]]]:
+    """The spans of all transfers, and of their waits for shared links, with their tracks: a transfer follows its wait."""
+    handed_over = (
+        time if route.shared else sent
+        for r, route in enumerate(timeline.plan.placement.routes)
+        for time, sent in zip(timeline.handed_over_us(r), timeline.sent_us[r], strict=True)
+    )
+    sent_us: dict[Span, list[int]] = {}  # several where parallel edges have equal transfers
+    for span, start_us in zip(timeline.transfer_spans(), handed_over, strict=True):
+        sent_us.setdefault(span._replace(start_us=start_us), []).append(span.start_us)
+    whole = [span for span, starts in sent_us.items() for _ in starts]
+    transfers, waits = [], []
+    for span, track in _in_lanes(whole, _TRANSFERS):
+        time = sent_us[span].pop()
+        transfers.append((span._replace(start_us=time), track))
+        if span.start_us < time:
+            waits.append((span._replace(end_us=time), track))
+    return transfers, waits
 
 
-def _with_waits(timeline: Timeline, waits: dict[Transfer, int]) -> Iterator[Span]:
-    """Yield the spans of the transfers from when they were handed over."""
-    for span in timeline.transfer_spans():
-        assert isinstance(span.work, Transfer)
-        yield span._replace(start_us=span.start_us - waits[span.work])
-
-
-def _links_of(timeline: Timeline, transfer: Transfer) -> str:
+def _links_of(timeline: Timeline, transfer: object) -> str:
+    assert isinstance(transfer, Transfer)
     cluster = timeline.plan.placement.cluster
     return ", ".join(cluster.shared[i].name for i in cluster.shared_between(transfer.sender, transfer.receiver))
 
