@@ -73,7 +73,7 @@ def _events(timeline: Timeline) -> Iterator[Event]:
 
 
 def _transfers(timeline: Timeline) -> tuple[list[tuple[Span, int]], list[tuple[Span, int]]]:
-    """The spans of all transfers, and of their waits for shared links, with their tracks: a transfer follows its wait."""
+    """The spans of all transfers, and of their waits for shared links, with their tracks."""
     handed_over = (
         time if route.shared else sent
         for r, route in enumerate(timeline.plan.placement.routes)
