@@ -90,6 +90,7 @@ docs: $(READY) ## make docs/schedules.md and the pictures of docs/
 	$(BIN)/python docs/make_schedules.py
 	$(BIN)/python docs/make_frontier.py
 	$(BIN)/python docs/make_device_order.py
+	$(BIN)/python docs/make_wires.py
 
 pictures: $(READY) ## make the pictures of the README and docs/seeing.md, in a browser
 	$(BIN)/python docs/make_pictures.py

@@ -22,6 +22,7 @@ from rota import (
     simulate,
     wave,
 )
+from rota.costs import Link, SharedLink
 from rota.replanning import replan
 from rota.schedules import NAMED, forward_only, gpipe, one_f_one_b
 from rota.schedules.ready_first import ready_first
@@ -58,6 +59,19 @@ def test_more_ranks_than_before() -> None:
     plan = NAMED["interleaved_1f1b"](interleaved(Costs.uniform(8, 100, 200), Cluster.uniform(2)), 8)
     assert stages_by_rank(replan(plan, 8)) == [(stage,) for stage in range(8)]
     assert simulate(replan(plan, 8)).makespan_us == simulate(chain(8)).makespan_us
+
+
+def test_what_ranks_share_is_shared_by_those_that_are_left() -> None:
+    host, card = SharedLink("host", 4, (0, 1, 2, 3), (0, 1, 2, 3)), SharedLink("card", 4, (2, 3), (0, 1))
+    cluster = Cluster((None,) * 4, Link(1, 2, 3), shared=(host, card), gap_us=2)
+    plan = gpipe(place(Costs.uniform(4, 100, 200, boundary_bytes=8), cluster), 4)
+    nodes = dict(plan._served_transfers())
+    plan = replace(plan, service_orders=tuple(tuple(nodes[node] for node in order) for order in plan.served))
+    fewer = replan(plan, 2)
+    left = replace(host, senders=(0, 1), receivers=(0, 1))
+    assert fewer.placement.cluster == Cluster((None,) * 2, Link(1, 2, 3), shared=(left,), gap_us=2)
+    assert fewer.service_orders == ()
+    check(fewer)
 
 
 def test_no_rank_goes_without_a_stage() -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 _HOMES = {
     "rota.tasks": ("Kind", "Op", "Task"),
-    "rota.costs": ("Cluster", "Costs", "Link"),
+    "rota.costs": ("Cluster", "Costs", "Link", "SharedLink"),
     "rota.layers": ("LayerCosts",),
     "rota.profiles": ("Profile",),
     "rota.placement": ("Edge", "Placement", "StepEnd"),
@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from rota.costs import Cluster as Cluster
     from rota.costs import Costs as Costs
     from rota.costs import Link as Link
+    from rota.costs import SharedLink as SharedLink
     from rota.drawing import draw as draw
     from rota.errors import FormatError as FormatError
     from rota.errors import LostRankError as LostRankError

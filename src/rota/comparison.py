@@ -16,7 +16,8 @@ from statistics import median
 from typing import final
 
 from rota import notebook
-from rota.accounting.delays import Contention, Place, Readiness
+from rota.accounting.delays import Place, Readiness
+from rota.contention import Contention
 from rota.errors import PlanError
 from rota.placement import StepEnd
 from rota.plan import Plan

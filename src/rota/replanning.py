@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from rota.checking import check
-from rota.costs import Cluster
+from rota.costs import Cluster, SharedLink
 from rota.cutting import balanced
 from rota.errors import PlacementError, PlanError, ScheduleError
 from rota.placement import Placement
@@ -58,7 +58,7 @@ def replan(plan: Plan, num_ranks: int) -> Plan:
             if best is None or makespan_us < best[0]:
                 best = makespan_us, candidate
         if best is not None:
-            return replace(plan, placement=placement, orders=best[1].orders)
+            return replace(plan, placement=placement, orders=best[1].orders, service_orders=())
     assert refused is not None  # ready_first plans any placement
     raise PlanError(
         f"the plan's {plan.num_stages} stages do not fit on {num_ranks} ranks: {refused}; or start more ranks",
@@ -125,13 +125,22 @@ def _static_bytes(placement: Placement) -> dict[int, int]:
 def _moved(placement: Placement, ranks: dict[int, int], num_ranks: int) -> Placement:
     """The placement with stage s on `ranks[s]`."""
     limits = [limit for limit in placement.cluster.limit_bytes if limit is not None]
-    links = tuple(link for link in placement.cluster.links if max(link[:2]) < num_ranks)
-    cluster = Cluster((min(limits, default=None),) * num_ranks, placement.cluster.link, links)
+    old = placement.cluster
+    links = tuple(link for link in old.links if max(link[:2]) < num_ranks)
+    shared = tuple(left for link in old.shared for left in _among(link, num_ranks))
+    cluster = Cluster((min(limits, default=None),) * num_ranks, old.link, links, shared, old.gap_us)
     static_bytes = [0] * num_ranks
     for stage, size in _static_bytes(placement).items():
         static_bytes[ranks[stage]] += size
     tasks = tuple(replace(task, ranks=(ranks[task.stage],)) for task in placement.tasks)
     return replace(placement, tasks=tasks, cluster=cluster, static_bytes=tuple(static_bytes))
+
+
+def _among(link: SharedLink, num_ranks: int) -> Iterator[SharedLink]:
+    """The shared link without the ranks from `num_ranks` on; nothing if no senders or no receivers are left."""
+    senders, receivers = (tuple(rank for rank in side if rank < num_ranks) for side in (link.senders, link.receivers))
+    if senders and receivers:
+        yield replace(link, senders=senders, receivers=receivers)
 
 
 def _candidates(placement: Placement, num_microbatches: int) -> Iterable[Plan]:

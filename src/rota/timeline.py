@@ -131,6 +131,27 @@ class Timeline:
                 work = Transfer(Op(a.stage, a.kind, m), Op(b.stage, b.kind, m), route.sender, route.receiver, route[4])
                 yield Span(route.sender, start, end, work)
 
+    def handed_over_us(self, route: int) -> tuple[int, ...]:
+        """When each transfer on `placement.routes[route]` could begin: its op and, by plan, its sending had ended."""
+        plan, sender = self.plan, self.plan.placement.routes[route].sender
+        source = plan.placement.routes[route].source
+        ends = dict(zip(plan.nodes[sender], self.ends_us[sender], strict=True))
+        later_us = plan.placement.occupied_us[source][1]
+        made = [ends[node] + later_us for node in range(plan.first_node[source], plan.first_node[source + 1])]
+        return tuple(min(pair) for pair in zip(made, self.sent_us[route], strict=True))
+
+    def service_spans(self, shared: int) -> Iterator[Span]:
+        """Spans for which transfers occupy the cluster's shared link with this index, by plan from their start on."""
+        spans = []
+        for r, route in enumerate(self.plan.placement.routes):
+            if shared in route.shared:
+                for m, start, end in zip(
+                    self.plan.microbatches_on(r), self.sent_us[r], self.arrived_us[r], strict=True
+                ):
+                    end_us = min(start + route.service_us, max(start, end))
+                    spans.append(Span(route.sender, start, end_us, self.plan.transfer(r, m)))
+        yield from sorted(spans, key=lambda span: span.start_us)
+
     def step_end_spans(self) -> Iterator[Span]:
         """Spans of the reductions and optimizer steps, without those of duration 0."""
         for (i, rank), times in zip(self.plan.step_end_ranks, self.step_ends_us, strict=True):

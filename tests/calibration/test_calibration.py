@@ -14,16 +14,16 @@ from cli.test_cli import run
 from rota import schedules
 from rota.calibration import Calibration, calibrate, calibrated, costs_of, median_us
 from rota.calibration.measured_times import fit_link
-from rota.costs import Cluster, Costs, Link
+from rota.costs import Cluster, Costs, Link, SharedLink
 from rota.errors import PlacementError, PlanError, RotaError
-from rota.placement import Placement, StepEnd
+from rota.placement import Edge, Placement, StepEnd
 from rota.placing import interleaved, place
 from rota.plan import Plan
 from rota.simulation import simulate
-from rota.tasks import Kind
+from rota.tasks import Kind, Op, Task
 from rota.timeline import Timeline
 from rota.usage import Usage
-from support.core_strategies import Chooser, placed, plans
+from support.core_strategies import Chooser, placed, plans, wired_plans
 from support.measured import measured_like
 
 OLD = place(
@@ -53,7 +53,7 @@ def test_what_is_planned_by_measured_costs_comes_true(plan: Plan, seed: int) -> 
     assert new.static_bytes == plan.placement.static_bytes
 
 
-@given(plans())
+@given(plans() | wired_plans())
 def test_what_went_as_planned_changes_nothing(plan: Plan) -> None:
     planned = simulate(plan)
     assert simulate(replace(plan, placement=calibrated(planned, planned))).makespan_us == planned.makespan_us
@@ -113,6 +113,37 @@ def test_one_size_is_met_exactly(size: int, us: int, planned: Link) -> None:
     assert found.transfer_us(size) == us
     if Link(0, planned.bytes_per_us).transfer_us(size) <= us:
         assert found.bytes_per_us == planned.bytes_per_us  # only the latency was off
+
+
+@given(wired_plans(), st.integers(0, 2**16))
+def test_what_wires_cost_stays_as_planned(plan: Plan, seed: int) -> None:
+    """Ops and transfers were measured, and take what they took; who shares what, and what messages cost, was not."""
+    new = calibrated(measured_like(plan, Chooser(seed)))
+    old = plan.placement
+    assert (new.cluster.shared, new.cluster.gap_us) == (old.cluster.shared, old.cluster.gap_us)
+    assert new.occupied_us == old.occupied_us
+    assert [(route.shared, route.service_us) for route in new.routes] == [(r.shared, r.service_us) for r in old.routes]
+    simulate(replace(plan, placement=new))  # its order of service still fits
+
+
+def test_waiting_for_a_shared_link_is_not_part_of_a_link() -> None:
+    """Both transfers of 80 bytes are sent at once: alone each takes 3 + 10 µs; together both end after 3 + 20."""
+    tasks = tuple(Task(stage, Kind.F, (stage,), 10) for stage in range(3))
+    host = SharedLink("host", 8, (0,), (1, 2))
+    placement = Placement(tasks, (Edge(0, 1, 80), Edge(0, 2, 80)), Cluster((None,) * 3, Link(3), shared=(host,)))
+    planned = simulate(Plan(placement, 1, tuple((Op(stage, Kind.F, 0),) for stage in range(3))))
+    measured = replace(planned, sent_us=((10,), (10,)), arrived_us=((33,), (33,)))
+    assert calibrated(measured).routes == placement.routes
+    slow = replace(planned, arrived_us=((43,), (53,)))  # one after the other, each of them 20 µs longer than planned
+    assert {route.duration_us for route in calibrated(slow).routes} <= {22, 23, 24}
+
+
+@given(st.integers(0, 99), st.integers(1, 99), st.integers(1, 99))
+def test_a_link_within_a_slower_shared_one_is_found(latency_us: int, rate: int, shared_rate: int) -> None:
+    truth, slowest = Link(latency_us, rate, 4, 5, 6, 7), Link(latency_us, min(rate, shared_rate))
+    times = {size: [slowest.transfer_us(size)] for size in (10, 1000, 5000)}
+    found = fit_link(times, truth, shared_rate)
+    assert found == truth
 
 
 def test_an_outlier_does_not_count() -> None:

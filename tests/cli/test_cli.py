@@ -211,7 +211,7 @@ def _corrupt(folder: Path, name: str, text: str) -> Path:
             ["no option --mikrobatches", "did you mean --micro"],
         ),
         (["plan", "--rnaks", "2", "1f1b", "--microbatches=2"], 2, ["no option --rnaks; did you mean --ranks?"]),
-        (["plan", "1f1b", "--ranks", "2", "--microbatches=2", "--pink"], 2, ["no option --pink; see rota plan --help"]),
+        (["plan", "1f1b", "--ranks", "2", "--microbatches=2", "--quux"], 2, ["no option --quux; see rota plan --help"]),
         (["autoplan", "m.py", "--ranks=2", "--batch=2", "--memroy=8GB"], 2, ["did you mean --memory?"]),
         (["export", "torchtitan", "plan.json", "--mdoel", "m.py:f"], 2, ["no option --mdoel; did you mean --model?"]),
         (["check", "plan.json", "again.json"], 2, ["'again.json' is one word too many; see rota check --help"]),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
+from drawing.browser.timelines import wired
 from rota import schedules
 from rota.accounting import idle
 from rota.costs import Cluster, Costs
@@ -21,7 +22,7 @@ from rota.placing import place
 from rota.plan import Plan
 from rota.simulation import simulate
 from rota.timeline import Timeline
-from support.core_strategies import plans
+from support.core_strategies import plans, wired_plans
 from support.measured import measured_like
 
 COSTS = Costs((30, 50), (70, 90), activation_bytes=4, boundary_bytes=6, reduce_us=20, optimizer_us=10)
@@ -60,7 +61,7 @@ def tracks(events: list[dict[str, Any]]) -> dict[tuple[int, int], list[tuple[int
     return found
 
 
-@given(plans())
+@given(plans() | wired_plans())
 @settings(max_examples=60)
 def test_slices_are_what_happened_and_none_of_a_track_overlap(plan: Plan) -> None:
     for timeline in (simulate(plan), measured_like(plan, random.Random(plan.num_ops))):
@@ -69,8 +70,15 @@ def test_slices_are_what_happened_and_none_of_a_track_overlap(plan: Plan) -> Non
         spans = [span for span in timeline.spans() if span.duration_us or span.work in set().union(*plan.orders)]
         expected = Counter((span.rank, span.start_us, span.end_us, str(span.work)) for span in spans)
         expected += Counter((one.rank, one.start_us, one.end_us, str(one.cause)) for one in idle(timeline))
-        assert slices == expected
-        for of_track in tracks(events).values():
+        for i in range(len(plan.placement.cluster.shared)):
+            served = timeline.service_spans(i)
+            expected += Counter((plan.num_ranks, one.start_us, one.end_us, str(one.work)) for one in served)
+        for r, route in enumerate(plan.placement.routes):
+            for waits in zip(timeline.handed_over_us(r), timeline.sent_us[r], strict=True):
+                expected[route.sender, *waits, "wait"] += bool(route.shared) and waits[0] < waits[1]
+        assert slices == +expected
+        on_ranks = {track: them for track, them in tracks(events).items() if track[0] <= plan.num_ranks}
+        for of_track in on_ranks.values():
             assert all(before[1] <= after[0] for before, after in pairwise(sorted(of_track)))
 
 
@@ -128,3 +136,20 @@ def test_no_two_tracks_share_a_number() -> None:
     numbers = [tid for _, tid in keys] + list({pid for pid, _ in keys})
     assert len(numbers) == len(set(numbers))
     assert min(numbers) > 0
+
+
+def test_shared_links_have_tracks_and_transfers_show_how_long_they_waited() -> None:
+    timeline = wired()
+    events = [event for event in events_of(timeline) if event["ph"] == "X"]
+    on_link = [event for event in events if event["pid"] == timeline.num_ranks + 1]
+    served = [*timeline.service_spans(0)]
+    assert [(e["ts"], e["dur"], e["name"]) for e in on_link] == [
+        (span.start_us, span.duration_us, str(span.work)) for span in served
+    ]
+    assert all(before.end_us <= after.start_us for before, after in pairwise(served))
+    waits = sum(event["dur"] for event in events if event["name"] == "wait")
+    routes = range(len(timeline.plan.placement.routes))
+    waited = [b - a for r in routes for a, b in zip(timeline.handed_over_us(r), timeline.sent_us[r], strict=True)]
+    assert waits == sum(waited) > 0
+    names = [e["args"]["name"] for e in events_of(timeline) if e["ph"] == "M" and "name" in e["args"]]
+    assert {"shared links", "host a"} <= {*names}

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import rota
+from drawing.browser.timelines import wired
 from drawing.test_text import GB, SHAPES, timeline, two_stages_per_rank, with_gaps, with_recompute
 from rota.drawing import draw, save, to_text
 
@@ -42,6 +43,20 @@ def boxes(collection):
     """(left, right, top, bottom) of each polygon."""
     corners = [path.vertices[:4] for path in collection.get_paths()]
     return [(c[:, 0].min(), c[:, 0].max(), c[:, 1].min(), c[:, 1].max()) for c in corners]
+
+
+def test_shared_links_are_rows_below_the_ranks_and_waits_are_dotted():
+    shape, ax = wired(), axes()
+    draw(shape, ax=ax)
+    rows = boxes(part(ax, "shared links"))
+    assert rows[0] == (0, shape.makespan_us, 3.8, 4.2)  # one link, after ranks 0 to 3
+    assert [(left, right) for left, right, *_ in rows[1:]] == [(s.start_us, s.end_us) for s in shape.service_spans(0)]
+    routes = range(len(shape.plan.placement.routes))
+    waits = [pair for r in routes for pair in zip(shape.handed_over_us(r), shape.sent_us[r], strict=True)]
+    drawn = [tuple(segment[:, 0]) for segment in part(ax, "waiting").get_segments()]
+    assert drawn == [pair for pair in waits if pair[0] < pair[1]]
+    assert [label.get_text() for label in ax.get_yticklabels()][-1] == "host a · 49% busy"
+    assert "host a 49.3% busy" in to_text(shape)
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------

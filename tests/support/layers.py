@@ -54,6 +54,7 @@ CORE = tuple(
             "plan",
             "memory",
             "timeline",
+            "contention",
         ),
         *(
             "simulation",

@@ -14,7 +14,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from rota.accounting.causes import Cause, Idle
-from rota.accounting.delays import Arrival, Contention, Overruns, Place, Readiness
+from rota.accounting.delays import Arrival, Overruns, Place, Readiness
+from rota.contention import Contention
 from rota.plan import Plan, Transfer
 from rota.simulation import timeline_of
 from rota.tasks import Kind, Op

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from statistics import median_low
 
+from rota.contention import Contention
 from rota.costs import Cluster, Link
 from rota.errors import PlanError
 from rota.placement import Placement, StepEnd
@@ -18,7 +20,8 @@ def calibrated(*timelines: Timeline) -> Placement:
 
     A task gets the median duration of its ops (of several ranks the slowest counts), a link the latency and rate that
     fit its transfers best, and a step end the median of its time on its slowest rank. What no timeline measured stays
-    as planned: links without transfers, reductions and optimizer steps of length 0. Memory stays as planned.
+    as planned: links without transfers, reductions and optimizer steps of length 0. So do memory, the rates of shared
+    links, what messages cost their ranks, and gaps between ops: they are not part of what ops and transfers took.
 
     Args:
         timelines: One or more timelines of plans of one placement.
@@ -69,19 +72,33 @@ def _cluster(timelines: Sequence[Timeline]) -> Cluster:
     cluster = timelines[0].plan.placement.cluster
     seen: dict[tuple[int, int], dict[int, list[int]]] = {}  # (sender, receiver) -> bytes -> µs
     for timeline in timelines:
+        busy = _shared_links(timeline)
         for route, sent, arrived in zip(
             timeline.plan.placement.routes, timeline.sent_us, timeline.arrived_us, strict=True
         ):
             times = seen.setdefault((route.sender, route.receiver), {}).setdefault(route.num_bytes, [])
-            times += [max(end - start, 0) for start, end in zip(sent, arrived, strict=True)]
+            for start, end in zip(sent, arrived, strict=True):
+                lost_us = max((busy[i].lost_us(start, end) for i in route.shared), default=0)
+                beyond_us = max(end - start - route.duration_us, 0)
+                times.append(max(end - start, 0) - min(lost_us, beyond_us))
     links: dict[tuple[int, int], Link] = {}
     for sender, receiver, link in cluster.links:
         links.setdefault((sender, receiver), link)  # the first entry of a pair counts
     for pair, by_size in seen.items():
         if any(by_size.values()):
-            links[pair] = fit_link(by_size, cluster.link_between(*pair))
+            rates = [cluster.shared[i].bytes_per_us for i in cluster.shared_between(*pair)]
+            links[pair] = fit_link(by_size, cluster.link_between(*pair), min(rates, default=None))
     special = tuple((*pair, link) for pair, link in links.items() if link != cluster.link)
     return replace(cluster, links=special)
+
+
+def _shared_links(timeline: Timeline) -> list[Contention]:
+    """For each shared link when transfers used it, or waited for it."""
+    times: list[list[tuple[int, int]]] = [[] for _ in timeline.plan.placement.cluster.shared]
+    for route, sent, arrived in zip(timeline.plan.placement.routes, timeline.sent_us, timeline.arrived_us, strict=True):
+        for i in route.shared:
+            times[i] += zip(sent, arrived, strict=True)
+    return [Contention(uses, 1) for uses in times]
 
 
 def _step_ends(timelines: Sequence[Timeline]) -> tuple[StepEnd, ...]:
@@ -128,19 +145,25 @@ def _require_one_placement(timelines: Sequence[Timeline]) -> None:
 # --- links ------------------------------------------------------------------------------------------------------------
 
 
-def fit_link(by_size: Mapping[int, Sequence[int]], planned: Link) -> Link:
+def fit_link(by_size: Mapping[int, Sequence[int]], planned: Link, shared_rate: int | None = None) -> Link:
     """The link that fits measured transfers best, by the sum of absolute deviations from the median per size.
 
-    With only one size, latency and rate cannot be separated: the rate stays as planned, unless it is too slow.
+    With only one size, latency and rate cannot be separated: the rate stays as planned, unless it is too slow. What
+    messages cost their ranks stays as planned.
 
     Args:
         by_size: Bytes -> durations in µs of the transfers of that size; at least one.
         planned: The planned link.
+        shared_rate: Bytes per µs of the slowest link that the transfers share with others; None: they share none.
     """
     points = [(size, median_low(times), len(times)) for size, times in sorted(by_size.items()) if times]
-    rates = [planned.bytes_per_us, *_rates(points), None]
-    links = [_with_rate(rate, points) for rate in rates]
-    return min(links, key=lambda link: sum(count * abs(us - link.transfer_us(size)) for size, us, count in points))
+    found = []
+    for rate in (planned.bytes_per_us, *_rates(points), None):
+        slowest = min((each for each in (rate, shared_rate) if each is not None), default=None)
+        link = _with_rate(slowest, points)
+        error = sum(count * abs(us - link.transfer_us(size)) for size, us, count in points)
+        found.append((error, replace(planned, latency_us=link.latency_us, bytes_per_us=rate)))
+    return min(found, key=itemgetter(0))[1]
 
 
 def _rates(points: Sequence[tuple[int, int, int]]) -> list[int]:

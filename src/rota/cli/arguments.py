@@ -6,6 +6,7 @@ import argparse
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from fractions import Fraction
 from typing import TypeVar
 
@@ -16,6 +17,7 @@ from rota.costs import ASSUMED_COSTS, Cluster, Costs, assumed_costs
 from rota.errors import PlacementError
 from rota.placement import Placement
 from rota.shapes import SHAPES
+from rota.units import count_text
 
 T = TypeVar("T")
 
@@ -188,6 +190,9 @@ def add_costs(parser: Parser, of_what: str) -> None:
     parser.add_argument("--boundary", type=size, dest="boundary_bytes", help="sent from stage to stage (default: 0)")
     parser.add_argument("--latency-us", type=number(0), default=0, help="of every link (default: 0)")
     parser.add_argument("--bytes-per-us", type=number(1), help="rate of every link; 1 GB/s is 1000 (default: any)")
+    parser.add_argument("--link", type=link, metavar="LINK", help="both in one, such as 5us,50GB/s")
+    help_text = "measured by `rota profile links -o cluster.json`: all links, what ranks share, what messages cost"
+    parser.add_argument("--links", metavar="FILE", help=help_text)
 
 
 def add_shape(parser: Parser, *, group: str | None = None, default: str | None = None) -> None:
@@ -233,10 +238,23 @@ def uniform(arguments: Namespace, num_stages: int) -> Costs:
 
 
 def cluster_of(arguments: Namespace, num_ranks: int, limit_bytes: int | None) -> Cluster:
-    """The cluster of `--ranks` ranks, or else of `num_ranks`."""
-    return Cluster.uniform(
-        arguments.ranks or max(num_ranks, 1), limit_bytes, arguments.latency_us, arguments.bytes_per_us
-    )
+    """The cluster of `--ranks` ranks, or else of `num_ranks`, with the links of `--links` or the same ones for all."""
+    num_ranks = arguments.ranks or max(num_ranks, 1)
+    given = [option for option in ("latency_us", "bytes_per_us", "link") if getattr(arguments, option)]
+    if arguments.links is not None:
+        if given:
+            option = "--" + given[0].replace("_", "-")
+            raise InputError(f"--links {arguments.links} has all links; leave {option} out")
+        measured = files.read_cluster(arguments.links)
+        if measured.num_ranks != num_ranks:
+            there = count_text(measured.num_ranks, "rank")
+            raise InputError(f"--links {arguments.links} has {there}, and the plan has {num_ranks}; measure as many")
+        return measured if limit_bytes is None else replace(measured, limit_bytes=(limit_bytes,) * num_ranks)
+    if arguments.link is not None:
+        if len(given) > 1:
+            raise InputError("--link is latency and rate; leave --latency-us and --bytes-per-us out")
+        return Cluster.uniform(num_ranks, limit_bytes, *arguments.link)
+    return Cluster.uniform(num_ranks, limit_bytes, arguments.latency_us, arguments.bytes_per_us)
 
 
 def shaped(arguments: Namespace, limit_bytes: int | None) -> Placement:

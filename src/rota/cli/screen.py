@@ -5,19 +5,28 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from rota.cli.wire_effects import wire_effects
 from rota.plan import Plan
 from rota.timeline import Timeline
 
 
 def print_timeline(timeline: Timeline, width: int | None = None) -> None:
-    """Print a chart as wide as the terminal, in colour if it has any."""
+    """Print a chart as wide as the terminal, in colour if it has any, and which effects of wires the plan counts."""
     from rota.drawing import to_text
 
     columns = width or max(shutil.get_terminal_size((100, 24)).columns, 20)
     print(to_text(timeline, columns, color=_wants_color()))
+    print_wire_effects(timeline.plan, columns)
+
+
+def print_wire_effects(plan: Plan, width: int | None = None) -> None:
+    """Say which effects of wires the plan counts, if it sends anything; in one line, or in lines of `width` columns."""
+    if effects := wire_effects(plan.placement):
+        print(effects if width is None else textwrap.fill(effects, width))
 
 
 def _wants_color() -> bool:

@@ -17,7 +17,16 @@ from matplotlib.colors import to_rgb
 from matplotlib.font_manager import FontProperties
 from matplotlib.text import Text
 
-from rota.drawing.looks import LIMIT_COLOR, LOOKS, MEMORY_COLOR, PATH_COLOR, TRANSFER_COLOR, look_key
+from rota.drawing.looks import (
+    LIMIT_COLOR,
+    LOOKS,
+    MEMORY_COLOR,
+    PATH_COLOR,
+    SERVICE_COLOR,
+    TRANSFER_COLOR,
+    WAITING_COLOR,
+    look_key,
+)
 from rota.plan import Transfer
 from rota.timeline import Timeline
 
@@ -26,6 +35,7 @@ Mask = npt.NDArray[np.bool_]
 
 # Heights are shares of a row's height (rows are 1 apart) or, where that is said, of a bar's.
 _HALF_ROW = 0.42
+_HALF_LINK = 0.2
 _STEP_END = 0.62  # of a bar: from there down, because a reduction may run beside ops, whose numbers stay readable
 _MARK = 0.11  # of a bar
 
@@ -358,6 +368,38 @@ def transfer_artist(timeline: Timeline, rows: Rows) -> LineCollection | None:
         to_y = route.receiver + (rows.bar_top if down else rows.bar_bottom)
         lines += [[(a, from_y), (b, to_y)] for a, b in zip(sent, arrived, strict=True) if b > a]
     return LineCollection(lines, colors=TRANSFER_COLOR, linewidths=0.6, zorder=2) if lines else None
+
+
+def waiting_artist(timeline: Timeline, rows: Rows) -> LineCollection | None:
+    """Return dotted lines along the sender's bar while transfers wait for shared links; None as for transfers."""
+    if sum(map(len, timeline.sent_us)) > _MAX_TRANSFERS:
+        return None
+    lines = []
+    for r, route in enumerate(timeline.plan.placement.routes):
+        if route.shared:
+            y = route.sender + (rows.bar_bottom if route.receiver > route.sender else rows.bar_top)
+            times = zip(timeline.handed_over_us(r), timeline.sent_us[r], strict=True)
+            lines += [[(a, y), (b, y)] for a, b in times if b > a]
+    dotted = [(0, (1, 1))]
+    return LineCollection(lines, colors=WAITING_COLOR, linewidths=1.6, linestyles=dotted, zorder=2) if lines else None
+
+
+def service_artist(timeline: Timeline) -> PolyCollection | None:
+    """Return a row per shared link below the ranks: pale, and dark while it serves; None if there are no such links."""
+    num_links = len(timeline.plan.placement.cluster.shared)
+    if not num_links:
+        return None
+    lefts, rights, rows, colors = [0] * num_links, [timeline.makespan_us] * num_links, [*range(num_links)], []
+    colors += [_IDLE_COLOR] * num_links
+    for link in range(num_links):
+        for span in timeline.service_spans(link):
+            lefts.append(span.start_us)
+            rights.append(span.end_us)
+            rows.append(link)
+            colors.append(SERVICE_COLOR)
+    left, right = np.array(lefts, float), np.array(rights, float)
+    middle = np.array(rows, float) + timeline.num_ranks
+    return _bars(left, right, middle - _HALF_LINK, middle + _HALF_LINK, colors, seams=False)
 
 
 def path_artist(timeline: Timeline, rows: Rows) -> LineCollection:

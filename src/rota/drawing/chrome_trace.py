@@ -2,7 +2,8 @@
 
     process  rank 0      track compute     0F0  0F1  …             counter memory, and its limit
                          track idle        waiting  order …
-                         track transfers   0F0→1F0 …
+                         track transfers   wait, 0F0→1F0 …
+    process  links       track host a      0F0→1F0 …          while they occupy the shared link
     flow arrows          0F0 ─▶ 0F0→1F0 ─▶ 1F0
 
 Times are in µs, as the format requires.
@@ -44,7 +45,7 @@ def to_chrome_trace(timeline: Timeline | Plan) -> str:
 
 def _events(timeline: Timeline) -> Iterator[Event]:
     """Yield all events: names of ranks and tracks, slices, arrows and counters."""
-    transfers = list(_in_lanes(timeline.transfer_spans(), _TRANSFERS))
+    transfers, waits = _transfers(timeline)
     step_ends = list(_in_lanes(timeline.step_end_spans(), _STEP_END))
     tracks: list[set[int]] = [{_COMPUTE, _IDLE} for _ in range(timeline.num_ranks)]
     for span, track in [*transfers, *step_ends]:
@@ -64,8 +65,54 @@ def _events(timeline: Timeline) -> Iterator[Event]:
         assert isinstance(span.work, Transfer)
         if span.duration_us:
             yield _slice(span, str(span.work), track, num_bytes=span.work.num_bytes, to_rank=span.work.receiver)
+    for span, track in waits:
+        yield _slice(span, "wait", track, waits_for=_links_of(timeline, span.work), transfer=str(span.work))
+    yield from _shared_links(timeline)
     yield from _arrows(timeline, transfers)
     yield from _counters(timeline)
+
+
+def _transfers(timeline: Timeline) -> tuple[list[tuple[Span, int]], list[tuple[Span, int]]]:
+    """The spans of all transfers, and of their waits for shared links, with their tracks."""
+    handed_over = (
+        time if route.shared else sent
+        for r, route in enumerate(timeline.plan.placement.routes)
+        for time, sent in zip(timeline.handed_over_us(r), timeline.sent_us[r], strict=True)
+    )
+    sent_us: dict[Span, list[int]] = {}  # several where parallel edges have equal transfers
+    for span, start_us in zip(timeline.transfer_spans(), handed_over, strict=True):
+        sent_us.setdefault(span._replace(start_us=start_us), []).append(span.start_us)
+    whole = [span for span, starts in sent_us.items() for _ in starts]
+    transfers, waits = [], []
+    for span, track in _in_lanes(whole, _TRANSFERS):
+        time = sent_us[span].pop()
+        transfers.append((span._replace(start_us=time), track))
+        if span.start_us < time:
+            waits.append((span._replace(end_us=time), track))
+    return transfers, waits
+
+
+def _links_of(timeline: Timeline, transfer: object) -> str:
+    assert isinstance(transfer, Transfer)
+    cluster = timeline.plan.placement.cluster
+    return ", ".join(cluster.shared[i].name for i in cluster.shared_between(transfer.sender, transfer.receiver))
+
+
+def _shared_links(timeline: Timeline) -> Iterator[Event]:
+    """Yield a process with a track for each shared link, and on it what the link serves."""
+    shared = timeline.plan.placement.cluster.shared
+    if shared:
+        process = timeline.num_ranks
+        yield {"ph": "M", "name": "process_name", **_location(process), "args": {"name": "shared links"}}
+        yield {"ph": "M", "name": "process_sort_index", **_location(process), "args": {"sort_index": process}}
+    for i, link in enumerate(shared):
+        location = _location(timeline.num_ranks, i)
+        yield {"ph": "M", "name": "thread_name", **location, "args": {"name": link.name}}
+        yield {"ph": "M", "name": "thread_sort_index", **location, "args": {"sort_index": i}}
+        for span in timeline.service_spans(i):
+            assert isinstance(span.work, Transfer)
+            on_link = span._replace(rank=timeline.num_ranks)
+            yield _slice(on_link, str(span.work), i, num_bytes=span.work.num_bytes, from_rank=span.work.sender)
 
 
 def _slice(span: Any, name: str, track: int, **arguments: object) -> Event:

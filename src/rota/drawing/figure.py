@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rota.drawing.looks import LOOKS, MEMORY_COLOR, PATH_COLOR, look_keys
+from rota.drawing.looks import LOOKS, MEMORY_COLOR, PATH_COLOR, SERVICE_COLOR, WAITING_COLOR, look_keys, utilisation
 from rota.drawing.text import summary
 from rota.errors import RotaError
 from rota.plan import Plan
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _LABEL = "_rota"  # of our artists; the underscore keeps them out of legends
 _TIME_LABEL = "time ({})"
+_MOST_LETTERS = 16  # of a shared link's name
 _LEGEND_POINTS = 9.0
 _LEGEND_LINE_POINTS = 1.6 * _LEGEND_POINTS  # from one line of the legend to the next
 
@@ -75,6 +76,8 @@ def draw(
         "memory": artists.memory_artist(timeline, rows) if memory else None,
         "limits": artists.limit_artist(timeline, rows) if memory else None,
         "transfers": artists.transfer_artist(timeline, rows) if transfers else None,
+        "waiting": artists.waiting_artist(timeline, rows) if transfers else None,
+        "shared links": artists.service_artist(timeline),
         "critical path": artists.path_artist(timeline, rows) if critical_path else None,
     }
     for name, artist in drawn.items():
@@ -82,7 +85,8 @@ def draw(
             _add(ax, artist, name)
     _set_time_axis(ax, timeline.makespan_us)
     _set_rank_axis(ax, timeline)
-    num_legend_lines = _set_legend(ax, timeline, memory, critical_path)
+    waiting = drawn["waiting"] is not None
+    num_legend_lines = _set_legend(ax, timeline, memory, critical_path, waiting)
     text = summary(timeline, bound_us)
     ax.set_title(f"{title}\n{text}" if title else text, loc="left", pad=6 + num_legend_lines * _LEGEND_LINE_POINTS)
     return ax
@@ -96,9 +100,10 @@ def require_matplotlib() -> None:
 
 def figure_inches(timeline: Timeline) -> tuple[float, float]:
     """Return the width and height that suit a timeline; with many ranks, rows get thinner."""
-    num_ranks = timeline.num_ranks
+    num_ranks, num_links = timeline.num_ranks, len(timeline.plan.placement.cluster.shared)
     row = 0.75 if any(timeline.peak_memory_bytes) else 0.45
-    return 12.0, 1.3 + min(row * num_ranks, 2.4 + 0.16 * num_ranks, 20.0)
+    num_rows = num_ranks + num_links
+    return 12.0, 1.3 + min(row * num_ranks + 0.45 * num_links, 2.4 + 0.16 * num_rows, 20.0)
 
 
 def _add(ax: Axes, artist: Artist, name: str) -> None:
@@ -128,22 +133,29 @@ def _set_time_axis(ax: Axes, makespan_us: int) -> None:
 
 
 def _set_rank_axis(ax: Axes, timeline: Timeline) -> None:
-    """Put rank 0 on top; label every row if the labels fit, otherwise every second, fourth or later one."""
-    row_points = ax.get_window_extent().height / timeline.num_ranks * 72 / ax.figure.dpi
+    """Put rank 0 on top, and shared links below; label every row that fits, or every second, fourth or later rank."""
+    links = utilisation(timeline)
+    num_rows = timeline.num_ranks + len(links)
+    row_points = ax.get_window_extent().height / num_rows * 72 / ax.figure.dpi
     every = 1
     while every * row_points < 12 and every < timeline.num_ranks:
         every *= 2
     peaks = timeline.peak_memory_bytes
     ranks = range(0, timeline.num_ranks, every)
     labels = [f"rank {rank} · {size_text(peaks[rank])}" if any(peaks) else f"rank {rank}" for rank in ranks]
-    ax.set_ylim(timeline.num_ranks - 0.5, -0.5)
-    ax.set_yticks(ranks, labels)
+    labels += [f"{_shortened(name)} · {busy:.0%} busy" for name, busy in links]
+    ax.set_ylim(num_rows - 0.5, -0.5)
+    ax.set_yticks([*ranks, *range(timeline.num_ranks, num_rows)], labels)
     ax.tick_params(axis="y", length=0)
     for side in ("left", "top", "right"):
         ax.spines[side].set_visible(False)
 
 
-def _set_legend(ax: Axes, timeline: Timeline, memory: bool, critical_path: bool) -> int:
+def _shortened(name: str) -> str:
+    return name if len(name) <= _MOST_LETTERS else name[: _MOST_LETTERS - 1] + "…"
+
+
+def _set_legend(ax: Axes, timeline: Timeline, memory: bool, critical_path: bool, waiting: bool) -> int:
     """Set the legend above the axes, and return its number of lines."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -155,7 +167,12 @@ def _set_legend(ax: Axes, timeline: Timeline, memory: bool, critical_path: bool)
     if memory:
         limited = any(limit is not None for limit in placement.cluster.limit_bytes)
         colors["memory, limit dotted" if limited else "memory"] = MEMORY_COLOR
+    if placement.cluster.shared:
+        colors["a shared link is busy"] = SERVICE_COLOR
     entries: list[Patch | Line2D] = [Patch(color=color, label=text) for text, color in colors.items()]
+    if waiting:
+        style: dict[str, Any] = {"color": WAITING_COLOR, "linewidth": 1.6, "linestyle": (0, (1, 1))}
+        entries.append(Line2D([], [], label="waits for a shared link", **style))
     if critical_path:
         entries.append(Line2D([], [], color=PATH_COLOR, linewidth=1.4, label="critical path"))
     widths = [0.6 * len(str(entry.get_label())) + 3 for entry in entries]  # in font sizes, like `width`

@@ -15,7 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 from rota.accounting import idle
-from rota.drawing.looks import CAUSE_COLORS, LOOKS
+from rota.drawing.looks import CAUSE_COLORS, LOOKS, utilisation
 from rota.drawing.packing import CAUSES, Columns, pack_timeline
 from rota.drawing.text import summary
 from rota.plan import Plan
@@ -92,7 +92,13 @@ def _fields(
     peak_bytes = max(timeline.peak_memory_bytes)
     return {
         "title": name,
-        "summary": summary(timeline, bound_us) + (f" · peak {size_text(peak_bytes)}" if peak_bytes else ""),
+        "summary": " · ".join(
+            [
+                summary(timeline, bound_us),
+                *([f"peak {size_text(peak_bytes)}"] if peak_bytes else []),
+                *(f"{name} {busy:.0%} busy" for name, busy in utilisation(timeline)),
+            ]
+        ),
         **pack_timeline(timeline, idle(timeline, planned), columns),
     }
 

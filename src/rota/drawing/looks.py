@@ -34,6 +34,7 @@ LOOKS: dict[str, Look] = {
 }
 
 PATH_COLOR, TRANSFER_COLOR, MEMORY_COLOR, LIMIT_COLOR = "#1C2024", "#6B6F76", "#B9BDC3", "#6B6F76"
+SERVICE_COLOR, WAITING_COLOR = "#6B6F76", "#332288"  # of a shared link while it serves, of a transfer that waits for it
 # Tol's muted palette: colour-blind people can tell the causes apart, and no cause looks like a kind of work.
 CAUSE_COLORS: dict[Cause, str] = {
     Cause.SLOWER: "#AA4499",
@@ -49,6 +50,13 @@ CAUSE_COLORS: dict[Cause, str] = {
     Cause.LAUNCH: "#4E8F5A",
     Cause.DRAIN: "#7A6FBE",
 }
+
+
+def utilisation(timeline: Timeline) -> list[tuple[str, float]]:
+    """Return the name of each shared link, and the share of the makespan in which it is busy."""
+    links = timeline.plan.placement.cluster.shared
+    busy_us = [sum(span.duration_us for span in timeline.service_spans(i)) for i in range(len(links))]
+    return [(link.name, us / (timeline.makespan_us or 1)) for link, us in zip(links, busy_us, strict=True)]
 
 
 def look_key(work: Work) -> str:

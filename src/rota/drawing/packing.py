@@ -74,7 +74,17 @@ def pack_timeline(timeline: Timeline, idle: Sequence[Idle], columns: Columns) ->
         "numComponents": placement.num_components,
         "tasks": tasks,
         "slots": [(i, rank, *changes[rank][placement.tasks[i].stage, placement.tasks[i].kind]) for i, rank in slots],
-        "routes": [(*route[:5], placement.component_of[route.source]) for route in placement.routes],
+        "routes": [
+            (
+                *route[:5],
+                placement.component_of[route.source],
+                route.service_us,
+                route.shared,
+                placement.occupied_us[route.source][1],
+            )
+            for route in placement.routes
+        ],
+        "links": [link.name for link in placement.cluster.shared],
         "limits": list(placement.cluster.limit_bytes),
         "static": list(placement.static_bytes),
         "stepEnds": [(rank, work.stage, work.what, start, end) for rank, work, start, end in step_ends],

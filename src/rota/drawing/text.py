@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter, itemgetter
 
-from rota.drawing.looks import LOOKS, Work, look_key, look_keys
+from rota.drawing.looks import LOOKS, Work, look_key, look_keys, utilisation
 from rota.errors import RotaError
 from rota.plan import Plan
 from rota.simulation import timeline_of
@@ -61,7 +61,13 @@ def to_text(timeline: Timeline | Plan, width: int = 80, color: bool = False) -> 
     else:
         lines += [name + row for name, row in zip(names, rows, strict=True)]
         lines += ["", *(f"{name} {entry}" for name, entry in zip(names, table, strict=True))]
-    return "\n".join([*lines, "", *_legend(timeline, charts, width, color)])
+    return "\n".join([*lines, *_links(timeline, width), "", *_legend(timeline, charts, width, color)])
+
+
+def _links(timeline: Timeline, width: int) -> list[str]:
+    """Return lines that say how busy each shared link is; none if there are no such links."""
+    found = [f"{name} {busy:.1%} busy" for name, busy in utilisation(timeline)]
+    return ["", *_flow(found, " · ", width)] if found else []
 
 
 def summary(timeline: Timeline, bound_us: float | None = None) -> str:

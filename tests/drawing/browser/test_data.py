@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import rota
-from drawing.browser.timelines import bidirectional, huge, measured, one_f_one_b, v_shaped
+from drawing.browser.timelines import bidirectional, huge, measured, one_f_one_b, v_shaped, wired
 from drawing.test_text import SHAPES
 from rota.drawing.packing import CAUSES
 
@@ -17,6 +17,8 @@ TIMELINES = {
     "two streams": bidirectional,
     "two streams, measured": lambda: measured(bidirectional()),
     "huge": huge,
+    "wired": wired,
+    "wired, measured": lambda: measured(wired()),
 }
 
 
@@ -65,3 +67,17 @@ def test_the_page_knows_all_that_the_timeline_says_and_the_critical_path(timelin
     step_ends = set(timeline.step_end_spans())
     drawn = [span for span in spans if span in step_ends or isinstance(span.work, rota.Op)]
     assert critical == [[span.rank, span.start_us, span.end_us] for span in drawn]
+
+
+def test_the_page_knows_when_transfers_wait_and_occupy_their_links(open_page):
+    timeline = wired()
+    found = open_page(timeline).ask(
+        """() => {
+            const { transfers, links } = window.rota.sections[0].timeline;
+            return { links, waits: Array.from(transfers.handedOver), served: Array.from(transfers.served) };
+        }"""
+    )
+    routes = range(len(timeline.plan.placement.routes))
+    assert found["links"] == ["host a"]
+    assert found["waits"] == [time for r in routes for time in timeline.handed_over_us(r)]
+    assert sorted(found["served"]) == [span.end_us for span in timeline.service_spans(0)]

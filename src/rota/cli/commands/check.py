@@ -8,7 +8,7 @@ from rota import checking, simulation
 from rota.cli import files
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import require
-from rota.cli.screen import print_replicas
+from rota.cli.screen import print_replicas, print_wire_effects
 from rota.errors import PlanError
 from rota.plan import Plan
 from rota.programs import device_order, torch_order
@@ -45,6 +45,7 @@ def run(arguments: Namespace) -> int:
         f"micro-batches on {planned.num_ranks} ranks: complete, in order, cannot deadlock, {fits}; "
         f"makespan {timeline.makespan_us:,} µs, bubble {timeline.bubble_fraction:.1%}"
     )
+    print_wire_effects(planned)
     print_replicas(planned, "checked")
     if arguments.device:
         print(_device_text(device_order.check_device_order(planned)))

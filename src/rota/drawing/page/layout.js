@@ -1,4 +1,4 @@
-// The layout: one section per timeline, one row per rank; all in CSS pixels.
+// The layout: one section per timeline, one row per rank, then one per shared link; all in CSS pixels.
 
 const GUTTER = 76; // left of the lanes: rank names
 const SIDE = 132; // right of the lanes: idle time of each rank
@@ -10,9 +10,9 @@ const LEAST_STRIP = 4; // height of the memory strip; lower rows have none
 /** Makes rows as high as the window allows; if rows of the least height do not fit, they scroll. */
 function makeLayout(width, height, sections, view) {
   const heading = sections.length > 1 ? HEADING : 8;
-  const numRanks = sections.reduce((sum, { timeline }) => sum + timeline.numRanks, 0);
+  const numRows = sections.reduce((sum, { timeline }) => sum + numRowsOf(timeline), 0);
   const available = height - AXIS - heading * sections.length - 8;
-  const row = Math.max(LEAST_ROW, Math.min(MAX_ROW, Math.floor(available / numRanks)));
+  const row = Math.max(LEAST_ROW, Math.min(MAX_ROW, Math.floor(available / numRows)));
   const gap = row >= 24 ? 6 : row >= 16 ? 3 : row >= 12 ? 2 : 1;
   const strip = view.show.memory ? Math.round((row - gap) * 0.3) : 0;
   const memory = strip >= LEAST_STRIP ? strip : 0;
@@ -20,7 +20,7 @@ function makeLayout(width, height, sections, view) {
   let y = 0;
   layout.tops = sections.map(({ timeline }) => {
     const top = y + heading;
-    y = top + row * timeline.numRanks;
+    y = top + row * numRowsOf(timeline);
     return top;
   });
   layout.content = y + 8;
@@ -29,6 +29,7 @@ function makeLayout(width, height, sections, view) {
   return layout;
 }
 
+const numRowsOf = ({ numRanks, links }) => numRanks + links.length;
 const rowTop = (layout, view, section, rank) => AXIS + layout.tops[section] + rank * layout.row - view.scroll;
 const xOf = (layout, view, time) => GUTTER + ((time - view.t0) / (view.t1 - view.t0)) * layout.plot;
 const timeAt = (layout, view, x) => view.t0 + ((x - GUTTER) / layout.plot) * (view.t1 - view.t0);

@@ -68,7 +68,8 @@ function transferEvents(timeline, rank) {
   routes.forEach(([, , sender, receiver, size], r) => {
     if (!size || (rank !== sender && rank !== receiver)) return;
     const span = [routeFirst[r], routeFirst[r + 1] ?? transfers.n];
-    lists.push(eventList(transfers.sent.slice(...span), TRANSFER_STARTS, size));
+    const starts = rank === sender ? transfers.handedOver : transfers.sent; // the sender holds what waits for a link
+    lists.push(eventList(starts.slice(...span), TRANSFER_STARTS, size));
     if (rank === sender) lists.push(eventList(transfers.arrived.slice(...span), TRANSFER_ENDS, -size));
   });
   return lists;

@@ -128,26 +128,33 @@ function criticalOps(timeline) {
   return timeline.criticalOps;
 }
 
-/** `delays` are from the producer's end to the transfer's start; all times are in µs. */
+/**
+ * `delays` are from the producer's end to the transfer's start; all times are in µs. A transfer waits for shared links
+ * from `handedOver` to `sent`, and then occupies them until `served`.
+ */
 function makeTransfers(timeline, delays, durations) {
   const { routes, numMicrobatches, numComponents } = timeline;
   const sent = new Float64Array(delays.length);
   const arrived = new Float64Array(delays.length);
+  const handedOver = new Float64Array(delays.length);
+  const served = new Float64Array(delays.length);
   const route = new Int32Array(delays.length);
   const batch = new Int32Array(delays.length);
   timeline.routeFirst = [];
   let at = 0;
-  routes.forEach(([source, , sender, , , component], r) => {
+  routes.forEach(([source, , sender, , , component, service, links, sending], r) => {
     timeline.routeFirst.push(at);
     const slot = timeline.slotOf.get(`${source} ${sender}`);
     const { first, end } = timeline.lanes[sender];
     for (let m = component; m < numMicrobatches; m += numComponents, at++) {
       sent[at] = end[timeline.opAt[slot * numMicrobatches + m] - first] + delays[at];
       arrived[at] = sent[at] + durations[at];
+      handedOver[at] = links.length ? sent[at] - Math.max(0, delays[at] - sending) : sent[at];
+      served[at] = Math.min(sent[at] + service, Math.max(sent[at], arrived[at]));
       [route[at], batch[at]] = [r, m];
     }
   });
-  timeline.transfers = { n: at, sent, arrived, route, batch };
+  timeline.transfers = { n: at, sent, arrived, handedOver, served, route, batch };
 }
 
 /** Returns the gaps in which a lane runs no op: [start, end, start, end, …]. */

@@ -1,0 +1,74 @@
+"""A line says which effects of wires a plan counts, and `rota plan` takes measured links."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cli.test_cli import run
+from rota.cli.wire_effects import wire_effects
+from rota.costs import Cluster, Costs, Link, SharedLink
+from rota.placing import place
+from rota.plan import Plan
+
+HOST = SharedLink("host a", 40, (0, 1), (0, 1))
+NONE = "links that ranks share, what messages cost their ranks, gaps between ops"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "line"),
+    [
+        (Cluster.uniform(2), f"Transfers are counted as free. Not counted: latency, rate, {NONE}."),
+        (Cluster.uniform(2, None, 5), f"Counted: latency (5 µs). Not counted: rate, {NONE}."),
+        (
+            Cluster((None, None), Link(5, 100), ((0, 1, Link(7, 50)),)),
+            f"Counted: latency (5 µs to 7 µs), rate (50 MB to 100 MB/s). Not counted: {NONE}.",
+        ),
+        (
+            Cluster((None, None), Link(5, 100, 120, None, 80), shared=(HOST,), gap_us=9),
+            "Counted: latency (5 µs), rate (100 MB/s), host a (2 ranks share 40 MB/s), messages (up to 120 µs at the "
+            "sender and 80 µs at the receiver), gaps between ops (9 µs).",
+        ),
+    ],
+)
+def test_what_a_plan_counts(cluster: Cluster, line: str) -> None:
+    assert wire_effects(place(Costs.uniform(2, boundary_bytes=80), cluster)) == line
+
+
+def test_nothing_is_said_where_nothing_is_sent() -> None:
+    assert wire_effects(place(Costs.uniform(2), Cluster.uniform(1), (0, 0))) == ""
+
+
+def test_measured_links_go_into_the_plan_and_are_told_by_every_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = Cluster((None, None), Link(5, 100, 12, None, 8), shared=(HOST,), gap_us=9)
+    links, plan = tmp_path / "cluster.json", tmp_path / "plan.json"
+    links.write_text(cluster.to_json())
+    step = ("--ranks", "2", "--microbatches", "4", "--boundary", "80")
+    _, said, _ = run(capsys, "plan", "1f1b", *step, "--links", links, "--limit", "1GB", "-o", plan)
+    assert "host a (2 ranks share 40 MB/s)" in said
+    found = Plan.from_json(plan.read_text()).placement.cluster
+    assert (found.shared, found.link, found.gap_us) == (cluster.shared, cluster.link, 9)
+    assert found.limit_bytes == (10**9, 10**9)
+    for command in ("simulate", "check", "show"):
+        assert "host a (2 ranks share 40 MB/s)" in run(capsys, command, plan)[1]
+    assert "latency (7 µs), rate (2 GB/s)" in run(capsys, "plan", "1f1b", *step, "--link", "7us,2GB/s")[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--ranks", "3", "--links"), "has 2 ranks, and the plan has 3; measure as many"),
+        (("--ranks", "2", "--latency-us", "5", "--links"), "has all links; leave --latency-us out"),
+        (("--ranks", "2", "--link", "5us", "--links"), "has all links; leave --link out"),
+    ],
+)
+def test_links_that_do_not_fit_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], told: str
+) -> None:
+    links = tmp_path / "cluster.json"
+    links.write_text(Cluster.uniform(2).to_json())
+    code, _, errors = run(capsys, "plan", "1f1b", "--microbatches", "4", *options, links)
+    assert (code != 0, told in errors) == (True, True)
