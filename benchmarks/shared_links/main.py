@@ -12,10 +12,7 @@ from rota.search import Progress
 
 NUM_RANKS, NUM_MICROBATCHES, TIME_LIMIT_S = 8, 32, 10.0
 FORWARD_US, INPUT_US, WEIGHT_US = 1000, 1000, 600
-RATE, NUM_BYTES = 1000, 55_700  # of the host, in bytes per µs: a micro-batch's 14 messages are 30 % of its 2.6 ms
-    1000,
-    55_700,
-)  # of the host, in bytes per µs: 14 messages of 55.7 µs are 30 % of a micro-batch's 2.6 ms
+RATE, NUM_BYTES = 1000, 55_700  # of the host, in bytes per µs: 14 messages of 56 µs are 30 % of 2.6 ms
 EVERY = tuple(range(NUM_RANKS))
 
 
