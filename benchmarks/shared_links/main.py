@@ -12,8 +12,13 @@ from rota.search import Progress
 
 NUM_RANKS, NUM_MICROBATCHES, TIME_LIMIT_S = 8, 32, 10.0
 FORWARD_US, INPUT_US, WEIGHT_US = 1000, 1000, 600
-RATE, NUM_BYTES = 1000, 55_700  # of the host, in bytes per µs: 14 messages of 56 µs are 30 % of 2.6 ms
+RATE, NUM_BYTES = 1000, 72_000  # of the host, in bytes per µs: a message of 72 µs, 14 of a micro-batch
 EVERY = tuple(range(NUM_RANKS))
+
+
+def own_links() -> Cluster:
+    """No transfer waits for another one: for comparison."""
+    return replace(one_host(), shared=())
 
 
 def one_host() -> Cluster:
@@ -48,7 +53,7 @@ def main() -> None:
     print(
         "links      stages     memory   link busy   makespan   at least    gap  gap after 1 s  best named      s   how"
     )
-    for name, cluster in (("one host", one_host()), ("two hosts", two_hosts())):
+    for name, cluster in (("own links", own_links()), ("one host", one_host()), ("two hosts", two_hosts())):
         for stages, spread in (("even", 0.0), ("uneven", 0.15)):
             for memory in (None, 1.0, 1.5):
                 run(f"{name:<11}{stages:<11}{memory or 'any':>6}", pipeline(cluster, spread, memory))
@@ -65,7 +70,7 @@ def run(case: str, placement: Placement) -> None:
     assert simulate(result.plan).makespan_us == result.value_us
     links = range(len(placement.cluster.shared))
     services = [sum(route.service_us for route in placement.routes if i in route.shared) for i in links]
-    busy = max(services) * NUM_MICROBATCHES / result.makespan_us
+    busy = max(services, default=0) * NUM_MICROBATCHES / result.makespan_us
     named = min(named.makespan_us for named in result.named if named.fits)
     print(
         f"{case}{busy:>12.1%}{result.makespan_us:>11,}{int(result.bound_us):>11,}{result.gap:>8.2%}{gaps[-1]:>15.2%}"
