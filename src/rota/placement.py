@@ -249,6 +249,11 @@ class Placement:
         gap = self.cluster.gap_us
         return tuple((gap + max(a.values(), default=0), max(b.values(), default=0)) for a, b in costs)
 
+    @cached_property
+    def op_us(self) -> tuple[int, ...]:
+        """For each task how long an op occupies its ranks, with what messages cost before and after it."""
+        return tuple(t.duration_us + sum(costs) for t, costs in zip(self.tasks, self.occupied_us, strict=True))
+
     def forward_only(self) -> Placement:
         """The same stages for inference: F tasks alone, which hold no bytes after they end."""
         kept = [i for i, task in enumerate(self.tasks) if task.kind is Kind.F]

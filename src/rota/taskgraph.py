@@ -92,28 +92,34 @@ class TaskGraph:
         Raises:
             CycleError: Nodes wait for each other, servers left aside.
         """
+        durations = self.durations_us
         outputs: list[list[tuple[int, int]]] = [[] for _ in self.inputs]
         missing = [len(before) for before in self.inputs]
         for node, inputs in enumerate(self.inputs):
             for before, lag in inputs:
                 outputs[before].append((node, lag))
         starts, ends = [0] * len(missing), [_UNKNOWN] * len(missing)
-        free: dict[int, int] = {}
+        free = dict.fromkeys((server for servers in served.values() for server in servers), 0)
         sequence: list[int] = []
         queue: list[tuple[int, int]] = []  # (ready, node) of what waits to be served
         stack = [node for node, count in enumerate(missing) if not count]
         while stack or queue:
             if stack:
                 node = stack.pop()
+                start = starts[node]
                 if node in served:
-                    heappush(queue, (starts[node], node))
+                    heappush(queue, (start, node))
                     continue
+                end = start + durations[node]
             else:  # everything that could be ready before is in the queue, because nodes end after what they wait for
-                ready, node = heappop(queue)
-                starts[node] = max(ready, *(free.get(server, 0) for server in served[node]))
+                start, node = heappop(queue)
                 for server in served[node]:
-                    free[server] = starts[node] + self.durations_us[node]
-            end = ends[node] = starts[node] + self.durations_us[node]
+                    if free[server] > start:
+                        start = free[server]
+                starts[node], end = start, start + durations[node]
+                for server in served[node]:
+                    free[server] = end
+            ends[node] = end
             sequence.append(node)
             for after, lag in outputs[node]:
                 if end + lag > starts[after]:

@@ -18,6 +18,7 @@ from rota.search import bounds_of, exact, find_repeating
 from rota.search.budget import Budget
 from rota.search.periodic.steady import find_steady
 from rota.search.problem import Problem
+from rota.search.result import Objective
 from rota.search.timing import score
 from support import core_strategies as strategies
 from support.search_brute_force import every_plan
@@ -218,3 +219,21 @@ def test_named_plans_are_improved_by_their_order_of_service() -> None:
     assert result.makespan_us <= as_it_comes.makespan_us
     assert result.makespan_us < min(named.makespan_us for named in result.named)
     assert one_f_one_b(placement, 4).service_orders == ()
+
+
+def test_without_wires_a_search_works_on_the_placement_as_it_is() -> None:
+    placement = place(Costs.uniform(3, 3, 2, 2, boundary_bytes=4), Cluster.uniform(3, latency_us=2, bytes_per_us=3))
+    assert Problem(placement, 4).placement is placement
+
+
+@pytest.mark.parametrize("objective", ["makespan", "span", "period"])
+def test_a_shared_link_that_nothing_uses_changes_no_answer(objective: Objective) -> None:
+    cluster = Cluster.uniform(4, 14, latency_us=3)
+    placement = place(Costs([30, 33, 28, 31], [29, 31, 30, 35], [18, 19, 17, 20], activation_bytes=2), cluster)
+    every = (0, 1, 2, 3)
+    shared = replace(placement, cluster=replace(cluster, shared=(SharedLink("host", 1, every, every),)))
+    found, same = (
+        find_plan(each, 9, objective=objective, time_limit_s=0.4, deterministic=True) for each in (placement, shared)
+    )
+    assert (found.plan.orders, found.value_us, found.bound_us) == (same.plan.orders, same.value_us, same.bound_us)
+    assert same.plan.service_orders == ((),)

@@ -74,13 +74,13 @@ def placement_bound_us(placement: Placement, num_microbatches: int) -> int:
     ends = {end.stage: (end.reduce_us, end.optimizer_us) for end in placement.step_ends}
     counts = {s: len(placement.microbatches(s, num_microbatches)) for s in placement.stages}
     reduction = [ends[task.stage][0] if task.stage in ends else 0 for task in placement.tasks]
-    longest = max(heads[t] + placement.tasks[t].duration_us + tails[t] for t in tasks)
+    longest = max(heads[t] + placement.op_us[t] + tails[t] for t in tasks)
     for rank in range(placement.num_ranks):
         here = [t for t in tasks if rank in placement.tasks[t].ranks and counts[placement.tasks[t].stage]]
         if here:
             stages = {placement.tasks[t].stage for t in here}
             optimizers = sum(ends[s][1] for s in stages if s in ends)
-            work = sum(counts[placement.tasks[t].stage] * placement.tasks[t].duration_us for t in here)
+            work = sum(counts[placement.tasks[t].stage] * placement.op_us[t] for t in here)
             # After its last op come the reduction of that op's stage and then all optimizer steps.
             last = min(max(tails[t], reduction[t] + optimizers) for t in _last(placement, here))
             longest = max(longest, min(heads[t] for t in here) + work + last)
@@ -99,7 +99,7 @@ def _longest_paths(placement: Placement, lags: Sequence[tuple[int, int, int]]) -
     inputs: list[list[tuple[int, int]]] = [[] for _ in placement.tasks]
     for source, target, lag in lags:
         inputs[target].append((source, lag))
-    return TaskGraph([task.duration_us for task in placement.tasks], inputs).earliest().starts_us
+    return TaskGraph(placement.op_us, inputs).earliest().starts_us
 
 
 def least_bytes(*placements: Placement) -> list[int]:

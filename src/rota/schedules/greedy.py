@@ -49,17 +49,17 @@ def path_through(placement: Placement, postpones_weights: bool) -> list[Leg]:
         lags_us[ends] = max(route.duration_us, lags_us.get(ends, 0))
     legs, path = [], there + back
     for (stage, kinds), (following, _) in zip(path, [*path[1:], path[-1]], strict=True):
-        tasks = [placement.tasks[placement.index[stage, kind]] for kind in kinds]
-        weight = placement.task(stage, Kind.W) if postpones_weights and kinds != (Kind.F,) else None
+        tasks = [placement.index[stage, kind] for kind in kinds]
+        weight = placement.index.get((stage, Kind.W)) if postpones_weights and kinds != (Kind.F,) else None
         legs.append(
             Leg(
-                rank=tasks[0].ranks[0],
+                rank=placement.tasks[tasks[0]].ranks[0],
                 stage=stage,
                 kinds=kinds,
-                duration_us=sum(task.duration_us for task in tasks),
+                duration_us=sum(placement.op_us[task] for task in tasks),
                 lag_us=lags_us.get((stage, following), 0),
                 postpones_weight=weight is not None,
-                weight_us=weight.duration_us if weight else 0,
+                weight_us=0 if weight is None else placement.op_us[weight],
                 is_forward=kinds == (Kind.F,),
             )
         )

@@ -9,12 +9,11 @@ along its critical path until it meets a lower bound or the moves are used up.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from random import Random
 
-from rota import memory
 from rota.errors import ScheduleError
 from rota.placement import Placement
 from rota.plan import Plan
@@ -33,6 +32,7 @@ from rota.schedules.zero_bubble_pipe import (
     build,
     time_orders,
 )
+from rota.simulation import simulate
 from rota.stopping import Stopped
 from rota.tasks import Kind, Op
 from rota.units import size_text
@@ -68,7 +68,7 @@ def zb_auto(placement: Placement, num_microbatches: int) -> Plan:
     require_split(name, placement)
     search = _Search(placement, num_microbatches)
     one_at_a_time = [bytearray((FORWARD, INPUT, WEIGHT)) * num_microbatches for _ in range(placement.num_ranks)]
-    by_hand = (schedule(placement, num_microbatches) for schedule in (zb_h1, zb_h2, one_f_one_b))
+    by_hand = [schedule(placement, num_microbatches) for schedule in (zb_h1, zb_h2, one_f_one_b)]
     for orders in (one_at_a_time, *(_letters(plan) for plan in by_hand)):
         search.offer(orders)
     try:
@@ -80,7 +80,19 @@ def zb_auto(placement: Placement, num_microbatches: int) -> Plan:
     except Stopped:
         if search.best is None:
             raise
-    return _plan(placement, num_microbatches, search.best)
+    found = _plan(placement, num_microbatches, search.best)
+    return _as_simulated(found, by_hand) if placement.cluster.counts_wires else found
+
+
+def _as_simulated(found: Plan, others: Sequence[Plan]) -> Plan:
+    """The best of the plans that fit: the search does not know that transfers wait for shared links."""
+    limits = found.placement.cluster.limit_bytes
+    simulated = [
+        timeline
+        for timeline in map(simulate, (found, *others))
+        if all(limit is None or most <= limit for most, limit in zip(timeline.peak_memory_bytes, limits, strict=True))
+    ]
+    return min(simulated, key=lambda timeline: (timeline.span_us, timeline.makespan_us)).plan
 
 
 class _Search:
@@ -215,11 +227,13 @@ def _pipe(placement: Placement, num_microbatches: int) -> Pipe:
     times, needs, keeps, again = [], [], [], []
     for stage in placement.stages:
         f, i, w = (placement.tasks[index[stage, kind]] for kind in (Kind.F, Kind.I, Kind.W))
+        f_us, i_us, w_us = (placement.op_us[index[stage, kind]] for kind in (Kind.F, Kind.I, Kind.W))
         r = placement.task(stage, Kind.R)
-        held, peak, again_us = (r.held_bytes, max(r.held_bytes, 0) + r.peak_bytes, r.duration_us) if r else (0, 0, 0)
+        again_us = placement.op_us[index[stage, Kind.R]] if r else 0
+        held, peak = (r.held_bytes, max(r.held_bytes, 0) + r.peak_bytes) if r else (0, 0)
         need = max(peak, held + max(i.held_bytes, 0) + i.peak_bytes)
         again.append(again_us)
-        times.append((f.duration_us, again_us + i.duration_us, w.duration_us))
+        times.append((f_us, again_us + i_us, w_us))
         needs.append((max(f.held_bytes, 0) + f.peak_bytes, need, max(w.held_bytes, 0) + w.peak_bytes))
         keeps.append((f.held_bytes, held + i.held_bytes, w.held_bytes))
     lags = {(route.source, route.target): route.duration_us for route in placement.routes}
@@ -248,18 +262,9 @@ def _plan(placement: Placement, num_microbatches: int, orders: Orders) -> Plan:
     return Plan(placement, num_microbatches, tuple(plan))
 
 
-def _peaks(plan: Plan) -> list[int]:
+def _peaks(plan: Plan) -> tuple[int, ...]:
     """The most bytes that each rank holds at any time, as `rota.check` counts."""
-    starts, ends = plan.earliest.starts_us, plan.earliest.ends_us
-    routes, first = plan.placement.routes, plan.first_node
-    sent = [ends[first[route.source] : first[route.source + 1]] for route in routes]
-    arrived = [[end + route.duration_us for end in times] for route, times in zip(routes, sent, strict=True)]
-    peaks = []
-    for rank, nodes in enumerate(plan.nodes):
-        times = [starts[node] for node in nodes], [ends[node] for node in nodes]
-        events = memory.events(plan, rank, *times, sent, arrived)
-        peaks.append(memory.peak_bytes(plan.placement.static_bytes[rank], events))
-    return peaks
+    return simulate(plan).peak_memory_bytes
 
 
 def _nothing_fits(least: Plan) -> ScheduleError:

@@ -104,10 +104,7 @@ def _carried(route: Route, service: int | None, after_reader_us: int) -> tuple[C
 
 
 def _lowered_placement(given: Placement, services: tuple[int, ...], lags_us: dict[tuple[int, int], int]) -> Placement:
-    tasks = [
-        replace(task, duration_us=before + task.duration_us + after)
-        for task, (before, after) in zip(given.tasks, given.occupied_us, strict=True)
-    ]
+    tasks = [replace(task, duration_us=us) for task, us in zip(given.tasks, given.op_us, strict=True)]
     free = 1 + max(given.stages)
     for i, r in enumerate(services):
         links = tuple(given.num_ranks + link for link in given.routes[r].shared)

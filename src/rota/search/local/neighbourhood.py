@@ -94,15 +94,23 @@ def reorder(
 def _choose(critical_path: CriticalPath, paths: Paths, size: int, turn: Random) -> tuple[int, int, list[bool]]:
     """(begin, end, which ranks are free), in ticks: `size` ops around an idle time, where there is time to gain."""
     rank, at = _idle(critical_path, paths, turn)
-    num_ranks = len(paths.rows)
+    num_ranks, center = critical_path.problem.num_ranks, rank
+    if rank >= num_ranks:
+        center = turn.choice([r for r in range(num_ranks) if len(paths.rows[r])])
     width = min(max(size // _OPS_PER_RANK, 2), num_ranks)
-    first = min(max(rank - turn.randrange(width), 0), num_ranks - width)
-    free = range(first, first + width)
+    first = min(max(center - turn.randrange(width), 0), num_ranks - width)
+    free = [*range(first, first + width), *_links_of(critical_path.problem, range(first, first + width))]
     starts = np.sort(np.concatenate([paths.starts[paths.rows[r]] for r in free]))
     begin = int(np.searchsorted(starts, at)) - turn.randrange(size)
     begin = max(min(begin, len(starts) - size), 0)
     last = min(begin + size, len(starts)) - 1
-    return int(starts[begin]), int(starts[last]) + 1, [r in free for r in range(num_ranks)]
+    return int(starts[begin]), int(starts[last]) + 1, [r in free for r in range(len(paths.rows))]
+
+
+def _links_of(problem: Problem, ranks: range) -> set[int]:
+    """The shared links that serve transfers between these ranks and any others: if they stay, little can change."""
+    routes = problem.given.routes
+    return {problem.num_ranks + i for r in routes if r.sender in ranks or r.receiver in ranks for i in r.shared}
 
 
 def _idle(critical_path: CriticalPath, paths: Paths, turn: Random) -> tuple[int, int]:
