@@ -96,12 +96,11 @@ class View:
         late = {t for t in on if not frees or any(self.held[u] < 0 and (u == t or u in self.before[t]) for u in on)}
         us = min(self.head[t] for t in late)
         if frees:
-            streams = {(self.p.stream[t], self.p.count[t]) for t in on}
-            least = min(late, key=self.needed)
-            for stream, count in streams:
+            work = price and self.free(r, min(late, key=self.needed), price)
+            for stream, count in {(self.p.stream[t], self.p.count[t]) for t in on}:
                 sets = self.sets(r, stream)
-                us -= count * max(work - price * held for done, work, held in sets if not done & late)
-            us = floor(us - (price and self.free(r, least, price)))
+                work += count * max(done_us - price * held for done, done_us, held in sets if not done & late)
+            us -= floor(work)
         return max(us, 0), late
 
     def follows(self, op: Op, other: Op) -> bool:

@@ -72,6 +72,7 @@ class Reference:
         """
         document = reading.parse(text, "problem")
         certificate = document["certificate"]
+        certificate["argument"].name()
         return cls(
             document["name"].name(),
             document["family"].name(),

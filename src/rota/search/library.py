@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from rota.errors import SearchError
+from rota.checking import check
+from rota.errors import FormatError, SearchError
 from rota.placement import Placement
 from rota.reference import Reference
 from rota.search import bounds
@@ -101,13 +102,24 @@ def first_reference(
 
 
 def search_file(path: str | os.PathLike[str], time_limit_s: float) -> Attempt:
-    """Search the problem in a file for `time_limit_s` seconds. Raises FormatError or PlacementError."""
+    """Search the problem in a file for `time_limit_s` seconds.
+
+    Raises:
+        FormatError: The file is wrong, or the search found a plan below the bound in the file.
+        PlacementError: The problem in the file is wrong.
+        PlanError: The plan in the file must not run.
+    """
     known = Reference.read(path)
+    check(known.plan)
     try:
         result = find_plan(known.placement, known.num_microbatches, time_limit_s=time_limit_s)
     except SearchError:
         return Attempt(os.fspath(path), known, known, None, time_limit_s, False)
     best, found_us = known, result.makespan_us
+    if found_us < known.bound_us:
+        raise FormatError(
+            f"the bound of {known.bound_us} µs is wrong: the search found a plan that takes {found_us} µs; remove it"
+        )
     if found_us < simulate(known.plan).makespan_us:
         best = replace(best, plan=result.plan, found_by=result.how)
     bound_us, certificate = _bound(result)

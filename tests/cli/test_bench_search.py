@@ -1,0 +1,91 @@
+"""`rota bench-search`: what is closed and what is better, and files that only ever get better."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli.test_cli import run
+from rota import Cluster, Costs, place, schedules, simulate
+from rota.reference import Reference
+from support.problem_library import check
+
+Capsys = pytest.CaptureFixture[str]
+
+
+def write_poor(folder: Path, name: str, bound_us: int = 0) -> Path:
+    """A problem whose plan is GPipe's, and of whose bound nothing is known."""
+    placement = place(Costs.uniform(4, 100, 100, 100, activation_bytes=2), Cluster.uniform(4))
+    path = folder / f"{name}.json"
+    Reference(name, "chain", schedules.gpipe(placement, 6), "gpipe", bound_us, {"argument": "words", "why": "0"}).write(
+        path
+    )
+    return path
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_better_plans_and_bounds_are_written(jobs: int, tmp_path: Path, capsys: Capsys) -> None:
+    paths = [write_poor(tmp_path, name) for name in ("poor", "poorer", "other")]
+    before = [path.read_text() for path in paths]
+    arguments = ("bench-search", tmp_path, "--only", "poor*", "--time-limit", 5, "--jobs", jobs)
+    code, out, _ = run(capsys, *arguments)
+    assert code == 0
+    assert "2 closed, 0 within 1 %, 0 open" in out
+    assert "2 better plans: poor poorer" in out
+    assert "2 better bounds: poor poorer" in out
+    assert "Not written" in out
+    assert [path.read_text() for path in paths] == before
+    code, out, _ = run(capsys, *arguments, "--update")
+    assert code == 0
+    assert "Not written" not in out
+    for path in paths[:2]:
+        reference = Reference.read(path)
+        assert simulate(reference.plan).makespan_us == reference.bound_us == 2100
+        assert reference.certificate["argument"] == "load"
+        assert check.check(path)
+    assert paths[2].read_text() == before[2]
+    code, out, _ = run(capsys, *arguments, "--update")
+    assert code == 0
+    assert "better" not in out
+    assert "reached the best known plan of 2 of 2" in out
+
+
+def test_json_has_one_object_per_problem(tmp_path: Path, capsys: Capsys) -> None:
+    path = write_poor(tmp_path, "poor")
+    code, out, _ = run(capsys, "bench-search", path, "--time-limit", 5, "--json")
+    assert code == 0
+    fields = json.loads(out)
+    assert (fields["name"], fields["state"], fields["gap"]) == ("poor", "closed", 0)
+    assert (fields["known_us"], fields["makespan_us"], fields["bound_us"]) == (2400, 2100, 2100)
+
+
+def test_a_wrong_bound_is_noticed(tmp_path: Path, capsys: Capsys) -> None:
+    path = write_poor(tmp_path, "poor", bound_us=2101)
+    code, _, err = run(capsys, "bench-search", path, "--time-limit", 5, "--update")
+    assert code == 2
+    assert "poor.json: the bound of 2101 µs is wrong: the search found a plan that takes 2100 µs" in err
+
+
+def test_wrong_arguments_and_files(tmp_path: Path, capsys: Capsys) -> None:
+    path = write_poor(tmp_path, "poor")
+    for given, said in (
+        ([tmp_path / "nothing"], "nothing is no file and no folder"),
+        ([tmp_path, "--only", "wave-*"], "there is no problem whose name fits 'wave-*'"),
+        ([tmp_path, "--jobs", 0], "--jobs"),
+    ):
+        code, _, err = run(capsys, "bench-search", *given)
+        assert code == 2
+        assert said in err
+    fields = json.loads(path.read_text())
+    for changed, said in (
+        ({"rota": "plan"}, 'it says "rota": "plan"'),
+        ({"certificate": {}}, "problem.certificate has no field 'argument'"),
+        ({"orders": ["0F0", "", "", ""]}, "never does"),
+        ({"cluster": {**fields["cluster"], "limit_bytes": [1, None, None, None]}}, "over its limit"),
+    ):
+        path.write_text(json.dumps(fields | changed))
+        code, _, err = run(capsys, "bench-search", path)
+        assert code in (1, 2)
+        assert said in err

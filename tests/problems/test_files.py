@@ -1,0 +1,59 @@
+"""Every reference problem: the checker accepts it, Rota agrees with the checker, and make.py makes it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import rota
+from rota.reference import Reference
+from support.problem_library import FOLDER, PATHS, check, script
+
+MOST_BYTES = 15_000_000
+
+
+@pytest.mark.parametrize("path", PATHS, ids=[path.stem for path in PATHS])
+def test_the_checker_and_rota_agree(path: Path) -> None:
+    assert check.check(path)
+    text = path.read_text()
+    fields, reference = json.loads(text), Reference.read(path)
+    rota.check(reference.plan)
+    timeline = rota.simulate(reference.plan)
+    assert timeline.makespan_us == fields["makespan_us"]
+    assert list(timeline.peak_memory_bytes) == fields["peak_bytes"]
+    assert reference.to_json() == text
+
+
+def test_there_are_200_problems_of_all_kinds_and_most_are_closed() -> None:
+    made = script("make").problems()
+    assert sorted(made) == [path.stem for path in PATHS]
+    assert len(PATHS) == 200
+    assert sum(path.stat().st_size for path in PATHS) <= MOST_BYTES
+    assert set(Counter(family for family, *_ in made.values())) >= {"tessel", "pipeline", "dag", "transfers"}
+    assert {placement.num_ranks for _, placement, _ in made.values()} >= {4, 8, 16, 32, 64, 128}
+
+
+def test_the_files_are_what_make_makes() -> None:
+    for name, (family, placement, num_microbatches) in script("make").problems().items():
+        reference = Reference.read(FOLDER / f"{name}.json")
+        assert (reference.name, reference.family) == (name, family)
+        assert reference.is_of(placement, num_microbatches), name
+
+
+def test_a_name_that_says_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="is no name of a problem"):
+        script("make").problem("wave-16")
+
+
+def test_the_checker_needs_the_standard_library_alone_and_is_short() -> None:
+    for name in ("check.py", "certificates.py"):
+        text = (FOLDER / name).read_text()
+        assert len(text.splitlines()) < 300
+        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+        modules = [node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in nodes]
+        assert {str(module).split(".")[0] for module in modules} <= {*sys.stdlib_module_names, "certificates", "check"}
