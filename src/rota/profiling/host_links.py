@@ -18,7 +18,7 @@ from rota.runtime.json_messages import all_gather_json
 from rota.units import count_text
 
 REPEATS = 7
-MOST_SPREAD = 2.0  # more cannot be planned with
+MOST_SPREAD = 2.0  # see `LinkMeasurements.implausible`
 _BUSY = 0.15  # of the cores' time: others that take more make measurements worthless
 _TRIES = 3
 _REST_S = 1.0  # before a busy machine is measured again
@@ -32,7 +32,7 @@ def measure_hosts(repeats: int, most_spread: float, report: Report) -> LinkMeasu
 
     Args:
         repeats: Number of messages of each size, of which the median counts.
-        most_spread: By how much the middle half of repeated measurements may vary, as a part of their median.
+        most_spread: See `LinkMeasurements.implausible`.
         report: Called with a line for each thing that is measured.
 
     Returns:
@@ -71,7 +71,7 @@ def _measured(wire: Wire, hosts: tuple[int, ...], repeats: int, report: Report) 
     report("messages between all neighbours at once")
     shared = [*_rounds(wire, hosts, here, repeats)]
     report("what messages cost ranks that compute")
-    send, receive = _costs(wire, work, repeats, ranks_per_core)
+    send, receive = _costs(wire, work, max(2 * repeats // 3, 2), ranks_per_core)
     report("the time between two ops")
     gaps = [us for of in all_gather_json(occupancy.gaps_between_ops(repeats)) for us in of]
     crowding.append(occupancy.crowding(wire, work))

@@ -93,9 +93,9 @@ def _message(sender: int, receiver: int, num_bytes: int, number: int) -> Message
 
 
 def one_way(
-    wire: Wire, sender: int, receiver: int, num_bytes: int, repeats: int, *, pace_us: int, sleeps: bool = False
+    wire: Wire, sender: int, receiver: int, num_bytes: int, repeats: int, *, sleeps: bool = False
 ) -> list[float]:
-    """Times of single messages, in µs, on the receiver; the sender gets []. Both call it, with the same arguments.
+    """Times of single messages, in µs, on the receiver; the sender gets []. Both call it.
 
     Args:
         wire: This process's.
@@ -103,30 +103,45 @@ def one_way(
         receiver: The other.
         num_bytes: Size of a message.
         repeats: Number of messages.
-        pace_us: For how long the sender computes before each one.
-        sleeps: It sleeps instead; a message's time then begins at the end of the sleep, not when the sender is awake.
+        sleeps: The sender sleeps before each one, in place of computing; a message's time then begins at the end of the
+            sleep, not when the sender is awake.
     """
-    times, reply = [], torch.zeros(8, dtype=torch.uint8)
+    times: list[float] = []
     for number in range(_WARM_UP + repeats):
         if wire.rank == sender:
             tensor = torch.full((num_bytes,), 1, dtype=torch.uint8)
-            begun_ns = wire.now_ns() + 1000 * pace_us
+            begun_ns = wire.now_ns() + 1000 * PACE_US
             if sleeps:
-                time.sleep(pace_us / 1e6)
+                time.sleep(PACE_US / 1e6)
             else:
                 while wire.now_ns() < begun_ns:
                     pass
                 begun_ns = wire.now_ns()
             wire.send(receiver, tensor, number)
-            reply = torch.tensor([begun_ns]).view(torch.uint8)
             del tensor
             wire.take(wire.post(receiver, 1, number))  # the message is through: the wire is free again
-            wire.send(receiver, reply, -1 - number)
+            wire.send(receiver, torch.tensor([begun_ns]).view(torch.uint8), -1 - number)
         else:
             wire.take(wire.post(sender, num_bytes, number))
             arrived_ns = wire.now_ns()
             wire.send(sender, torch.zeros(1, dtype=torch.uint8), number)
             times.append((arrived_ns - _number_from(wire, sender, -1 - number)) / 1000)
+    wire.drain()
+    return times[_WARM_UP:]
+
+
+def _echoes(wire: Wire, sender: int, receiver: int, repeats: int) -> list[float]:
+    """Halves of round trips of small messages, one directly after another, in µs."""
+    times, tensor = [], torch.zeros(1, dtype=torch.uint8)
+    for number in range(_WARM_UP + repeats):
+        begun_ns = time.perf_counter_ns()
+        if wire.rank == receiver:
+            wire.send(sender, tensor, number)
+            wire.take(wire.post(sender, 1, number))
+        else:
+            wire.take(wire.post(receiver, 1, number))
+            wire.send(receiver, tensor, number)
+        times.append((time.perf_counter_ns() - begun_ns) / 2000)
     wire.drain()
     return times[_WARM_UP:]
 
@@ -142,10 +157,10 @@ def samples_of_pair(wire: Wire, a: int, b: int, repeats: int) -> dict[str, Any]:
         by_kind: dict[str, list[list[float]]] = {"hot": [], "paced": [], "asleep": []}
         for size in SIZES:
             count = repeats if size <= _FEW_BYTES else max(repeats // 2, 2)
-            by_kind["paced"].append([size, *one_way(wire, sender, receiver, size, count, pace_us=PACE_US)])
-            slept = one_way(wire, sender, receiver, size, count, pace_us=PACE_US, sleeps=True)
+            by_kind["paced"].append([size, *one_way(wire, sender, receiver, size, count)])
+            slept = one_way(wire, sender, receiver, size, count, sleeps=True)
             by_kind["asleep"].append([size, *slept])
-        by_kind["hot"].append([1, *one_way(wire, sender, receiver, 1, 3 * repeats, pace_us=0)])
+        by_kind["hot"].append([1, *_echoes(wire, sender, receiver, 3 * repeats)])
         if wire.rank == receiver:
             found[f"{sender} {receiver}"] = by_kind
     return found

@@ -20,14 +20,16 @@ _LEAST_PART = 0.02  # of a message's time per byte: less than that is left to th
 
 
 class Sample(NamedTuple):
-    """Repeated measurements of messages of one size: their median, and how far the middle half of them is apart.
+    """Repeated measurements of messages of one size.
 
-    `us` may be negative where it is a difference of two times. `spread_us`: the interquartile range.
+    `us`: their median, which may be negative where it is a difference of two times. `spread_us`: the interquartile
+    range. `low_us`: the first quartile. Other load only makes messages slower, so the lower half is the steadier one.
     """
 
     num_bytes: int
     us: float
     spread_us: float
+    low_us: float
 
     @property
     def spread(self) -> float:
@@ -54,11 +56,11 @@ class Line(NamedTuple):
 
 
 def sample_of(num_bytes: int, times_us: Sequence[float]) -> Sample:
-    """The median of repeated times, and their interquartile range."""
+    """What repeated measurements say."""
     if len(times_us) < 2:
-        return Sample(num_bytes, times_us[0], 0.0)
+        return Sample(num_bytes, times_us[0], 0.0, times_us[0])
     first, _, third = quantiles(times_us, n=4, method="inclusive")
-    return Sample(num_bytes, median(times_us), third - first)
+    return Sample(num_bytes, median(times_us), third - first, first)
 
 
 def line_through(points: Sequence[tuple[int, float]], least_us: float = 0.0) -> Line:
@@ -118,7 +120,7 @@ def rate_of_rounds(rounds: Sequence[Sample], num_messages: int, num_sent: int, c
         The rate that makes up the measured rounds; at most ten times that of the rounds as a whole.
     """
     rates = []
-    for num_bytes, us, _ in rounds:
+    for num_bytes, us, *_ in rounds:
         served_us = max(us - num_sent * cost.at(num_bytes), us / 10)
         rates.append(num_messages * num_bytes / served_us)
     return median(rates)

@@ -17,6 +17,7 @@ FASTEST_BYTES_PER_US = 1_000_000  # 1 TB/s: no host copies faster
 _ALIKE = 1.25  # by how much pairs of ranks of the same two hosts may differ and have one link
 _COMPARED_BYTES = 1_000_000
 _NOISE_US = 20.0  # of what a message costs a rank: the least that can be told from noise
+_LEAST_SPREAD_US = 200.0  # differences that are short compared with this are no sign of a busy machine
 _NO_COST = Line()
 
 
@@ -35,7 +36,7 @@ class HostRounds(NamedTuple):
     @property
     def bytes_per_us(self) -> float:
         """All bytes of a round by its time, the median of all sizes."""
-        return median(self.num_messages * num_bytes / us for num_bytes, us, _ in self.rounds)
+        return median(self.num_messages * num_bytes / us for num_bytes, us, *_ in self.rounds)
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class LinkMeasurements:
         }
         rates = ((of, round(rate_of_rounds(of.rounds, of.num_messages, of.num_sent, both))) for of in self.shared)
         shared = (SharedLink(of.name, max(rate, 1), of.ranks, of.ranks) for of, rate in rates)
-        gap_us = 0 if rehearsal else round(self.gap.us)
+        gap_us = 0 if rehearsal else max(round(self.gap.us), 0)
         ordered = sorted(links.values(), key=lambda link: link.transfer_us(_COMPARED_BYTES))
         middle = max(ordered, key=ordered.count) if ordered else Link()
         others = tuple((*pair, link) for pair, link in sorted(links.items()) if link != middle)
@@ -96,7 +97,7 @@ class LinkMeasurements:
     def costs(self) -> tuple[Line, Line]:
         """What sending a message costs its rank, and receiving one."""
         send, receive = (
-            line_through([(num_bytes, max(us, 0.0)) for num_bytes, us, _ in of], _NOISE_US) if of else _NO_COST
+            line_through([(num_bytes, max(us, 0.0)) for num_bytes, us, *_ in of], _NOISE_US) if of else _NO_COST
             for of in (self.send, self.receive)
         )
         return send, receive
@@ -114,42 +115,47 @@ class LinkMeasurements:
         """What cannot be true, or is too uncertain to plan with, in words; "" if nothing.
 
         Args:
-            most_spread: By how much the middle half of repeated measurements may differ, as a part of their median.
+            most_spread: By how much the median of repeated measurements may be above their fastest quarter, as a part
+                of that; 2 is three times as long.
         """
-        for what, sample, is_time in self._named():
-            is_planned = "after another one" not in what
-            if is_time and sample.us <= 0:
+        for what, sample in self._times():
+            if sample.us <= 0:
                 return f"{what} took {sample.us:.1f} µs"
-            if is_time and sample.num_bytes / sample.us > FASTEST_BYTES_PER_US:
+            if sample.num_bytes / sample.us > FASTEST_BYTES_PER_US:
                 return f"{what} took {sample.us:.1f} µs, more than 1 TB/s"
-            if is_planned and sample.spread_us > most_spread * max(abs(sample.us), 10 * _NOISE_US):
-                return (
-                    f"{what} took {sample.us:.0f} µs, but the middle half of the repeats differs by {sample.spread:.0%}"
-                )
+        for what, sample, least_us in self._planned():
+            if sample.us - sample.low_us > most_spread * max(sample.low_us, least_us):
+                return f"{what} took {sample.us:.0f} µs, but {sample.low_us:.0f} µs or less in a quarter of the repeats"
         return ""
 
-    def _named(self) -> Iterator[tuple[str, Sample, bool]]:
-        """Each sample with its name, and whether it is a time, of which none is negative."""
+    def _times(self) -> Iterator[tuple[str, Sample]]:
+        """Each sample of times with its name; times are never negative, as differences may be."""
         for (a, b), sample in self.hot.items():
-            yield f"a small message from rank {a} to {b} after another one", sample, True
+            yield f"a small message from rank {a} to {b} after another one", sample
+        yield from self._alone()
+        yield from self._rounds()
+
+    def _alone(self) -> Iterator[tuple[str, Sample]]:
         for how, of in (("computed", self.paced), ("slept", self.asleep)):
             for (a, b), samples in of.items():
                 for sample in samples:
-                    size = size_text(sample.num_bytes)
-                    yield f"{size} from rank {a}, which had {how}, to rank {b}", sample, True
-        for doing, samples in (("sending", self.send), ("receiving", self.receive)):
-            for sample in samples:
-                yield f"{doing} {size_text(sample.num_bytes)} beside computing", sample, False
+                    yield f"{size_text(sample.num_bytes)} from rank {a}, which had {how}, to rank {b}", sample
+
+    def _rounds(self) -> Iterator[tuple[str, Sample]]:
         for host in self.shared:
             for sample in host.rounds:
-                size = size_text(sample.num_bytes)
-                yield f"{size} between all neighbours of {host.name} at once", sample._replace(num_bytes=0), True
-        yield "the time between two ops", self.gap, False
+                yield f"{size_text(sample.num_bytes)} between all neighbours of {host.name} at once", sample
 
-    @property
-    def spread(self) -> float:
-        """The largest spread of messages alone and of rounds, as a part of their medians."""
-        return max((sample.spread for _, sample, is_time in self._named() if is_time), default=0.0)
+    def _planned(self) -> Iterator[tuple[str, Sample, float]]:
+        """Each sample that plans depend on with its name, and the time to compare its spread with if it is shorter."""
+        for what, sample in (*self._alone(), *self._rounds()):
+            yield what, sample, _LEAST_SPREAD_US
+        alone_us = {sample.num_bytes: sample.us for samples in self.paced.values() for sample in samples}
+        for doing, samples in (("sending", self.send), ("receiving", self.receive)):
+            for sample in samples:
+                what = f"{doing} {size_text(sample.num_bytes)} beside computing"
+                yield what, sample, max(alone_us.get(sample.num_bytes, 0.0), _LEAST_SPREAD_US)
+        yield "the time between two ops", self.gap, _LEAST_SPREAD_US
 
     # --- in words -----------------------------------------------------------------------------------------------------
 
@@ -161,7 +167,7 @@ class LinkMeasurements:
         if self.send:
             sizes = [*self._cost_rows()]
             lines.append(_table(_COST_COLUMNS, sizes))
-        lines.append(f"{time_text(round(self.gap.us))} between two ops, in the runtime's loop")
+        lines.append(f"{self.gap.us:.1f} µs between two ops, in the runtime's loop")
         return "\n\n".join(["\n".join(lines), "\n".join(self.notes())] if self.notes() else ["\n".join(lines)])
 
     def notes(self) -> list[str]:
@@ -213,7 +219,10 @@ _PAIR_COLUMNS = (
     ("asleep", "a small message after the sender has slept as long, from the end of the sleep; what a rehearsal meets"),
     ("rate", "of messages that have the wire to themselves, from all sizes"),
     ("largest", "the largest message and its time, alone"),
-    ("spread", "the middle half of the repeats, as a part of their median, at the size where it is largest"),
+    (
+        "spread",
+        "how far the middle half of the repeats is apart, as a part of their median; the worst size",
+    ),
 )
 _HOST_COLUMNS = (
     ("host", "whose ranks exchange messages with all neighbours at once"),
@@ -224,9 +233,9 @@ _HOST_COLUMNS = (
 _COST_COLUMNS = (
     ("message", "beside ranks that all compute"),
     ("sender", "how much longer the sender's ops take for each message"),
-    ("±", "the middle half of the repeats"),
+    ("±", "how far the middle half of the repeats is apart"),
     ("receiver", "how much longer the receiver's ops take for each message"),
-    ("± ", "the middle half of the repeats"),
+    ("± ", "as above, of the receiver"),
 )
 
 

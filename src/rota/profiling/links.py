@@ -96,7 +96,7 @@ def find_links(
 ) -> FoundLinks:
     """As `measure_links`, with all that was found. Collective.
 
-    `most_spread`: by how much the middle half of repeated measurements may vary, as a part of their median.
+    `most_spread`: see `LinkMeasurements.implausible`.
     """
     own = _own_device(device)
     report = report if dist.get_rank() == 0 else lambda _: None

@@ -61,7 +61,7 @@ class Work:
 
 
 class Slots(NamedTuple):
-    """Of a measurement: the median slot in µs of time, and the mean one in µs of processor time of all threads."""
+    """Of a slot, in µs: its time, the median one; and all threads' processor time for messages, on average."""
 
     us: float
     processor_us: float
@@ -82,12 +82,13 @@ def crowding(wire: Wire, work: Work, slots: int = 40) -> float:
 def slots_beside(wire: Wire, work: Work, sends_to: int | None, takes_from: int | None, num_bytes: int) -> Slots:
     """Slots of work, each with a message to one rank or from one; without messages if both are None. Collective."""
     wire.wait_for_all()
-    num_slots, times = _AHEAD + _SLOTS, []
+    num_slots, times, work_ns = _AHEAD + _SLOTS, [], 0
     keys = [wire.post(takes_from, num_bytes, number) for number in range(_AHEAD)] if takes_from is not None else []
     processor_ns = time.process_time_ns()
     for number in range(num_slots):
-        begun_ns = time.perf_counter_ns()
+        begun_ns, thread_ns = time.perf_counter_ns(), time.thread_time_ns()
         work()
+        work_ns += time.thread_time_ns() - thread_ns
         if sends_to is not None:
             wire.send(sends_to, torch.empty(num_bytes, dtype=torch.uint8), number)
         if takes_from is not None and number >= _AHEAD:
@@ -98,7 +99,7 @@ def slots_beside(wire: Wire, work: Work, sends_to: int | None, takes_from: int |
     for key in keys[num_slots - _AHEAD :]:
         wire.take(key)
     wire.drain()
-    processor_us = (time.process_time_ns() - processor_ns) / 1000 / num_slots
+    processor_us = (time.process_time_ns() - processor_ns - work_ns) / 1000 / num_slots
     return Slots(median(times[_AHEAD:]), processor_us)
 
 

@@ -40,7 +40,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--processes", type=number(2), help="for links: to start on this machine (default: 2)")
     help_text = "for links: those that a rehearsal meets, whose ranks wait in place of computing (`rota rehearse`)"
     parser.add_argument("--rehearsal", action="store_true", help=help_text)
-    help_text = "for links: by how much the middle half of the repeats may vary, as a part of their median (default: 2)"
+    help_text = "for links: by how much a median may be above the fastest quarter, as a part of that (default: 2)"
     parser.add_argument("--max-spread", type=_spread, metavar="X", help=help_text)
     parser.add_argument("--cache", metavar="PATH", help="file or folder that keeps what was measured")
     parser.add_argument("--refresh", action="store_true", help="measure again what the cache has")
