@@ -9,7 +9,7 @@ import pytest
 
 from rota import Cluster, Link
 from rota.costs import SharedLink
-from rota.profiling.host_links import pairs_of
+from rota.profiling.host_links import _taken_by_others, pairs_of
 from rota.profiling.host_messages import ROUND_SIZES, SIZES
 from rota.profiling.link_fits import Sample, sample_of
 from rota.profiling.link_measurements import HostRounds, LinkMeasurements, Pair
@@ -136,3 +136,12 @@ def test_every_column_of_the_table_is_explained_and_a_busy_machine_is_told() -> 
     assert first.split()[:3] == ["0", "→", "1"]
     assert "2 ranks share a core: what a message costs its ranks includes" in text
     assert "other programs took 40% of the cores' time meanwhile: end them, and measure again" in text
+
+
+def test_cores_that_others_take_are_counted_of_the_busiest_host() -> None:
+    assert _taken_by_others([0, 0], [2, 2], [1.0, 1.0]) == 0
+    assert _taken_by_others([0, 0], [2, 2], [1.0, 0.5]) == 0.25
+    assert _taken_by_others([0] * 4, [2] * 4, [0.5] * 4) == 0  # ranks that share cores get all of them
+    assert _taken_by_others([0] * 4, [2] * 4, [0.25] * 4) == 0.5
+    assert _taken_by_others([0, 0], [16, 16], [1.0, 1.0]) == 0  # cores that no rank needs
+    assert _taken_by_others([0, 0, 2, 2], [2] * 4, [1.0, 1.0, 1.0, 0.8]) == pytest.approx(0.1)

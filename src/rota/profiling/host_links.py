@@ -42,7 +42,7 @@ def measure_hosts(repeats: int, most_spread: float, report: Report) -> LinkMeasu
         PipelineError: What is measured cannot be true or varies too much, also when it is measured again.
     """
     with Wire() as wire:
-        names = all_gather_json(_host_name())
+        names = all_gather_json(host_name())
         hosts = tuple(names.index(name) for name in names)
         wrong = ""
         for number in range(_TRIES):
@@ -65,7 +65,7 @@ def _measured(wire: Wire, hosts: tuple[int, ...], repeats: int, report: Report) 
     work, cores = occupancy.Work(occupancy.WORK_US), all_gather_json(num_cores())
     here = [rank for rank in range(wire.num_ranks) if hosts[rank] == hosts[wire.rank]]
     ranks_per_core = max(hosts.count(host) / cores[host] for host in {*hosts})
-    crowding = [occupancy.crowding(wire, work)]
+    shares = [all_gather_json(occupancy.processor_share(wire, work))]
     report(f"messages between {count_text(wire.num_ranks, 'rank')}, one pair at a time")
     by_pair = _pairs_alone(wire, hosts, repeats)
     report("messages between all neighbours at once")
@@ -74,9 +74,8 @@ def _measured(wire: Wire, hosts: tuple[int, ...], repeats: int, report: Report) 
     send, receive = _costs(wire, work, max(2 * repeats // 3, 2), ranks_per_core)
     report("the time between two ops")
     gaps = [us for of in all_gather_json(occupancy.gaps_between_ops(repeats)) for us in of]
-    crowding.append(occupancy.crowding(wire, work))
-    expected = max(len(here) / num_cores(), 1.0)
-    busy = max(all_gather_json(max(max(crowding) / expected - 1, 0.0)))
+    shares.append(all_gather_json(occupancy.processor_share(wire, work)))
+    busy = max(_taken_by_others(hosts, cores, of) for of in shares)
     return LinkMeasurements(
         hosts=hosts,
         hot={pair: of["hot"][0] for pair, of in by_pair.items()},
@@ -91,7 +90,19 @@ def _measured(wire: Wire, hosts: tuple[int, ...], repeats: int, report: Report) 
     )
 
 
-def _host_name() -> str:
+def _taken_by_others(hosts: Sequence[int], cores: Sequence[int], shares: Sequence[float]) -> float:
+    """The part of the cores' time that other programs took while all ranks computed, of the busiest host.
+
+    `shares`: what each rank's thread got of a core. Ranks that share cores get all of them together.
+    """
+    found = 0.0
+    for host in {*hosts}:
+        got = [share for share, of in zip(shares, hosts, strict=True) if of == host]
+        found = max(found, 1 - sum(got) / min(len(got), cores[host]))
+    return found
+
+
+def host_name() -> str:
     """Tells hosts apart, also those of one name: the name, and the identity of the running kernel."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}".strip()

@@ -14,7 +14,7 @@ from rota.units import count_text, size_text, time_text
 Pair = tuple[int, int]  # sender and receiver
 
 FASTEST_BYTES_PER_US = 1_000_000  # 1 TB/s: no host copies faster
-_ALIKE = 1.25  # by how much pairs of ranks of the same two hosts may differ and have one link
+_ALIKE = 2.0  # by how much pairs of ranks of the same two hosts may differ and have one link
 _COMPARED_BYTES = 1_000_000
 _NOISE_US = 20.0  # of what a message costs a rank: the least that can be told from noise
 _LEAST_SPREAD_US = 200.0  # differences that are short compared with this are no sign of a busy machine
@@ -53,7 +53,7 @@ class LinkMeasurements:
         shared: All neighbours at once, by host.
         gap: Time between two ops in the runtime's loop.
         ranks_per_core: How many ranks a core has at most: more than 1 on a host with fewer cores than ranks.
-        busy: What else has used the cores, as a part of the time of these processes; 0 if nothing.
+        busy: The part of the cores' time that other programs took; 0 if it is little.
     """
 
     hosts: tuple[int, ...]
@@ -72,7 +72,7 @@ class LinkMeasurements:
     def cluster(self, *, rehearsal: bool = False) -> Cluster:
         """The ranks with these links, without memory limits.
 
-        Pairs of the same two hosts have one link, unless their messages differ by more than a quarter.
+        Pairs of the same two hosts have one link, unless one takes more than twice as long as another.
 
         Args:
             rehearsal: For ranks that wait in place of computing (`rota rehearse`), so that messages take them no
@@ -244,7 +244,7 @@ def _lines(alone: Mapping[Pair, Sequence[Sample]], measured: list[Pair], pairs: 
     lines = {pair: line_through([sample[:2] for sample in alone[pair]]) for pair in measured}
     together = line_through([sample[:2] for pair in measured for sample in alone[pair]])
     times = [line.at(_COMPARED_BYTES) for line in lines.values()]
-    if max(times) <= _ALIKE**2 * min(times):
+    if max(times) <= _ALIKE * min(times):
         return dict.fromkeys(pairs, together)
     return {pair: lines.get(pair, together) for pair in pairs}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -11,8 +12,11 @@ import torch.distributed as dist
 
 from rota.costs import Cluster, Link
 from rota.errors import PipelineError
-from rota.profiling.device_links import LinkSample, Pair, fitted, measure_pairs, samples_text
+from rota.profiling.device_beside import measure_beside
+from rota.profiling.device_links import LinkSample, Pair, fitted, line_of, measure_pairs, samples_text
 from rota.profiling.host_links import MOST_SPREAD, REPEATS, measure_hosts
+from rota.profiling.link_fits import Line, link_of_lines
+from rota.profiling.spinning import Spinner
 from rota.runtime.device.choosing import device_at
 from rota.runtime.device.local import current_device
 from rota.runtime.device.protocol import Device, QueuedDevice, is_queued
@@ -101,19 +105,28 @@ def find_links(
     own = _own_device(device)
     report = report if dist.get_rank() == 0 else lambda _: None
     if is_queued(own):
-        found = _between_devices(own, repeats)
+        found = _between_devices(own, repeats, report)
     else:
         measured = measure_hosts(repeats, most_spread, report)
         found = FoundLinks(measured.cluster(), measured.cluster(rehearsal=True), measured.to_text())
     return found
 
 
-def _between_devices(own: QueuedDevice, repeats: int) -> FoundLinks:
-    size = dist.get_world_size()
-    samples = measure_pairs(own, [*rounds(size)], repeats)
+def _between_devices(own: QueuedDevice, repeats: int, report: Callable[[str], None]) -> FoundLinks:
+    size, spinner = dist.get_world_size(), Spinner(own)
+    report(f"messages between {size} devices, one pair at a time")
+    samples = measure_pairs(own, [*rounds(size)], repeats, spinner)
+    report("messages between all neighbours at once, and beside kernels")
+    beside = measure_beside(own, spinner, repeats)
+    links = {
+        pair: link_of_lines(line, beside.send, beside.receive)
+        for of in rounds(size)
+        for ab in of
+        for pair, line in _both(ab, samples)
+    }
     text = "\n".join(f"{a} → {b}: {samples_text(of_pair)}" for (a, b), of_pair in sorted(samples.items()))
-    cluster = cluster_of(size, {pair: link for of in rounds(size) for ab in of for pair, link in _both(ab, samples)})
-    return FoundLinks(cluster, cluster, text)
+    cluster = replace(cluster_of(size, links), shared=beside.shared)
+    return FoundLinks(cluster, cluster, "\n".join([text, *beside.notes]))
 
 
 def _own_device(device: torch.device | None) -> Device:
@@ -131,13 +144,13 @@ def _own_device(device: torch.device | None) -> Device:
     return own
 
 
-def _both(pair: Pair, samples: Mapping[Pair, Sequence[LinkSample]]) -> list[tuple[Pair, Link]]:
-    """The link of each direction: the same one if they differ by no more than measurements do."""
+def _both(pair: Pair, samples: Mapping[Pair, Sequence[LinkSample]]) -> list[tuple[Pair, Line]]:
+    """Times in each direction: the same if they differ by no more than measurements do."""
     there, back = samples[pair], samples[pair[::-1]]
-    times = [fitted(of).transfer_us(_BIG_BYTES) for of in (there, back)]
+    times = [line_of(of).at(_BIG_BYTES) for of in (there, back)]
     if max(times) <= _ALIKE * min(times):
-        return [(of, fitted([*there, *back])) for of in (pair, pair[::-1])]
-    return [(pair, fitted(there)), (pair[::-1], fitted(back))]
+        return [(of, line_of([*there, *back])) for of in (pair, pair[::-1])]
+    return [(pair, line_of(there)), (pair[::-1], line_of(back))]
 
 
 def _fields(link: Link) -> tuple[int, int | None]:

@@ -36,6 +36,7 @@ SIZES = (1, 1 << 16, 1 << 18, 1 << 20, 1 << 22)  # up to 4 MiB
 WORK_US = 1000.0  # of a slot
 _AHEAD = 6  # slots from a send to its take: far longer than messages travel, so that no rank waits for one
 _SLOTS = 10  # that count, of a measurement
+_WINDOW_NS = 60_000_000  # to see what else uses the cores: several turns of ranks that share one
 _MICROBATCHES = 32  # of a step that computes nothing
 _WIDTH = 64  # of the matrices: they stay in the core's cache
 
@@ -67,16 +68,13 @@ class Slots(NamedTuple):
     processor_us: float
 
 
-def crowding(wire: Wire, work: Work, slots: int = 40) -> float:
-    """How much longer work takes than its thread's processor time while all ranks compute. Collective.
-
-    1 where every rank has a core, more where ranks share cores or other programs use them.
-    """
+def processor_share(wire: Wire, work: Work) -> float:
+    """The part of a core that this rank's thread gets while all ranks compute. Collective."""
     wire.wait_for_all()
     begun_ns, thread_ns = time.perf_counter_ns(), time.thread_time_ns()
-    for _ in range(slots):
+    while (passed_ns := time.perf_counter_ns() - begun_ns) < _WINDOW_NS:
         work()
-    return (time.perf_counter_ns() - begun_ns) / max(time.thread_time_ns() - thread_ns, 1)
+    return (time.thread_time_ns() - thread_ns) / passed_ns
 
 
 def slots_beside(wire: Wire, work: Work, sends_to: int | None, takes_from: int | None, num_bytes: int) -> Slots:
