@@ -8,7 +8,8 @@ import pytest
 
 from rota import Link, PipelineError
 from rota.profiling import device_links
-from rota.profiling.device_links import SIZES, LinkSample, fitted, implausible, samples_of, samples_text
+from rota.profiling.device_links import SIZES, LinkSample, fitted, implausible, line_of, samples_of, samples_text
+from rota.profiling.link_fits import Line, link_of_lines
 from rota.profiling.links import _both, cluster_of
 
 Times = Callable[[int], float]
@@ -22,7 +23,7 @@ class Known:
     """A side of two devices whose messages take known times in each direction; in a row they come without latency."""
 
     def __init__(self, there: Times, back: Times) -> None:
-        self.there, self.back = there, back
+        self.there, self.back, self.pause_us = there, back, 0.0  # how much later a message comes behind a kernel
         self.counts: dict[int, int] = {}
 
     def round_trip_us(self, there_bytes: int, back_bytes: int, count: int) -> float:
@@ -32,6 +33,9 @@ class Known:
     def interval_us(self, num_bytes: int, count: int, *, there: bool) -> float:
         of = self.there if there else self.back
         return max(of(num_bytes) - of(0), 0.1)
+
+    def paced_us(self, num_bytes: int, count: int) -> float:
+        return self.pause_us + (self.there(num_bytes) + self.back(num_bytes)) / 2
 
 
 def test_sizes_go_from_a_kilobyte_to_hundreds_of_megabytes() -> None:
@@ -52,8 +56,8 @@ def test_the_directions_are_told_apart() -> None:
     there, back = samples_of(Known(line(20, 25_000), line(20, 12_000)), SIZES, 3)
     assert (fitted(there), fitted(back)) == (Link(20, 25_000), Link(20, 12_000))
     links = dict(_both((0, 1), {(0, 1): there, (1, 0): back}))
-    assert links == {(0, 1): Link(20, 25_000), (1, 0): Link(20, 12_000)}
-    cluster = cluster_of(2, links)
+    assert links == {(0, 1): line_of(there), (1, 0): line_of(back)}
+    cluster = cluster_of(2, {pair: link_of_lines(of, Line(), Line()) for pair, of in links.items()})
     assert cluster.link_between(0, 1) == Link(20, 25_000)
     assert cluster.link_between(1, 0) == Link(20, 12_000)
 
@@ -63,7 +67,16 @@ def test_directions_that_differ_by_no_more_than_measurements_are_one() -> None:
     links = dict(_both((0, 1), {(0, 1): there, (1, 0): back}))
     assert links[0, 1] == links[1, 0]
     assert 24_000 <= (links[0, 1].bytes_per_us or 0) <= 25_000
-    assert cluster_of(2, links).links == ()
+
+
+def test_messages_behind_kernels_come_later_at_every_size() -> None:
+    side = Known(line(20, 25_000), line(20, 25_000))
+    side.pause_us = 12.0
+    there, _ = samples_of(side, SIZES, 3)
+    assert fitted(there) == Link(32, 25_000)
+    assert "; 32 µs behind a kernel (" in samples_text(there)
+    side.pause_us = -5.0  # by chance: a message alone is not faster than one directly after another
+    assert fitted(samples_of(side, SIZES, 3)[0]) == Link(20, 25_000)
 
 
 def test_slow_links_are_not_measured_with_huge_messages() -> None:

@@ -15,20 +15,23 @@ pytestmark = pytest.mark.dist
 
 
 def cost_ns(name: str, written: Sequence[Any]) -> int:
-    """Messages at 1 GB/s after 30 µs, on the side that receives."""
-    return 30_000 + sum(block.num_bytes for block in written) if "recv" in name else 0
+    """Messages at 1 GB/s after 30 µs, on the side that receives; matrix products of 100 µs."""
+    if "recv" in name:
+        return 30_000 + sum(block.num_bytes for block in written)
+    return 100_000 if "mm" in name else 0
 
 
 def measured(rank: int) -> tuple[Cluster, list[str], list[str]]:
     """The links of simulated devices, the lines that are told, and where the hosts waited for them."""
-    from rota.profiling import device_links
+    from rota.profiling import device_beside, device_contention, device_links
     from rota.profiling.links import measure_links
     from support.sim_device import SimDevice
     from support.sim_device.runtime_device import SIM
 
     lines: list[str] = []
     device = SimDevice(f"rank {rank}", cost_ns=cost_ns, host_ns=20_000)
-    with device.active(), mock.patch.object(device_links, "_NUM_SMALL", 3):
+    small = mock.patch.object(device_links, "_NUM_SMALL", 3), mock.patch.object(device_contention, "_WIDTH", 4)
+    with device.active(), small[0], small[1], mock.patch.object(device_beside, "_IN_A_ROW", 3):
         cluster = measure_links(2, device=SIM, report=lines.append)
         device.check()
     return cluster, lines, [sync.operation for sync in device.syncs]

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from statistics import median
 from typing import Any, NamedTuple, Protocol, final
 
 import torch
@@ -22,8 +23,9 @@ import torch.distributed as dist
 
 from rota.costs import Link
 from rota.errors import PipelineError
+from rota.profiling.link_fits import Line, line_through
 from rota.profiling.spinning import Spinner
-from rota.runtime.device.protocol import QueuedDevice
+from rota.runtime.device.protocol import Mark, QueuedDevice
 from rota.runtime.json_messages import all_gather_json
 from rota.torch_internals import backend_of, message_options, move_message
 from rota.units import size_text, time_text
@@ -34,6 +36,7 @@ _NUM_SMALL, _FEW_BYTES = (
     20,
     4_000_000,
 )  # messages up to this size are sent so often in a row, others as often as asked for
+PACE_US = 1_000.0  # of the kernel before a paced message: as long as a short op
 _LONGEST_US = 200_000.0  # of a message; larger ones are left out
 _LONGEST_SPIN_US = 2_000_000.0
 _FASTEST_BYTES_PER_US = 4_000_000  # 4 TB/s in one direction: more than any interconnect of two devices has
@@ -43,11 +46,15 @@ Pair = tuple[int, int]
 
 
 class LinkSample(NamedTuple):
-    """Messages of one size in one direction, in µs: alone on the link, and from one to the next of many in a row."""
+    """Messages of one size in one direction, in µs: alone on the link, and from one to the next of many in a row.
+
+    `paced_us`: a small one, alone and behind a kernel, in the mean of both directions; 0 where it was not measured.
+    """
 
     num_bytes: int
     one_way_us: float
     interval_us: float
+    paced_us: float = 0.0
 
 
 class Side(Protocol):
@@ -59,14 +66,20 @@ class Side(Protocol):
     def interval_us(self, num_bytes: int, count: int, *, there: bool) -> float:
         """The shortest time from one message to the next of `count` in a row, known to both sides."""
 
+    def paced_us(self, num_bytes: int, count: int) -> float:
+        """The median time of `count` messages of this size in both directions in turn, each behind a kernel."""
 
-def measure_pairs(device: QueuedDevice, pairs: Sequence[Sequence[Pair]], repeats: int) -> dict[Pair, list[LinkSample]]:
+
+def measure_pairs(
+    device: QueuedDevice, pairs: Sequence[Sequence[Pair]], repeats: int, spinner: Spinner | None = None
+) -> dict[Pair, list[LinkSample]]:
     """Measure both directions of pairs of processes of the default group. Collective.
 
     Args:
         device: This process's.
         pairs: In rounds: the pairs of a round are measured at once, so no process is in two of them.
         repeats: Number of large messages; the fastest counts, as other load only makes them slower.
+        spinner: Of this device; None: a new one.
 
     Returns:
         The samples of each direction, by sender and receiver, on all processes.
@@ -74,8 +87,8 @@ def measure_pairs(device: QueuedDevice, pairs: Sequence[Sequence[Pair]], repeats
     Raises:
         PipelineError: Times cannot be, also when they are measured again.
     """
-    mine, spinner = dist.get_rank(), Spinner(device)
-    with _host_group() as hosts:
+    mine, spinner = dist.get_rank(), spinner or Spinner(device)
+    with host_group() as hosts:
         largest = min(all_gather_json(device.free_bytes(), hosts)) // _PART_OF_FREE
         sizes = [size for size in SIZES if size <= largest] or [*SIZES[:2]]
         found: dict[str, Any] = {}
@@ -97,7 +110,7 @@ def measure_pairs(device: QueuedDevice, pairs: Sequence[Sequence[Pair]], repeats
 
 
 @contextmanager
-def _host_group() -> Iterator[dist.ProcessGroup | None]:
+def host_group() -> Iterator[dist.ProcessGroup | None]:
     """A group for what the hosts agree on: the default one, unless it takes tensors of a device alone."""
     group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
     try:
@@ -127,8 +140,9 @@ def samples_of(side: Side, sizes: Sequence[int], repeats: int) -> tuple[list[Lin
     """Messages of each size, from the starter and to it; sizes that would take too long are left out."""
     small = sizes[0]
     small_us = side.round_trip_us(small, small, _NUM_SMALL) / 2
-    there = [LinkSample(small, small_us, side.interval_us(small, _NUM_SMALL, there=True))]
-    back = [LinkSample(small, small_us, side.interval_us(small, _NUM_SMALL, there=False))]
+    paced_us = side.paced_us(small, _NUM_SMALL)
+    there = [LinkSample(small, small_us, side.interval_us(small, _NUM_SMALL, there=True), paced_us)]
+    back = [LinkSample(small, small_us, side.interval_us(small, _NUM_SMALL, there=False), paced_us)]
     for size in sizes[1:]:
         count = _NUM_SMALL if size <= _FEW_BYTES else repeats
         for of, is_there in ((there, True), (back, False)):
@@ -157,23 +171,20 @@ def implausible(samples: Sequence[LinkSample]) -> str:
     return ""
 
 
-def fitted(samples: Sequence[LinkSample]) -> Link:
-    """The link whose times are nearest to those of single messages: the least squares of the relative errors.
+def line_of(samples: Sequence[LinkSample]) -> Line:
+    """The line that is nearest to the times of single messages, at a pipeline's pace.
 
-    Two samples are met exactly.
+    What a small message behind a kernel takes longer than directly after another one is added to all of them.
     """
-    weights = [1 / sample.one_way_us**2 for sample in samples]
-    weight = sum(weights)
-    mean_bytes = sum(w * s.num_bytes for w, s in zip(weights, samples, strict=True)) / weight
-    mean_us = sum(w * s.one_way_us for w, s in zip(weights, samples, strict=True)) / weight
-    by_bytes = sum(w * (s.num_bytes - mean_bytes) ** 2 for w, s in zip(weights, samples, strict=True))
-    by_both = sum(
-        w * (s.num_bytes - mean_bytes) * (s.one_way_us - mean_us) for w, s in zip(weights, samples, strict=True)
-    )
-    us_per_byte = by_both / by_bytes if by_bytes else 0.0
-    if us_per_byte <= 0:  # larger messages are no slower: all of it is latency
-        return Link(round(mean_us), _FASTEST_BYTES_PER_US)
-    return Link(round(max(mean_us - us_per_byte * mean_bytes, 0)), max(round(1 / us_per_byte), 1))
+    line = line_through([(sample.num_bytes, sample.one_way_us) for sample in samples])
+    later_us = max((sample.paced_us - sample.one_way_us for sample in samples if sample.paced_us), default=0.0)
+    return Line(line.us + max(later_us, 0.0), max(line.us_per_byte, 1 / _FASTEST_BYTES_PER_US))
+
+
+def fitted(samples: Sequence[LinkSample]) -> Link:
+    """The link whose times are nearest to those of single messages: the least squares of the relative errors."""
+    line = line_of(samples)
+    return Link(round(line.us), max(round(1 / line.us_per_byte), 1))
 
 
 def samples_text(samples: Sequence[LinkSample]) -> str:
@@ -183,7 +194,8 @@ def samples_text(samples: Sequence[LinkSample]) -> str:
         f"{size_text(round(samples[-1].num_bytes / us * 1_000_000))}/s"
         for us in (samples[-1].one_way_us, samples[-1].interval_us)
     )
-    return f"{times} ({alone}; in a row {in_a_row})"
+    paced = f"; {samples[0].paced_us:.0f} µs behind a kernel" if samples[0].paced_us else ""
+    return f"{times}{paced} ({alone}; in a row {in_a_row})"
 
 
 # --- how it is measured -----------------------------------------------------------------------------------------------
@@ -228,6 +240,31 @@ class _DeviceSide:
         buffer = self._buffer(num_bytes)
         laps = self._laps_us(lambda: self._message(buffer, there=there), count, 1, marks=self._starts is not there)
         return min(laps[1:])  # the first one waits for the sender
+
+    def paced_us(self, num_bytes: int, count: int) -> float:
+        """See `Side`. What is left of a round trip, of which each half begins behind a kernel of its sender."""
+        buffer, device = self._buffer(num_bytes), self._device
+        pauses: list[tuple[Mark, Mark]] = []  # of the starter: its round trips
+
+        def round_trip() -> None:
+            if self._starts:
+                self._spinner.spin(PACE_US)
+                begun = device.mark()
+                self._message(buffer, there=True)
+                self._message(buffer, there=False)
+            else:
+                self._message(buffer, there=True)
+                begun = device.mark()
+                self._spinner.spin(PACE_US)
+            pauses.append((begun, device.mark()))
+            if not self._starts:
+                self._message(buffer, there=False)
+
+        self._laps_us(round_trip, count, 2, marks=False)
+        times_ns = device.times_ns([mark for pause in pauses[-count:] for mark in pause])  # earlier ones were late
+        mine, none = [(b - a) / 1000 for a, b in zip(times_ns[::2], times_ns[1::2], strict=True)], [0.0] * count
+        both = self._largest([*mine, *none] if self._starts else [*none, *mine])
+        return median((trip - pause) / 2 for trip, pause in zip(both[:count], both[count:], strict=True))
 
     def _buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device.torch_device)
