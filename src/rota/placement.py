@@ -24,7 +24,11 @@ class Edge(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The transfer of an edge to one of its target's ranks: from rank `sender` to rank `receiver`."""
+    """The transfer of an edge to one of its target's ranks: from rank `sender` to rank `receiver`.
+
+    It takes `duration_us` if it never waits. For the first `service_us` of these it occupies the shared links with the
+    indices `shared` in the cluster, all of them at once.
+    """
 
     source: int
     target: int
@@ -32,6 +36,8 @@ class Route(NamedTuple):
     receiver: int
     num_bytes: int
     duration_us: int
+    service_us: int = 0
+    shared: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +224,30 @@ class Placement:
             senders = source.ranks if same else (source.ranks[0],) * len(target.ranks)
             for sender, receiver in zip(senders, target.ranks, strict=True):
                 if sender != receiver:
-                    duration = self.cluster.link_between(sender, receiver).transfer_us(edge.num_bytes)
-                    routes.append(Route(edge.source, edge.target, sender, receiver, edge.num_bytes, duration))
+                    routes.append(self._route(edge, sender, receiver))
         return tuple(routes)
+
+    def _route(self, edge: Edge, sender: int, receiver: int) -> Route:
+        link, shared = self.cluster.link_between(sender, receiver), self.cluster.shared_between(sender, receiver)
+        rates = [self.cluster.shared[i].bytes_per_us for i in shared]
+        service_us = -(-edge.num_bytes // min(rates)) if rates else 0
+        duration_us = max(link.transfer_us(edge.num_bytes), link.latency_us + service_us)
+        return Route(*edge[:2], sender, receiver, edge.num_bytes, duration_us, service_us, shared if service_us else ())
+
+    @cached_property
+    def occupied_us(self) -> tuple[tuple[int, int], ...]:
+        """For each task the µs that its ranks are occupied before and after an op, by messages and between ops.
+
+        Before an op: the cluster's gap and what receiving its inputs costs. After it: what sending its output costs. Of
+        the ranks of a task, the one that is occupied longest counts.
+        """
+        costs: list[tuple[Counter[int], Counter[int]]] = [(Counter(), Counter()) for _ in self.tasks]
+        for route in self.routes:
+            link = self.cluster.link_between(route.sender, route.receiver)
+            costs[route.target][0][route.receiver] += link.receive_cost_us(route.num_bytes)
+            costs[route.source][1][route.sender] += link.send_cost_us(route.num_bytes)
+        gap = self.cluster.gap_us
+        return tuple((gap + max(a.values(), default=0), max(b.values(), default=0)) for a, b in costs)
 
     def forward_only(self) -> Placement:
         """The same stages for inference: F tasks alone, which hold no bytes after they end."""

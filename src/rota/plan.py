@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, repeat
 from typing import Any, NamedTuple
 
 from rota import notebook, reading, schedule_csv
-from rota.errors import PlanError
+from rota.errors import FormatError, PlanError
 from rota.placement import Placement
 from rota.taskgraph import CycleError, Earliest, TaskGraph
 from rota.tasks import Op
@@ -43,15 +44,20 @@ class Plan:
         num_microbatches: Number of micro-batches of a step, over all data streams.
         orders: For each rank its ops, first to last.
         usage: Cuts, micro-batch size and replicas, if they were decided together with the plan.
+        service_orders: For each shared link of the cluster its transfers, in the order in which it serves them. Empty:
+            first come, first served; of transfers that come at once the one on the first route, then the earliest
+            micro-batch.
     """
 
     placement: Placement
     num_microbatches: int
     orders: tuple[tuple[Op, ...], ...]
     usage: Usage | None = None
+    service_orders: tuple[tuple[Transfer, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "orders", tuple(tuple(order) for order in self.orders))
+        for name in ("orders", "service_orders"):
+            object.__setattr__(self, name, tuple(tuple(order) for order in getattr(self, name)))
 
     @property
     def num_ranks(self) -> int:
@@ -76,7 +82,9 @@ class Plan:
 
     # --- the plan as a graph -------------------------------------------------------------------------------------
     # Nodes: the ops of task t are first_node[t], first_node[t] + 1, …, one per micro-batch of its data stream. After
-    # all ops come two nodes, a reduction and an optimizer step, for each of `step_end_ranks`.
+    # all ops come two nodes, a reduction and an optimizer step, for each of `step_end_ranks`; then the transfers on
+    # shared links, route after route: a node is the time for which a transfer occupies them. An op's node is the time
+    # for which the op occupies its ranks, with what messages cost before and after it (`Placement.occupied_us`).
 
     @cached_property
     def first_node(self) -> tuple[int, ...]:
@@ -183,20 +191,99 @@ class Plan:
         return tuple(sorted(pairs, key=lambda pair: (pair[1], self._last_gradient(ends[pair[0]].stage, pair[1]))))
 
     @cached_property
+    def first_service(self) -> Mapping[int, int]:
+        """The first node of the transfers on each route that uses shared links."""
+        following, first = self.num_ops + 2 * len(self.step_end_ranks), {}
+        for r, route in enumerate(self.placement.routes):
+            if route.shared:
+                first[r] = following
+                following += self.first_node[route.source + 1] - self.first_node[route.source]
+        return first
+
+    @cached_property
+    def served(self) -> tuple[tuple[int, ...], ...]:
+        """For each shared link the nodes of its transfers in order of service. Raises PlanError for a wrong order."""
+        expected: list[list[int]] = [[] for _ in self.placement.cluster.shared]
+        for r, first in self.first_service.items():
+            after = first + len(self.microbatches_on(r))
+            for i in self.placement.routes[r].shared:
+                expected[i] += range(first, after)
+        if not self.service_orders:
+            starts_us = self.earliest.starts_us
+            return tuple(tuple(sorted(nodes, key=lambda node: (starts_us[node], node))) for nodes in expected)
+        if len(self.service_orders) != len(expected):
+            raise PlanError(
+                f"the plan has {len(self.service_orders)} service orders for {len(expected)} shared links; give one "
+                f"per shared link, or none",
+                "unknown",
+            )
+        node_of = {transfer: node for node, transfer in self._served_transfers()}
+        found = []
+        for link, order, nodes in zip(self.placement.cluster.shared, self.service_orders, expected, strict=True):
+            given = [node_of.get(transfer, -1) for transfer in order]
+            if sorted(given) != nodes:
+                raise self._misserved(link.name, order, given, {*nodes})
+            found.append(tuple(given))
+        return tuple(found)
+
+    def _misserved(self, link: str, order: Sequence[Transfer], given: list[int], expected: set[int]) -> PlanError:
+        for i, node in enumerate(given):
+            if node not in expected:
+                return PlanError(f"{link} serves {order[i]}, a transfer that does not use it; remove it", "unknown")
+            if node in given[:i]:
+                return PlanError(f"{link} serves {order[i]} twice; remove one of them", "duplicate")
+        transfer = next(transfer for node, transfer in self._served_transfers() if node in expected.difference(given))
+        return PlanError(f"{link} never serves {transfer}; add it there", "missing")
+
+    def _served_transfers(self) -> Iterator[tuple[int, Transfer]]:
+        for r, first in self.first_service.items():
+            for k, m in enumerate(self.microbatches_on(r)):
+                yield first + k, self.transfer(r, m)
+
+    def microbatches_on(self, route: int) -> range:
+        """The micro-batches whose data travels on `placement.routes[route]`."""
+        source = self.placement.tasks[self.placement.routes[route].source]
+        return self.placement.microbatches(source.stage, self.num_microbatches)
+
+    def transfer(self, route: int, microbatch: int) -> Transfer:
+        """The transfer of a micro-batch on `placement.routes[route]`."""
+        source, target, sender, receiver, num_bytes = self.placement.routes[route][:5]
+        a, b = self.placement.tasks[source], self.placement.tasks[target]
+        return Transfer(Op(a.stage, a.kind, microbatch), Op(b.stage, b.kind, microbatch), sender, receiver, num_bytes)
+
+    @cached_property
     def graph(self) -> TaskGraph:
-        """Ops and step ends, and what each of them waits for. Raises PlanError as `nodes` does."""
-        orders = (
-            self.nodes
-        )  # first, because it refuses a num_microbatches that would make the graph too large for memory
+        """Ops, step ends and transfers on shared links, and what each waits for. Raises PlanError as `nodes` does."""
+        if not self.first_service:
+            return self._unserved_graph
+        inputs = list(self._unserved_graph.inputs)
+        for nodes in self.served:
+            for before, node in pairwise(nodes):
+                inputs[node] = (*inputs[node], (before, 0))
+        return TaskGraph(self._unserved_graph.durations_us, inputs)
+
+    @cached_property
+    def _unserved_graph(self) -> TaskGraph:
+        """The graph in which transfers do not wait for each other."""
+        # Orders come first, because they refuse a num_microbatches that would make the graph too large for memory.
+        orders = self.nodes
         ends = [(self.placement.step_ends[i].stage, rank) for i, rank in self.step_end_ranks]
         last = [self._last_gradient(*end) for end in ends]
         gradients = [orders[rank][k] if k >= 0 else None for k, (_, rank) in zip(last, ends, strict=True)]
-        return _graph_of(self.placement, self.first_node, orders, self.step_end_ranks, gradients)
+        return _graph_of(self.placement, self.first_node, orders, self.step_end_ranks, gradients, self.first_service)
 
     @cached_property
     def earliest(self) -> Earliest:
         """Earliest start and end of each node. Raises PlanError; for a cycle it names the waits."""
         try:
+            if self.first_service and not self.service_orders:
+                routes = self.placement.routes
+                servers = {
+                    first + k: routes[r].shared
+                    for r, first in self.first_service.items()
+                    for k in range(len(self.microbatches_on(r)))
+                }
+                return self._unserved_graph.first_come(servers)
             return self.graph.earliest()
         except CycleError as error:
             raise PlanError(self._describe_cycle(error.nodes), "cycle") from None
@@ -207,6 +294,9 @@ class Plan:
         half, more = _MAX_CYCLE_WAITS // 2, len(waits) - _MAX_CYCLE_WAITS
         lines: list[str] = []
         for node, before in waits if more <= 0 else waits[:half] + waits[-half:]:
+            if max(node, before) >= self.num_ops:
+                lines.append(self._service_wait(node, before))
+                continue
             op, other = self.op(node), self.op(before)
             reads = (self.placement.index[other[:2]], self.placement.index[op[:2]]) in data
             if reads and op.microbatch == other.microbatch:
@@ -218,6 +308,17 @@ class Plan:
             lines.insert(half, f"… {more} more waits …")
         return "the orders wait in a cycle: " + "; ".join(lines)
 
+    def _service_wait(self, node: int, before: int) -> str:
+        """Why one node of a cycle waits for another, of which at least one is the service of a transfer."""
+        transfers = dict(self._served_transfers())
+        if node in transfers and before in transfers:
+            for link, nodes in zip(self.placement.cluster.shared, self.served, strict=True):
+                if (before, node) in pairwise(nodes):
+                    return f"{transfers[node]} comes after {transfers[before]} in the order of {link.name}"
+        if node in transfers:
+            return f"{transfers[node]} carries what {self.op(before)} makes"
+        return f"{self.op(node)} reads what {transfers[before]} carries"
+
     # --- transfers ------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -225,29 +326,37 @@ class Plan:
         """All ops and transfers in one global order, in which every rank starts them.
 
         The order is by simulated start; ties are broken by dependencies, so each action comes after all that it needs.
-        Sequential processes that all follow one global order cannot deadlock: the first action that is not done has
-        nothing left to wait for. This holds even if a send waits for its receive, and if each pair of ranks is one
-        ordered channel. Raises PlanError as `earliest` does.
+        A transfer starts when its op ends; one that a shared link serves later, before the op during which it is
+        served, so that ranks send in the order of service. Sequential processes that all follow one global order cannot
+        deadlock: the first action that is not done has nothing left to wait for. This holds even if a send waits for
+        its receive, and if each pair of ranks is one ordered channel. Raises PlanError as `earliest` does.
         """
         earliest = self.earliest
-        actions: list[tuple[int, int, int, Op | Transfer]] = []
+        starts, ends = earliest.starts_us, earliest.ends_us
+        actions: list[tuple[int, float, int, int, Op | Transfer]] = []
         position = {node: i for i, node in enumerate(earliest.sequence)}
         num_components = self.placement.num_components
         outgoing: list[list[int]] = [[] for _ in self.placement.tasks]
         for i, route in enumerate(self.placement.routes):
             outgoing[route.source].append(i)
+        starts_on = [[starts[node] for node in nodes] for nodes in self.nodes] if self.first_service else []
         for t, task in enumerate(self.placement.tasks):
             component, first = self.placement.component_of[t], self.first_node[t]
             for k in range(self.first_node[t + 1] - first):
                 op, node = Op(task.stage, task.kind, k * num_components + component), first + k
-                actions.append((earliest.starts_us[node], position[node], -1, op))
+                actions.append((starts[node], position[node], -1, -1, op))
                 for i in outgoing[t]:
-                    route = self.placement.routes[i]
-                    target = self.placement.tasks[route.target]
-                    reader = Op(target.stage, target.kind, op.microbatch)
-                    transfer = Transfer(op, reader, route.sender, route.receiver, route.num_bytes)
-                    actions.append((earliest.ends_us[node], position[node], i, transfer))
-        return tuple(action for *_, action in sorted(actions, key=lambda entry: entry[:3]))
+                    since, after, served = ends[node], float(position[node]), 0
+                    if i in self.first_service and (served := starts[self.first_service[i] + k]) > since:
+                        sender = self.placement.routes[i].sender
+                        running = bisect_right(starts_on[sender], served) - 1
+                        there = self.nodes[sender][running]
+                        if ends[there] > served:
+                            since, after = starts[there], position[there] - 0.5
+                        else:
+                            since, after = served, position[there] + 0.5
+                    actions.append((since, after, served, i, self.transfer(i, op.microbatch)))
+        return tuple(action for *_, action in sorted(actions, key=lambda entry: entry[:4]))
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -284,7 +393,10 @@ class Plan:
         """The fields of a plan in JSON."""
         orders = [" ".join(map(str, order)) for order in self.orders]
         usage = {} if self.usage is None else {"usage": self.usage.to_fields()}
-        return {"num_microbatches": self.num_microbatches, "orders": orders, **self.placement.to_fields(), **usage}
+        served = [" ".join(f"{t.source}>{t.target}@{t.receiver}" for t in order) for order in self.service_orders]
+        services = {"service_orders": served} if served else {}
+        step = {"num_microbatches": self.num_microbatches, "orders": orders}
+        return {**step, **services, **self.placement.to_fields(), **usage}
 
     def _repr_html_(self) -> str:
         """A picture of the simulated plan, or why it cannot run."""
@@ -311,7 +423,28 @@ class Plan:
         usage = Usage.from_fields(document["usage"]) if "usage" in document else None
         plan = cls(Placement.from_fields(document), document["num_microbatches"].integer(1), tuple(orders), usage)
         plan._limit_transfers(document)
+        if "service_orders" in document:
+            served = tuple(plan._read_services(order) for order in document["service_orders"])
+            plan = replace(plan, service_orders=served)
         return plan
+
+    def _read_services(self, field: reading.Field) -> tuple[Transfer, ...]:
+        """A row of "2F0>3F0@3": op, its reader, and the rank that receives. Raises FormatError."""
+        index, tasks = self.placement.index, self.placement.tasks
+        routes = {(route.source, route.target, route.receiver): r for r, route in enumerate(self.placement.routes)}
+        found = []
+        for text in field.text().split():
+            ops, _, receiver = text.partition("@")
+            pair = schedule_csv.parse_ops(ops.split(">"), field.path)
+            rank = int(receiver) if receiver.isascii() and receiver.isdecimal() and len(receiver) < 10 else -1
+            ends = [index.get(op[:2], -1) for op in (*pair, *pair)[:2]]
+            route = routes.get((ends[0], ends[1], rank)) if len(pair) == 2 else None
+            batches = range(0) if route is None else self.microbatches_on(route)
+            if route is None or pair[0].microbatch != pair[1].microbatch or pair[0].microbatch not in batches:
+                there = f"{tasks[0]}0>{tasks[-1]}0@{tasks[-1].ranks[0]}"
+                raise FormatError(f"{field.path}: {reading.short(text)} is no transfer; expected one such as {there}")
+            found.append(self.transfer(route, pair[0].microbatch))
+        return tuple(found)
 
     def _limit_transfers(self, document: reading.Field) -> None:
         """Raise FormatError if few bytes in a file make too many transfers: one per micro-batch and reader's rank."""
@@ -333,15 +466,17 @@ def _graph_of(
     orders: Sequence[Sequence[int]],
     step_end_ranks: Sequence[tuple[int, int]],
     gradients: Sequence[int | None],
+    first_service: Mapping[int, int],
 ) -> TaskGraph:
-    """`Plan.graph`. `gradients[j]` is the node, if any, that completes the gradients of `step_end_ranks[j]`."""
+    """`Plan._unserved_graph`. `gradients[j]`: the node, if any, that completes the gradients of `step_end_ranks[j]`."""
     durations: list[int] = []
     inputs: _Inputs = []
     previous, further = _order_edges(orders, first_node[-1])
-    for task, edges, (first, after) in zip(
-        placement.tasks, _task_inputs(placement, first_node), pairwise(first_node), strict=True
+    all_inputs = _task_inputs(placement, first_node, first_service)
+    for task, occupied, edges, (first, after) in zip(
+        placement.tasks, placement.occupied_us, all_inputs, pairwise(first_node), strict=True
     ):
-        durations += [task.duration_us] * (after - first)
+        durations += [task.duration_us + sum(occupied)] * (after - first)
         columns = [zip(range(source, source + after - first), repeat(lag)) for source, lag in edges]
         inputs += zip(*columns, zip(previous[first:after], repeat(0)), strict=True)
     for node, before in enumerate(previous):
@@ -350,15 +485,28 @@ def _graph_of(
     for before, node in further:
         inputs[node] += ((before, 0),)
     _add_step_ends(placement, orders, step_end_ranks, gradients, durations, inputs)
+    for r in first_service:
+        route = placement.routes[r]
+        made = range(first_node[route.source], first_node[route.source + 1])
+        durations += [route.service_us] * len(made)
+        inputs += zip(zip(made, repeat(0)))
     return TaskGraph(durations, inputs)
 
 
-def _task_inputs(placement: Placement, first_node: Sequence[int]) -> list[list[tuple[int, int]]]:
+def _task_inputs(
+    placement: Placement, first_node: Sequence[int], first_service: Mapping[int, int]
+) -> list[list[tuple[int, int]]]:
     """For each task the first nodes of its inputs, with the lags of the transfers."""
     lags: dict[tuple[int, int], int] = {(edge.source, edge.target): 0 for edge in placement.edges}
-    for route in placement.routes:
-        lags[route.source, route.target] = max(lags[route.source, route.target], route.duration_us)
     sources: list[list[tuple[int, int]]] = [[] for _ in placement.tasks]
+    for r, route in enumerate(placement.routes):
+        if r in first_service:
+            sources[route.target].append((first_service[r], route.duration_us - route.service_us))
+            lags.pop((route.source, route.target), None)
+    for r, route in enumerate(placement.routes):
+        if r not in first_service:
+            edge = route.source, route.target
+            lags[edge] = max(lags.get(edge, 0), route.duration_us)
     for (source, target), lag in lags.items():
         sources[target].append((first_node[source], lag))
     return sources

@@ -30,6 +30,7 @@ _REMEDIES = {
     "profile": "give what `rota profile -o profile.json` wrote",
     "layers": "give what LayerCosts.to_json() wrote",
     "cluster": "give what `rota profile links -o cluster.json` or Cluster.to_json() wrote",
+    "links": "remove it: links are measured again",
     "checkpoint": "give the rota.json of a checkpoint",
     "communication": "make the profile again",
 }
@@ -40,6 +41,7 @@ _USES = {
     "profile": "a profile of layers is for `rota autoplan --profile`, which makes stages of them",
     "layers": "costs of layers are for rota.autoplan",
     "cluster": "a cluster is for Cluster.from_json and rota.place",
+    "links": "it keeps what links_of_this_machine has measured",
     "checkpoint": "a checkpoint is for `rota checkpoint`, which takes its folder",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from operator import itemgetter
 
 from rota.plan import Plan
@@ -26,14 +27,19 @@ def simulate(plan: Plan) -> Timeline:
     earliest = plan.earliest
     starts, ends = earliest.starts_us, earliest.ends_us
     sent, arrived = [], []
-    for route in plan.placement.routes:
+    for r, route in enumerate(plan.placement.routes):
         first, after = plan.first_node[route.source], plan.first_node[route.source + 1]
         made = tuple(ends[first:after])
+        if (served := plan.first_service.get(r)) is not None:
+            made = tuple(starts[served : served + after - first])
         sent.append(made)
         arrived.append(tuple([end + route.duration_us for end in made]) if route.duration_us else made)
+    after_ops = plan.num_ops + 2 * len(plan.step_end_ranks)
     step_ends = [
-        (starts[node], ends[node], starts[node + 1], ends[node + 1]) for node in range(plan.num_ops, len(starts), 2)
+        (starts[node], ends[node], starts[node + 1], ends[node + 1]) for node in range(plan.num_ops, after_ops, 2)
     ]
+    if any(map(any, plan.placement.occupied_us)):
+        starts, ends = _ops_alone(plan, starts, ends)
     return Timeline(
         plan,
         tuple(_pick(starts, nodes) for nodes in plan.nodes),
@@ -42,6 +48,16 @@ def simulate(plan: Plan) -> Timeline:
         tuple(arrived),
         tuple(step_ends),
     )
+
+
+def _ops_alone(plan: Plan, starts: list[int], ends: list[int]) -> tuple[list[int], list[int]]:
+    """Starts and ends of the ops without the time before and after them in which messages occupy their ranks."""
+    op_starts: list[int] = []
+    op_ends: list[int] = []
+    for (before, later), (first, after) in zip(plan.placement.occupied_us, pairwise(plan.first_node), strict=True):
+        op_starts += [start + before for start in starts[first:after]]
+        op_ends += [end - later for end in ends[first:after]]
+    return op_starts, op_ends
 
 
 def timeline_of(given: Plan | Timeline) -> Timeline:

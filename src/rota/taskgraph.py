@@ -6,8 +6,9 @@ is a chain of edges with lag 0, so one graph represents data, orders and transfe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 _UNKNOWN, _WAITS = -1, -2  # instead of an end: not reached yet; on the stack, waiting for another node
 
@@ -78,6 +79,51 @@ class TaskGraph:
             path.append(node)
             node = next(before for before, _ in self.inputs[node] if ends[before] < 0)
         raise CycleError(path[path.index(node) :])
+
+    def first_come(self, served: Mapping[int, Sequence[int]]) -> Earliest:
+        """Earliest starts and ends where some nodes share servers, which take first what is ready first.
+
+        Of nodes that are ready at once the lowest is served first. A server serves one node at a time; a node with
+        several servers occupies all of them.
+
+        Args:
+            served: The servers of each node that has any.
+
+        Raises:
+            CycleError: Nodes wait for each other, servers left aside.
+        """
+        outputs: list[list[tuple[int, int]]] = [[] for _ in self.inputs]
+        missing = [len(before) for before in self.inputs]
+        for node, inputs in enumerate(self.inputs):
+            for before, lag in inputs:
+                outputs[before].append((node, lag))
+        starts, ends = [0] * len(missing), [_UNKNOWN] * len(missing)
+        free: dict[int, int] = {}
+        sequence: list[int] = []
+        queue: list[tuple[int, int]] = []  # (ready, node) of what waits to be served
+        stack = [node for node, count in enumerate(missing) if not count]
+        while stack or queue:
+            if stack:
+                node = stack.pop()
+                if node in served:
+                    heappush(queue, (starts[node], node))
+                    continue
+            else:  # everything that could be ready before is in the queue, because nodes end after what they wait for
+                ready, node = heappop(queue)
+                starts[node] = max(ready, *(free.get(server, 0) for server in served[node]))
+                for server in served[node]:
+                    free[server] = starts[node] + self.durations_us[node]
+            end = ends[node] = starts[node] + self.durations_us[node]
+            sequence.append(node)
+            for after, lag in outputs[node]:
+                if end + lag > starts[after]:
+                    starts[after] = end + lag
+                missing[after] -= 1
+                if not missing[after]:
+                    stack.append(after)
+        if len(sequence) < len(missing):
+            return self.earliest()  # which says where the cycle is
+        return Earliest(starts, ends, sequence)
 
     def latest_ends(self, earliest: Earliest) -> list[int]:
         """Latest end of each node that does not delay the makespan."""

@@ -74,8 +74,13 @@ class Timeline:
 
     @cached_property
     def span_us(self) -> int:
-        """The longest busy window of one rank, first op to last (Zero Bubble's measure)."""
-        return max(e[-1] - s[0] if s else 0 for s, e in zip(self.starts_us, self.ends_us, strict=True))
+        """The longest busy window of one rank, first op to last (Zero Bubble's measure), with what messages cost it."""
+        return max(self._span_us(rank) if order else 0 for rank, order in enumerate(self.plan.orders))
+
+    def _span_us(self, rank: int) -> int:
+        placement, order = self.plan.placement, self.plan.orders[rank]
+        (before, _), (_, after) = (placement.occupied_us[placement.index[op[:2]]] for op in (order[0], order[-1]))
+        return self.ends_us[rank][-1] + after - (self.starts_us[rank][0] - before)
 
     @cached_property
     def busy_us(self) -> tuple[int, ...]:
@@ -145,30 +150,46 @@ class Timeline:
     def critical_path(self) -> tuple[Span, ...]:
         """The chain of ops, transfers and step ends that determines the makespan, first to last.
 
-        Each span waited for the one before it. Simulated spans are adjacent, so their durations add up to the makespan;
-        measured ones may have gaps between them.
+        Each span waited for the one before it. Simulated spans are adjacent, so their durations add up to the makespan,
+        with what messages cost before and after ops; measured ones may have gaps between them.
         """
         plan = self.plan
-        num_nodes = plan.num_ops + 2 * len(plan.step_end_ranks)
+        num_nodes = len(plan.graph.durations_us)
         starts, ends, ranks = [0] * num_nodes, [-1] * num_nodes, [0] * num_nodes
         for rank, nodes in enumerate(plan.nodes):
-            for node, start, end in zip(nodes, self.starts_us[rank], self.ends_us[rank], strict=True):
-                if end > ends[node]:  # the slowest of a task's ranks counts
-                    starts[node], ends[node], ranks[node] = start, end, rank
+            costs = plan.placement.occupied_us
+            for op, node, start, end in zip(
+                plan.orders[rank], nodes, self.starts_us[rank], self.ends_us[rank], strict=True
+            ):
+                before, after = costs[plan.placement.index[op[:2]]]
+                if end + after > ends[node]:  # the slowest of a task's ranks counts
+                    starts[node], ends[node], ranks[node] = start - before, end + after, rank
         for j, (_, rank) in enumerate(plan.step_end_ranks):
             node = plan.num_ops + 2 * j
             starts[node : node + 2], ends[node : node + 2] = self.step_ends_us[j][::2], self.step_ends_us[j][1::2]
             ranks[node : node + 2] = rank, rank
+        for r, first in plan.first_service.items():
+            route, after = plan.placement.routes[r], first + len(self.sent_us[r])
+            starts[first:after] = self.sent_us[r]
+            ends[first:after] = [arrived - route.duration_us + route.service_us for arrived in self.arrived_us[r]]
+            ranks[first:after] = [route.sender] * (after - first)
         path = plan.graph.critical_path(starts, ends)
-        return tuple(self._with_transfers([Span(ranks[n], starts[n], ends[n], self._work(n)) for n in path]))
+        return tuple(self._with_transfers([self._span(node, ranks[node], starts[node], ends[node]) for node in path]))
 
-    def _work(self, node: int) -> Op | StepEndWork:
+    def _span(self, node: int, rank: int, start_us: int, end_us: int) -> Span:
+        """The span of a node of the plan's graph; an op's without the time that messages cost before and after it."""
         plan = self.plan
         if node < plan.num_ops:
-            return plan.op(node)
-        j, is_optimizer = divmod(node - plan.num_ops, 2)
-        stage = plan.placement.step_ends[plan.step_end_ranks[j][0]].stage
-        return StepEndWork(stage, "optimizer" if is_optimizer else "reduce")
+            op = plan.op(node)
+            before, after = plan.placement.occupied_us[plan.placement.index[op[:2]]]
+            return Span(rank, start_us + before, end_us - after, op)
+        if node < plan.num_ops + 2 * len(plan.step_end_ranks):
+            j, is_optimizer = divmod(node - plan.num_ops, 2)
+            stage = plan.placement.step_ends[plan.step_end_ranks[j][0]].stage
+            return Span(rank, start_us, end_us, StepEndWork(stage, "optimizer" if is_optimizer else "reduce"))
+        r, first = next((r, first) for r, first in reversed([*plan.first_service.items()]) if first <= node)
+        transfer = plan.transfer(r, plan.microbatches_on(r)[node - first])
+        return Span(rank, start_us, self.arrived_us[r][node - first], transfer)
 
     def _with_transfers(self, path: Sequence[Span]) -> Iterator[Span]:
         """Between two ops of a path that a transfer joins, that transfer, if it took time."""
@@ -185,7 +206,7 @@ class Timeline:
                 end, last = max(arrived, key=itemgetter(0), default=(0, -1))
                 # No transfer if the reader is on the sender's rank too, or if a rank's order bound as late as data.
                 if last >= 0 and self.sent_us[last][k] < end <= span.start_us:
-                    _, _, sender, receiver, size, _ = placement.routes[last]
+                    _, _, sender, receiver, size = placement.routes[last][:5]
                     yield Span(sender, self.sent_us[last][k], end, Transfer(before, work, sender, receiver, size))
             yield span
 

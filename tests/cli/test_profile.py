@@ -148,7 +148,8 @@ def test_options_that_do_not_belong_are_refused(model: Path, capsys: pytest.Capt
     for arguments, told in (
         ((model, "--processes", 3), "--processes is for `rota profile links`"),
         (("links", "--rows", "2"), "--rows is for a model"),
-        (("links", "--repeats", "9"), "--repeats is for a model"),
+        (("links", "--max-spread", "-1"), "'-1' must be a number above 0"),
+        ((model, "--rehearsal"), "--rehearsal is for `rota profile links`"),
         (
             ("links", "--device", "h100"),
             "device 'h100': PyTorch finds no accelerator on this machine; give auto or cpu",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,9 +12,10 @@ import torch.distributed as dist
 from rota.costs import Cluster, Link
 from rota.errors import PipelineError
 from rota.profiling.device_links import LinkSample, Pair, fitted, measure_pairs, samples_text
+from rota.profiling.host_links import MOST_SPREAD, REPEATS, measure_hosts
 from rota.runtime.device.choosing import device_at
 from rota.runtime.device.local import current_device
-from rota.runtime.device.protocol import Device, is_queued
+from rota.runtime.device.protocol import Device, QueuedDevice, is_queued
 from rota.runtime.json_messages import all_gather_json, broadcast_json
 
 _BIG_BYTES = 4_000_000
@@ -49,42 +51,69 @@ def measure_link(sender: int, receiver: int, repeats: int = 7, *, device: torch.
 
 
 def measure_links(
-    repeats: int = 7, *, device: torch.device | None = None, report: Callable[[str], None] = lambda _: None
+    repeats: int = REPEATS, *, device: torch.device | None = None, report: Callable[[str], None] = lambda _: None
 ) -> Cluster:
-    """Measure the links between all pairs of processes of the default group. Collective.
+    """Measure the links between the processes of the default group, and what messages cost them. Collective.
 
-    In each round every process has one peer: the pairs of a round use the wires at once, as in a run. Between CPUs the
-    two directions of a pair count as equal, between accelerators if they are. There messages of many sizes are measured
-    by events, in a process group for each pair, and the link is the nearest to all of them.
+    Between CPUs, by the path that a pipeline's messages take: single messages of many sizes from a sender that has
+    computed before, all neighbours of a host at once, how much longer ops take beside messages, and the time between
+    ops. See `docs/profiling.md`. Between accelerators messages of many sizes are measured by events, in a process
+    group for each pair, and the link is the nearest to all of them.
 
     Args:
-        repeats: Number of round trips per pair; the fastest counts.
+        repeats: Number of messages of each size; on CPUs the median counts, on accelerators the fastest.
         device: Where this process's messages are, such as `rota.local_device()`. None: the CPU, or the current
             accelerator if the default group takes no tensors of the CPU.
-        report: Called with a line of text for each direction between accelerators, on the first process.
+        report: Called with lines of text on the first process: what is being measured, and at the end what was found.
 
     Returns:
-        The same cluster on all processes, without memory limits; its `link` is the median one.
+        The same cluster on all processes, without memory limits; its `link` is the most frequent one.
 
     Raises:
-        PipelineError: The processes are on devices of different types, or times on accelerators cannot be.
+        PipelineError: The processes are on devices of different types, or what is measured cannot be true, or varies
+            too much, even when it is measured again.
     """
-    size, mine = dist.get_world_size(), dist.get_rank()
+    found = find_links(repeats, device=device, report=report)
+    for line in found.text.splitlines() if dist.get_rank() == 0 else ():
+        report(line)
+    return found.cluster
+
+
+class FoundLinks(NamedTuple):
+    """A cluster for plans that are run and one for those that are rehearsed, and what was measured, in words."""
+
+    cluster: Cluster
+    rehearsal: Cluster
+    text: str
+
+
+def find_links(
+    repeats: int = REPEATS,
+    *,
+    device: torch.device | None = None,
+    most_spread: float = MOST_SPREAD,
+    report: Callable[[str], None] = lambda _: None,
+) -> FoundLinks:
+    """As `measure_links`, with all that was found. Collective.
+
+    `most_spread`: see `LinkMeasurements.implausible`.
+    """
     own = _own_device(device)
+    report = report if dist.get_rank() == 0 else lambda _: None
     if is_queued(own):
-        samples = measure_pairs(own, [*rounds(size)], repeats)
-        for (a, b), of_pair in sorted(samples.items()) if mine == 0 else ():
-            report(f"{a} → {b}: {samples_text(of_pair)}")
-        return cluster_of(size, {pair: link for of in rounds(size) for ab in of for pair, link in _both(ab, samples)})
-    found: dict[int, Link] = {}
-    for pairs in rounds(size):
-        dist.barrier()
-        for a, b in pairs:
-            if mine in (a, b):
-                found[a + b - mine] = _measured(a + b - mine, mine == a, repeats)
-    gathered = all_gather_json({str(peer): _fields(link) for peer, link in found.items()})
-    links = {(a, b): Link(*gathered[a][str(b)]) for pairs in rounds(size) for a, b in pairs}
-    return cluster_of(size, links)
+        found = _between_devices(own, repeats)
+    else:
+        measured = measure_hosts(repeats, most_spread, report)
+        found = FoundLinks(measured.cluster(), measured.cluster(rehearsal=True), measured.to_text())
+    return found
+
+
+def _between_devices(own: QueuedDevice, repeats: int) -> FoundLinks:
+    size = dist.get_world_size()
+    samples = measure_pairs(own, [*rounds(size)], repeats)
+    text = "\n".join(f"{a} → {b}: {samples_text(of_pair)}" for (a, b), of_pair in sorted(samples.items()))
+    cluster = cluster_of(size, {pair: link for of in rounds(size) for ab in of for pair, link in _both(ab, samples)})
+    return FoundLinks(cluster, cluster, text)
 
 
 def _own_device(device: torch.device | None) -> Device:

@@ -14,7 +14,7 @@ from rota.models import Stages
 def place_name(stages: Stages) -> str:
     """The devices of the stages' parameters, such as "NVIDIA H200"; the CPU if they are on no other."""
     devices = accelerators_of(stages)
-    return " and ".join(dict.fromkeys(map(device_name, devices))) if devices else f"{_cpu_name()}, 1 thread"
+    return " and ".join(dict.fromkeys(map(device_name, devices))) if devices else f"{cpu_name()}, 1 thread"
 
 
 def accelerators_of(stages: Stages) -> list[torch.device]:
@@ -46,7 +46,8 @@ def device_name(device: torch.device) -> str:
     return str(name(device))
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """What the maker calls this machine's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

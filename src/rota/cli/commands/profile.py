@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from argparse import Namespace
+import sys
+from argparse import ArgumentTypeError, Namespace
 
 from rota.cli import files
 from rota.cli.arguments import add_model_options, add_output, number, rows
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import progress_line
-from rota.costs import Cluster
 from rota.layers import LayerCosts
 from rota.units import count_text, size_text, time_text
 
@@ -35,12 +35,27 @@ def add_arguments(parser: Parser) -> None:
         help="cpu, cuda or another of this machine's to measure there (default: cpu; for links: auto), or one to "
         "estimate for, such as h100, computing nothing",
     )
-    help_text = f"of each measurement, of which the median counts (default: {_REPEATS})"
+    help_text = f"of each measurement, of which the median counts (default: {_REPEATS}; a median of more is steadier)"
     parser.add_argument("--repeats", type=number(1), metavar="N", help=help_text)
     parser.add_argument("--processes", type=number(2), help="for links: to start on this machine (default: 2)")
+    help_text = "for links: those that a rehearsal meets, whose ranks wait in place of computing (`rota rehearse`)"
+    parser.add_argument("--rehearsal", action="store_true", help=help_text)
+    help_text = "for links: by how much a median may be above the fastest quarter, as a part of that (default: 2)"
+    parser.add_argument("--max-spread", type=_spread, metavar="X", help=help_text)
     parser.add_argument("--cache", metavar="PATH", help="file or folder that keeps what was measured")
     parser.add_argument("--refresh", action="store_true", help="measure again what the cache has")
     add_output(parser, "FILE", "write the profile, or the cluster, as JSON")
+
+
+def _spread(text: str) -> float:
+    """A positive number; inf as well."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not found > 0:
+        raise ArgumentTypeError(f"{text!r} must be a number above 0, such as 0.5 for half of the median")
+    return found
 
 
 def run(arguments: Namespace) -> int:
@@ -50,8 +65,10 @@ def run(arguments: Namespace) -> int:
 
 
 def _layers(arguments: Namespace) -> int:
-    if arguments.processes is not None:
-        raise InputError(f"--processes is for `rota profile {LINKS}`; leave it out for {arguments.model}")
+    for option in ("processes", "rehearsal", "max_spread"):
+        if getattr(arguments, option):
+            name = option.replace("_", "-")
+            raise InputError(f"--{name} is for `rota profile {LINKS}`; leave it out for {arguments.model}")
     from rota.planning.model_file import load_model_file, profile_file
 
     how = {"device": arguments.device, "cache": arguments.cache, "refresh": arguments.refresh, "cuts": arguments.cuts}
@@ -90,28 +107,39 @@ def _summary(layers: LayerCosts) -> str:
 
 def _links(arguments: Namespace) -> int:
     from rota.profiling import link_processes
+    from rota.profiling.host_links import MOST_SPREAD
+    from rota.profiling.machine_links import found_on_this_machine
     from rota.runtime.device.local import AUTO, device_environment
 
-    for option in ("rows", "repeats", "cache", "refresh", "cuts", "length"):
+    for option in ("rows", "cuts", "length"):
         if getattr(arguments, option):
             raise InputError(f"--{option} is for a model; leave it out for {LINKS}")
+    repeats, most_spread = arguments.repeats or _REPEATS, arguments.max_spread or MOST_SPREAD
     if not link_processes.is_launched():
-        device = arguments.device or AUTO
-        cluster: Cluster | None = link_processes.links_of_started(arguments.processes or 2, device, print)
-    elif arguments.processes is not None:
-        raise InputError("--processes: the launcher has started them; leave it out")
+        number, device = arguments.processes or 2, arguments.device or AUTO
+        if arguments.cache is None:
+            found = link_processes.links_of_started(number, device, repeats, most_spread, _tell)
+        else:
+            kept = {"cache": arguments.cache, "refresh": arguments.refresh, "repeats": repeats}
+            found = found_on_this_machine(number, device=device, most_spread=most_spread, report=_tell, **kept)
     else:
+        for option in ("processes", "cache"):
+            if getattr(arguments, option) is not None:
+                raise InputError(f"--{option}: the launcher has started the processes; leave it out")
         os.environ |= device_environment(arguments.device) if arguments.device else {}
-        cluster = link_processes.links_of_launched(print)
-    if cluster is None:  # the first process prints it
-        return 0
-    pairs = [(a, b) for b in range(cluster.num_ranks) for a in range(b)]
-    for a, b in pairs:
-        there, back = cluster.link_between(a, b), cluster.link_between(b, a)
-        for name, link in ((f"{a} - {b}", there),) if there == back else ((f"{a} → {b}", there), (f"{b} → {a}", back)):
-            print(f"{name}: {time_text(link.latency_us)}, {size_text((link.bytes_per_us or 0) * 1_000_000)}/s")
-    files.keep(arguments.output, cluster.to_json(), then="; it is a rota.Cluster: Cluster.from_json reads it")
+        of_launched = link_processes.links_of_launched(repeats, most_spread, _tell)
+        if of_launched is None:  # the first process prints it
+            return 0
+        found = of_launched
+    print(found.text)
+    cluster = found.rehearsal if arguments.rehearsal else found.cluster
+    files.keep(arguments.output, cluster.to_json(), then="; it is a rota.Cluster: `rota autoplan --links` takes it")
     return 0
+
+
+def _tell(doing: str) -> None:
+    """Say what is being measured, apart from what is found: it takes seconds, also where nothing is a terminal."""
+    print(f"rota profile links: {doing}", file=sys.stderr, flush=True)
 
 
 COMMAND = Command(

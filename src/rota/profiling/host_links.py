@@ -1,0 +1,183 @@
+"""All that is measured of messages between CPUs, in order, and again where it cannot be true or the machine is busy."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rota.errors import PipelineError
+from rota.profiling import occupancy
+from rota.profiling.host_messages import ROUND_SIZES, Wire, rounds, samples_of_pair
+from rota.profiling.link_fits import Sample, sample_of
+from rota.profiling.link_measurements import HostRounds, LinkMeasurements, Pair
+from rota.runtime.json_messages import all_gather_json
+from rota.units import count_text
+
+REPEATS = 7
+MOST_SPREAD = 2.0  # see `LinkMeasurements.implausible`
+_BUSY = 0.15  # of the cores' time: others that take more make measurements worthless
+_TRIES = 3
+_REST_S = 1.0  # before a busy machine is measured again
+_MOST_PAIRS = 6  # of two hosts: those between neighbours first
+
+Report = Callable[[str], None]
+
+
+def measure_hosts(repeats: int, most_spread: float, report: Report) -> LinkMeasurements:
+    """Measure messages between all processes of the default group, which are on CPUs. Collective.
+
+    Args:
+        repeats: Number of messages of each size, of which the median counts.
+        most_spread: See `LinkMeasurements.implausible`.
+        report: Called with a line for each thing that is measured.
+
+    Returns:
+        The same on all processes. If other programs use the machine, it says how much.
+
+    Raises:
+        PipelineError: What is measured cannot be true or varies too much, also when it is measured again.
+    """
+    with Wire() as wire:
+        names = all_gather_json(_host_name())
+        hosts = tuple(names.index(name) for name in names)
+        wrong = ""
+        for number in range(_TRIES):
+            is_last = number == _TRIES - 1
+            found = _measured(wire, hosts, repeats, report)
+            wrong = found.implausible(most_spread)
+            if not wrong and (found.busy <= _BUSY or is_last):
+                return found
+            if not is_last:
+                report(f"{wrong or f'other programs took {found.busy:.0%} of the cores'}: measuring again")
+                time.sleep(_REST_S)
+    others = f" (other programs took {found.busy:.0%} of the cores' time)" if found.busy else ""
+    raise PipelineError(
+        f"links cannot be measured: {wrong}{others}, {_TRIES} times in a row; end what else uses this machine, start "
+        f"fewer processes, or repeat more often (--repeats {3 * repeats})"
+    )
+
+
+def _measured(wire: Wire, hosts: tuple[int, ...], repeats: int, report: Report) -> LinkMeasurements:
+    work, cores = occupancy.Work(occupancy.WORK_US), all_gather_json(num_cores())
+    here = [rank for rank in range(wire.num_ranks) if hosts[rank] == hosts[wire.rank]]
+    ranks_per_core = max(hosts.count(host) / cores[host] for host in {*hosts})
+    crowding = [occupancy.crowding(wire, work)]
+    report(f"messages between {count_text(wire.num_ranks, 'rank')}, one pair at a time")
+    by_pair = _pairs_alone(wire, hosts, repeats)
+    report("messages between all neighbours at once")
+    shared = [*_rounds(wire, hosts, here, repeats)]
+    report("what messages cost ranks that compute")
+    send, receive = _costs(wire, work, max(2 * repeats // 3, 2), ranks_per_core)
+    report("the time between two ops")
+    gaps = [us for of in all_gather_json(occupancy.gaps_between_ops(repeats)) for us in of]
+    crowding.append(occupancy.crowding(wire, work))
+    expected = max(len(here) / num_cores(), 1.0)
+    busy = max(all_gather_json(max(max(crowding) / expected - 1, 0.0)))
+    return LinkMeasurements(
+        hosts=hosts,
+        hot={pair: of["hot"][0] for pair, of in by_pair.items()},
+        paced={pair: of["paced"] for pair, of in by_pair.items()},
+        asleep={pair: of["asleep"] for pair, of in by_pair.items()},
+        send=send,
+        receive=receive,
+        shared=shared,
+        gap=sample_of(0, gaps),
+        ranks_per_core=max(ranks_per_core, 1.0),
+        busy=busy if busy > _BUSY else 0.0,
+    )
+
+
+def _host_name() -> str:
+    """Tells hosts apart, also those of one name: the name, and the identity of the running kernel."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}".strip()
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# --- one pair at a time -----------------------------------------------------------------------------------------------
+
+
+def pairs_of(hosts: Sequence[int]) -> Iterator[Pair]:
+    """The pairs of ranks, the lower one first, that are measured: some of each two hosts, neighbours first."""
+    ranks = range(len(hosts))
+    by_distance = sorted(((a, b) for b in ranks for a in range(b)), key=lambda pair: (pair[1] - pair[0], pair))
+    num_of: dict[frozenset[int], int] = {}
+    for a, b in by_distance:
+        of = frozenset((hosts[a], hosts[b]))
+        num_of[of] = num_of.get(of, 0) + 1
+        if num_of[of] <= _MOST_PAIRS:
+            yield a, b
+
+
+def _pairs_alone(wire: Wire, hosts: Sequence[int], repeats: int) -> dict[Pair, dict[str, list[Sample]]]:
+    """Samples of each direction, by what the sender did before."""
+    mine: dict[str, Any] = {}
+    for a, b in pairs_of(hosts):
+        wire.wait_for_all()  # nothing else travels
+        if wire.rank in (a, b):
+            mine |= samples_of_pair(wire, a, b, repeats)
+    times: dict[Pair, Any] = {}
+    for received in all_gather_json(mine):
+        for name, of_kinds in received.items():
+            sender, receiver = map(int, name.split())
+            times[sender, receiver] = of_kinds
+    return {
+        (a, b): {
+            kind: [
+                sample_of(size, us if hosts[a] == hosts[b] else _half_of_both(us, others))
+                for (size, *us), (_, *others) in zip(sizes, times[b, a][kind], strict=True)
+            ]
+            for kind, sizes in of_kinds.items()
+        }
+        for (a, b), of_kinds in times.items()
+    }
+
+
+def _half_of_both(there_us: Sequence[float], back_us: Sequence[float]) -> list[float]:
+    """Times of one direction between hosts, whose clocks may be apart: one gains as much by it as the other loses."""
+    return [(there + back) / 2 for there, back in zip(there_us, back_us, strict=True)]
+
+
+# --- together ---------------------------------------------------------------------------------------------------------
+
+
+def _rounds(wire: Wire, hosts: Sequence[int], here: list[int], repeats: int) -> Iterator[HostRounds]:
+    """All neighbours at once on each host with two ranks or more."""
+    at = here.index(wire.rank)
+    times = all_gather_json(rounds(wire, [*here[max(at - 1, 0) : at], *here[at + 1 : at + 2]], repeats))
+    names = all_gather_json(socket.gethostname())
+    for host in sorted({*hosts}):
+        ranks = tuple(rank for rank, of in enumerate(hosts) if of == host)
+        if len(ranks) > 1:
+            samples = (
+                sample_of(size, [max(of) for of in zip(*(times[rank][i] for rank in ranks), strict=True)])
+                for i, size in enumerate(ROUND_SIZES)
+            )
+            yield HostRounds(
+                f"host {names[ranks[0]]}", ranks, 2 * (len(ranks) - 1), min(len(ranks) - 1, 2), tuple(samples)
+            )
+
+
+def _costs(wire: Wire, work: occupancy.Work, repeats: int, ranks_per_core: float) -> tuple[list[Sample], list[Sample]]:
+    """What messages cost senders and receivers, of all ranks in both roles."""
+    by_processor = ranks_per_core > 1
+    first = [(a, a + 1) for a in range(0, wire.num_ranks - 1, 2)]
+    found: dict[str, list[list[float]]] = {"send": [], "receive": []}
+    for pairs in (first, [pair[::-1] for pair in first]):
+        for of_rank in all_gather_json(occupancy.costs_beside_work(wire, work, pairs, repeats, by_processor)):
+            for role, sizes in of_rank.items():
+                found[role] = [[*a, *b] for a, b in zip(found[role] or [[]] * len(sizes), sizes, strict=True)]
+    scale = ranks_per_core if by_processor else 1.0
+    send, receive = (
+        [sample_of(size, [scale * us for us in of]) for size, of in zip(occupancy.SIZES, found[role], strict=True)]
+        for role in ("send", "receive")
+    )
+    return send, receive

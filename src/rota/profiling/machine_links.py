@@ -1,0 +1,149 @@
+"""The links between processes on this machine, measured when they are first asked for, and kept in a file."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rota import reading
+from rota.costs import Cluster
+from rota.errors import PipelineError, RotaError
+from rota.profiling.host_links import MOST_SPREAD, REPEATS, num_cores
+from rota.profiling.link_processes import links_of_started
+from rota.profiling.links import FoundLinks
+from rota.profiling.places import cpu_name
+from rota.runtime.device.local import AUTO, device_type
+from rota.units import count_text
+
+_KEPT_S = 7 * 24 * 3600.0  # a machine's kernel, drivers and load change
+_FILE = "rota-links-{name}.json"
+_TYPE = "links"
+
+Report = Callable[[str], None]
+
+
+def links_of_this_machine(
+    num_ranks: int, *, cache: str | None = None, refresh: bool = False, report: Report = lambda _: None
+) -> Cluster:
+    """The links between `num_ranks` processes on this machine: measured by starting them, which takes seconds, or kept.
+
+    Messages are between accelerators if each process can have one, else between CPUs.
+
+    Args:
+        num_ranks: Number of processes.
+        cache: A folder, or a file that ends in .json, that keeps what was measured for a week. It counts only for the
+            same host, processor, number of cores, version of torch, type of device and number of processes. None: the
+            user's cache folder, `$XDG_CACHE_HOME/rota` or `~/.cache/rota`.
+        refresh: Whether to measure again what the cache has.
+        report: Called with a line of text for what is being measured, or where the links were found.
+
+    Returns:
+        The ranks without memory limits; of one rank, a cluster without links.
+
+    Raises:
+        PipelineError: Links cannot be measured, or a cache that was named cannot be written.
+    """
+    return found_on_this_machine(num_ranks, cache=cache, refresh=refresh, report=report).cluster
+
+
+def found_on_this_machine(
+    num_ranks: int,
+    *,
+    device: str = AUTO,
+    cache: str | None = None,
+    refresh: bool = False,
+    repeats: int = REPEATS,
+    most_spread: float = MOST_SPREAD,
+    report: Report = lambda _: None,
+) -> FoundLinks:
+    """As `links_of_this_machine`, with all that was found. The other arguments are those of `links_of_started`."""
+    if num_ranks < 2:
+        alone = Cluster.uniform(num_ranks)
+        return FoundLinks(alone, alone, "one rank has no links")
+    key = _key(num_ranks, device_type(device, num_ranks), repeats)
+    path = _path(cache, key)
+    if not refresh and (kept := _kept(path, key, report)) is not None:
+        return kept
+    found = links_of_started(num_ranks, device, repeats, most_spread, report)
+    _keep(found, path, key, must=cache is not None)
+    return found
+
+
+def _key(num_ranks: int, device: str, repeats: int) -> dict[str, str]:
+    """What must not change for kept links to stay valid, by name."""
+    name = cpu_name() if device == "cpu" else f"{device} {torch.get_device_module(device).get_device_name(0)}"
+    return {
+        "host": socket.gethostname(),
+        "processor": name,
+        "cores": str(num_cores()),
+        "kernel": platform.release(),
+        "torch": str(torch.__version__),
+        "device": device,
+        "ranks": str(num_ranks),
+        "repeats": str(repeats),
+    }
+
+
+def _path(cache: str | None, key: dict[str, str]) -> Path:
+    if cache is None:
+        root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+        folder = Path(root, "rota")
+    else:
+        folder = Path(cache)
+        if folder.suffix == ".json" and not folder.is_dir():
+            return folder
+    name = f"{key['host']}-{key['device']}-{key['ranks']}"
+    return folder / _FILE.format(name=re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower())
+
+
+def _kept(path: Path, key: dict[str, str], report: Report) -> FoundLinks | None:
+    """What the file has for this key; None if nothing, or nothing new enough."""
+    if not path.exists():
+        return None
+    try:
+        found, then, measured_s = _parsed(reading.read_text(path))
+    except RotaError as error:
+        report(f"{path}: {error}; measuring again")
+        return None
+    age_s = time.time() - measured_s
+    then["ranks"] = str(found.cluster.num_ranks)  # whatever the key says
+    differing = [f"{name} was {reading.short(then.get(name))}" for name, now in key.items() if then.get(name) != now]
+    if differing:
+        report(f"{path} has other links ({'; '.join(differing)}): measuring again")
+        return None
+    if not 0 <= age_s <= _KEPT_S:
+        report(f"{path} is {count_text(int(age_s // 86400), 'day')} old: measuring again")
+        return None
+    report(f"links: from {path}, measured {count_text(int(age_s // 3600), 'hour')} ago")
+    return found
+
+
+def _parsed(text: str) -> tuple[FoundLinks, dict[str, str], int]:
+    """A file's links, their key, and when they were measured. Raises FormatError."""
+    fields = reading.parse(text, _TYPE)
+    then = {name: fields["key"][name].text() for name in fields["key"].value}
+    cluster, rehearsal = (Cluster.from_fields(fields[name]) for name in ("cluster", "rehearsal"))
+    text = "\n".join(reading.printable(line.text()) for line in fields["text"])
+    return FoundLinks(cluster, rehearsal, text), then, fields["measured_s"].integer(0)
+
+
+def _keep(found: FoundLinks, path: Path, key: dict[str, str], *, must: bool) -> None:
+    """Write the file. Raises PipelineError if that fails and `must` be."""
+    fields: dict[str, Any] = {"key": key, "measured_s": int(time.time()), "text": found.text.split("\n")}
+    fields |= {"cluster": found.cluster.to_fields(), "rehearsal": found.rehearsal.to_fields()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.{os.getpid()}")
+        part.write_text(reading.dump(_TYPE, fields))
+        part.replace(path)
+    except OSError as error:
+        if must:
+            raise PipelineError(f"cannot write the links {path}: {error.strerror}; give another cache") from None

@@ -1,0 +1,166 @@
+"""Links of this machine: measured once, then kept for as long as they hold; and real measurements of processes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rota import Cluster, Link, PipelineError
+from rota.profiling import links_of_this_machine, machine_links
+from rota.profiling.host_links import Report
+from rota.profiling.link_processes import links_of_started
+from rota.profiling.links import FoundLinks, find_links
+from support.pool import Pool
+
+
+class Started:
+    """In place of processes: counts how often links are measured."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, num: int, device: str, repeats: int, most_spread: float, report: Report) -> FoundLinks:
+        self.count += 1
+        report("measures")
+        cluster = Cluster((None,) * num, Link(self.count, 100))
+        return FoundLinks(cluster, Cluster((None,) * num, Link(10, 100)), "a table\nof two lines")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+    of = Started()
+    monkeypatch.setattr(machine_links, "links_of_started", of)
+    return of
+
+
+def test_what_was_measured_is_kept_and_measured_again_if_asked(started: Started, tmp_path: Path) -> None:
+    told: list[str] = []
+    first = links_of_this_machine(2, cache=str(tmp_path), report=told.append)
+    assert links_of_this_machine(2, cache=str(tmp_path), report=told.append) == first
+    assert started.count == 1
+    assert told[0] == "measures"
+    assert told[1].startswith(f"links: from {tmp_path}/rota-links-")
+    assert links_of_this_machine(3, cache=str(tmp_path)).num_ranks == 3  # a file of its own
+    assert links_of_this_machine(2, cache=str(tmp_path)) == first
+    assert links_of_this_machine(2, cache=str(tmp_path), refresh=True).link == Link(3, 100)
+    assert len([*tmp_path.iterdir()]) == 2
+    found = machine_links.found_on_this_machine(2, cache=str(tmp_path))
+    assert (found.rehearsal.link, found.text) == (Link(10, 100), "a table\nof two lines")
+
+
+def test_a_rank_alone_has_no_links(started: Started, tmp_path: Path) -> None:
+    assert links_of_this_machine(1, cache=str(tmp_path)) == Cluster.uniform(1)
+    assert (started.count, [*tmp_path.iterdir()]) == (0, [])
+
+
+def test_by_default_links_are_in_the_users_cache(
+    started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    links_of_this_machine(2)
+    links_of_this_machine(2)
+    assert started.count == 1
+    assert [path.suffix for path in (tmp_path / "rota").iterdir()] == [".json"]
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    assert links_of_this_machine(2).num_ranks == 2  # a cache that nobody asked for may be impossible
+    with pytest.raises(PipelineError, match=r"cannot write the links /proc/nowhere/.*; give another cache"):
+        links_of_this_machine(2, cache="/proc/nowhere")
+
+
+def change(field: str, value: Any) -> Any:
+    def changed(fields: dict[str, Any]) -> str:
+        where, name = (fields["key"], field[4:]) if field.startswith("key.") else (fields, field)
+        where[name] = value
+        return json.dumps(fields)
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (change("key.torch", "1.0"), 'has other links (torch was "1.0"): measuring again'),
+        (change("key.cores", "512"), 'has other links (cores was "512"): measuring again'),
+        (change("measured_s", 0), "days old: measuring again"),
+        (change("measured_s", 10**12), "days old: measuring again"),
+        (change("measured_s", "now"), 'links.measured_s is "now"; expected a whole number; measuring again'),
+        (change("text", [3]), "links.text[0] is 3; expected a text; measuring again"),
+        (change("key", [1]), "measuring again"),
+        (change("cluster", {"limit_bytes": [None] * 3, "link": [0, None], "links": []}), "ranks was"),
+        (lambda _: "no JSON", "measuring again"),
+        (lambda _: '{"rota": "plan"}', 'it says "rota": "plan"'),
+    ],
+)
+def test_what_does_not_hold_here_is_measured_again(changed: Any, told: str, started: Started, tmp_path: Path) -> None:
+    path, lines = tmp_path / "links.json", list[str]()
+    links_of_this_machine(2, cache=str(path))
+    path.write_text(changed(json.loads(path.read_text())))
+    assert links_of_this_machine(2, cache=str(path), report=lines.append).link == Link(2, 100)
+    assert told in lines[0]
+    assert links_of_this_machine(2, cache=str(path)).link == Link(2, 100)
+
+
+def test_what_a_file_says_cannot_move_the_cursor(started: Started, tmp_path: Path) -> None:
+    path = tmp_path / "links.json"
+    links_of_this_machine(2, cache=str(path))
+    path.write_text(change("text", ["a\x1b[2J"])(json.loads(path.read_text())))
+    assert machine_links.found_on_this_machine(2, cache=str(path)).text == "a\\x1b[2J"
+
+
+# --- real processes ---------------------------------------------------------------------------------------------------
+
+
+def refuse_wrong_structure(found: FoundLinks, num_ranks: int) -> None:
+    """What must hold however loaded the machine is."""
+    for cluster in (found.cluster, found.rehearsal):
+        assert cluster.num_ranks == num_ranks
+        (shared,) = cluster.shared
+        assert shared.name.startswith("host ")
+        assert shared.senders == shared.receivers == (*range(num_ranks),)
+        assert Cluster.from_json(cluster.to_json()) == cluster
+    assert found.rehearsal.link.bytes_per_us is not None
+    assert found.rehearsal.link.latency_us > 0
+    assert (found.rehearsal.link.send_us, found.rehearsal.link.receive_us, found.rehearsal.gap_us) == (0, 0, 0)
+    link = found.cluster.link
+    alone = link.send_cost_us(1 << 24) + link.transfer_us(1 << 24) + link.receive_cost_us(1 << 24)
+    assert alone > 100  # 16 MB cannot be there at once
+    for a in range(num_ranks):
+        for b in range(num_ranks):
+            assert (a == b) or f"\n{a} → {b}  " in found.text
+
+
+@pytest.mark.dist
+def test_two_processes_are_started_and_measured() -> None:
+    lines: list[str] = []
+    refuse_wrong_structure(links_of_started(2, "cpu", 2, math.inf, lines.append), 2)
+    assert lines[:2] == ["messages between 2 ranks, one pair at a time", "messages between all neighbours at once"]
+
+
+def found_by(rank: int) -> FoundLinks:
+    return find_links(2, most_spread=math.inf)
+
+
+@pytest.mark.dist
+def test_four_processes_find_the_same(pool: Pool) -> None:
+    first, *others = pool.run(4, found_by, timeout_s=200)
+    assert others == [first] * 3
+    refuse_wrong_structure(first, 4)
+
+
+def refused(rank: int) -> str:
+    with pytest.raises(PipelineError) as error:
+        find_links(2, most_spread=-1e9)  # nothing is as steady as that
+    return str(error.value)
+
+
+@pytest.mark.dist
+def test_what_varies_too_much_is_measured_again_and_refused(pool: Pool) -> None:
+    first, second = pool.run(2, refused, timeout_s=200)
+    assert first == second
+    assert first.startswith("links cannot be measured: ")
+    assert "3 times in a row; end what else uses this machine" in first
+    assert "--repeats 6" in first
