@@ -21,13 +21,14 @@ def chosen(plans: Iterable[Found], tolerance: float) -> Found | None:
 def simplicity(found: Found) -> tuple[int | bool, ...]:
     """The smaller, the simpler; first what costs a user most.
 
-    Processes, replicas, stages that recompute, a searched order, a backward in two, stages per rank, micro-batches, and
+    Processes, copies of the model, stages that recompute, a searched order, a backward in two, stages per rank, micro-batches, and
     the schedule's place in the list of all.
     """
     layout = found.candidate.layout
+    copies = layout.num_replicas * (2 if layout.shape == "bidirectional" else 1)
     return (
         layout.num_ranks * layout.num_replicas,
-        layout.num_replicas,
+        copies,
         len(found.candidate.recomputed),
         found.schedule == SEARCHED,
         found.candidate.splits_backward,

@@ -22,10 +22,12 @@ from rota.profiling.optimizers import MakeOptimizer
 from rota.runtime import Pipeline, mesh
 from rota.runtime.losses import LossFn, needs_target
 from rota.runtime.messages import over_tensors
+from rota.simulation import simulate
 from rota.timeline import Timeline
 
 _ROUNDS = 2  # so that what else goes on in a second or two does not hit one plan alone
 _WARM_UP, _LEAST, _MOST = 2, 3, 8  # steps of a round: not measured, and measured
+_START_S = 0.5  # for processes to start, and for a plan's pipeline
 
 
 class Trial(NamedTuple):
@@ -56,7 +58,7 @@ def run_trials(
         trials: Plans for one number of processes, whose stages are on the CPU. The modules are not touched.
         loss_fn: As for `Pipeline`.
         make_optimizer: Makes an optimizer of a list of parameters; None: the steps have none.
-        seconds: How long all of them may take together; at least three steps of each plan are run in each round.
+        seconds: How long all of them may take together; at least three steps of each plan are measured.
 
     Returns:
         The steps of each plan, with the timelines of the first replica.
@@ -67,17 +69,24 @@ def run_trials(
     counts = {trial.num_processes for trial in trials}
     if len(counts) != 1:
         raise PipelineError(f"trials on {sorted(counts)} processes; try plans of one number of processes together")
-    share_s = seconds / (_ROUNDS * len(trials))
+    num_rounds = _ROUNDS if seconds >= least_s(trials, _ROUNDS) else 1
+    share_s = (seconds - _START_S) / (num_rounds * len(trials))
 
     def work(number: int) -> list[dict[str, Any]]:
         made = [_Steps([], []) for _ in trials]
-        for _ in range(_ROUNDS):
+        for _ in range(num_rounds):
             for trial, steps in zip(trials, made, strict=True):
                 _run(trial, loss_fn, make_optimizer, share_s, steps)
         return [{"us": s.us, "timelines": [one.to_json() for one in s.timelines] if number == 0 else []} for s in made]
 
     first, *_ = run_forked(counts.pop(), work)
     return [StepTimes(tuple(of["us"]), tuple(map(Timeline.from_json, of["timelines"]))) for of in first]
+
+
+def least_s(trials: Sequence[Trial], num_rounds: int = 1) -> float:
+    """About how long the fewest steps of these trials take together, by their plans."""
+    steps_s = (simulate(trial.plan).makespan_us / 1e6 for trial in trials)
+    return _START_S + num_rounds * sum(_START_S + (_WARM_UP + _LEAST) * step_s for step_s in steps_s)
 
 
 class _Steps(NamedTuple):
@@ -87,9 +96,7 @@ class _Steps(NamedTuple):
     timelines: list[Timeline]
 
 
-def _run(
-    trial: Trial, loss_fn: LossFn, make_optimizer: MakeOptimizer | None, seconds: float, steps: _Steps
-) -> None:
+def _run(trial: Trial, loss_fn: LossFn, make_optimizer: MakeOptimizer | None, seconds: float, steps: _Steps) -> None:
     """Steps of one plan, for `seconds`; on each process."""
     began_s = time.monotonic()
     processes = mesh(pp=trial.plan.num_ranks, dp=trial.num_replicas)

@@ -17,15 +17,11 @@ import torch
 import torch.distributed as dist
 
 from rota.errors import PipelineError, RotaError
+from rota.profiling.host_links import num_cores
 from rota.runtime.orphans import end_with_parent
 from rota.runtime.process_group import meeting_environments
 
 _OF_ANOTHER_RUN = ("ROTA_", "TORCHELASTIC_")  # the first letters of environment variables
-
-
-def num_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def why_not_here(num_processes: int) -> str:
