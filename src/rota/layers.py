@@ -19,6 +19,9 @@ from rota.errors import PlacementError
 _Pair: TypeAlias = tuple[int, int]
 Shared: TypeAlias = tuple[int, int, int]
 
+#: A note of costs begins with this where nothing was measured.
+ESTIMATED = "estimated"
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:

@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 from rota import reading
+from rota.layers import ESTIMATED
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +20,19 @@ class Usage:
         num_replicas: Number of pipelines in a step, each with the plan's micro-batches.
         num_layers: Number of layers of each stage; a layer is what is between two adjacent places where the model may
             be cut. Empty: unknown.
+        note: Where the times of the plan come from, such as "estimated for h100".
     """
 
     cuts: tuple[str, ...]
     microbatch_rows: int
     num_replicas: int = 1
     num_layers: tuple[int, ...] = ()
+    note: str = ""
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether nothing was measured: the plan's times were computed from what a device can do."""
+        return self.note.startswith(ESTIMATED)
 
     @property
     def boundaries(self) -> tuple[int, ...] | None:
@@ -38,6 +46,7 @@ class Usage:
             "microbatch_rows": self.microbatch_rows,
             "num_replicas": self.num_replicas,
             "num_layers": list(self.num_layers),
+            **({"note": self.note} if self.note else {}),
         }
 
     @classmethod
@@ -48,4 +57,4 @@ class Usage:
         if num_layers and len(num_layers) != len(cuts) + 1:
             raise field["num_layers"].wrong(f"a number for each of the {len(cuts) + 1} stages that the cuts make")
         rows, num_replicas = field["microbatch_rows"].integer(1), field["num_replicas"].integer(1)
-        return cls(cuts, rows, num_replicas, num_layers)
+        return cls(cuts, rows, num_replicas, num_layers, field["note"].text() if "note" in field else "")

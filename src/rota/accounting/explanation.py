@@ -88,6 +88,9 @@ class Explanation:
         timeline, total = self.timeline, sum(self.timeline.idle_us)
         makespan = time_text(timeline.makespan_us)
         lines = [f"{count_text(timeline.num_ranks, 'rank')}, makespan {makespan}, idle {timeline.bubble_fraction:.1%}"]
+        usage = timeline.plan.usage
+        if usage is not None and usage.is_estimate:
+            lines.append(f"Its planned times are estimates ({usage.note}): nothing was measured.")
         if not total:
             return "\n".join([*lines, "No rank is idle."])
         lines += ["", "Why, on all ranks together:"]

@@ -6,12 +6,15 @@ import os
 import shutil
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rota.cli.wire_effects import wire_effects
 from rota.plan import Plan
 from rota.timeline import Timeline
+
+_EVERY_S = 5.0  # between lines of progress where there is no terminal
 
 
 def print_timeline(timeline: Timeline, width: int | None = None) -> None:
@@ -41,18 +44,31 @@ def print_replicas(plan: Plan, done: str) -> None:
 
 
 @contextmanager
-def progress_line() -> Iterator[Callable[[object], None]]:
-    """`show_progress`, whose line is cleared in the end."""
-    try:
-        yield show_progress
-    finally:
-        show_progress("")
+def progress_line(now_s: Callable[[], float] = time.monotonic) -> Iterator[Callable[[object], None]]:
+    """A function that shows what is being done: on one line of a terminal, which is cleared in the end.
 
-
-def show_progress(doing: object) -> None:
-    """Overwrite one line of a terminal; "" clears it. Other outputs get nothing, as it would fill a log."""
+    Other outputs, such as a log, get a line every few seconds.
+    """
     if sys.stderr.isatty():
-        print(f"\r\x1b[K{str(doing)[: _columns() - 1]}", end="", file=sys.stderr, flush=True)
+        try:
+            yield _overwrite
+        finally:
+            _overwrite("")
+        return
+    shown_s = now_s()
+
+    def show(doing: object) -> None:
+        nonlocal shown_s
+        if now_s() - shown_s >= _EVERY_S:
+            shown_s = now_s()
+            print(str(doing).strip(), file=sys.stderr, flush=True)
+
+    yield show
+
+
+def _overwrite(doing: object) -> None:
+    """Overwrite the terminal's line."""
+    print(f"\r\x1b[K{str(doing)[: _columns() - 1]}", end="", file=sys.stderr, flush=True)
 
 
 def _columns() -> int:

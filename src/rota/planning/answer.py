@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 from typing import NamedTuple
 
 from rota import notebook
@@ -57,6 +58,10 @@ class Answer:
         ran_out: Whether layouts were left out for lack of time.
         confirmed: The candidates whose own stages were measured.
         is_unmeasured: Whether Ctrl-C came before any of them was measured.
+        tolerance: The part of a step by which plans may differ and count as equally fast.
+        one_process: The model as it is, on one process, as measured.
+        predicted_because: Why steps are predicted and were not run: "" where they were.
+        remarks: What else to know about the figures.
     """
 
     request: Request
@@ -69,6 +74,10 @@ class Answer:
     ran_out: bool = False
     confirmed: tuple[Confirmed, ...] = ()
     is_unmeasured: bool = False
+    tolerance: float = 0.0
+    one_process: Found | None = None
+    predicted_because: str = "no model was given to run"
+    remarks: tuple[str, ...] = ()
 
     @property
     def was_stopped(self) -> bool:
@@ -109,7 +118,27 @@ class Answer:
 
     def to_text(self) -> str:
         """The best plan, a table of the best few, and why each of the others is slower."""
-        return "\n".join([*self._headline(), "", *self._table(), "", *self._search()])
+        return "\n".join([*self.assumptions, *self.body])
+
+    @property
+    def assumptions(self) -> list[str]:
+        """What the figures leave out, one line each: nothing where all was measured."""
+        request, lines = self.request, []
+        if request.machine.num_ranks > 1 and not request.machine.prices_transfers:
+            lines.append("transfers are counted as free; give --link or --links")
+        if request.machine.num_ranks > 1 and not request.may_replicate:
+            lines.append(
+                "replicas are not offered, as the cost of their all-reduces is unknown; give --link with a rate, or "
+                "--links"
+            )
+        if request.estimated_for:
+            lines.append(f"all times are estimates ({request.estimated_for}): nothing was measured")
+        return lines
+
+    @property
+    def body(self) -> list[str]:
+        """The lines of `to_text` after the assumptions."""
+        return [*self._headline(), "", *self._table(), "", *self._search()]
 
     def _headline(self) -> list[str]:
         best, layout = self.best, self.best.candidate.layout
@@ -118,7 +147,8 @@ class Answer:
         several = f"{layout.shape}, {layout.stages_per_rank} per rank" if layout.stages_per_rank > 1 else layout.shape
         again = sorted(best.candidate.recomputed)
         return [
-            f"{time_text(best.makespan_us)} per step, {self.rows_per_s:,.4g} rows/s: {best.schedule}",
+            f"{time_text(best.step_us)} per step{self._source()}, {self.rows_per_s:,.4g} rows/s: {best.schedule}",
+            *self._predicted(),
             f"  ranks       {layout.num_ranks} x {count_text(layout.num_replicas, 'replica')}, {used} of {ranks}",
             f"  stages      {layout.num_stages} ({several}), layers {_runs(sizes)}",
             f"  step        {count_text(layout.num_microbatches, 'micro-batch', 'es')} per replica, of "
@@ -126,6 +156,21 @@ class Answer:
             f"  recomputed  {_runs(again) if again else 'nothing'}",
             f"  memory      {memory_text(best)} on rank {_fullest(best)}",
         ]
+
+    def _source(self) -> str:
+        """Where the time of the best plan's step comes from."""
+        steps = self.best.steps
+        if steps is None:
+            return " (estimated)" if self.request.estimated_for else " (predicted)"
+        return f" measured here ({count_text(len(steps.steps_us), 'step')}, the middle half within {steps.spread:.1%})"
+
+    def _predicted(self) -> list[str]:
+        """The predictions of the best plan's step beside what was measured; or why nothing was."""
+        if self.best.steps is None:
+            return [f"  predicted   nothing was run: {self.predicted_because}"] if self.predicted_because else []
+        before = [one.before_us for one in self.confirmed if one.found is self.best]
+        by_layers = f"; {time_text(before[0])} by the layers' figures" if before else ""
+        return [f"  predicted   {time_text(self.best.makespan_us)} by its ops as they ran in plan order{by_layers}"]
 
     def _table(self) -> list[str]:
         lines = [
@@ -146,7 +191,7 @@ class Answer:
         stages = layout.num_stages
         gap = max(found.makespan_us - found.bound_us, 0) / found.makespan_us if found.makespan_us else 0.0
         cells = (
-            f"{mark} {time_text(found.makespan_us):>10}{rows_per_s(self.request, found):>10,.4g}  {found.schedule:<16}"
+            f"{mark} {time_text(found.step_us):>10}{rows_per_s(self.request, found):>10,.4g}  {found.schedule:<16}"
             f"{f'{layout.num_ranks} x {layout.num_replicas}':>8}{stages:>8}"
             f"{f'{layout.num_microbatches} x {layout.rows}':>15}{len(found.candidate.recomputed) or '-':>7}"
             f"{found.timeline.bubble_fraction:>8.1%}{gap:>5.1%}  {memory_text(found):>9}"
@@ -164,16 +209,55 @@ class Answer:
             f"{counts.layouts:,} layouts, {counts.plans:,} plans simulated in {self.elapsed_s:.1f} s{stopped}: "
             f"{counts.slower:,} layouts cannot be faster by their bounds, {counts.too_large:,} do not fit"
             + (f", {counts.left:,} were not tried" if counts.left else ""),
-            f"lower bound on the step of every layout, by its work alone: {time_text(self.bound_us)}",
+            *self._bounds(),
         ]
+        if self.tolerance:
+            lines.append(
+                f"plans whose steps differ by less than {self.tolerance:.1%} count as equally fast: the simplest of "
+                f"them is recommended"
+            )
         if self.is_unmeasured:
             lines.append("the plan's own stages were not measured: its times are added up from the layers'")
         for before_us, found in self.confirmed:
+            name = f"{found.schedule} on {count_text(found.candidate.layout.num_ranks, 'rank')}"
+            ran = "" if found.steps is None else f"{time_text(found.steps.median_us)} per step as run, "
             lines.append(
-                f"stages of {found.schedule} on {count_text(found.candidate.layout.num_ranks, 'rank')} measured: "
-                f"{time_text(found.makespan_us)} per step, {time_text(before_us)} by the layers"
+                f"stages of {name} measured: {ran}{time_text(found.makespan_us)} as simulated, {time_text(before_us)} "
+                f"by the layers' figures"
             )
-        return lines
+        return [*lines, *self._alone(), *self.remarks]
+
+    def _bounds(self) -> list[str]:
+        """The lower bound on all layouts, by the figures that it was made of."""
+        if not self.confirmed:
+            return [f"lower bound on the step of every layout, by its work alone: {time_text(self.bound_us)}"]
+        # The measured stages say nothing about layouts whose stages were not measured.
+        before = [one.before_us for one in self.confirmed if one.found is self.best]
+        beside = f", and this plan {time_text(before[0])}" if before else ""
+        return [
+            f"by the layers' figures, which are no bound on what was measured, no layout takes less than "
+            f"{time_text(self.bound_us)}{beside}"
+        ]
+
+    def _alone(self) -> list[str]:
+        """How the best plan compares with one process."""
+        alone, best = self.one_process, self.best
+        if alone is None or alone.steps is None or best.steps is None:
+            return []
+        takes = f"one process, without a pipeline, takes {time_text(alone.step_us)} per step"
+        if best.candidate.layout.num_ranks * best.candidate.layout.num_replicas == 1:
+            others = [one.found for one in self.confirmed if one.found.steps and one.found is not best]
+            several = [found for found in others if found.plan.num_ranks > 1]
+            if not several:
+                return []
+            other = min(several, key=lambda found: found.step_us)
+            return [
+                f"one process is faster: {other.schedule} on {count_text(other.plan.num_ranks, 'rank')} takes "
+                f"{time_text(other.step_us)}{_short_ops(other)}"
+            ]
+        if alone.step_us < best.step_us:
+            return [f"{takes}, less than this plan, but holds {size_text(alone.peak_bytes)}{_short_ops(best)}"]
+        return [f"{takes}: the plan is {alone.step_us / best.step_us:.2f} times as fast"]
 
     def _repr_html_(self) -> str:
         """The best plan as a picture, and the table."""
@@ -182,7 +266,23 @@ class Answer:
 
 def rows_per_s(request: Request, found: Found) -> float:
     """Rows per second of all replicas together."""
-    return request.batch_rows * 1e6 / max(found.makespan_us, 1)
+    return request.batch_rows * 1e6 / max(found.step_us, 1)
+
+
+def _short_ops(found: Found) -> str:
+    """Says that a plan's ops are shorter than its messages, if they are."""
+    placement = found.plan.placement
+    if not placement.routes:
+        return ""
+    op_us = median(task.duration_us for task in placement.tasks)
+    message_us = median(
+        route.duration_us + link.send_cost_us(route.num_bytes) + link.receive_cost_us(route.num_bytes)
+        for route in placement.routes
+        for link in [placement.cluster.link_between(route.sender, route.receiver)]
+    )
+    if op_us >= message_us:
+        return ""
+    return f"; its ops take {time_text(round(op_us))}, less than their messages, {time_text(round(message_us))}"
 
 
 def _fullest(found: Found) -> int:

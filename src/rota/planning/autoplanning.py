@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -12,12 +12,14 @@ from rota.errors import PlacementError, SearchError
 from rota.layers import LayerCosts
 from rota.planning.answer import Answer, Counts
 from rota.planning.candidate import Candidate, Request
+from rota.planning.choosing import chosen
 from rota.planning.deadline import Deadline, Progress
 from rota.planning.evaluation import Found, Misfit, evaluate, families
 from rota.planning.finalists import search_finalists
-from rota.planning.layouts import cuts
+from rota.planning.layouts import Layout, cuts
 from rota.planning.machine import Machine
-from rota.planning.sweep import Sweep
+from rota.planning.sweep import Sweep, best_of_kinds, kind_of
+from rota.schedules import FAMILIES
 from rota.stopping import Stopped, ended_by_ctrl_c, watched
 from rota.units import size_text
 
@@ -39,7 +41,9 @@ def autoplan(
     It chooses together: ranks per pipeline and replicas, cuts, stages per rank and their shape, rows per micro-batch,
     recomputation, and the schedule. As simulated, the plan is never slower than any named schedule on equal layers,
     with nothing or everything recomputed, unless time runs out: then the answer says so. With the search extra it also
-    searches the orders of the best candidates.
+    searches the orders of the best candidates. Of plans that are as fast, for all that the profile's spread can tell,
+    the simplest is chosen. There are replicas only where the cost of their all-reduces is known, and stages recompute
+    only where memory is limited.
 
     Ctrl-C ends the search with the best plan so far. So does an error that `progress` raises: it becomes a warning and
     the answer's `stopped_by`, or is raised if there is no plan yet. A search that ends by itself gives the same answer
@@ -78,16 +82,48 @@ def autoplan(
         with watched(lambda: deadline.left_s <= 0), suppress(Stopped):
             sweep.run()
             search_finalists(sweep)
-        best = sweep.best
+        best = chosen(sweep.found.values(), request.tolerance)
         if best is None:
             raise deadline.progress_error or _nothing_fits(sweep)
         usual = usual_plan(best)
     check(best.plan)
     counts = Counts(sweep.num_layouts, sweep.num_pruned, sweep.num_misfits, sweep.num_left, sweep.num_plans)
-    found = sorted(sweep.found.values(), key=lambda found: found.key)
     return Answer(
-        request, tuple(found), usual, counts, sweep.bound_us, deadline.elapsed_s, deadline.stopped_by, deadline.ran_out
+        request,
+        _ordered(best, sweep.found.values()),
+        usual,
+        counts,
+        sweep.bound_us,
+        deadline.elapsed_s,
+        deadline.stopped_by,
+        deadline.ran_out,
+        tolerance=request.tolerance,
     )
+
+
+def _ordered(best: Found, plans: Iterable[Found]) -> tuple[Found, ...]:
+    """The best plan, the fastest if that is another one, and the fastest of each other kind."""
+    others = [found for found in best_of_kinds(plans) if found is not best]
+    fastest = [found for found in others[:1] if found.step_us < best.step_us]
+    return best, *fastest, *(f for f in others if f not in fastest and kind_of(f) != kind_of(best))
+
+
+def one_process(request: Request) -> Found | None:
+    """The model as it is, on one process, with as much memory as it takes, at the best number of rows.
+
+    None for inference.
+    """
+    if request.inference:
+        return None
+    alone = replace(request, machine=Machine(1), pipeline_ranks=None)
+    family = next(family for family in FAMILIES if family.name == "1f1b")
+    plans = []
+    for rows, layers in request.profiles.items():
+        count, left = divmod(request.batch_rows, rows)
+        if count and not left:
+            found = evaluate(Candidate(alone, Layout(1, 1, rows, count), (0, layers.num_layers)), family, math.inf)
+            plans += [found] if isinstance(found, Found) else []
+    return min(plans, key=lambda found: found.key, default=None)
 
 
 def usual_plan(best: Found) -> Found | Misfit | None:

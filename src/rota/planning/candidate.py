@@ -11,7 +11,7 @@ from typing import Any
 
 from rota.costs import Costs, whole
 from rota.errors import PlacementError
-from rota.layers import LayerCosts
+from rota.layers import ESTIMATED, LayerCosts
 from rota.placement import Placement
 from rota.placing import bidirectional, place
 from rota.planning.layouts import Layout
@@ -19,6 +19,7 @@ from rota.planning.machine import Machine
 from rota.usage import Usage
 
 _MOST_ROWS = 10_000_000  # of a step
+_MOST_TOLERANCE = 0.05  # a profile whose figures are further apart is no reason to recommend much slower plans
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,25 @@ class Request:
 
     @property
     def may_recompute(self) -> bool:
-        """Whether stages may recompute; they never do for inference."""
-        return self.recompute and not self.inference
+        """Whether stages may recompute: only to save memory that is limited, as it never makes a step shorter."""
+        return self.recompute and not self.inference and any(limit is not None for limit in self.machine.limits)
+
+    @property
+    def may_replicate(self) -> bool:
+        """Whether there may be several replicas: only where the cost of summing their gradients is known."""
+        nothing = self.inference or not any(any(layers.gradient_bytes) for layers in self.profiles.values())
+        return nothing or self.machine.prices_sums
+
+    @cached_property
+    def tolerance(self) -> float:
+        """The part of a step by which predicted steps may differ and count as equal: how far the profile is apart."""
+        return min(max(map(_spread, self.profiles.values()), default=0.0), _MOST_TOLERANCE)
+
+    @property
+    def estimated_for(self) -> str:
+        """The note of costs that nothing measured, such as "estimated for h100"; "" if they are not estimates."""
+        notes = (layers.note for layers in self.profiles.values())
+        return next((note for note in notes if note.startswith(ESTIMATED)), "")
 
     @classmethod
     def checked(
@@ -82,6 +100,14 @@ def _forward_alone(layers: LayerCosts) -> LayerCosts:
     return replace(layers, **columns)
 
 
+def _spread(layers: LayerCosts) -> float:
+    """How far measured times of the layers are apart, weighted by their times."""
+    times_us = [f + b for f, b in zip(layers.forward_us, layers.backward_us, strict=True)]
+    if not layers.spread or not any(times_us):
+        return 0.0
+    return sum(us * spread for us, spread in zip(times_us, layers.spread, strict=True)) / sum(times_us)
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A plan but for the order of its ops; `measured`: the stages' own costs, if they were measured too."""
@@ -102,7 +128,8 @@ class Candidate:
     def usage(self) -> Usage:
         """How a training script uses the plan: its cuts, rows per micro-batch, replicas and layers per stage."""
         num_layers = tuple(b - a for a, b in pairwise(self.boundaries))
-        return Usage(self.layers.cuts_at(self.boundaries), self.layout.rows, self.layout.num_replicas, num_layers)
+        cuts, note = self.layers.cuts_at(self.boundaries), self.layers.note
+        return Usage(cuts, self.layout.rows, self.layout.num_replicas, num_layers, note)
 
     def recomputing(self, stages: Collection[int]) -> Candidate:
         """This candidate with exactly `stages` recomputed."""

@@ -1,28 +1,44 @@
-"""`confirm`: measures the best candidates' own stages, whose costs were sums of their layers' so far."""
+"""`confirm`: measures the best candidates before one is recommended: their own stages, and real steps of them.
+
+answer by the layers' figures ─▶ stages of the finalists, measured: do they fit? ─▶ steps of the finalists, and of one
+process, run in turn on real processes ─▶ the simplest of those that are as fast, by what was measured
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from rota.calibration import calibrated
 from rota.checking import check
-from rota.errors import PlanError, SearchError
+from rota.errors import PipelineError, PlanError, SearchError
 from rota.models import Stages, split
 from rota.planning.answer import Answer, Confirmed
+from rota.planning.autoplanning import one_process
+from rota.planning.choosing import chosen
+from rota.planning.deadline import Deadline
 from rota.planning.evaluation import Found
 from rota.planning.layout_bounds import placement_bound_us
+from rota.planning.step_times import StepTimes
+from rota.planning.trials import Trial, least_s, run_trials
 from rota.profiling import profile, profile_here
+from rota.profiling.forked import why_not_here
+from rota.profiling.host_links import num_cores
+from rota.profiling.places import accelerators_of
 from rota.runtime.losses import LossFn
 from rota.units import count_text
 
-_MOST = 3  # candidates, of different kinds
+_MOST = 3  # candidates
+_REPEATS, _REPEATS_BEFORE_STEPS = 7, 3  # of a stage's measurement: where steps follow, those have its times
+_LOADED = 0.10  # spread of steps above which the machine is busy with something else
+_LEAST_TOLERANCE = 0.01
 
 MakeBatch = Callable[[int], tuple[Any, Any]]
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def confirm(
@@ -30,13 +46,21 @@ def confirm(
     model: nn.Module | Stages,
     make_batch: MakeBatch,
     loss_fn: LossFn | None,
-    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    make_optimizer: MakeOptimizer | None = None,
     report: Callable[[str], None] = lambda _: None,
+    *,
+    time_limit_s: float = 60.0,
+    elsewhere: str = "",
 ) -> Answer:
-    """The same answer, with its best candidates planned by the costs of their own stages, measured as they will run.
+    """The same answer, with its best candidates measured as they will run.
 
-    The fastest as measured becomes the best, and its plan is checked. Ctrl-C ends the measuring: what was measured by
-    then counts; if nothing was, the answer stays as it was and says so. An answer that Ctrl-C ended is not measured.
+    Their stages are measured first, and what does not fit by that is left out. Then steps of each are run on this
+    machine, with one process per rank, and of the whole model on one process. The simplest of the plans that are as
+    fast by these steps becomes the best, and its plan is checked. If steps differ by more than a tenth, the machine is
+    busy with something else: they are run once more.
+
+    Ctrl-C ends the measuring: what was measured by then counts; if nothing was, the answer stays as it was and says so.
+    An answer that Ctrl-C ended is not measured.
 
     Args:
         answer: What `autoplan` found.
@@ -44,7 +68,9 @@ def confirm(
         make_batch: Makes inputs and targets of one micro-batch, given its rows.
         loss_fn: Makes the loss of an output and a target; None: no loss.
         make_optimizer: Makes an optimizer of a list of parameters; None: no optimizer.
-        report: Called with a line of text for each plan.
+        report: Called with a line of text for what is being measured.
+        time_limit_s: Seconds for all of it; what is left out for lack of time is among the answer's remarks.
+        elsewhere: Why the plans are for another machine than this one, so that no steps are run; "" if they are not.
 
     Returns:
         The answer with `confirmed`, or with `is_unmeasured`.
@@ -54,36 +80,204 @@ def confirm(
     """
     if answer.was_stopped:
         return replace(answer, is_unmeasured=True)
-    how = model, make_batch, loss_fn, make_optimizer
-    confirmed: list[Confirmed] = []
-    usual, stopped_by = answer.usual, ""
+    confirming = _Confirming(answer, model, make_batch, loss_fn, make_optimizer, report, time_limit_s)
+    confirming.predicted_because = elsewhere or _why_no_steps(answer, model, loss_fn)
     try:
-        for found in (*answer.shown, *(found for found in answer.candidates if found not in answer.shown)):
-            if len(confirmed) >= _MOST:
+        confirming.measure_stages()
+        if confirming.confirmed and not confirming.predicted_because:
+            confirming.run_steps()
+    except KeyboardInterrupt:
+        answer = replace(answer, stopped_by="Ctrl-C")
+        if not confirming.confirmed:
+            return replace(answer, is_unmeasured=True)
+    return confirming.answered(answer)
+
+
+def _why_no_steps(answer: Answer, model: nn.Module | Stages, loss_fn: LossFn | None) -> str:
+    """Why no steps can be run here; "" if they can."""
+    machine = answer.request.machine
+    if loss_fn is None or answer.request.inference:
+        return "there is no loss to train with"
+    if len({*machine.slowdowns}) > 1:
+        return "its ranks differ in speed, and those of this machine do not"
+    if accelerators_of(model if isinstance(model, Stages) else Stages([model])):
+        return "the model is on an accelerator"
+    return why_not_here(machine.num_ranks)
+
+
+class _Confirming:
+    """What was measured so far."""
+
+    def __init__(
+        self,
+        answer: Answer,
+        model: nn.Module | Stages,
+        make_batch: MakeBatch,
+        loss_fn: LossFn | None,
+        make_optimizer: MakeOptimizer | None,
+        report: Callable[[str], None],
+        time_limit_s: float,
+    ) -> None:
+        self._answer, self._report = answer, report
+        self._how = model, make_batch, loss_fn, make_optimizer
+        self._deadline = Deadline(time_limit_s, None)
+        self.confirmed: list[Confirmed] = []
+        self.usual, self.alone = answer.usual, None if answer.request.inference else one_process(answer.request)
+        self.remarks: list[str] = []
+        self.predicted_because = ""
+
+    def measure_stages(self) -> None:
+        """Measure the stages of the best candidates, and leave out those that do not fit."""
+        shown, repeats = self._answer.shown, _REPEATS if self.predicted_because else _REPEATS_BEFORE_STEPS
+        others = [found for found in self._answer.candidates if found not in shown]
+        for found in (*shown, *others):
+            if len(self.confirmed) >= _MOST:
                 break
-            ranks = count_text(found.candidate.layout.num_ranks, "rank")
-            report(f"measuring the stages of {found.schedule} on {ranks}")
-            again = _measured(found, *how)
+            if self.confirmed and self._deadline.left_s < self._deadline.seconds / 2:
+                self._leave_out(f"stages of {_named(found)}")
+                continue
+            self._report(f"measuring the stages of {_named(found)}")
+            again = _measured(found, *self._how, repeats)
             try:
                 check(again.plan)
             except PlanError as error:
-                report(f"{found.schedule}: as measured, {error}")
+                self._report(f"{found.schedule}: as measured, {error}")
                 continue
-            confirmed.append(Confirmed(found.makespan_us, again))
-        if confirmed and isinstance(usual, Found):
-            usual = _measured(usual, *how)
-    except KeyboardInterrupt:
-        stopped_by = "Ctrl-C"
-        if not confirmed:
-            return replace(answer, stopped_by=stopped_by, is_unmeasured=True)
-    if not confirmed:
-        raise SearchError(
-            "none of the plans fits as its stages were measured; profile the layers again (--refresh), or plan with "
-            "less memory than there is, to leave room"
+            self.confirmed.append(Confirmed(found.makespan_us, again))
+        if not self.confirmed:
+            raise SearchError(
+                "none of the plans fits as its stages were measured; profile the layers again (--refresh), or plan "
+                "with less memory than there is, to leave room"
+            )
+        if isinstance(self.usual, Found) and self._deadline.left_s > self._deadline.seconds / 2:
+            self.usual = _measured(self.usual, *self._how, repeats)
+
+    def run_steps(self) -> None:
+        """Run steps of the confirmed plans, of one process, and of 1F1B on equal layers, as far as there is time."""
+        plans = [one.found for one in self.confirmed]
+        groups: dict[int, list[Found]] = {}
+        for found in [*plans, *([self.alone] if self.alone is not None else [])]:
+            groups.setdefault(_num_processes(found), []).append(found)
+        if isinstance(self.usual, Found) and _num_processes(self.usual) in groups:
+            groups[_num_processes(self.usual)].append(self.usual)
+        left = len(groups)
+        for of_group in sorted(groups.values(), key=lambda group: _num_processes(group[0])):
+            self._run_group(of_group, self._deadline.left_s / left)
+            left -= 1
+        if not any(one.found.steps for one in self.confirmed) and not self.predicted_because:
+            self.predicted_because = "no time was left for it"
+
+    def _run_group(self, plans: list[Found], seconds: float) -> None:
+        """Run plans of one number of processes in turn; once more if their steps differ too much."""
+        while plans and (least := least_s(self._trials(plans))) > self._deadline.left_s:
+            self._leave_out(f"steps of {_named(plans.pop())}, which take {least:.1f} s in all with those before it")
+        if not plans:
+            return
+        trials = self._trials(plans)
+        ranks = count_text(trials[0].num_processes, "process", "es")
+        self._report(f"running steps of {count_text(len(plans), 'plan')} on {ranks}")
+        steps = self._tried(trials, max(seconds * 0.6, least_s(trials)))
+        if steps and (spread := max(one.spread for one in steps)) > _LOADED:
+            busy = f"steps on {ranks} differ by {spread:.0%}, above {_LOADED:.0%}: the machine is busy"
+            self._report(busy)
+            if self._deadline.left_s > least_s(trials) + self._deadline.seconds / 10:
+                again = self._tried(trials, max(min(seconds * 0.4, self._deadline.left_s * 0.8), least_s(trials)))
+                if again and max(one.spread for one in again) < spread:
+                    steps, spread = again, max(one.spread for one in again)
+                told = f"; run once more, they differ by {spread:.0%}"
+                self.remarks.append(busy + told)
+            else:
+                self.remarks.append(f"{busy}; there was no time to run them again")
+        for found, of_found in zip(plans, steps, strict=False):
+            self._take(found, _with_steps(found, of_found))
+
+    def _trials(self, plans: Sequence[Found]) -> list[Trial]:
+        model, make_batch, *_ = self._how
+        trials = []
+        for found in plans:
+            inputs, target = make_batch(found.candidate.layout.rows)
+            trials.append(Trial(found.plan, _stages(found, model, inputs), inputs, target))
+        return trials
+
+    def _tried(self, trials: Sequence[Trial], seconds: float) -> list[StepTimes]:
+        _, _, loss_fn, make_optimizer = self._how
+        assert loss_fn is not None
+        try:
+            return run_trials(trials, loss_fn, make_optimizer, seconds)
+        except PipelineError as error:
+            self.predicted_because = f"a step failed here: {error}"
+            return []
+
+    def _take(self, before: Found, after: Found) -> None:
+        if before is self.alone:
+            self.alone = after
+        if before is self.usual:
+            self.usual = after
+        self.confirmed = [one._replace(found=after) if one.found is before else one for one in self.confirmed]
+
+    def _leave_out(self, what: str) -> None:
+        self.remarks.append(f"left out for lack of time: {what}")
+        self._deadline.ran_out = True
+
+    def answered(self, answer: Answer) -> Answer:
+        """The answer with what was measured."""
+        confirmed, request = self.confirmed, answer.request
+        if any(one.found.steps for one in confirmed):  # what was run is not compared with what was not
+            confirmed = [one for one in confirmed if one.found.steps is not None]
+        tolerance = self._tolerance(answer.tolerance)
+        plans = [one.found for one in confirmed]
+        alone = self.alone if self.alone is not None and self.alone.steps is not None else None
+        if alone is not None and any(_num_processes(found) == 1 for found in plans):
+            alone_plans = [found for found in plans if _num_processes(found) == 1]
+            alone = min([alone, *alone_plans], key=lambda found: found.key)
+        elif alone is not None and request.pipeline_ranks in (None, 1) and _fits(alone, answer):
+            alone = replace(alone, plan=_in_cluster(alone, answer))
+            confirmed = [*confirmed, Confirmed(one_process(request).makespan_us, alone)]  # type: ignore[union-attr]
+            plans.append(alone)
+        best = chosen(plans, tolerance)
+        assert best is not None
+        check(best.plan)
+        candidates = best, *sorted((found for found in plans if found is not best), key=lambda found: found.key)
+        return replace(
+            answer,
+            candidates=candidates,
+            usual=self.usual,
+            confirmed=tuple(confirmed),
+            tolerance=tolerance,
+            one_process=alone,
+            predicted_because="" if best.steps is not None else self.predicted_because,
+            remarks=(*answer.remarks, *self.remarks),
+            ran_out=answer.ran_out or self._deadline.ran_out,
+            elapsed_s=answer.elapsed_s + self._deadline.elapsed_s,
         )
-    confirmed.sort(key=lambda one: one.found.key)
-    candidates = tuple(one.found for one in confirmed)
-    return replace(answer, candidates=candidates, usual=usual, confirmed=tuple(confirmed), stopped_by=stopped_by)
+
+    def _tolerance(self, predicted: float) -> float:
+        """How far steps may differ and count as equal: as far as those of one plan do."""
+        spreads = [one.found.steps.spread for one in self.confirmed if one.found.steps is not None]
+        return min(max(*spreads, _LEAST_TOLERANCE), _LOADED) if spreads else predicted
+
+
+def _named(found: Found) -> str:
+    return f"{found.schedule} on {count_text(_num_processes(found), 'process', 'es')}"
+
+
+def _num_processes(found: Found) -> int:
+    layout = found.candidate.layout
+    return layout.num_ranks * layout.num_replicas
+
+
+def _fits(alone: Found, answer: Answer) -> bool:
+    limit = answer.request.machine.limits[0]
+    return limit is None or alone.peak_bytes <= limit
+
+
+def _in_cluster(alone: Found, answer: Answer) -> Any:
+    """The plan of one process, with the memory limit that was asked for."""
+    return replace(alone.plan, placement=replace(alone.plan.placement, cluster=answer.request.machine.cluster(1, 1)))
+
+
+def _stages(found: Found, model: nn.Module | Stages, inputs: Any) -> Stages:
+    return split(model, found.candidate.layout.num_stages, found.candidate.usage.cuts, example=inputs)
 
 
 def _measured(
@@ -91,22 +285,33 @@ def _measured(
     model: nn.Module | Stages,
     make_batch: MakeBatch,
     loss_fn: LossFn | None,
-    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None,
+    make_optimizer: MakeOptimizer | None,
+    repeats: int,
 ) -> Found:
     """The same orders on a placement with the stages' own measured costs."""
     candidate, layout = found.candidate, found.candidate.layout
     inputs, target = make_batch(layout.rows)
-    stages = split(model, layout.num_stages, candidate.usage.cuts, example=inputs)
+    stages = _stages(found, model, inputs)
     how: dict[str, Any] = {
         "split_backward": candidate.splits_backward,
         "recompute": candidate.recomputed,
         "optimizer": make_optimizer,
+        "repeats": repeats,
     }
     batch = inputs, target, loss_fn
-    if layout.num_ranks <= len(os.sched_getaffinity(0)) and layout.shape != "bidirectional":
+    if layout.num_ranks <= num_cores() and layout.shape != "bidirectional":
         costs = profile(stages, *batch, ranks=layout.ranks, **how)
     else:  # they will run on other machines: on this one they would share cores
         costs = profile_here(stages, *batch, **how)
     candidate = replace(candidate, measured=costs)
     plan = replace(found.plan, placement=candidate.placement)
     return Found(candidate, found.schedule, plan, placement_bound_us(candidate.placement, layout.num_microbatches))
+
+
+def _with_steps(found: Found, steps: StepTimes) -> Found:
+    """The plan with the times of its ops as they ran, in plan order with all ranks busy."""
+    as_run, count = calibrated(*steps.timelines), found.candidate.layout.num_microbatches
+    placement = replace(found.plan.placement, tasks=as_run.tasks, step_ends=as_run.step_ends)
+    return replace(
+        found, plan=replace(found.plan, placement=placement), bound_us=placement_bound_us(placement, count), steps=steps
+    )

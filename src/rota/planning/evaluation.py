@@ -12,10 +12,12 @@ from rota.plan import Plan
 from rota.planning.candidate import Candidate
 from rota.planning.layout_bounds import least_bytes, placement_bound_us
 from rota.planning.layouts import Layout, Shape
+from rota.planning.step_times import StepTimes
 from rota.schedules import FAMILIES, Family
 from rota.simulation import simulate
 from rota.timeline import Timeline
 
+SEARCHED = "searched"  # in place of a schedule's name
 ANY_ORDER = "any order"  # of the ops: what least_bytes rules out, no schedule can fit
 
 # The others take a chain.
@@ -29,12 +31,13 @@ _SLOW = {"zb_auto": 0.0006, "v_half": 0.0002, "v_min": 0.0002}  # seconds per op
 
 @dataclass(frozen=True)
 class Found:
-    """A plan that fits, its schedule's name, and a lower bound for its placement."""
+    """A plan that fits, its schedule's name, a lower bound for its placement, and its steps if some were run."""
 
     candidate: Candidate
     schedule: str
     plan: Plan
     bound_us: int
+    steps: StepTimes | None = None
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -47,6 +50,11 @@ class Found:
         return self.timeline.makespan_us
 
     @property
+    def step_us(self) -> int:
+        """The time of a step: as measured, else as simulated."""
+        return self.makespan_us if self.steps is None else self.steps.median_us
+
+    @property
     def peak_bytes(self) -> int:
         """The most bytes that any rank holds at once."""
         return max(self.timeline.peak_memory_bytes)
@@ -55,7 +63,7 @@ class Found:
     def key(self) -> tuple[int, int, int]:
         """The smaller, the better: time, then memory, then processes."""
         layout = self.candidate.layout
-        return self.makespan_us, self.peak_bytes, layout.num_ranks * layout.num_replicas
+        return self.step_us, self.peak_bytes, layout.num_ranks * layout.num_replicas
 
 
 @dataclass(frozen=True)

@@ -54,9 +54,12 @@ def _longest_heads(layers: LayerCosts) -> list[int]:
 
 
 def _reduced_us(request: Request, layout: Layout, layers: LayerCosts) -> float:
-    """The time after the ranks' last ops, summed over ranks: all reductions, if each rank has one stage."""
+    """The time after the ranks' last ops, summed over ranks: all reductions, if each rank has one stage.
+
+    0 where sums were measured: several small ones may take less than a large one, or more.
+    """
     machine, n, replicas = request.machine, layout.num_ranks, layout.num_replicas
-    if layout.shape != "chain" or replicas == 1:
+    if layout.shape != "chain" or replicas == 1 or machine.all_reduces:
         return 0.0
     rings = (machine.ring(machine.holders(n, replicas, rank)) for rank in range(n))
     rates = [link.bytes_per_us for link in rings]

@@ -66,16 +66,21 @@ def layouts(
     recompute: bool = True,
     pipeline_ranks: int | None = None,
     copies: bool = True,
+    replicas: bool = True,
 ) -> Iterator[Layout]:
     """All layouts for micro-batches of these sizes. Only a chain has several stages per rank.
 
-    Stages are on two ranks only with `copies`, and only if the cost of summing their gradients is known.
+    Stages are on two ranks only with `copies`, and only if the cost of summing their gradients is known. There are
+    several replicas only with `replicas`.
     """
     for num_ranks in range(1, min(machine.num_ranks, num_layers) + 1):
         if pipeline_ranks not in (None, num_ranks):
             continue
-        shapes = list(_shapes(num_ranks, num_layers, is_chain, copies and machine.has_rates and not inference, machine))
-        for num_replicas in range(1, machine.num_ranks // num_ranks + 1):
+        shapes = list(
+            _shapes(num_ranks, num_layers, is_chain, copies and machine.prices_sums and not inference, machine)
+        )
+        most = machine.num_ranks // num_ranks if replicas else 1
+        for num_replicas in range(1, most + 1):
             for each in sorted(rows, reverse=True):
                 num_microbatches, left = divmod(batch_rows, num_replicas * each)
                 if left or not num_microbatches:

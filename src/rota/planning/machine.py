@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 
-from rota.costs import Cluster, Link, whole
+from rota.costs import Cluster, Link, SharedLink, whole
 from rota.errors import PlacementError
 
 _ANY_LINK = Link()  # infinitely fast
@@ -27,6 +28,8 @@ class Machine:
         ranks_per_node: Number of neighbouring processes on one node (None: all).
         node_link: The link between processes of different nodes (None: `link`).
         slowdowns: The factor of each process's times (empty: 1).
+        all_reduces: Measured sums over processes, as by `rota.profiling.all_reduces`, by number of processes: (bytes,
+            µs) of several sizes. They count in place of what the links would give.
 
     Raises:
         PlacementError: A value is invalid, or contradicts another one.
@@ -38,6 +41,7 @@ class Machine:
     ranks_per_node: int | None = None
     node_link: Link | None = None
     slowdowns: tuple[float, ...] = ()
+    all_reduces: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if whole("num_ranks", self.num_ranks) < 1:
@@ -77,9 +81,18 @@ class Machine:
             object.__setattr__(self, "limit_bytes", measured.limit_bytes[: self.num_ranks])
 
     @property
-    def has_rates(self) -> bool:
-        """Whether the cost of sums over processes is known."""
-        return isinstance(self.link, Cluster) or self.link.bytes_per_us is not None
+    def prices_sums(self) -> bool:
+        """Whether the cost of sums over processes is known: measured, or by the rates of all links."""
+        links = (
+            [self.link] if isinstance(self.link, Link) else [self.link.link, *(link for *_, link in self.link.links)]
+        )
+        links += [] if self.node_link is None else [self.node_link]
+        return bool(self.all_reduces) or all(link.bytes_per_us is not None for link in links)
+
+    @property
+    def prices_transfers(self) -> bool:
+        """Whether transfers are more than free."""
+        return self.link != _ANY_LINK or self.node_link is not None
 
     @property
     def limits(self) -> tuple[int | None, ...]:
@@ -119,7 +132,24 @@ class Machine:
                 link = _slowest({self.between(start + a, start + b) for start in starts}) if a != b else most
                 if link != most:
                     links.append((a, b, link))
-        return Cluster(tuple(limits), most, tuple(links))
+        gap_us = self.link.gap_us if isinstance(self.link, Cluster) else 0
+        return Cluster(tuple(limits), most, tuple(links), self._shared(num_ranks, num_replicas), gap_us)
+
+    def _shared(self, num_ranks: int, num_replicas: int) -> tuple[SharedLink, ...]:
+        """What the ranks of a pipeline share: replicas that share it too leave each other their part of its rate."""
+        made: dict[tuple[tuple[int, ...], tuple[int, ...]], SharedLink] = {}
+        for shared in self.link.shared if isinstance(self.link, Cluster) else ():
+            of_replica = []
+            for start in range(0, num_ranks * num_replicas, num_ranks):
+                here = range(start, start + num_ranks)
+                ends = [tuple(p - start for p in of if p in here) for of in (shared.senders, shared.receivers)]
+                of_replica += [(ends[0], ends[1])] if all(ends) else []
+            for ends_of in dict.fromkeys(of_replica):
+                rate = max(shared.bytes_per_us // len(of_replica), 1)
+                known = made.get(ends_of)
+                if known is None or rate < known.bytes_per_us:
+                    made[ends_of] = SharedLink(shared.name, rate, *ends_of)
+        return tuple(made.values())
 
     @property
     def _are_alike(self) -> bool:
@@ -134,18 +164,38 @@ class Machine:
         return _slowest({self.between(a, b) for a, b in pairs})
 
     def reduce_us(self, num_bytes: int, processes: Sequence[int]) -> int:
-        """The time of a ring all-reduce of `num_bytes` by these processes.
+        """The time of an all-reduce of `num_bytes` by these processes: as measured, else that of a ring.
 
-        Each of the n processes sends n - 1 parts of 1/n to sum, and as many again to share, over the slowest link:
-        2 (n - 1) (latency + bytes / n / rate).
+        In a ring each of the n processes sends n - 1 parts of 1/n to sum, and as many again to share, over the slowest
+        link: 2 (n - 1) (latency + bytes / n / rate).
         """
         n = len(processes)
         if n < 2 or not num_bytes:
             return 0
+        if n in self.all_reduces:
+            return _between(self.all_reduces[n], num_bytes)
         return 2 * (n - 1) * self.ring(processes).transfer_us(-(-num_bytes // n))
 
 
 def _slowest(links: Collection[Link]) -> Link:
-    """A link with the highest latency and the lowest rate of these."""
-    rates = [link.bytes_per_us for link in links if link.bytes_per_us is not None]
-    return Link(max(link.latency_us for link in links), min(rates, default=None))
+    """A link with the highest times and the lowest rates of these."""
+
+    def lowest(rates: Iterable[int | None]) -> int | None:
+        return min((rate for rate in rates if rate is not None), default=None)
+
+    return Link(
+        max(link.latency_us for link in links),
+        lowest(link.bytes_per_us for link in links),
+        max(link.send_us for link in links),
+        lowest(link.send_bytes_per_us for link in links),
+        max(link.receive_us for link in links),
+        lowest(link.receive_bytes_per_us for link in links),
+    )
+
+
+def _between(points: Sequence[tuple[int, int]], num_bytes: int) -> int:
+    """The time of a size between measured ones, on a line; below the smallest its time, above the largest its rate."""
+    for (small, least_us), (large, most_us) in pairwise(points):
+        if small < num_bytes <= large:
+            return math.ceil(least_us + (most_us - least_us) * (num_bytes - small) / (large - small))
+    return points[0][1] if num_bytes <= points[0][0] else math.ceil(points[-1][1] * num_bytes / points[-1][0])

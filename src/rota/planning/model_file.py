@@ -130,6 +130,7 @@ def profile_file(
     cache: str | Path | None = None,
     refresh: bool = False,
     cuts: Iterable[str] | None = None,
+    enough: Callable[[], bool] = lambda: False,
 ) -> Profile:
     """Costs of the model's layers for micro-batches of `rows` rows.
 
@@ -159,6 +160,7 @@ def profile_file(
         cache=cache,
         refresh=refresh,
         cuts=cuts,
+        enough=enough,
     )
 
 

@@ -45,8 +45,10 @@ def _count(found: Found) -> int:
 
 def why_slower(found: Found, best: Found) -> str:
     """The parts of the step that are longer than in the best plan, the largest first."""
-    slower_us = found.makespan_us - best.makespan_us
-    if slower_us <= _SAME * best.makespan_us:
+    slower_us = found.step_us - best.step_us
+    if slower_us < -_SAME * best.step_us:
+        return f"{slower_us / best.step_us:+.1%}: too little to tell them apart, and less simple"
+    if slower_us <= _SAME * best.step_us:
         more = found.peak_bytes > best.peak_bytes
         return "as fast" + (", but holds more" if more else ", on as many ranks or more")
     mine, theirs = parts_of(found), parts_of(best)
@@ -54,7 +56,7 @@ def why_slower(found: Found, best: Found) -> str:
     texts = [_compute, _again, _waiting, _ending]
     order = sorted(range(4), key=lambda part: -more_us[part])
     reasons = [texts[part](found, best) for part in order if more_us[part] >= _ALSO * slower_us]
-    slower = f"{slower_us / best.makespan_us:+.1%}: "
+    slower = f"{slower_us / best.step_us:+.1%}: "
     return slower + "; ".join(reasons or [texts[order[0]](found, best)])
 
 

@@ -8,6 +8,7 @@ layouts, by bound ─▶ cuts, backward whole or split ─▶ candidates, by bou
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import final
@@ -15,13 +16,23 @@ from typing import final
 from rota.errors import PlacementError
 from rota.planning.candidate import Candidate, Request
 from rota.planning.deadline import Deadline
-from rota.planning.evaluation import ANY_ORDER, Found, Misfit, evaluate, families, misfit, seconds_of, whole_and_split
+from rota.planning.evaluation import (
+    ANY_ORDER,
+    SEARCHED,
+    Found,
+    Misfit,
+    evaluate,
+    families,
+    misfit,
+    seconds_of,
+    whole_and_split,
+)
 from rota.planning.layout_bounds import layout_bound_us, placement_bound_us
 from rota.planning.layouts import Layout, cuts, is_chain, layouts
 from rota.schedules import Family
 from rota.stopping import Stopped, look
 
-_KEPT = 24  # best plans, each of another kind
+_KEPT = 96  # best plans, each a variant of its own
 _CLOSEST = 6  # plans that nearly fit, to search for orders that fit
 
 _RESERVED = 0.3  # of the time, for the search of the finalists' orders
@@ -31,6 +42,7 @@ _OTHERS_TRIED = 200
 
 Heap = list[tuple[int, int, Layout | Candidate]]  # bound, a number that decides ties, what it is a bound of
 Kind = tuple[int, int, str, bool]
+Variant = tuple[Kind, int, int, bool, bool]
 
 
 @final
@@ -40,8 +52,8 @@ class Sweep:
     def __init__(self, request: Request, deadline: Deadline) -> None:
         self.request = request
         self.deadline = deadline
-        #: The best plan of each kind; only the best kinds.
-        self.found: dict[Kind, Found] = {}
+        #: The best plan of each variant; only the best variants.
+        self.found: dict[Variant, Found] = {}
         self.num_layouts = self.num_pruned = self.num_misfits = self.num_left = self.num_plans = 0
         #: A lower bound on every layout's step.
         self.bound_us = 0
@@ -59,8 +71,8 @@ class Sweep:
 
     @property
     def worst_us(self) -> float:
-        """The time that a plan has to beat."""
-        return float("inf") if self.best is None else self.best.makespan_us
+        """The time that a plan has to beat: slower ones may be as fast as the best, for all that is known."""
+        return float("inf") if self.best is None else self.best.makespan_us * (1 + self.request.tolerance)
 
     def run(self) -> None:
         """Try the layouts, those with the lowest bounds first, until none can beat the best plan or the time is up."""
@@ -76,6 +88,7 @@ class Sweep:
                 recompute=self.request.may_recompute,
                 pipeline_ranks=self.request.pipeline_ranks,
                 copies=self.request.copies,
+                replicas=self.request.may_replicate,
             ):
                 if not self.deadline.has(0.0):
                     break
@@ -102,7 +115,7 @@ class Sweep:
 
     def _others(self, heap: Heap) -> None:
         """Find plans to compare the best with: the most promising on other numbers of ranks."""
-        known = {kind[:2] for kind in self.found}
+        known = {kind[:2] for kind, *_ in self.found}
         if self.best is None:
             return
         for bound_us, number, item in sorted(heap, key=lambda entry: entry[:2])[:_OTHERS_TRIED]:
@@ -114,7 +127,7 @@ class Sweep:
             one = [(bound_us, number, item)]
             while one:
                 self._look_at(one, math.inf)
-            known = {kind[:2] for kind in self.found}
+            known = {kind[:2] for kind, *_ in self.found}
 
     def _candidates(self, layout: Layout, bound_us: int, worst_us: float) -> list[tuple[int, Candidate]]:
         """The layout's candidates with their bounds, without those that cannot fit or cannot be faster."""
@@ -169,19 +182,19 @@ class Sweep:
             return None
 
     def take(self, result: Found | Misfit | None) -> None:
-        """Keep a plan if it is the best of its kind; remember what does not fit."""
+        """Keep a plan if it is the best of its variant; remember what does not fit."""
         self.num_plans += result is not None
         if isinstance(result, Misfit):
             self._over.add(result.candidate.layout)
             self._remember(result)
         elif result is not None:
             self._fitting.add(result.candidate.layout)
-            kind, best_us = kind_of(result), self.worst_us
-            if kind not in self.found or result.key < self.found[kind].key:
-                self.found[kind] = result
+            variant, before = variant_of(result), self.best
+            if variant not in self.found or result.key < self.found[variant].key:
+                self.found[variant] = result
             if len(self.found) > _KEPT:
-                del self.found[max(self.found, key=lambda kind: self.found[kind].key)]
-            if result.makespan_us < best_us:
+                del self.found[max(self.found, key=lambda variant: self.found[variant].key)]
+            if before is None or result.makespan_us < before.makespan_us:
                 self._report(result.schedule, at_once=True)
 
     @property
@@ -211,3 +224,17 @@ def kind_of(found: Found) -> Kind:
     """Ranks, replicas, shape, and whether anything is recomputed: plans alike in these are variants of one."""
     layout = found.candidate.layout
     return layout.num_ranks, layout.num_replicas, layout.shape, bool(found.candidate.recomputed)
+
+
+def variant_of(found: Found) -> Variant:
+    """What makes one plan simpler than another: its kind, stages per rank, rows, split backward, a searched order."""
+    layout, is_searched = found.candidate.layout, found.schedule == SEARCHED
+    return kind_of(found), layout.stages_per_rank, layout.rows, found.candidate.splits_backward, is_searched
+
+
+def best_of_kinds(plans: Iterable[Found]) -> list[Found]:
+    """The fastest plan of each kind, fastest first."""
+    best: dict[Kind, Found] = {}
+    for found in sorted(plans, key=lambda found: found.key):
+        best.setdefault(kind_of(found), found)
+    return list(best.values())

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from rota.errors import PipelineError
-from rota.layers import LayerCosts
+from rota.layers import ESTIMATED, LayerCosts
 from rota.models import Stages, finest, is_marked
 from rota.profiles import Profile
 from rota.profiling.devices import device_named
@@ -93,6 +93,7 @@ def profile_model(
     cache: str | Path | None = None,
     refresh: bool = False,
     cuts: Iterable[str] | None = None,
+    enough: Callable[[], bool] = lambda: False,
 ) -> Profile:
     """Measure or estimate the costs of each layer for micro-batches of several sizes.
 
@@ -109,6 +110,8 @@ def profile_model(
         refresh: As in `profile_layers`.
         cuts: Where a model without CutPoints may be cut, as `rota.split` takes them; None: before any of its blocks.
 
+        enough: Called before each number of rows but the first; True leaves out those that are left.
+
     Returns:
         The layers' costs, by number of rows.
 
@@ -123,6 +126,8 @@ def profile_model(
     identity = identity_of(stages, loss_fn, optimizer) | {"device": where}
     cached = ProfileCache.of(cache, f"{_class_name(model)}-{where}", identity, refresh)
     for count in sizes:
+        if count > sizes[0] and enough():
+            break
         batch, target = make_batch(count)
         if (given := num_rows(batch)) != count:
             raise PipelineError(f"the batch for {count} rows has {given}; return {count}")
@@ -136,7 +141,7 @@ def profile_model(
             launches = f"; {measured.launches}" if measured.launches else ""
             report(f"{called(stages, len(layers))}: {times}{launches}")
             layers.append(measured)
-        note = f"estimated for {where}" if how.device else f"measured on {where}, one layer after another"
+        note = f"{ESTIMATED} for {where}" if how.device else f"measured on {where}, one layer after another"
         cached.add(costs_of(stages, layers, names, count, note), inputs)
     return cached.profile
 

@@ -5,24 +5,29 @@ from __future__ import annotations
 import argparse
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rota.cli import files
 from rota.cli.arguments import add_model_options, add_output, add_time_limit, link, number, rows, size
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
-from rota.cli.screen import print_timeline, progress_line, show_progress
+from rota.cli.screen import print_timeline, progress_line
 from rota.costs import Cluster, Link
 from rota.errors import PlacementError
 from rota.layers import LayerCosts
 
 if TYPE_CHECKING:
     from rota.planning import Answer, Machine
+    from rota.planning.deadline import Deadline
     from rota.planning.model_file import ModelFile
 
 _ANY_LINK = (0, None)
 _ROWS = (1, 2, 4, 8)  # of a micro-batch, by default
+_PROFILE = 0.25  # of the time limit, after which no more rows are begun to be measured
+_SEARCH = 0.45  # of the time that is left after measuring: the rest is for steps of the best plans
+_LEAST_S = 0.2
 
 
 def add_arguments(parser: Parser) -> None:
@@ -42,7 +47,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--device", help="estimate for this device, such as h100, in place of measuring")
     help_text = "of a micro-batch, to choose from, such as 1,2,4 (default: 1,2,4,8; of --profile all)"
     parser.add_argument("--rows", type=rows, help=help_text)
-    help_text = "between ranks: latency and rate, such as 5us,50GB/s (default: none and any)"
+    help_text = (
+        "between ranks: latency and rate, such as 5us,50GB/s (default: measured, if MODEL.py runs here, else free)"
+    )
     parser.add_argument("--link", type=link, default=_ANY_LINK, metavar="LINK", help=help_text)
     parser.add_argument("--node", type=number(1), metavar="N", help="ranks of a node (default: all are on one)")
     help_text = "between nodes, such as 20us,12GB/s (default: as --link)"
@@ -56,7 +63,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--exportable", action="store_true", help=help_text)
     help_text = "ranks of a pipeline, if you have decided; the others are replicas (default: the best)"
     parser.add_argument("--pipeline", type=number(1), metavar="N", help=help_text)
-    add_time_limit(parser, "of the search, in seconds (default: 60)", default=60.0)
+    add_time_limit(
+        parser, "of all of it, in seconds: measuring, search, and steps of the best plans (default: 60)", default=60.0
+    )
     parser.add_argument("--cache", metavar="PATH", help="file or folder that keeps what was measured")
     parser.add_argument("--refresh", action="store_true", help="measure again what the cache has")
     add_output(parser, "FILE", "write the plan as JSON")
@@ -82,11 +91,21 @@ def run(arguments: Namespace) -> int:
     if arguments.model is None and arguments.profile is None:
         raise InputError("what is to be planned? give MODEL.py, or --profile of `rota profile`, or both")
     from rota.planning import autoplan
+    from rota.planning.deadline import Deadline
 
+    deadline = Deadline(arguments.time_limit, None)
     machine = _machine(arguments)
     model_file = None if arguments.model is None else _model_file(arguments)
+    confirms = model_file is not None and arguments.device in (None, "cpu") and not arguments.inference
     with progress_line() as show:
-        profiles = _measured(arguments, model_file) if arguments.profile is None else _read(arguments)
+        remarks: list[str] = []
+        if arguments.profile is None:
+            assert model_file is not None
+            profiles = _measured(arguments, model_file, deadline, show, remarks)
+        else:
+            profiles = _read(arguments)
+        if confirms and _is_here(arguments):
+            machine = _machine_here(arguments, machine, profiles, deadline, show, remarks)
         if all(layers.num_layers == 1 for layers in profiles.values()) and machine.num_ranks > 1:
             print(
                 "rota autoplan: warning: the model has no place where it may be cut, so there is no pipeline, only "
@@ -102,18 +121,24 @@ def run(arguments: Namespace) -> int:
             recompute=not arguments.exportable,
             copies=not arguments.exportable,
             pipeline_ranks=arguments.pipeline,
-            time_limit_s=arguments.time_limit,
+            time_limit_s=max(deadline.left_s * (_SEARCH if confirms else 1), _LEAST_S),
             progress=show,
         )
-        if model_file is not None and arguments.device in (None, "cpu") and not arguments.inference:
-            answer = _confirmed(answer, model_file)
+        answer = replace(answer, remarks=tuple(remarks))
+        if confirms:
+            assert model_file is not None
+            answer = _confirmed(answer, model_file, arguments, max(deadline.left_s, _LEAST_S), show)
+        elif arguments.inference or arguments.device not in (None, "cpu"):
+            answer = replace(answer, predicted_because=_not_run(arguments))
     _print_answer(answer, arguments)
     return 0
 
 
 def _print_answer(answer: Answer, arguments: Namespace) -> None:
+    for line in answer.assumptions:
+        print(line)
     print_timeline(answer.timeline)
-    print(answer.to_text())
+    print("\n".join(answer.body))
     then = (
         f"; use it by `rota run {arguments.output} train.py`. There, the model is cut by\n"
         "rota.split(model, plan.num_stages, plan.cuts), of plan = rota.given_plan(); an unmodified one needs\n"
@@ -172,20 +197,75 @@ def _read(arguments: Namespace) -> Mapping[int, LayerCosts]:
     return {n: layers for n, layers in profile.items() if not arguments.rows or n in arguments.rows}
 
 
-def _measured(arguments: Namespace, model_file: ModelFile | None) -> Mapping[int, LayerCosts]:
-    assert model_file is not None
+def _measured(
+    arguments: Namespace, model_file: ModelFile, deadline: Deadline, show: Callable[[object], None], remarks: list[str]
+) -> Mapping[int, LayerCosts]:
+    """The layers' costs, measured or estimated; `remarks` gets which numbers of rows were left out."""
     from rota.planning.model_file import profile_file
 
     sizes = arguments.rows or [num_rows for num_rows in _ROWS if arguments.batch % num_rows == 0]
     how = {"device": arguments.device, "cache": arguments.cache, "refresh": arguments.refresh, "cuts": arguments.cuts}
-    return profile_file(model_file, sizes, report=show_progress, **how)
+    found = profile_file(
+        model_file, sizes, report=show, enough=lambda: deadline.elapsed_s > _PROFILE * deadline.seconds, **how
+    )
+    if missing := [num_rows for num_rows in sizes if num_rows not in found]:
+        remarks.append(f"left out for lack of time: micro-batches of {', '.join(map(str, missing))} rows")
+    return found
 
 
-def _confirmed(answer: Answer, model_file: ModelFile) -> Answer:
+def _is_here(arguments: Namespace) -> bool:
+    """Whether the links are asked for that are between processes of this machine."""
+    from rota.profiling.forked import why_not_here
+
+    stated = arguments.links is not None or arguments.link != _ANY_LINK or arguments.node is not None
+    return arguments.ranks > 1 and not stated and not arguments.slowdowns and not why_not_here(arguments.ranks)
+
+
+def _machine_here(
+    arguments: Namespace,
+    machine: Machine,
+    profiles: Mapping[int, LayerCosts],
+    deadline: Deadline,
+    show: Callable[[object], None],
+    remarks: list[str],
+) -> Machine:
+    """The machine with links and all-reduces as measured between processes of this one, as far as there is time."""
+    from rota.profiling import links_of_this_machine
+    from rota.profiling.all_reduces import measure_all_reduces
+
+    folder = arguments.cache if arguments.cache is not None and not arguments.cache.endswith(".json") else None
+    show("measuring the links between processes")
+    links = links_of_this_machine(arguments.ranks, cache=folder, refresh=arguments.refresh, report=show)
+    machine = replace(machine, link=links)
+    gradient_bytes = max(sum(layers.gradient_bytes) for layers in profiles.values())
+    if 2 * (arguments.pipeline or 1) > arguments.ranks or not gradient_bytes:
+        return machine
+    if deadline.left_s < deadline.seconds / 2:
+        remarks.append("left out for lack of time: all-reduces, which are priced by the links' rates")
+        return machine
+    show("measuring all-reduces of the gradients")
+    return replace(machine, all_reduces=measure_all_reduces(arguments.ranks, gradient_bytes))
+
+
+def _not_run(arguments: Namespace) -> str:
+    if arguments.inference:
+        return "these are forwards alone"
+    return f"this is for {arguments.device}"
+
+
+def _confirmed(
+    answer: Answer,
+    model_file: ModelFile,
+    arguments: Namespace,
+    time_limit_s: float,
+    show: Callable[[object], None],
+) -> Answer:
     from rota.planning.confirmation import confirm
 
     functions = model_file.make_batch, model_file.loss_fn, model_file.make_optimizer
-    return confirm(answer, model_file.make_model(), *functions, report=show_progress)
+    elsewhere = "" if arguments.node is None else "its ranks are on several nodes"
+    model = model_file.make_model()
+    return confirm(answer, model, *functions, report=show, time_limit_s=time_limit_s, elsewhere=elsewhere)
 
 
 COMMAND = Command(

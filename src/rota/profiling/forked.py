@@ -1,0 +1,101 @@
+"""Work on several processes of this machine at once, forked from this one, so that models need no pickling."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rota.errors import PipelineError, RotaError
+from rota.profiling.host_links import num_cores
+from rota.runtime.orphans import end_with_parent
+from rota.runtime.process_group import meeting_environments
+
+_OF_ANOTHER_RUN = ("ROTA_", "TORCHELASTIC_")  # the first letters of environment variables
+
+
+def why_not_here(num_processes: int) -> str:
+    """Why so many processes cannot be measured on this machine; "" if they can."""
+    if num_processes > num_cores():
+        return f"{num_processes} processes would share the {num_cores()} cores of this machine"
+    if dist.is_initialized():
+        return "this process is one of a process group, and cannot be forked"
+    return ""
+
+
+def run_forked(num_processes: int, work: Callable[[int], Any]) -> list[Any]:
+    """What `work(number)` returns on each of `num_processes` new processes of one process group over Gloo.
+
+    Each has one thread. The results travel as JSON. The first process that fails ends all of them.
+
+    Raises:
+        PipelineError: If one fails, with its error.
+    """
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory(prefix="rota-forked-") as folder:
+        workers = {}
+        try:
+            for number, environment in enumerate(meeting_environments(folder, num_processes)):
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_main, args=(theirs, work, number, environment, os.getpid()))
+                _flush()
+                process.start()
+                theirs.close()
+                workers[ours] = number, process
+            made: list[Any] = [None] * num_processes
+            waiting = [*workers]
+            while waiting:
+                for pipe in wait(waiting):
+                    assert isinstance(pipe, Connection)
+                    number, process = workers[pipe]
+                    made[number] = _result(pipe, number)
+                    waiting.remove(pipe)
+            return made
+        finally:
+            for _, process in workers.values():
+                process.kill()
+                process.join()
+
+
+def _flush() -> None:
+    """What is buffered here must not be written again by a child."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _result(pipe: Connection, number: int) -> Any:
+    try:
+        answer = json.loads(pipe.recv_bytes())
+    except EOFError:
+        raise PipelineError(f"measuring process {number} ended early; see above for its output") from None
+    if "failed" in answer:
+        raise PipelineError(answer["failed"])
+    return answer["made"]
+
+
+def _main(
+    pipe: Connection, work: Callable[[int], Any], number: int, environment: Mapping[str, str], parent: int
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this process
+    end_with_parent(parent)
+    torch.set_num_threads(1)  # as in a run; and a forked process must not use the parent's thread pool
+    for name in [name for name in os.environ if name.startswith(_OF_ANOTHER_RUN)]:
+        del os.environ[name]
+    os.environ.update(environment)
+    try:
+        answer = {"made": work(number)}
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = "" if isinstance(error, RotaError) else f" ({last.filename}:{last.lineno})"
+        answer = {"failed": f"{type(error).__name__}: {error}{where}"}
+    pipe.send_bytes(json.dumps(answer).encode())
