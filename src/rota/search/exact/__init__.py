@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import permutations
 from math import ceil
 from typing import Any, Literal
 
@@ -198,7 +198,7 @@ def _count_transfers(ordering: Ordering, problem: Problem) -> float:
         carries = [
             Carry(source, target, route.num_bytes, route.duration_us, rank == route.sender)
             for route in problem.placement.routes
-            if route.num_bytes and rank in (route.sender, route.receiver)
+            if route.num_bytes and rank in (route.sender, route.receiver) and route.source in window.nodes_of
             for source, target in zip(window.nodes_of[route.source], window.nodes_of[route.target], strict=True)
         ]
         if carries and problem.limits_bytes[rank] != NO_LIMIT:
@@ -229,7 +229,7 @@ def _start_as_soon_as_possible(ordering: Ordering) -> None:
     window, model = ordering.window, ordering.model
     waits = {(a, b, lag) for a, b, lag in window.edges}
     for row in window.rows:
-        waits |= {(a, b, 0) for a, b in combinations(row, 2)} | {(b, a, 0) for a, b in combinations(row, 2)}
+        waits |= {(a, b, 0) for a, b in permutations(row, 2) if not ordering.certain.is_before(b, a)}
     reasons: dict[int, list[cp_model.IntVar]] = {node: [] for node in window.sequence}
     for a, b, lag in sorted(waits):
         reason = model.new_bool_var(f"{b} waits for {a}")
