@@ -15,8 +15,8 @@ from rota.tasks import Kind, Op, Task
 _MOST_PLANS = 400
 
 
-def tiny_placement(chooser: random.Random) -> Placement:
-    """A DAG of 2 to 4 tasks on up to 3 ranks, some on several, some without length; transfers without bytes."""
+def tiny_placement(chooser: random.Random, carries: bool = False) -> Placement:
+    """A DAG of 2 to 4 tasks on up to 3 ranks, some on several, some without length; edges have bytes if `carries`."""
     num_ranks = chooser.randint(1, 3)
     names = [(stage, kind) for stage in range(3) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
     tasks = []
@@ -25,7 +25,8 @@ def tiny_placement(chooser: random.Random) -> Placement:
         held, peak = chooser.randint(-2, 3), chooser.choice((0, 0, 0, 1, 2))
         tasks.append(Task(stage, kind, tuple(ranks), chooser.choice((0, 0, 1, 2, 3, 5)), held, peak))
     pairs = [(a, b) for b in range(len(tasks)) for a in range(b)]
-    edges = [Edge(a, b) for a, b in pairs if chooser.random() < 0.5]
+    pairs = [pair for pair in pairs if chooser.random() < 0.5]
+    edges = [Edge(a, b, chooser.choice((0, 1, 2, 3)) if carries else 0) for a, b in pairs]
     limits = [chooser.choice((None, chooser.randint(2, 8))) for _ in range(num_ranks)]
     stages = sorted({task.stage for task in tasks})
     ends = chooser.sample(stages, chooser.choice((0, 0, 1, len(stages))))
@@ -99,11 +100,11 @@ def _by_task(order: Sequence[Op]) -> list[list[Op]]:
     return [[op for op in order if op[:2] == task] for task in {op[:2] for op in order}]
 
 
-def tiny_cases(count: int, seed: int) -> Iterator[Case]:
-    """`count` of them, with more than one plan each."""
+def tiny_cases(count: int, seed: int, carries: bool = False) -> Iterator[Case]:
+    """`count` of them, with more than one plan each; `carries`: transfers hold memory."""
     chooser = random.Random(seed)
     while count:
-        placement, num_microbatches = tiny_placement(chooser), chooser.randint(1, 4)
+        placement, num_microbatches = tiny_placement(chooser, carries), chooser.randint(1, 4)
         plans = every_plan(placement, num_microbatches)
         if plans is not None and len(plans) > 1:
             count -= 1

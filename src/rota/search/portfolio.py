@@ -45,7 +45,8 @@ _PATIENCES = (0.0, 1.0)  # of list scheduling: never wait for a better op, or do
 _CAPS = (1.0, 0.75, 0.5)  # parts of the memory limit: fewer micro-batches in flight are sometimes faster
 _DISPATCH_SHARE = 0.1  # of the whole budget
 _FIRST_SHARE, _GROWTH = 0.03, 1.5  # of the whole budget for a method's first turn, and its growth from turn to turn
-_FIRST_SHARE_OF_FITTING = 0.08  # the same for small steps whose transfers hold memory
+_FIRST_SHARE_OF_FITTING = 0.15  # the same for small steps whose transfers hold memory
+_EXACT_TIMES_OF_FITTING = 4  # times that share for CP-SAT, which gains nothing from being asked twice
 _EXACT_TIMES = 3  # times that share for a proof
 _TURN_S = 0.01  # nominal cost of a turn itself, so that idle turns use up the budget
 _AUTO_S_PER_OP = 0.0006  # nominal seconds that zb_auto costs per op
@@ -353,7 +354,8 @@ class Portfolio:
             self.bound_us, self.why = found.bound_us, "CP-SAT has tried all orders, and all waits"
 
     def _solve_with_transfers(self, part: float, turn: int, *, may_wait: bool) -> exact.Exact:
-        best, share, seed = self.incumbent.orders, self.share(_EXACT_TIMES * part), self.seed + turn
+        best, seed = self.incumbent.orders, self.seed + turn
+        share = self.share(_EXACT_TIMES_OF_FITTING * part)
         return exact.solve_with_transfers(
             self.problem, self.measure, best, self.bound_us, share, seed, may_wait=may_wait
         )
@@ -376,8 +378,7 @@ class Portfolio:
             methods.insert(0, self._fit)
             if self.num_ops <= exact.MOST_TIMED_OPS:
                 part = _FIRST_SHARE_OF_FITTING
-                methods = [self._fit, self._fit_exactly, self._bound_with_waits, *methods[1:]]
-                methods.remove(self._prove)
+                methods = [self._fit, self._fit_exactly, self._bound_with_waits]
         while not self.is_over and not (self.none_fits or (self.has_tried_all and self.has_tried_waits)):
             for method in methods:
                 is_needed = not self.has_tried_all or (method == self._bound_with_waits and not self.has_tried_waits)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import permutations
 from math import ceil
 from typing import Any, Literal
 
@@ -200,7 +200,7 @@ def _count_transfers(ordering: Ordering, problem: Problem) -> float:
         carries = [
             Carry(each.num_bytes, After(begun, each.since.lag_us), After(over, each.until.lag_us), each.is_sent)
             for each in problem.lowered.carried
-            if each.rank == rank
+            if each.rank == rank and each.since.task in window.nodes_of
             for begun, over in zip(window.nodes_of[each.since.task], window.nodes_of[each.until.task], strict=True)
         ]
         if carries and problem.limits_bytes[rank] != NO_LIMIT:
@@ -231,7 +231,7 @@ def _start_as_soon_as_possible(ordering: Ordering) -> None:
     window, model = ordering.window, ordering.model
     waits = {(a, b, lag) for a, b, lag in window.edges}
     for row in window.rows:
-        waits |= {(a, b, 0) for a, b in combinations(row, 2)} | {(b, a, 0) for a, b in combinations(row, 2)}
+        waits |= {(a, b, 0) for a, b in permutations(row, 2) if not ordering.certain.is_before(b, a)}
     reasons: dict[int, list[cp_model.IntVar]] = {node: [] for node in window.sequence}
     for a, b, lag in sorted(waits):
         reason = model.new_bool_var(f"{b} waits for {a}")

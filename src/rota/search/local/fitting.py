@@ -23,10 +23,10 @@ from rota.search.timing import Tables, measure, replay
 from rota.search.transfer_levels import Transfers, peaks_with_transfers
 from rota.stopping import Stopped, look
 
-OPS_PER_RATING = 8  #: rating orders costs as much per op as a replay for this many
+OPS_PER_RATING = 2  #: rating orders costs as much per op as a replay for this many
 _CHUNK = NOMINAL_OPS_PER_S // 40  # ops timed between two looks at the budget
-_FIRST_TRIES = 1_500  # moves of the first round; each round has half as many more
-_HEATS = (1.5, 0.6, 3.0)  # in turn: by how many mean ops a move may readily lengthen the step at first
+_FIRST_TRIES = 3_000  # moves of the first round; each round has half as many more
+_HEATS = (1.5, 0.4, 0.8)  # in turn: by how many mean ops a move may readily lengthen the step at first
 _COLDEST = 0.03  # of the first heat, at the end of a round
 _NO_LATEST = 1 << 61
 
@@ -68,7 +68,7 @@ def find_fitting(
     with suppress(Stopped):
         turn, tries = 0, _FIRST_TRIES
         while not search.is_over:
-            search.round(starts[turn % len(starts)] if turn % 2 == 0 else None, tries, _HEATS[turn % len(_HEATS)])
+            search.round(starts[turn // 2 % len(starts)] if turn % 2 == 0 else None, tries, _HEATS[turn % len(_HEATS)])
             turn, tries = turn + 1, tries * 3 // 2
 
 
@@ -104,13 +104,12 @@ class _Fitting:
         return self.budget.is_over or self.state.best_us[0] <= self.bound_us
 
     def round(self, start: Orders | None, tries: int, heat: float) -> None:
-        """Anneals from `start` (None: from the best), cooling down."""
-        if start is None:
-            if not self.found:
-                return
-            start = self.state.best
-        self.state.orders[:] = start
-        ops, done = OPS_PER_RATING * len(start), 0
+        """Anneals from `start` (None: from the best, or from where the last round ended), cooling down."""
+        if start is not None:
+            self.state.orders[:] = start
+        elif self.found:
+            self.state.orders[:] = self.state.best
+        ops, done = OPS_PER_RATING * len(self.state.orders), 0
         chunk = max(_CHUNK // ops, 1)
         while done < tries and not self.is_over:
             look()
@@ -158,7 +157,7 @@ def anneal_over(tables, transfers, step_ends, state, is_span, heats_us, num_trie
             state.rating[0], state.rating[1] = value, over
             kept[:] = orders
             keep_best(state)
-        price[0] = min(price[0] * 1.01, price[2]) if state.rating[1] else max(price[0] / 1.01, price[1])
+        price[0] = min(price[0] * 1.002, price[2]) if state.rating[1] else max(price[0] / 1.002, price[1])
 
 
 @njit(cache=True, nogil=True)
