@@ -2,7 +2,8 @@
 
 Graham, "Bounds on Multiprocessing Timing Anomalies", 1969. A rank may also wait for a better op that is due soon, as in
 Giffler and Thompson, "Algorithms for Solving Production-Scheduling Problems", 1960: that keeps all good orders within
-reach. Memory is granted as by Dijkstra's banker ("Cooperating Sequential Processes", 1965): an op that takes memory
+reach. A cap on a forward keeps the micro-batches between it and its backward few, however much memory there is: that
+shapes fill and steady state, as the warm-up counts of 1F1B do. Memory is granted as by Dijkstra's banker ("Cooperating Sequential Processes", 1965): an op that takes memory
 starts only if after it each rank can still finish its micro-batches one by one, oldest first. Then nothing gets stuck,
 unless what micro-batches leave behind for good fills the memory in an unlucky order.
 
@@ -23,10 +24,13 @@ from numpy.typing import NDArray
 from rota.search.problem import NO_LIMIT, Integers, Orders, Problem, Rows
 from rota.search.timing import Tables
 from rota.stopping import look
+from rota.tasks import Kind
 
 Priorities = NDArray[np.float64]  #: float64[num_ops]: per node, the lowest goes first
 
-OPS_PER_DISPATCH = 20  #: list scheduling costs as much per op as a replay costs for this many
+NO_CAP = 1 << 60  #: stands for "any number in flight" in arrays of caps
+
+OPS_PER_DISPATCH = 6  #: list scheduling costs as much per op as a replay costs for this many
 
 _MOST_STATES = 10_000  # tried to find the one order of a micro-batch that needs least memory
 _NEVER = 1 << 61
@@ -46,16 +50,22 @@ class Memory(NamedTuple):
     #: int64[...]: row r * num_components + c has rank r's tasks of component c, in the order of `one_at_a_time`.
     rows: Integers
     component_of: Integers  #: int64[num_tasks]
+    safe_bytes: Integers  #: int64[num_ranks]: with no more than this held, a rank can finish what it has begun
+    caps: Integers  #: int64[num_tasks]: most micro-batches between a forward and its backward, or NO_CAP
+    backward_of: Integers  #: int64[num_tasks]: the task that ends what the cap counts; -1: the task has no cap
 
     @classmethod
     def of(cls, problem: Problem) -> Memory:
-        """The tables of a problem."""
+        """The tables of a problem, without caps."""
         placement, order = problem.placement, one_at_a_time(problem)
         tasks, component_of = placement.tasks, placement.component_of
         pairs = ((rank, c) for rank in range(placement.num_ranks) for c in range(placement.num_components))
         rows = Rows.of([[t for t in order if r in tasks[t].ranks and component_of[t] == c] for r, c in pairs])
         components = np.array(component_of, np.int64)
-        return cls(problem.limits_bytes, problem.held_bytes, problem.peak_bytes, rows.first, rows.values, components)
+        held, peak, backward_of = problem.held_bytes, problem.peak_bytes, backwards(problem)
+        caps = np.full(len(tasks), NO_CAP)
+        safe = problem.limits_bytes - np.array([_most_to_finish(problem, rank) for rank in range(placement.num_ranks)])
+        return cls(problem.limits_bytes, held, peak, rows.first, rows.values, components, safe, caps, backward_of)
 
 
 class DispatchState(NamedTuple):
@@ -70,7 +80,8 @@ class DispatchState(NamedTuple):
     levels: Integers  #: int64[num_ranks]: bytes held
     oldest: Integers  #: int64[num_ranks]: the rank has finished all micro-batches before this one
     newest: Integers  #: int64[num_ranks]: the last micro-batch that the rank has begun, -1: none
-    due_us: Integers  #: int64[num_tasks]: when the task's next op could start
+    ready_us: Integers  #: int64[num_tasks]: when the inputs of the task's next op are there, _NEVER if not known yet
+    due_us: Integers  #: int64[num_tasks]: when the task's next op could start, as far as its rank has looked
 
     @classmethod
     def of(cls, tables: Tables) -> DispatchState:
@@ -80,6 +91,7 @@ class DispatchState(NamedTuple):
             return np.zeros(size, np.int64)
 
         num_ranks, num_tasks = len(tables.first_op) - 1, len(tables.durations_us)
+        is_ready = (tables.first_input[1:] == tables.first_input[:-1]) & (np.diff(tables.first_node) > 0)
         return cls(
             np.zeros(tables.first_op[-1], np.int32),
             tables.first_op[:-1].copy(),
@@ -90,6 +102,7 @@ class DispatchState(NamedTuple):
             zeros(num_ranks),
             zeros(num_ranks),
             np.full(num_ranks, -1),
+            np.where(is_ready, 0, _NEVER),
             zeros(num_tasks),
         )
 
@@ -103,19 +116,29 @@ class Dispatcher:
         self.memory = Memory.of(problem)
 
     def __call__(
-        self, priorities: Priorities, patience: float = 0.0, limits_bytes: Integers | None = None
+        self,
+        priorities: Priorities,
+        patience: float | NDArray[np.float64] = 0.0,
+        limits_bytes: Integers | None = None,
+        caps: Integers | None = None,
     ) -> Orders | None:
         """The orders, or None where memory lets nothing more start.
 
         Args:
             priorities: float64[num_ops], per node; the lowest goes first.
             patience: A rank waits for a better op rather than start a worse one that would delay it, if it idles less
-                than `patience` times that delay.
+                than `patience` times that delay; one for all ranks, or float64[num_ranks].
             limits_bytes: int64[num_ranks], lower than the problem's limits to keep fewer micro-batches in flight.
+            caps: int64[num_tasks]: most micro-batches between each forward and its backward, 1 or more.
         """
-        memory = self.memory if limits_bytes is None else self.memory._replace(limits_bytes=limits_bytes)
-        state = DispatchState.of(self.tables)
-        while run(self.tables, memory, priorities, patience, state, _OPS_PER_CALL):
+        memory = self.memory
+        if limits_bytes is not None:
+            lower = memory.limits_bytes - limits_bytes
+            memory = memory._replace(limits_bytes=limits_bytes, safe_bytes=memory.safe_bytes - lower)
+        memory = memory if caps is None else memory._replace(caps=caps)
+        state, num_ranks = DispatchState.of(self.tables), len(self.tables.first_op) - 1
+        patiences = np.full(num_ranks, patience, np.float64)
+        while run(self.tables, memory, priorities, patiences, state, _OPS_PER_CALL):
             look()
         num_started = int((state.next_op - self.tables.first_op[:-1]).sum())
         return state.orders if num_started == self.tables.first_op[-1] else None
@@ -204,16 +227,54 @@ def busiest_us(problem: Problem) -> float:
     return float(max(problem.durations_us[tasks].sum() for tasks in problem.tasks_on)) or 1.0
 
 
+def backwards(problem: Problem) -> Integers:
+    """int64[num_tasks]: per forward the backward of its stage that other stages wait for; -1 for all other tasks."""
+    index, tasks = problem.placement.index, problem.placement.tasks
+    result = np.full(len(tasks), -1)
+    for i, task in enumerate(tasks):
+        if task.kind is Kind.F:
+            result[i] = index.get((task.stage, Kind.I), index.get((task.stage, Kind.B), -1))
+    return result
+
+
+def _most_to_finish(problem: Problem, rank: int) -> int:
+    """The most bytes that a rank needs on top to finish, oldest first, the micro-batches that it has begun.
+
+    That is easy to say where whatever a micro-batch holds is taken before anything of it is freed, and freed in the
+    end: finishing one then leaves no less room for the next. Elsewhere it is NO_LIMIT: nobody knows.
+    """
+    tasks, component_of = problem.placement.tasks, np.array(problem.placement.component_of)
+    most, on = 0, problem.tasks_on[rank]
+    for component in range(problem.placement.num_components):
+        own = on[component_of[on] == component]
+        taking, freeing = own[problem.held_bytes[own] > 0], own[problem.held_bytes[own] < 0]
+        if not problem.after[np.ix_(taking, freeing)].all() or problem.held_bytes[own].sum() > 0:
+            return NO_LIMIT
+        need = int(problem.held_bytes[taking].sum())
+        is_first = [problem.after[t, own[own != t]].all() for t in taking]
+        if problem.placement.num_components == 1 and any(is_first):  # every micro-batch that was begun has this one
+            need -= int(problem.held_bytes[taking[is_first.index(True)]])
+        most = max(most, need + max((tasks[t].peak_bytes for t in own), default=0))
+    return most
+
+
+# Passing a tuple of arrays to a compiled function counts references to each, which costs as much as a short loop. So
+# `run` calls `admits` only where it must.
 @njit(cache=True, nogil=True)
-def run(tables, memory, priorities, patience, state, most_ops):  # type: ignore[no-untyped-def]
-    """Starts `most_ops` ops; False when no ops are left, or memory lets nothing start."""
-    _, first_node, durations, first_rank, ranks, _, _, first_output, outputs, first_on, on, _ = tables
-    orders, next_op, free_us, wake_us, started, ends_us, levels, oldest, newest, due_us = state
+def run(tables, memory, priorities, patiences, state, most_ops):  # type: ignore[no-untyped-def]
+    """Starts `most_ops` ops; False when no ops are left, or memory and caps let nothing start."""
+    _, first_node, durations, first_rank, ranks, first_input, inputs, first_output, outputs, first_on, on, _ = tables
+    orders, next_op, free_us, wake_us, started, ends_us, levels, oldest, newest, ready_us, due_us = state
+    limits, held_bytes, peak_bytes, first_row, _, component_of, safe_bytes, caps, backward_of = memory
     num_ranks = len(free_us)
-    num_components = (len(memory.first_row) - 1) // num_ranks
+    num_components = (len(first_row) - 1) // num_ranks
+    work_together = len(ranks) > len(durations)
     num_ops = 0
     while True:
-        rank = np.argmin(wake_us)
+        rank = 0
+        for q in range(1, num_ranks):
+            if wake_us[q] < wake_us[rank]:
+                rank = q
         now = wake_us[rank]
         if now == _NEVER:
             return False
@@ -222,32 +283,45 @@ def run(tables, memory, priorities, patience, state, most_ops):  # type: ignore[
         if free_us[rank] > now:
             wake_us[rank] = free_us[rank]
             continue
-        chosen = -1
-        wake_us[rank] = _NEVER
+        chosen, wake = -1, _NEVER
         for i in range(first_on[rank], first_on[rank + 1]):
             task = on[i]
-            due_us[task] = due(tables, task, started, ends_us, free_us)
-            if due_us[task] < _NEVER:
+            at, held, backward = ready_us[task], held_bytes[task], backward_of[task]
+            if at < _NEVER and backward >= 0 and started[task] - started[backward] >= caps[task]:
+                at = _NEVER
+            if at < _NEVER:
                 for j in range(first_rank[task], first_rank[task + 1]):
-                    if not admits(memory, ranks[j], task, started, levels, oldest, newest, num_components):
-                        due_us[task] = _NEVER
-                        break
+                    q = ranks[j]
+                    at = max(at, free_us[q])
+                    if limits[q] < NO_LIMIT:
+                        level = levels[q] + max(held, 0)
+                        if level + peak_bytes[task] > limits[q] or (
+                            held > 0
+                            and level > safe_bytes[q]
+                            and not admits(memory, q, task, started, levels, oldest, newest, num_components)
+                        ):
+                            at = _NEVER
+                            break
+            due_us[task] = at
+            if at > now:
+                wake = min(wake, at)
         for i in range(first_on[rank], first_on[rank + 1]):
             task = on[i]
             if due_us[task] > now:
-                wake_us[rank] = min(wake_us[rank], due_us[task])
                 continue
             priority = priorities[first_node[task] + started[task]]
             if chosen >= 0 and priority >= priorities[first_node[chosen] + started[chosen]]:
                 continue
             end = now + durations[task]
             is_better_to_wait = False
-            for j in range(first_on[rank], first_on[rank + 1]):
-                other = on[j]
-                if now < due_us[other] < end and priorities[first_node[other] + started[other]] < priority:
-                    is_better_to_wait |= due_us[other] - now < patience * (end - due_us[other])
+            if wake < end:
+                for j in range(first_on[rank], first_on[rank + 1]):
+                    other = on[j]
+                    if now < due_us[other] < end and priorities[first_node[other] + started[other]] < priority:
+                        is_better_to_wait |= due_us[other] - now < patiences[rank] * (end - due_us[other])
             if not is_better_to_wait:
                 chosen = task
+        wake_us[rank] = wake
         if chosen < 0:
             continue
         num_ops += 1
@@ -259,30 +333,25 @@ def run(tables, memory, priorities, patience, state, most_ops):  # type: ignore[
             orders[next_op[q]] = chosen
             next_op[q] += 1
             free_us[q] = wake_us[q] = end
-            levels[q] += memory.held_bytes[chosen]
-            newest[q] = max(newest[q], k * num_components + memory.component_of[chosen])
-        for i in range(first_output[chosen], first_output[chosen + 1], 2):
-            fed = outputs[i]
-            for j in range(first_rank[fed], first_rank[fed + 1]):
-                q = ranks[j]
-                wake_us[q] = min(wake_us[q], end + outputs[i + 1])
-
-
-@njit(cache=True, nogil=True)
-def due(tables, task, started, ends_us, free_us):  # type: ignore[no-untyped-def]
-    """When the task's next op could start: its inputs are there, its ranks free. _NEVER if that is not known yet."""
-    k = started[task]
-    if k == tables.first_node[task + 1] - tables.first_node[task]:
-        return _NEVER
-    at = np.int64(0)
-    for i in range(tables.first_input[task], tables.first_input[task + 1], 2):
-        source = tables.inputs[i]
-        if started[source] <= k:
-            return _NEVER
-        at = max(at, ends_us[tables.first_node[source] + k] + tables.inputs[i + 1])
-    for i in range(tables.first_rank[task], tables.first_rank[task + 1]):
-        at = max(at, free_us[tables.ranks[i]])
-    return at
+            levels[q] += held_bytes[chosen]
+            newest[q] = max(newest[q], k * num_components + component_of[chosen])
+        for o in range(first_output[chosen] - 2, first_output[chosen + 1], 2):  # itself first, then what it feeds
+            task = chosen if o < first_output[chosen] else outputs[o]
+            if task != chosen and started[task] != k:
+                continue
+            n = started[task]
+            at = np.int64(0) if n < first_node[task + 1] - first_node[task] else _NEVER
+            for i in range(first_input[task], first_input[task + 1], 2):
+                if at == _NEVER or started[inputs[i]] <= n:
+                    at = _NEVER
+                    break
+                at = max(at, ends_us[first_node[inputs[i]] + n] + inputs[i + 1])
+            ready_us[task] = at
+            for j in range(first_rank[task], first_rank[task + 1]):
+                wake_us[ranks[j]] = min(wake_us[ranks[j]], at)
+        if work_together:  # another rank may have waited for this one, or for its memory
+            for q in range(num_ranks):
+                wake_us[q] = min(wake_us[q], max(end, free_us[q]))
 
 
 @njit(cache=True, nogil=True)
@@ -292,7 +361,7 @@ def admits(memory, rank, task, started, levels, oldest, newest, num_components):
     held = held_bytes[task]
     if levels[rank] + max(held, 0) + peak_bytes[task] > limit:
         return False
-    if held <= 0 or limit == NO_LIMIT:
+    if held <= 0 or limit == NO_LIMIT or levels[rank] + held <= memory.safe_bytes[rank]:
         return True
     level = levels[rank] + held
     started[task] += 1

@@ -1,24 +1,20 @@
 """Local search, round after round, each one longer: on the policies of list scheduling, then on the orders themselves.
 
-A policy says when tasks would like to start, how patient ranks are, and what they may hold. A change of it moves whole
-rows of ops at once, on many ranks, where moving one op would only make it late.
+A change of a policy moves whole rows of ops at once, on many ranks, where moving one op would only make it late.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import product
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rota.search.budget import NOMINAL_OPS_PER_S, Budget
-from rota.search.dispatching import OPS_PER_DISPATCH, Dispatcher, busiest_us, from_starts
 from rota.search.local.moves import State, anneal
-from rota.search.problem import Integers, Orders, Problem
+from rota.search.local.policies import Climb, Objectives
+from rota.search.problem import Orders, Problem
 from rota.search.timing import Score, score
 from rota.stopping import Stopped
 
@@ -26,10 +22,6 @@ _CHUNK = NOMINAL_OPS_PER_S // 20  # ops timed between two looks at the budget
 _FIRST_ROUND = 600  # times the ops of the problem: ops timed in the first round's annealing
 _CLIMB_PART = 0.5  # of that for policies
 _HEATS = (0.1, 0.3)  # in turn: by how many mean ops a move may readily lengthen the step at first
-_SPREADS = (1.6, 1.3, 2.0, 1.0, 3.0, 0.7)  # how much longer a micro-batch may last than it has to
-_PATIENCES = (2.0, 1.0, 0.5, 0.25, 0.0)
-
-Objectives = tuple[int, int]  #: µs of the objective, then of the other one of makespan and span
 
 
 def improve(
@@ -131,78 +123,3 @@ class _Improvement:
         self.best, self.key = orders, key
         if self.on_better:
             self.on_better(orders, Score(*(key[::-1] if self.is_span else key)))
-
-
-@dataclass(frozen=True)
-class Policy:
-    """Task t would like to start its k-th op at `starts_us[t]` + k · `period_us`; see `Dispatcher` for the rest."""
-
-    starts_us: NDArray[np.float64]  #: float64[num_tasks]
-    period_us: float
-    patience: float
-    limits_bytes: Integers  #: int64[num_ranks]
-
-
-class Climb:
-    """Hill climbing on policies: the best of some plain ones, then changes of it that are no worse."""
-
-    def __init__(self, problem: Problem, is_span: bool, seed: int) -> None:
-        self.problem = problem
-        self.is_span = is_span
-        self.random = np.random.default_rng(seed)
-        self.dispatcher = Dispatcher(problem)
-        self.largest_held_bytes = _largest_held_bytes(problem)
-        self.period_us = busiest_us(problem)
-        self.plain = self._plain()
-        self.policy = next(self._plain())
-        self.key: Objectives | None = None
-        self.orders: Orders | None = None
-
-    @property
-    def ops_per_try(self) -> int:
-        """What one try costs, as the number of ops that could be timed instead."""
-        return OPS_PER_DISPATCH * int(self.problem.first_op[-1])
-
-    def try_one(self) -> None:
-        """Tries the next plain policy; when there are no more, a change of the best."""
-        policy = next(self.plain, None) or self._changed()
-        priorities = from_starts(self.problem, policy.starts_us, policy.period_us)
-        orders = self.dispatcher(priorities, policy.patience, policy.limits_bytes)
-        timed = None if orders is None else score(self.problem, orders)
-        if timed is None:
-            return
-        key = (timed.span_us, timed.makespan_us) if self.is_span else (timed.makespan_us, timed.span_us)
-        if self.key is None or key <= self.key:
-            self.policy, self.key, self.orders = policy, key, orders
-
-    def _plain(self) -> Iterator[Policy]:
-        """Tasks that nothing waits for come last of all, or when their turn comes."""
-        problem = self.problem
-        heads = problem.heads_us.astype(np.float64)
-        is_read = problem.outputs.first[1:] > problem.outputs.first[:-1]
-        last = 4 * heads.max(initial=0) + self.period_us * problem.num_microbatches
-        for put_off, spread, patience in product((0.0,) if is_read.all() else (last, 0.0), _SPREADS, _PATIENCES):
-            yield Policy(spread * heads + put_off * ~is_read, self.period_us, patience, problem.limits_bytes)
-
-    def _changed(self) -> Policy:
-        """Changes the patience, the starts of some adjacent tasks, or what one rank may hold."""
-        policy, random = self.policy, self.random
-        what = random.integers(4)
-        if what == 0:
-            return replace(policy, patience=max(0.0, policy.patience + 0.3 * random.normal()))
-        if what == 1:
-            limits = policy.limits_bytes.copy()
-            rank = random.integers(len(limits))
-            more = self.largest_held_bytes[rank] * random.integers(-2, 3)
-            limits[rank] = min(self.problem.limits_bytes[rank], limits[rank] + more)
-            return replace(policy, limits_bytes=limits)
-        starts = policy.starts_us.copy()
-        first = random.integers(len(starts))
-        num_tasks = 1 if what == 2 else random.integers(1, self.problem.placement.num_ranks + 1)
-        starts[first : first + num_tasks] += self.period_us * random.normal() * (2 if what == 2 else 1)
-        return replace(policy, starts_us=starts)
-
-
-def _largest_held_bytes(problem: Problem) -> Integers:
-    """int64[num_ranks]: the most that one op keeps."""
-    return np.array([problem.held_bytes[tasks].max(initial=0) for tasks in problem.tasks_on], np.int64)
