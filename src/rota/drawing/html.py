@@ -26,7 +26,7 @@ from rota.units import size_text
 # In reading order; functions may call those of later files.
 _SCRIPTS = (
     *("timeline", "memory", "colors", "lanes", "view", "layout", "words"),
-    *("overlays", "pointer", "controls", "main"),
+    *("overlays", "links", "pointer", "controls", "main"),
 )
 
 Names = tuple[str, str]
