@@ -192,7 +192,8 @@ class Plan:
 
     @cached_property
     def first_service(self) -> Mapping[int, int]:
-        """The first node of the transfers on each route that uses shared links."""
+        """The first node of the transfers on each route that uses shared links. Raises PlanError as `nodes` does."""
+        _ = self.nodes  # refuses orders whose step ends cannot be known
         following, first = self.num_ops + 2 * len(self.step_end_ranks), {}
         for r, route in enumerate(self.placement.routes):
             if route.shared:
