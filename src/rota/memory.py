@@ -40,28 +40,21 @@ def events(
     """
     result = _op_events(plan, rank, starts_us, ends_us)
     in_order = len(result)
-    made_us = _ends_by_task(plan, rank, ends_us) if any(route.shared for route in plan.placement.routes) else {}
+    end_of = dict(zip(plan.nodes[rank], ends_us, strict=True)) if plan.first_service else {}
     for route, starts, ends in zip(plan.placement.routes, sent_us, arrived_us, strict=True):
         if rank not in (route.sender, route.receiver) or not route.num_bytes:
             continue
         size = route.num_bytes
         if rank == route.sender and route.shared:  # the sender holds the bytes while they wait for the shared links
-            starts = [min(times) for times in zip(made_us[route.source], starts, strict=True)]
+            costs_us = plan.placement.occupied_us[route.source][1]
+            nodes = range(plan.first_node[route.source], plan.first_node[route.source + 1])
+            starts = [min(end_of[node] + costs_us, start) for node, start in zip(nodes, starts, strict=True)]
         result += [(4 * start + _TRANSFER_STARTS, size) for start in starts]
         if rank == route.sender:  # the receiver's bytes are freed by the op that reads them
             result += [(4 * end + _TRANSFER_ENDS, -size) for end in ends]
     if len(result) > in_order:
         result.sort(key=itemgetter(0))  # stable: ops at one instant stay in the rank's order
     return result
-
-
-def _ends_by_task(plan: Plan, rank: int, ends_us: Sequence[int]) -> dict[int, list[int]]:
-    """For each task of a rank the ends of its ops, by micro-batch, with the time that sending costs."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    for (stage, kind, microbatch), end in zip(plan.orders[rank], ends_us, strict=True):
-        task = plan.placement.index[stage, kind]
-        found.setdefault(task, []).append((microbatch, end + plan.placement.occupied_us[task][1]))
-    return {task: [end for _, end in sorted(ends)] for task, ends in found.items()}
 
 
 def _op_events(plan: Plan, rank: int, starts_us: Sequence[int], ends_us: Sequence[int]) -> list[tuple[int, int]]:

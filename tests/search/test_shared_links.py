@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from rota import Cluster, Costs, Placement, Plan, PlanError, check, find_plan, place, simulate
 from rota.costs import Link, SharedLink
 from rota.plan import Transfer
-from rota.schedules import one_f_one_b
+from rota.planning.layout_bounds import placement_bound_us
+from rota.schedules import one_f_one_b, zb_auto, zb_h1, zb_h2
 from rota.search import bounds_of, exact, find_repeating
 from rota.search.budget import Budget
 from rota.search.periodic.steady import find_steady
@@ -237,3 +238,29 @@ def test_a_shared_link_that_nothing_uses_changes_no_answer(objective: Objective)
     )
     assert (found.plan.orders, found.value_us, found.bound_us) == (same.plan.orders, same.value_us, same.bound_us)
     assert same.plan.service_orders == ((),)
+
+
+@given(seeds)
+@settings(deadline=None, max_examples=30)
+def test_the_bound_on_a_layout_is_below_every_plan(seed: int) -> None:
+    chooser = random.Random(seed)
+    link = Link(chooser.choice((0, 5)), chooser.choice((None, 50)), chooser.choice((0, 30)), None, 20, None)
+    placement, num_microbatches = _chain(4, chooser.choice((10, 100, 1000)), None, link), chooser.randint(1, 6)
+    sequence = strategies.linear_extension(placement, num_microbatches, chooser, in_order=True)
+    plans = [strategies.deal(placement, num_microbatches, sequence)]
+    plans += [schedule(placement, num_microbatches) for schedule in (zb_h1, zb_h2, one_f_one_b)]
+    least = placement_bound_us(placement, num_microbatches)
+    assert all(least <= simulate(plan).makespan_us for plan in plans)
+
+
+@pytest.mark.parametrize(("rate", "limit"), [(10, None), (20, 18_000), (100, None)])
+def test_zb_auto_is_no_longer_than_what_it_starts_from_where_messages_share_a_link(
+    rate: int, limit: int | None
+) -> None:
+    placement = _chain(4, rate, limit, Link(5, 100, 3, None, 2, None))
+    timeline = simulate(zb_auto(placement, 8))
+    check(timeline.plan)
+    for schedule in (zb_h1, zb_h2, one_f_one_b):
+        other = simulate(schedule(placement, 8))
+        if limit is None or max(other.peak_memory_bytes) <= limit:
+            assert timeline.span_us <= other.span_us
