@@ -6,7 +6,7 @@ import json
 import signal
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import closing
 from fnmatch import fnmatch
@@ -62,7 +62,7 @@ def _paths(given: list[str], only: str | None) -> list[Path]:
     return sorted(paths, key=lambda path: (path.stat().st_size, path.name))
 
 
-def _searched(paths: list[Path], time_limit_s: float, jobs: int) -> Iterator[Attempt]:
+def _searched(paths: list[Path], time_limit_s: float, jobs: int) -> Generator[Attempt, None, None]:
     """The attempts as they end; after Ctrl-C no further search begins."""
     from rota.search.library import search_file
 
