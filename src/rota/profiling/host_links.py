@@ -191,7 +191,9 @@ def _costs(wire: Wire, work: occupancy.Work, repeats: int, ranks_per_core: float
                 found[role] = [[*a, *b] for a, b in zip(found[role] or [[]] * len(sizes), sizes, strict=True)]
     scale = ranks_per_core if by_processor else 1.0
     send, receive = (
-        [sample_of(size, [scale * us for us in of]) for size, of in zip(occupancy.SIZES, found[role], strict=True)]
+        [
+            sample_of(size, [scale * us for us in of]) for size, of in zip(occupancy.SIZES, found[role], strict=False)
+        ]  # none of a rank alone
         for role in ("send", "receive")
     )
     return send, receive
