@@ -39,13 +39,28 @@ def measured(rank: int) -> tuple[Cluster, list[str], list[str]]:
 
 def test_all_pairs_are_measured_by_events(pool: Pool) -> None:
     by_rank = pool.run(3, measured)
-    for cluster, _, syncs in by_rank:
-        assert cluster == Cluster((None,) * 3, Link(30, 1000))
+    first = by_rank[0][0]
+    assert first == Cluster((None,) * 3, Link(30, 1000), shared=first.shared)  # messages slow no product here
+    (shared,) = first.shared
+    assert shared.senders == shared.receivers == (0, 1, 2)
+    assert 4 * 62_500 / shared.bytes_per_us == pytest.approx(30 + 62.5, rel=0.2)  # four directions, all at once
+    for rank, (cluster, _, syncs) in enumerate(by_rank):
+        assert cluster == first
         assert {*syncs} <= {"times_ns", "synchronize"}
-        assert syncs.count("synchronize") == 2  # once for each pair: to open its channel
+        num_channels = 4 if rank == 1 else 2  # to its neighbours
+        assert syncs.count("synchronize") == 2 + num_channels  # each is opened once, and one of each pair before
     lines = by_rank[0][1]
-    times = "1 kB 31 µs, 4 kB 34 µs, 16 kB 46 µs, 64 kB 94 µs, 256 kB 286 µs (895 MB/s; in a row 895 MB/s)"
-    assert lines == [f"{a} → {b}: {times}" for a in range(3) for b in range(3) if a != b]
+    times = "1 kB 31 µs, 4 kB 34 µs, 16 kB 46 µs, 64 kB 94 µs, 256 kB 286 µs; 31 µs behind a kernel"
+    rates = "(895 MB/s; in a row 895 MB/s)"
+    told = [f"{a} → {b}: {times} {rates}" for a in range(3) for b in range(3) if a != b]
+    assert lines[2:8] == told
+    assert lines[:2] == [
+        "messages between 3 devices, one pair at a time",
+        "messages between all neighbours at once, and beside kernels",
+    ]
+    assert "at once" in lines[8]
+    assert lines[9].startswith("62.5 kB take a matrix product beside them 0 µs at its sender and 0 µs at its receiver")
+    assert lines[10].startswith("the host needs ")
     assert by_rank[1][1] == by_rank[2][1] == []
 
 

@@ -110,7 +110,7 @@ def costs_beside_work(
         wire: This process's.
         work: Of a slot.
         pairs: Senders and receivers; no rank is in two. They exchange messages at once, and other ranks compute.
-        repeats: Number of measurements, each one beside another without messages.
+        repeats: Number of measurements.
         by_processor: Whether processor time counts, see above.
 
     Returns:
@@ -122,8 +122,11 @@ def costs_beside_work(
     for size in SIZES:
         differences = []
         for _ in range(1 + repeats):
-            alone, beside = slots_beside(wire, work, None, None, 0), slots_beside(wire, work, to, source, size)
-            differences.append(beside[by_processor] - alone[by_processor])
+            beside = slots_beside(wire, work, to, source, size)
+            if by_processor:
+                differences.append(beside.processor_us)
+            else:
+                differences.append(beside.us - slots_beside(wire, work, None, None, 0).us)
         found.append(differences[1:])
     return {} if to is source is None else {"send" if source is None else "receive": found}
 
