@@ -6,6 +6,7 @@ import argparse
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from fractions import Fraction
 from typing import TypeVar
 
@@ -234,9 +235,13 @@ def uniform(arguments: Namespace, num_stages: int) -> Costs:
 
 def cluster_of(arguments: Namespace, num_ranks: int, limit_bytes: int | None) -> Cluster:
     """The cluster of `--ranks` ranks, or else of `num_ranks`."""
-    return Cluster.uniform(
-        arguments.ranks or max(num_ranks, 1), limit_bytes, arguments.latency_us, arguments.bytes_per_us
-    )
+    ranks = arguments.ranks or max(num_ranks, 1)
+    links_of: Callable[[int], Cluster | None] = getattr(arguments, "links_of", lambda _: None)
+    if (links := links_of(ranks)) is None:
+        return Cluster.uniform(ranks, limit_bytes, arguments.latency_us, arguments.bytes_per_us)
+    if links.num_ranks != ranks:
+        raise InputError(f"the links are those of {links.num_ranks} ranks, and the plan has {ranks}; give those of all")
+    return replace(links, limit_bytes=(limit_bytes,) * ranks)
 
 
 def shaped(arguments: Namespace, limit_bytes: int | None) -> Placement:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from argparse import Namespace
+from functools import partial
 
 from rota import checking, simulation
 from rota.cli import files
@@ -20,13 +22,14 @@ from rota.cli.arguments import (
 )
 from rota.cli.parser import Command, Parser, one_of
 from rota.cli.requirements import InputError, require_search
-from rota.cli.screen import print_timeline
+from rota.cli.screen import print_timeline, progress_line
 from rota.cli.searching import SEARCH, search_plan
-from rota.costs import Costs
+from rota.costs import Cluster, Costs
 from rota.plan import Plan
 from rota.schedules import NAMED
 from rota.tasks import Kind
 
+_MEASURED_ON_CPU = "measured on CPU"  # how the note of such costs begins
 _OBJECTIVES = ("makespan", "span", "period")
 
 
@@ -38,6 +41,8 @@ def add_arguments(parser: Parser) -> None:
     add_step(parser)
     parser.add_argument("--stages", type=number(1), help="stages, placed as the schedule wants (default: its least)")
     add_costs(parser, "a stage")
+    help_text = "measured by `rota profile links -o cluster.json` (default: measured, where costs of a CPU fit here)"
+    parser.add_argument("--links", metavar="FILE", help=help_text)
     add_shape(parser, group="for search")
     parser.add_argument(
         "--objective",
@@ -55,11 +60,37 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Make a plan by the named schedule or by search, and write it as JSON or CSV. Returns the exit code."""
+    arguments.links_of = partial(_links, arguments)
     planned = _searched(arguments) if arguments.schedule == SEARCH else _named(arguments)
     _warn_of_idle_ranks(planned)
     is_csv = arguments.output is not None and arguments.output.endswith(".csv")
     files.keep(arguments.output, planned.to_csv() if is_csv else planned.to_json(), "plan.json")
     return 0
+
+
+def _links(arguments: Namespace, num_ranks: int) -> Cluster | None:
+    """The links in the file of --links; or as measured here, if the costs are; None: those of the other options.
+
+    Says so where measured costs are planned with transfers that cost nothing.
+    """
+    stated = arguments.latency_us or arguments.bytes_per_us is not None
+    if arguments.links is not None:
+        if stated:
+            raise InputError(f"--links {arguments.links} has all links; leave --latency-us and --bytes-per-us out")
+        return files.read_cluster(arguments.links)
+    if stated or arguments.costs is None:
+        return None
+    costs = files.read_costs(arguments.costs)
+    if costs.note.startswith(_MEASURED_ON_CPU) and importlib.util.find_spec("torch") is not None and num_ranks > 1:
+        from rota.profiling import links_of_this_machine
+        from rota.profiling.forked import why_not_here
+
+        if not why_not_here(num_ranks):
+            with progress_line() as show:
+                return links_of_this_machine(num_ranks, report=show)
+    if num_ranks > 1:
+        print("transfers are counted as free; give --links, or --latency-us and --bytes-per-us")
+    return None
 
 
 def _named(arguments: Namespace) -> Plan:
