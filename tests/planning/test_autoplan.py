@@ -8,21 +8,22 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from operator import le
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 import rota
 from rota.checking import check
-from rota.costs import Cluster, Link
+from rota.costs import Cluster, Link, SharedLink
 from rota.cutting import uniform
 from rota.errors import PlacementError, RotaError, SearchError
 from rota.layers import LayerCosts
 from rota.planning import Machine, Progress, autoplan, finalists
 from rota.planning.candidate import Candidate, Request
+from rota.planning.choosing import chosen, simplicity
 from rota.planning.evaluation import Found, Misfit, evaluate
 from rota.planning.layout_bounds import layout_bound_us, least_bytes, placement_bound_us
 from rota.planning.layouts import Layout, layouts
@@ -197,7 +198,8 @@ def test_stages_are_on_two_ranks_where_their_sums_have_a_price_and_it_is_wanted(
         return {layout.shape for layout in layouts([1], 8, machine, 8, copies=copies)}
 
     assert "bidirectional" in shapes(Machine(2, None, Link(1, 100)))
-    assert "bidirectional" in shapes(Machine(2, None, Cluster.uniform(2)))
+    assert "bidirectional" in shapes(Machine(2, None, Cluster.uniform(2, bytes_per_us=100)))
+    assert "bidirectional" not in shapes(Machine(2, None, Cluster.uniform(2)))  # a cluster without a rate
     assert "bidirectional" not in shapes(Machine(2)) | shapes(Machine(2, None, Link(1, 100)), copies=False)
     layers = {1: layer_costs(1, parameters=8)}
     answer = autoplan(layers, Machine(4, None, Link(1, 100)), 8, copies=False, time_limit_s=LONG_S)
@@ -263,6 +265,70 @@ def test_a_slow_rank_gets_fewer_layers_and_slow_replicas_hold_up_the_others() ->
         layers_on[rank] += best.boundaries[stage + 1] - best.boundaries[stage]
     assert layers_on[2] < min(layers_on[:2])
     assert Machine(4, None, slowdowns=(1, 1, 1, 3)).slowdowns_of(2, 2) == (1, 3)
+
+
+def test_replicas_are_offered_only_where_their_all_reduces_have_a_price() -> None:
+    profiles = {1: layer_costs(1, parameters=8)}
+
+    def replicas(machine: Machine) -> set[int]:
+        found = autoplan(profiles, machine, 8, time_limit_s=LONG_S)
+        assert ("replicas are not offered" in found.to_text()) == (not machine.prices_sums)
+        return {one.candidate.layout.num_replicas for one in found.candidates}
+
+    free = autoplan(profiles, Machine(4), 8, time_limit_s=LONG_S)
+    assert free.to_text().startswith("transfers are counted as free; give --link or --links")
+    assert replicas(Machine(4)) == replicas(Machine(4, None, Link(3))) == {1}
+    assert replicas(Machine(4, None, Link(1, 100))) > {1}
+    measured = Machine(4, all_reduces=dict.fromkeys((2, 3, 4), ((4, 5), (64, 9))))
+    assert replicas(measured) > {1}
+    assert measured.reduce_us(4, [0, 1]) == measured.reduce_us(1, [0, 1]) == 5
+    assert measured.reduce_us(34, [0, 1]) == 7  # halfway between the two
+    assert measured.reduce_us(128, [0, 1]) == 18  # at the rate of the largest
+    nothing_to_sum = autoplan({1: layer_costs(1)}, Machine(4), 8, time_limit_s=LONG_S)
+    assert "replicas are not offered" not in nothing_to_sum.to_text()
+
+
+def test_nothing_is_recomputed_without_a_memory_limit() -> None:
+    profiles = {1: layer_costs(1, UNEVEN, kept=20)}
+    for found in autoplan(profiles, Machine(4, None, Link(1, 100)), 8, time_limit_s=LONG_S).candidates:
+        assert not found.candidate.recomputed
+    assert not Request.checked(profiles, Machine(4), 8).may_recompute
+    assert Request.checked(profiles, Machine(4, 50), 8).may_recompute
+
+
+def test_of_plans_as_fast_the_simplest_is_chosen() -> None:
+    exact = {1: layer_costs(1, UNEVEN, parameters=8)}
+    noisy = {1: replace(exact[1], spread=(0.04,) * len(UNEVEN))}
+    machine = Machine(4, None, Link(1, 100))
+    fastest, near = (autoplan(of, machine, 16, time_limit_s=LONG_S) for of in (exact, noisy))
+    assert fastest.tolerance == 0
+    assert near.tolerance == pytest.approx(0.04)
+    assert simplicity(near.best) <= simplicity(fastest.best)
+    assert near.best.makespan_us <= 1.04 * fastest.best.makespan_us
+    assert "count as equally fast" in near.to_text()
+    wild = {1: replace(exact[1], spread=(3.0,) * len(UNEVEN))}
+    assert Request.checked(wild, machine, 16).tolerance == 0.05
+    assert chosen([], 0.1) is None
+
+
+def test_estimates_are_said_to_be_estimates() -> None:
+    layers = replace(layer_costs(1), note="estimated for h100")
+    answer = autoplan({1: layers}, Machine(2, None, Link(1, 100)), 8, time_limit_s=LONG_S)
+    assert answer.to_text().startswith("all times are estimates (estimated for h100): nothing was measured")
+    plan = rota.Plan.from_json(answer.plan.to_json())
+    assert "are estimates (estimated for h100)" in rota.explain(plan).to_text()
+    measured = autoplan({1: layer_costs(1)}, Machine(2, None, Link(1, 100)), 8, time_limit_s=LONG_S)
+    assert "estimate" not in measured.to_text() + rota.explain(measured.plan).to_text()
+
+
+def test_replicas_leave_each_other_a_part_of_what_they_share() -> None:
+    shared = SharedLink("host", 100, (0, 1, 2, 3), (0, 1, 2, 3))
+    measured = Cluster((None,) * 4, Link(1, 10, 2, 3, 4, 5), shared=(shared,), gap_us=7)
+    machine = Machine(4, None, measured)
+    assert machine.cluster(2, 2).shared == (SharedLink("host", 50, (0, 1), (0, 1)),)
+    assert machine.cluster(4, 1).shared == (shared,)
+    assert machine.cluster(2, 2).gap_us == 7
+    assert machine.cluster(2, 2).link_between(0, 1) == Link(1, 10, 2, 3, 4, 5)
 
 
 def test_links_and_limits_are_the_worst_of_all_replicas() -> None:
@@ -356,30 +422,6 @@ def test_an_error_of_progress_loses_no_plan() -> None:
         answer = autoplan(profiles, Machine(4, 40), 16, time_limit_s=LONG_S, progress=fails)
     check(answer.plan)
     assert "stopped by ValueError in progress: the screen is gone" in answer.to_text()
-
-
-@pytest.mark.parametrize("num_measured", [0, 1, 2])
-def test_ctrl_c_while_plans_are_measured_loses_none(num_measured: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rota.planning import confirmation
-
-    answer = autoplan({1: layer_costs(1, UNEVEN)}, Machine(4, 40), 16, time_limit_s=LONG_S)
-    measured = []
-
-    def measure(found: Found, *_: object) -> Found:
-        if len(measured) == num_measured:
-            raise KeyboardInterrupt
-        measured.append(found)
-        return found
-
-    monkeypatch.setattr(confirmation, "_measured", measure)
-    stopped = confirmation.confirm(answer, nn.Linear(1, 1), lambda rows: (None, None), None)
-    check(stopped.plan)
-    assert stopped.was_stopped
-    assert "stopped by Ctrl-C" in stopped.to_text()
-    assert [one.found for one in stopped.confirmed] == sorted(measured, key=lambda found: found.key)
-    assert stopped.is_unmeasured == ("own stages were not measured" in stopped.to_text()) == (num_measured == 0)
-    assert confirmation.confirm(stopped, nn.Linear(1, 1), lambda rows: (None, None), None).is_unmeasured  # not again
-    assert len(measured) == num_measured
 
 
 def test_it_loads_nothing_heavy_before_it_searches() -> None:

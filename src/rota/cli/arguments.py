@@ -238,9 +238,13 @@ def uniform(arguments: Namespace, num_stages: int) -> Costs:
 
 
 def cluster_of(arguments: Namespace, num_ranks: int, limit_bytes: int | None) -> Cluster:
-    """The cluster of `--ranks` ranks, or else of `num_ranks`, with the links of `--links` or the same ones for all."""
+    """The cluster of `--ranks` ranks, or else of `num_ranks`, with the links of `--links` or the same ones for all.
+
+    Where no option says what links are, `arguments.links_of` may know those of this machine.
+    """
     num_ranks = arguments.ranks or max(num_ranks, 1)
     given = [option for option in ("latency_us", "bytes_per_us", "link") if getattr(arguments, option)]
+    measured = None
     if arguments.links is not None:
         if given:
             option = "--" + given[0].replace("_", "-")
@@ -249,6 +253,10 @@ def cluster_of(arguments: Namespace, num_ranks: int, limit_bytes: int | None) ->
         if measured.num_ranks != num_ranks:
             there = count_text(measured.num_ranks, "rank")
             raise InputError(f"--links {arguments.links} has {there}, and the plan has {num_ranks}; measure as many")
+    elif not given:
+        links_of: Callable[[int], Cluster | None] = getattr(arguments, "links_of", lambda _: None)
+        measured = links_of(num_ranks)
+    if measured is not None:
         return measured if limit_bytes is None else replace(measured, limit_bytes=(limit_bytes,) * num_ranks)
     if arguments.link is not None:
         if len(given) > 1:

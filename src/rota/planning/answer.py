@@ -256,7 +256,10 @@ class Answer:
                 f"{time_text(other.step_us)}{_short_ops(other)}"
             ]
         if alone.step_us < best.step_us:
-            return [f"{takes}, less than this plan, but holds {size_text(alone.peak_bytes)}{_short_ops(best)}"]
+            decided = self.request.pipeline_ranks
+            but = f"holds {size_text(alone.peak_bytes)}" if decided is None else ""
+            but = but or f"a pipeline of {count_text(decided or 1, 'rank')} was asked for"
+            return [f"{takes}, less than this plan, but {but}{_short_ops(best)}"]
         return [f"{takes}: the plan is {alone.step_us / best.step_us:.2f} times as fast"]
 
     def _repr_html_(self) -> str:

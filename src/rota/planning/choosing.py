@@ -21,8 +21,8 @@ def chosen(plans: Iterable[Found], tolerance: float) -> Found | None:
 def simplicity(found: Found) -> tuple[int | bool, ...]:
     """The smaller, the simpler; first what costs a user most.
 
-    Processes, copies of the model, stages that recompute, a searched order, a backward in two, stages per rank, micro-batches, and
-    the schedule's place in the list of all.
+    Processes, copies of the model, stages that recompute, a searched order, a backward in two, stages per rank,
+    micro-batches, and the schedule's place in the list of all.
     """
     layout = found.candidate.layout
     copies = layout.num_replicas * (2 if layout.shape == "bidirectional" else 1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from argparse import Namespace
+from functools import partial
 
 from rota import checking, simulation
 from rota.cli import files
@@ -20,13 +22,14 @@ from rota.cli.arguments import (
 )
 from rota.cli.parser import Command, Parser, one_of
 from rota.cli.requirements import InputError, require_search
-from rota.cli.screen import print_timeline
+from rota.cli.screen import print_timeline, progress_line
 from rota.cli.searching import SEARCH, search_plan
-from rota.costs import Costs
+from rota.costs import Cluster, Costs
 from rota.plan import Plan
 from rota.schedules import NAMED
 from rota.tasks import Kind
 
+_MEASURED_ON_CPU = "measured on CPU"  # how the note of such costs begins
 _OBJECTIVES = ("makespan", "span", "period")
 
 
@@ -55,11 +58,32 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Make a plan by the named schedule or by search, and write it as JSON or CSV. Returns the exit code."""
+    arguments.links_of = partial(_links, arguments)
     planned = _searched(arguments) if arguments.schedule == SEARCH else _named(arguments)
     _warn_of_idle_ranks(planned)
     is_csv = arguments.output is not None and arguments.output.endswith(".csv")
     files.keep(arguments.output, planned.to_csv() if is_csv else planned.to_json(), "plan.json")
     return 0
+
+
+def _links(arguments: Namespace, num_ranks: int) -> Cluster | None:
+    """The links of this machine, if the costs were measured on one like it; None: transfers cost nothing.
+
+    Says so where measured costs are planned with transfers that cost nothing.
+    """
+    if arguments.costs is None:
+        return None
+    costs = files.read_costs(arguments.costs)
+    if costs.note.startswith(_MEASURED_ON_CPU) and importlib.util.find_spec("torch") is not None and num_ranks > 1:
+        from rota.profiling import links_of_this_machine
+        from rota.profiling.forked import why_not_here
+
+        if not why_not_here(num_ranks):
+            with progress_line() as show:
+                return links_of_this_machine(num_ranks, report=show)
+    if num_ranks > 1:
+        print("transfers are counted as free; give --link or --links")
+    return None
 
 
 def _named(arguments: Namespace) -> Plan:

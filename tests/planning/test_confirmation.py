@@ -1,0 +1,186 @@
+"""confirm: what was measured decides, and is what the answer shows; with times that are given, never taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from planning.test_autoplan import LONG_S, UNEVEN, layer_costs
+from rota.checking import check
+from rota.costs import Link
+from rota.errors import PipelineError
+from rota.planning import Answer, Machine, autoplan, confirmation, finalists
+from rota.planning.evaluation import Found
+from rota.planning.step_times import StepTimes
+from rota.planning.trials import Trial, run_trials
+from rota.simulation import simulate
+
+MODEL = nn.Linear(1, 1)
+Confirm = Callable[..., Answer]
+
+
+def no_batch(rows: int) -> tuple[None, None]:
+    return None, None
+
+
+def steps_of(trial: Trial, times: float = 1.0, apart: float = 0.0) -> StepTimes:
+    """Steps that take `times` as long as planned, and differ by `apart`."""
+    us = simulate(trial.plan).makespan_us * 1000 * times
+    return StepTimes(tuple(round(us * (1 + apart * i)) for i in range(5)), (simulate(trial.plan),))
+
+
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch) -> Answer:
+    monkeypatch.setattr(finalists, "can_search", lambda: False)  # named schedules will do
+    profiles = {1: layer_costs(1, UNEVEN, parameters=8)}
+    return autoplan(profiles, Machine(2, None, Link(1, 100)), 16, time_limit_s=LONG_S)
+
+
+@pytest.fixture
+def confirmed(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> Confirm:
+    """Confirm with given steps in place of processes."""
+    monkeypatch.setattr(confirmation, "_measured", lambda found, *_: found)
+    monkeypatch.setattr(confirmation, "_stages", lambda *_: None)
+    monkeypatch.setattr(confirmation, "why_not_here", lambda _: "")
+
+    def run(tried: Callable[[Sequence[Trial]], list[StepTimes]], of: Answer = answer, **how: object) -> Answer:
+        monkeypatch.setattr(confirmation, "run_trials", lambda trials, *_: tried(trials))
+        return confirmation.confirm(of, MODEL, no_batch, nn.functional.mse_loss, **how)  # type: ignore[arg-type]
+
+    return run
+
+
+def test_the_figures_are_those_of_the_steps_that_were_run(confirmed: Confirm) -> None:
+    told = confirmed(lambda trials: [steps_of(trial, 1.0) for trial in trials])
+    assert told.best.steps is not None
+    assert told.best.step_us == told.best.steps.median_us != told.best.makespan_us
+    text = told.to_text()
+    assert "measured here (5 steps, the middle half within 0.0%)" in text
+    assert "by its ops as they ran in plan order" in text
+    assert "by the layers' figures, which are no bound on what was measured" in text
+    assert "lower bound on the step of every layout, by its work alone" not in text
+    check(told.plan)
+
+
+def test_one_process_is_recommended_where_it_is_faster(confirmed: Confirm, answer: Answer) -> None:
+    def tried(trials: Sequence[Trial]) -> list[StepTimes]:
+        return [steps_of(trial, 0.1 if trial.num_processes == 1 else 1.0) for trial in trials]
+
+    told = confirmed(tried)
+    assert told.best.candidate.layout.num_ranks == told.plan.num_ranks == 1
+    assert "one process is faster" in told.to_text()
+    request = answer.request
+    given = request.profiles, request.machine, request.batch_rows
+    told = confirmed(tried, autoplan(*given, pipeline_ranks=2, time_limit_s=LONG_S))
+    assert told.plan.num_ranks == 2
+    assert "less than this plan, but a pipeline of 2 ranks was asked for" in told.to_text()
+    small = replace(request.machine, limit_bytes=answer.best.peak_bytes // 2 + 20)
+    told = confirmed(tried, autoplan(request.profiles, small, request.batch_rows, time_limit_s=LONG_S))
+    assert told.plan.num_ranks == 2
+    assert "less than this plan, but holds" in told.to_text()
+
+
+def test_a_plan_on_more_processes_must_be_faster_by_more_than_the_spread(confirmed: Confirm) -> None:
+    def tried(apart: float) -> Callable[[Sequence[Trial]], list[StepTimes]]:
+        def steps(trials: Sequence[Trial]) -> list[StepTimes]:
+            us = {1: 1040, 2: 1000}
+            return [
+                StepTimes(tuple(round(us[t.num_processes] * (1 + apart * i)) for i in range(5)), (simulate(t.plan),))
+                for t in trials
+            ]
+
+        return steps
+
+    quiet, noisy = confirmed(tried(0.0)), confirmed(tried(0.03))
+    assert quiet.tolerance == pytest.approx(0.01)
+    assert noisy.tolerance > 0.04
+    assert noisy.plan.num_ranks * noisy.best.candidate.layout.num_replicas == 1
+    assert quiet.plan.num_ranks * quiet.best.candidate.layout.num_replicas == 2
+
+
+def test_a_loaded_machine_is_told_and_measured_again(confirmed: Confirm) -> None:
+    runs: list[int] = []
+
+    def tried(trials: Sequence[Trial]) -> list[StepTimes]:
+        runs.append(trials[0].num_processes)
+        return [steps_of(trial, 1.0, 0.2 if runs.count(trials[0].num_processes) == 1 else 0.01) for trial in trials]
+
+    told = confirmed(tried)
+    assert runs == [1, 1, 2, 2]
+    assert "the machine is busy; run once more, they differ by" in told.to_text()
+    assert told.best.steps is not None
+    assert told.best.steps.spread < 0.1
+
+
+def test_why_nothing_was_run(confirmed: Confirm, answer: Answer) -> None:
+    def fails(_: Sequence[Trial]) -> list[StepTimes]:
+        raise PipelineError("rank 1 has no luck")
+
+    assert "nothing was run: a step failed here: rank 1 has no luck" in confirmed(fails).to_text()
+    told = confirmed(fails, elsewhere="its ranks are on several nodes")
+    assert "nothing was run: its ranks are on several nodes" in told.to_text()
+    assert "(predicted)" in told.to_text()
+    none_left = confirmed(lambda trials: [steps_of(trial) for trial in trials], time_limit_s=1e-9)
+    assert "left out for lack of time" in none_left.to_text()
+    assert "nothing was run: no time was left for it" in none_left.to_text()
+
+
+@pytest.mark.parametrize("num_measured", [0, 1, 2])
+def test_ctrl_c_while_plans_are_measured_loses_none(num_measured: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finalists, "can_search", lambda: False)
+    answer = autoplan({1: layer_costs(1, UNEVEN)}, Machine(4, 40), 16, time_limit_s=LONG_S)
+    measured: list[Found] = []
+
+    def measure(found: Found, *_: object) -> Found:
+        if len(measured) == num_measured:
+            raise KeyboardInterrupt
+        measured.append(found)
+        return found
+
+    monkeypatch.setattr(confirmation, "_measured", measure)
+    stopped = confirmation.confirm(answer, MODEL, no_batch, None)
+    check(stopped.plan)
+    assert stopped.was_stopped
+    assert "stopped by Ctrl-C" in stopped.to_text()
+    assert [one.found for one in stopped.confirmed] == measured
+    assert stopped.is_unmeasured == ("own stages were not measured" in stopped.to_text()) == (num_measured == 0)
+    assert confirmation.confirm(stopped, MODEL, no_batch, None).is_unmeasured  # not again
+    assert len(measured) == num_measured
+
+
+@pytest.mark.dist
+def test_steps_are_run_on_processes_of_their_own() -> None:
+    import rota
+    from rota.profiling.all_reduces import measure_all_reduces
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    stages = rota.split(model, 2)
+    plan = rota.schedules.gpipe(rota.place(rota.Costs.uniform(2), rota.Cluster.uniform(2)), 3)
+    trials = [Trial(plan, stages, torch.ones(2, 4), torch.ones(2, 4))] * 2
+
+    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    found = run_trials(trials, nn.functional.mse_loss, optimizer, 0.1)
+    assert len(found) == 2
+    for steps in found:
+        assert len(steps.steps_us) == len(steps.timelines) >= 3
+        assert all(timeline.plan.orders == plan.orders for timeline in steps.timelines)
+        assert all(us >= timeline.makespan_us for us, timeline in zip(steps.steps_us, steps.timelines, strict=True))
+    assert all(map(torch.equal, before, model.parameters()))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+    def fails(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no loss today")
+
+    with pytest.raises(PipelineError, match="no loss today"):
+        run_trials(trials, fails, optimizer, 0.1)
+    of_two = measure_all_reduces(2, 4096)[2]
+    assert [size for size, _ in of_two] == [256, 1024, 4096]
+    assert [us for _, us in of_two] == sorted(us for _, us in of_two)
