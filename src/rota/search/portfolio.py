@@ -355,7 +355,9 @@ class Portfolio:
 
     def _solve_with_transfers(self, part: float, turn: int, *, may_wait: bool) -> exact.Exact:
         best, seed = self.incumbent.orders, self.seed + turn
-        share = self.share(_EXACT_TIMES_OF_FITTING * part)
+        # Where nothing is known that fits, finding anything comes first.
+        is_urgent = best is None and not may_wait
+        share = self.budget.share(self.budget.left_s) if is_urgent else self.share(_EXACT_TIMES_OF_FITTING * part)
         return exact.solve_with_transfers(
             self.problem, self.measure, best, self.bound_us, share, seed, may_wait=may_wait
         )

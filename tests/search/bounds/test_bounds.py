@@ -254,6 +254,20 @@ def test_periods(placement: Placement, period: Fraction) -> None:
     assert bounds.period_bound(placement) == period
 
 
+def test_bytes_of_transfers_raise_bounds() -> None:
+    """Ranks hold what is on its way; a rank that has no room for it beside its own must wait."""
+    costs = Costs((1, 1), (3, 3), activation_bytes=1, boundary_bytes=1)
+    found = []
+    for limit in (2, None):
+        placement = place(costs, Cluster.uniform(2, limit, latency_us=9))
+        found.append((bounds.best(Problem(placement, 20)), bounds.period_bound(placement)))
+    (tight, period), (loose, loose_period) = found
+    # Rank 0: 26 µs from F to B, 9 while it sends, 9 + 3 from the transfer of the gradient to the end of B; 47 in all.
+    assert (period, loose_period) == (Fraction(47, 2), 4)
+    assert tight.us >= 20 * period > loose.us
+    assert bounds.best(Problem(place(costs, Cluster.uniform(2, 3, latency_us=9)), 20)).us < tight.us
+
+
 def test_the_least_memory_names_rank_and_task() -> None:
     costs = Costs(
         (1, 1), (1, 1), activation_bytes=(2, 3), backward_peak_bytes=(0, 4), static_bytes=(10, 20), boundary_bytes=1

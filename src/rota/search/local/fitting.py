@@ -26,7 +26,7 @@ from rota.stopping import Stopped, look
 OPS_PER_RATING = 2  #: rating orders costs as much per op as a replay for this many
 _CHUNK = NOMINAL_OPS_PER_S // 40  # ops timed between two looks at the budget
 _FIRST_TRIES = 3_000  # moves of the first round; each round has half as many more
-_HEATS = (1.5, 0.4, 0.8)  # in turn: by how many mean ops a move may readily lengthen the step at first
+_HEATS = (0.8, 0.25, 0.5)  # in turn: by how many mean ops a move may readily lengthen the step at first
 _COLDEST = 0.03  # of the first heat, at the end of a round
 _NO_LATEST = 1 << 61
 
