@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
+from rows import rows
 
 from rota import Kind, Op, Placement, Plan, simulate
-from rows import rows
 
 LIMIT_S = 60.0
 NEVER = 1 << 60

@@ -96,7 +96,9 @@ class Climb:
         if room is None:
             return caps
         held = [np.maximum(problem.held_bytes[tasks], 0).sum() for tasks in problem.tasks_on]
-        limited = [limit / size for limit, size in zip(problem.limits_bytes, held, strict=True) if limit < NO_LIMIT and size]
+        limited = [
+            limit / size for limit, size in zip(problem.limits_bytes, held, strict=True) if limit < NO_LIMIT and size
+        ]
         fitting = min(limited, default=float(len(held)))
         between_us = problem.heads_us[self.dispatcher.memory.backward_of[capped]] - problem.heads_us[capped]
         parts = between_us / max(between_us.max(initial=0), 1)
