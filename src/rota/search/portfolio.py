@@ -49,6 +49,7 @@ _TURN_S = 0.01  # nominal cost of a turn itself, so that idle turns use up the b
 _AUTO_S_PER_OP = 0.0006  # nominal seconds that zb_auto costs per op
 _MOST_STEADY_TASKS = 200  # up to here the middle of a plan is tried as a steady state
 _WITHIN_S_PER_TASK = 0.01  # nominal seconds that this costs
+_CHECK_S_PER_OP = 8e-6  # real seconds to make and check the plan in the end
 _HALVINGS = 5
 _FEW_OPS, _FEW_GUESSES = 3_000, 4  # in longer steps fewer priorities are tried for holding less
 _EXACT_OPS = 400  # up to here CP-SAT may prove a whole step
@@ -132,6 +133,7 @@ class Portfolio:
             False  #: whether all orders with each task's micro-batches in sequence are ruled out as better
         )
         self.num_ops = int(self.problem.first_node[-1])
+        self.budget.reserve(_CHECK_S_PER_OP * self.num_ops)
         self.incumbent = Incumbent(self.problem, objective == "span", self.report)
 
     @property

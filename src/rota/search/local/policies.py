@@ -23,6 +23,9 @@ _PATIENCES = (2.0, 1.0, 0.5, 0.25, 0.0)
 _ROOMS = (None, 2.0, 1.5, 3.0)  # caps in parts of the micro-batches that fit; None: no caps
 _PLAIN_PART = 0.5  # of the tries, as long as there are plain policies
 
+_HEAT = 0.003  # by what part a step may readily become longer at the beginning of a cycle
+_FIRST_CYCLE = 300  # tries
+
 Objectives = tuple[int, int]  #: µs of the objective, then of the other one of makespan and span
 Floats = NDArray[np.float64]
 
@@ -50,7 +53,10 @@ class Climb:
         self.largest_held_bytes = _largest_held_bytes(problem)
         self.period_us = busiest_us(problem)
         self.plain = self._plain()
-        self.policy: Policy | None = None
+        self.policy: Policy | None = None  # where the climb is, at a step of `at_us`
+        self.at_us: int | None = None
+        self.tries, self.cycle = 0, _FIRST_CYCLE
+        self.best: Policy | None = None
         self.key: Objectives | None = None
         self.orders: Orders | None = None
 
@@ -73,8 +79,19 @@ class Climb:
             self.policy = self.policy or policy
             return
         key = (timed.span_us, timed.makespan_us) if self.is_span else (timed.makespan_us, timed.span_us)
+        chance = 1 - self.random.random()
+        if self.at_us is None or key[0] <= self.at_us * (1 - self._heat() * np.log(chance)):
+            self.policy, self.at_us = policy, key[0]
         if self.key is None or key <= self.key:
-            self.policy, self.key, self.orders = policy, key, orders
+            self.best, self.key, self.orders = policy, key, orders
+
+    def _heat(self) -> float:
+        """By how much a step may readily become longer; it falls to 0 in each cycle, and cycles become longer."""
+        self.tries += 1
+        if self.tries > self.cycle:
+            self.tries, self.cycle = 0, self.cycle * 3 // 2
+            self.policy, self.at_us = self.best, None if self.key is None else self.key[0]
+        return _HEAT * (1 - self.tries / self.cycle)
 
     def _plain(self) -> Iterator[Policy]:
         """Tasks that nothing waits for come last of all, or when their turn comes."""
