@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
+from rows import rows
 
 from rota import Kind, Op, Placement, Plan, simulate
-from rows import rows
 
 LIMIT_S = 60.0
 NEVER = 1 << 60
@@ -89,10 +89,12 @@ def _rows(rows: list[list[int]]) -> tuple[Integers, Integers]:
 @njit(cache=True)
 def dispatch(t, policy, start):  # type: ignore[no-untyped-def]
     """Fills start[task, k]; returns the makespan, or NEVER where memory or the caps let nothing more start."""
-    num_ranks, num_tasks = len(t.limit), len(t.duration)
+    count, duration, held, limit, backward, first_rank, ranks, first_input, inputs, lags, first_task, tasks = t
+    wished, period, cap, patience = policy
+    num_ranks, num_tasks = len(limit), len(duration)
     free, wake, level = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
     done, due = np.zeros(num_tasks, np.int64), np.zeros(num_tasks, np.int64)
-    makespan, left = np.int64(0), t.count * num_tasks
+    makespan, left = np.int64(0), count * num_tasks
     while left:
         rank = np.argmin(wake)
         now = wake[rank]
@@ -102,21 +104,32 @@ def dispatch(t, policy, start):  # type: ignore[no-untyped-def]
             wake[rank] = free[rank]
             continue
         wake[rank] = NEVER
-        for i in range(t.first_task[rank], t.first_task[rank + 1]):
-            task = t.tasks[i]
-            due[task] = earliest(t, policy, task, start, done, free, level)
-            if due[task] > now:
-                wake[rank] = min(wake[rank], due[task])
+        for i in range(first_task[rank], first_task[rank + 1]):
+            task = tasks[i]
+            k, at = done[task], np.int64(0)
+            if k == count or (backward[task] >= 0 and k - done[backward[task]] >= cap[task]):
+                at = NEVER
+            for j in range(first_rank[task], first_rank[task + 1]):
+                at = max(at, free[ranks[j]])
+                if level[ranks[j]] + held[task] > limit[ranks[j]]:
+                    at = NEVER
+            for j in range(first_input[task], first_input[task + 1]):
+                if at < NEVER:
+                    source = inputs[j]
+                    at = max(at, start[source, k] + duration[source] + lags[j]) if done[source] > k else NEVER
+            due[task] = at
+            if at > now:
+                wake[rank] = min(wake[rank], at)
         chosen, best = -1, np.inf
-        for i in range(t.first_task[rank], t.first_task[rank + 1]):
-            task = t.tasks[i]
-            wish = policy.start[task] + policy.period * done[task]
+        for i in range(first_task[rank], first_task[rank + 1]):
+            task = tasks[i]
+            wish = wished[task] + period * done[task]
             if due[task] <= now and wish < best:
-                end, waits = now + t.duration[task], False
-                for j in range(t.first_task[rank], t.first_task[rank + 1]):
-                    other = t.tasks[j]
-                    if now < due[other] < end and policy.start[other] + policy.period * done[other] < wish:
-                        waits |= due[other] - now < policy.patience[rank] * (end - due[other])
+                end, waits = now + duration[task], False
+                for j in range(first_task[rank], first_task[rank + 1]):
+                    other = tasks[j]
+                    if now < due[other] < end and wished[other] + period * done[other] < wish:
+                        waits |= due[other] - now < patience[rank] * (end - due[other])
                 if not waits:
                     chosen, best = task, wish
         if chosen < 0:
@@ -124,34 +137,14 @@ def dispatch(t, policy, start):  # type: ignore[no-untyped-def]
         start[chosen, done[chosen]] = now
         done[chosen] += 1
         left -= 1
-        end = now + t.duration[chosen]
+        end = now + duration[chosen]
         makespan = max(makespan, end)
-        for i in range(t.first_rank[chosen], t.first_rank[chosen + 1]):
-            free[t.ranks[i]] = end
-            level[t.ranks[i]] += t.held[chosen]
+        for i in range(first_rank[chosen], first_rank[chosen + 1]):
+            free[ranks[i]] = end
+            level[ranks[i]] += held[chosen]
         for q in range(num_ranks):
             wake[q] = min(wake[q], max(end, free[q]))
     return makespan
-
-
-@njit(cache=True)
-def earliest(t, policy, task, start, done, free, level):  # type: ignore[no-untyped-def]
-    """When the task's next op could start as things are; NEVER if it has to wait for a decision."""
-    k = done[task]
-    if k == t.count or (t.backward[task] >= 0 and k - done[t.backward[task]] >= policy.cap[task]):
-        return NEVER
-    at = np.int64(0)
-    for i in range(t.first_rank[task], t.first_rank[task + 1]):
-        rank = t.ranks[i]
-        if level[rank] + t.held[task] > t.limit[rank]:
-            return NEVER
-        at = max(at, free[rank])
-    for i in range(t.first_input[task], t.first_input[task + 1]):
-        source = t.inputs[i]
-        if done[source] <= k:
-            return NEVER
-        at = max(at, start[source, k] + t.duration[source] + t.lags[i])
-    return at
 
 
 def plain(placement: Placement, t: Tables) -> list[Policy]:

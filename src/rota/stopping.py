@@ -10,7 +10,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Protocol, TypeVar
 
@@ -77,6 +77,9 @@ def guarded(progress: Callable[[_Told], None] | None, search: Stoppable) -> Call
         except Exception as error:
             search.progress_error = error
             search.stopped_by = f"{type(error).__name__} in progress: {error}"
-            warnings.warn(f"the search ends with the best so far: {search.stopped_by}", RuntimeWarning, stacklevel=2)
+            with suppress(RuntimeWarning):  # where warnings are errors, nothing is lost either
+                warnings.warn(
+                    f"the search ends with the best so far: {search.stopped_by}", RuntimeWarning, stacklevel=2
+                )
 
     return tell

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from rota.costs import Cluster, Costs
 from rota.placing import place, wave
 from rota.plan import Plan
-from rota.search.dispatching import Dispatcher, serial
+from rota.schedules import one_f_one_b
+from rota.search.dispatching import Dispatcher, backwards, serial
 from rota.search.problem import NO_LIMIT, Problem
 from rota.search.timing import fits, peaks, score
 from support import core_strategies as strategies
@@ -107,3 +108,31 @@ def test_fewest_forwards_ahead_by_limit(limit: int | None) -> None:
     orders = Dispatcher(problem)(priorities)
     assert orders is not None
     assert peaks(problem, orders).max() == (limit or 12)
+
+
+@given(strategies.plans(), st.integers(0, 2**16))
+@settings(deadline=None)
+def test_caps_hold_and_never_get_stuck(plan: Plan, seed: int) -> None:
+    problem, random = tightest(plan), np.random.default_rng(seed)
+    caps = random.integers(1, 4, len(problem.counts))
+    orders = Dispatcher(problem)(random.random(problem.first_node[-1]), 0.5, None, caps)
+    if orders is None:
+        assert leaves_bytes_behind(problem)
+        return
+    assert fits(problem, orders)
+    for task, backward in enumerate(backwards(problem)):
+        if backward >= 0:
+            rank = problem.ranks[task][0]
+            row = orders[problem.first_op[rank] : problem.first_op[rank + 1]]
+            in_flight = np.cumsum((row == task).astype(int) - (row == backward))
+            assert in_flight.max(initial=0) <= caps[task]
+
+
+def test_caps_alone_make_1f1b() -> None:
+    """Forwards first, but no more in flight than there are stages from here to the end."""
+    placement = place(Costs.uniform(4, 1, 2), Cluster.uniform(4))
+    problem = Problem(placement, 9)
+    forwards_first = np.repeat([0.0, 1.0], 4 * 9)
+    orders = Dispatcher(problem)(forwards_first, caps=np.array([4, 3, 2, 1, 1, 1, 1, 1]))
+    assert orders is not None
+    assert (orders == problem.to_orders(one_f_one_b(placement, 9))).all()

@@ -41,6 +41,10 @@ class Budget:
         """A part of this budget; what is spent there is spent here too."""
         return Budget(nominal_s, True, self)
 
+    def reserve(self, seconds: float) -> None:
+        """Ends the search so many real seconds sooner, at most a quarter of its time, for what has to come after it."""
+        self.latest_s -= min(seconds, self.seconds / 4)
+
     @property
     def elapsed_s(self) -> float:
         """Real seconds since the beginning."""

@@ -3,9 +3,11 @@
 Graham, "Bounds on Multiprocessing Timing Anomalies", 1969. A rank may also wait for a better op that is due soon, as in
 Giffler and Thompson, "Algorithms for Solving Production-Scheduling Problems", 1960: that keeps all good orders within
 reach. A cap on a forward keeps the micro-batches between it and its backward few, however much memory there is: that
-shapes fill and steady state, as the warm-up counts of 1F1B do. Memory is granted as by Dijkstra's banker ("Cooperating Sequential Processes", 1965): an op that takes memory
-starts only if after it each rank can still finish its micro-batches one by one, oldest first. Then nothing gets stuck,
-unless what micro-batches leave behind for good fills the memory in an unlucky order.
+shapes fill and steady state, as the warm-up counts of 1F1B do.
+
+Memory is granted as by Dijkstra's banker ("Cooperating Sequential Processes", 1965): an op that takes memory starts
+only if after it each rank can still finish its micro-batches one by one, oldest first. Then nothing gets stuck, unless
+what micro-batches leave behind for good fills the memory in an unlucky order.
 
 Good priorities are the times at which ops would start in an ideal steady state: `guesses`.
 """

@@ -12,17 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from fractions import Fraction
-from functools import cache
+from functools import partial
 from itertools import islice, product
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from rota.checking import check
-from rota.costs import Cluster, Costs
 from rota.errors import PlanError, RotaError, SearchError
 from rota.placement import Placement
-from rota.placing import wave
 from rota.plan import Plan
 from rota.schedules import zb_auto
 from rota.schedules.families import named_plans
@@ -32,6 +30,8 @@ from rota.search.budget import Budget
 from rota.search.dispatching import OPS_PER_DISPATCH, Dispatcher, Priorities, guesses, serial
 from rota.search.exact import longest_us
 from rota.search.local import fitting, improving, neighbourhood
+from rota.search.local.policies import Climb
+from rota.search.periodic.from_plan import steady_within
 from rota.search.periodic.steady import SteadyResult, find_steady
 from rota.search.problem import NO_LIMIT, Integers, Orders, Problem, reserving
 from rota.search.result import NamedPlan, Objective, Progress, SearchResult
@@ -50,6 +50,9 @@ _EXACT_TIMES_OF_FITTING = 4  # times that share for CP-SAT, which gains nothing 
 _EXACT_TIMES = 3  # times that share for a proof
 _TURN_S = 0.01  # nominal cost of a turn itself, so that idle turns use up the budget
 _AUTO_S_PER_OP = 0.0006  # nominal seconds that zb_auto costs per op
+_MOST_STEADY_TASKS = 200  # up to here the middle of a plan is tried as a steady state
+_WITHIN_S_PER_TASK = 0.01  # nominal seconds that this costs
+_CHECK_S_PER_OP = 8e-6  # real seconds to make and check the plan in the end
 _HALVINGS = 5
 _FEW_OPS, _FEW_GUESSES = 3_000, 4  # in longer steps fewer priorities are tried for holding less
 _EXACT_OPS = 400  # up to here CP-SAT may prove a whole step
@@ -73,8 +76,8 @@ def find_plan(
 
     The plan is never worse than a named schedule that fits. Ctrl-C ends the search with the best so far; a second one
     aborts. An answer that is proven optimal is the same on every run; another one depends on how far the search gets in
-    `time_limit_s`, unless it is `deterministic`. The very first search compiles for some ten seconds, which do not
-    count.
+    `time_limit_s`, unless it is `deterministic`. Each method is compiled when it is first used on a machine, which
+    costs some seconds in all.
 
     Args:
         placement: The tasks of one micro-batch, and the cluster with its memory limits.
@@ -97,22 +100,11 @@ def find_plan(
     refuse_wrong(placement, num_microbatches, objective, get_args(Objective))
     refuse_wrong_options(seed, progress)
     seconds = seconds_of(time_limit_s)
-    compile_once()
     budget = Budget(seconds, deterministic)
     with ended_by_ctrl_c(budget):
         search = Portfolio(placement, num_microbatches, objective, budget, seed, guarded(progress, budget))
         search.run()
         return search.result()
-
-
-@cache
-def compile_once() -> None:
-    """Compiles all code that needs it by a small search; later processes load it from disk."""
-    costs = Costs.uniform(4, 3, 2, 2, activation_bytes=2)
-    placement = wave(costs, Cluster.uniform(2, 4, latency_us=1))
-    for objective in get_args(Objective):
-        search = Portfolio(placement, 5, objective, Budget(0.02, deterministic=True), 0, lambda _: None)
-        search.run()
 
 
 class Portfolio:
@@ -140,12 +132,14 @@ class Portfolio:
         self.bound_us, self.why = bound.us, bound.why
         self.named: list[NamedPlan] = []
         self.steady: SteadyResult | None = None
+        self.climb: Climb | None = None  # goes on from turn to turn
         self.has_tried_all = (
             False  #: whether all orders with each task's micro-batches in sequence are ruled out as better
         )
         self.has_tried_waits = False  #: the same where ops may also wait, for the bound
         self.none_fits = False  #: whether it is proven that no plan fits
         self.num_ops = int(self.problem.first_node[-1])
+        self.budget.reserve(_CHECK_S_PER_OP * self.num_ops)
         self.incumbent = Incumbent(self.problem, objective == "span", self.report)
 
     @property
@@ -284,6 +278,10 @@ class Portfolio:
             return
         self.turn_to("steady state")
         found = self._find_steady(self.share(part), turn)
+        within = self._steady_within()
+        if within is not None and (found is None or within.steady.us_per_microbatch < found.steady.us_per_microbatch):
+            found = within
+            self._offer_unrolled(found)
         if found is None:
             return
         if self.steady is None or found.steady.us_per_microbatch < self.steady.steady.us_per_microbatch:
@@ -301,12 +299,32 @@ class Portfolio:
             num_microbatches=self.problem.num_microbatches,
         )
         if found is not None:
-            orders = self.problem.to_orders(found.steady.unroll(self.problem.num_microbatches))
-            self.incumbent.offer(orders, "steady state")
+            self._offer_unrolled(found)
+        return found
+
+    def _offer_unrolled(self, found: SteadyResult) -> None:
+        orders = self.problem.to_orders(found.steady.unroll(self.problem.num_microbatches))
+        self.incumbent.offer(orders, "steady state")
+
+    def _steady_within(self) -> SteadyResult | None:
+        """The steady state in the middle of the best plan so far."""
+        orders = self.incumbent.orders
+        if orders is None or len(self.problem.placement.tasks) > _MOST_STEADY_TASKS:
+            return None
+        starts = start_times(Tables.of(self.problem), orders)
+        assert starts is not None
+        found = steady_within(self.problem, starts)
+        self.budget.spend(_WITHIN_S_PER_TASK * len(self.problem.placement.tasks))
         return found
 
     def _improve(self, part: float, turn: int) -> None:
-        self._better("local search", improving.improve, part, turn)
+        orders = self.incumbent.orders
+        if orders is None:
+            return
+        problem = self.with_reserve if fits(self.with_reserve, orders) else self.problem
+        if self.climb is None or self.climb.problem is not problem:
+            self.climb = Climb(problem, self.measure == "span", self.seed)
+        self._better("local search", partial(improving.improve, climb=self.climb), part, turn)
 
     def _windows(self, part: float, turn: int) -> None:
         self._better("windows", neighbourhood.improve, part, turn)
@@ -435,11 +453,19 @@ class Portfolio:
             bound_us,
             why,
             self.incumbent.how,
-            self.steady.steady.us_per_microbatch if self.steady else None,
+            self._period_us(),
             tuple(sorted(self.named, key=lambda named: (named.makespan_us, named.name))),
             self.budget.elapsed_s,
             self.budget.stopped_by,
         )
+
+    def _period_us(self) -> Fraction | None:
+        """None too where the plan itself is faster: the steady state was abandoned before it became good."""
+        if self.steady is None:
+            return None
+        period_us, num_microbatches = self.steady.steady.us_per_microbatch, self.problem.num_microbatches
+        is_slow = self.objective != "period" and period_us * num_microbatches > self.incumbent.value_us
+        return None if is_slow else period_us
 
 
 class Key(NamedTuple):

@@ -32,7 +32,6 @@ from rota.search.exact import cpsat, whole_step
 from rota.search.exact.ordering import Ordering
 from rota.search.periodic.retiming import Wait, retime
 from rota.search.periodic.steady import Steady, SteadyResult, find_steady
-from rota.search.portfolio import compile_once
 from rota.search.problem import Problem
 from rota.search.validation import refuse_wrong, seconds_of
 from rota.simulation import simulate
@@ -145,7 +144,6 @@ def find_repeating(
         raise SearchError(f"num_microbatches is {num_microbatches}; give {num_components} or a multiple of it")
     _refuse_unknown(placement)
     seconds = seconds_of(time_limit_s)
-    compile_once()
     budget = Budget(seconds, deterministic=True)
     with ended_by_ctrl_c(budget), watched(lambda: budget.must_stop):
         rounds = (

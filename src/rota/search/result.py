@@ -76,7 +76,8 @@ class SearchResult:
         bound_us: No plan for this placement has less.
         why: The reason for the bound, in one line.
         how: The method that found the plan.
-        period_us: Least time per micro-batch of the steady states found; None if none was sought.
+        period_us: Least time per micro-batch of the steady states found; None if none was found that keeps up with the
+            plan.
         named: The named schedules on this placement, fastest first.
         elapsed_s: How long the search lasted.
         stopped_by: Ctrl-C, or an error of `progress`; empty if the search ended by itself.
@@ -139,8 +140,7 @@ class SearchResult:
             f"holds at most {size_text(max(self.peak_memory_bytes))} per rank",
         ]
         period_us = None if self.objective == "period" else self.period_us
-        # A steady state that was abandoned before it became good says nothing.
-        if period_us is not None and period_us * self.plan.num_microbatches <= self.makespan_us:
+        if period_us is not None:
             lines.append(f"steady state: {_us(period_us)} per micro-batch")
         for named in self.named:
             value = named.span_us if self.objective == "span" else named.makespan_us

@@ -32,6 +32,7 @@ def improve(
     budget: Budget,
     seed: int = 0,
     on_better: Callable[[Orders, Score], None] | None = None,
+    climb: Climb | None = None,
 ) -> Orders:
     """Local search until the budget is used up or the objective is at its bound.
 
@@ -43,11 +44,13 @@ def improve(
         budget: What the search may spend.
         seed: Of all random choices.
         on_better: Called with every better order.
+        climb: Over policies, to go on with; None begins one.
 
     Returns:
         The best orders found, or `orders`.
     """
-    search = _Improvement(problem, orders, objective == "span", budget, seed, bound_us, on_better)
+    climb = climb or Climb(problem, objective == "span", seed)
+    search = _Improvement(problem, orders, objective == "span", budget, seed, bound_us, on_better, climb)
     with suppress(Stopped):
         search.run()
     return search.best
@@ -65,6 +68,7 @@ class _Improvement:
         seed: int,
         bound_us: int,
         on_better: Callable[[Orders, Score], None] | None,
+        climb: Climb,
     ) -> None:
         self.is_span = is_span
         self.budget = budget
@@ -75,7 +79,7 @@ class _Improvement:
         assert timed is not None
         self.key: Objectives = (timed.span_us, timed.makespan_us) if is_span else (timed.makespan_us, timed.span_us)
         self.mean_us = float((problem.counts * problem.durations_us).sum() / problem.counts.sum())
-        self.climb = Climb(problem, is_span, seed)
+        self.climb = climb
         self.tables, self.memory = self.climb.dispatcher.tables, self.climb.dispatcher.memory
         self.step_ends = problem.step_ends
         self.state = State.of(problem, orders, seed)

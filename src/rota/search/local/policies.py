@@ -1,4 +1,4 @@
-"""Policies of list scheduling, and hill climbing over them.
+"""Policies of list scheduling, and a climb over them.
 
 A policy says when tasks would like to start, how patient ranks are, what they may hold, and how many micro-batches may
 be between a forward and its backward. Good caps for a chain are those of 1F1B, one less from stage to stage; elsewhere
@@ -21,7 +21,11 @@ from rota.search.timing import score
 _SPREADS = (1.6, 1.3, 2.0, 1.0, 3.0, 0.7)  # how much longer a micro-batch may last than it has to
 _PATIENCES = (2.0, 1.0, 0.5, 0.25, 0.0)
 _ROOMS = (None, 2.0, 1.5, 3.0)  # caps in parts of the micro-batches that fit; None: no caps
-_PLAIN_PART = 0.5  # of the tries, as long as there are plain policies
+_PLAIN_PART = 0.3  # of the tries, as long as there are plain policies
+
+_HEAT = 0.005  # by what part a step may readily become longer at the beginning of a cycle
+_FIRST_CYCLE = 300  # tries
+_GOOD = 6  # plain policies that are kept
 
 Objectives = tuple[int, int]  #: µs of the objective, then of the other one of makespan and span
 Floats = NDArray[np.float64]
@@ -39,7 +43,7 @@ class Policy:
 
 
 class Climb:
-    """Hill climbing on policies: plain ones, and in between them changes of the best that are no worse."""
+    """Annealing on policies: plain ones, and in between them changes of the best one, or of a good plain one."""
 
     def __init__(self, problem: Problem, is_span: bool, seed: int) -> None:
         self.problem = problem
@@ -50,7 +54,11 @@ class Climb:
         self.largest_held_bytes = _largest_held_bytes(problem)
         self.period_us = busiest_us(problem)
         self.plain = self._plain()
-        self.policy: Policy | None = None
+        self.policy: Policy | None = None  # where the climb is, at a step of `at_us`
+        self.at_us: int | None = None
+        self.tries, self.cycle, self.cycles = 0, _FIRST_CYCLE, 0
+        self.good: list[tuple[int, Policy]] = []  # the best plain ones, from which every other cycle begins
+        self.best: Policy | None = None
         self.key: Objectives | None = None
         self.orders: Orders | None = None
 
@@ -62,7 +70,7 @@ class Climb:
     def try_one(self) -> None:
         """Tries the next plain policy, or a change of the best."""
         is_plain = self.policy is None or self.random.random() < _PLAIN_PART
-        policy = next(self.plain, None) if is_plain else None
+        plain = policy = next(self.plain, None) if is_plain else None
         if policy is None:
             assert self.policy is not None, "there are plain policies"
             policy = self._changed(self.policy)
@@ -73,8 +81,24 @@ class Climb:
             self.policy = self.policy or policy
             return
         key = (timed.span_us, timed.makespan_us) if self.is_span else (timed.makespan_us, timed.span_us)
+        if plain is not None:
+            self.good = sorted([*self.good, (key[0], plain)], key=lambda pair: pair[0])[:_GOOD]
+        chance = 1 - self.random.random()
+        if self.at_us is None or key[0] <= self.at_us * (1 - self._heat() * np.log(chance)):
+            self.policy, self.at_us = policy, key[0]
         if self.key is None or key <= self.key:
-            self.policy, self.key, self.orders = policy, key, orders
+            self.best, self.key, self.orders = policy, key, orders
+
+    def _heat(self) -> float:
+        """By how much a step may readily become longer; it falls to 0 in each cycle, and cycles become longer."""
+        self.tries += 1
+        if self.tries > self.cycle:
+            self.tries, self.cycle, self.cycles = 0, self.cycle * 5 // 4, self.cycles + 1
+            if self.cycles % 2 and self.good:
+                self.at_us, self.policy = self.good[int(self.random.integers(len(self.good)))]
+            elif self.key is not None:
+                self.at_us, self.policy = self.key[0], self.best
+        return _HEAT * (1 - self.tries / self.cycle)
 
     def _plain(self) -> Iterator[Policy]:
         """Tasks that nothing waits for come last of all, or when their turn comes."""

@@ -1,0 +1,56 @@
+"""Climbing over policies: figures, limits, and the same answer every time."""
+
+from __future__ import annotations
+
+import pytest
+
+from rota.costs import Cluster, Costs
+from rota.placing import wave
+from rota.search.local.policies import Climb
+from rota.search.problem import Problem
+from rota.search.timing import fits, score
+from support.tessel_shapes import tessel
+
+
+def half_memory(num_ranks: int, num_microbatches: int) -> Problem:
+    """A wave in half the memory of 1F1B, where V-Min is the best named schedule."""
+    costs = Costs.uniform(2 * num_ranks, 5_000, 6_000, 6_000, activation_bytes=2)
+    return Problem(wave(costs, Cluster.uniform(num_ranks, 2 * num_ranks)), num_microbatches)
+
+
+def climbed(problem: Problem, tries: int, seed: int = 0) -> Climb:
+    climb = Climb(problem, False, seed)
+    for _ in range(tries):
+        climb.try_one()
+    return climb
+
+
+def test_what_is_found_fits_and_lasts_as_long_as_is_said() -> None:
+    climb = climbed(half_memory(8, 32), 200)
+    assert climb.orders is not None
+    assert climb.key is not None
+    assert fits(climb.problem, climb.orders)
+    assert score(climb.problem, climb.orders) == climb.key
+
+
+def test_nn_on_eight_ranks_with_caps() -> None:
+    """Byte limits alone did not get below 731 in half a minute."""
+    climb = climbed(Problem(tessel("nn", 8, 6), 64), 600)
+    assert climb.key is not None
+    assert climb.key[0] <= 715
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_same_every_time(seed: int) -> None:
+    first, second = (climbed(half_memory(4, 12), 150, seed) for _ in range(2))
+    assert first.key == second.key
+    assert first.orders is not None
+    assert second.orders is not None
+    assert (first.orders == second.orders).all()
+
+
+def test_no_more_is_held_than_the_limit_where_nothing_is_kept_between_forward_and_backward() -> None:
+    placement = tessel("x", 4, 2)
+    climb = climbed(Problem(placement, 8), 50)
+    assert climb.orders is not None
+    assert fits(climb.problem, climb.orders)
