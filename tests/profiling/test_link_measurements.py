@@ -88,10 +88,10 @@ def test_hosts_have_links_of_their_own_in_each_direction() -> None:
 def test_pairs_that_differ_by_far_keep_links_of_their_own() -> None:
     near = on_one_host(3, line(310, 2_500))
     assert near.cluster().links == ()
-    slow = replace(near, paced={**near.paced, (0, 2): samples(line(310, 1_000))})
+    slow = replace(near, paced={**near.paced, (0, 2): samples(line(310, 500))})
     cluster = slow.cluster()
     assert [pair[:2] for pair in cluster.links] == [(0, 2)]
-    assert cluster.link_between(0, 2).bytes_per_us == 1_250
+    assert cluster.link_between(0, 2).bytes_per_us == 556
     assert cluster.link_between(2, 0) == near.cluster().link
 
 
