@@ -30,7 +30,7 @@ from rota.planning.autoplanning import usual_plan
 from rota.planning.confirmation import confirm
 from rota.planning.evaluation import Found
 from rota.planning.model_file import load_model_file, profile_file
-from rota.profiling.link_processes import links_of_started
+from rota.profiling import links_of_this_machine
 from rota.runtime.launching.launch import launch
 
 WIDTH, LENGTH, BATCH_ROWS, ROWS = 192, 64, 32, (2, 4)
@@ -157,7 +157,7 @@ def main() -> None:
     model_file = load_model_file(__file__)
     profiles = profile_file(model_file, ROWS)
     limit_bytes = int(_SHARE_OF_MODEL * sum(profiles[ROWS[0]].static_bytes))  # so that it takes both ranks
-    links = links_of_started(2)
+    links = links_of_this_machine(2)
     answer = autoplan(profiles, Machine(2, limit_bytes, links), BATCH_ROWS, time_limit_s=30)
     roomy = replace(answer.best.candidate, request=replace(answer.request, machine=Machine(2, None, links)))
     usual = usual_plan(replace(answer.best, candidate=roomy))  # which need not fit
