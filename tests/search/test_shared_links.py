@@ -127,12 +127,11 @@ def test_the_best_of_all_orders_is_found_and_no_bound_is_above_it(seed: int) -> 
                 assert result.value_us == best
                 assert result.is_optimal or objective == "span"
             elif objective == "makespan":
-                found, ended = exact.find_fitting(
-                    Problem(placement, num_microbatches), "makespan", None, Budget(20.0, deterministic=True)
-                )
-                assert ended
-                assert found is not None
-                least = recount(Problem(placement, num_microbatches).to_plan(found))
+                problem, budget = Problem(placement, num_microbatches), Budget(20.0, deterministic=True)
+                found = exact.solve_with_transfers(problem, "makespan", None, 0, budget, may_wait=False)
+                assert found.is_complete
+                assert found.orders is not None
+                least = recount(problem.to_plan(found.orders))
                 assert least is not None
                 assert _fits(placement, least.peak_bytes)
                 assert least.makespan_us == min(
