@@ -170,8 +170,9 @@ def test_bound_of_a_measured_timeline_tells_both(tmp_path: Path, capsys: Capsys)
 def test_progress_fits_into_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(screen, "_columns", lambda: 20)
-    screen.show_progress("x" * 100)
-    assert capsys.readouterr().err == "\r\x1b[K" + "x" * 19
+    with screen.progress_line() as show:
+        show("x" * 100)
+    assert capsys.readouterr().err == "\r\x1b[K" + "x" * 19 + "\r\x1b[K"
 
 
 @pytest.mark.parametrize("module", ["rota.schedules", "numba.core.types", "ortools.sat.python.cp_model"])
