@@ -1,4 +1,4 @@
-"""Steady states from within plans: true ones, and no slower than the plan."""
+"""Steady states from within plans."""
 
 from __future__ import annotations
 
