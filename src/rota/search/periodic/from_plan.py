@@ -15,7 +15,7 @@ from rota.search.periodic.steady import Steady, SteadyResult
 from rota.search.problem import Integers, Problem
 from rota.stopping import look
 
-_MOST_COPIES = 6  # micro-batches of a component per period
+_MOST_COPIES = 12  # micro-batches of a component per period
 _PLACES = 5  # in the plan, where periods are cut out
 _MOST_OPS = 20_000  # of a period unrolled, whose memory is simulated
 
