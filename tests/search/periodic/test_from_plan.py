@@ -37,7 +37,7 @@ def test_a_schedule_that_repeats_has_its_own_period(
     check(found.steady.unroll(num_microbatches))
 
 
-def test_nn_on_eight_ranks_repeats_faster_than_the_rhythm_that_is_found_from_scratch() -> None:
+def test_nn_on_eight_ranks_repeats_as_fast_as_its_own_step() -> None:
     problem = Problem(tessel("nn", 8, 6), 64)
     climb = Climb(problem, False, 0)
     for _ in range(300):
@@ -46,7 +46,8 @@ def test_nn_on_eight_ranks_repeats_faster_than_the_rhythm_that_is_found_from_scr
     found = within(problem, problem.to_plan(climb.orders))
     assert found is not None
     found.steady.verify()
-    assert found.steady.us_per_microbatch < 12
+    assert climb.key is not None
+    assert found.steady.us_per_microbatch * 64 <= climb.key[0]
 
 
 def test_what_transfers_hold_is_left_to_the_search_from_scratch() -> None:
