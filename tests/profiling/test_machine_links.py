@@ -145,6 +145,7 @@ def found_by(rank: int) -> FoundLinks:
 
 
 @pytest.mark.dist
+@pytest.mark.sweep
 def test_four_processes_find_the_same(pool: Pool) -> None:
     first, *others = pool.run(4, found_by, timeout_s=200)
     assert others == [first] * 3
