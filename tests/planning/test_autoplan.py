@@ -440,8 +440,7 @@ def test_what_was_not_looked_at_is_not_said_not_to_fit(monkeypatch: pytest.Monke
 def test_a_search_that_would_compile_itself_for_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finalists, "can_search", lambda: True)
     monkeypatch.setattr(finalists, "_compiling_s", lambda: 2.0 * LONG_S)
-    profiles = {1: layer_costs(1, UNEVEN, boundary=1)}
-    answer = autoplan(profiles, Machine(2, None, Link(1, 1)), 4, pipeline_ranks=2, time_limit_s=LONG_S)
+    answer = autoplan({1: layer_costs(1, UNEVEN)}, Machine(4, 40), 16, time_limit_s=LONG_S)
     assert answer.ran_out
     (remark,) = answer.remarks
     assert "the first search for them compiles itself, in about 20000 s: give a longer --time-limit" in remark
