@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -115,11 +116,13 @@ def measured_us(plan: rota.Plan, name: str, num_steps: int) -> tuple[float, floa
 def compared(name: str, num_steps: int) -> list[dict[str, Any]]:
     plans = plans_of(name, links_of_this_machine(2))
     trials = [Trial(plan, stages, *batch_of(name, 1)) for plan, stages in plans.values()]
+    print(f"{name}: trying {len(trials)} plans", file=sys.stderr, flush=True)
     shown = run_trials(trials, loss_fn, make_optimizer, 20.0)
     rows = []
     for (schedule, (plan, _)), steps in zip(plans.items(), shown, strict=True):
         as_run = calibrated(*steps.timelines)
         placement = replace(plan.placement, tasks=as_run.tasks, step_ends=as_run.step_ends)
+        print(f"{name}: training {schedule}", file=sys.stderr, flush=True)
         us, spread = measured_us(plan, name, num_steps)
         rows.append(
             {

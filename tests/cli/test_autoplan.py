@@ -11,6 +11,7 @@ import rota
 from planning.test_autoplan import UNEVEN, layer_costs
 from rota.cli import main
 from rota.cli.arguments import parse_link
+from rota.errors import PipelineError
 from rota.profiles import Profile
 from rota.runtime.launching.launch import Run
 from rota.usage import Usage
@@ -105,6 +106,24 @@ def test_a_model_is_measured_planned_and_measured_again(tmp_path: Path, capsys: 
     exec(MODEL, namespace)
     stages = rota.split(namespace["make_model"](), plan.num_stages, plan.cuts)  # type: ignore[operator]
     assert len(stages) == plan.num_stages
+
+
+@pytest.mark.dist  # measuring stages starts processes
+def test_links_that_cannot_be_measured_are_counted_as_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def links(*_: object, **__: object) -> rota.Cluster:
+        raise PipelineError("the machine is too busy")
+
+    monkeypatch.setattr("rota.profiling.links_of_this_machine", links)
+    monkeypatch.setattr("rota.profiling.forked.why_not_here", lambda _: "")
+    model = tmp_path / "model.py"
+    model.write_text(MODEL)
+    given = [str(model), "--ranks", "2", "--batch", "4", "--rows", "2", "--cache", str(tmp_path), "--time-limit", "9"]
+    assert main(["autoplan", *given]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("transfers are counted as free; give --link or --links")
+    assert "links were not measured, so that transfers are counted as free: the machine is too busy" in told
 
 
 def test_a_model_too_large_for_this_machine_is_estimated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

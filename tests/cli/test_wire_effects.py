@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from cli.test_cli import run
 from rota.cli.wire_effects import wire_effects
 from rota.costs import Cluster, Costs, Link, SharedLink
+from rota.errors import PipelineError
 from rota.placing import place
 from rota.plan import Plan
 
@@ -72,3 +74,53 @@ def test_links_that_do_not_fit_are_refused(
     links.write_text(Cluster.uniform(2).to_json())
     code, _, errors = run(capsys, "plan", "1f1b", "--microbatches", "4", *options, links)
     assert (code != 0, told in errors) == (True, True)
+
+
+@pytest.fixture
+def measured_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Costs that say they were measured on a CPU, on a machine with enough cores."""
+    monkeypatch.setattr("rota.profiling.forked.why_not_here", lambda _: "")
+    path = tmp_path / "costs.json"
+    path.write_text(replace(Costs.uniform(2, boundary_bytes=80), note="measured on CPU, 1 thread").to_json())
+    return path
+
+
+def test_costs_measured_on_a_cpu_are_planned_with_the_links_of_this_machine(
+    measured_costs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = Cluster((None, None), Link(11, 100), shared=(HOST,))
+    asked: list[int] = []
+
+    def links(num_ranks: int, **_: object) -> Cluster:
+        asked.append(num_ranks)
+        return here
+
+    monkeypatch.setattr("rota.profiling.links_of_this_machine", links)
+    step = ("--costs", measured_costs, "--microbatches", "4")
+    code, said, _ = run(capsys, "plan", "1f1b", *step)
+    assert (code, asked) == (0, [2])
+    assert "latency (11 µs), rate (100 MB/s), host a (2 ranks share 40 MB/s)" in " ".join(said.split())
+    assert "latency (7 µs)" in run(capsys, "plan", "1f1b", *step, "--link", "7us,2GB/s")[1]
+    assert asked == [2]  # not measured where they are given
+
+
+def test_links_that_cannot_be_measured_are_told(
+    measured_costs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def links(*_: object, **__: object) -> Cluster:
+        raise PipelineError("the machine is too busy")
+
+    monkeypatch.setattr("rota.profiling.links_of_this_machine", links)
+    code, said, errors = run(capsys, "plan", "1f1b", "--costs", measured_costs, "--microbatches", "4")
+    assert code == 0
+    assert "transfers are counted as free; give --link or --links" in said
+    assert "links were not measured: the machine is too busy" in errors
+
+
+def test_costs_measured_elsewhere_leave_transfers_free(
+    measured_costs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rota.profiling.links_of_this_machine", lambda *_, **__: pytest.fail("measured"))
+    measured_costs.write_text(replace(Costs.uniform(2, boundary_bytes=80), note="estimated for h100").to_json())
+    said = run(capsys, "plan", "1f1b", "--costs", measured_costs, "--microbatches", "4")[1]
+    assert "transfers are counted as free; give --link or --links" in said

@@ -327,6 +327,7 @@ def test_replicas_leave_each_other_a_part_of_what_they_share() -> None:
     machine = Machine(4, None, measured)
     assert machine.cluster(2, 2).shared == (SharedLink("host", 50, (0, 1), (0, 1)),)
     assert machine.cluster(4, 1).shared == (shared,)
+    assert machine.cluster(1, 4).shared == ()
     assert machine.cluster(2, 2).gap_us == 7
     assert machine.cluster(2, 2).link_between(0, 1) == Link(1, 10, 2, 3, 4, 5)
 
@@ -434,6 +435,16 @@ def test_what_was_not_looked_at_is_not_said_not_to_fit(monkeypatch: pytest.Monke
     monkeypatch.setattr("rota.planning.deadline.Deadline.left_s", property(lambda deadline: 0.0))
     with pytest.raises(SearchError, match=r"found no plan|layouts not looked at: give a longer --time-limit"):
         autoplan({1: layer_costs(1, kept=20)}, Machine(4, 30), 8, time_limit_s=1)
+
+
+def test_a_search_that_would_compile_itself_for_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finalists, "can_search", lambda: True)
+    monkeypatch.setattr(finalists, "_compiling_s", lambda: 2.0 * LONG_S)
+    answer = autoplan({1: layer_costs(1, UNEVEN)}, Machine(4, 40), 16, time_limit_s=LONG_S)
+    assert answer.ran_out
+    (remark,) = answer.remarks
+    assert "the first search for them compiles itself, in about 20000 s: give a longer --time-limit" in remark
+    assert remark in answer.to_text()
 
 
 def test_a_search_of_orders_that_the_clock_ends_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from rota.checking import check
 from rota.costs import Link
 from rota.errors import PipelineError
 from rota.planning import Answer, Machine, autoplan, confirmation, finalists
+from rota.planning.answer import ranks_text
 from rota.planning.evaluation import Found
 from rota.planning.step_times import StepTimes
 from rota.planning.trials import Trial, run_trials
@@ -114,6 +115,41 @@ def test_a_loaded_machine_is_told_and_measured_again(confirmed: Confirm) -> None
     assert "the machine is busy; run once more, they differ by" in told.to_text()
     assert told.best.steps is not None
     assert told.best.steps.spread < 0.1
+
+
+def test_the_second_run_is_told_even_where_it_differs_more(confirmed: Confirm) -> None:
+    runs: list[int] = []
+
+    def tried(trials: Sequence[Trial]) -> list[StepTimes]:
+        runs.append(trials[0].num_processes)
+        return [steps_of(trial, 1.0, 0.1 * runs.count(trials[0].num_processes)) for trial in trials]
+
+    told = confirmed(tried)
+    assert told.best.steps is not None
+    first, second = (steps_of(Trial(told.plan, None, None, None), 1.0, apart).spread for apart in (0.1, 0.2))  # type: ignore[arg-type]
+    assert told.best.steps.spread == pytest.approx(first, abs=0.001)
+    assert f"differ by {first:.0%}, above 10%: the machine is busy; run once more, they differ by {second:.0%}" in (
+        told.to_text()
+    )
+
+
+def test_a_plan_is_run_and_shown_once(confirmed: Confirm, answer: Answer) -> None:
+    tried: list[Trial] = []
+
+    def steps(trials: Sequence[Trial]) -> list[StepTimes]:
+        tried.extend(trials)
+        return [steps_of(trial) for trial in trials]
+
+    told = confirmed(steps, replace(answer, usual=answer.best))
+    assert sum(trial.plan.orders == answer.plan.orders for trial in tried) == 1
+    assert "1F1B on equal layers: " not in told.to_text()
+
+
+def test_replicas_are_named(confirmed: Confirm) -> None:
+    found = confirmed(lambda trials: [steps_of(trial) for trial in trials])
+    names = {ranks_text(one.found) for one in found.confirmed}
+    assert "1 rank x 2 replicas" in names
+    assert all(f" on {name} measured: " in found.to_text() for name in names)
 
 
 def test_why_nothing_was_run(confirmed: Confirm, answer: Answer) -> None:

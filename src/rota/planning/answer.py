@@ -147,7 +147,7 @@ class Answer:
         several = f"{layout.shape}, {layout.stages_per_rank} per rank" if layout.stages_per_rank > 1 else layout.shape
         again = sorted(best.candidate.recomputed)
         return [
-            f"{time_text(best.step_us)} per step{self._source()}, {self.rows_per_s:,.4g} rows/s: {best.schedule}",
+            f"{time_text(best.step_us)} per step{self._source()}, {_rate(self.rows_per_s)} rows/s: {best.schedule}",
             *self._predicted(),
             f"  ranks       {layout.num_ranks} x {count_text(layout.num_replicas, 'replica')}, {used} of {ranks}",
             f"  stages      {layout.num_stages} ({several}), layers {_runs(sizes)}",
@@ -174,12 +174,12 @@ class Answer:
 
     def _table(self) -> list[str]:
         lines = [
-            "        step    rows/s  schedule           ranks  stages  micro-batches  again  bubble  gap     memory"
+            "        step    rows/s  schedule           ranks  stages  micro-batches  again  bubble    gap     memory"
         ]
         rows = list(self.shown)
         for found in rows:
             lines += self._row(found, "▸" if found is self.best else " ")
-        if isinstance(self.usual, Found) and self.usual.plan.orders != self.best.plan.orders:
+        if isinstance(self.usual, Found) and not any(map(self.usual.is_as, [self.best, *rows])):
             lines += self._row(self.usual, "·")
         elif isinstance(self.usual, Misfit):
             held = size_text(self.usual.num_bytes)
@@ -191,10 +191,10 @@ class Answer:
         stages = layout.num_stages
         gap = max(found.makespan_us - found.bound_us, 0) / found.makespan_us if found.makespan_us else 0.0
         cells = (
-            f"{mark} {time_text(found.step_us):>10}{rows_per_s(self.request, found):>10,.4g}  {found.schedule:<16}"
+            f"{mark} {time_text(found.step_us):>10}{_rate(rows_per_s(self.request, found)):>10}  {found.schedule:<16}"
             f"{f'{layout.num_ranks} x {layout.num_replicas}':>8}{stages:>8}"
             f"{f'{layout.num_microbatches} x {layout.rows}':>15}{len(found.candidate.recomputed) or '-':>7}"
-            f"{found.timeline.bubble_fraction:>8.1%}{gap:>5.1%}  {memory_text(found):>9}"
+            f"{found.timeline.bubble_fraction:>8.1%}{gap:>7.1%}  {memory_text(found):>9}"
         )
         equal = "1F1B on equal layers: " if mark == "·" else ""
         reason = equal + why_slower(found, self.best) if found is not self.best else ""
@@ -205,10 +205,10 @@ class Answer:
         stopped = ", out of time" if self.ran_out else ""
         if self.stopped_by:
             stopped = f", stopped by {self.stopped_by}"
+        left = f", {counts.left:,} were not tried" if counts.left else ""
         lines = [
-            f"{counts.layouts:,} layouts, {counts.plans:,} plans simulated in {self.elapsed_s:.1f} s{stopped}: "
-            f"{counts.slower:,} layouts cannot be faster by their bounds, {counts.too_large:,} do not fit"
-            + (f", {counts.left:,} were not tried" if counts.left else ""),
+            f"{counts.layouts:,} layouts ({counts.slower:,} cannot be faster by their bounds, {counts.too_large:,} do "
+            f"not fit{left}), {counts.plans:,} plans simulated in {self.elapsed_s:.1f} s{stopped}",
             *self._bounds(),
         ]
         if self.tolerance:
@@ -219,7 +219,7 @@ class Answer:
         if self.is_unmeasured:
             lines.append("the plan's own stages were not measured: its times are added up from the layers'")
         for before_us, found in self.confirmed:
-            name = f"{found.schedule} on {count_text(found.candidate.layout.num_ranks, 'rank')}"
+            name = f"{found.schedule} on {ranks_text(found)}"
             ran = "" if found.steps is None else f"{time_text(found.steps.median_us)} per step as run, "
             lines.append(
                 f"stages of {name} measured: {ran}{time_text(found.makespan_us)} as simulated, {time_text(before_us)} "
@@ -245,14 +245,14 @@ class Answer:
         if alone is None or alone.steps is None or best.steps is None:
             return []
         takes = f"one process, without a pipeline, takes {time_text(alone.step_us)} per step"
-        if best.candidate.layout.num_ranks * best.candidate.layout.num_replicas == 1:
+        if best.num_processes == 1:
             others = [one.found for one in self.confirmed if one.found.steps and one.found is not best]
-            several = [found for found in others if found.plan.num_ranks > 1]
+            several = [found for found in others if found.num_processes > 1]
             if not several:
                 return []
             other = min(several, key=lambda found: found.step_us)
             return [
-                f"one process is faster: {other.schedule} on {count_text(other.plan.num_ranks, 'rank')} takes "
+                f"one process is faster: {other.schedule} on {ranks_text(other)} takes "
                 f"{time_text(other.step_us)}{_short_ops(other)}"
             ]
         if alone.step_us < best.step_us:
@@ -270,6 +270,18 @@ class Answer:
 def rows_per_s(request: Request, found: Found) -> float:
     """Rows per second of all replicas together."""
     return request.batch_rows * 1e6 / max(found.step_us, 1)
+
+
+def _rate(rows_per_s: float) -> str:
+    """14130.2 -> "14,130", and 3.14159 -> "3.142"."""
+    return f"{rows_per_s:,.0f}" if rows_per_s >= 1000 else f"{rows_per_s:.4g}"
+
+
+def ranks_text(found: Found) -> str:
+    """How many ranks a plan is for, and of how many replicas if there are several."""
+    layout = found.candidate.layout
+    ranks = count_text(layout.num_ranks, "rank")
+    return ranks if layout.num_replicas == 1 else f"{ranks} x {layout.num_replicas} replicas"
 
 
 def _short_ops(found: Found) -> str:

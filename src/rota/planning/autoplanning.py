@@ -98,6 +98,7 @@ def autoplan(
         deadline.stopped_by,
         deadline.ran_out,
         tolerance=request.tolerance,
+        remarks=tuple(sweep.remarks),
     )
 
 

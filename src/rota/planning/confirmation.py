@@ -17,7 +17,7 @@ from rota.calibration import calibrated
 from rota.checking import check
 from rota.errors import PipelineError, PlanError, SearchError
 from rota.models import Stages, split
-from rota.planning.answer import Answer, Confirmed
+from rota.planning.answer import Answer, Confirmed, ranks_text
 from rota.planning.autoplanning import one_process
 from rota.planning.choosing import chosen
 from rota.planning.deadline import Deadline
@@ -149,7 +149,9 @@ class _Confirming:
                 "none of the plans fits as its stages were measured; profile the layers again (--refresh), or plan "
                 "with less memory than there is, to leave room"
             )
-        if isinstance(self.usual, Found) and self._deadline.left_s > self._deadline.seconds / 2:
+        if not isinstance(self.usual, Found) or any(self.usual.is_as(one.found) for one in self.confirmed):
+            return
+        if self._deadline.left_s > self._deadline.seconds / 2:
             self.usual = _measured(self.usual, *self._how, repeats)
 
     def run_steps(self) -> None:
@@ -157,11 +159,12 @@ class _Confirming:
         plans = [one.found for one in self.confirmed]
         groups: dict[int, list[Found]] = {}
         for found in [*plans, *([self.alone] if self.alone is not None else [])]:
-            groups.setdefault(_num_processes(found), []).append(found)
-        if isinstance(self.usual, Found) and _num_processes(self.usual) in groups:
-            groups[_num_processes(self.usual)].append(self.usual)
+            groups.setdefault(found.num_processes, []).append(found)
+        usual = self.usual
+        if isinstance(usual, Found) and usual.num_processes in groups and not any(map(usual.is_as, plans)):
+            groups[usual.num_processes].append(usual)
         left = len(groups)
-        for of_group in sorted(groups.values(), key=lambda group: _num_processes(group[0])):
+        for of_group in sorted(groups.values(), key=lambda group: group[0].num_processes):
             self._run_group(of_group, self._deadline.left_s / left)
             left -= 1
         if not any(one.found.steps for one in self.confirmed) and not self.predicted_because:
@@ -182,10 +185,10 @@ class _Confirming:
             self._report(busy)
             if self._deadline.left_s > least_s(trials) + self._deadline.seconds / 10:
                 again = self._tried(trials, max(min(seconds * 0.4, self._deadline.left_s * 0.8), least_s(trials)))
-                if again and max(one.spread for one in again) < spread:
-                    steps, spread = again, max(one.spread for one in again)
-                told = f"; run once more, they differ by {spread:.0%}"
-                self.remarks.append(busy + told)
+                spread_again = max((one.spread for one in again), default=spread)
+                if spread_again < spread:
+                    steps = again
+                self.remarks.append(f"{busy}; run once more, they differ by {spread_again:.0%}")
             else:
                 self.remarks.append(f"{busy}; there was no time to run them again")
         for found, of_found in zip(plans, steps, strict=False):
@@ -227,8 +230,8 @@ class _Confirming:
         tolerance = self._tolerance(answer.tolerance)
         plans = [one.found for one in confirmed]
         alone = self.alone if self.alone is not None and self.alone.steps is not None else None
-        if alone is not None and any(_num_processes(found) == 1 for found in plans):
-            alone_plans = [found for found in plans if _num_processes(found) == 1]
+        if alone is not None and any(found.num_processes == 1 for found in plans):
+            alone_plans = [found for found in plans if found.num_processes == 1]
             alone = min([alone, *alone_plans], key=lambda found: found.key)
         elif alone is not None and request.pipeline_ranks in (None, 1) and _fits(alone, answer):
             alone = replace(alone, plan=_in_cluster(alone, answer))
@@ -258,12 +261,7 @@ class _Confirming:
 
 
 def _named(found: Found) -> str:
-    return f"{found.schedule} on {count_text(_num_processes(found), 'process', 'es')}"
-
-
-def _num_processes(found: Found) -> int:
-    layout = found.candidate.layout
-    return layout.num_ranks * layout.num_replicas
+    return f"{found.schedule} on {ranks_text(found)}"
 
 
 def _fits(alone: Found, answer: Answer) -> bool:

@@ -59,11 +59,21 @@ class Found:
         """The most bytes that any rank holds at once."""
         return max(self.timeline.peak_memory_bytes)
 
+    def is_as(self, other: Found) -> bool:
+        """Whether both are one plan, whatever their ops' times are."""
+        mine, theirs = self.candidate, other.candidate
+        is_same_model = mine.boundaries == theirs.boundaries and mine.recomputed == theirs.recomputed
+        return is_same_model and mine.layout == theirs.layout and self.plan.orders == other.plan.orders
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of a step, one per rank of each replica."""
+        return self.candidate.layout.num_ranks * self.candidate.layout.num_replicas
+
     @property
     def key(self) -> tuple[int, int, int]:
         """The smaller, the better: time, then memory, then processes."""
-        layout = self.candidate.layout
-        return self.step_us, self.peak_bytes, layout.num_ranks * layout.num_replicas
+        return self.step_us, self.peak_bytes, self.num_processes
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,12 @@ def search_finalists(sweep: Sweep) -> None:
     if not can_search():
         return
     for candidate in list(_finalists(sweep)):
-        if not sweep.deadline.has(_seconds(sweep) + _compiling_s()):
+        if not sweep.deadline.has(_seconds(sweep) + (compiling_s := _compiling_s())):
+            if compiling_s:
+                sweep.remarks.append(
+                    f"left out for lack of time: better orders than those of named schedules; the first search for "
+                    f"them compiles itself, in about {compiling_s:.0f} s: give a longer --time-limit once"
+                )
             return
         found = _searched(sweep, candidate)
         if found is not None:

@@ -138,7 +138,7 @@ class Machine:
     def _shared(self, num_ranks: int, num_replicas: int) -> tuple[SharedLink, ...]:
         """What the ranks of a pipeline share: replicas that share it too leave each other their part of its rate."""
         made: dict[tuple[tuple[int, ...], tuple[int, ...]], SharedLink] = {}
-        for shared in self.link.shared if isinstance(self.link, Cluster) else ():
+        for shared in self.link.shared if isinstance(self.link, Cluster) and num_ranks > 1 else ():
             of_replica = []
             for start in range(0, num_ranks * num_replicas, num_ranks):
                 here = range(start, start + num_ranks)

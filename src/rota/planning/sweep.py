@@ -54,6 +54,7 @@ class Sweep:
         self.deadline = deadline
         #: The best plan of each variant; only the best variants.
         self.found: dict[Variant, Found] = {}
+        self.remarks: list[str] = []  # for the user
         self.num_layouts = self.num_pruned = self.num_misfits = self.num_left = self.num_plans = 0
         #: A lower bound on every layout's step.
         self.bound_us = 0

@@ -15,7 +15,7 @@ from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import print_timeline, progress_line
 from rota.costs import Cluster, Link
-from rota.errors import PlacementError
+from rota.errors import PipelineError, PlacementError
 from rota.layers import LayerCosts
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def run(arguments: Namespace) -> int:
             time_limit_s=max(deadline.left_s * (_SEARCH if confirms else 1), _LEAST_S),
             progress=show,
         )
-        answer = replace(answer, remarks=tuple(remarks))
+        answer = replace(answer, remarks=(*remarks, *answer.remarks))
         if confirms:
             assert model_file is not None
             answer = _confirmed(answer, model_file, arguments, max(deadline.left_s, _LEAST_S), show)
@@ -139,10 +139,12 @@ def _print_answer(answer: Answer, arguments: Namespace) -> None:
         print(line)
     print_timeline(answer.timeline)
     print("\n".join(answer.body))
+    model = arguments.model or "MODEL.py"
     then = (
-        f"; use it by `rota run {arguments.output} train.py`. There, the model is cut by\n"
-        "rota.split(model, plan.num_stages, plan.cuts), of plan = rota.given_plan(); an unmodified one needs\n"
-        f"example=batch too. To check that the split is exact: rota verify {arguments.output} MODEL.py"
+        f". To train with it: rota run {arguments.output} train.py\n"
+        "There, plan = rota.given_plan() is this plan, and rota.split(model, plan.num_stages, plan.cuts) makes its\n"
+        "stages (with example=batch if the model is neither an nn.Sequential nor has CutPoints).\n"
+        f"To check that the split is exact: rota verify {arguments.output} {model}"
     )
     usage = answer.plan.usage
     if usage is not None and usage.num_replicas > 1:
@@ -209,7 +211,8 @@ def _measured(
         model_file, sizes, report=show, enough=lambda: deadline.elapsed_s > _PROFILE * deadline.seconds, **how
     )
     if missing := [num_rows for num_rows in sizes if num_rows not in found]:
-        remarks.append(f"left out for lack of time: micro-batches of {', '.join(map(str, missing))} rows")
+        sizes_text = ", ".join(map(str, missing))
+        remarks.append(f"left out for lack of time: micro-batches of {sizes_text} rows; give a longer --time-limit")
     return found
 
 
@@ -235,7 +238,11 @@ def _machine_here(
 
     folder = arguments.cache if arguments.cache is not None and not arguments.cache.endswith(".json") else None
     show("measuring the links between processes")
-    links = links_of_this_machine(arguments.ranks, cache=folder, refresh=arguments.refresh, report=show)
+    try:
+        links = links_of_this_machine(arguments.ranks, cache=folder, refresh=arguments.refresh, report=show)
+    except PipelineError as error:
+        remarks.append(f"links were not measured, so that transfers are counted as free: {error}")
+        return machine
     machine = replace(machine, link=links)
     gradient_bytes = max(sum(layers.gradient_bytes) for layers in profiles.values())
     if 2 * (arguments.pipeline or 1) > arguments.ranks or not gradient_bytes:
@@ -244,7 +251,11 @@ def _machine_here(
         remarks.append("left out for lack of time: all-reduces, which are priced by the links' rates")
         return machine
     show("measuring all-reduces of the gradients")
-    return replace(machine, all_reduces=measure_all_reduces(arguments.ranks, gradient_bytes))
+    try:
+        return replace(machine, all_reduces=measure_all_reduces(arguments.ranks, gradient_bytes))
+    except PipelineError as error:
+        remarks.append(f"all-reduces were not measured, and are priced by the links' rates: {error}")
+        return machine
 
 
 def _not_run(arguments: Namespace) -> str:

@@ -25,6 +25,7 @@ from rota.cli.requirements import InputError, require_search
 from rota.cli.screen import print_timeline, progress_line
 from rota.cli.searching import SEARCH, search_plan
 from rota.costs import Cluster, Costs
+from rota.errors import PipelineError
 from rota.plan import Plan
 from rota.schedules import NAMED
 from rota.tasks import Kind
@@ -79,8 +80,11 @@ def _links(arguments: Namespace, num_ranks: int) -> Cluster | None:
         from rota.profiling.forked import why_not_here
 
         if not why_not_here(num_ranks):
-            with progress_line() as show:
-                return links_of_this_machine(num_ranks, report=show)
+            try:
+                with progress_line() as show:
+                    return links_of_this_machine(num_ranks, report=show)
+            except PipelineError as error:
+                print(f"rota plan: warning: links were not measured: {error}", file=sys.stderr)
     if num_ranks > 1:
         print("transfers are counted as free; give --link or --links")
     return None
