@@ -76,7 +76,8 @@ def draw_transfer(axes: Axes, timeline: Timeline, r: int) -> None:
     size = f"{route.num_bytes} bytes: {route.service_us} µs"
     box(axes, "host", sent, served, SERVICE, size, "white")
     axes.plot([served, arrived], [link + HALF, to_y], color=LINE, linewidth=0.9)
-    axes.text((served + arrived) / 2 + 0.4, (link + to_y) / 2 + 0.14, "latency", color=LINE, size=8)
+    if ROWS[route.receiver] == link + 1:  # elsewhere the line crosses another rank's bar
+        axes.text((served + arrived) / 2 + 0.4, (link + to_y) / 2 + 0.14, "latency", color=LINE, size=8)
 
 
 def box(axes: Axes, row: int | str, left: float, right: float, color: str, text: str, ink: str = "black") -> None:

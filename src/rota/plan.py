@@ -249,12 +249,14 @@ class Plan:
         return nodes
 
     def _misserved(self, link: str, order: Sequence[Transfer], given: list[int], expected: set[int]) -> PlanError:
-        for i, node in enumerate(given):
+        missing = set(expected)
+        for transfer, node in zip(order, given, strict=True):
             if node not in expected:
-                return PlanError(f"{link} serves {order[i]}, a transfer that does not use it; remove it", "unknown")
-            if node in given[:i]:
-                return PlanError(f"{link} serves {order[i]} twice; remove one of them", "duplicate")
-        transfer = next(transfer for node, transfer in self._served_transfers() if node in expected.difference(given))
+                return PlanError(f"{link} serves {transfer}, a transfer that does not use it; remove it", "unknown")
+            if node not in missing:
+                return PlanError(f"{link} serves {transfer} twice; remove one of them", "duplicate")
+            missing.remove(node)
+        transfer = next(transfer for node, transfer in self._served_transfers() if node in missing)
         return PlanError(f"{link} never serves {transfer}; add it there", "missing")
 
     def _served_transfers(self) -> Iterator[tuple[int, Transfer]]:
