@@ -421,6 +421,11 @@ class Plan:
         step = {"num_microbatches": self.num_microbatches, "orders": orders}
         return {**step, **services, **self.placement.to_fields(), **usage}
 
+    def __str__(self) -> str:
+        """One line; `repr` has every field."""
+        sizes = f"{count_text(self.num_ranks, 'rank')}, {count_text(self.num_stages, 'stage')}"
+        return f"Plan of {sizes}, {count_text(self.num_microbatches, 'micro-batch', 'es')}, {self.num_ops:,} ops"
+
     def _repr_html_(self) -> str:
         """A picture of the simulated plan, or why it cannot run."""
         try:

@@ -87,11 +87,11 @@ class Shape(NamedTuple):
 #: Shapes by their names on the command line.
 SHAPES: Mapping[str, Shape] = {
     "v": Shape(v_shape, 1, 0, "a chain, one stage per rank"),
-    "x": Shape(x_shape, 1, 0, "two chains in opposite directions, with the same weights"),
+    "x": Shape(x_shape, 1, 0, "two chains in opposite directions with the same weights"),
     "m": Shape(m_shape, 1, 1, "the first stage on all ranks together, then a chain"),
-    "nn": Shape(nn_shape, 1, 2, "the first stage and one in the middle on all ranks together"),
-    "nn-eager": Shape(nn_eager_shape, 1, 2, "the first stage and the third on all ranks together"),
-    "k": Shape(k_shape, 1, 1, "two branches that meet in a stage on all ranks together"),
-    "interleaved": Shape(interleaved, 2, 0, "a chain placed round robin, several stages per rank"),
+    "nn": Shape(nn_shape, 1, 2, "like m, with another stage on all ranks in the middle"),
+    "nn-eager": Shape(nn_eager_shape, 1, 2, "like nn, with the third stage on all ranks instead"),
+    "k": Shape(k_shape, 1, 1, "two branches that meet in a stage on all ranks"),
+    "interleaved": Shape(interleaved, 2, 0, "a chain placed round-robin, several stages per rank"),
     "wave": Shape(wave, 2, 0, "a chain down the ranks and back up, two or more stages per rank"),
 }

@@ -13,7 +13,7 @@ from rota import memory, notebook, reading
 from rota.errors import FormatError
 from rota.plan import Plan, Transfer
 from rota.tasks import Op
-from rota.units import count_text, size_text
+from rota.units import count_text, size_text, time_text
 
 
 class StepEndWork(NamedTuple):
@@ -256,6 +256,10 @@ class Timeline:
             rows[span.rank].append(notebook.Bar(span.start_us, span.end_us, span.work.what, "", str(span.work)))
         chart = notebook.chart(rows, self.makespan_us if until_us is None else until_us)
         return notebook.document(notebook.heading(name, facts), chart)
+
+    def __str__(self) -> str:
+        """One line; `repr` has every field."""
+        return f"Timeline of a {self.plan}: {time_text(self.makespan_us)}, bubble {self.bubble_fraction:.1%}"
 
     def _repr_html_(self) -> str:
         return self.to_snippet()

@@ -42,7 +42,10 @@ def profile(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_from_a_profile_to_a_plan(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_a_profile_to_a_plan(
+    profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
     output = tmp_path / "plan.json"
     machine = ["--ranks", "4", "--memory", "1000B", "--link", "1us,4MB/s", "--node", "2", "--node-link", "3us,1MB/s"]
     search = ["--time-limit", "600", "--slowdowns", "1,1,1,2"]
@@ -55,9 +58,9 @@ def test_from_a_profile_to_a_plan(profile: str, tmp_path: Path, capsys: pytest.C
     assert plan.usage.microbatch_rows * plan.num_microbatches * plan.usage.num_replicas == 16
     assert len(plan.usage.num_layers) == plan.num_stages
     assert sum(plan.usage.num_layers) == len(UNEVEN)
-    header = next(line for line in told.splitlines() if "micro-batches  again" in line)
+    header = next(line for line in told.splitlines() if "micro-batches  recomputed" in line)
     legend = told.partition(header)[2].partition("\n\n")[2].partition("\n\n")[0]
-    for word in ("▸", "·", "ranks", "micro-batches", "again", "bubble", "gap", "memory"):
+    for word in ("▸", "·", "ranks", "micro-batches", "recomputed", "bubble", "gap", "memory"):
         assert word in legend
     assert max(rota.simulate(plan).peak_memory_bytes) <= 1000
     assert main(["check", str(output)]) == 0

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,6 +84,12 @@ def test_plan_simulate_show_and_compare_pass_files_on(
     picture = tmp_path / "plan.png"
     assert run(capsys, "show", timeline, "-o", picture)[0] == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+    code, _, err = run(capsys, "compare", plan_file, timeline)
+    assert (code, "nothing was measured" in err) == (2, True)
+    simulated = simulate(Plan.from_json(plan_file.read_text()))
+    names = ("starts_us", "ends_us", "sent_us", "arrived_us", "step_ends_us")
+    times = {name: tuple(tuple(2 * us for us in row) for row in getattr(simulated, name)) for name in names}
+    timeline.write_text(replace(simulated, **times).to_json())
     for command in (["show", timeline, "--above", plan_file], ["compare", plan_file, timeline]):
         page = tmp_path / f"{command[0]}.html"
         assert run(capsys, *command, "-o", page)[0] == 0
@@ -319,10 +328,27 @@ def test_help_describes_every_schedule(capsys: pytest.CaptureFixture[str]) -> No
         assert f"{family.name} {family.summary}" in lines
 
 
-def test_bare_command_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bare_command_shows_the_first_commands(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys)
-    assert code == 2
-    assert "rota demo" in out
+    assert code == 0
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("  rota ")] == [
+        "demo",
+        "autoplan",
+        "show",
+        "run",
+        "explain",
+    ]
+    assert "rota --help" in out
+
+
+def test_charts_without_utf8(plan_file: Path) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "rota", "show", str(plan_file)]
+    shown = subprocess.run(command, capture_output=True, env=environment, timeout=150, check=True).stdout.decode(
+        "ascii"
+    )
+    assert "F- forward" in shown
+    assert "?" not in shown
 
 
 @pytest.mark.parametrize(

@@ -227,13 +227,13 @@ def test_the_parts_of_a_step_add_up_and_reasons_name_what_is_longer() -> None:
         assert found.makespan_us >= found.bound_us
     text = answer.to_text()
     assert f"of {answer.counts.layouts:,}" in text or f"{answer.counts.layouts:,} layouts" in text
-    assert "1F1B on equal layers: +" in text
+    assert "1F1B with equal layers: +" in text
     slower = [found for found in answer.shown if found is not answer.best]
     assert slower
     for found in slower:
         told = why_slower(found, answer.best)
         assert told in text
-        assert any(word in told for word in ("waits", "compute", "recomputes", "all-reduce", "as fast"))
+        assert any(word in told for word in ("idle", "compute", "recomputes", "all-reduce", "equally fast"))
     assert answer._repr_html_().startswith("<div")
 
 
@@ -272,11 +272,11 @@ def test_replicas_are_offered_only_where_their_all_reduces_have_a_price() -> Non
 
     def replicas(machine: Machine) -> set[int]:
         found = autoplan(profiles, machine, 8, time_limit_s=LONG_S)
-        assert ("replicas are not offered" in found.to_text()) == (not machine.prices_sums)
+        assert ("Replicas are not considered" in found.to_text()) == (not machine.prices_sums)
         return {one.candidate.layout.num_replicas for one in found.candidates}
 
     free = autoplan(profiles, Machine(4), 8, time_limit_s=LONG_S)
-    assert free.to_text().startswith("transfers are counted as free; give --link or --links")
+    assert free.to_text().startswith("Transfers are counted as free; give --link or --links")
     assert replicas(Machine(4)) == replicas(Machine(4, None, Link(3))) == {1}
     assert replicas(Machine(4, None, Link(1, 100))) > {1}
     measured = Machine(4, all_reduces=dict.fromkeys((2, 3, 4), ((4, 5), (64, 9))))
@@ -285,7 +285,7 @@ def test_replicas_are_offered_only_where_their_all_reduces_have_a_price() -> Non
     assert measured.reduce_us(34, [0, 1]) == 7  # halfway between the two
     assert measured.reduce_us(128, [0, 1]) == 18  # at the rate of the largest
     nothing_to_sum = autoplan({1: layer_costs(1)}, Machine(4), 8, time_limit_s=LONG_S)
-    assert "replicas are not offered" not in nothing_to_sum.to_text()
+    assert "Replicas are not considered" not in nothing_to_sum.to_text()
 
 
 def test_nothing_is_recomputed_without_a_memory_limit() -> None:
@@ -314,7 +314,7 @@ def test_of_plans_as_fast_the_simplest_is_chosen() -> None:
 def test_estimates_are_said_to_be_estimates() -> None:
     layers = replace(layer_costs(1), note="estimated for h100")
     answer = autoplan({1: layers}, Machine(2, None, Link(1, 100)), 8, time_limit_s=LONG_S)
-    assert answer.to_text().startswith("all times are estimates (estimated for h100): nothing was measured")
+    assert answer.to_text().startswith("All times are estimates (estimated for h100): nothing was measured")
     plan = rota.Plan.from_json(answer.plan.to_json())
     assert "are estimates (estimated for h100)" in rota.explain(plan).to_text()
     measured = autoplan({1: layer_costs(1)}, Machine(2, None, Link(1, 100)), 8, time_limit_s=LONG_S)

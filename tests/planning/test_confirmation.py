@@ -60,10 +60,10 @@ def test_the_figures_are_those_of_the_steps_that_were_run(confirmed: Confirm) ->
     assert told.best.steps is not None
     assert told.best.step_us == told.best.steps.median_us != told.best.makespan_us
     text = told.to_text()
-    assert "measured here (5 steps, the middle half within 0.0%)" in text
-    assert "by its ops as they ran in plan order" in text
-    assert "by the layers' figures, which are no bound on what was measured" in text
-    assert "lower bound on the step of every layout, by its work alone" not in text
+    assert "(measured: 5 steps, the middle half within 0.0%)" in text
+    assert "from its ops timed in plan order" in text
+    assert "Lower bound for every layout by the layers' figures, not by what was measured" in text
+    assert "from its work alone" not in text
     check(told.plan)
 
 
@@ -73,16 +73,16 @@ def test_one_process_is_recommended_where_it_is_faster(confirmed: Confirm, answe
 
     told = confirmed(tried)
     assert told.best.candidate.layout.num_ranks == told.plan.num_ranks == 1
-    assert "one process is faster" in told.to_text()
+    assert "One process is faster than a pipeline here" in told.to_text()
     request = answer.request
     given = request.profiles, request.machine, request.batch_rows
     told = confirmed(tried, autoplan(*given, pipeline_ranks=2, time_limit_s=LONG_S))
     assert told.plan.num_ranks == 2
-    assert "less than this plan, but a pipeline of 2 ranks was asked for" in told.to_text()
+    assert "per step), but a pipeline of 2 ranks was asked for" in told.to_text()
     small = replace(request.machine, limit_bytes=answer.best.peak_bytes // 2 + 20)
     told = confirmed(tried, autoplan(request.profiles, small, request.batch_rows, time_limit_s=LONG_S))
     assert told.plan.num_ranks == 2
-    assert "less than this plan, but holds" in told.to_text()
+    assert "per step), but holds" in told.to_text()
 
 
 def test_a_plan_on_more_processes_must_be_faster_by_more_than_the_spread(confirmed: Confirm) -> None:
@@ -149,20 +149,20 @@ def test_replicas_are_named(confirmed: Confirm) -> None:
     found = confirmed(lambda trials: [steps_of(trial) for trial in trials])
     names = {ranks_text(one.found) for one in found.confirmed}
     assert "1 rank x 2 replicas" in names
-    assert all(f" on {name} measured: " in found.to_text() for name in names)
+    assert all(f" on {name}: " in found.to_text() for name in names)
 
 
 def test_why_nothing_was_run(confirmed: Confirm, answer: Answer) -> None:
     def fails(_: Sequence[Trial]) -> list[StepTimes]:
         raise PipelineError("rank 1 has no luck")
 
-    assert "nothing was run: a step failed here: rank 1 has no luck" in confirmed(fails).to_text()
+    assert "not run     a step failed here: rank 1 has no luck" in confirmed(fails).to_text()
     told = confirmed(fails, elsewhere="its ranks are on several nodes")
-    assert "nothing was run: its ranks are on several nodes" in told.to_text()
+    assert "not run     its ranks are on several nodes" in told.to_text()
     assert "(predicted)" in told.to_text()
     none_left = confirmed(lambda trials: [steps_of(trial) for trial in trials], time_limit_s=1e-9)
     assert "left out for lack of time" in none_left.to_text()
-    assert "nothing was run: no time was left for it" in none_left.to_text()
+    assert "not run     no time was left for it" in none_left.to_text()
 
 
 @pytest.mark.parametrize("num_measured", [0, 1, 2])
@@ -183,7 +183,7 @@ def test_ctrl_c_while_plans_are_measured_loses_none(num_measured: int, monkeypat
     assert stopped.was_stopped
     assert "stopped by Ctrl-C" in stopped.to_text()
     assert [one.found for one in stopped.confirmed] == measured
-    assert stopped.is_unmeasured == ("own stages were not measured" in stopped.to_text()) == (num_measured == 0)
+    assert stopped.is_unmeasured == ("The plan's stages were not measured" in stopped.to_text()) == (num_measured == 0)
     assert confirmation.confirm(stopped, MODEL, no_batch, None).is_unmeasured  # not again
     assert len(measured) == num_measured
 

@@ -135,7 +135,7 @@ def test_table() -> None:
         row.makespan_us >= winner.makespan_us for row in rows if row.fits and row.makespan_us and winner.makespan_us
     )
     text = to_text(rows, 4500)
-    assert f"▸ {winner.name}" in text
+    assert f"▸  {winner.name}" in text
     assert "gpipe" in text.split("over the limit")[-2].splitlines()[-1]
     assert to_csv(rows).count("\n") == len(rows) + 1
     assert to_json(rows).count('"best": true') == 1

@@ -37,6 +37,7 @@ CORE = tuple(
         *(
             "errors",
             "units",
+            "tables",
             "notebook",
             "reading",
             "stopping",

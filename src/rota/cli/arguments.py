@@ -149,15 +149,17 @@ def add_force(parser: Parser) -> None:
 
 def add_model_options(parser: Parser) -> None:
     """--cuts and --length."""
-    help_text = "where a model without CutPoints may be cut, such as 'transformer.h.*' (default: before its blocks)"
+    help_text = "modules that a stage may begin with, such as 'transformer.h.*' (default: its CutPoints, or its blocks)"
     parser.add_argument("--cuts", type=lambda text: text.split(","), metavar="PATTERN,…", help=help_text)
-    help_text = "tokens per row, where MODEL.py makes no batch (default: 1024, or as many as the model takes)"
+    help_text = "tokens per row, if MODEL.py has no make_batch (default: 1024, or the most that the model accepts)"
     parser.add_argument("--length", type=number(1), metavar="N", help=help_text)
 
 
 def add_cores(parser: Parser) -> None:
     """--cores."""
-    parser.add_argument("--cores", type=number(1), help="of the one machine that all ranks share (default: enough)")
+    parser.add_argument(
+        "--cores", type=number(1), help="CPU cores of the machine that all ranks share (default: one per rank)"
+    )
 
 
 def add_time_limit(parser: Parser, help: str, default: float | None = None) -> None:
@@ -173,25 +175,35 @@ _UNIFORM = ("forward_us", "backward_us", "weight_us", "activation_bytes", "bound
 def add_step(parser: Parser) -> None:
     """--microbatches and --limit."""
     parser.add_argument("--microbatches", type=number(1), required=True, help="micro-batches per step")
-    parser.add_argument("--limit", type=size, help="memory of each rank, such as 40GB (default: none)")
+    parser.add_argument("--limit", type=size, help="memory limit per rank, such as 40GB (default: none)")
 
 
 def add_costs(parser: Parser, of_what: str) -> None:
     """--ranks, the costs of stages, from a file or uniform, and the links."""
     default = ASSUMED_COSTS
-    parser.add_argument("--ranks", type=number(1), help="processes (default: one per stage of --costs)")
-    parser.add_argument("--costs", metavar="FILE", help="measured costs, written by Costs.to_json()")
-    parser.add_argument("--forward-us", type=number(0), help=f"F of {of_what} (default: {default['forward_us']})")
-    help_text = f"B, or I with --weight-us (default: {default['backward_us']})"
+    parser.add_argument("--ranks", type=number(1), help="number of ranks (default: one per stage of --costs)")
+    parser.add_argument(
+        "--costs", metavar="FILE", help="costs per stage, as Costs.to_json() and `rota calibrate --costs` write them"
+    )
+    parser.add_argument(
+        "--forward-us", type=number(0), help=f"forward (F) time per {of_what} (default: {default['forward_us']})"
+    )
+    help_text = f"backward (B) time; with --weight-us, of the input gradient (I) (default: {default['backward_us']})"
     parser.add_argument("--backward-us", type=number(0), help=help_text)
-    parser.add_argument("--weight-us", type=number(0), help="W: splits the backward into I and W")
-    help_text = f"kept by F until the backward (default: {default['activation_bytes']})"
+    parser.add_argument(
+        "--weight-us", type=number(0), help="weight gradient (W) time: splits the backward into I and W"
+    )
+    help_text = f"bytes that F keeps until the backward (default: {default['activation_bytes']})"
     parser.add_argument("--activation", type=size, dest="activation_bytes", help=help_text)
-    parser.add_argument("--boundary", type=size, dest="boundary_bytes", help="sent from stage to stage (default: 0)")
-    parser.add_argument("--latency-us", type=number(0), default=0, help="of every link (default: 0)")
-    parser.add_argument("--bytes-per-us", type=number(1), help="rate of every link; 1 GB/s is 1000 (default: any)")
-    parser.add_argument("--link", type=link, metavar="LINK", help="both in one, such as 5us,50GB/s")
-    help_text = "measured by `rota profile links -o cluster.json`: all links, what ranks share, what messages cost"
+    parser.add_argument(
+        "--boundary", type=size, dest="boundary_bytes", help="bytes sent from stage to stage (default: 0)"
+    )
+    parser.add_argument("--latency-us", type=number(0), default=0, help="latency of every link (default: 0)")
+    parser.add_argument("--bytes-per-us", type=number(1), help="rate of every link; 1 GB/s is 1000 (default: infinite)")
+    parser.add_argument("--link", type=link, metavar="LINK", help="latency and rate of every link, such as 5us,50GB/s")
+    help_text = (
+        "links as measured by `rota profile links -o cluster.json`: latency, rate, shared links, cost per message"
+    )
     parser.add_argument("--links", metavar="FILE", help=help_text)
 
 
@@ -199,7 +211,9 @@ def add_shape(parser: Parser, *, group: str | None = None, default: str | None =
     """--split-backward and --shape."""
     options = parser if group is None else parser.add_argument_group(group)
     options.add_argument(
-        "--split-backward", action="store_true", help="halve the backward into I and W where the costs do not split it"
+        "--split-backward",
+        action="store_true",
+        help="split the backward into I and W, half the time each, if the costs do not",
     )
     summaries = "; ".join(f"{name}: {shape.summary}" for name, shape in SHAPES.items())
     options.add_argument(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import sys
@@ -11,22 +12,24 @@ from rota.cli import files
 from rota.cli.commands import COMMANDS
 from rota.cli.parser import Parser
 from rota.cli.requirements import exit_on_ctrl_c
+from rota.cli.screen import ascii_form
 from rota.errors import PipelineError, PlanError, RotaError
 from rota.reading import printable
 
-_DESCRIPTION = """Pipeline-parallel training of PyTorch models that runs as planned.
+_FIRST_COMMANDS = """Rota plans, proves and runs pipeline-parallel training of PyTorch models.
 
-  rota demo                                          see it all once, on this machine
-  rota plan 1f1b --ranks 4 --microbatches 8 -o plan.json
-  rota autoplan model.py --ranks 4 --batch 32 -o plan.json
-  rota show plan.json
-  rota run plan.json train.py                        train.py calls rota.given_plan()
+  rota demo                                                   see it all once, on this machine
+  rota autoplan model.py --ranks 4 --batch 32 -o plan.json    plan your model
+  rota show plan.json                                         look at the plan
+  rota run --timeline measured.json plan.json train.py        train as planned
+  rota explain measured.json                                  see why ranks were idle
 """
+_MORE = "`rota --help` lists all commands, `rota COMMAND --help` explains one."
 
 
 def make_parser() -> Parser:
     """The parser of `rota` with all its commands."""
-    parser = Parser(prog="rota", description=_DESCRIPTION)
+    parser = Parser(prog="rota", description=_FIRST_COMMANDS)
     parser.add_argument("--version", action="store_true", help="print the version")
     parser.add_commands(COMMANDS, metavar="COMMAND", dest="command")
     return parser
@@ -42,9 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, 1 for a refused plan or a failed run, 2 for arguments or files that cannot be used, 130 for
         Ctrl-C; `rota run` also returns 128 + the number of the signal that ended the run.
     """
+    codecs.register_error("ascii form", ascii_form)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without µ gets a ?, not a traceback
+            stream.reconfigure(errors="ascii form")
     with exit_on_ctrl_c():
         parser = make_parser()
         given = parser.parse_args(argv)
@@ -54,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rota {rota.__version__}")
         return 0
     if given.command is None:
-        parser.print_help()
-        return 2
+        print(f"{_FIRST_COMMANDS}\n{_MORE}")
+        return 0
     try:
         files.refuse_outputs(given)
         return int(given.function(given))

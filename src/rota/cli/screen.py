@@ -14,6 +14,10 @@ from rota.cli.wire_effects import wire_effects
 from rota.plan import Plan
 from rota.timeline import Timeline
 
+#: What the characters of charts and units become where the output's encoding has none of them.
+_ASCII = str.maketrans(
+    {"─": "-", "═": "=", "━": "=", "┄": "~", "·": ".", "▸": ">", "µ": "u", "×": "x", "…": "...", "−": "-", "→": "->"}
+)
 _EVERY_S = 5.0  # between lines of progress where there is no terminal
 
 
@@ -21,9 +25,14 @@ def print_timeline(timeline: Timeline, width: int | None = None) -> None:
     """Print a chart as wide as the terminal, in colour if it has any, and which effects of wires the plan counts."""
     from rota.drawing import to_text
 
-    columns = width or max(shutil.get_terminal_size((100, 24)).columns, 20)
+    columns = width or terminal_columns()
     print(to_text(timeline, columns, color=_wants_color()))
     print_wire_effects(timeline.plan, columns)
+
+
+def terminal_columns() -> int:
+    """The width of standard output, 20 or more; 100 where it is no terminal."""
+    return max(shutil.get_terminal_size((100, 24)).columns, 20)
 
 
 def print_wire_effects(plan: Plan, width: int | None = None) -> None:
@@ -41,6 +50,13 @@ def print_replicas(plan: Plan, done: str) -> None:
     """Say that a plan is one pipeline, if it is meant for several replicas of it."""
     if plan.usage is not None and plan.usage.num_replicas > 1:
         print(f"This {done} one of {plan.usage.num_replicas} replicas: all of them run the same pipeline.")
+
+
+def ascii_form(error: UnicodeError) -> tuple[str, int]:
+    """A handler for `codecs.register_error`: characters that cannot be encoded become similar ones of ASCII, or a ?."""
+    assert isinstance(error, UnicodeEncodeError)
+    wrong = error.object[error.start : error.end].translate(_ASCII)
+    return wrong.encode("ascii", "replace").decode(), error.end
 
 
 @contextmanager

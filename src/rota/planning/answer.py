@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,15 +14,32 @@ from rota.plan import Plan
 from rota.planning.candidate import Request
 from rota.planning.evaluation import Found, Misfit
 from rota.planning.reasons import why_slower
+from rota.tables import table_lines
 from rota.timeline import Timeline
 from rota.units import count_text, size_text, time_text
 
-_LEGEND = (
-    "▸ the plan   · 1F1B on equal layers, to compare with   ranks: per pipeline x replicas",
-    "micro-batches: per replica x rows of each   again: stages that recompute their forwards",
-    "bubble: idle share of step x ranks   gap: share of the step that another order could save, at most",
-    "memory: on the fullest rank",
+_HEADER = (
+    "",
+    "step",
+    "rows/s",
+    "schedule",
+    "ranks",
+    "stages",
+    "micro-batches",
+    "recomputed",
+    "bubble",
+    "gap",
+    "memory",
 )
+_OPTIONAL = ("gap", "recomputed", "stages", "bubble", "micro-batches")  # the first to go on a narrow terminal
+_LEGEND = {
+    "step": "▸ best plan   · 1F1B with equal layers   ranks: per pipeline x replicas",
+    "micro-batches": "micro-batches: per replica x rows of each",
+    "recomputed": "recomputed: stages whose forwards run again before their backwards",
+    "bubble": "bubble: idle share of the step",
+    "gap": "gap: the most that another order of the same ops could save",
+    "memory": "memory: of the fullest rank",
+}
 _MOST_ROWS = 6
 _MOST_ALIKE = 2  # rows with the same ranks and replicas
 
@@ -116,89 +134,125 @@ class Answer:
                 shown.append(found)
         return tuple(shown[:_MOST_ROWS])
 
-    def to_text(self) -> str:
-        """The best plan, a table of the best few, and why each of the others is slower."""
-        return "\n".join([*self.assumptions, *self.body])
+    def to_text(self, width: int | None = None) -> str:
+        """The best plan, a table of the best few, and why each of the others is slower.
 
-    @property
-    def assumptions(self) -> list[str]:
+        Args:
+            width: The number of characters that a line may have; None: any.
+
+        Returns:
+            Lines without a newline at the end.
+        """
+        above, below = [*self._assumptions(), *self._headline(), ""], ["", *self._search()]
+        if width is not None:
+            above, below = _wrapped(above, width), _wrapped(below, width)
+        return "\n".join([*above, *self._table(width), *below])
+
+    def _assumptions(self) -> list[str]:
         """What the figures leave out, one line each: nothing where all was measured."""
         request, lines = self.request, []
         if request.machine.num_ranks > 1 and not request.machine.prices_transfers:
-            lines.append("transfers are counted as free; give --link or --links")
+            lines.append("Transfers are counted as free; give --link or --links")
         if request.machine.num_ranks > 1 and not request.may_replicate:
             lines.append(
-                "replicas are not offered, as the cost of their all-reduces is unknown; give --link with a rate, or "
-                "--links"
+                "Replicas are not considered, because the cost of their all-reduces is unknown; give --link with a "
+                "rate, or --links"
             )
         if request.estimated_for:
-            lines.append(f"all times are estimates ({request.estimated_for}): nothing was measured")
+            lines.append(f"All times are estimates ({request.estimated_for}): nothing was measured")
         return lines
-
-    @property
-    def body(self) -> list[str]:
-        """The lines of `to_text` after the assumptions."""
-        return [*self._headline(), "", *self._table(), "", *self._search()]
 
     def _headline(self) -> list[str]:
         best, layout = self.best, self.best.candidate.layout
         used, ranks = layout.num_ranks * layout.num_replicas, self.request.machine.num_ranks
         sizes = [b - a for a, b in pairwise(best.candidate.boundaries)]
         several = f"{layout.shape}, {layout.stages_per_rank} per rank" if layout.stages_per_rank > 1 else layout.shape
-        again = sorted(best.candidate.recomputed)
+        recomputed = sorted(best.candidate.recomputed)
         return [
-            f"{time_text(best.step_us)} per step{self._source()}, {_rate(self.rows_per_s)} rows/s: {best.schedule}",
+            f"Best plan: {best.schedule} on {ranks_text(best)}: {_rate(self.rows_per_s)} rows/s, "
+            f"{time_text(best.step_us)} per step{self._source()}",
+            *self._compared(),
             *self._predicted(),
             f"  ranks       {layout.num_ranks} x {count_text(layout.num_replicas, 'replica')}, {used} of {ranks}",
             f"  stages      {layout.num_stages} ({several}), layers {_runs(sizes)}",
             f"  step        {count_text(layout.num_microbatches, 'micro-batch', 'es')} per replica, of "
             f"{count_text(layout.rows, 'row')} each",
-            f"  recomputed  {_runs(again) if again else 'nothing'}",
-            f"  memory      {memory_text(best)} on rank {_fullest(best)}",
+            f"  recomputed  {_runs(recomputed) if recomputed else 'nothing'}",
+            f"  memory      {memory_text(best)} on rank {_fullest(best)}, the fullest",
         ]
+
+    def _compared(self) -> list[str]:
+        """The best plan beside one process, and beside 1F1B on equal layers."""
+        lines, best, alone = [], self.best, self.one_process
+        if alone is not None and alone.steps is not None and best.steps is not None and best.num_processes > 1:
+            lines.append(f"  vs. one process              {_times(alone.step_us / best.step_us)}")
+        if isinstance(self.usual, Found) and not self.usual.is_as(best):
+            ratio = _times(self._by_layers_us(self.usual) / max(self._by_layers_us(best), 1))
+            lines.append(f"  vs. 1F1B with equal layers   {ratio}, as simulated from the layers")
+        return lines
+
+    def _by_layers_us(self, found: Found) -> int:
+        """The plan's simulated step by the layers' figures, which all plans have: stages were measured of some only."""
+        return next((one.before_us for one in self.confirmed if one.found.is_as(found)), found.makespan_us)
 
     def _source(self) -> str:
         """Where the time of the best plan's step comes from."""
         steps = self.best.steps
         if steps is None:
             return " (estimated)" if self.request.estimated_for else " (predicted)"
-        return f" measured here ({count_text(len(steps.steps_us), 'step')}, the middle half within {steps.spread:.1%})"
+        return f" (measured: {count_text(len(steps.steps_us), 'step')}, the middle half within {steps.spread:.1%})"
 
     def _predicted(self) -> list[str]:
         """The predictions of the best plan's step beside what was measured; or why nothing was."""
         if self.best.steps is None:
-            return [f"  predicted   nothing was run: {self.predicted_because}"] if self.predicted_because else []
+            return [f"  not run     {self.predicted_because}"] if self.predicted_because else []
         before = [one.before_us for one in self.confirmed if one.found is self.best]
-        by_layers = f"; {time_text(before[0])} by the layers' figures" if before else ""
-        return [f"  predicted   {time_text(self.best.makespan_us)} by its ops as they ran in plan order{by_layers}"]
+        by_layers = f", {time_text(before[0])} from its layers" if before else ""
+        return [f"  predicted   {time_text(self.best.makespan_us)} from its ops timed in plan order{by_layers}"]
 
-    def _table(self) -> list[str]:
-        lines = [
-            "        step    rows/s  schedule           ranks  stages  micro-batches  again  bubble    gap     memory"
-        ]
-        rows = list(self.shown)
-        for found in rows:
-            lines += self._row(found, "▸" if found is self.best else " ")
-        if isinstance(self.usual, Found) and not any(map(self.usual.is_as, [self.best, *rows])):
-            lines += self._row(self.usual, "·")
+    def _table(self, width: int | None) -> list[str]:
+        shown = [(found, "▸" if found is self.best else "") for found in self.shown]
+        misfit = []
+        if isinstance(self.usual, Found) and not any(self.usual.is_as(found) for found, _ in shown):
+            shown.append((self.usual, "·"))
         elif isinstance(self.usual, Misfit):
             held = size_text(self.usual.num_bytes)
-            lines.append(f"· 1F1B on equal layers does not fit: rank {self.usual.rank} would hold {held}")
-        return [*lines, "", *_LEGEND]
+            misfit = [f"·  1F1B with equal layers does not fit: rank {self.usual.rank} would hold {held}"]
+        rows = [self._cells(found, mark) for found, mark in shown]
+        head, *lines = table_lines(_HEADER, rows, left={"", "schedule"}, width=width, optional=_OPTIONAL)
+        reasons = [self._reason(found, mark) for found, mark in shown]
+        both = [line for pair in zip(lines, reasons, strict=True) for line in pair if line]
+        legend = [text for name, text in _LEGEND.items() if name in head]
+        return [head, *both, *misfit, "", *legend]
 
-    def _row(self, found: Found, mark: str) -> list[str]:
+    def _cells(self, found: Found, mark: str) -> tuple[str, ...]:
+        """A row of the table."""
         layout = found.candidate.layout
-        stages = layout.num_stages
         gap = max(found.makespan_us - found.bound_us, 0) / found.makespan_us if found.makespan_us else 0.0
-        cells = (
-            f"{mark} {time_text(found.step_us):>10}{_rate(rows_per_s(self.request, found)):>10}  {found.schedule:<16}"
-            f"{f'{layout.num_ranks} x {layout.num_replicas}':>8}{stages:>8}"
-            f"{f'{layout.num_microbatches} x {layout.rows}':>15}{len(found.candidate.recomputed) or '-':>7}"
-            f"{found.timeline.bubble_fraction:>8.1%}{gap:>7.1%}  {memory_text(found):>9}"
+        return (
+            mark,
+            time_text(found.step_us),
+            _rate(rows_per_s(self.request, found)),
+            found.schedule,
+            f"{layout.num_ranks} x {layout.num_replicas}",
+            str(layout.num_stages),
+            f"{layout.num_microbatches} x {layout.rows}",
+            str(len(found.candidate.recomputed) or "-"),
+            f"{found.timeline.bubble_fraction:.1%}",
+            f"{gap:.1%}",
+            memory_text(found),
         )
-        equal = "1F1B on equal layers: " if mark == "·" else ""
-        reason = equal + why_slower(found, self.best) if found is not self.best else ""
-        return [cells.rstrip(), *([f"      {reason}"] if reason else [])]
+
+    def _reason(self, found: Found, mark: str) -> str:
+        """Why a row of the table is slower than the best plan."""
+        if found is self.best:
+            return ""
+        equal = "1F1B with equal layers: " if mark == "·" else ""
+        measured = [any(one.found.is_as(other) for one in self.confirmed) for other in (found, self.best)]
+        if measured == [False, True]:
+            slower = self._by_layers_us(found) / max(self._by_layers_us(self.best), 1) - 1
+            return f"      {equal}{slower:+.1%} by the layers' figures; its stages were not measured"
+        return f"      {equal}{why_slower(found, self.best)}"
 
     def _search(self) -> list[str]:
         counts = self.counts
@@ -207,36 +261,36 @@ class Answer:
             stopped = f", stopped by {self.stopped_by}"
         left = f", {counts.left:,} were not tried" if counts.left else ""
         lines = [
-            f"{counts.layouts:,} layouts ({counts.slower:,} cannot be faster by their bounds, {counts.too_large:,} do "
-            f"not fit{left}), {counts.plans:,} plans simulated in {self.elapsed_s:.1f} s{stopped}",
+            f"Search: {counts.layouts:,} layouts ({counts.slower:,} proven slower, {counts.too_large:,} do not fit"
+            f"{left}), {counts.plans:,} plans simulated in {self.elapsed_s:.1f} s{stopped}",
             *self._bounds(),
         ]
         if self.tolerance:
             lines.append(
-                f"plans whose steps differ by less than {self.tolerance:.1%} count as equally fast: the simplest of "
-                f"them is recommended"
+                f"Plans whose steps differ by less than {self.tolerance:.1%} count as equally fast; Rota recommends "
+                f"the simplest of them"
             )
         if self.is_unmeasured:
-            lines.append("the plan's own stages were not measured: its times are added up from the layers'")
+            lines.append("The plan's stages were not measured; its times are the sums of its layers' times")
         for before_us, found in self.confirmed:
             name = f"{found.schedule} on {ranks_text(found)}"
             ran = "" if found.steps is None else f"{time_text(found.steps.median_us)} per step as run, "
             lines.append(
-                f"stages of {name} measured: {ran}{time_text(found.makespan_us)} as simulated, {time_text(before_us)} "
-                f"by the layers' figures"
+                f"Measured {name}: {ran}{time_text(found.makespan_us)} simulated from its stages, "
+                f"{time_text(before_us)} simulated from its layers"
             )
         return [*lines, *self._alone(), *self.remarks]
 
     def _bounds(self) -> list[str]:
         """The lower bound on all layouts, by the figures that it was made of."""
         if not self.confirmed:
-            return [f"lower bound on the step of every layout, by its work alone: {time_text(self.bound_us)}"]
+            return [f"Lower bound for every layout, from its work alone: {time_text(self.bound_us)} per step"]
         # The measured stages say nothing about layouts whose stages were not measured.
         before = [one.before_us for one in self.confirmed if one.found is self.best]
-        beside = f", and this plan {time_text(before[0])}" if before else ""
+        beside = f"; by the same figures this plan takes {time_text(before[0])}" if before else ""
         return [
-            f"by the layers' figures, which are no bound on what was measured, no layout takes less than "
-            f"{time_text(self.bound_us)}{beside}"
+            f"Lower bound for every layout by the layers' figures, not by what was measured: "
+            f"{time_text(self.bound_us)} per step{beside}"
         ]
 
     def _alone(self) -> list[str]:
@@ -244,7 +298,6 @@ class Answer:
         alone, best = self.one_process, self.best
         if alone is None or alone.steps is None or best.steps is None:
             return []
-        takes = f"one process, without a pipeline, takes {time_text(alone.step_us)} per step"
         if best.num_processes == 1:
             others = [one.found for one in self.confirmed if one.found.steps and one.found is not best]
             several = [found for found in others if found.num_processes > 1]
@@ -252,15 +305,19 @@ class Answer:
                 return []
             other = min(several, key=lambda found: found.step_us)
             return [
-                f"one process is faster: {other.schedule} on {ranks_text(other)} takes "
+                f"One process is faster than a pipeline here: {other.schedule} on {ranks_text(other)} takes "
                 f"{time_text(other.step_us)}{_short_ops(other)}"
             ]
         if alone.step_us < best.step_us:
             decided = self.request.pipeline_ranks
             but = f"holds {size_text(alone.peak_bytes)}" if decided is None else ""
             but = but or f"a pipeline of {count_text(decided or 1, 'rank')} was asked for"
-            return [f"{takes}, less than this plan, but {but}{_short_ops(best)}"]
-        return [f"{takes}: the plan is {alone.step_us / best.step_us:.2f} times as fast"]
+            return [f"One process is faster ({time_text(alone.step_us)} per step), but {but}{_short_ops(best)}"]
+        return []
+
+    def __str__(self) -> str:
+        """One line; `to_text` has the rest."""
+        return f"{self.best.schedule}: {time_text(self.best.step_us)} per step, {_rate(self.rows_per_s)} rows/s"
 
     def _repr_html_(self) -> str:
         """The best plan as a picture, and the table."""
@@ -273,8 +330,18 @@ def rows_per_s(request: Request, found: Found) -> float:
 
 
 def _rate(rows_per_s: float) -> str:
-    """14130.2 -> "14,130", and 3.14159 -> "3.142"."""
-    return f"{rows_per_s:,.0f}" if rows_per_s >= 1000 else f"{rows_per_s:.4g}"
+    """52,981.3 -> "53,000", and 3.14159 -> "3.14"."""
+    rounded = float(f"{rows_per_s:.3g}")
+    return f"{rounded:,.0f}" if rounded >= 100 else f"{rounded:g}"
+
+
+def _wrapped(lines: list[str], width: int) -> list[str]:
+    """The lines, the long ones of them in several."""
+    return [part for line in lines for part in textwrap.wrap(line, width, subsequent_indent="    ") or [""]]
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f} times as fast"
 
 
 def ranks_text(found: Found) -> str:

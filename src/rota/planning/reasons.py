@@ -47,10 +47,10 @@ def why_slower(found: Found, best: Found) -> str:
     """The parts of the step that are longer than in the best plan, the largest first."""
     slower_us = found.step_us - best.step_us
     if slower_us < -_SAME * best.step_us:
-        return f"{slower_us / best.step_us:+.1%}: too little to tell them apart, and less simple"
+        return f"{slower_us / best.step_us:+.1%}: within the noise, and less simple"
     if slower_us <= _SAME * best.step_us:
         more = found.peak_bytes > best.peak_bytes
-        return "as fast" + (", but holds more" if more else ", on as many ranks or more")
+        return "equally fast" + (", but needs more memory" if more else ", on as many ranks or more")
     mine, theirs = parts_of(found), parts_of(best)
     more_us = [a - b for a, b in zip(mine, theirs, strict=True)]
     texts = [_compute, _again, _waiting, _ending]
@@ -69,7 +69,7 @@ def _compute(found: Found, best: Found) -> str:
     if mine.rows != theirs.rows:
         return f"micro-batches of {count_text(mine.rows, 'row')}, not {theirs.rows}: {share:+.0%} compute"
     if found.candidate.splits_backward != best.candidate.splits_backward:
-        return f"a backward {'in two' if found.candidate.splits_backward else 'in one'}: {share:+.0%} compute"
+        return f"{'split' if found.candidate.splits_backward else 'whole'} backward: {share:+.0%} compute"
     return f"{share:+.0%} compute"
 
 
@@ -80,7 +80,7 @@ def _again(found: Found, best: Found) -> str:
 
 def _waiting(found: Found, best: Found) -> str:
     mine, theirs = parts_of(found).waiting_us, parts_of(best).waiting_us
-    text = f"waits {mine / found.makespan_us:.1%} of its step, not {theirs / best.makespan_us:.1%}"
+    text = f"idle {mine / found.makespan_us:.1%} of its step (best plan {theirs / best.makespan_us:.1%})"
     causes = list(_causes(found, best))
     return f"{text}: {', '.join(causes)}" if causes else text
 
@@ -93,12 +93,12 @@ def _causes(found: Found, best: Found) -> Iterator[str]:
     if mine.num_ranks > theirs.num_ranks:
         yield f"a longer pipeline ({mine.num_ranks} ranks, not {theirs.num_ranks})"
     if _unevenness(found) > _unevenness(best) + 0.01:
-        yield f"ranks less balanced (the busiest {_unevenness(found):+.0%}, not {_unevenness(best):+.0%})"
+        yield f"less balanced (busiest rank {_unevenness(found):+.0%}, not {_unevenness(best):+.0%})"
     if (mine.num_ranks, mine.num_microbatches) == (theirs.num_ranks, theirs.num_microbatches):
         if mine.stages_per_rank < theirs.stages_per_rank:
             yield f"fewer stages per rank ({mine.stages_per_rank}, not {theirs.stages_per_rank})"
         elif found.candidate.splits_backward < best.candidate.splits_backward:
-            yield "no separate W to fill it with"
+            yield "no separate W to fill the bubble"
         elif found.schedule != best.schedule:
             yield f"{found.schedule}, not {best.schedule}"
 

@@ -177,7 +177,7 @@ FAMILIES = (
     Family("gpipe", "all forwards, then all backwards", gpipe, _in_turn, "Huang et al. 2019", bubble=_1F1B),
     Family(
         "1f1b",
-        "a forward and a backward in turn; holds few micro-batches",
+        "one forward, one backward in turn; holds few micro-batches",
         one_f_one_b,
         _in_turn,
         "Narayanan et al. 2021",
@@ -185,7 +185,7 @@ FAMILIES = (
     ),
     Family(
         "eager_1f1b",
-        "1f1b with twice the warm-up, so that transfers are hidden",
+        "1f1b with twice the warm-up, which hides transfers",
         eager_one_f_one_b,
         _in_turn,
         "Zhuang et al. 2022",
@@ -193,7 +193,7 @@ FAMILIES = (
     ),
     Family(
         "interleaved_1f1b",
-        "1f1b, several stages per rank; less bubble, more transfers",
+        "1f1b with several stages per rank; less bubble, more transfers",
         interleaved_one_f_one_b,
         interleaved,
         "Narayanan et al. 2021 (Megatron-LM)",
@@ -202,7 +202,7 @@ FAMILIES = (
     ),
     Family(
         "looped_bfs",
-        "several stages per rank, each for all micro-batches in turn",
+        "several stages per rank; each runs all micro-batches before the next",
         looped_bfs,
         interleaved,
         "Lamy-Poirier 2023",
@@ -211,7 +211,7 @@ FAMILIES = (
     ),
     Family(
         "zb_h1",
-        "backward in I and W, W fills the bubble; memory of 1f1b",
+        "splits the backward; W fills the bubble; memory of 1f1b",
         zb_h1,
         place,
         "Qi et al. 2023",
@@ -220,7 +220,7 @@ FAMILIES = (
     ),
     Family(
         "zb_h2",
-        "as zb_h1, up to twice the memory; no bubble if F = I = W",
+        "like zb_h1 with up to twice the memory; no bubble if F = I = W",
         zb_h2,
         place,
         "Qi et al. 2023",
@@ -230,7 +230,7 @@ FAMILIES = (
     ),
     Family(
         "zb_auto",
-        "as zb_h1, the shortest span found within the memory limit",
+        "like zb_h1; the shortest span found within the memory limit",
         zb_auto,
         place,
         "Qi et al. 2023",
@@ -238,7 +238,7 @@ FAMILIES = (
     ),
     Family(
         "interleaved_zb",
-        "interleaved_1f1b with the backward in I and W",
+        "interleaved_1f1b with a split backward",
         interleaved_zero_bubble,
         interleaved,
         "Qi et al. 2023",
@@ -247,7 +247,7 @@ FAMILIES = (
     ),
     Family(
         "zb_v",
-        "down the ranks and back up, I and W; no bubble if F = I = W",
+        "stages down the ranks and back up; no bubble if F = I = W",
         zb_v,
         wave,
         "Qi et al. 2024",
@@ -256,11 +256,11 @@ FAMILIES = (
         bubble=_NONE,
         of_span=True,
     ),
-    Family("v_half", "as zb_v, in about half of the memory of 1f1b", v_half, wave, "Qi et al. 2024", "split", 2),
-    Family("v_min", "as zb_v, in about a third of the memory of 1f1b", v_min, wave, "Qi et al. 2024", "split", 2),
+    Family("v_half", "like zb_v in about half the memory of 1f1b", v_half, wave, "Qi et al. 2024", "split", 2),
+    Family("v_min", "like zb_v in about a third of the memory of 1f1b", v_min, wave, "Qi et al. 2024", "split", 2),
     Family(
         "dualpipe_v",
-        "half of dualpipe: down the ranks and back up",
+        "half of dualpipe: stages down the ranks and back up",
         dualpipe_v,
         wave,
         "DeepSeek-AI 2024",
@@ -270,7 +270,7 @@ FAMILIES = (
     ),
     Family(
         "dualpipe",
-        "as chimera, with the backward in I and W",
+        "chimera with a split backward",
         dualpipe,
         bidirectional,
         "DeepSeek-AI 2024",
@@ -279,7 +279,7 @@ FAMILIES = (
     ),
     Family(
         "chimera",
-        "micro-batches from both ends; holds the weights twice",
+        "micro-batches enter at both ends; holds the weights twice",
         chimera,
         bidirectional,
         "Li and Hoefler 2021",
@@ -288,7 +288,7 @@ FAMILIES = (
     ),
     Family(
         "hanayo",
-        "down the ranks and back up, in one wave or more",
+        "stages down the ranks and back up, in one or more waves",
         hanayo,
         wave,
         "Liu et al. 2023",
@@ -297,14 +297,14 @@ FAMILIES = (
     ),
     Family(
         "varuna",
-        "forwards done again before the backward; least memory",
+        "recomputes forwards before the backward; least memory",
         varuna,
         place,
         "Athlur et al. 2022",
         "whole",
         recomputes=True,
     ),
-    Family("forward_only", "no backwards: inference", forward_only, _in_turn_forward, "inference"),
+    Family("forward_only", "forward passes only, for inference", forward_only, _in_turn_forward, "inference"),
 )
 
 #: By the names that the command line uses.

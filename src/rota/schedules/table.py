@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from statistics import mean
@@ -14,6 +15,7 @@ from rota.costs import Cluster, Costs
 from rota.errors import PlanError, RotaError
 from rota.schedules.families import FAMILIES, Family, Sizes
 from rota.simulation import simulate
+from rota.tables import table_lines
 from rota.timeline import Timeline
 from rota.units import size_text, time_text
 
@@ -131,31 +133,75 @@ def _bubble_us(family: Family, timeline: Timeline) -> int:
     return (timeline.span_us if family.of_span else timeline.makespan_us) - max(timeline.busy_us)
 
 
-def to_text(rows: list[Row], limit_bytes: int | None = None) -> str:
-    """The table that `rota schedules` prints."""
+_HEADER = (
+    "",
+    "schedule",
+    "stages",
+    "makespan",
+    "span",
+    "bubble",
+    "peak",
+    "vs. 1f1b",
+    "formula",
+    "idle by it",
+    "idle",
+    " ",
+)
+_OPTIONAL = ("formula", "idle by it", "idle", "span", "vs. 1f1b", "stages")  # the first to go on a narrow terminal
+_NOTES = {
+    "peak": "peak: activations of the fullest rank",
+    "vs. 1f1b": "vs. 1f1b: that peak as a share of 1f1b's",
+    "idle": "idle: of the rank that idles least, as simulated",
+    "idle by it": "idle by it: the same by the formula of the schedule's paper",
+}
+
+
+def to_text(rows: list[Row], limit_bytes: int | None = None, width: int | None = None) -> str:
+    """The table that `rota schedules` prints.
+
+    Args:
+        rows: Of `compare_schedules`.
+        limit_bytes: The limit of each rank, for the last line.
+        width: The number of characters that a line of the table may have; None: any.
+
+    Returns:
+        Lines without a newline at the end.
+    """
     one_f_one_b = next((row.activation_bytes for row in rows if row.name == "1f1b"), None)
-    lines = [
-        "                   stages                             activations     a rank's idle time",
-        "schedule         per rank   makespan      span  bubble  peak  of 1F1B   formula           it says   simulated",
-    ]
     winner = best(rows)
-    for row in rows:
-        mark = "▸" if row is winner else " "
-        if row.makespan_us is None or row.span_us is None or row.activation_bytes is None:
-            lines.append(f"{mark} {row.name:<17}{row.stages_per_rank:>5}   not here: {row.problem}")
-            continue
-        share = f"{row.activation_bytes / one_f_one_b:.0%}" if one_f_one_b else "-"
-        line = (
-            f"{mark} {row.name:<17}{row.stages_per_rank:>5}{time_text(row.makespan_us):>12}{time_text(row.span_us):>10}"
-            f"{row.bubble_fraction:>8.1%}{size_text(row.activation_bytes):>9}{share:>6}   {row.formula:<16}"
-        )
-        if row.formula_us is not None and row.bubble_us is not None:
-            line += f"{time_text(round(row.formula_us)):>9}{time_text(row.bubble_us):>12}"
-        lines.append(line + ("" if row.fits else "   over the limit"))
+    planned = [row for row in rows if row.makespan_us is not None]
+    cells = [_cells(row, row is winner, one_f_one_b) for row in planned]
+    lines = table_lines(_HEADER, cells, left={"", "schedule", "formula", " "}, width=width, optional=_OPTIONAL)
+    notes = [text for name, text in _NOTES.items() if name in lines[0]]
+    lines += ["", *(textwrap.fill(note, width or 120) for note in notes)]
+    if missing := [row for row in rows if row.makespan_us is None]:
+        names = max(len(row.name) for row in missing)
+        lines += ["", "Not possible here:", *(f"  {row.name:<{names}}  {row.problem}" for row in missing)]
     if winner is not None:
         within = "" if limit_bytes is None else f" within {size_text(limit_bytes)} per rank"
-        lines.append(f"\n▸ the fastest{within}: {winner.name}, {time_text(winner.makespan_us or 0)}")
-    return "\n".join(line.rstrip() for line in lines)
+        lines += ["", f"▸ fastest{within}: {winner.name}, {time_text(winner.makespan_us or 0)} per step"]
+    return "\n".join(lines)
+
+
+def _cells(row: Row, is_best: bool, one_f_one_b: int | None) -> tuple[str, ...]:
+    """A row of the table, of a schedule that has figures."""
+    assert row.makespan_us is not None
+    assert row.span_us is not None
+    assert row.activation_bytes is not None
+    return (
+        "▸" if is_best else "",
+        row.name,
+        str(row.stages_per_rank),
+        time_text(row.makespan_us),
+        time_text(row.span_us),
+        f"{row.bubble_fraction:.1%}",
+        size_text(row.activation_bytes),
+        f"{row.activation_bytes / one_f_one_b:.0%}" if one_f_one_b else "-",
+        row.formula,
+        "" if row.formula_us is None else time_text(round(row.formula_us)),
+        "" if row.bubble_us is None else time_text(row.bubble_us),
+        "" if row.fits else "over the limit",
+    )
 
 
 def to_csv(rows: list[Row]) -> str:

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 from rota import notebook
 from rota.plan import Plan
 from rota.simulation import simulate
+from rota.tables import table_lines
 from rota.timeline import Timeline
 from rota.units import size_text, time_text
 
@@ -136,19 +137,30 @@ class SearchResult:
         what = "time per micro-batch" if self.objective == "period" else self.objective
         lines = [
             f"{what} {_us(self.value_us)}, {proof} (found by {self.how}, {self.elapsed_s:.1f} s{stopped})",
-            f"no plan for this placement has less than {_us(self.bound_us)}: {self.why}",
+            f"lower bound for this placement {_us(self.bound_us)}: {self.why}",
             f"holds at most {size_text(max(self.peak_memory_bytes))} per rank",
         ]
         period_us = None if self.objective == "period" else self.period_us
         if period_us is not None:
             lines.append(f"steady state: {_us(period_us)} per micro-batch")
+        return "\n".join([*lines, *self._named_lines()])
+
+    def _named_lines(self) -> list[str]:
+        """The named schedules on this placement, beside the plan."""
+        what = "span" if self.objective == "span" else "makespan"
+        mine_us = self.span_us if what == "span" else self.makespan_us
+        rows = []
         for named in self.named:
-            value = named.span_us if self.objective == "span" else named.makespan_us
-            mine = self.span_us if self.objective == "span" else self.makespan_us
-            slower = f"{value / mine - 1:+.1%}" if mine else ""
-            fits = "" if named.fits else "   over the limit"
-            lines.append(f"  {named.name:<18}{time_text(value):>12}{slower:>8}{size_text(named.peak_bytes):>9}{fits}")
-        return "\n".join(lines)
+            value_us = named.span_us if what == "span" else named.makespan_us
+            slower = f"{value_us / mine_us - 1:+.1%}" if mine_us else ""
+            fits = "" if named.fits else "over the limit"
+            rows.append((f"  {named.name}", time_text(value_us), slower, size_text(named.peak_bytes), fits))
+        return table_lines(("  schedule", what, "vs. plan", "peak", ""), rows, left={"  schedule", ""}) if rows else []
+
+    def __str__(self) -> str:
+        """One line; `to_text` has the rest."""
+        proof = "proven optimal" if self.is_optimal else f"at most {self.gap:.2%} from the best possible"
+        return f"{self.plan}: {self.objective} {_us(self.value_us)}, {proof}"
 
     def _repr_html_(self) -> str:
         """The plan as a picture, and how good it is."""

@@ -13,7 +13,7 @@ from rota.cli import files
 from rota.cli.arguments import add_model_options, add_output, add_time_limit, link, number, rows, size
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
-from rota.cli.screen import print_timeline, progress_line
+from rota.cli.screen import print_timeline, progress_line, terminal_columns
 from rota.costs import Cluster, Link
 from rota.errors import PipelineError, PlacementError
 from rota.layers import LayerCosts
@@ -36,38 +36,42 @@ def add_arguments(parser: Parser) -> None:
         "model",
         nargs="?",
         metavar="MODEL.py",
-        help="Python file with make_model(), make_batch(rows), loss_fn and, if need be, make_optimizer(parameters); or "
-        "hf:config.json, a language model of transformers",
+        help="Python file that defines make_model(), make_batch(rows), loss_fn and optionally "
+        "make_optimizer(parameters); or hf:config.json for a transformers language model",
     )
     add_model_options(parser)
-    parser.add_argument("--ranks", type=number(1), required=True, help="number of processes, in all")
-    parser.add_argument("--batch", type=number(1), required=True, help="rows of a step, over all replicas")
-    parser.add_argument("--memory", type=_memory, help="of each rank, such as 40GB (default: no limit)")
-    parser.add_argument("--profile", metavar="FILE", help="written by `rota profile`, in place of measuring")
-    parser.add_argument("--device", help="estimate for this device, such as h100, in place of measuring")
-    help_text = "of a micro-batch, to choose from, such as 1,2,4 (default: 1,2,4,8; of --profile all)"
+    parser.add_argument("--ranks", type=number(1), required=True, help="total number of processes")
+    parser.add_argument("--batch", type=number(1), required=True, help="rows per step, over all replicas")
+    parser.add_argument("--memory", type=_memory, help="memory limit per rank, such as 40GB (default: none)")
+    parser.add_argument(
+        "--profile", metavar="FILE", help="use the costs that `rota profile` wrote instead of measuring"
+    )
+    parser.add_argument("--device", help="estimate costs for this device, such as h100, instead of measuring")
+    help_text = "rows per micro-batch to choose from, such as 1,2,4 (default: 1,2,4,8, or those in --profile)"
     parser.add_argument("--rows", type=rows, help=help_text)
     help_text = (
-        "between ranks: latency and rate, such as 5us,50GB/s (default: measured, if MODEL.py runs here, else free)"
+        "latency and rate between ranks, such as 5us,50GB/s (default: measured if MODEL.py runs here, otherwise free)"
     )
     parser.add_argument("--link", type=link, default=_ANY_LINK, metavar="LINK", help=help_text)
-    parser.add_argument("--node", type=number(1), metavar="N", help="ranks of a node (default: all are on one)")
-    help_text = "between nodes, such as 20us,12GB/s (default: as --link)"
+    parser.add_argument("--node", type=number(1), metavar="N", help="ranks per node (default: one node)")
+    help_text = "latency and rate between nodes, such as 20us,12GB/s (default: same as --link)"
     parser.add_argument("--node-link", type=link, metavar="LINK", help=help_text)
-    help_text = "measured by `rota profile links -o cluster.json`, in place of --link"
+    help_text = "use the links that `rota profile links -o cluster.json` measured instead of --link"
     parser.add_argument("--links", metavar="FILE", help=help_text)
-    help_text = "for ranks that differ: what times are multiplied by on each, such as 1,1,1.5,1.5"
+    help_text = "how many times slower each rank is, such as 1,1,1.5,1.5 (default: all alike)"
     parser.add_argument("--slowdowns", type=_slowdowns, default=(), metavar="X,…", help=help_text)
-    parser.add_argument("--inference", action="store_true", help="forwards alone")
-    help_text = "only plans that `rota export` can write for other trainers: no recomputation, each stage on one rank"
+    parser.add_argument("--inference", action="store_true", help="plan forward passes only")
+    help_text = (
+        "consider only plans that `rota export` can write for other trainers: no recomputation, one rank per stage"
+    )
     parser.add_argument("--exportable", action="store_true", help=help_text)
-    help_text = "ranks of a pipeline, if you have decided; the others are replicas (default: the best)"
+    help_text = "ranks per pipeline; the others become replicas (default: the fastest split)"
     parser.add_argument("--pipeline", type=number(1), metavar="N", help=help_text)
     add_time_limit(
-        parser, "of all of it, in seconds: measuring, search, and steps of the best plans (default: 60)", default=60.0
+        parser, "seconds for everything: measuring, searching and trying the best plans (default: 60)", default=60.0
     )
-    parser.add_argument("--cache", metavar="PATH", help="file or folder that keeps what was measured")
-    parser.add_argument("--refresh", action="store_true", help="measure again what the cache has")
+    parser.add_argument("--cache", metavar="PATH", help="file or folder that stores measurements for the next run")
+    parser.add_argument("--refresh", action="store_true", help="measure again, even if the cache has a result")
     add_output(parser, "FILE", "write the plan as JSON")
 
 
@@ -135,16 +139,15 @@ def run(arguments: Namespace) -> int:
 
 
 def _print_answer(answer: Answer, arguments: Namespace) -> None:
-    for line in answer.assumptions:
-        print(line)
+    print(answer.to_text(terminal_columns()), end="\n\n")
     print_timeline(answer.timeline)
-    print("\n".join(answer.body))
     model = arguments.model or "MODEL.py"
     then = (
-        f". To train with it: rota run {arguments.output} train.py\n"
-        "There, plan = rota.given_plan() is this plan, and rota.split(model, plan.num_stages, plan.cuts) makes its\n"
-        "stages (with example=batch if the model is neither an nn.Sequential nor has CutPoints).\n"
-        f"To check that the split is exact: rota verify {arguments.output} {model}"
+        f". Next:\n"
+        f"  rota verify {arguments.output} {model}    # check that the split model is exact\n"
+        f"  rota run {arguments.output} train.py    # train with it\n"
+        "In train.py, plan = rota.given_plan() is this plan, and rota.split(model, plan.num_stages, plan.cuts) makes\n"
+        "its stages (add example=batch if the model is neither an nn.Sequential nor has CutPoints)"
     )
     usage = answer.plan.usage
     if usage is not None and usage.num_replicas > 1:
@@ -281,7 +284,7 @@ def _confirmed(
 
 COMMAND = Command(
     "autoplan",
-    "choose cuts, replicas, micro-batches, recomputation and schedule together, for a model and a machine",
+    "plan everything for a model and its devices: cuts, replicas, micro-batches, schedule",
     "rota autoplan model.py --ranks 8 --memory 40GB --batch 512 -o plan.json",
     add_arguments,
     run,

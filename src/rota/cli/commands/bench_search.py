@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota bench-search` to its parser."""
-    parser.add_argument("problems", nargs="+", help="files of problems, or folders of them, such as problems/")
-    parser.add_argument("--only", metavar="GLOB", help="only problems with such names, such as 'wave-*-half'")
+    parser.add_argument("problems", nargs="+", help="problem files, or folders of them, such as problems/")
+    parser.add_argument("--only", metavar="GLOB", help="only problems whose name matches, such as 'wave-*-half'")
     add_time_limit(parser, "search each problem for this many seconds (default: 10)", default=10.0)
-    parser.add_argument("--jobs", type=number(1), default=1, help="search this many problems side by side (default: 1)")
+    parser.add_argument(
+        "--jobs", type=number(1), default=1, help="number of problems to search at the same time (default: 1)"
+    )
     parser.add_argument("--update", action="store_true", help="write better plans and bounds into the files")
     parser.add_argument("--json", action="store_true", help="print one JSON object per problem, and no summary")
 
@@ -116,7 +118,7 @@ def _summarize(attempts: list[Attempt], was_written: bool) -> None:
 
 COMMAND = Command(
     "bench-search",
-    "search reference problems, and compare with the best known plans and bounds",
+    "run the search on reference problems and compare with the best known results",
     "rota bench-search problems/ --only 'wave-*' --time-limit 30",
     add_arguments,
     run,

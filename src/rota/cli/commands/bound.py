@@ -47,5 +47,5 @@ def _print_measured(timeline: Timeline, planned: Timeline) -> None:
 
 
 COMMAND = Command(
-    "bound", "how far a plan is at most from the best possible, and why", "rota bound plan.json", add_arguments, run
+    "bound", "prove how far a plan is at most from the best possible", "rota bound plan.json", add_arguments, run
 )

@@ -17,14 +17,14 @@ from rota.timeline import Timeline
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota calibrate` to its parser."""
-    help_text = "measured timeline.json, such as `rota run --timeline` writes; of several the median counts"
+    help_text = "a timeline.json that `rota run --timeline` wrote; with several, the median of each op counts"
     parser.add_argument("timelines", nargs="+", metavar="MEASURED", help=help_text)
     parser.add_argument(
         "--plan",
         dest="schedule",
         type=one_of((SEARCH, *NAMED), "--plan", any_case=True),
         metavar="NAME",
-        help="a schedule's name, or search for the best order (default: the fastest named one that fits)",
+        help="a schedule's name, or search (default: the fastest named schedule that fits)",
     )
     add_time_limit(parser, "for --plan search: at most this many seconds (default: 10)")
     parser.add_argument("--costs", metavar="FILE", help="write the measured costs as JSON, for `rota plan --costs`")
@@ -61,7 +61,7 @@ def _measured(path: str) -> Timeline:
 
 COMMAND = Command(
     "calibrate",
-    "plan again by what a run has measured, or keep the plan",
+    "update the costs with what a run measured, and plan again if that is faster",
     "rota calibrate measured.json -o better.json",
     add_arguments,
     run,

@@ -22,14 +22,14 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--device",
         action="store_true",
-        help="also prove that the step cannot hang on GPUs: that the kernels, events and messages that all ranks "
-        "enqueue wait for each other in no cycle",
+        help="also prove that the step cannot hang on GPUs: no cycle of waits among the kernels, events and messages "
+        "of all ranks",
     )
     parser.add_argument(
         "--torch",
         action="store_true",
-        help="also prove that PyTorch's own pipeline engine cannot hang on GPUs: with the communication of a schedule "
-        "CSV, or with the one that it derives",
+        help="also prove that PyTorch's own pipeline engine cannot hang on GPUs when it runs this plan, with the "
+        "communication in a schedule CSV or the communication that it derives",
     )
 
 
@@ -87,7 +87,7 @@ def _torch_text(messages: str, proved: DeviceOrder) -> str:
 
 
 def _device_text(proved: DeviceOrder) -> str:
-    """What was proved, and why it suffices."""
+    """What was proved, and why it is enough."""
     met = f"{count_text(proved.num_channels, 'channel')} (one stream and communicator per directed pair of ranks)"
     if proved.num_collectives:
         met += f" and {count_text(proved.num_collectives, 'operation')} of several ranks"
@@ -102,5 +102,9 @@ def _device_text(proved: DeviceOrder) -> str:
 
 
 COMMAND = Command(
-    "check", "refuse a plan that is wrong, could hang or would not fit", "rota check plan.json", add_arguments, run
+    "check",
+    "prove that a plan is complete, cannot deadlock and fits in memory",
+    "rota check plan.json",
+    add_arguments,
+    run,
 )

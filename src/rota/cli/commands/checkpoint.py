@@ -17,18 +17,18 @@ from rota.reading import printable, read_text, short
 if TYPE_CHECKING:
     from rota.runtime.checkpoints.files import Saved
 
-_HELP = """ls      what is in FOLDER, in the order in which it was saved
+_HELP = """ls      list the checkpoints in FOLDER, oldest first
 verify  compare every file with its hash, and check that every tensor is complete
-export  the model of one checkpoint, the newest of FOLDER, as one safetensors file
+export  write the model of one checkpoint (of FOLDER: the newest) as one safetensors file
 
-None of them runs code from a checkpoint, so they are safe for checkpoints that you do not trust."""
+None of these runs code from a checkpoint, so they are safe for checkpoints that you do not trust."""
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota checkpoint` to its parser."""
     actions = parser.add_argument_group("actions", _HELP)
     actions.add_argument("action", type=one_of(ACTIONS), metavar="ACTION", help="ls, verify or export")
-    help_text = "folder of rota.Checkpoints, or one checkpoint: FOLDER/step-N"
+    help_text = "folder that rota.Checkpoints wrote, or one checkpoint in it: FOLDER/step-N"
     actions.add_argument("folder", metavar="FOLDER", help=help_text)
     add_output(
         parser, "FILE", "for export: model.safetensors, or a folder for it with --config", writes="file or folder"
@@ -116,7 +116,7 @@ ACTIONS = {"ls": _ls, "verify": _verify, "export": _export}
 
 COMMAND = Command(
     "checkpoint",
-    "list, verify or export what rota.Checkpoints saved",
+    "list, verify or export checkpoints",
     "rota checkpoint export run/step-100 -o model.safetensors",
     add_arguments,
     run,

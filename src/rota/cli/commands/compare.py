@@ -15,10 +15,10 @@ from rota.cli.requirements import InputError
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota compare` to its parser."""
-    parser.add_argument("planned", help="plan.json (simulated first) or timeline.json")
+    parser.add_argument("planned", help="plan.json (simulated first), or a timeline.json")
     parser.add_argument("measured", help="timeline.json, such as `rota run --timeline` writes")
     add_cores(parser)
-    add_output(parser, "PICTURE", "draw both, as a .png, .svg, .pdf or .html, too")
+    add_output(parser, "PICTURE", "also draw both, as .png, .svg, .pdf or .html")
 
 
 def run(arguments: Namespace) -> int:
@@ -31,10 +31,22 @@ def run(arguments: Namespace) -> int:
                 f"in `rota compare {arguments.measured} {arguments.planned}`"
             )
         print(f"rota compare: {arguments.planned} has measured times, which count as planned here", file=sys.stderr)
+    elif not is_measured(measured):
+        raise InputError(
+            f"{arguments.measured} has planned times, as {arguments.planned} has: nothing was measured. Write a "
+            f"measured timeline with `rota run --timeline measured.json {arguments.planned} train.py` or "
+            f"`rota rehearse {arguments.planned} -o measured.json`; two plans are compared by `rota show --above`"
+        )
     print(comparison.compare(planned, measured, arguments.cores).to_text())
     if arguments.output is not None:
         draw(measured, arguments.output, planned, (arguments.planned, arguments.measured))
     return 0
 
 
-COMMAND = Command("compare", "planned against measured", "rota compare plan.json measured.json", add_arguments, run)
+COMMAND = Command(
+    "compare",
+    "predicted vs. measured: where a run differed from its plan, and why",
+    "rota compare plan.json measured.json",
+    add_arguments,
+    run,
+)

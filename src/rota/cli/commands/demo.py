@@ -13,7 +13,9 @@ from rota.cli.requirements import require
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota demo` to its parser."""
     parser.add_argument("--steps", type=number(1), default=60, help="training steps (default: 60)")
-    add_output(parser, "FOLDER", "folder for its files (default: rota-demo)", default="rota-demo", writes="folder")
+    add_output(
+        parser, "FOLDER", "folder for the demo's files (default: rota-demo)", default="rota-demo", writes="folder"
+    )
 
 
 def run(arguments: Namespace) -> int:
@@ -26,4 +28,6 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-COMMAND = Command("demo", "train a small GPT on 4 processes, planned against measured", "rota demo", add_arguments, run)
+COMMAND = Command(
+    "demo", "train a small GPT on 4 processes: plan it, run it, compare both", "rota demo", add_arguments, run
+)

@@ -19,27 +19,27 @@ _TIMEOUT_S = 30.0
 _DETAILS = """
 
 It reports versions, accelerators and their memory, which rank gets which device, peer access, the host's limits, and
-environment variables that hurt. Then it starts a process per device (without devices: on the CPU) and measures the
-messages between each pair, and the clocks. In the end it runs small plans, and compares their gradients with those of
-the unsplit model. All of it takes less than two minutes, progress is on standard error.
+environment variables that slow training down or break it. Then it starts one process per device (or CPU processes if
+there is no device) and measures the messages between each pair, and the clocks. Finally it runs small plans and
+compares their gradients with the unsplit model's. All of this takes less than two minutes.
 
-Each line is ok, skipped (with the reason), warning (Rota runs, but slower or at a risk) or problem, with a remedy.
-Under torchrun it examines torchrun's processes, on several nodes too: torchrun … -m rota doctor
+Each line is ok, skipped (with the reason), warning (Rota runs, but slowly or at risk) or problem (with the fix).
+To examine several nodes, start it with torchrun: torchrun … -m rota doctor
 
 exit code: 0 nothing is a problem, 1 something is, 2 wrong arguments"""
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota doctor` to its parser."""
-    help_text = "write all findings and measurements as JSON; -: to standard output, in place of the text"
+    help_text = "write all findings and measurements as JSON to FILE; - prints them instead of the text"
     parser.add_argument("--json", metavar="FILE", help=help_text)
     add_force(parser)
-    help_text = "processes that measure and run plans (default: one per device; on the CPU up to 4)"
+    help_text = "number of processes to test with (default: one per device; on the CPU up to 4)"
     parser.add_argument("--ranks", type=number(1), metavar="N", help=help_text)
     parser.add_argument("--no-self-test", action="store_true", help="measure links and clocks, but run no plans")
-    help_text = "run every schedule on 2 to N ranks, and messages of 1 kB to 64 MB (some minutes)"
+    help_text = "run every schedule on 2 to N ranks, and measure messages of 1 kB to 64 MB (takes minutes)"
     parser.add_argument("--full", action="store_true", help=help_text)
-    help_text = f"limit on no progress of a rank (default: {_TIMEOUT_S:g})"
+    help_text = f"end a rank after S seconds without progress (default: {_TIMEOUT_S:g})"
     parser.add_argument("--timeout", type=seconds, default=_TIMEOUT_S, metavar="S", help=help_text)
 
 
@@ -76,7 +76,7 @@ def _examined(wanted: Wanted) -> Report | None:
 
 COMMAND = Command(
     "doctor",
-    "whether this machine runs Rota, and how well: versions, devices, links, and a self-test",
+    "test this machine: versions, devices, links, and a self-test of training",
     "rota doctor\n  rota doctor --json doctor.json",
     add_arguments,
     run,

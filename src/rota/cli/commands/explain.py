@@ -15,7 +15,7 @@ def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota explain` to its parser."""
     parser.add_argument("timeline", help="timeline.json, or a plan (simulated first)")
     parser.add_argument("second", nargs="?", help=argparse.SUPPRESS)  # refused, with the right command
-    help_text = "what ops should take (default: what the timeline's plan says)"
+    help_text = "plan whose op times are the expected ones (default: the timeline's own plan)"
     parser.add_argument("--planned", metavar="FILE", help=help_text)
     add_cores(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "explain",
-    "why ranks are idle, worst first, and what would help",
+    "show why ranks are idle, worst first, and what would help",
     "rota explain timeline.json",
     add_arguments,
     run,

@@ -244,7 +244,7 @@ _FORMATS = (
 
 COMMAND = Command(
     "export",
-    "a plan and its cut for torchtitan, Megatron or DeepSpeed",
+    "write a plan for torchtitan, Megatron or DeepSpeed",
     "rota export torchtitan plan.json --model model.py:make_model -o titan",
     add_arguments,
 )

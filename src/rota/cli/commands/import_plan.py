@@ -23,7 +23,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def _add_torchtitan(parser: Parser) -> None:
-    parser.add_argument("file", help="a job config's .toml, or a .json of parallelism's fields")
+    parser.add_argument("file", help="the job config (.toml), or its parallelism section as .json")
     _add_costs_and_output(parser)
 
 
@@ -41,7 +41,7 @@ def _add_deepspeed(parser: Parser) -> None:
 
 
 def _add_costs_and_output(parser: Parser) -> None:
-    help_text = "costs of the stages, or of their layers (default: F 1 ms, B 2 ms per stage)"
+    help_text = "costs per stage or per layer (default: F 1 ms, B 2 ms per stage)"
     parser.add_argument("--costs", metavar="FILE", help=help_text)
     add_output(parser, "FILE", "write the plan as JSON")
 
@@ -117,7 +117,7 @@ _FORMATS = (
 
 COMMAND = Command(
     "import",
-    "a cut and its plan from torchtitan, Megatron or DeepSpeed",
+    "read a plan from torchtitan, Megatron or DeepSpeed",
     "rota import torchtitan titan/parallelism.toml --costs costs.json -o plan.json",
     add_arguments,
 )

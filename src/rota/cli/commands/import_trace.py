@@ -12,9 +12,11 @@ from rota.cli.parser import Command, Parser
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota import-trace` to its parser."""
-    help_text = "of one rank, from torch.profiler; .json or .json.gz"
+    help_text = "one rank's trace from torch.profiler, .json or .json.gz; give all ranks"
     parser.add_argument("traces", nargs="+", metavar="TRACE", help=help_text)
-    parser.add_argument("--step", type=number(0), help="which of the profiled steps, from 0 (default: the last)")
+    parser.add_argument(
+        "--step", type=number(0), help="number of the profiled step, counted from 0 (default: the last)"
+    )
     add_cores(parser)
     add_output(parser, "FILE", "write the timeline as JSON", writes="timeline")
 
@@ -34,7 +36,7 @@ def run(arguments: Namespace) -> int:
 
 COMMAND = Command(
     "import-trace",
-    "torch.profiler traces of PyTorch's pipeline engine as a timeline, explained",
+    "turn torch.profiler traces of PyTorch's pipeline engine into a timeline, and explain it",
     "rota import-trace rank*.json.gz -o timeline.json",
     add_arguments,
     run,

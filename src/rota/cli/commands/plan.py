@@ -37,22 +37,27 @@ _OBJECTIVES = ("makespan", "span", "period")
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota plan` to its parser."""
     parser.add_argument(
-        "schedule", type=one_of((SEARCH, *NAMED), any_case=True), metavar="SCHEDULE", help="one of those below"
+        "schedule",
+        type=one_of((SEARCH, *NAMED), any_case=True),
+        metavar="SCHEDULE",
+        help="one of the schedules listed below",
     )
     add_step(parser)
-    parser.add_argument("--stages", type=number(1), help="stages, placed as the schedule wants (default: its least)")
-    add_costs(parser, "a stage")
+    parser.add_argument(
+        "--stages", type=number(1), help="number of stages (default: the fewest that the schedule needs)"
+    )
+    add_costs(parser, "stage")
     add_shape(parser, group="for search")
     parser.add_argument(
         "--objective",
         type=one_of(_OBJECTIVES, "--objective"),
         choices=_OBJECTIVES,
-        help="for search: the time to minimize",
+        help="for search: the time to minimize (default: makespan)",
     )
     add_time_limit(parser, "for search: at most this many seconds (default: 10)")
-    add_output(parser, "FILE", "write the plan: .json, or .csv for PyTorch's form", writes="plan")
+    add_output(parser, "FILE", "write the plan as .json, or as .csv in PyTorch's format", writes="plan")
     width = max(map(len, NAMED))
-    named = [f"{SEARCH:<{width}}  the best order for any placement, with a bound on how good it is"]
+    named = [f"{SEARCH:<{width}}  the fastest order for any placement, with a proven bound"]
     named += [f"{name:<{width}}  {family.summary}" for name, family in NAMED.items()]
     parser.add_argument_group("schedules", "\n".join(named))
 
@@ -145,7 +150,7 @@ def _warn_of_idle_ranks(planned: Plan) -> None:
 
 COMMAND = Command(
     "plan",
-    "make a plan, by name or by search, check it and show it",
+    "make a plan by name or by search, check it and draw it",
     "rota plan 1f1b --ranks 4 --microbatches 8 --forward-us 100 --backward-us 200 -o plan.json",
     add_arguments,
     run,

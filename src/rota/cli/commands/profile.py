@@ -24,26 +24,28 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL.py",
-        help="file that defines make_model, make_batch, loss_fn; or hf:config.json, a language model of transformers; "
-        "or links, for the speed of messages between processes",
+        help="Python file that defines make_model(), make_batch(rows) and loss_fn; or hf:config.json for a "
+        "transformers language model; or the word links, to measure messages between processes",
     )
     add_model_options(parser)
-    parser.add_argument("--rows", type=rows, metavar="N,N,…", help="rows of a micro-batch (default: 1)")
+    parser.add_argument("--rows", type=rows, metavar="N,N,…", help="rows per micro-batch (default: 1)")
     parser.add_argument(
         "--device",
         metavar="NAME",
-        help="cpu, cuda or another of this machine's to measure there (default: cpu; for links: auto), or one to "
-        "estimate for, such as h100, computing nothing",
+        help="a device of this machine, such as cpu or cuda, to measure on (default: cpu; for links: auto), or another "
+        "device, such as h100, to estimate for without computing anything",
     )
-    help_text = f"of each measurement, of which the median counts (default: {_REPEATS}; a median of more is steadier)"
+    help_text = f"measurements per layer; the median counts (default: {_REPEATS})"
     parser.add_argument("--repeats", type=number(1), metavar="N", help=help_text)
-    parser.add_argument("--processes", type=number(2), help="for links: to start on this machine (default: 2)")
-    help_text = "for links: those that a rehearsal meets, whose ranks wait in place of computing (`rota rehearse`)"
+    parser.add_argument(
+        "--processes", type=number(2), help="for links: number of processes to start on this machine (default: 2)"
+    )
+    help_text = "for links: measure them as `rota rehearse` uses them, with ranks that wait instead of computing"
     parser.add_argument("--rehearsal", action="store_true", help=help_text)
-    help_text = "for links: by how much a median may be above the fastest quarter, as a part of that (default: 2)"
+    help_text = "for links: refuse a result whose median exceeds its fastest quarter by more than X times (default: 2)"
     parser.add_argument("--max-spread", type=_spread, metavar="X", help=help_text)
-    parser.add_argument("--cache", metavar="PATH", help="file or folder that keeps what was measured")
-    parser.add_argument("--refresh", action="store_true", help="measure again what the cache has")
+    parser.add_argument("--cache", metavar="PATH", help="file or folder that stores measurements for the next run")
+    parser.add_argument("--refresh", action="store_true", help="measure again, even if the cache has a result")
     add_output(parser, "FILE", "write the profile, or the cluster, as JSON")
 
 
@@ -144,7 +146,7 @@ def _tell(doing: str) -> None:
 
 COMMAND = Command(
     "profile",
-    "time and memory of each layer of a model, measured here or estimated for a device; or the speed of links",
+    "measure (or estimate) time and memory per layer of a model; or measure links",
     "rota profile model.py --rows 1,2,4,8 -o profile.json\n  rota profile links --processes 4 -o cluster.json",
     add_arguments,
     run,

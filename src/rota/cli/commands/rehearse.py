@@ -14,11 +14,13 @@ from rota.cli.screen import print_replicas, progress_line
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota rehearse` to its parser."""
     parser.add_argument("plan", help="plan.json")
-    parser.add_argument("--steps", type=number(1), default=5, help="steps, after one to warm up (default: 5)")
-    parser.add_argument("--allocate", action="store_true", help="allocate the memory that the plan needs")
-    help_text = "end a rank that makes no progress for this long (default: 20 simulated steps, at least 60)"
+    parser.add_argument(
+        "--steps", type=number(1), default=5, help="number of steps after one warm-up step (default: 5)"
+    )
+    parser.add_argument("--allocate", action="store_true", help="also allocate the memory that the plan needs")
+    help_text = "end a rank after S seconds without progress (default: 20 simulated steps, at least 60 s)"
     parser.add_argument("--timeout", type=seconds, metavar="S", help=help_text)
-    help_text = "cpu, cuda or another of this machine's, or auto: accelerators if there is one for each rank (default)"
+    help_text = "cpu, cuda or another device of this machine, or auto: accelerators if there is one per rank (default)"
     parser.add_argument("--device", default="auto", metavar="NAME", help=help_text)
     add_output(parser, "FILE", "write the median step's timeline as JSON")
 
@@ -48,7 +50,7 @@ def run(arguments: Namespace) -> int:
 
 COMMAND = Command(
     "rehearse",
-    "run a plan with real processes and messages, and timed waits in place of compute",
+    "run a plan with real processes and messages, but timed waits instead of compute",
     "rota rehearse plan.json --steps 5 -o rehearsed.json",
     add_arguments,
     run,

@@ -23,26 +23,28 @@ _WORKERS = {"rota": "rota.runtime.launching.worker", "torch": "rota.interop.torc
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota run` to its parser."""
-    parser.add_argument("plan", help="plan.json")
+    parser.add_argument("plan", help="the plan, plan.json")
     parser.add_argument("script", help="Python file to run on every rank; it calls rota.given_plan()")
     # Before Python 3.13, argparse reports the remaining words as required.
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the script").required = False
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments passed to the script").required = False
     parser.add_argument("--timeline", metavar="FILE", help="write the last step's measured timeline")
     add_force(parser)
     parser.set_defaults(written={"timeline": "timeline"})
-    help_text = "processes: pp ranks of the plan, dp replicas (default: the plan's) and tp shards of each weight"
+    help_text = "number of pipeline ranks (pp), replicas (dp, default: the plan's) and tensor-parallel shards (tp)"
     parser.add_argument("--mesh", type=mesh, default={}, metavar="pp=N,dp=N,tp=N", help=help_text)
-    help_text = "if a rank fails, start all ranks again, up to N times in a row without a newer checkpoint (default: 0)"
+    help_text = "restart all ranks if one fails, up to N times in a row without a newer checkpoint (default: 0)"
     parser.add_argument("--max-restarts", type=number(0), default=0, metavar="N", help=help_text)
-    help_text = "limit on no progress, unless the script gives timeout_s (default: 20 simulated steps, at least 60 s)"
+    help_text = "end the run after S seconds without progress (default: 20 simulated steps, at least 60 s)"
     parser.add_argument("--timeout", type=seconds, metavar="S", help=help_text)
-    help_text = "what rota.local_device() is: auto (an accelerator if each process gets one), cpu, or a type like cuda"
+    help_text = (
+        "device of each rank: cpu, a type such as cuda, or auto: accelerators if there is one per rank (default)"
+    )
     parser.add_argument("--device", default="auto", metavar="TYPE", help=help_text)
     help_text = (
-        "compare with the unsplit model on the first batch, before the first step, and train only if it is exact"
+        "before training, compare the first batch with the unsplit model, and stop unless loss and gradients are exact"
     )
     parser.add_argument("--verify", action="store_const", const="batch", help=help_text)
-    help_text = "the same, against the unsplit model run on one micro-batch after the other, as BatchNorm needs it"
+    help_text = "as --verify, with the unsplit model run one micro-batch at a time, which BatchNorm needs"
     parser.add_argument(
         "--verify-microbatches", action="store_const", const="microbatches", dest="verify", help=help_text
     )
@@ -51,7 +53,7 @@ def add_arguments(parser: Parser) -> None:
         type=one_of(_WORKERS, "--engine"),
         choices=_WORKERS,
         default="rota",
-        help="torch: PyTorch's own, for chains",
+        help="rota (default), or torch for PyTorch's own pipeline engine, which runs chains only",
     )
 
 
@@ -138,7 +140,7 @@ def _report(line: str) -> None:
 
 COMMAND = Command(
     "run",
-    "start a script on every rank of a plan, on this machine",
+    "train: start a script on every rank of a plan, on this machine",
     "rota run --timeline measured.json plan.json train.py --steps 100",
     add_arguments,
     run,

@@ -7,14 +7,14 @@ from argparse import Namespace
 from rota.cli.arguments import add_costs, add_step, cluster_of, measured, uniform
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError
-from rota.cli.screen import progress_line
+from rota.cli.screen import progress_line, terminal_columns
 from rota.schedules import table
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota schedules` to its parser."""
     add_step(parser)
-    add_costs(parser, "one rank; families with several stages per rank divide it among them")
+    add_costs(parser, "rank; schedules with several stages per rank divide it among them")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--csv", action="store_true", help="print CSV")
@@ -37,13 +37,13 @@ def run(arguments: Namespace) -> int:
     if arguments.json or arguments.csv:
         print(table.to_json(rows) if arguments.json else table.to_csv(rows), end="")
     else:
-        print(table.to_text(rows, arguments.limit))
+        print(table.to_text(rows, arguments.limit, terminal_columns()))
     return 0
 
 
 COMMAND = Command(
     "schedules",
-    "all named schedules side by side: time, bubble, memory, what fits",
+    "compare all named schedules: time, bubble, memory, and which fit",
     "rota schedules --ranks 8 --microbatches 24 --forward-us 1000 --backward-us 2000 --activation 1GB --limit 8GB",
     add_arguments,
     run,

@@ -15,10 +15,12 @@ from rota.timeline import Timeline
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota show` to its parser."""
-    parser.add_argument("file", help="plan.json (simulated first), timeline.json, or a schedule CSV")
-    parser.add_argument("--width", type=number(20), help="columns (default: the terminal's)")
+    parser.add_argument("file", help="plan.json (simulated first), a timeline.json, or a schedule CSV")
+    parser.add_argument("--width", type=number(20), help="columns of the chart (default: the terminal's width)")
     add_output(parser, "PICTURE", "write a .png, .svg, .pdf or .html instead, or a .json for Perfetto")
-    parser.add_argument("--above", metavar="FILE", help="for -o: a second one, over the first and aligned in time")
+    parser.add_argument(
+        "--above", metavar="FILE", help="for -o: draw a second plan or timeline above the first, on the same time axis"
+    )
     parser.add_argument("--bound", action="store_true", help="for -o: show the gap to a proven lower bound")
 
 
@@ -47,4 +49,4 @@ def _bound_us(timeline: Timeline, name: str) -> int:
     return bounds_of(timeline.plan.placement, timeline.plan.num_microbatches)[0].us
 
 
-COMMAND = Command("show", "a plan or timeline as a chart", "rota show plan.json -o plan.html", add_arguments, run)
+COMMAND = Command("show", "draw a plan or timeline as a chart", "rota show plan.json -o plan.html", add_arguments, run)

@@ -28,7 +28,7 @@ def run(arguments: Namespace) -> int:
 
 COMMAND = Command(
     "simulate",
-    "the timeline of a plan in which everything takes its planned time",
+    "compute a plan's timeline: when each op runs if everything takes its planned time",
     "rota simulate plan.json -o timeline.json",
     add_arguments,
     run,

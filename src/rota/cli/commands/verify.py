@@ -13,12 +13,13 @@ from rota.cli.requirements import InputError, require
 _AGAINST = ("batch", "microbatches")
 _DETAILS = """
 
-It starts the plan's processes, lets them make the model, cuts it as the plan says, and runs the plan once on a batch of
-make_batch. The first process also runs the unsplit model, with the same weights. Loss, outputs and every gradient are
-compared, in float64 (exact up to 1e-10) and in the model's own dtype; dropout is switched off.
+It starts the plan's processes, makes the model in each, splits it as the plan says, and runs the plan once on a batch
+from make_batch. The first process also runs the unsplit model with the same weights. Loss, outputs and every gradient
+are compared in float64 (exact to 1e-10) and in the model's own dtype, with dropout switched off.
 
-If they differ, it says where, and why: a BatchNorm or a loss that mixes the rows of a batch, unequal numbers of tokens
-per micro-batch, random numbers, another mask in a stage, a tie that was cut, a parameter without gradient.
+If they differ, it says where and why: a BatchNorm or a loss that mixes the rows of a batch, unequal numbers of tokens
+per micro-batch, random numbers, a different mask in a stage, tied weights that were cut apart, a parameter without a
+gradient.
 
 exit code: 0 exact, 1 not exact, 2 wrong input"""
 
@@ -26,19 +27,23 @@ exit code: 0 exact, 1 not exact, 2 wrong input"""
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota verify` to its parser."""
     parser.add_argument("plan", help="plan.json")
-    help_text = "Python file with make_model(), make_batch(rows) and loss_fn, as for rota autoplan; where make_model "
-    help_text += "returns Stages made by hand, make_unsplit() returns what they must equal; or hf:config.json"
+    help_text = "Python file that defines make_model(), make_batch(rows) and loss_fn, as for rota autoplan, and "
+    help_text += "make_unsplit() if make_model returns hand-made Stages; or hf:config.json"
     parser.add_argument("model", metavar="MODEL.py", help=help_text)
-    help_text = "tokens per row, where MODEL.py makes no batch (default: 1024, or as many as the model takes)"
+    help_text = "tokens per row, if MODEL.py has no make_batch (default: 1024, or the most that the model accepts)"
     parser.add_argument("--length", type=number(1), metavar="N", help=help_text)
-    parser.add_argument("--rows", type=number(1), metavar="N", help="of a micro-batch (default: the plan's, else 1)")
-    help_text = "the unsplit model runs on the whole batch (default), or on one micro-batch after the other: what "
-    help_text += "BatchNorm sees in any accumulation of gradients"
+    parser.add_argument(
+        "--rows", type=number(1), metavar="N", help="rows per micro-batch (default: the plan's, otherwise 1)"
+    )
+    help_text = "run the unsplit model on the whole batch (default), or one micro-batch at a time, as gradient "
+    help_text += "accumulation does and BatchNorm needs"
     parser.add_argument(
         "--against", type=one_of(_AGAINST, "--against"), choices=_AGAINST, default="batch", help=help_text
     )
-    parser.add_argument("--own-dtype", action="store_true", help="compare in the model's own dtype alone, not float64")
-    parser.add_argument("--timeout", type=seconds, metavar="S", help="limit on no progress of a rank")
+    parser.add_argument(
+        "--own-dtype", action="store_true", help="compare in the model's own dtype only, not in float64"
+    )
+    parser.add_argument("--timeout", type=seconds, metavar="S", help="end a rank after S seconds without progress")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -62,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "verify",
-    "whether the model as the plan cuts and runs it is exactly the unsplit one",
+    "check that the split model is exact: same loss and gradients as the unsplit model",
     "rota verify plan.json model.py",
     add_arguments,
     run,
