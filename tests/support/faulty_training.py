@@ -188,6 +188,11 @@ def _in_reduction(pipeline: Pipeline, stage: nn.Module, act: Callable[[], Any]) 
     all_reduce.finish = act  # type: ignore[method-assign]
 
 
+def _in_losses(pipeline: Pipeline, stage: nn.Module, act: Callable[[], Any]) -> None:
+    """All micro-batches' losses are there, and are not added up over the ranks yet."""
+    pipeline._step_end._totals = act  # type: ignore[assignment]
+
+
 def _in(name: str) -> Callable[[Pipeline, nn.Module, Callable[[], Any]], None]:
     return lambda pipeline, _, act: setattr(pipeline, name, act)
 
@@ -205,7 +210,7 @@ _MOMENTS: dict[str, Callable[[Pipeline, nn.Module, Callable[[], Any]], None]] = 
     "forward": _in_third_forward,
     "backward": _in_third_backward,
     "loss": _in_loss,
-    "losses": lambda pipeline, stage, act: setattr(pipeline, "_loss_of", act),
+    "losses": _in_losses,
     "reduction": _in_reduction,
     "clip": _in("clip_grad_norm_"),
     "write": _in_write,
