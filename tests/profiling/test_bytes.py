@@ -16,7 +16,6 @@ from rota.costs import Costs
 from rota.layers import LayerCosts
 from rota.profiling import profile_here, profile_layers
 from rota.runtime.compute import Batch, Compute
-from rota.runtime.gradients.forward_backward import warm_up
 from rota.runtime.microbatches import Microbatches
 from support.layered_models import MAKE, Case, case
 
@@ -116,7 +115,6 @@ def check(name: str, of: Case, costs: Costs, stages: Stages) -> None:
 @pytest.mark.parametrize("name", MAKE)
 def test_what_is_predicted_is_held(name: str) -> None:
     of = case(name)
-    warm_up()
     layers = profile_layers(of.model, of.batch, of.target, of.loss_fn, repeats=1)
     for boundaries in cuts_of(layers):
         stages = split(of.model, len(boundaries) - 1, layers.cuts_at(boundaries))

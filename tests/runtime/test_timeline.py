@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rota import Cluster, Costs, Kind, Op, Pipeline, PipelineError, Plan, Stages, Timeline, compare, place, simulate
-from rota.runtime import recorder
+from rota.runtime import clocks
 from rota.schedules import NAMED, gpipe
 from support.fresh import run_fresh
 from support.networks import Layer, batch_of, chain, graph_of_layers, loss_fn
@@ -261,8 +261,8 @@ def offset_to_rank_0(rank: int) -> tuple[int, int, float]:
     group = dist.group.WORLD
     assert group is not None
     began_ns = time.monotonic_ns()
-    measured = recorder.answer_offset(1, group, ROUNDS) if rank == 0 else recorder.ask_offset_ns(0, group, ROUNDS)
-    return measured, recorder.clock_offset_ns(group), most_off_ns(began_ns)
+    measured = clocks.answer_offset(1, group, ROUNDS) if rank == 0 else clocks.ask_offset_ns(0, group, ROUNDS)
+    return measured, clocks.clock_offset_ns(group), most_off_ns(began_ns)
 
 
 def most_off_ns(began_ns: int) -> float:
@@ -288,15 +288,15 @@ def offset_with_other_clock(rank: int) -> tuple[int, float]:
     """Rank 2 is on a machine of its own."""
     group = dist.group.WORLD
     assert group is not None
-    before = recorder.time, recorder._machine
-    recorder._machine = lambda: f"machine {rank // 2}"
+    before = clocks.time, clocks._machine
+    clocks._machine = lambda: f"machine {rank // 2}"
     if rank == 2:
-        recorder.time = OtherClock  # type: ignore[assignment]
+        clocks.time = OtherClock  # type: ignore[assignment]
     began_ns = time.monotonic_ns()
     try:
-        return recorder.clock_offset_ns(group, ROUNDS), most_off_ns(began_ns)
+        return clocks.clock_offset_ns(group, ROUNDS), most_off_ns(began_ns)
     finally:
-        recorder.time, recorder._machine = before
+        clocks.time, clocks._machine = before
 
 
 def test_clock_offset_of_another_machine(pool: Pool) -> None:

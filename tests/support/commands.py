@@ -18,8 +18,8 @@ from unittest.mock import patch
 
 from rota import Plan
 from rota.cli import main
+from rota.runtime.environment import mesh_environment
 from rota.runtime.launcher_files import write_plan
-from rota.runtime.meshes import mesh_environment
 from support.pool import Pool
 
 

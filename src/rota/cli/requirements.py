@@ -20,10 +20,15 @@ class InputError(RotaError):
 
 def require(module: str, extra: str) -> None:
     """Import a module that an extra brings. Raises InputError, with the remedy, if it is not installed."""
-    if importlib.util.find_spec(module) is None:
-        raise InputError(f"this needs {module}; install it by: pip install 'rota[{extra}]'")
+    require_installed(module, extra)
     with exit_on_ctrl_c():
         importlib.import_module(module)
+
+
+def require_installed(module: str, extra: str) -> None:
+    """Raises InputError, with the remedy, if a module that an extra brings is not installed. Does not import it."""
+    if importlib.util.find_spec(module) is None:
+        raise InputError(f"this needs {module}; install it by: pip install 'rota[{extra}]'")
 
 
 def require_search() -> None:

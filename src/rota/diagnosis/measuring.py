@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from rota.profiling.links import one_way_us
+from rota.runtime.clocks import answer_offset, ask_offset_ns, clock_offset_ns
 from rota.runtime.json_messages import all_gather_json
-from rota.runtime.recorder import answer_offset, ask_offset_ns, clock_offset_ns
 
 _REPEATS = 7
 _MOST_PAIRS = 120  # of 16 ranks; each takes about a tenth of a second

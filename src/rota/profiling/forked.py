@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from rota.errors import PipelineError, RotaError
 from rota.profiling.host_links import num_cores
+from rota.runtime.environment import meeting_environments
 from rota.runtime.orphans import end_with_parent
-from rota.runtime.process_group import meeting_environments
 
 _OF_ANOTHER_RUN = ("ROTA_", "TORCHELASTIC_")  # the first letters of environment variables
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from rota.plan import Transfer
 from rota.programs.actions import Message, ValueKey
+from rota.runtime.clocks import clock_offset_ns
 from rota.runtime.messages import Format
-from rota.runtime.recorder import clock_offset_ns
 from rota.runtime.transport import Transport
 from rota.tasks import Kind, Op
 

@@ -15,7 +15,8 @@ from rota.costs import Cluster
 from rota.errors import PipelineError
 from rota.profiling.host_links import MOST_SPREAD, REPEATS, Report
 from rota.profiling.links import FoundLinks, find_links
-from rota.runtime.device.local import AUTO, device_environment, device_type, local_device
+from rota.runtime.device.local import AUTO, device_type, local_device
+from rota.runtime.environment import device_environment
 from rota.runtime.launching.launch import start
 from rota.runtime.launching.rank_processes import RankFailed, Ranks
 from rota.runtime.launching.requests import Requests

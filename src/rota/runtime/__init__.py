@@ -1,21 +1,43 @@
-"""Plans run on `torch.distributed`: one process per rank, messages over Gloo, the planned order, all of it recorded."""
+"""Plans run on `torch.distributed`: one process per rank, messages over Gloo, the planned order, all of it recorded.
 
-from rota.runtime import spmd
-from rota.runtime.deferred import deferred_init, materialize
-from rota.runtime.device.local import local_device
-from rota.runtime.launcher_files import given_plan
-from rota.runtime.meshes import local_stages, mesh
-from rota.runtime.pipeline import Pipeline
-from rota.runtime.step_handles import StepHandle
+Names are loaded when they are first used: `runtime.launching` starts ranks without torch.
+"""
 
-__all__ = [
-    "Pipeline",
-    "StepHandle",
-    "deferred_init",
-    "given_plan",
-    "local_device",
-    "local_stages",
-    "materialize",
-    "mesh",
-    "spmd",
-]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rota.runtime import spmd as spmd
+    from rota.runtime.deferred import deferred_init as deferred_init
+    from rota.runtime.deferred import materialize as materialize
+    from rota.runtime.device.local import local_device as local_device
+    from rota.runtime.launcher_files import given_plan as given_plan
+    from rota.runtime.meshes import local_stages as local_stages
+    from rota.runtime.meshes import mesh as mesh
+    from rota.runtime.pipeline import Pipeline as Pipeline
+    from rota.runtime.step_handles import StepHandle as StepHandle
+
+_HOMES = {
+    "Pipeline": "pipeline",
+    "StepHandle": "step_handles",
+    "deferred_init": "deferred",
+    "given_plan": "launcher_files",
+    "local_device": "device.local",
+    "local_stages": "meshes",
+    "materialize": "deferred",
+    "mesh": "meshes",
+}
+
+__all__ = [*_HOMES, "spmd"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "spmd":
+        return importlib.import_module("rota.runtime.spmd")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rota.runtime' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"rota.runtime.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

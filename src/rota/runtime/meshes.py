@@ -20,12 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from rota.errors import PipelineError
 from rota.plan import Plan
 from rota.runtime.device.local import local_device_type
+from rota.runtime.environment import MESH
 from rota.runtime.process_group import group_timeout, join, leave
 from rota.runtime.transport import collective
 
 _DIMS = ("dp", "pp", "tp")  # outermost first: processes that communicate most are closest together
 _HOSTS = "gloo"  # the backend of groups for what hosts agree on; it takes tensors on the CPU
-_GIVEN = "ROTA_MESH"  # an environment variable, set by the launcher
 
 
 def mesh(*, pp: int | None = None, dp: int = 1, tp: int = 1, timeout_s: float | None = None) -> DeviceMesh:
@@ -44,8 +44,8 @@ def mesh(*, pp: int | None = None, dp: int = 1, tp: int = 1, timeout_s: float | 
     """
     join(timeout_s)
     size = dist.get_world_size()
-    if pp is None and dp == tp == 1 and _GIVEN in os.environ:
-        dp, pp, tp = map(int, os.environ[_GIVEN].split())
+    if pp is None and dp == tp == 1 and MESH in os.environ:
+        dp, pp, tp = map(int, os.environ[MESH].split())
     elif pp is None:
         pp = max(size // (dp * tp), 1)
     if (needed := pp * dp * tp) != size:
@@ -71,11 +71,6 @@ def local_stages(plan: Plan, mesh: DeviceMesh | None = None) -> tuple[int, ...]:
     num_stages, left = divmod(plan.placement.num_stages, plan.placement.num_components)
     stages = plan.placement.stages_on(mine.index(dist.get_rank()))
     return tuple(sorted({stage if left else stage % num_stages for stage in stages}))
-
-
-def mesh_environment(pp: int, dp: int, tp: int) -> dict[str, str]:
-    """The environment that describes the mesh to the processes of a run."""
-    return {_GIVEN: f"{dp} {pp} {tp}"}
 
 
 def pipelines_of(mesh: DeviceMesh | None) -> list[list[int]]:

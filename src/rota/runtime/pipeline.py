@@ -24,12 +24,12 @@ from rota.models import Stages
 from rota.plan import Plan
 from rota.runtime.agreement import Agreement, Call, refuse_differences
 from rota.runtime.channels import Channels
+from rota.runtime.clocks import clock_offset_ns
 from rota.runtime.compute import Batch, Compute, step_seed
 from rota.runtime.device.choosing import device_of
 from rota.runtime.device.protocol import Number, is_queued
 from rota.runtime.execution import Execution, evaluating, forwards_of
 from rota.runtime.faults.watchdog import PATIENT, Watchdog, limit_s
-from rota.runtime.gradients.forward_backward import warm_up
 from rota.runtime.gradients.recompute import recomputed_by_backward
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.launcher_files import leave_record
@@ -39,7 +39,7 @@ from rota.runtime.meshes import Processes
 from rota.runtime.microbatch_inputs import MicrobatchInputs
 from rota.runtime.plan_fit import for_all_streams, refuse_other_cuts, refuse_unsupported
 from rota.runtime.process_group import join, leave
-from rota.runtime.recorder import Record, clock_offset_ns, merge
+from rota.runtime.recorder import Record, merge
 from rota.runtime.reducing.gradient_sync import GradientSync
 from rota.runtime.reducing.loss_counts import NUM_FLAGS, LossCounts
 from rota.runtime.reducing.shared_weights import shared_weights
@@ -111,8 +111,6 @@ class Pipeline:
         if trains and loss_fn is None:
             raise PipelineError("the plan has backwards, so a loss_fn(output, target) is needed")
         recomputed = recomputed_by_backward(recompute, plan.placement)
-        if trains:
-            warm_up()
         self._closed, self._failed, self._is_broken = False, False, False
         self._before_first = type(self).before_first_step
         self._process = os.getpid()

@@ -67,9 +67,8 @@ class LossScale:
         self._device = device
         self._scaler: torch.amp.GradScaler | None = None
         self._factor: Number = 1.0
-        where = device.torch_device
-        self._one = torch.ones((), device=where)
-        self._witness = torch.optim.SGD([nn.Parameter(torch.zeros((), device=where))])
+        self._one = torch.ones((), device=device.torch_device)
+        self._witness: torch.optim.Optimizer | None = None  # made for the first scaler
 
     @property
     def is_on(self) -> bool:
@@ -109,6 +108,9 @@ class LossScale:
         if self._scaler is None:
             return nothing_to_refuse
         gradients = [_numbers(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        if self._witness is None:
+            where = self._device.torch_device
+            self._witness = torch.optim.SGD([nn.Parameter(torch.zeros((), device=where))])
         (witness,) = self._witness.param_groups[0]["params"]
         if isinstance(self._factor, float):
             refuse: Refuse = nothing_to_refuse

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar, cast
 from urllib.parse import parse_qs, urlparse
 from uuid import uuid4
@@ -21,6 +19,7 @@ from torch.distributed.constants import default_pg_timeout
 from rota.errors import PipelineError
 from rota.runtime import control
 from rota.runtime.device.local import group_backend
+from rota.runtime.environment import STORE
 from rota.runtime.faults.watchdog import PATIENT, limit_s
 from rota.runtime.json_messages import broadcast_json
 from rota.runtime.orphans import end_with_parent
@@ -28,7 +27,6 @@ from rota.torch_internals import replace_rendezvous, set_default_timeout
 
 Result = TypeVar("Result")
 
-_STORE = "ROTA_STORE"  # an environment variable, set by the launcher: the file through which its ranks meet
 _LOOK_S = 0.02
 _LONGEST_S = 10 * 365 * 86400.0  # in place of no limit
 _num_meetings = 0
@@ -58,7 +56,7 @@ def join(timeout_s: float | None = None) -> bool:
     limit = _patience_s(limit_s(timeout_s))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     control.report("joins")
-    if _STORE in os.environ:
+    if STORE in os.environ:
         store = _meet_in_folder(rank, size, limit)
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = _meet_at_agent(rank, size, limit)
@@ -98,37 +96,9 @@ def leave(groups: Iterable[dist.ProcessGroup | None]) -> None:
 # --- in the launcher's folder -----------------------------------------------------------------------------------------
 
 
-def meeting_environments(folder: str, num_processes: int) -> list[dict[str, str]]:
-    """The environment of each of the processes on this machine that meet through a new file in `folder`.
-
-    They listen only on the loopback interface. Nothing listens at MASTER_PORT: it is there for scripts that read it.
-    """
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    shared = {
-        _STORE: str(Path(folder, f"store-{uuid4().hex}")),
-        "GLOO_SOCKET_IFNAME": loopback(),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": str(num_processes),
-        "LOCAL_WORLD_SIZE": str(num_processes),
-    }
-    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_processes)]
-
-
-def loopback() -> str:
-    """The name of the loopback interface, which no other machine reaches."""
-    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if not names:
-        raise PipelineError("this machine has no loopback interface, lo; bring it up with `ip link set lo up`")
-    return names[0]
-
-
 def meet_by_environment() -> None:
     """Make `torch.distributed.init_process_group()` meet in the launcher's folder, too, instead of at a port."""
-    if _STORE in os.environ:
+    if STORE in os.environ:
         replace_rendezvous("env", _handle_environment)
 
 
@@ -145,7 +115,7 @@ def _meet_in_folder(rank: int, size: int, limit: float) -> Store:
     global _num_meetings
     _num_meetings += 1
     # A script may leave and join again; the earlier addresses are those of closed connections.
-    store = PrefixStore(f"rota/{_num_meetings}", FileStore(os.environ[_STORE], -1))
+    store = PrefixStore(f"rota/{_num_meetings}", FileStore(os.environ[STORE], -1))
     store.set(f"here {rank}", "")
     missing = [*range(size)]
     for _ in _looks(missing, limit):

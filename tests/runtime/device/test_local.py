@@ -8,7 +8,8 @@ import torch
 import rota
 from rota import PipelineError
 from rota.runtime.device import local
-from rota.runtime.device.local import device_environment, device_type, group_backend
+from rota.runtime.device.local import device_type, group_backend
+from rota.runtime.environment import device_environment
 
 
 class Accelerators:

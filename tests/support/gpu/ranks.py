@@ -51,7 +51,7 @@ def run_ranks(
     Those left when the `expected` ranks (default: all) have ended, or after `timeout_s`, are killed. `device_group`:
     the default process group takes the device's tensors too, as FSDP and DDP need it; else Rota makes it.
     """
-    from rota.runtime.process_group import meeting_environments
+    from rota.runtime.environment import meeting_environments
 
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")

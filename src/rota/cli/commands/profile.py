@@ -111,7 +111,8 @@ def _links(arguments: Namespace) -> int:
     from rota.profiling import link_processes
     from rota.profiling.host_links import MOST_SPREAD
     from rota.profiling.machine_links import found_on_this_machine
-    from rota.runtime.device.local import AUTO, device_environment
+    from rota.runtime.device.local import AUTO
+    from rota.runtime.environment import device_environment
 
     for option in ("rows", "cuts", "length"):
         if getattr(arguments, option):

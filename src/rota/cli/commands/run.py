@@ -11,7 +11,7 @@ from rota import reading, schedule_csv
 from rota.cli import files
 from rota.cli.arguments import add_force, mesh, number, seconds
 from rota.cli.parser import Command, Parser, one_of
-from rota.cli.requirements import InputError, require
+from rota.cli.requirements import InputError, require_installed
 from rota.errors import PipelineError
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the script on every rank of the plan. Returns the exit code: 128 + its number if a signal ended the run."""
     planned = files.read_plan(arguments.plan)
-    require("torch", "torch")
-    from rota.runtime.device.local import device_environment, device_type
+    require_installed("torch", "torch")  # for the ranks: this process needs none
+    from rota.runtime.environment import device_environment
     from rota.runtime.launching.launch import EndedBySignal, launch
 
     reading.read_text(arguments.script)
@@ -79,7 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"--timeline {arguments.timeline}: PyTorch's engine records none; use --engine rota")
     if arguments.verify is not None and arguments.engine == "torch":
         raise InputError("--verify: PyTorch's engine is not verified; use --engine rota, or rota verify")
-    if arguments.device != "auto":
+    if arguments.device not in ("auto", "cpu"):
+        from rota.runtime.device.local import device_type
+
         device_type(arguments.device, num_processes)  # refuses what is not there before anything is started
     for option in (
         "--verify",

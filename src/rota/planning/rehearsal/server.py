@@ -25,8 +25,8 @@ from rota.errors import LostRankError
 from rota.plan import Plan
 from rota.planning.rehearsal.processes import report_file, stderr_file
 from rota.planning.rehearsal.rank import run_rank
+from rota.runtime.environment import loopback
 from rota.runtime.orphans import end_with_parent
-from rota.runtime.process_group import loopback
 
 _PR_SET_NAME, _PR_SET_TIMERSLACK = 15, 29  # linux/prctl.h
 _LOOK_EVERY_S = 0.05

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from rota.errors import PipelineError
+from rota.runtime.environment import DEVICE
 from rota.units import count_text
 
 AUTO, CPU = "auto", "cpu"
-_GIVEN = "ROTA_DEVICE"  # an environment variable, set by `rota run --device`
 _warned = False
 
 
@@ -28,7 +28,7 @@ def local_device() -> torch.device:
     Raises:
         PipelineError: `rota run --device` names another device than there is, or there are too few.
     """
-    wish = os.environ.get(_GIVEN, AUTO)
+    wish = os.environ.get(DEVICE, AUTO)
     number, num_processes = (int(os.environ.get(name, of)) for name, of in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
     kind = device_type(wish, num_processes)
     if kind == CPU:
@@ -74,11 +74,6 @@ def current_device(kind: str) -> torch.device:
     return torch.device(CPU) if kind == CPU else torch.device(kind, torch.accelerator.current_device_index())
 
 
-def device_environment(wish: str) -> dict[str, str]:
-    """The environment that tells the processes of a run which device they take."""
-    return {_GIVEN: wish}
-
-
 def group_backend() -> str:
     """The backend of a process group whose tensors may be on the CPU or on an accelerator, as `new_group` takes it.
 
@@ -90,7 +85,7 @@ def group_backend() -> str:
 
 def local_device_type() -> str:
     """The type of `local_device`, without making it the current one."""
-    return device_type(os.environ.get(_GIVEN, AUTO), int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return device_type(os.environ.get(DEVICE, AUTO), int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def _accelerators() -> tuple[str, int]:

@@ -138,9 +138,3 @@ def _roots(kept: Kept, received: list[list[torch.Tensor]]) -> tuple[list[Gradien
 
 def _or_zeros(gradient: torch.Tensor | None, edge: GradientEdge) -> torch.Tensor:
     return zeros_at(edge) if gradient is None else gradient
-
-
-def warm_up() -> None:
-    """Let torch load what the first backward from a gradient edge needs, which takes 0.4 s, before the first step."""
-    x = torch.zeros((), device="cpu", requires_grad=True)
-    torch.autograd.backward([get_gradient_edge(x * 1)], [torch.zeros((), device="cpu")])

@@ -14,13 +14,12 @@ from typing import NamedTuple, final
 from rota.checking import check
 from rota.errors import PipelineError
 from rota.plan import Plan
+from rota.runtime.environment import meeting_environments, mesh_environment
 from rota.runtime.faults.stragglers import Straggler, stragglers
 from rota.runtime.launcher_files import collect, limit_environment, restart_environment, write_plan
 from rota.runtime.launching.rank_processes import EndedBySignal, RankFailed, Ranks
 from rota.runtime.launching.requests import Requests
 from rota.runtime.launching.run_folder import Folder, run_folder
-from rota.runtime.meshes import mesh_environment
-from rota.runtime.process_group import meeting_environments
 from rota.runtime.recorder import merge
 from rota.timeline import Timeline
 from rota.units import count_text

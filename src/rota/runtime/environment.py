@@ -1,0 +1,51 @@
+"""The environment variables in which a launcher tells the ranks of this machine where they meet and what they are."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from uuid import uuid4
+
+from rota.errors import PipelineError
+
+STORE = "ROTA_STORE"  # the file through which the ranks meet
+MESH = "ROTA_MESH"  # dp, pp and tp
+DEVICE = "ROTA_DEVICE"  # what `rota run --device` says
+
+
+def meeting_environments(folder: str, num_processes: int) -> list[dict[str, str]]:
+    """The environment of each of the processes on this machine that meet through a new file in `folder`.
+
+    They listen only on the loopback interface. Nothing listens at MASTER_PORT: it is there for scripts that read it.
+    """
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    shared = {
+        STORE: str(Path(folder, f"store-{uuid4().hex}")),
+        "GLOO_SOCKET_IFNAME": loopback(),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+    }
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_processes)]
+
+
+def loopback() -> str:
+    """The name of the loopback interface, which no other machine reaches."""
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if not names:
+        raise PipelineError("this machine has no loopback interface, lo; bring it up with `ip link set lo up`")
+    return names[0]
+
+
+def mesh_environment(pp: int, dp: int, tp: int) -> dict[str, str]:
+    """The environment that describes the mesh to the processes of a run."""
+    return {MESH: f"{dp} {pp} {tp}"}
+
+
+def device_environment(wish: str) -> dict[str, str]:
+    """The environment that tells the processes of a run which device they take."""
+    return {DEVICE: wish}

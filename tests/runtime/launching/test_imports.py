@@ -1,0 +1,59 @@
+"""What a run costs before its first step: the launcher loads no torch, and a rank nothing that it does not run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import rota
+from support.layers import HEAVY
+
+_LAUNCHER = """
+import sys
+from rota.cli.main import main
+import rota.cli.commands.run as command
+command._WORKERS["rota"] = "support.silent_worker"
+code = main(["run", *sys.argv[1:]])
+print(code, *(name for name in {heavy} if name in sys.modules))
+"""
+
+# Making an optimizer loads torch._dynamo, and that sympy: PyTorch's own doing, which the script may leave out.
+_RANK = """
+import sys, torch, rota
+import torch.distributed as dist
+from rota.runtime.launching import worker
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+plan = rota.Plan.from_json(open(sys.argv[1]).read())
+stages = rota.split(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)), 2)
+with rota.Pipeline(stages, plan, torch.nn.functional.mse_loss) as pipeline:
+    pipeline.step(torch.ones(4, 2), torch.ones(4, 1))
+    pipeline.evaluate(torch.ones(4, 2), torch.ones(4, 1))
+print("trained", *(name for name in {heavy} if name in sys.modules))
+"""
+_NOT_ON_A_RANK = (
+    *("numba", "ortools", "matplotlib", "safetensors", "sympy", "torch._dynamo", "torch._inductor", "torch.onnx"),
+    *("torch.distributed.checkpoint", "torch.distributed.pipelining", "torch.distributed.fsdp"),
+    *("rota.search", "rota.profiling", "rota.planning", "rota.drawing", "rota.verifying", "rota.interop"),
+)
+
+
+def output_of(code: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=200).stdout.strip()
+
+
+def plan_file(folder: Path, num_ranks: int) -> str:
+    placement = rota.interleaved(rota.Costs.uniform(2), rota.Cluster.uniform(num_ranks))
+    (folder / "plan.json").write_text(rota.schedules.gpipe(placement, 2).to_json())
+    return str(folder / "plan.json")
+
+
+def test_the_launcher_loads_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "script.py").touch()
+    given = plan_file(tmp_path, 2), str(tmp_path / "script.py")
+    assert output_of(_LAUNCHER.format(heavy=HEAVY), *given) == "0"
+
+
+def test_a_rank_loads_nothing_that_it_does_not_run(tmp_path: Path) -> None:
+    assert output_of(_RANK.format(heavy=_NOT_ON_A_RANK), plan_file(tmp_path, 1)) == "trained"
