@@ -70,19 +70,22 @@ def _reduced_us(request: Request, layout: Layout, layers: LayerCosts) -> float:
 
 def placement_bound_us(placement: Placement, num_microbatches: int) -> int:
     """A lower bound on every order of this placement's ops."""
-    tasks = range(len(placement.tasks))
     lags = [(edge.source, edge.target, 0) for edge in placement.edges]
     lags += [(route.source, route.target, route.duration_us) for route in placement.routes]
     heads, tails = _longest_paths(placement, lags), _longest_paths(placement, [(b, a, lag) for a, b, lag in lags])
     ends = {end.stage: (end.reduce_us, end.optimizer_us) for end in placement.step_ends}
     counts = {s: len(placement.microbatches(s, num_microbatches)) for s in placement.stages}
-    reduction = [ends[task.stage][0] if task.stage in ends else 0 for task in placement.tasks]
+    reduction = [
+        ends[task.stage][0] if task.stage in ends and task.kind.makes_weight_gradients else 0
+        for task in placement.tasks
+    ]
+    # Of several data streams, some have no micro-batch in a very short step.
+    tasks = [t for t, task in enumerate(placement.tasks) if counts[task.stage]]
     longest = max(heads[t] + placement.op_us[t] + tails[t] for t in tasks)
     for rank in range(placement.num_ranks):
-        here = [t for t in tasks if rank in placement.tasks[t].ranks and counts[placement.tasks[t].stage]]
+        here = [t for t in tasks if rank in placement.tasks[t].ranks]
         if here:
-            stages = {placement.tasks[t].stage for t in here}
-            optimizers = sum(ends[s][1] for s in stages if s in ends)
+            optimizers = sum(us for s, (_, us) in ends.items() if rank in placement.gradient_ranks(s))
             work = sum(counts[placement.tasks[t].stage] * placement.op_us[t] for t in here)
             # After its last op come the reduction of that op's stage and then all optimizer steps.
             last = min(max(tails[t], reduction[t] + optimizers) for t in _last(placement, here))
