@@ -58,12 +58,18 @@ def each(function: Callable[..., int], *figures: int) -> int:
 
     It is typed as an int, as the figures of tasks and edges are.
     """
-    lengths = {len(figure.values) for figure in figures if isinstance(figure, PerClass)}
-    if not lengths:
+    if not any(isinstance(figure, PerClass) for figure in figures):
         return function(*figures)
-    columns = [row if len(row := values_of(figure)) > 1 else row * max(lengths) for figure in figures]
-    results = [function(*row) for row in zip(*columns, strict=True)]
-    return results[0] if len({*results}) == 1 else PerClass(results)  # type: ignore[return-value]
+    rows = [values_of(figure) for figure in figures]
+    num_classes = max(map(len, rows))
+    columns = (row if len(row) > 1 else row * num_classes for row in rows)
+    return same_or_per_class(function(*column) for column in zip(*columns, strict=True))
+
+
+def same_or_per_class(values: Iterable[int]) -> int:
+    """The figure with one number per class: an int where all are the same."""
+    given = tuple(values)
+    return given[0] if len({*given}) == 1 else PerClass(given)  # type: ignore[return-value]
 
 
 def values_of(figure: int) -> tuple[int, ...]:

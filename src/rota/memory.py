@@ -61,10 +61,9 @@ def events(
 
 def _op_events(plan: Plan, rank: int, starts_us: Sequence[int], ends_us: Sequence[int]) -> list[tuple[int, int]]:
     changes = [task_changes(placement, rank) for placement in plan.placement.classes]
-    class_of = plan.placement.class_of or (0,) * plan.num_microbatches
     result = []
     for (stage, kind, microbatch), start, end in zip(plan.orders[rank], starts_us, ends_us, strict=True):
-        at_start, at_end = changes[class_of[microbatch]][stage, kind]
+        at_start, at_end = changes[plan.placement.class_in(microbatch)][stage, kind]
         result.append((4 * start + _OP, at_start))
         result.append((4 * end + (_OP_ENDS if end > start else _OP), at_end))
     return result

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
-from operator import add
+from operator import add, mul
 from typing import Any, NamedTuple
 
 from rota import reading
 from rota.costs import Cluster, whole, whole_rows
 from rota.errors import PlacementError
-from rota.figures import PerClass, each, value_in, values_of
+from rota.figures import PerClass, each, same_or_per_class, value_in, values_of
 from rota.taskgraph import CycleError, TaskGraph
 from rota.tasks import Kind, Task
 
@@ -137,7 +137,7 @@ class Placement:
 
     def _checked_classes(self) -> tuple[int, ...]:
         """`class_of`; empty where no figure differs."""
-        figures = chain.from_iterable((task.duration_us, task.held_bytes, task.peak_bytes) for task in self.tasks)
+        figures = chain.from_iterable(map(_figures_of, self.tasks))
         if not any(isinstance(figure, PerClass) for figure in chain(figures, (edge.num_bytes for edge in self.edges))):
             return ()
         lengths: dict[int, str] = {}
@@ -242,14 +242,49 @@ class Placement:
         return tuple(self._of_class(c) for c in range(self.num_classes))
 
     def _of_class(self, c: int) -> Placement:
-        figures = ([value_in(getattr(task, name), c) for name in _TASK_FIGURES] for task in self.tasks)
-        tasks = [Task(t.stage, t.kind, t.ranks, *row) for t, row in zip(self.tasks, figures, strict=True)]
+        tasks = [
+            Task(t.stage, t.kind, t.ranks, *(value_in(figure, c) for figure in _figures_of(t))) for t in self.tasks
+        ]
         edges = [edge._replace(num_bytes=value_in(edge.num_bytes, c)) for edge in self.edges]
         return replace(self, tasks=tuple(tasks), edges=tuple(edges), class_of=())
 
     def for_microbatch(self, microbatch: int) -> Placement:
         """What one micro-batch asks of each task, as plain ints; the placement itself where all are alike."""
-        return self.classes[self.class_of[microbatch]] if self.class_of else self
+        return self.classes[self.class_in(microbatch)]
+
+    @cached_property
+    def average(self) -> Placement:
+        """A placement whose micro-batches are alike, with the mean figures of the step's; where they are, itself.
+
+        It is for choices that need a typical size, such as the order in which a named schedule starts ops.
+        """
+        if not self.class_of:
+            return self
+        weights = [self.class_of.count(c) for c in range(self.num_classes)]
+
+        def mean(figure: int) -> int:
+            return (
+                round(sum(map(mul, weights, values_of(figure))) / sum(weights))
+                if isinstance(figure, PerClass)
+                else figure
+            )
+
+        tasks = [Task(t.stage, t.kind, t.ranks, *map(mean, _figures_of(t))) for t in self.tasks]
+        edges = [edge._replace(num_bytes=mean(edge.num_bytes)) for edge in self.edges]
+        return replace(self, tasks=tuple(tasks), edges=tuple(edges), class_of=())
+
+    def require_alike(self, what: str) -> None:
+        """Raises PlacementError where micro-batches differ, which `what` does not know."""
+        if self.class_of:
+            raise PlacementError(
+                f"{what} takes micro-batches that are all alike, but those of this placement belong to "
+                f"{self.num_classes} classes; give it one class, placement.classes[0] to "
+                f"placement.classes[{self.num_classes - 1}], or placement.average"
+            )
+
+    def class_in(self, microbatch: int) -> int:
+        """The class of a micro-batch, an index into `classes`; 0 where all are alike."""
+        return self.class_of[microbatch] if self.class_of else 0
 
     def value(self, figure: int, microbatch: int) -> int:
         """The number of one micro-batch of a figure of a task, an edge or a route."""
@@ -422,8 +457,8 @@ class Placement:
 
         return {
             "tasks": [
-                [str(t), list(t.ranks), *(_to_field(figure) for figure in (t.duration_us, t.held_bytes, t.peak_bytes))]
-                for t in self.tasks
+                [str(task), list(task.ranks), *(_to_field(figure) for figure in _figures_of(task))]
+                for task in self.tasks
             ],
             "edges": [[name(edge.source), name(edge.target), _to_field(edge.num_bytes)] for edge in self.edges],
             "cluster": self.cluster.to_fields(),
@@ -461,6 +496,10 @@ class Placement:
         )
 
 
+def _figures_of(task: Task) -> tuple[int, int, int]:
+    return task.duration_us, task.held_bytes, task.peak_bytes
+
+
 def _shape_of(placement: Placement) -> tuple[object, ...]:
     """What all classes of micro-batches have in common, in the order of `_SHAPE`."""
     tasks = [(task.stage, task.kind, task.ranks) for task in placement.tasks]
@@ -479,7 +518,7 @@ def _figure(field: reading.Field, minimum: int | None = None) -> int:
     values = field.integers(minimum)
     if not values:
         raise field.wrong("a number, or one per class of micro-batches")
-    return each(int, PerClass(values))  # type: ignore[arg-type]
+    return same_or_per_class(values)
 
 
 def _task_name(field: reading.Field) -> tuple[int, Kind]:

@@ -275,6 +275,11 @@ class Plan:
             for k, m in enumerate(self.microbatches_on(r)):
                 yield first + k, self.transfer(r, m)
 
+    def duration_us(self, op: Op) -> int:
+        """How long an op runs."""
+        task = self.placement.tasks[self.placement.index[op[:2]]]
+        return self.placement.value(task.duration_us, op.microbatch)
+
     def occupied_us(self, op: Op) -> tuple[int, int]:
         """The µs that an op's ranks are occupied before and after it; see `Placement.occupied_us`."""
         before, after = self.placement.occupied_us[self.placement.index[op[:2]]]
