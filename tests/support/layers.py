@@ -36,6 +36,7 @@ CORE = tuple(
     for name in (
         *(
             "errors",
+            "figures",
             "units",
             "tables",
             "notebook",
