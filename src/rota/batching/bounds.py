@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rota.batching.problem import NO_LIMIT, BatchProblem, Integers
 
@@ -16,6 +15,8 @@ from rota.batching.problem import NO_LIMIT, BatchProblem, Integers
 ALL_ORDERS = "all orders of this grouping"
 ANY_SEQUENCE = "all plans of this grouping with one sequence of micro-batches on all ranks"
 THIS_SEQUENCE = "all plans of this grouping with this sequence of micro-batches on all ranks"
+
+_MOST_TURNAROUNDS = 16  # micro-batches that are looked at, those that hold most
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +120,14 @@ def _turnaround(problem: BatchProblem, rank: int, work_us: int) -> BatchBound:
     return BatchBound(work_us + lost, ANY_SEQUENCE, why)
 
 
-_MOST_TURNAROUNDS = 16  # micro-batches that are looked at, those that hold most
-
-
 def _knapsack(values: Integers, weights: Integers, room: int) -> int:
     """At least the largest sum of values whose weights fit: the last one is taken in part."""
-    densities: NDArray[np.float64] = values / np.maximum(weights, 1)
-    order = np.argsort(-densities, kind="stable")
-    total, left = 0, room
-    for i in order.tolist():
-        weight = int(weights[i])
-        if weight > left:
-            return total + -(-int(values[i]) * max(left, 0) // weight)
-        total, left = total + int(values[i]), left - weight
-    return total
+    order = np.argsort(-(values / np.maximum(weights, 1)), kind="stable")
+    values, weights = values[order], weights[order]
+    filled = np.cumsum(weights)
+    whole = int(np.searchsorted(filled, room, side="right"))
+    total = int(values[:whole].sum())
+    if whole == len(values):
+        return total
+    left = max(room - (int(filled[whole - 1]) if whole else 0), 0)
+    return total + -(-int(values[whole]) * left // int(weights[whole]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heappop, heappush
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from rota.batching.problem import NO_LIMIT, BatchProblem, Integers
 from rota.costs import Cluster, Costs
 from rota.errors import SearchError
+from rota.figures import PerClass
 from rota.placement import Placement
 from rota.sizes import CURVES, Curve, Size, SizeModel
 from rota.tasks import Kind, Task
@@ -76,6 +77,25 @@ class Layout:
             limits_bytes=np.array([NO_LIMIT if limit is None else limit - static for limit, static in limits]),
             tails_us=self._tails(),
         )
+
+    def placed(self, problem: BatchProblem, sizes: Sequence[Size], sequence: Integers) -> Placement:
+        """The placement of micro-batches in this sequence, one class per size; `problem` and `sizes` have their own."""
+        in_order = [sizes[m] for m in sequence.tolist()]
+        first = {size: int(m) for size, m in zip(reversed(in_order), reversed(sequence.tolist()), strict=True)}
+        class_of = {size: c for c, size in enumerate(first)}
+        rows = np.array([*first.values()])
+        columns = [a[rows].T.tolist() for a in (problem.durations_us, problem.held_bytes, problem.peak_bytes)]
+        tasks = list(self.placement.tasks)
+        for task, *figures in zip(self.sorted_tasks, *columns, strict=True):
+            given = self.placement.tasks[task]
+            tasks[task] = Task(given.stage, given.kind, given.ranks, *map(_figure, figures))
+        edge_columns = problem.edge_bytes[rows].T.tolist()
+        edges = [
+            edge._replace(num_bytes=_figure(column))
+            for edge, column in zip(self.placement.edges, edge_columns, strict=True)
+        ]
+        classes = tuple(class_of[size] for size in in_order) if len(rows) > 1 else ()
+        return replace(self.placement, tasks=tuple(tasks), edges=tuple(edges), class_of=classes)
 
     def work(self) -> Floats:
         """float64[num_forms, 3]: a rank's time for a micro-batch as a form of (1, tokens, squares); the largest counts."""
@@ -155,10 +175,10 @@ class Layout:
         """(bytes, lags) of the edges: int64[num_microbatches, num_edges] each."""
         num_bytes = np.zeros((count, len(self.placement.edges)), np.int64)
         lags = np.zeros_like(num_bytes)
-        for e in range(len(self.placement.edges)):
+        for e in self._between:
+            name, column = self._edge_source(e)
+            num_bytes[:, e] = values[name][:, column]
             if self._is_transfer(e):
-                name, column = self._edge_source(e)
-                num_bytes[:, e] = values[name][:, column]
                 latency_us, rate = self._link(e)
                 lags[:, e] = latency_us + (-(-num_bytes[:, e] // rate) if rate else 0)
         return num_bytes, lags
@@ -242,3 +262,8 @@ def _undominated(forms: Floats) -> Floats:
         if not any(j != i and (form <= other).all() for j, other in enumerate(distinct))
     ]
     return np.array(kept)
+
+
+def _figure(values: list[int]) -> int:
+    """One number per class, or one for all."""
+    return values[0] if len({*values}) == 1 else PerClass(values)  # type: ignore[return-value]

@@ -6,17 +6,15 @@ the middle, where neighbours of similar size keep each other's ranks busy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 from numba import njit
 
-from rota.batching.dispatching import NEVER, Policy, run
-from rota.batching.problem import NO_LIMIT, BatchProblem, Integers
+from rota.batching.dispatching import Dispatch, Policy, dispatch, run
+from rota.batching.problem import BatchProblem, Integers
 
-_SCALES = (0.3, 0.7, 0.85, 1.0, 1.15)  # of the forward levels of 1F1B
-_WEIGHT_SCALES = (0.0, 1.0, 4.0)  # micro-batches that wait for their weight gradients
-_PATIENCES = (0.0, 0.5, 1.0)
+_SCALES = (1.0, 0.3, 0.7, 0.85, 1.15, 1.5)  # of the forward levels of 1F1B
+_WEIGHT_SCALES = (1.0, 0.0, 2.0, 4.0, 1e4)  # micro-batches that wait for their weight gradients
+_PATIENCES = (0.5, 0.0, 1.0, 2.0)
 
 
 def valley(problem: BatchProblem) -> Integers:
@@ -25,22 +23,41 @@ def valley(problem: BatchProblem) -> Integers:
     return np.concatenate([order[::2], order[1::2][::-1]])
 
 
-def policies(problem: BatchProblem) -> Iterator[Policy]:
-    """Forward levels that fall from the first rank to the last as in 1F1B, several times higher and lower."""
+def best_policy(problem: BatchProblem, sequence: Integers) -> tuple[Policy, Dispatch]:
+    """The best policy of some, and its dispatch: one parameter after the other, twice."""
+    choices: list[tuple[float, ...]] = [_SCALES, _WEIGHT_SCALES, _PATIENCES]
+    if not (problem.choice_of == 2).any():
+        choices[1] = _WEIGHT_SCALES[:1]
+    chosen = [0, 0, 0]
+    tried: dict[tuple[int, ...], Dispatch] = {}
+
+    def value(key: tuple[int, ...]) -> int:
+        if key not in tried:
+            tried[key] = dispatch(problem, sequence, _policy(problem, *(c[k] for c, k in zip(choices, key, strict=True))))
+        return tried[key].makespan_us
+
+    for _ in range(2):
+        for i, options in enumerate(choices):
+            keys = [(*chosen[:i], k, *chosen[i + 1 :]) for k in range(len(options))]
+            chosen = [*min(keys, key=value)]
+    return _policy(problem, *(c[k] for c, k in zip(choices, chosen, strict=True))), tried[tuple(chosen)]
+
+
+def _policy(problem: BatchProblem, scale: float, weight_scale: float, patience: float) -> Policy:
+    """Forward levels that fall from the first rank to the last as in 1F1B, times `scale`."""
     held = np.maximum(problem.held_bytes, 0)
     of_rank = np.array([held[:, problem.rank_of == rank].sum(axis=1).mean() for rank in range(problem.num_ranks)])
     depth = np.arange(problem.num_ranks, 0, -1)
-    room = np.where(problem.limits_bytes < NO_LIMIT, problem.limits_bytes, of_rank * problem.num_ranks)
-    room = np.minimum(room, 2 * of_rank * problem.num_ranks)
-    waits = [int(-problem.held_bytes[:, problem.choice_of == 2].mean() * scale) for scale in _WEIGHT_SCALES]
-    for scale in _SCALES:
-        levels = (room * depth / problem.num_ranks * scale).astype(np.int64)
-        for weight_level in waits if (problem.choice_of == 2).any() else waits[:1]:
-            for patience in _PATIENCES:
-                yield Policy(levels, np.full(problem.num_ranks, weight_level), patience)
+    room = np.minimum(problem.limits_bytes, 2 * of_rank * problem.num_ranks)
+    levels = (room * depth / problem.num_ranks * scale).astype(np.int64)
+    weights = problem.choice_of == 2
+    waiting = -problem.held_bytes[:, weights].mean() if weights.any() else 0.0
+    return Policy(levels, np.full(problem.num_ranks, int(waiting * weight_scale)), patience)
 
 
-def improve(problem: BatchProblem, sequence: Integers, policy: Policy, goal_us: int, tries: int) -> tuple[Integers, Policy]:
+def improve(
+    problem: BatchProblem, sequence: Integers, policy: Policy, goal_us: int, tries: int
+) -> tuple[Integers, Policy]:
     """The best sequence and policy found by so many dispatches, or the first that reaches `goal_us`; repeatable."""
     sequence, levels, weight_levels = sequence.copy(), policy.forward_levels.copy(), policy.weight_levels.copy()
     typical = np.maximum(problem.held_bytes, 0).sum(axis=1).mean() / max(problem.num_ranks, 1)
