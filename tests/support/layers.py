@@ -44,6 +44,7 @@ CORE = tuple(
             "stopping",
             "writing",
             "costs",
+            "sizes",
             "tasks",
             "taskgraph",
             "placement",
@@ -82,6 +83,7 @@ TABLE = {
     "rota.__main__": Row(("rota.cli",)),
     **{name: Row(CORE[:i]) for i, name in enumerate(CORE)},
     "rota.search": Row((*CORE, "numpy", "numba", "ortools")),
+    "rota.batching": Row((*CORE, "numpy", "numba")),
     "rota.torch_internals": Row(("torch",)),
     "rota.models": Row((*CORE, *TORCH)),
     "rota.runtime": Row((*CORE, "rota.models", *TORCH), lazy=("safetensors",)),
@@ -177,6 +179,7 @@ ROOMS = (
     *("programs", "schedules", "calibration", "accounting", "comparison", "cutting"),
     *(
         "search",
+        "batching",
         "models",
         "runtime",
         "profiling",
