@@ -46,7 +46,8 @@ def test_forms(shape: Any, at_next: tuple[int, ...]) -> None:
     layouts = known({size: ("tuple", (tensor(*shape(*size)), ("value", size[1], "int"))) for size in sizes})
     assert layouts.layout_at("edge", (5, 11)) == ("tuple", (tensor(*at_next), ("value", 11, "int")))
     form = layouts.format_at("edge", (5, 11))
-    assert form is not None and form.tensors[0][0] == at_next
+    assert form is not None
+    assert form.tensors[0][0] == at_next
     assert layouts.format_at("edge", (5, 11)) is form
 
 

@@ -140,7 +140,8 @@ def test_each_step_has_its_own_plan(pool: Pool, in_two: bool) -> None:
         assert_equal_steps([of_rank[i][0] for of_rank in by_rank], whole)
         assert all(abs(of_rank[i][1] - whole.loss) < 1e-10 and of_rank[i][3] for of_rank in by_rank)
     num_layouts = [sum(of_rank[i][2] for of_rank in by_rank) for i in range(len(batches))]
-    assert num_layouts[0] > 0 and num_layouts[6] > 0
+    assert num_layouts[0] > 0
+    assert num_layouts[6] > 0
     assert not any(num_layouts[3:6] + num_layouts[7:])  # sizes that were never there, and no message about them
 
 
