@@ -17,6 +17,7 @@ _HOMES = {
     "rota.tasks": ("Kind", "Op", "Task"),
     "rota.costs": ("Cluster", "Costs", "Link", "SharedLink"),
     "rota.layers": ("LayerCosts",),
+    "rota.sizes": ("Curve", "Size", "SizeModel"),
     "rota.profiles": ("Profile",),
     "rota.placement": ("Edge", "Placement", "StepEnd"),
     "rota.placing": ("bidirectional", "interleaved", "place", "wave"),
@@ -130,6 +131,9 @@ if TYPE_CHECKING:
     from rota.search import find_frontier as find_frontier
     from rota.search import find_plan as find_plan
     from rota.simulation import simulate as simulate
+    from rota.sizes import Curve as Curve
+    from rota.sizes import Size as Size
+    from rota.sizes import SizeModel as SizeModel
     from rota.tasks import Kind as Kind
     from rota.tasks import Op as Op
     from rota.tasks import Task as Task

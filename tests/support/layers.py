@@ -42,6 +42,7 @@ CORE = tuple(
             "stopping",
             "writing",
             "costs",
+            "sizes",
             "tasks",
             "taskgraph",
             "placement",
