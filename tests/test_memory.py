@@ -12,8 +12,8 @@ from rota.plan import Plan, Transfer
 from rota.simulation import simulate
 from rota.tasks import Kind, Op, Task
 from rota.timeline import Timeline
-from support.core_strategies import plans, wired_plans
-from support.recount import recount
+from support.core_strategies import differing_plans, plans, wired_plans
+from support.recount import figure_of, recount
 
 F, B = Kind.F, Kind.B
 
@@ -38,10 +38,11 @@ class Replay:
         total = self.plan.placement.static_bytes[self.rank]
         for i, op in enumerate(self.order[:started]):
             task = self.plan.placement.task(op.stage, op.kind)
-            if task.held_bytes > 0 or i < ended:
-                total += task.held_bytes
+            held = figure_of(self.plan.placement, task.held_bytes, op.microbatch)
+            if held > 0 or i < ended:
+                total += held
             if i >= ended:
-                total += task.peak_bytes
+                total += figure_of(self.plan.placement, task.peak_bytes, op.microbatch)
         for start, end, transfer in self.held_by_sender:
             if transfer.sender == self.rank and start <= now < end:
                 total += transfer.num_bytes
@@ -68,8 +69,8 @@ class Replay:
         return max(self.plan.placement.static_bytes[self.rank], *moments)
 
 
-@given(plans() | wired_plans())
-@settings(max_examples=300)
+@given(plans() | wired_plans() | differing_plans() | differing_plans(wired=True))
+@settings(max_examples=400)
 def test_peak_and_every_instant_match_the_naive_replay(plan: Plan) -> None:
     timeline = simulate(plan)
     for rank in range(plan.num_ranks):

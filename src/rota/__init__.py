@@ -52,6 +52,7 @@ _HOMES = {
     "rota.runtime.checkpoints": ("Checkpoints",),
     "rota.verifying": ("Verification", "verify"),
     "rota.planning": ("Machine", "autoplan"),
+    "rota.planning.planner": ("PlannedBatch", "Planner"),
     "rota.planning.rehearsal": ("Rehearsal", "rehearse"),
     "rota.drawing": ("draw",),
 }
@@ -108,6 +109,8 @@ if TYPE_CHECKING:
     from rota.plan import Transfer as Transfer
     from rota.planning import Machine as Machine
     from rota.planning import autoplan as autoplan
+    from rota.planning.planner import PlannedBatch as PlannedBatch
+    from rota.planning.planner import Planner as Planner
     from rota.planning.rehearsal import Rehearsal as Rehearsal
     from rota.planning.rehearsal import rehearse as rehearse
     from rota.profiles import Profile as Profile

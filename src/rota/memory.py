@@ -41,34 +41,36 @@ def events(
     result = _op_events(plan, rank, starts_us, ends_us)
     in_order = len(result)
     end_of = dict(zip(plan.nodes[rank], ends_us, strict=True)) if plan.first_service else {}
-    for route, starts, ends in zip(plan.placement.routes, sent_us, arrived_us, strict=True):
-        if rank not in (route.sender, route.receiver) or not route.num_bytes:
+    for r, (route, starts, ends) in enumerate(zip(plan.placement.routes, sent_us, arrived_us, strict=True)):
+        if rank not in (route.sender, route.receiver) or route.num_bytes == 0:
             continue
-        size = route.num_bytes
+        sizes = plan.placement.column(route.num_bytes, plan.microbatches_on(r))
         if rank == route.sender and route.shared:  # the sender holds the bytes while they wait for the shared links
-            costs_us = plan.placement.occupied_us[route.source][1]
+            costs_us = plan.occupied_columns_us[route.source][1]
             nodes = range(plan.first_node[route.source], plan.first_node[route.source + 1])
-            starts = [min(end_of[node] + costs_us, start) for node, start in zip(nodes, starts, strict=True)]
-        result += [(4 * start + _TRANSFER_STARTS, size) for start in starts]
+            starts = [
+                min(end_of[node] + later, start) for node, later, start in zip(nodes, costs_us, starts, strict=True)
+            ]
+        result += [(4 * start + _TRANSFER_STARTS, size) for start, size in zip(starts, sizes, strict=True)]
         if rank == route.sender:  # the receiver's bytes are freed by the op that reads them
-            result += [(4 * end + _TRANSFER_ENDS, -size) for end in ends]
+            result += [(4 * end + _TRANSFER_ENDS, -size) for end, size in zip(ends, sizes, strict=True)]
     if len(result) > in_order:
         result.sort(key=itemgetter(0))  # stable: ops at one instant stay in the rank's order
     return result
 
 
 def _op_events(plan: Plan, rank: int, starts_us: Sequence[int], ends_us: Sequence[int]) -> list[tuple[int, int]]:
-    changes = task_changes(plan.placement, rank)
+    changes = [task_changes(placement, rank) for placement in plan.placement.classes]
     result = []
-    for (stage, kind, _), start, end in zip(plan.orders[rank], starts_us, ends_us, strict=True):
-        at_start, at_end = changes[stage, kind]
+    for (stage, kind, microbatch), start, end in zip(plan.orders[rank], starts_us, ends_us, strict=True):
+        at_start, at_end = changes[plan.placement.class_in(microbatch)][stage, kind]
         result.append((4 * start + _OP, at_start))
         result.append((4 * end + (_OP_ENDS if end > start else _OP), at_end))
     return result
 
 
 def task_changes(placement: Placement, rank: int) -> dict[tuple[int, Kind], tuple[int, int]]:
-    """(stage, kind) -> change of the bytes held on `rank` at the start and at the end of an op."""
+    """(stage, kind) -> change of the bytes held on `rank` at the start and at the end of an op; of one class."""
     received = dict.fromkeys(range(len(placement.tasks)), 0)
     for route in placement.routes:
         if route.receiver == rank:

@@ -1,22 +1,34 @@
-"""A placement: the tasks of one micro-batch, the edges between them, and the ranks that run them."""
+"""A placement: the tasks of one micro-batch, the edges between them, and the ranks that run them.
+
+Micro-batches that differ belong to classes: a figure of a task or an edge is then a `PerClass`, one number per class.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
+from operator import add, mul
 from typing import Any, NamedTuple
 
 from rota import reading
 from rota.costs import Cluster, whole, whole_rows
 from rota.errors import PlacementError
+from rota.figures import PerClass, each, same_or_per_class, value_in, values_of
 from rota.taskgraph import CycleError, TaskGraph
 from rota.tasks import Kind, Task
 
+_TASK_FIGURES = ("duration_us", "held_bytes", "peak_bytes")
+_SHAPE = ("tasks or ranks", "edges", "clusters", "static_bytes", "step_ends")
+
 
 class Edge(NamedTuple):
-    """The task with index `target` reads `num_bytes` of the output of the task with index `source`."""
+    """The task with index `target` reads `num_bytes` of the output of the task with index `source`.
+
+    Where micro-batches differ, `num_bytes` may be a `rota.figures.PerClass`.
+    """
 
     source: int
     target: int
@@ -27,7 +39,7 @@ class Route(NamedTuple):
     """The transfer of an edge to one of its target's ranks: from rank `sender` to rank `receiver`.
 
     It takes `duration_us` if it never waits. For the first `service_us` of these it occupies the shared links with the
-    indices `shared` in the cluster, all of them at once.
+    indices `shared` in the cluster, all of them at once. Its figures are `PerClass` where its edge's bytes are.
     """
 
     source: int
@@ -73,9 +85,12 @@ class Placement:
         static_bytes: Bytes that each rank always holds; default 0.
         step_ends: Reductions and optimizer steps; at most one entry per stage.
         microbatch_rows: Examples in the micro-batch whose costs these are. None: unknown.
+        class_of: The class of each micro-batch of a step, where micro-batches differ: figures of tasks and edges may
+            then be `rota.figures.PerClass`, with one number per class. Empty: all are alike.
 
     Raises:
-        PlacementError: A task or an edge is invalid, or the edges form a cycle.
+        PlacementError: A task or an edge is invalid, the edges form a cycle, or figures and classes do not fit
+            together.
     """
 
     tasks: tuple[Task, ...]
@@ -84,6 +99,7 @@ class Placement:
     static_bytes: tuple[int, ...] = ()
     step_ends: tuple[StepEnd, ...] = ()
     microbatch_rows: int | None = None
+    class_of: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.static_bytes:
@@ -108,8 +124,9 @@ class Placement:
             if not (0 <= edge.source < len(self.tasks) and 0 <= edge.target < len(self.tasks)):
                 raise PlacementError(f"{edge} points outside the {len(self.tasks)} tasks")
             name = f"num_bytes of the edge {self.tasks[edge.source]} -> {self.tasks[edge.target]}"
-            edges.append(edge._replace(num_bytes=whole(name, edge.num_bytes)))
+            edges.append(edge._replace(num_bytes=each(partial(whole, name), edge.num_bytes)))
         object.__setattr__(self, "edges", tuple(edges))
+        object.__setattr__(self, "class_of", self._checked_classes())
         ending = [end.stage for end in self.step_ends]
         if unknown := [stage for stage in ending if stage not in self._tasks_of]:
             raise PlacementError(f"step_ends names stage {unknown[0]}, which has no task")
@@ -117,6 +134,40 @@ class Placement:
             often, _ = Counter(ending).most_common(1)[0]
             raise PlacementError(f"step_ends names stage {often} twice; a stage ends once, so remove one of them")
         self._refuse_cycles()
+
+    def _checked_classes(self) -> tuple[int, ...]:
+        """`class_of`; empty where no figure differs."""
+        figures = chain.from_iterable(map(_figures_of, self.tasks))
+        if not any(isinstance(figure, PerClass) for figure in chain(figures, (edge.num_bytes for edge in self.edges))):
+            return ()
+        lengths: dict[int, str] = {}
+        for name, figure in self._figures():
+            if isinstance(figure, PerClass):
+                lengths.setdefault(len(figure.values), name)
+        (num_classes, first), *others = lengths.items()
+        if others:
+            raise PlacementError(
+                f"{first} has numbers for {num_classes} classes of micro-batches, but {others[0][1]} for "
+                f"{others[0][0]}; give one number per class everywhere"
+            )
+        if not self.class_of:
+            raise PlacementError(
+                f"{first} has numbers for {num_classes} classes of micro-batches, but class_of is empty; give the "
+                f"class of each micro-batch"
+            )
+        classes = tuple(whole(f"class_of[{m}]", class_) for m, class_ in enumerate(self.class_of))
+        if max(classes) >= num_classes:
+            m = classes.index(max(classes))
+            raise PlacementError(f"class_of[{m}] is {classes[m]}, but there are {num_classes} classes, counted from 0")
+        return classes
+
+    def _figures(self) -> Iterator[tuple[str, int]]:
+        """Every figure, with its name."""
+        for task in self.tasks:
+            for name in _TASK_FIGURES:
+                yield f"{name} of task {task}", getattr(task, name)
+        for edge in self.edges:
+            yield f"num_bytes of the edge {self.tasks[edge.source]} -> {self.tasks[edge.target]}", edge.num_bytes
 
     def _refuse_cycles(self) -> None:
         inputs: list[list[tuple[int, int]]] = [[] for _ in self.tasks]
@@ -127,6 +178,125 @@ class Placement:
         except CycleError as error:
             names = [str(self.tasks[node]) for node in reversed(error.nodes)]
             raise PlacementError(f"the edges form a cycle: {' -> '.join([*names, names[0]])}") from None
+
+    # --- classes of micro-batches ---------------------------------------------------------------------------------
+
+    @classmethod
+    def of_classes(cls, placements: Sequence[Placement], class_of: Sequence[int]) -> Placement:
+        """One placement for micro-batches that differ: those of class c ask what `placements[c]` says.
+
+        Args:
+            placements: One per class, with the same tasks, edges, ranks and links; only durations and sizes differ.
+            class_of: [num_microbatches]: the class of each micro-batch of a step, as an index into `placements`.
+
+        Returns:
+            The placement; where no figure differs, the first one.
+
+        Raises:
+            PlacementError: The placements differ in more than figures, one of them has classes already, or `class_of`
+                names other classes.
+        """
+        if not placements or not class_of:
+            raise PlacementError("give at least one placement, one per class, and the class of each micro-batch")
+        for c, placement in enumerate(placements):
+            if placement.class_of:
+                raise PlacementError(
+                    f"placements[{c}] has classes of micro-batches itself; give one placement per class"
+                )
+            for what, one, other in zip(_SHAPE, _shape_of(placements[0]), _shape_of(placement), strict=True):
+                if one != other:
+                    raise PlacementError(
+                        f"placements[0] and placements[{c}] have different {what}; give placements in which only "
+                        f"durations and sizes differ"
+                    )
+        wrong = next((m for m, c in enumerate(class_of) if not 0 <= c < len(placements)), None)
+        if wrong is not None:
+            raise PlacementError(f"class_of[{wrong}] is {class_of[wrong]}, but there are {len(placements)} placements")
+        tasks = [
+            replace(same[0], **{name: PerClass(getattr(task, name) for task in same) for name in _TASK_FIGURES})
+            for same in zip(*(placement.tasks for placement in placements), strict=True)
+        ]
+        edges = [
+            same[0]._replace(num_bytes=PerClass(edge.num_bytes for edge in same))
+            for same in zip(*(placement.edges for placement in placements), strict=True)
+        ]
+        rows = {placement.microbatch_rows for placement in placements}
+        return replace(
+            placements[0],
+            tasks=tuple(tasks),
+            edges=tuple(edges),
+            microbatch_rows=rows.pop() if len(rows) == 1 else None,
+            class_of=tuple(class_of),
+        )
+
+    @cached_property
+    def num_classes(self) -> int:
+        """Number of classes of micro-batches; 1 where all are alike."""
+        return max(len(values_of(figure)) for _, figure in self._figures())
+
+    @cached_property
+    def classes(self) -> tuple[Placement, ...]:
+        """For each class a placement whose micro-batches are alike, with plain ints; where all are, itself."""
+        if not self.class_of:
+            return (self,)
+        return tuple(self._of_class(c) for c in range(self.num_classes))
+
+    def _of_class(self, c: int) -> Placement:
+        tasks = [
+            Task(t.stage, t.kind, t.ranks, *(value_in(figure, c) for figure in _figures_of(t))) for t in self.tasks
+        ]
+        edges = [edge._replace(num_bytes=value_in(edge.num_bytes, c)) for edge in self.edges]
+        return replace(self, tasks=tuple(tasks), edges=tuple(edges), class_of=())
+
+    def for_microbatch(self, microbatch: int) -> Placement:
+        """What one micro-batch asks of each task, as plain ints; the placement itself where all are alike."""
+        return self.classes[self.class_in(microbatch)]
+
+    @cached_property
+    def average(self) -> Placement:
+        """A placement whose micro-batches are alike, with the mean figures of the step's; where they are, itself.
+
+        It is for choices that need a typical size, such as the order in which a named schedule starts ops.
+        """
+        if not self.class_of:
+            return self
+        weights = [self.class_of.count(c) for c in range(self.num_classes)]
+
+        def mean(figure: int) -> int:
+            return (
+                round(sum(map(mul, weights, values_of(figure))) / sum(weights))
+                if isinstance(figure, PerClass)
+                else figure
+            )
+
+        tasks = [Task(t.stage, t.kind, t.ranks, *map(mean, _figures_of(t))) for t in self.tasks]
+        edges = [edge._replace(num_bytes=mean(edge.num_bytes)) for edge in self.edges]
+        return replace(self, tasks=tuple(tasks), edges=tuple(edges), class_of=())
+
+    def require_alike(self, what: str) -> None:
+        """Raises PlacementError where micro-batches differ, which `what` does not know."""
+        if self.class_of:
+            raise PlacementError(
+                f"{what} takes micro-batches that are all alike, but those of this placement belong to "
+                f"{self.num_classes} classes; give it one class, placement.classes[0] to "
+                f"placement.classes[{self.num_classes - 1}], or placement.average"
+            )
+
+    def class_in(self, microbatch: int) -> int:
+        """The class of a micro-batch, an index into `classes`; 0 where all are alike."""
+        return self.class_of[microbatch] if self.class_of else 0
+
+    def value(self, figure: int, microbatch: int) -> int:
+        """The number of one micro-batch of a figure of a task, an edge or a route."""
+        return value_in(figure, self.class_of[microbatch]) if self.class_of else figure
+
+    def column(self, figure: int, microbatches: Sequence[int]) -> list[int]:
+        """`value` for several micro-batches."""
+        if isinstance(figure, PerClass):
+            return [figure.values[self.class_of[m]] for m in microbatches]
+        return [figure] * len(microbatches)
+
+    # --- tasks, stages and ranks ----------------------------------------------------------------------------------
 
     @property
     def num_ranks(self) -> int:
@@ -229,10 +399,20 @@ class Placement:
 
     def _route(self, edge: Edge, sender: int, receiver: int) -> Route:
         link, shared = self.cluster.link_between(sender, receiver), self.cluster.shared_between(sender, receiver)
-        rates = [self.cluster.shared[i].bytes_per_us for i in shared]
-        service_us = -(-edge.num_bytes // min(rates)) if rates else 0
-        duration_us = max(link.transfer_us(edge.num_bytes), link.latency_us + service_us)
-        return Route(*edge[:2], sender, receiver, edge.num_bytes, duration_us, service_us, shared if service_us else ())
+        rate = min((self.cluster.shared[i].bytes_per_us for i in shared), default=None)
+        size = edge.num_bytes
+        if rate is None:
+            return Route(*edge[:2], sender, receiver, size, each(link.transfer_us, size))
+        service_us = each(lambda num_bytes: -(-num_bytes // rate), size)
+        if service_us != 0 and 0 in values_of(service_us):
+            raise PlacementError(
+                f"the edge {self.tasks[edge.source]} -> {self.tasks[edge.target]} has 0 bytes for some classes of "
+                f"micro-batches and uses a shared link for others; give at least 1 byte everywhere"
+            )
+        duration_us = each(
+            lambda num_bytes, service: max(link.transfer_us(num_bytes), link.latency_us + service), size, service_us
+        )
+        return Route(*edge[:2], sender, receiver, size, duration_us, service_us, shared if service_us != 0 else ())
 
     @cached_property
     def occupied_us(self) -> tuple[tuple[int, int], ...]:
@@ -244,15 +424,22 @@ class Placement:
         costs: list[tuple[Counter[int], Counter[int]]] = [(Counter(), Counter()) for _ in self.tasks]
         for route in self.routes:
             link = self.cluster.link_between(route.sender, route.receiver)
-            costs[route.target][0][route.receiver] += link.receive_cost_us(route.num_bytes)
-            costs[route.source][1][route.sender] += link.send_cost_us(route.num_bytes)
+            received, sent = costs[route.target][0], costs[route.source][1]
+            received[route.receiver] = each(add, received[route.receiver], each(link.receive_cost_us, route.num_bytes))
+            sent[route.sender] = each(add, sent[route.sender], each(link.send_cost_us, route.num_bytes))
         gap = self.cluster.gap_us
-        return tuple((gap + max(a.values(), default=0), max(b.values(), default=0)) for a, b in costs)
+        return tuple(
+            (each(lambda *us: gap + max(us, default=0), *a.values()), each(lambda *us: max(us, default=0), *b.values()))
+            for a, b in costs
+        )
 
     @cached_property
     def op_us(self) -> tuple[int, ...]:
         """For each task how long an op occupies its ranks, with what messages cost before and after it."""
-        return tuple(t.duration_us + sum(costs) for t, costs in zip(self.tasks, self.occupied_us, strict=True))
+        return tuple(
+            each(lambda *us: sum(us), task.duration_us, *costs)
+            for task, costs in zip(self.tasks, self.occupied_us, strict=True)
+        )
 
     def forward_only(self) -> Placement:
         """The same stages for inference: F tasks alone, which hold no bytes after they end."""
@@ -260,7 +447,7 @@ class Placement:
         new = {old: i for i, old in enumerate(kept)}
         edges = tuple(Edge(new[a], new[b], size) for a, b, size in self.edges if a in new and b in new)
         tasks = tuple(replace(self.tasks[i], held_bytes=0) for i in kept)
-        return Placement(tasks, edges, self.cluster, self.static_bytes, microbatch_rows=self.microbatch_rows)
+        return Placement(tasks, edges, self.cluster, self.static_bytes, (), self.microbatch_rows, self.class_of)
 
     def to_fields(self) -> dict[str, Any]:
         """The fields of a placement in JSON."""
@@ -269,12 +456,16 @@ class Placement:
             return str(self.tasks[task])
 
         return {
-            "tasks": [[str(t), list(t.ranks), t.duration_us, t.held_bytes, t.peak_bytes] for t in self.tasks],
-            "edges": [[name(edge.source), name(edge.target), edge.num_bytes] for edge in self.edges],
+            "tasks": [
+                [str(task), list(task.ranks), *(_to_field(figure) for figure in _figures_of(task))]
+                for task in self.tasks
+            ],
+            "edges": [[name(edge.source), name(edge.target), _to_field(edge.num_bytes)] for edge in self.edges],
             "cluster": self.cluster.to_fields(),
             "static_bytes": list(self.static_bytes),
             "step_ends": [[end.stage, end.reduce_us, end.optimizer_us] for end in self.step_ends],
             **({} if self.microbatch_rows is None else {"microbatch_rows": self.microbatch_rows}),
+            **({"class_of": list(self.class_of)} if self.class_of else {}),
         }
 
     @classmethod
@@ -284,8 +475,7 @@ class Placement:
         for entry in document["tasks"]:
             name, ranks, *numbers = _exactly(5, entry)
             stage, kind = _task_name(name)
-            duration, held, peak = (number.integer() for number in numbers)
-            tasks.append(Task(stage, kind, ranks.integers(0), duration, held, peak))
+            tasks.append(Task(stage, kind, ranks.integers(0), *(_figure(number) for number in numbers)))
         index = {str(task): i for i, task in enumerate(tasks)}
         edges = []
         for entry in document["edges"]:
@@ -293,7 +483,7 @@ class Placement:
             for end in (source, target):
                 if end.text() not in index:
                     raise end.wrong("the name of a task, such as " + next(iter(index), "0F"))
-            edges.append(Edge(index[source.text()], index[target.text()], size.integer(0)))
+            edges.append(Edge(index[source.text()], index[target.text()], _figure(size, 0)))
         ends = (tuple(number.integer(0) for number in _exactly(3, entry)) for entry in document["step_ends"])
         return cls(
             tuple(tasks),
@@ -302,7 +492,33 @@ class Placement:
             document["static_bytes"].integers(0),
             tuple(StepEnd(*end) for end in ends),
             document["microbatch_rows"].integer(1) if "microbatch_rows" in document else None,
+            document["class_of"].integers(0) if "class_of" in document else (),
         )
+
+
+def _figures_of(task: Task) -> tuple[int, int, int]:
+    return task.duration_us, task.held_bytes, task.peak_bytes
+
+
+def _shape_of(placement: Placement) -> tuple[object, ...]:
+    """What all classes of micro-batches have in common, in the order of `_SHAPE`."""
+    tasks = [(task.stage, task.kind, task.ranks) for task in placement.tasks]
+    edges = [edge[:2] for edge in placement.edges]
+    return tasks, edges, placement.cluster, placement.static_bytes, placement.step_ends
+
+
+def _to_field(figure: int) -> int | list[int]:
+    return list(figure.values) if isinstance(figure, PerClass) else figure
+
+
+def _figure(field: reading.Field, minimum: int | None = None) -> int:
+    """A figure in JSON: a number, or a list with one per class of micro-batches."""
+    if not isinstance(field.value, list):
+        return field.integer(minimum)
+    values = field.integers(minimum)
+    if not values:
+        raise field.wrong("a number, or one per class of micro-batches")
+    return same_or_per_class(values)
 
 
 def _task_name(field: reading.Field) -> tuple[int, Kind]:

@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, repeat
+from itertools import count, pairwise, repeat
+from operator import add, sub
 from typing import Any, NamedTuple
 
 from rota import notebook, reading, schedule_csv
 from rota.errors import FormatError, PlanError
+from rota.figures import each
 from rota.placement import Placement
 from rota.taskgraph import CycleError, Earliest, TaskGraph
 from rota.tasks import Op
@@ -115,6 +117,13 @@ class Plan:
         """`orders` as nodes. Raises PlanError unless each rank has exactly the ops that are placed on it."""
         if self.num_microbatches < 1:
             raise PlanError(f"num_microbatches is {self.num_microbatches}; a step needs at least 1", "missing")
+        class_of = self.placement.class_of
+        if class_of and len(class_of) != self.num_microbatches:
+            raise PlanError(
+                f"num_microbatches is {self.num_microbatches}, but the placement has the sizes of {len(class_of)} "
+                f"micro-batches; give as many",
+                "unknown",
+            )
         if self.num_ranks != self.placement.num_ranks:
             raise PlanError(
                 f"the plan has {self.num_ranks} rank orders, but its placement has {self.placement.num_ranks} ranks; "
@@ -241,8 +250,10 @@ class Plan:
         for (stage, kind, microbatch), (reader, read_by, same), by, to, size in order:
             node = -1
             for source, target, sender, num_bytes, first, batches in ways.get((stage, reader, to), ()):
-                is_it = kind == source and read_by == target and by == sender and size == num_bytes
-                if is_it and microbatch == same and microbatch in batches and (node < 0 or node in taken):
+                is_it = kind == source and read_by == target and by == sender
+                if not is_it or microbatch != same or microbatch not in batches:
+                    continue
+                if size == self.placement.value(num_bytes, microbatch) and (node < 0 or node in taken):
                     node = first + microbatch // num_components
             nodes.append(node)
             taken.add(node)
@@ -264,15 +275,29 @@ class Plan:
             for k, m in enumerate(self.microbatches_on(r)):
                 yield first + k, self.transfer(r, m)
 
+    def duration_us(self, op: Op) -> int:
+        """How long an op runs."""
+        task = self.placement.tasks[self.placement.index[op[:2]]]
+        return self.placement.value(task.duration_us, op.microbatch)
+
+    def occupied_us(self, op: Op) -> tuple[int, int]:
+        """The µs that an op's ranks are occupied before and after it; see `Placement.occupied_us`."""
+        before, after = self.placement.occupied_us[self.placement.index[op[:2]]]
+        return self.placement.value(before, op.microbatch), self.placement.value(after, op.microbatch)
+
     def microbatches_on(self, route: int) -> range:
         """The micro-batches whose data travels on `placement.routes[route]`."""
-        source = self.placement.tasks[self.placement.routes[route].source]
-        return self.placement.microbatches(source.stage, self.num_microbatches)
+        return self.microbatches_of(self.placement.routes[route].source)
+
+    def microbatches_of(self, task: int) -> range:
+        """The micro-batches of `placement.tasks[task]`, in the order of its nodes."""
+        return self.placement.microbatches(self.placement.tasks[task].stage, self.num_microbatches)
 
     def transfer(self, route: int, microbatch: int) -> Transfer:
         """The transfer of a micro-batch on `placement.routes[route]`."""
-        source, target, sender, receiver, num_bytes = self.placement.routes[route][:5]
+        source, target, sender, receiver, size = self.placement.routes[route][:5]
         a, b = self.placement.tasks[source], self.placement.tasks[target]
+        num_bytes = self.placement.value(size, microbatch)
         return Transfer(Op(a.stage, a.kind, microbatch), Op(b.stage, b.kind, microbatch), sender, receiver, num_bytes)
 
     @cached_property
@@ -294,7 +319,16 @@ class Plan:
         ends = [(self.placement.step_ends[i].stage, rank) for i, rank in self.step_end_ranks]
         last = [self._last_gradient(*end) for end in ends]
         gradients = [orders[rank][k] if k >= 0 else None for k, (_, rank) in zip(last, ends, strict=True)]
-        return _graph_of(self.placement, self.first_node, orders, self.step_end_ranks, gradients, self.first_service)
+        return _graph_of(self, orders, gradients)
+
+    @cached_property
+    def occupied_columns_us(self) -> tuple[tuple[list[int], list[int]], ...]:
+        """`placement.occupied_us` for each micro-batch of the task."""
+        column, columns = self.placement.column, []
+        for t, (before, after) in enumerate(self.placement.occupied_us):
+            batches = self.microbatches_of(t)
+            columns.append((column(before, batches), column(after, batches)))
+        return tuple(columns)
 
     @cached_property
     def earliest(self) -> Earliest:
@@ -427,9 +461,9 @@ class Plan:
             starts, ends = list(self.earliest.starts_us), list(self.earliest.ends_us)
         except PlanError as error:
             return notebook.document(notebook.heading("Plan", ["cannot run"]), notebook.preformatted(str(error)))
-        for (before, after), (first, end) in zip(self.placement.occupied_us, pairwise(self.first_node), strict=True):
-            starts[first:end] = [start + before for start in starts[first:end]]
-            ends[first:end] = [time - after for time in ends[first:end]]
+        for (before, after), (first, end) in zip(self.occupied_columns_us, pairwise(self.first_node), strict=True):
+            starts[first:end] = map(add, starts[first:end], before)
+            ends[first:end] = map(sub, ends[first:end], after)
         columns = [[[times[node] for node in nodes] for nodes in self.nodes] for times in (starts, ends)]
         last = max(ends, default=0)
         facts = [count_text(self.num_ranks, "rank"), count_text(self.num_microbatches, "micro-batch", "es")]
@@ -467,14 +501,17 @@ class Plan:
 
     def _service_texts(self) -> list[str]:
         """`service_orders` as rows of "2F0>3F0@3": an op, its reader, and the rank that receives."""
-        ends: dict[tuple[int, ...], str] = {}
+        ends: dict[tuple[int, ...], list[tuple[int, str]]] = {}
         for route, text in zip(self.placement.routes, self._route_texts, strict=True):
-            ends.setdefault((route.source, route.target, *route[2:5]), text)
-        index, rows = self.placement.index, []
-        for order in self.service_orders:
-            keys = [(index[t.source[:2]], index[t.target[:2]], *t[2:]) for t in order]
-            rows.append(" ".join(f"{t.source}>{t.target}{ends[key]}" for t, key in zip(order, keys, strict=True)))
-        return rows
+            ends.setdefault(route[:4], []).append((route.num_bytes, text))
+        index, value = self.placement.index, self.placement.value
+
+        def text_of(t: Transfer) -> str:
+            routes = ends[index[t.source[:2]], index[t.target[:2]], t.sender, t.receiver]
+            end = next(text for size, text in routes if value(size, t.source.microbatch) == t.num_bytes)
+            return f"{t.source}>{t.target}{end}"
+
+        return [" ".join(map(text_of, order)) for order in self.service_orders]
 
     def _read_services(self, field: reading.Field) -> tuple[Transfer, ...]:
         """A row of what `_service_texts` writes. Raises FormatError."""
@@ -513,35 +550,30 @@ class Plan:
 _Inputs = list[tuple[tuple[int, int], ...]]
 
 
-def _graph_of(
-    placement: Placement,
-    first_node: Sequence[int],
-    orders: Sequence[Sequence[int]],
-    step_end_ranks: Sequence[tuple[int, int]],
-    gradients: Sequence[int | None],
-    first_service: Mapping[int, int],
-) -> TaskGraph:
-    """`Plan._unserved_graph`. `gradients[j]`: the node, if any, that completes the gradients of `step_end_ranks[j]`."""
+def _graph_of(plan: Plan, orders: Sequence[Sequence[int]], gradients: Sequence[int | None]) -> TaskGraph:
+    """`Plan._unserved_graph`. `gradients[j]`: the node, if any, that completes those of `plan.step_end_ranks[j]`."""
+    placement, first_node = plan.placement, plan.first_node
     durations: list[int] = []
     inputs: _Inputs = []
     previous, further = _order_edges(orders, first_node[-1])
-    all_inputs = _task_inputs(placement, first_node, first_service)
-    for task, occupied, edges, (first, after) in zip(
-        placement.tasks, placement.occupied_us, all_inputs, pairwise(first_node), strict=True
+    all_inputs = _task_inputs(placement, first_node, plan.first_service)
+    for t, (us, edges, (first, after)) in enumerate(
+        zip(placement.op_us, all_inputs, pairwise(first_node), strict=True)
     ):
-        durations += [task.duration_us + sum(occupied)] * (after - first)
-        columns = [zip(range(source, source + after - first), repeat(lag)) for source, lag in edges]
+        batches = plan.microbatches_of(t)
+        durations += placement.column(us, batches)
+        columns = [zip(count(source), placement.column(lag, batches), strict=False) for source, lag in edges]
         inputs += zip(*columns, zip(previous[first:after], repeat(0)), strict=True)
     for node, before in enumerate(previous):
         if before < 0:
             inputs[node] = inputs[node][:-1]
     for before, node in further:
         inputs[node] += ((before, 0),)
-    _add_step_ends(placement, orders, step_end_ranks, gradients, durations, inputs)
-    for r in first_service:
+    _add_step_ends(placement, orders, plan.step_end_ranks, gradients, durations, inputs)
+    for r in plan.first_service:
         route = placement.routes[r]
         made = range(first_node[route.source], first_node[route.source + 1])
-        durations += [route.service_us] * len(made)
+        durations += placement.column(route.service_us, plan.microbatches_on(r))
         inputs += zip(zip(made, repeat(0)))
     return TaskGraph(durations, inputs)
 
@@ -549,17 +581,17 @@ def _graph_of(
 def _task_inputs(
     placement: Placement, first_node: Sequence[int], first_service: Mapping[int, int]
 ) -> list[list[tuple[int, int]]]:
-    """For each task the first nodes of its inputs, with the lags of the transfers."""
+    """For each task the first nodes of its inputs, with the lags of the transfers, which are figures."""
     lags: dict[tuple[int, int], int] = {(edge.source, edge.target): 0 for edge in placement.edges}
     sources: list[list[tuple[int, int]]] = [[] for _ in placement.tasks]
     for r, route in enumerate(placement.routes):
         if r in first_service:
-            sources[route.target].append((first_service[r], route.duration_us - route.service_us))
+            sources[route.target].append((first_service[r], each(sub, route.duration_us, route.service_us)))
             lags.pop((route.source, route.target), None)
     for r, route in enumerate(placement.routes):
         if r not in first_service:
             edge = route.source, route.target
-            lags[edge] = max(lags.get(edge, 0), route.duration_us)
+            lags[edge] = each(max, lags.get(edge, 0), route.duration_us)
     for (source, target), lag in lags.items():
         sources[target].append((first_node[source], lag))
     return sources

@@ -4,8 +4,7 @@ python -m rota.plan_server
 
     first line    {"function": "module:name", "options": {…}}
     request       {"lengths": [512, 33, …], "num_replicas": 2}
-    answer        {"took_us": 52000, "replicas": [{"groups": [[3, 7], …], "plan": "…", "makespan_us": …, "bound_us": …}, …]}
-                  {"error": "…"}
+    answer        {"took_us": 52000, "replicas": [{"groups": [[3, 7], …], "plan": "…", …}, …]}, or {"error": "…"}
 
 It ends when its input does, so it never outlives the process that has started it.
 """
@@ -21,8 +20,10 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from rota.costs import Cluster
 from rota.errors import RotaError
 from rota.plan import Plan
+from rota.sizes import SizeModel
 
 
 class Grouped(Protocol):
@@ -39,6 +40,13 @@ class Grouped(Protocol):
     def makespan_us(self) -> int: ...  # noqa: D102
     @property
     def bound_us(self) -> int: ...  # noqa: D102
+
+
+def plan_by_model(lengths: Sequence[int], num_replicas: int, model: str, cluster: str, **options: Any) -> Any:
+    """`rota.plan_replicas` with JSON of a SizeModel and a Cluster."""
+    from rota.batching import plan_replicas
+
+    return plan_replicas(SizeModel.from_json(model), Cluster.from_json(cluster), lengths, num_replicas, **options)
 
 
 def main() -> None:

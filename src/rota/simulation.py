@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from operator import itemgetter
+from operator import add, itemgetter, sub
 
 from rota.plan import Plan
 from rota.timeline import Timeline
@@ -33,12 +33,14 @@ def simulate(plan: Plan) -> Timeline:
         if (served := plan.first_service.get(r)) is not None:
             made = tuple(starts[served : served + after - first])
         sent.append(made)
-        arrived.append(tuple([end + route.duration_us for end in made]) if route.duration_us else made)
+        if route.duration_us != 0:
+            made = tuple(map(add, made, plan.placement.column(route.duration_us, plan.microbatches_on(r))))
+        arrived.append(made)
     after_ops = plan.num_ops + 2 * len(plan.step_end_ranks)
     step_ends = [
         (starts[node], ends[node], starts[node + 1], ends[node + 1]) for node in range(plan.num_ops, after_ops, 2)
     ]
-    if any(map(any, plan.placement.occupied_us)):
+    if any(us != 0 for costs in plan.placement.occupied_us for us in costs):
         starts, ends = _ops_alone(plan, starts, ends)
     return Timeline(
         plan,
@@ -54,9 +56,9 @@ def _ops_alone(plan: Plan, starts: list[int], ends: list[int]) -> tuple[list[int
     """Starts and ends of the ops without the time before and after them in which messages occupy their ranks."""
     op_starts: list[int] = []
     op_ends: list[int] = []
-    for (before, later), (first, after) in zip(plan.placement.occupied_us, pairwise(plan.first_node), strict=True):
-        op_starts += [start + before for start in starts[first:after]]
-        op_ends += [end - later for end in ends[first:after]]
+    for (before, later), (first, after) in zip(plan.occupied_columns_us, pairwise(plan.first_node), strict=True):
+        op_starts += map(add, starts[first:after], before)
+        op_ends += map(sub, ends[first:after], later)
     return op_starts, op_ends
 
 

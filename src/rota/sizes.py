@@ -131,9 +131,11 @@ class SizeModel:
     def to_json(self) -> str:
         """The text of a "sizes" file, one line per stage and figure, which `from_json` reads."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return reading.dump("sizes", {name: found[name] and [*found[name]] for name in found if name in CURVES} | {
-            name: value for name, value in found.items() if name not in CURVES
-        })
+        return reading.dump(
+            "sizes",
+            {name: found[name] and [*found[name]] for name in found if name in CURVES}
+            | {name: value for name, value in found.items() if name not in CURVES},
+        )
 
     @classmethod
     def from_json(cls, text: str) -> SizeModel:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import NamedTuple
 
 from rota.costs import whole
 from rota.errors import FormatError, PlacementError
+from rota.figures import each
 
 
 class Kind(StrEnum):
@@ -64,6 +66,9 @@ class Op(NamedTuple):
 class Task:
     """The work of every micro-batch for one (stage, kind).
 
+    Where micro-batches differ, `duration_us`, `held_bytes` and `peak_bytes` may be `rota.figures.PerClass`: one number
+    per class of micro-batches.
+
     Attributes:
         stage: The stage, counted from 0.
         kind: What the task computes.
@@ -89,9 +94,13 @@ class Task:
         if not self.ranks or len(set(self.ranks)) != len(self.ranks) or min(self.ranks) < 0:
             raise PlacementError(f"task {self}: ranks {self.ranks} must be one or more different ranks, counted from 0")
         for name in ("duration_us", "peak_bytes"):
-            object.__setattr__(self, name, whole(f"{name} of task {self}", getattr(self, name)))
-        if not isinstance(self.held_bytes, int):
-            raise PlacementError(f"held_bytes of task {self} is {self.held_bytes!r}: give a whole number of bytes")
+            object.__setattr__(self, name, each(partial(whole, f"{name} of task {self}"), getattr(self, name)))
+        object.__setattr__(self, "held_bytes", each(self._whole_held_bytes, self.held_bytes))
+
+    def _whole_held_bytes(self, value: object) -> int:
+        if not isinstance(value, int):
+            raise PlacementError(f"held_bytes of task {self} is {value!r}: give a whole number of bytes")
+        return value
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}"

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from operator import itemgetter
+from operator import itemgetter, sub
 from typing import Literal, NamedTuple
 
 from rota import memory, notebook, reading
 from rota.errors import FormatError
+from rota.figures import each
 from rota.plan import Plan, Transfer
 from rota.tasks import Op
 from rota.units import count_text, size_text
@@ -78,8 +79,8 @@ class Timeline:
         return max(self._span_us(rank) if order else 0 for rank, order in enumerate(self.plan.orders))
 
     def _span_us(self, rank: int) -> int:
-        placement, order = self.plan.placement, self.plan.orders[rank]
-        (before, _), (_, after) = (placement.occupied_us[placement.index[op[:2]]] for op in (order[0], order[-1]))
+        order = self.plan.orders[rank]
+        (before, _), (_, after) = (self.plan.occupied_us(op) for op in (order[0], order[-1]))
         return self.ends_us[rank][-1] + after - (self.starts_us[rank][0] - before)
 
     @cached_property
@@ -123,21 +124,22 @@ class Timeline:
 
     def transfer_spans(self) -> Iterator[Span]:
         """Spans of the transfers, route by route."""
-        plan, tasks = self.plan, self.plan.placement.tasks
-        for route, starts, ends in zip(plan.placement.routes, self.sent_us, self.arrived_us, strict=True):
-            a, b = tasks[route.source], tasks[route.target]
-            batches = plan.placement.microbatches(a.stage, plan.num_microbatches)
-            for m, start, end in zip(batches, starts, ends, strict=True):
-                work = Transfer(Op(a.stage, a.kind, m), Op(b.stage, b.kind, m), route.sender, route.receiver, route[4])
-                yield Span(route.sender, start, end, work)
+        plan = self.plan
+        for r, (starts, ends) in enumerate(zip(self.sent_us, self.arrived_us, strict=True)):
+            for m, start, end in zip(plan.microbatches_on(r), starts, ends, strict=True):
+                work = plan.transfer(r, m)
+                yield Span(work.sender, start, end, work)
 
     def handed_over_us(self, route: int) -> tuple[int, ...]:
         """When each transfer on `placement.routes[route]` could begin: its op and, by plan, its sending had ended."""
         plan, sender = self.plan, self.plan.placement.routes[route].sender
         source = plan.placement.routes[route].source
         ends = dict(zip(plan.nodes[sender], self.ends_us[sender], strict=True))
-        later_us = plan.placement.occupied_us[source][1]
-        made = [ends[node] + later_us for node in range(plan.first_node[source], plan.first_node[source + 1])]
+        nodes, later_us = (
+            range(plan.first_node[source], plan.first_node[source + 1]),
+            plan.occupied_columns_us[source][1],
+        )
+        made = [ends[node] + later for node, later in zip(nodes, later_us, strict=True)]
         return tuple(min(pair) for pair in zip(made, self.sent_us[route], strict=True))
 
     def service_spans(self, shared: int) -> Iterator[Span]:
@@ -148,7 +150,7 @@ class Timeline:
                 for m, start, end in zip(
                     self.plan.microbatches_on(r), self.sent_us[r], self.arrived_us[r], strict=True
                 ):
-                    end_us = min(start + route.service_us, max(start, end))
+                    end_us = min(start + self.plan.placement.value(route.service_us, m), max(start, end))
                     spans.append(Span(route.sender, start, end_us, self.plan.transfer(r, m)))
         yield from sorted(spans, key=lambda span: span.start_us)
 
@@ -179,11 +181,10 @@ class Timeline:
         num_nodes = len(plan.graph.durations_us)
         starts, ends, ranks = [0] * num_nodes, [-1] * num_nodes, [0] * num_nodes
         for rank, nodes in enumerate(plan.nodes):
-            costs = plan.placement.occupied_us
             for op, node, start, end in zip(
                 plan.orders[rank], nodes, self.starts_us[rank], self.ends_us[rank], strict=True
             ):
-                before, after = costs[plan.placement.index[op[:2]]]
+                before, after = plan.occupied_us(op)
                 if end + after > ends[node]:  # the slowest of a task's ranks counts
                     starts[node], ends[node], ranks[node] = start - before, end + after, rank
         for j, (_, rank) in enumerate(plan.step_end_ranks):
@@ -193,7 +194,8 @@ class Timeline:
         for r, first in plan.first_service.items():
             route, after = plan.placement.routes[r], first + len(self.sent_us[r])
             starts[first:after] = self.sent_us[r]
-            ends[first:after] = [arrived - route.duration_us + route.service_us for arrived in self.arrived_us[r]]
+            rest_us = plan.placement.column(each(sub, route.duration_us, route.service_us), plan.microbatches_on(r))
+            ends[first:after] = map(sub, self.arrived_us[r], rest_us)
             ranks[first:after] = [route.sender] * (after - first)
         path = plan.graph.critical_path(starts, ends)
         spans = [self._span(node, ranks[node], starts[node], ends[node]) for node in path]
@@ -207,7 +209,7 @@ class Timeline:
         plan = self.plan
         if node < plan.num_ops:
             op = plan.op(node)
-            before, after = plan.placement.occupied_us[plan.placement.index[op[:2]]]
+            before, after = plan.occupied_us(op)
             return Span(rank, start_us + before, end_us - after, op)
         if node < plan.num_ops + 2 * len(plan.step_end_ranks):
             j, is_optimizer = divmod(node - plan.num_ops, 2)
@@ -232,8 +234,8 @@ class Timeline:
                 end, last = max(arrived, key=itemgetter(0), default=(0, -1))
                 # No transfer if the reader is on the sender's rank too, or if a rank's order bound as late as data.
                 if last >= 0 and self.sent_us[last][k] < end <= span.start_us:
-                    _, _, sender, receiver, size = placement.routes[last][:5]
-                    yield Span(sender, self.sent_us[last][k], end, Transfer(before, work, sender, receiver, size))
+                    transfer = self.plan.transfer(last, work.microbatch)
+                    yield Span(transfer.sender, self.sent_us[last][k], end, transfer)
             yield span
 
     # --- text and notebooks -------------------------------------------------------------------------------------------

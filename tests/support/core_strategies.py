@@ -221,6 +221,38 @@ def plans(draw: st.DrawFn, placements: st.SearchStrategy[Placement] = placements
 
 @cache
 @st.composite
+def differing(draw: st.DrawFn, wired: bool = False, most_microbatches: int = 5) -> Placement:
+    """A placement whose micro-batches differ, with 1 to 3 classes; figures may still be the same for all."""
+    placement = draw(wired_placements if wired else placements)
+    num_classes = draw(between(1, 3))
+    least = 1 if wired else 0  # transfers on shared links have bytes in all classes
+    tasks, edges = placement.tasks, placement.edges
+    return Placement.of_classes(
+        [
+            replace(
+                placement,
+                tasks=tuple(Task(task.stage, task.kind, task.ranks, *draw(_numbers)) for task in tasks),
+                edges=tuple(edge._replace(num_bytes=draw(between(least, 20))) for edge in edges),
+            )
+            for _ in range(num_classes)
+        ],
+        draw(st.lists(between(0, num_classes - 1), min_size=1, max_size=most_microbatches)),
+    )
+
+
+@cache
+@st.composite
+def differing_plans(draw: st.DrawFn, wired: bool = False, most_microbatches: int = 5) -> Plan:
+    """A valid plan of micro-batches that differ: any order that contradicts no dependency, and any order of service."""
+    placement = draw(differing(wired, most_microbatches))
+    chooser = Chooser(draw(between(0, 2**16)))
+    count = len(placement.class_of) or draw(between(1, most_microbatches))
+    plan = deal(placement, count, linear_extension(placement, count, chooser, in_order=draw(st.booleans())))
+    return plan if not wired or draw(st.booleans()) else served_in_any_order(plan, chooser)
+
+
+@cache
+@st.composite
 def wired_plans(draw: st.DrawFn, most_microbatches: int = 5) -> Plan:
     """A valid plan on a wired cluster; its orders of service are not given, or any that have no cycle."""
     plan = draw(plans(wired_placements, most_microbatches))

@@ -36,6 +36,7 @@ CORE = tuple(
     for name in (
         *(
             "errors",
+            "figures",
             "units",
             "notebook",
             "reading",
@@ -81,6 +82,7 @@ TABLE = {
     "rota.__main__": Row(("rota.cli",)),
     **{name: Row(CORE[:i]) for i, name in enumerate(CORE)},
     "rota.search": Row((*CORE, "numpy", "numba", "ortools")),
+    "rota.plan_server": Row(CORE, lazy=("rota.batching",)),
     "rota.torch_internals": Row(("torch",)),
     "rota.models": Row((*CORE, *TORCH)),
     "rota.runtime": Row((*CORE, "rota.models", *TORCH), lazy=("safetensors",)),

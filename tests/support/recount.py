@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rota.costs import Cluster, Link
+from rota.figures import PerClass
 from rota.placement import Placement
 from rota.plan import Plan, Transfer
 from rota.tasks import Kind, Op
@@ -59,8 +60,14 @@ def messages_of(plan: Plan) -> list[Message]:
             sender = source.ranks[i if len(source.ranks) == len(target.ranks) else 0]
             for m in placement.microbatches(source.stage, plan.num_microbatches) if sender != receiver else ():
                 ops = Op(source.stage, source.kind, m), Op(target.stage, target.kind, m)
-                found.append(_message(placement.cluster, Transfer(*ops, sender, receiver, edge.num_bytes)))
+                size = figure_of(placement, edge.num_bytes, m)
+                found.append(_message(placement.cluster, Transfer(*ops, sender, receiver, size)))
     return found
+
+
+def figure_of(placement: Placement, figure: int, microbatch: int) -> int:
+    """A figure's number for one micro-batch."""
+    return figure.values[placement.class_of[microbatch]] if isinstance(figure, PerClass) else figure
 
 
 def _message(cluster: Cluster, transfer: Transfer) -> Message:
@@ -126,7 +133,7 @@ def _start_op(plan: Plan, result: Recount, done: list[int], rank: int, now: int)
         return False
     before, after = occupied_us(plan.placement, op, result.messages)
     start = now + before
-    end = start + task.duration_us
+    end = start + figure_of(plan.placement, task.duration_us, op.microbatch)
     for mine in task.ranks:
         result.ops[mine, op] = start, end, now, end + after
         done[mine] += 1

@@ -22,17 +22,17 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from rota.costs import Cluster
-from rota.errors import PipelineError
+from rota.errors import PipelineError, RotaError
 from rota.plan import Plan
 from rota.runtime import Pipeline
-from rota.runtime.json_messages import broadcast_json
+from rota.runtime.json_messages import all_gather_json, broadcast_json
 from rota.runtime.transport import collective
 from rota.sizes import SizeModel
 
 #: Makes a micro-batch of samples that are padded to the given lengths: (inputs, targets).
 Collate = Callable[..., tuple[Any, Any]]
 
-_BY_MODEL = "rota.planning_by_model:plan_by_model"
+_BY_MODEL = "rota.plan_server:plan_by_model"
 
 
 @final
@@ -194,28 +194,37 @@ class Planner(Iterator[PlannedBatch]):
             job.done.set()
 
     def _found(self, job: _Job) -> _Found | None:
-        """The plan of a batch, ready to run; None after the last batch. Collective."""
+        """The plan of a batch, ready to run; None after the last batch. Collective; all processes fail together."""
         answer: dict[str, Any] = {}
         if self._server is not None:
             answer = self._server.ask(job.lengths, self._pipeline.num_replicas) if job.has_batch else {"end": True}
         with collective("receiving the plan of the next batch"):
             answer = broadcast_json(answer, 0, self._group)
-        if "error" in answer:
-            raise PipelineError(f"the next batch has no plan: {answer['error']}")
-        if "end" in answer or not job.has_batch:
-            if ("end" in answer) == (job.has_batch and self._batches is not None):
-                raise PipelineError("the processes' loaders differ in their number of batches; give all the same")
-            return None
-        if job.samples is not None and [[*of] for of in job.lengths] != answer["lengths"]:
+        found, error = None, answer.get("error", "")
+        if not error and "end" not in answer:
+            try:
+                self._refuse_differences(job, answer["lengths"])
+                found = self._prepared(answer)
+            except RotaError as refusal:
+                error = str(refusal)
+        elif not error and job.has_batch and self._batches is not None:
+            error = _OTHER_NUMBER
+        with collective("comparing the plan of the next batch"):
+            errors = all_gather_json(error, self._group)
+        if first := next(filter(None, errors), ""):
+            raise PipelineError(f"the next batch has no plan: {first}")
+        return found
+
+    def _refuse_differences(self, job: _Job, lengths: list[list[int]]) -> None:
+        if not job.has_batch:
+            raise PipelineError(_OTHER_NUMBER)
+        if job.samples is not None and [[*of_sample] for of_sample in job.lengths] != lengths:
             raise PipelineError("the processes' loaders yield samples of different lengths; give all the same batches")
-        return self._prepared(answer)
 
     def _prepared(self, answer: dict[str, Any]) -> _Found:
         of_replica, lengths = answer["replicas"][self._pipeline.replica], answer["lengths"]
         groups = tuple(map(tuple, of_replica["groups"]))
-        sizes = tuple(
-            (len(group), *map(max, zip(*(lengths[i] for i in group), strict=True))) for group in groups
-        )
+        sizes = tuple((len(group), *map(max, zip(*(lengths[i] for i in group), strict=True))) for group in groups)
         plan = Plan.from_json(of_replica["plan"])
         self._pipeline.prepare(plan, sizes)
         makespan_us = max(replica["makespan_us"] for replica in answer["replicas"])
@@ -223,6 +232,7 @@ class Planner(Iterator[PlannedBatch]):
 
 
 _END: Any = object()
+_OTHER_NUMBER = "the processes' loaders differ in their number of batches; give all the same"
 
 
 @dataclass(slots=True)

@@ -107,13 +107,9 @@ def value_key(a: Op, b: Op, edge_index: dict[tuple[int, int], int]) -> ValueKey:
 def _columns(plan: Plan) -> dict[Transfer, tuple[int, int]]:
     """(route, position) of each transfer: the index of its times in a timeline."""
     columns = {}
-    for r, route in enumerate(plan.placement.routes):
-        a, b = plan.placement.tasks[route.source], plan.placement.tasks[route.target]
-        for k, m in enumerate(plan.placement.microbatches(a.stage, plan.num_microbatches)):
-            transfer = Transfer(
-                Op(a.stage, a.kind, m), Op(b.stage, b.kind, m), route.sender, route.receiver, route.num_bytes
-            )
-            columns[transfer] = (r, k)
+    for r in range(len(plan.placement.routes)):
+        for k, m in enumerate(plan.microbatches_on(r)):
+            columns[plan.transfer(r, m)] = (r, k)
     return columns
 
 

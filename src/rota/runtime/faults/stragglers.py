@@ -37,10 +37,7 @@ class Straggler:
 
 def stragglers(plan: Plan, records: Sequence[Record]) -> list[Straggler]:
     """The stragglers among the plan's ranks in `records`; none if these have fewer than `LEAST_STEPS` steps."""
-    planned_us = [
-        sum(plan.placement.tasks[plan.placement.index[op.stage, op.kind]].duration_us for op in order)
-        for order in plan.orders
-    ]
+    planned_us = [sum(plan.duration_us(op) for op in order) for order in plan.orders]
     num_steps = (
         min((len(record.busy_ns) for record in records), default=0) - 1
     )  # the oldest may be the first step, which warms up
