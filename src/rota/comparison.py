@@ -324,7 +324,8 @@ class _Replay:
     def _services_us(self) -> list[int]:
         """How long each transfer occupies its shared links."""
         plan = self._plan
-        return [plan.placement.routes[r].service_us for r in plan.first_service for _ in plan.microbatches_on(r)]
+        routes, column = plan.placement.routes, plan.placement.column
+        return [us for r in plan.first_service for us in column(routes[r].service_us, plan.microbatches_on(r))]
 
     def _service_inputs(self, handed_over: Callable[[int, int], int]) -> list[list[tuple[int, int]]]:
         """For each transfer on shared links its maker, and the one before it in each order of service."""
@@ -369,7 +370,7 @@ class _Replay:
         plan, result = self._plan, []
         for place in self._places:
             op = self._readiness.op(place)
-            us = planned = plan.placement.tasks[plan.placement.index[op.stage, op.kind]].duration_us
+            us = planned = plan.duration_us(op)
             start, end = self._readiness.start_us(place), self._readiness.end_us(place)
             if Part.SLOWER in measured:
                 us = end - start
@@ -404,8 +405,7 @@ class _Replay:
 
     def _occupied_us(self, place: Place) -> tuple[int, int]:
         """By plan, the time before and after an op that messages and gaps between ops cost."""
-        op = self._readiness.op(place)
-        return self._plan.placement.occupied_us[self._plan.placement.index[op.stage, op.kind]]
+        return self._plan.occupied_us(self._readiness.op(place))
 
     def _ready_us(self, place: Place) -> int:
         """When the op's inputs were there and the op before it was done."""
@@ -435,14 +435,14 @@ class _Replay:
         routes, timeline = self._plan.placement.routes, self._timeline
 
         def lag(route: int, k: int) -> int:
-            us = routes[route].duration_us
+            us = self._value(routes[route].duration_us, route, k)
             sent, arrived = timeline.sent_us[route][k], timeline.arrived_us[route][k]
             if Part.ARRIVALS in measured:
                 lost = 0 if Part.CONTENTION in measured else self._links[routes[route][2:4]].lost_us(sent, arrived)
                 excess = max(arrived - sent - us, 0)
                 us = max(arrived - sent, 0) - min(excess, lost)
             if routes[route].shared and Part.SHARED_LINKS not in measured:
-                us = max(us - routes[route].service_us, 0)
+                us = max(us - self._value(routes[route].service_us, route, k), 0)
             return us
 
         return lag
@@ -450,10 +450,10 @@ class _Replay:
     def _handing_over_us(self, measured: Sequence[Part]) -> Callable[[int, int], int]:
         """A function of (route, k): from when its data is made until a transfer starts, or waits for shared links."""
         routes, timeline = self._plan.placement.routes, self._timeline
-        costs = self._plan.placement.occupied_us
+        costs = self._plan.occupied_columns_us
 
         def us(route: int, k: int) -> int:
-            planned = costs[routes[route].source][1]
+            planned = costs[routes[route].source][1][k]
             rank, position = self._place_of_maker(route, k)
             taken = max(timeline.sent_us[route][k] - timeline.ends_us[rank][position], 0)
             cost = min(taken, planned) if Part.MESSAGES in measured else planned
@@ -461,6 +461,10 @@ class _Replay:
             return cost + (max(taken - planned, 0) if ending in measured else 0)
 
         return us
+
+    def _value(self, figure: int, route: int, k: int) -> int:
+        """A figure of a route for its k-th transfer."""
+        return self._plan.placement.value(figure, self._plan.microbatches_on(route)[k])
 
     # --- shared resources -------------------------------------------------------------------------------------------
 

@@ -96,7 +96,7 @@ def _rank_choices(
 ) -> Iterator[dict[int, int]]:
     """Ways to put stages on ranks, the preferred one first; data streams go down and up the ranks alternately."""
     times_us, kept = dict.fromkeys(placement.stages, 0), dict.fromkeys(placement.stages, 0)
-    for task in placement.tasks:
+    for task in placement.average.tasks:
         times_us[task.stage] += task.duration_us
         kept[task.stage] += max(task.held_bytes, 0) + task.peak_bytes
     seen: list[dict[int, int]] = []

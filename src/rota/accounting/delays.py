@@ -73,10 +73,7 @@ class Readiness:
 
     def transfer(self, arrival: Arrival, reader: Op) -> Transfer:
         """The transfer that brought an input from another rank to `reader`."""
-        route = self.plan.placement.routes[arrival.route]
-        target = self.plan.placement.tasks[route.target]
-        read_by = Op(target.stage, target.kind, reader.microbatch)
-        return Transfer(self.op(arrival.maker), read_by, route.sender, route.receiver, route.num_bytes)
+        return self.plan.transfer(arrival.route, reader.microbatch)
 
     def arrivals(self, rank: int, op: Op) -> Iterator[Arrival]:
         """Arrivals of all inputs of `op` on `rank`, without those of the task's other ranks."""
@@ -89,7 +86,7 @@ class Readiness:
                 continue
             arrived = max(made, self.timeline.arrived_us[route][k])
             sent = min(max(made, self.timeline.sent_us[route][k]), arrived)
-            handed_over = min(made + self.plan.placement.occupied_us[source][1], sent)
+            handed_over = min(made + self.plan.occupied_columns_us[source][1][k], sent)
             if not self.plan.placement.routes[route].shared:
                 sent = handed_over  # it waits for nothing but its rank
             yield Arrival(arrived, made, Place(sender, position), route, handed_over, sent)
@@ -110,8 +107,7 @@ class Readiness:
 
     def occupied_us(self, place: Place) -> tuple[int, int]:
         """By plan, the µs before and after the op at `place` in which messages occupy its rank, and gaps before it."""
-        op = self.op(place)
-        return self.plan.placement.occupied_us[self.plan.placement.index[op.stage, op.kind]]
+        return self.plan.occupied_us(self.op(place))
 
     def free_us(self, place: Place) -> int:
         """When the op at `place` and, by plan, the messages that it makes no longer occupy its rank."""

@@ -170,16 +170,16 @@ class _LaterOp(NamedTuple):
 def _later_ops(
     timeline: Timeline, rank: int, ready_us: Sequence[int], gaps: Sequence[int]
 ) -> dict[int, tuple[_LaterOp, ...]]:
-    """For each gap, given as the position of the op after it: for each task, its later op that is ready first."""
+    """For each gap, given as the position of the op after it: for each task and class, its later op ready first."""
     order, starts, ends = timeline.plan.orders[rank], timeline.starts_us[rank], timeline.ends_us[rank]
-    first: dict[tuple[int, Kind], _LaterOp] = {}
-    found, positions, placement = {}, set(gaps), timeline.plan.placement
+    first: dict[tuple[int, Kind, int], _LaterOp] = {}
+    found, positions, plan = {}, set(gaps), timeline.plan
     for i in range(len(order) - 1, -1, -1):
         if i in positions:
             found[i] = tuple(first.values())
-        key = order[i][:2]
+        key = order[i].stage, order[i].kind, plan.placement.class_in(order[i].microbatch)
         if key not in first or ready_us[i] <= first[key].ready_us:
-            occupied_us = sum(placement.occupied_us[placement.index[key]]) if ends[i] > starts[i] else 0
+            occupied_us = sum(plan.occupied_us(order[i])) if ends[i] > starts[i] else 0
             first[key] = _LaterOp(ready_us[i], order[i], ends[i] - starts[i] + occupied_us, starts[i])
     return found
 
@@ -232,7 +232,8 @@ class _MemoryHeadroom:
         """Whether `op`, which started at `start_us`, could have run at `from_us` and held its bytes since."""
         if self._limit is None:
             return True
-        task = self._placement.tasks[self._placement.index[op.stage, op.kind]]
+        placement = self._placement.for_microbatch(op.microbatch)
+        task = placement.tasks[placement.index[op.stage, op.kind]]
         kept, left = max(task.held_bytes, 0), bisect_right(self._times, from_us) - 1
         running = self._max[0][left] + kept + task.peak_bytes
         return max(running, self._max_within(left, bisect_left(self._times, start_us)) + kept) <= self._limit

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import add, sub
 from statistics import mean
 from typing import NamedTuple
 
 from rota.calibration.measured_times import median_us, step_ends_us, with_durations
 from rota.costs import Link
 from rota.errors import RotaError
+from rota.figures import each
 from rota.placement import Placement, StepEnd
 from rota.plan import Plan
 from rota.schedules import NAMED
@@ -57,8 +59,8 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
     placement = plan.placement
     num_layers = () if plan.usage is None else plan.usage.num_layers
     yield from ((words, replace(plan, placement=balanced)) for words, balanced in _rebalanced(placement, num_layers))
-    gap_us = placement.cluster.gap_us
-    if any(route.duration_us for route in placement.routes) or any(sum(us) > gap_us for us in placement.occupied_us):
+    alone = placement.cluster.gap_us, 0  # what occupies ranks where messages cost nothing
+    if any(route.duration_us != 0 for route in placement.routes) or any(us != alone for us in placement.occupied_us):
         free = replace(placement, cluster=replace(placement.cluster, link=Link(), links=(), shared=()))
         yield "transfers that take no time", replace(plan, placement=free, service_orders=())
     if placement.step_ends:
@@ -75,9 +77,8 @@ def _rebalanced(placement: Placement, num_layers: Sequence[int]) -> Iterator[tup
 
     `num_layers`: of each stage; empty if unknown. A stage with a single layer cannot be cut.
     """
-    loads = {
-        stage: sum(task.duration_us for task in placement.tasks if task.stage == stage) for stage in placement.stages
-    }
+    tasks = placement.average.tasks
+    loads = {stage: sum(task.duration_us for task in tasks if task.stage == stage) for stage in placement.stages}
     slow, average = max(loads, key=loads.__getitem__), mean(loads.values())
     # A placement with copies of the stages (X) lists the copies in the same order.
     if loads[slow] <= _SLOW_STAGE * average or (num_layers and num_layers[slow % len(num_layers)] == 1):
@@ -97,15 +98,24 @@ def _rebalanced(placement: Placement, num_layers: Sequence[int]) -> Iterator[tup
 
 def _moved(placement: Placement, slow: int, fast: int, fraction: float) -> Placement:
     """Move a fraction of each task of stage `slow` to the task of the same kind of stage `fast`."""
-    moved = {task.kind: round(task.duration_us * fraction) for task in placement.tasks if task.stage == slow}
-    signs = {slow: -1, fast: 1}
-    times = [task.duration_us + signs.get(task.stage, 0) * moved.get(task.kind, 0) for task in placement.tasks]
+    moved = {
+        task.kind: each(lambda us: round(us * fraction), task.duration_us)
+        for task in placement.tasks
+        if task.stage == slow
+    }
+    by_stage = {slow: sub, fast: add}
+    times = [
+        each(by_stage[task.stage], task.duration_us, moved.get(task.kind, 0))
+        if task.stage in by_stage
+        else task.duration_us
+        for task in placement.tasks
+    ]
     return _with_times(placement, times)
 
 
 def _all_equal(placement: Placement) -> Placement:
     means = {
-        kind: round(mean(task.duration_us for task in placement.tasks if task.kind is kind))
+        kind: each(lambda *us: round(mean(us)), *(task.duration_us for task in placement.tasks if task.kind is kind))
         for kind in {task.kind for task in placement.tasks}
     }
     return _with_times(placement, [means[task.kind] for task in placement.tasks])
@@ -154,6 +164,8 @@ def _excess_bytes(timeline: Timeline) -> int | None:
 
 
 def _microbatch_bytes(placement: Placement, rank: int) -> int:
-    """Bytes that the forwards of one micro-batch hold on a rank."""
-    forwards = (task for task in placement.tasks if task.kind is Kind.F and rank in task.ranks)
-    return sum(max(task.held_bytes, 0) for task in forwards)
+    """Bytes that the forwards of one micro-batch, the largest, hold on a rank."""
+    return max(
+        sum(max(task.held_bytes, 0) for task in each.tasks if task.kind is Kind.F and rank in task.ranks)
+        for each in placement.classes
+    )

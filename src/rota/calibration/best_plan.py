@@ -67,7 +67,7 @@ class Calibration:
     def unevenness(self) -> tuple[int, float]:
         """The rank with the most work per micro-batch, and its work as a multiple of the mean."""
         loads = [
-            sum(task.duration_us for task in self.plan.placement.tasks if rank in task.ranks)
+            sum(task.duration_us for task in self.plan.placement.average.tasks if rank in task.ranks)
             for rank in range(self.plan.num_ranks)
         ]
         most = max(range(len(loads)), key=loads.__getitem__)

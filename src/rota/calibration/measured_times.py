@@ -10,6 +10,7 @@ from statistics import median_low
 from rota.contention import Contention
 from rota.costs import Cluster, Link
 from rota.errors import PlanError
+from rota.figures import same_or_per_class, value_in
 from rota.placement import Placement, StepEnd
 from rota.tasks import Kind, Op, Task
 from rota.timeline import Timeline
@@ -39,16 +40,27 @@ def calibrated(*timelines: Timeline) -> Placement:
 
 
 def median_us(timelines: Iterable[Timeline]) -> dict[tuple[int, Kind], int]:
-    """(stage, kind) -> the low median of its ops' durations in µs; of several ranks the slowest counts."""
-    seen: dict[tuple[int, Kind], list[int]] = {}
+    """(stage, kind) -> the low median of its ops' durations in µs; of several ranks the slowest counts.
+
+    Where micro-batches differ, it is one per class, a `rota.figures.PerClass`; a class that none had is as planned.
+    """
+    seen: dict[tuple[int, Kind], dict[int, list[int]]] = {}
+    planned: dict[tuple[int, Kind], tuple[int, ...]] = {}
     for timeline in timelines:
         slowest: dict[Op, int] = {}
         for span in timeline.op_spans():
             assert isinstance(span.work, Op)
             slowest[span.work] = max(slowest.get(span.work, 0), span.duration_us)
+        placement = timeline.plan.placement
+        for task in placement.tasks:
+            planned[task.stage, task.kind] = tuple(value_in(task.duration_us, c) for c in range(placement.num_classes))
         for op, us in slowest.items():
-            seen.setdefault((op.stage, op.kind), []).append(us)
-    return {task: median_low(times) for task, times in seen.items()}
+            of_class = seen.setdefault((op.stage, op.kind), {})
+            of_class.setdefault(placement.class_in(op.microbatch), []).append(us)
+    return {
+        task: same_or_per_class(median_low(times[c]) if c in times else us for c, us in enumerate(planned[task]))
+        for task, times in seen.items()
+    }
 
 
 def with_durations(tasks: Iterable[Task], durations_us: Mapping[tuple[int, Kind], int]) -> tuple[Task, ...]:
@@ -73,13 +85,15 @@ def _cluster(timelines: Sequence[Timeline]) -> Cluster:
     seen: dict[tuple[int, int], dict[int, list[int]]] = {}  # (sender, receiver) -> bytes -> µs
     for timeline in timelines:
         busy = _shared_links(timeline)
-        for route, sent, arrived in zip(
-            timeline.plan.placement.routes, timeline.sent_us, timeline.arrived_us, strict=True
+        placement = timeline.plan.placement
+        for r, (route, sent, arrived) in enumerate(
+            zip(placement.routes, timeline.sent_us, timeline.arrived_us, strict=True)
         ):
-            times = seen.setdefault((route.sender, route.receiver), {}).setdefault(route.num_bytes, [])
-            for start, end in zip(sent, arrived, strict=True):
+            by_size = seen.setdefault((route.sender, route.receiver), {})
+            for m, start, end in zip(timeline.plan.microbatches_on(r), sent, arrived, strict=True):
                 lost_us = max((busy[i].lost_us(start, end) for i in route.shared), default=0)
-                beyond_us = max(end - start - route.duration_us, 0)
+                beyond_us = max(end - start - placement.value(route.duration_us, m), 0)
+                times = by_size.setdefault(placement.value(route.num_bytes, m), [])
                 times.append(max(end - start, 0) - min(lost_us, beyond_us))
     links: dict[tuple[int, int], Link] = {}
     for sender, receiver, link in cluster.links:
@@ -129,6 +143,7 @@ def _require_one_placement(timelines: Sequence[Timeline]) -> None:
         (
             [(task.stage, task.kind, task.ranks) for task in timeline.plan.placement.tasks],
             timeline.plan.placement.edges,
+            timeline.plan.placement.num_classes,
             timeline.num_ranks,
         )
         for timeline in timelines

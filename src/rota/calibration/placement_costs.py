@@ -28,6 +28,7 @@ def costs_of(placement: Placement, note: str = "") -> Costs:
     Raises:
         PlacementError: The placement is not one that `rota.place` makes for training.
     """
+    placement.require_alike("costs_of")
     stages = placement.stages
     if stages != tuple(range(len(stages))):
         raise PlacementError(f"the stages are {list(stages)}, not 0 to {len(stages) - 1}; {_REMEDY}")

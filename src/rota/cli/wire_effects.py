@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from rota.figures import values_of
 from rota.placement import Placement
 from rota.units import count_text, size_text, time_text
 
@@ -27,7 +28,9 @@ def _links(placement: Placement) -> list[tuple[int, int | None]]:
 
 def _message_costs_us(placement: Placement) -> tuple[int, int]:
     """The most that a message costs its sender, and its receiver."""
-    links = [(placement.cluster.link_between(r.sender, r.receiver), r.num_bytes) for r in placement.routes]
+    links = [
+        (placement.cluster.link_between(r.sender, r.receiver), max(values_of(r.num_bytes))) for r in placement.routes
+    ]
     return (
         max(link.send_cost_us(num_bytes) for link, num_bytes in links),
         max(link.receive_cost_us(num_bytes) for link, num_bytes in links),

@@ -11,6 +11,7 @@ from itertools import chain, pairwise
 from typing import Any, final
 
 from rota.accounting import Cause, Idle
+from rota.figures import values_of
 from rota.memory import task_changes
 from rota.plan import Transfer
 from rota.tasks import Op
@@ -55,9 +56,10 @@ def _smallest(values: list[int]) -> array[Any]:
 def pack_timeline(timeline: Timeline, idle: Sequence[Idle], columns: Columns) -> dict[str, Any]:
     """Add the timeline's columns in the order in which the page reads them, and return the fields of its head."""
     plan, placement = timeline.plan, timeline.plan.placement
-    changes = [task_changes(placement, rank) for rank in range(timeline.num_ranks)]
+    changes = [[task_changes(each, rank) for each in placement.classes] for rank in range(timeline.num_ranks)]
     slots = [(i, rank) for i, task in enumerate(placement.tasks) for rank in task.ranks]
-    tasks = [(task.stage, str(task.kind)) for task in placement.tasks]
+    keys = [(task.stage, task.kind) for task in placement.tasks]
+    tasks = [(stage, str(kind)) for stage, kind in keys]
     step_ends = [
         (span.rank, span.work, span.start_us, span.end_us)
         for span in timeline.step_end_spans()
@@ -73,14 +75,19 @@ def pack_timeline(timeline: Timeline, idle: Sequence[Idle], columns: Columns) ->
         "numMicrobatches": plan.num_microbatches,
         "numComponents": placement.num_components,
         "tasks": tasks,
-        "slots": [(i, rank, *changes[rank][placement.tasks[i].stage, placement.tasks[i].kind]) for i, rank in slots],
+        "classOf": placement.class_of,
+        "slots": [
+            (i, rank, *(_one_or_each(pair) for pair in zip(*(each[keys[i]] for each in changes[rank]), strict=True)))
+            for i, rank in slots
+        ],
         "routes": [
             (
-                *route[:5],
+                *route[:4],
+                _one_or_each(values_of(route.num_bytes)),
                 placement.component_of[route.source],
-                route.service_us,
+                _one_or_each(values_of(route.service_us)),
                 route.shared,
-                placement.occupied_us[route.source][1],
+                _one_or_each(values_of(placement.occupied_us[route.source][1])),
             )
             for route in placement.routes
         ],
@@ -89,6 +96,11 @@ def pack_timeline(timeline: Timeline, idle: Sequence[Idle], columns: Columns) ->
         "static": list(placement.static_bytes),
         "stepEnds": [(rank, work.stage, work.what, start, end) for rank, work, start, end in step_ends],
     }
+
+
+def _one_or_each(values: Sequence[int]) -> int | Sequence[int]:
+    """Return a figure as the page reads it: one number, or one per class of micro-batches."""
+    return values[0] if len({*values}) == 1 else values
 
 
 def _add_ops(timeline: Timeline, slot_of: dict[tuple[int, str, int], int], columns: Columns) -> None:

@@ -40,6 +40,7 @@ class Leg:
 
 def path_through(placement: Placement, postpones_weights: bool) -> list[Leg]:
     """A chain's legs: each stage's F; then, last stage first, its (R) B, or (R) I W, or (R) I where W is postponed."""
+    placement = placement.average
     there = [(stage, (Kind.F,)) for stage in placement.stages]
     backward = [kind for kind in BACKWARD_KINDS if not (postpones_weights and kind is Kind.W)]
     back = [(s, tuple(k for k in backward if (s, k) in placement.index)) for s in reversed(placement.stages)]

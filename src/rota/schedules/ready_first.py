@@ -128,6 +128,7 @@ class _Scheduler:
 
 
 def _pieces(placement: Placement, num_microbatches: int) -> list[_Piece]:
+    placement = placement.average
     pieces: list[_Piece] = []
     of_task: dict[int, int] = {}
     for stage in placement.stages:

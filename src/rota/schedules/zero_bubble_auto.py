@@ -60,12 +60,15 @@ def zb_auto(placement: Placement, num_microbatches: int) -> Plan:
         The plan.
 
     Raises:
-        ScheduleError: The placement is not such a chain, or nothing fits in the memory limit.
+        ScheduleError: The placement is not such a chain, its micro-batches differ, or nothing fits in the memory
+            limit.
     """
     name, shape = "zb_auto", "rota.place(costs, cluster)"
     require_microbatches(name, num_microbatches)
     require_chain_on(name, placement, range(placement.num_ranks), shape)
     require_split(name, placement)
+    if placement.class_of:
+        raise ScheduleError(f"{name}: plans micro-batches that are all alike; use zb_h1, or search for a plan")
     search = _Search(placement, num_microbatches)
     one_at_a_time = [bytearray((FORWARD, INPUT, WEIGHT)) * num_microbatches for _ in range(placement.num_ranks)]
     by_hand = [schedule(placement, num_microbatches) for schedule in (zb_h1, zb_h2, one_f_one_b)]

@@ -8,7 +8,7 @@ const [TRANSFER_ENDS, OP_ENDS, TRANSFER_STARTS, OP] = [0, 1, 2, 3]; // the order
  */
 function makeLevels(timeline) {
   const { slots, routes } = timeline;
-  const changes = [...slots.map(([, , atStart]) => atStart), ...routes.map(([, , , , size]) => size), ...timeline.static];
+  const changes = [...slots.map(([, , atStart]) => atStart), ...routes.map(([, , , , size]) => size), ...timeline.static].flat();
   timeline.hasMemory = changes.some((bytes) => bytes > 0);
   timeline.lanes.forEach((lane, rank) => {
     lazily(lane, "levels", () => {
@@ -54,9 +54,9 @@ function opEvents(timeline, lane) {
   for (let i = 0; i < lane.n; i++) {
     const [, , atStart, atEnd] = timeline.slots[lane.slot[i]];
     events.key[2 * i] = 4 * lane.start[i] + OP;
-    events.change[2 * i] = atStart;
+    events.change[2 * i] = figureOf(timeline, atStart, lane.batch[i]);
     events.key[2 * i + 1] = 4 * lane.end[i] + (lane.end[i] > lane.start[i] ? OP_ENDS : OP);
-    events.change[2 * i + 1] = atEnd;
+    events.change[2 * i + 1] = figureOf(timeline, atEnd, lane.batch[i]);
   }
   return events;
 }
@@ -69,15 +69,20 @@ function transferEvents(timeline, rank) {
     if (!size || (rank !== sender && rank !== receiver)) return;
     const span = [routeFirst[r], routeFirst[r + 1] ?? transfers.n];
     const starts = rank === sender ? transfers.handedOver : transfers.sent; // the sender holds what waits for a link
-    lists.push(eventList(starts.slice(...span), TRANSFER_STARTS, size));
-    if (rank === sender) lists.push(eventList(transfers.arrived.slice(...span), TRANSFER_ENDS, -size));
+    const sizes = Float64Array.from(transfers.batch.slice(...span), (batch) => figureOf(timeline, size, batch));
+    lists.push(eventList(starts.slice(...span), TRANSFER_STARTS, sizes));
+    if (rank === sender) lists.push(eventList(transfers.arrived.slice(...span), TRANSFER_ENDS, sizes.map((bytes) => -bytes)));
   });
   return lists;
 }
 
-function eventList(times, what, change) {
-  const key = times.sort().map((time) => 4 * time + what);
-  return { n: key.length, key, change: new Float64Array(key.length).fill(change) };
+function eventList(times, what, changes) {
+  const order = Uint32Array.from(times.keys()).sort((a, b) => times[a] - times[b]);
+  return {
+    n: order.length,
+    key: Float64Array.from(order, (k) => 4 * times[k] + what),
+    change: Float64Array.from(order, (k) => changes[k]),
+  };
 }
 
 /** Merges two lists of events; if keys are equal, those of `a` come first. */

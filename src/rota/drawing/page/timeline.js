@@ -128,6 +128,11 @@ function criticalOps(timeline) {
   return timeline.criticalOps;
 }
 
+/** Returns a figure of a micro-batch: it is one number, or one per class of micro-batches. */
+function figureOf({ classOf }, figure, batch) {
+  return Array.isArray(figure) ? figure[classOf[batch]] : figure;
+}
+
 /**
  * `delays` are from the producer's end to the transfer's start; all times are in µs. A transfer waits for shared links
  * from `handedOver` to `sent`, and then occupies them until `served`.
@@ -149,8 +154,9 @@ function makeTransfers(timeline, delays, durations) {
     for (let m = component; m < numMicrobatches; m += numComponents, at++) {
       sent[at] = end[timeline.opAt[slot * numMicrobatches + m] - first] + delays[at];
       arrived[at] = sent[at] + durations[at];
-      handedOver[at] = links.length ? sent[at] - Math.max(0, delays[at] - sending) : sent[at];
-      served[at] = Math.min(sent[at] + service, Math.max(sent[at], arrived[at]));
+      const waited = delays[at] - figureOf(timeline, sending, m);
+      handedOver[at] = links.length ? sent[at] - Math.max(0, waited) : sent[at];
+      served[at] = Math.min(sent[at] + figureOf(timeline, service, m), Math.max(sent[at], arrived[at]));
       [route[at], batch[at]] = [r, m];
     }
   });

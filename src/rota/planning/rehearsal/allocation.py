@@ -78,8 +78,9 @@ class RankMemory:
         self._before_bytes = self._process_bytes()
         self.peak_bytes = 0
         self.process_bytes = None if self._before_bytes is None else 0
-        self._blocks = blocks_of(placement)
-        self._needed = {(task.stage, task.kind): task.peak_bytes for task in placement.tasks}
+        self._class_in = placement.class_in
+        self._blocks = [blocks_of(each) for each in placement.classes]
+        self._needed = [{(task.stage, task.kind): task.peak_bytes for task in each.tasks} for each in placement.classes]
         self._static = self._allocated(placement.static_bytes[rank])
         self._held: dict[tuple[int, int], list[tuple[torch.Tensor, Kind | None]]] = {}  # by (stage, micro-batch)
         self._used = self._allocated(0)  # while an op runs
@@ -97,9 +98,10 @@ class RankMemory:
 
     def op_starts(self, op: Op) -> None:
         """Allocate what the op keeps, and what it needs while it runs."""
-        taken = [(self._allocated(num_bytes), until) for num_bytes, until in self._blocks[op.stage, op.kind]]
+        of_class = self._class_in(op.microbatch)
+        taken = [(self._allocated(num_bytes), until) for num_bytes, until in self._blocks[of_class][op.stage, op.kind]]
         self._held.setdefault((op.stage, op.microbatch), []).extend(taken)
-        self._used = self._allocated(self._needed[op.stage, op.kind])
+        self._used = self._allocated(self._needed[of_class][op.stage, op.kind])
         self._look()
 
     def op_ends(self, op: Op) -> None:

@@ -106,7 +106,8 @@ def _refuse(plan: Plan, num_steps: int, allocate: bool, timeout_s: float | None,
     kind = device_type(device, plan.num_ranks)
     held, what = placement, f"{count_text(plan.num_ranks, 'rank')} that allocate the plan's memory"
     if allocate:
-        blocks_of(placement)
+        for of_class in placement.classes:
+            blocks_of(of_class)
     else:
         tasks = tuple(replace(task, held_bytes=0, peak_bytes=0) for task in placement.tasks)
         held, what = replace(placement, tasks=tasks, static_bytes=()), f"the messages of {plan.num_ranks} ranks"
@@ -150,9 +151,13 @@ def _overhead(plan: Plan, report: RankReport, step: int) -> Overhead:
 
 def _links(timeline: Timeline) -> tuple[LinkUse, ...]:
     messages: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    for route, starts, ends in zip(timeline.plan.placement.routes, timeline.sent_us, timeline.arrived_us, strict=True):
-        of_pair = messages.setdefault((route.sender, route.receiver), [])
-        of_pair += [(route.num_bytes, route.duration_us, end - start) for start, end in zip(starts, ends, strict=True)]
+    plan, column = timeline.plan, timeline.plan.placement.column
+    for r, (route, starts, ends) in enumerate(
+        zip(plan.placement.routes, timeline.sent_us, timeline.arrived_us, strict=True)
+    ):
+        of_pair, batches = messages.setdefault((route.sender, route.receiver), []), plan.microbatches_on(r)
+        took_us = [end - start for start, end in zip(starts, ends, strict=True)]
+        of_pair += zip(column(route.num_bytes, batches), column(route.duration_us, batches), took_us, strict=True)
     uses = []
     for pair, of_pair in sorted(messages.items()):
         sizes, planned, took = zip(*of_pair, strict=True)

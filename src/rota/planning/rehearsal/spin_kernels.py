@@ -42,7 +42,7 @@ class SpinKernels:
         rank, tasks, stages = processes.rank, plan.placement.tasks, stages_of(plan.placement)
         self._device, self._memory = device, memory
         self._tasks = {(task.stage, task.kind): task for task in tasks if rank in task.ranks}
-        self._made = {key: made_bytes(plan.placement, stages, rank, *key) for key in self._tasks}
+        self._plan, self._made = plan, made_bytes(plan.placement, stages, rank)
         together_on = sorted({task.ranks for task in tasks if len(task.ranks) > 1})
         self._groups = {ranks: processes.of_ranks(ranks, device.backend, device.torch_device) for ranks in together_on}
         self._meeting = torch.zeros(1, device=device.torch_device)
@@ -59,8 +59,8 @@ class SpinKernels:
                 dist.all_reduce(self._meeting, group=self._groups[task.ranks])
         if self._memory is not None:
             self._memory.op_starts(op)
-        made = [self._buffer(num_bytes) for num_bytes in self._made[op.stage, op.kind]]
-        self._spinner.spin(task.duration_us)
+        made = [self._buffer(num_bytes) for num_bytes in self._made(op)]
+        self._spinner.spin(self._plan.duration_us(op))
         if self._memory is not None:
             self._memory.op_ends(op)
         return made if op.kind is Kind.F else [[gradient] for gradient in made]
@@ -116,8 +116,7 @@ class DeviceRank:
         free_ns = start_ns
         for op, ended_ns in zip(plan.orders[record.rank], record.ends_ns, strict=True):
             ready_ns = max([free_ns, *(record.received_ns[column][1] for column in self._reads.get(op, ()))])
-            task = plan.placement.tasks[plan.placement.index[op.stage, op.kind]]
-            late_ns.append(max(ended_ns - ready_ns - 1000 * task.duration_us, 0))
+            late_ns.append(max(ended_ns - ready_ns - 1000 * plan.duration_us(op), 0))
             free_ns = ended_ns
         return late_ns
 

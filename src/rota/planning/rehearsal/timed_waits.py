@@ -13,6 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -42,7 +43,7 @@ class TimedWaits:
         tasks = plan.placement.tasks
         self.arrivals, self._memory = arrivals, memory
         self._tasks = {(task.stage, task.kind): task for task in tasks if rank in task.ranks}
-        self._made = {key: made_bytes(plan.placement, stages, rank, *key) for key in self._tasks}
+        self._plan, self._made = plan, made_bytes(plan.placement, stages, rank)
         together_on = sorted({task.ranks for task in tasks if len(task.ranks) > 1})
         self._groups = {ranks: spmd.group(ranks) for ranks in together_on}
         self.start_ns = self._free_ns = 0
@@ -65,14 +66,15 @@ class TimedWaits:
         if self._memory is not None:
             self._memory.op_starts(op)
         make = touched if self._memory is not None else _untouched
-        made = [make(num_bytes) for num_bytes in self._made[op.stage, op.kind]]
-        end_ns = ready_ns + 1000 * task.duration_us
+        made = [make(num_bytes) for num_bytes in self._made(op)]
+        duration_ns = 1000 * self._plan.duration_us(op)
+        end_ns = ready_ns + duration_ns
         slept = sleep_until(end_ns)
         if self._memory is not None:
             self._memory.op_ends(op)
         now_ns = time.monotonic_ns()
         self._free_ns = end_ns if slept else now_ns
-        self.starts_ns.append(self._free_ns - 1000 * task.duration_us)
+        self.starts_ns.append(self._free_ns - duration_ns)
         self.ends_ns.append(self._free_ns)
         self.late_ns.append(now_ns - end_ns)
         return made if op.kind is Kind.F else [[gradient] for gradient in made]
@@ -104,20 +106,36 @@ def stages_of(placement: Placement) -> Stages:
 
 def formats_of(plan: Plan, stages: Stages) -> dict[ValueKey, Format]:
     """Formats of each boundary's values and gradients: as many bytes as the plan says."""
+    of_class = [_formats_of(placement, stages) for placement in plan.placement.classes]
+    return {
+        (i, False, m): of_class[plan.placement.class_in(m)][i]
+        for i in range(len(stages.edges))
+        for m in range(plan.num_microbatches)
+    }
+
+
+def _formats_of(placement: Placement, stages: Stages) -> list[Format]:
+    """The format of each boundary for micro-batches that are alike."""
     sizes: dict[tuple[int, int, bool], int] = {}
-    for source, target, num_bytes in plan.placement.edges:
-        a, b = plan.placement.tasks[source], plan.placement.tasks[target]
+    for source, target, num_bytes in placement.edges:
+        a, b = placement.tasks[source], placement.tasks[target]
         sizes[a.stage, b.stage, a.kind is not Kind.F] = num_bytes
-    formats: dict[ValueKey, Format] = {}
-    for i, (a_stage, b_stage, _) in enumerate(stages.edges):
+    formats = []
+    for a_stage, b_stage, _ in stages.edges:
         form = Format(("tensor", "uint8", (sizes[a_stage, b_stage, False],), False))
         form.gradients = [((sizes.get((b_stage, a_stage, True), 0),), torch.uint8)]  # may be of another size here
-        formats |= {(i, False, m): form for m in range(plan.num_microbatches)}
+        formats.append(form)
     return formats
 
 
-def made_bytes(placement: Placement, stages: Stages, rank: int, stage: int, kind: Kind) -> list[int]:
-    """The bytes of each of an op's outputs, in the order of its edges; 0 if another rank sends it."""
+def made_bytes(placement: Placement, stages: Stages, rank: int) -> Callable[[Op], list[int]]:
+    """A function of an op on `rank`: the bytes of its outputs, in the order of its edges; 0 if another rank sends."""
+    keys = [(task.stage, task.kind) for task in placement.tasks if rank in task.ranks]
+    of_class = [{key: _made_bytes(each, stages, rank, *key) for key in keys} for each in placement.classes]
+    return lambda op: of_class[placement.class_in(op.microbatch)][op.stage, op.kind]
+
+
+def _made_bytes(placement: Placement, stages: Stages, rank: int, stage: int, kind: Kind) -> list[int]:
     task = placement.index[stage, kind]
     sizes = {
         placement.tasks[r.target].stage: r.num_bytes for r in placement.routes if (r.source, r.sender) == (task, rank)
