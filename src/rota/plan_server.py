@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from rota.costs import Cluster
 from rota.errors import RotaError
+from rota.placing import interleaved, place, wave
 from rota.plan import Plan
 from rota.sizes import SizeModel
 
@@ -42,11 +43,17 @@ class Grouped(Protocol):
     def bound_us(self) -> int: ...  # noqa: D102
 
 
-def plan_by_model(lengths: Sequence[int], num_replicas: int, model: str, cluster: str, **options: Any) -> Any:
-    """`rota.plan_replicas` with JSON of a SizeModel and a Cluster."""
+_PLACINGS = {"place": place, "interleaved": interleaved, "wave": wave}
+
+
+def plan_by_model(
+    lengths: Sequence[int], num_replicas: int, model: str, cluster: str, placing: str = "place", **options: Any
+) -> Iterable[Grouped]:
+    """`rota.plan_replicas` with JSON of a SizeModel and a Cluster, and the name of a function that places stages."""
     from rota.batching import plan_replicas
 
-    return plan_replicas(SizeModel.from_json(model), Cluster.from_json(cluster), lengths, num_replicas, **options)
+    costs, ranks = SizeModel.from_json(model), Cluster.from_json(cluster)
+    return plan_replicas(costs, ranks, lengths, num_replicas, place=_PLACINGS[placing], **options)
 
 
 def main() -> None:

@@ -82,6 +82,7 @@ TABLE = {
     "rota.__main__": Row(("rota.cli",)),
     **{name: Row(CORE[:i]) for i, name in enumerate(CORE)},
     "rota.search": Row((*CORE, "numpy", "numba", "ortools")),
+    "rota.batching": Row((*CORE, "numpy", "numba")),
     "rota.plan_server": Row(CORE, lazy=("rota.batching",)),
     "rota.torch_internals": Row(("torch",)),
     "rota.models": Row((*CORE, *TORCH)),
@@ -178,6 +179,7 @@ ROOMS = (
     *("programs", "schedules", "calibration", "accounting", "comparison", "cutting"),
     *(
         "search",
+        "batching",
         "models",
         "runtime",
         "profiling",

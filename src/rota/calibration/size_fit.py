@@ -4,8 +4,9 @@
 
 Times are fitted by least squares of relative errors, so that a short micro-batch counts as much as a long one. Bytes
 are fitted in the same way and then raised until no measured size needs more than the model says, and none frees less,
-as a limit of memory asks for. With three coefficients, non-negative least squares needs no iterations: the best of the seven sets of coefficients
-that may be other than 0 is the optimum (Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23).
+as a limit of memory asks for. With three coefficients, non-negative least squares needs no iterations: the best of the
+seven sets of coefficients that may be other than 0 is the optimum (Lawson and Hanson, "Solving Least Squares Problems",
+1974, chapter 23).
 """
 
 from __future__ import annotations

@@ -1,0 +1,7 @@
+"""Every batch its own plan: from samples' lengths to micro-batches, their order, each rank's schedule, and a bound."""
+
+from rota.batching.bounds import BatchBound
+from rota.batching.planning import plan_batch
+from rota.batching.result import BatchPlan
+
+__all__ = ["BatchBound", "BatchPlan", "plan_batch"]

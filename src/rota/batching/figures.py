@@ -1,0 +1,269 @@
+"""From a model of sizes to the figures of every task, for all micro-batches of a step at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from heapq import heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rota.batching.problem import NO_LIMIT, BatchProblem, Integers
+from rota.costs import Cluster, Costs
+from rota.errors import SearchError
+from rota.figures import PerClass
+from rota.placement import Placement
+from rota.sizes import CURVES, Curve, Size, SizeModel
+from rota.tasks import Kind, Task
+
+Floats = NDArray[np.float64]
+Place = Callable[[Costs, Cluster], Placement]
+
+_FORM_LENGTH = 3  # constant, tokens, squares
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model of sizes on ranks. Tasks and edges are those of `placement`, the placement of a micro-batch of one token.
+
+    Attributes:
+        model: The model of sizes.
+        placement: Its stages on ranks.
+        sorted_tasks: Indices into the placement's tasks in topological order, as a `BatchProblem` has them.
+    """
+
+    model: SizeModel
+    placement: Placement
+    sorted_tasks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, model: SizeModel, cluster: Cluster, place: Place) -> Layout:
+        """The layout that `place` makes. Raises SearchError for one that batches cannot be planned for yet."""
+        placement = place(model.costs(Size(1, 1)), cluster)
+        if placement.num_components > 1:
+            raise SearchError(
+                f"the placement has {placement.num_components} data streams; batches are planned for one: use rota.place"
+            )
+        if wide := [task for task in placement.tasks if len(task.ranks) > 1]:
+            raise SearchError(f"task {wide[0]} is on {len(wide[0].ranks)} ranks; batches are planned with one per task")
+        if cluster.counts_wires:
+            raise SearchError(
+                "the cluster has shared links, gaps or costs of messages; batches are planned without: leave them out"
+            )
+        return cls(model, placement, _topological(placement))
+
+    def problem(self, sizes: Sequence[Size]) -> BatchProblem:
+        """The step of micro-batches of these sizes."""
+        values = self._values(sizes)
+        placement, tasks = self.placement, [self.placement.tasks[i] for i in self.sorted_tasks]
+        position = {task: i for i, task in enumerate(self.sorted_tasks)}
+        sources, targets = [e.source for e in placement.edges], [e.target for e in placement.edges]
+        edge_bytes, lags = self._edges(values, len(sizes))
+        edges = np.array([[position[a], position[b]] for a, b in zip(sources, targets, strict=True)], np.int64)
+        limits = zip(placement.cluster.limit_bytes, placement.static_bytes, strict=True)
+        return BatchProblem(
+            durations_us=_columns([self._duration(values, task) for task in tasks]),
+            held_bytes=_columns([self._held(values, task) for task in tasks]),
+            peak_bytes=_columns([self._peak(values, task) for task in tasks]),
+            lags_us=lags,
+            edge_bytes=edge_bytes,
+            edges=edges.reshape(-1, 2),
+            rank_of=np.array([task.ranks[0] for task in tasks], np.int64),
+            choice_of=np.array(
+                [1 if t.kind is Kind.F else 2 if t.kind is Kind.W else 0 for t in tasks], np.int64
+            ),
+            limits_bytes=np.array([NO_LIMIT if limit is None else limit - static for limit, static in limits]),
+            tails_us=self._tails(),
+        )
+
+    def placed(self, problem: BatchProblem, sizes: Sequence[Size], sequence: Integers) -> Placement:
+        """The placement of micro-batches in this sequence, one class per size; `problem` and `sizes` have their own."""
+        in_order = [sizes[m] for m in sequence.tolist()]
+        first = {size: int(m) for size, m in zip(reversed(in_order), reversed(sequence.tolist()), strict=True)}
+        class_of = {size: c for c, size in enumerate(first)}
+        rows = np.array([*first.values()])
+        columns = [a[rows].T.tolist() for a in (problem.durations_us, problem.held_bytes, problem.peak_bytes)]
+        tasks = list(self.placement.tasks)
+        for task, *figures in zip(self.sorted_tasks, *columns, strict=True):
+            given = self.placement.tasks[task]
+            tasks[task] = Task(given.stage, given.kind, given.ranks, *map(_figure, figures))
+        edge_columns = problem.edge_bytes[rows].T.tolist()
+        edges = [
+            edge._replace(num_bytes=_figure(column))
+            for edge, column in zip(self.placement.edges, edge_columns, strict=True)
+        ]
+        classes = tuple(class_of[size] for size in in_order) if len(rows) > 1 else ()
+        return replace(self.placement, tasks=tuple(tasks), edges=tuple(edges), class_of=classes)
+
+    def work(self) -> Floats:
+        """float64[num_forms, 3]: a rank's time for a micro-batch as a form of (1, tokens, squares); the largest counts."""
+        forms = np.zeros((self.placement.num_ranks, _FORM_LENGTH))
+        for task in self.placement.tasks:
+            forms[task.ranks[0]] += self._form(_DURATION[task.kind], task.stage)
+        return _undominated(forms)
+
+    def needs(self, rank: int) -> Floats:
+        """float64[num_forms, 3]: bytes that a rank needs for one micro-batch alone; the largest counts."""
+        forms, level = [np.zeros(_FORM_LENGTH)], np.zeros(_FORM_LENGTH)
+        for i in self.sorted_tasks:
+            task = self.placement.tasks[i]
+            if task.ranks[0] != rank:
+                continue
+            held = self._held_form(task)
+            received, sent = np.zeros(_FORM_LENGTH), np.zeros(_FORM_LENGTH)
+            for e, edge in enumerate(self.placement.edges):
+                if self._is_transfer(e):
+                    received += self._edge_form(e) if edge.target == i else 0
+                    sent += self._edge_form(e) if edge.source == i and any(self._link(e)) else 0
+            forms.append(level + np.maximum(held, 0) + self._form(_PEAK[task.kind], task.stage) + received)
+            level = level + held
+            forms.append(level + sent)
+        return _undominated(np.array(forms))
+
+    # --- the fields of Costs behind each task and edge ---------------------------------------------------------------
+
+    def _values(self, sizes: Sequence[Size]) -> dict[str, Integers]:
+        """Each curve of the model at each size: int64[num_microbatches, num_stages or num_edges]."""
+        tokens = np.array([[size.tokens] for size in sizes], np.float64)
+        squares = np.array([[size.squares] for size in sizes], np.float64)
+        values = {}
+        for name in CURVES:
+            curves = getattr(self.model, name)
+            if curves is None:
+                continue
+            constant, per_token, per_square = np.array(curves, np.float64).reshape(-1, _FORM_LENGTH).T
+            exact = constant + per_token * tokens + per_square * squares
+            whole = np.maximum(np.floor(exact + 0.5), 0) if name.endswith("_us") else np.ceil(exact)
+            values[name] = whole.astype(np.int64)
+        held = values["activation_bytes"]
+        values["input_frees_bytes"] = np.minimum(values["input_frees_bytes"], held) if self._gives_frees else held // 2
+        if self.model.gradient_bytes is None:
+            values["gradient_bytes"] = values["boundary_bytes"]
+        return values
+
+    @property
+    def _gives_frees(self) -> bool:
+        return self.model.input_frees_bytes is not None
+
+    def _stage(self, task: Task) -> int:
+        """The stage in the model: copies of a stage have its figures."""
+        return task.stage % self.model.num_stages
+
+    def _duration(self, values: dict[str, Integers], task: Task) -> Integers:
+        return values[_DURATION[task.kind]][:, self._stage(task)]
+
+    def _peak(self, values: dict[str, Integers], task: Task) -> Integers:
+        return values[_PEAK[task.kind]][:, self._stage(task)]
+
+    def _held(self, values: dict[str, Integers], task: Task) -> Integers:
+        stage = self._stage(task)
+        held, freed = values["activation_bytes"][:, stage], values["input_frees_bytes"][:, stage]
+        return {Kind.F: held, Kind.B: -held, Kind.I: -freed, Kind.W: freed - held}[task.kind]
+
+    def _held_form(self, task: Task) -> Floats:
+        held = self._form("activation_bytes", task.stage)
+        freed = self._form("input_frees_bytes", task.stage) if self._gives_frees else held / 2
+        return {Kind.F: held, Kind.B: -held, Kind.I: -freed, Kind.W: freed - held}[task.kind]
+
+    def _form(self, name: str, stage: int) -> Floats:
+        curves: Sequence[Curve] = getattr(self.model, name)
+        return np.array(curves[stage % self.model.num_stages])
+
+    def _edges(self, values: dict[str, Integers], count: int) -> tuple[Integers, Integers]:
+        """(bytes, lags) of the edges: int64[num_microbatches, num_edges] each."""
+        num_bytes = np.zeros((count, len(self.placement.edges)), np.int64)
+        lags = np.zeros_like(num_bytes)
+        for e in self._between:
+            name, column = self._edge_source(e)
+            num_bytes[:, e] = values[name][:, column]
+            if self._is_transfer(e):
+                latency_us, rate = self._link(e)
+                lags[:, e] = latency_us + (-(-num_bytes[:, e] // rate) if rate else 0)
+        return num_bytes, lags
+
+    def _is_transfer(self, e: int) -> bool:
+        edge, tasks = self.placement.edges[e], self.placement.tasks
+        return tasks[edge.source].ranks != tasks[edge.target].ranks
+
+    def _link(self, e: int) -> tuple[int, int]:
+        """Latency in µs and bytes per µs, 0 for any number, of an edge between two ranks."""
+        edge, tasks = self.placement.edges[e], self.placement.tasks
+        link = self.placement.cluster.link_between(tasks[edge.source].ranks[0], tasks[edge.target].ranks[0])
+        return link.latency_us, link.bytes_per_us or 0
+
+    def _edge_source(self, e: int) -> tuple[str, int]:
+        """The field with an edge's bytes, and its entry. `rota.place` lists forward edges first, then their mirrors."""
+        num_edges, nth, half = len(self.model.boundary_bytes), self._between.index(e), len(self._between) // 2
+        return ("boundary_bytes", nth % num_edges) if nth < half else ("gradient_bytes", (nth - half) % num_edges)
+
+    @cached_property
+    def _between(self) -> list[int]:
+        """The edges between different stages."""
+        tasks = self.placement.tasks
+        return [e for e, edge in enumerate(self.placement.edges) if tasks[edge.source].stage != tasks[edge.target].stage]
+
+    def _edge_form(self, e: int) -> Floats:
+        name, column = self._edge_source(e)
+        curves = getattr(self.model, name)
+        return np.array((self.model.boundary_bytes if curves is None else curves)[column])
+
+    def _tails(self) -> Integers:
+        """What comes after a rank's last op: its last stage's reduction at the latest, and its optimizer steps."""
+        tails = np.zeros(self.placement.num_ranks, np.int64)
+        for end in self.placement.step_ends:
+            for rank in self.placement.gradient_ranks(end.stage):
+                tails[rank] += end.reduce_us + end.optimizer_us
+        return tails
+
+
+_DURATION = {Kind.F: "forward_us", Kind.B: "backward_us", Kind.I: "backward_us", Kind.W: "weight_us"}
+_PEAK = {
+    Kind.F: "forward_peak_bytes",
+    Kind.B: "backward_peak_bytes",
+    Kind.I: "backward_peak_bytes",
+    Kind.W: "weight_peak_bytes",
+}
+
+
+def _topological(placement: Placement) -> tuple[int, ...]:
+    """The tasks, each after its inputs, and a W as soon as it can be."""
+    waits_for = [0] * len(placement.tasks)
+    outputs: list[list[int]] = [[] for _ in placement.tasks]
+    for edge in placement.edges:
+        waits_for[edge.target] += 1
+        outputs[edge.source].append(edge.target)
+
+    def key(task: int) -> tuple[bool, int]:
+        return placement.tasks[task].kind is not Kind.W, task
+
+    heap = sorted(key(task) for task, count in enumerate(waits_for) if not count)
+    order = []
+    while heap:
+        _, task = heappop(heap)
+        order.append(task)
+        for target in outputs[task]:
+            waits_for[target] -= 1
+            if not waits_for[target]:
+                heappush(heap, key(target))
+    return tuple(order)
+
+
+def _columns(columns: Sequence[Integers]) -> Integers:
+    return np.ascontiguousarray(np.stack(columns, axis=1))
+
+
+def _undominated(forms: Floats) -> Floats:
+    """The forms that are not below another one in every coefficient."""
+    distinct = np.unique(forms, axis=0)
+    kept = [
+        form for i, form in enumerate(distinct)
+        if not any(j != i and (form <= other).all() for j, other in enumerate(distinct))
+    ]
+    return np.array(kept)
+
+
+def _figure(values: list[int]) -> int:
+    """One number per class, or one for all."""
+    return values[0] if len({*values}) == 1 else PerClass(values)  # type: ignore[return-value]

@@ -1,0 +1,191 @@
+"""From a batch's lengths to its plan: groups, their sequence, each rank's order, and how good these are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from rota.batching.bounds import ALL_ORDERS, ANY_SEQUENCE, THIS_SEQUENCE, BatchBound, of_grouping
+from rota.batching.dispatching import Dispatch, Policy, dispatch
+from rota.batching.figures import Layout, Place
+from rota.batching.grouping import Grouper, Groups
+from rota.batching.improving import best_policy, improve, valley
+from rota.batching.memory_use import peaks_bytes
+from rota.batching.problem import NO_LIMIT, BatchProblem, Integers
+from rota.batching.result import BatchPlan
+from rota.batching.windows import sequence_bound_us
+from rota.costs import Cluster
+from rota.errors import SearchError
+from rota.placing import place as place_chain
+from rota.plan import Plan
+from rota.sizes import Size, SizeModel
+from rota.tasks import Op
+
+_ROUNDS_FOR_TRANSFERS = 8  # of lower limits, until what transfers hold fits too
+
+
+class _Candidate(NamedTuple):
+    """A grouping."""
+
+    groups: Groups
+    sizes: tuple[Size, ...]
+    problem: BatchProblem
+    bounds: list[BatchBound]
+
+    @property
+    def bound_us(self) -> int:
+        return max(bound.us for bound in self.bounds if bound.among == ALL_ORDERS)
+
+
+class _Found(NamedTuple):
+    """A grouping with a dispatch that fits."""
+
+    candidate: _Candidate
+    reserved_bytes: Integers  #: int64[num_ranks]: kept free for what transfers hold
+    sequence: Integers
+    policy: Policy
+    dispatch: Dispatch
+
+    @property
+    def makespan_us(self) -> int:
+        return self.dispatch.makespan_us
+
+
+def plan_batch(
+    model: SizeModel,
+    cluster: Cluster,
+    lengths: Sequence[int],
+    *,
+    packed: bool = False,
+    place: Place = place_chain,
+    tries: int = 300,
+) -> BatchPlan:
+    """The micro-batches of a batch of samples, and a plan for them with a proof of how good it is.
+
+    Groups come from a dynamic program at several largest times of a micro-batch; a local search then changes sequence
+    and policy of list scheduling. The same arguments give the same plan, on every rank and machine.
+
+    Args:
+        model: What stages cost as a function of a micro-batch's size.
+        cluster: The ranks, with their memory limits, and the links.
+        lengths: Per sample its number of tokens.
+        packed: Whether the samples of a micro-batch follow one another in one row, each attending to itself alone.
+            Else each is a row, padded to the longest of its micro-batch.
+        place: Puts the stages on ranks: `rota.place`, `rota.interleaved`, `rota.wave`, or your own.
+        tries: Dispatches of the local search: more take longer and find better plans.
+
+    Returns:
+        The plan, the samples of each micro-batch, and the bounds.
+
+    Raises:
+        SearchError: A sample fits in no micro-batch, or the placement is not supported.
+        PlacementError: The stages do not fit the cluster.
+    """
+    layout = Layout.of(model, cluster, place)
+    grouper = Grouper(layout, lengths, packed)
+    found = _search(layout, grouper, tries)
+    groups, sizes, problem, bounds = found.candidate
+    sequence = found.sequence
+    return BatchPlan(
+        _plan(layout, found),
+        tuple(grouper.samples(groups[m]) for m in sequence.tolist()),
+        tuple(sizes[m] for m in sequence.tolist()),
+        found.makespan_us,
+        _proven(problem, sequence, bounds, found.makespan_us),
+    )
+
+
+def _search(layout: Layout, grouper: Grouper, tries: int) -> _Found:
+    """The best of all groupings, improved. Groupings whose bound is above a plan that is known are left out."""
+    candidates = []
+    for groups in grouper.groupings():
+        sizes = tuple(map(grouper.size, groups))
+        problem = layout.problem(sizes)
+        candidates.append(_Candidate(groups, sizes, problem, of_grouping(problem)))
+    candidates.sort(key=lambda candidate: candidate.bound_us)
+    best: _Found | None = None
+    for candidate in candidates:
+        if best is None or candidate.bound_us < best.makespan_us:
+            found = _first_plan(candidate)
+            best = min((each for each in (best, found) if each), key=lambda each: each.makespan_us, default=None)
+    if best is None:
+        raise SearchError(
+            "no grouping of the batch fits in memory beside what transfers hold; raise the limits, or give the ranks "
+            "fewer layers"
+        )
+    return _improved(best, tries)
+
+
+def _first_plan(candidate: _Candidate) -> _Found | None:
+    """A valley sequence with a good policy; None if memory has no room for what transfers hold."""
+    problem, sequence = candidate.problem, valley(candidate.problem)
+    reserved = np.zeros(problem.num_ranks, np.int64)
+    for _ in range(_ROUNDS_FOR_TRANSFERS):
+        policy, found = best_policy(_with_reserve(problem, reserved), sequence)
+        if not found.is_complete:
+            return None
+        over = peaks_bytes(problem, sequence, found) - problem.limits_bytes
+        if (over <= 0).all():
+            return _Found(candidate, reserved, sequence, policy, found)
+        reserved = reserved + np.maximum(over, 0)
+    return None
+
+
+def _improved(best: _Found, tries: int) -> _Found:
+    """The plan after a local search; the given one where the better one does not fit."""
+    problem, reserved = best.candidate.problem, best.reserved_bytes
+    tight = _with_reserve(problem, reserved)
+    sequence, policy = improve(tight, best.sequence, best.policy, best.candidate.bound_us, tries)
+    for _ in range(_ROUNDS_FOR_TRANSFERS):
+        found = dispatch(tight, sequence, policy)
+        if found.makespan_us >= best.makespan_us:
+            break
+        over = peaks_bytes(problem, sequence, found) - problem.limits_bytes
+        if (over <= 0).all():
+            return _Found(best.candidate, reserved, sequence, policy, found)
+        reserved = reserved + np.maximum(over, 0)
+        tight = _with_reserve(problem, reserved)
+    return best
+
+
+def _with_reserve(problem: BatchProblem, reserved_bytes: Integers) -> BatchProblem:
+    """The problem with less memory on ranks that have a limit."""
+    if not reserved_bytes.any():
+        return problem
+    limited = problem.limits_bytes < NO_LIMIT
+    return replace(problem, limits_bytes=np.where(limited, problem.limits_bytes - reserved_bytes, NO_LIMIT))
+
+
+def _plan(layout: Layout, found: _Found) -> Plan:
+    """The plan, its micro-batches numbered in sequence."""
+    _, sizes, problem, _ = found.candidate
+    placement = layout.placed(problem, sizes, found.sequence)
+    keys = [(placement.tasks[i].stage, placement.tasks[i].kind) for i in layout.sorted_tasks]
+    orders = []
+    for row in found.dispatch.orders.tolist():
+        begun = [0] * len(keys)
+        order = []
+        for task in row:
+            if task < 0:
+                break
+            order.append(Op(*keys[task], begun[task]))
+            begun[task] += 1
+        orders.append(tuple(order))
+    return Plan(placement, problem.num_microbatches, tuple(orders))
+
+
+def _proven(
+    problem: BatchProblem, sequence: Integers, bounds: list[BatchBound], makespan_us: int
+) -> tuple[BatchBound, ...]:
+    """The highest bound of each sort, from the largest set of plans to the smallest."""
+    highest: dict[str, BatchBound] = {}
+    for bound in sorted(bounds, key=lambda bound: bound.us):
+        highest[bound.among] = bound
+    if problem.has_one_stage_per_rank:
+        lowest_us = max(bound.us for bound in bounds)
+        us = sequence_bound_us(problem, sequence, lowest_us, makespan_us)
+        highest[THIS_SEQUENCE] = BatchBound(us, THIS_SEQUENCE, "no times of all ops fit into less")
+    return tuple(highest[among] for among in (ALL_ORDERS, ANY_SEQUENCE, THIS_SEQUENCE) if among in highest)

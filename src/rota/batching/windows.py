@@ -1,0 +1,268 @@
+"""A lower bound for one sequence: time windows of ops, and per rank all ways to interleave its forwards and backwards.
+
+    backwards done                     A state (i, j) of a rank: it has begun the step's first i forwards and first j
+      2 │       · ▸ ·                  backwards. Memory allows states near the diagonal only. A way from (0, 0) to the
+      1 │   · ▸ ▴   ▴                  far corner is the rank's order. `docs/variable-batches.md` has the proofs.
+      0 · ▸ ▴
+        └──────────── forwards done
+
+To refute a makespan, each op gets a window from its earliest start to its latest end. Per rank, two dynamic programs
+over the states find the earliest time of each state and the least time after it; ops keep only the starts that some
+way through the states has room for. Windows of other ranks follow along edges, and so on, until one is empty or
+nothing changes. This is destructive improvement (Klein and Scholl, "Computing lower bounds by destructive improvement",
+1999) with a dynamic program in place of disjunctive arcs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from rota.batching.problem import BatchProblem, Integers
+
+_NEVER = 1 << 61
+_MOST_ROUNDS = 12  # of windows, per makespan that is tried
+_STATES_PER_BOUND = 4_000_000  # looked at, about 10 ns each
+
+
+def sequence_bound_us(problem: BatchProblem, sequence: Integers, lowest_us: int, best_us: int) -> int:
+    """No plan of this sequence takes less. It is between `lowest_us`, a known bound, and `best_us`, a known makespan.
+
+    Every rank has one stage (`problem.has_one_stage_per_rank`), and all tasks do the micro-batches in the sequence.
+
+    Args:
+        problem: The step.
+        sequence: int64[num_microbatches].
+        lowest_us: A bound that holds for this sequence.
+        best_us: The makespan of a plan of this sequence.
+    """
+    if lowest_us >= best_us:
+        return lowest_us
+    tables = problem.tables
+    columns = (
+        np.ascontiguousarray(tables.durations_us[sequence].T),
+        np.ascontiguousarray(tables.held_bytes[sequence].T),
+        np.ascontiguousarray(tables.peak_bytes[sequence].T),
+        np.ascontiguousarray(tables.lags_us[sequence].T),
+    )
+    roles = problem.roles
+    graph = (tables.first_in, tables.in_edge, tables.in_task, tables.rank_of)
+    return int(
+        _search(*columns, roles, *graph, problem.limits_bytes, tables.tails_us, lowest_us, best_us, _STATES_PER_BOUND)
+    )
+
+
+@njit(cache=True, nogil=True)
+def _search(durations, held, peaks, lags, roles, first_in, in_edge, in_task, rank_of, limits, tails, low, high, budget):  # type: ignore[no-untyped-def]
+    """The least makespan that is not refuted, by bisection between two makespans."""
+    num_tasks, count = durations.shape
+    num_ranks = len(limits)
+    lowest_of = np.zeros((num_ranks, count + 1), np.int64)
+    turns = np.zeros((num_ranks, count), np.int64)
+    num_states = 0
+    for r in range(num_ranks):
+        num_states += _lowest(held, peaks, roles[r], limits[r], lowest_of[r])
+        _turnarounds(durations, lags, roles[r], first_in, in_edge, in_task, turns[r])
+    heads, outs = np.zeros((num_tasks, count), np.int64), np.zeros((num_tasks, count), np.int64)
+    earliest, unfilled = np.zeros((count + 1, count + 1), np.int64), np.zeros((count + 1, count + 1), np.int64)
+    left = np.zeros((count + 1, count + 1), np.int64)
+    low, spent, tries = low - 1, 0, 0
+    while high - low > 1 and spent < budget:
+        target = high - 1 if tries == 0 else (low + high) // 2
+        tries += 1
+        heads[:] = 0
+        outs[:] = 0
+        for t in range(num_tasks):
+            outs[t] = tails[rank_of[t]]
+        before, refuted = -1, False
+        for _ in range(_MOST_ROUNDS):
+            _follow(durations, lags, roles, lowest_of, first_in, in_edge, in_task, rank_of, heads, outs)
+            refuted = bool((heads + durations + outs).max() > target)
+            r = 0
+            while r < num_ranks and not refuted:
+                refuted = _interleave(
+                    durations, held, peaks, roles[r], limits[r], tails[r], turns[r], lowest_of[r],
+                    heads, outs, earliest, unfilled, left, target,
+                )  # fmt: skip
+                r += 1
+            spent += 2 * num_states
+            after = heads.sum() + outs.sum()
+            if refuted or after == before:
+                break
+            before = after
+        if refuted:
+            low = target
+        elif tries > 1:
+            high = target
+        else:
+            high = target  # the plan itself may be optimal; what is refuted is below it
+        if high - low <= high >> 13:  # finer than 0.02 % tells nobody anything
+            break
+    return low + 1
+
+
+@njit(cache=True, nogil=True)
+def _lowest(held, peaks, role, limit, lowest):  # type: ignore[no-untyped-def]
+    """lowest[i]: least backwards that must be over before the rank can hold the first i forwards. Counts the states."""
+    f, b, w = role
+    count = len(lowest) - 1
+    level, freed, j, states = 0, 0, 0, 0
+    for i in range(count):
+        level += held[f, i]
+        while j < i and level - freed + peaks[f, i] > limit:
+            freed -= held[b, j] + (held[w, j] if w >= 0 else 0)
+            j += 1
+        lowest[i + 1] = j
+        states += i + 2 - j
+    return states
+
+
+@njit(cache=True, nogil=True)
+def _turnarounds(durations, lags, role, first_in, in_edge, in_task, turns):  # type: ignore[no-untyped-def]
+    """turns[k]: time from the end of the rank's forward of k to its backward, along the longest way; tasks are sorted."""
+    f, b, _ = role
+    num_tasks, count = durations.shape
+    far = np.zeros(num_tasks, np.int64)
+    for k in range(count):
+        far[: f + 1] = -_NEVER
+        far[f] = 0  # to the end of the task
+        for t in range(f + 1, b + 1):
+            far[t] = -_NEVER
+            for i in range(first_in[t], first_in[t + 1]):
+                u = in_task[i]
+                if far[u] >= 0:
+                    own = 0 if t == b else durations[t, k]
+                    far[t] = max(far[t], far[u] + lags[in_edge[i], k] + own)
+        turns[k] = max(far[b], 0)
+
+
+@njit(cache=True, nogil=True)
+def _follow(durations, lags, roles, lowest, first_in, in_edge, in_task, rank_of, heads, outs):  # type: ignore[no-untyped-def]
+    """Heads and tails along edges, along the sequence, and from backwards to the forwards that need their memory."""
+    num_tasks, count = durations.shape
+    for k in range(count):
+        for t in range(num_tasks):
+            at = heads[t, k]
+            if k > 0:
+                at = max(at, heads[t, k - 1] + durations[t, k - 1])
+            for i in range(first_in[t], first_in[t + 1]):
+                u = in_task[i]
+                at = max(at, heads[u, k] + durations[u, k] + lags[in_edge[i], k])
+            r = rank_of[t]
+            if t == roles[r, 0] and lowest[r, k + 1] > 0:
+                b, j = roles[r, 1], lowest[r, k + 1] - 1
+                at = max(at, heads[b, j] + durations[b, j])
+            heads[t, k] = at
+    for k in range(count - 1, -1, -1):
+        for t in range(num_tasks - 1, -1, -1):
+            after = outs[t, k]
+            if k + 1 < count:
+                after = max(after, outs[t, k + 1] + durations[t, k + 1])
+            outs[t, k] = after
+            r = rank_of[t]
+            if t == roles[r, 0] and lowest[r, k + 1] > 0:
+                b, j = roles[r, 1], lowest[r, k + 1] - 1
+                outs[b, j] = max(outs[b, j], after + durations[t, k])
+            for i in range(first_in[t], first_in[t + 1]):
+                u = in_task[i]
+                outs[u, k] = max(outs[u, k], after + durations[t, k] + lags[in_edge[i], k])
+
+
+@njit(cache=True, nogil=True)
+def _interleave(durations, held, peaks, role, limit, tail, turns, lowest, heads, outs, earliest, unfilled, left, target):  # type: ignore[no-untyped-def]
+    """Whether no way through a rank's states meets the target; if one does, its ops' heads and tails are raised.
+
+    earliest[i, j] is the least time at which the state can be reached, unfilled[i, j] the least of it that weight
+    gradients cannot have used, left[i, j] the least time from there to the end of the step.
+    """
+    f, b, w = role
+    count = len(turns)
+    weights = np.zeros(count + 1, np.int64)  # time and bytes of the first j weight gradients
+    frees = np.zeros(count + 1, np.int64)
+    level_f, level_b = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
+    work_f, work_b = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
+    for k in range(count):
+        if w >= 0:
+            weights[k + 1] = weights[k] + durations[w, k]
+            frees[k + 1] = frees[k] - held[w, k]
+        level_f[k + 1] = level_f[k] + held[f, k]
+        level_b[k + 1] = level_b[k] + held[b, k]
+        work_f[k + 1] = work_f[k] + durations[f, k]
+        work_b[k + 1] = work_b[k] + durations[b, k]
+    first_end = np.full(count, _NEVER)  # of each forward
+    for i in range(count + 1):
+        for j in range(lowest[i], i + 1):
+            at, spare = _NEVER, _NEVER
+            if i == 0:
+                at = spare = 0
+            if i > 0 and j < i and j >= lowest[i - 1] and earliest[i - 1, j] < _NEVER:
+                k = i - 1
+                must = level_f[k] + level_b[j] + held[f, k] + peaks[f, k] - limit
+                start = max(earliest[k, j], heads[f, k])
+                if w >= 0 and must > 0:
+                    start = max(start, unfilled[k, j] + _least(frees, weights, must, j))
+                if must - frees[j] <= 0 and start + durations[f, k] + outs[f, k] <= target:
+                    at = start + durations[f, k]
+                    spare = max(unfilled[k, j], start - weights[j]) + durations[f, k]
+                    first_end[k] = min(first_end[k], at)
+            if j > lowest[i] and earliest[i, j - 1] < _NEVER:
+                k = j - 1
+                must = level_f[i] + level_b[k] + max(held[b, k], 0) + peaks[b, k] - limit
+                start = max(earliest[i, k], heads[b, k], first_end[k] + turns[k])
+                if w >= 0 and must > 0:
+                    start = max(start, unfilled[i, k] + _least(frees, weights, must, k))
+                if must - frees[k] <= 0 and start + durations[b, k] + outs[b, k] <= target:
+                    at = min(at, start + durations[b, k])
+                    spare = min(spare, max(unfilled[i, k], start - weights[k]) + durations[b, k])
+            if at < _NEVER:
+                rest = work_f[count] - work_f[i] + work_b[count] - work_b[j] + weights[count]
+                if spare + rest + tail > target:
+                    at = _NEVER
+            earliest[i, j], unfilled[i, j] = at, spare
+    if earliest[count, count] == _NEVER:
+        return True
+    start_f, start_b = np.full(count, _NEVER), np.full(count, _NEVER)
+    after_f, after_b = np.full(count, _NEVER), np.full(count, _NEVER)
+    for i in range(count, -1, -1):
+        for j in range(i, lowest[i] - 1, -1):
+            least = _NEVER
+            if i == count and j == count:
+                least = tail
+            if i < count and j >= lowest[i + 1] and left[i + 1, j] < _NEVER and earliest[i, j] < _NEVER:
+                must = level_f[i] + level_b[j] + held[f, i] + peaks[f, i] - limit
+                start = max(earliest[i, j], heads[f, i])
+                if w >= 0 and must > 0:
+                    start = max(start, unfilled[i, j] + _least(frees, weights, must, j))
+                after = max(left[i + 1, j], outs[f, i], after_b[i] + durations[b, i] + turns[i])
+                if must - frees[j] <= 0 and start + durations[f, i] + after <= target:
+                    least = after + durations[f, i]
+                    start_f[i], after_f[i] = min(start_f[i], start), min(after_f[i], after)
+            if j < i and left[i, j + 1] < _NEVER and earliest[i, j] < _NEVER:
+                must = level_f[i] + level_b[j] + max(held[b, j], 0) + peaks[b, j] - limit
+                start = max(earliest[i, j], heads[b, j], first_end[j] + turns[j])
+                if w >= 0 and must > 0:
+                    start = max(start, unfilled[i, j] + _least(frees, weights, must, j))
+                after = max(left[i, j + 1], outs[b, j], tail + weights[count] - weights[j])
+                if must - frees[j] <= 0 and start + durations[b, j] + after <= target:
+                    least = min(least, after + durations[b, j])
+                    start_b[j], after_b[j] = min(start_b[j], start), min(after_b[j], after)
+            left[i, j] = least if earliest[i, j] < _NEVER else _NEVER
+    for k in range(count):
+        if start_f[k] == _NEVER or start_b[k] == _NEVER:
+            return True
+        heads[f, k], heads[b, k] = max(heads[f, k], start_f[k]), max(heads[b, k], start_b[k])
+        outs[f, k], outs[b, k] = max(outs[f, k], after_f[k]), max(outs[b, k], after_b[k])
+    return False
+
+
+@njit(cache=True, nogil=True)
+def _least(frees, weights, must, most):  # type: ignore[no-untyped-def]
+    """The least time of weight gradients that free `must` bytes, of the first `most`; all of these if they do not."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high) // 2
+        if frees[middle] >= must:
+            high = middle
+        else:
+            low = middle + 1
+    return weights[low]
