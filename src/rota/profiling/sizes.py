@@ -8,7 +8,7 @@ from typing import Any
 from rota.calibration.size_fit import fit_sizes
 from rota.errors import PipelineError
 from rota.models import Stages
-from rota.profiling.stage_profile import profile
+from rota.profiling.stage_profile import profile, profile_here
 from rota.runtime.losses import LossFn
 from rota.sizes import Size, SizeModel
 
@@ -20,6 +20,7 @@ def profile_sizes(
     *,
     lengths: Sequence[int],
     rows: Sequence[int] = (1, 4),
+    here: bool = False,
     report: Callable[[str], None] = lambda _: None,
     **others: Any,
 ) -> SizeModel:
@@ -31,6 +32,7 @@ def profile_sizes(
         loss_fn: Computes the loss of the last stage's output and the target; None: the backward begins at the output.
         lengths: The lengths to measure; three or more, up to the longest that is trained.
         rows: The numbers of rows to measure each length with.
+        here: Measure in this process, as `rota.profiling.profile_here` does: for a process of a running group.
         report: Called with a line of text.
         **others: Further arguments of `rota.profile`.
 
@@ -47,6 +49,6 @@ def profile_sizes(
         for number in rows:
             report(f"{number} x {length}")
             inputs, targets = make_batch(number, length)
-            costs = profile(stages, inputs, targets, loss_fn, **others)
+            costs = (profile_here if here else profile)(stages, inputs, targets, loss_fn, **others)
             measured.append((Size.padded([length] * number), costs))
     return fit_sizes(measured)
