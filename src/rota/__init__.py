@@ -28,7 +28,7 @@ _HOMES = {
     "rota.programs.device_order": ("DeviceOrder", "check_device_order"),
     "rota.accounting": ("Cause", "Explanation", "Idle", "explain", "idle"),
     "rota.comparison": ("Comparison", "compare"),
-    "rota.calibration": ("Calibration", "calibrate", "calibrated"),
+    "rota.calibration": ("Calibration", "calibrate", "calibrated", "fit_sizes"),
     "rota.replanning": ("replan",),
     "rota.errors": (
         "FormatError",
@@ -43,7 +43,7 @@ _HOMES = {
     ),
     "rota.search": ("SearchResult", "find_frontier", "find_plan"),
     "rota.models": ("CutPoint", "Stages", "add_loss", "collect_losses", "split"),
-    "rota.profiling": ("profile", "profile_layers"),
+    "rota.profiling": ("profile", "profile_layers", "profile_sizes"),
     "rota.runtime": (
         *("Pipeline", "StepHandle", "deferred_init", "given_plan", "local_device", "local_stages", "materialize"),
         *("mesh", "spmd"),
@@ -52,6 +52,7 @@ _HOMES = {
     "rota.runtime.checkpoints": ("Checkpoints",),
     "rota.verifying": ("Verification", "verify"),
     "rota.planning": ("Machine", "autoplan"),
+    "rota.planning.planner": ("PlannedBatch", "Planner"),
     "rota.planning.rehearsal": ("Rehearsal", "rehearse"),
     "rota.drawing": ("draw",),
 }
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from rota.calibration import Calibration as Calibration
     from rota.calibration import calibrate as calibrate
     from rota.calibration import calibrated as calibrated
+    from rota.calibration import fit_sizes as fit_sizes
     from rota.checking import check as check
     from rota.comparison import Comparison as Comparison
     from rota.comparison import compare as compare
@@ -108,11 +110,14 @@ if TYPE_CHECKING:
     from rota.plan import Transfer as Transfer
     from rota.planning import Machine as Machine
     from rota.planning import autoplan as autoplan
+    from rota.planning.planner import PlannedBatch as PlannedBatch
+    from rota.planning.planner import Planner as Planner
     from rota.planning.rehearsal import Rehearsal as Rehearsal
     from rota.planning.rehearsal import rehearse as rehearse
     from rota.profiles import Profile as Profile
     from rota.profiling import profile as profile
     from rota.profiling import profile_layers as profile_layers
+    from rota.profiling import profile_sizes as profile_sizes
     from rota.programs.device_order import DeviceOrder as DeviceOrder
     from rota.programs.device_order import check_device_order as check_device_order
     from rota.replanning import replan as replan

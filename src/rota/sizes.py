@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from rota import reading
 from rota.costs import Costs
 from rota.errors import PlacementError
 
@@ -127,7 +128,50 @@ class SizeModel:
             values["input_frees_bytes"] = tuple(map(min, values["input_frees_bytes"], held))
         return Costs(**values)
 
+    def to_json(self) -> str:
+        """The text of a "sizes" file, one line per stage and figure, which `from_json` reads."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return reading.dump(
+            "sizes",
+            {name: found[name] and [*found[name]] for name in found if name in CURVES}
+            | {name: value for name, value in found.items() if name not in CURVES},
+        )
 
+    @classmethod
+    def from_json(cls, text: str) -> SizeModel:
+        """Read what `to_json` wrote. Raises FormatError or PlacementError, which name the field."""
+        document = reading.parse(text, "sizes")
+        document.refuse_others(("rota", *(field.name for field in fields(cls))))
+        values: dict[str, Any] = {}
+        for name in (field.name for field in fields(cls) if field.name in document):
+            entry = document[name]
+            if name in CURVES:
+                values[name] = None if entry.value is None else tuple(map(_read_curve, entry))
+            elif name in _WHOLE:
+                values[name] = entry.integers(0)
+            elif name == "edges":
+                values[name] = None if entry.value is None else tuple(edge.integers(0) for edge in entry)
+            else:
+                values[name] = entry.text() if name == "note" else _read_number(entry)
+        for name in ("forward_us", "backward_us"):
+            _ = document[name]
+        return cls(**values)
+
+
+def _read_curve(field: reading.Field) -> Curve:
+    numbers = [*map(_read_number, field)]
+    if len(numbers) != len(Curve._fields):
+        raise field.wrong(f"{len(Curve._fields)} numbers: {', '.join(Curve._fields)}")
+    return Curve(*numbers)
+
+
+def _read_number(field: reading.Field) -> float:
+    if not isinstance(field.value, (int, float)) or isinstance(field.value, bool) or not abs(field.value) <= _LARGEST:
+        raise field.wrong(f"a number of {_LARGEST:g} or less")
+    return float(field.value)
+
+
+_LARGEST = 1e15
 _WHOLE = ("static_bytes", "reduce_us", "optimizer_us")
 #: The fields of `SizeModel` that hold curves.
 CURVES = tuple(field.name for field in fields(SizeModel) if field.name not in (*_WHOLE, "edges", "error", "note"))

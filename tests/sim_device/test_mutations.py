@@ -60,9 +60,7 @@ def errors_with(rank: int, mutations: list[tuple[int, Callable[[], Any]]]) -> li
             mine = pipeline.rank == on
             pipeline.step(*batch_of(NUM_MICROBATCHES, pipeline.replica))
             with mutated() if mine else unchanged():
-                pipeline._training = pipeline._execution(
-                    pipeline.plan, pipeline._compute, pipeline._gradients.tied_ranks
-                )
+                pipeline._plans.base = pipeline._made_ready(pipeline.plan, 0, ())
                 pipeline.step(*batch_of(NUM_MICROBATCHES, pipeline.replica))
                 pipeline.step(*batch_of(NUM_MICROBATCHES, pipeline.replica))
                 with torch.no_grad():  # as an optimizer would

@@ -22,7 +22,7 @@ def reports(rank: int) -> tuple[list[str], list[int]]:
     said, reached = [], []
     with SimDevice(f"rank {rank}").active(), pipelines_on_sim([]), Pipeline(chain(2), PLAN, loss_fn) as pipeline:
         pipeline.step(*batch_of(4))
-        execution, device = pipeline._training, pipeline._device
+        execution, device = pipeline._plans.base.execution, pipeline._device
         handle = pipeline.step(*batch_of(4), wait=False)
         behind = [mark for mark in execution._behind if mark is not None]
         for num_done in (len(behind), 9, 4, 1):

@@ -118,7 +118,8 @@ def prepare(fault: Fault, pipeline: Pipeline, stages: Stages) -> None:
     if fault.when in _MOMENTS:
         _MOMENTS[fault.when](pipeline, stages[pipeline.rank], act)
         return
-    hooks = pipeline._gradients._after if fault.when.startswith("after ") else pipeline._gradients._before
+    reductions = pipeline._plans.base.reductions
+    hooks = reductions.after if fault.when.startswith("after ") else reductions.before
     op = Op.parse(fault.when.removeprefix("after "))
     assert op in pipeline.plan.orders[pipeline.rank]
     hooks[op] = act

@@ -84,6 +84,7 @@ TABLE = {
     **{name: Row(CORE[:i]) for i, name in enumerate(CORE)},
     "rota.search": Row((*CORE, "numpy", "numba", "ortools")),
     "rota.batching": Row((*CORE, "numpy", "numba")),
+    "rota.plan_server": Row(CORE, lazy=("rota.batching",)),
     "rota.torch_internals": Row(("torch",)),
     "rota.models": Row((*CORE, *TORCH)),
     "rota.runtime": Row((*CORE, "rota.models", *TORCH), lazy=("safetensors",)),

@@ -10,6 +10,8 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any, final
@@ -76,7 +78,8 @@ def load_model_file(path: str, length: int | None = None) -> ModelFile:
 
     Args:
         path: The file, or "hf:" and the path of a config of transformers.
-        length: Tokens per row of the batches that are made where the file does not make them.
+        length: Tokens per row of the batches that are made where the file does not make them, or makes them by
+            `make_batch(rows, length)`.
 
     Raises:
         FormatError: It lacks something, or fails.
@@ -89,11 +92,18 @@ def load_model_file(path: str, length: int | None = None) -> ModelFile:
     module = _module(path)
     if not hasattr(module, "make_batch") and callable(getattr(module, "make_model", None)):
         _give_batches(module, path, length)
+    elif length is not None and callable(getattr(module, "make_batch", None)):
+        vars(module)["make_batch"] = _of_length(module.make_batch, length)
     for name in ("make_model", "make_batch", "loss_fn"):
         if not callable(getattr(module, name, None)):
             raise FormatError(f"{path} defines no function {name}; it needs:\n{EXAMPLE}")
     optional = (getattr(module, name, None) for name in ("make_optimizer", "make_unsplit"))
     return ModelFile(path, module.make_model, module.make_batch, module.loss_fn, *optional)
+
+
+def _of_length(make_batch: Callable[..., Any], length: int) -> Callable[[int], Any]:
+    """Batches of that length, if the file's function takes one."""
+    return partial(make_batch, length=length) if "length" in signature(make_batch).parameters else make_batch
 
 
 def _give_batches(module: ModuleType, path: str, length: int | None) -> None:

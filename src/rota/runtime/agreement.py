@@ -18,6 +18,7 @@ from dataclasses import replace
 from enum import IntEnum
 from itertools import zip_longest
 from typing import Any, NamedTuple, final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ from rota.runtime.meshes import Processes, pipelines_of
 from rota.runtime.microbatch_inputs import MicrobatchInputs
 from rota.runtime.microbatches import Microbatches, shares_of
 from rota.runtime.precision import LossScale
+from rota.runtime.ready_plans import ReadyPlan
 from rota.runtime.reducing.loss_counts import NUM_FLAGS as NUM_COUNT_FLAGS
 from rota.runtime.reducing.shared_weights import SharedWeight
 from rota.runtime.step_losses import LATER
@@ -167,27 +169,27 @@ class Agreement:
         self,
         processes: Processes,
         transport: Transport,
-        inputs: MicrobatchInputs,
         loss_scale: LossScale,
         dynamic_shapes: bool,
         check_data: str,
     ) -> None:
-        self._processes, self._transport, self._inputs = processes, transport, inputs
+        self._processes, self._transport = processes, transport
         self._names, self._mine = processes.names, dist.get_rank()
         self._loss_scale, self._dynamic_shapes = loss_scale, dynamic_shapes
         self._check_data = check_data
-        self._sizes: dict[Execution[Any], object] = {}  # of the last batch that all ranks compared
-        self._weights: dict[Execution[Any], _Weights] = {}  # of that batch's micro-batches
+        self._is_checked: set[bool] = set()  # what was given to a step, and to an evaluation
+        #: Of the last batch that all ranks compared: its sizes, and the weights of its micro-batches.
+        self._compared: WeakKeyDictionary[ReadyPlan, tuple[object, _Weights]] = WeakKeyDictionary()
         self._differences = ""  # between what the ranks were given
 
     def share(self, call: Call, doing: str, number: float = 0.0) -> list[float]:
         """All processes' `number`s of 0 or more, inf or nan, if all make this `call`. `doing`: see `_all_reduce`."""
-        return self._all_reduce(call, doing, number=number)[2]
+        return self._all_reduce(call, doing, number=number).numbers
 
     def begin(
         self,
         call: Call,
-        execution: Execution[Any],
+        ready: ReadyPlan,
         batch: Batch,
         seed: int,
         scale: float,
@@ -199,28 +201,44 @@ class Agreement:
         `num_ended`: how many of this rank's steps with wait=False have ended.
 
         Raises:
-            PipelineError: on all processes, if their calls, scales or gradient scalers differ, or what they were given
-                does not fit together.
+            PipelineError: on all processes, if their calls, plans, scales or gradient scalers differ, or what they were
+                given does not fit together.
         """
-        is_new = execution.is_new(batch) or self._dynamic_shapes
-        sizes = batch.rows, batch.target_rows, batch.given.num_rows, batch.wanted.num_rows
-        checks = self._check_data == "always" or (self._check_data == "first" and execution not in self._sizes)
-        compares = checks or sizes != self._sizes.get(execution)
+        is_new = max(ready.execution.is_new(batch), int(self._dynamic_shapes))
+        checks = self._check_data == "always" or (self._check_data == "first" and call.is_step not in self._is_checked)
+        compares = checks or not self._knows_weights(ready, batch)
         seed = seed if self._processes.is_first else 0
         flags = is_new, compares, seed, -num_ended, *self._loss_scale.flags(), *count_flags
-        agreed, calls, scales = self._all_reduce(call, "waiting for the others to begin the step", flags, scale)
-        with_layouts, must_compare, seed, most_running, most, least, *agreed_count_flags = agreed
+        row = self._all_reduce(call, "waiting for the others to begin the step", flags, scale, ready.number)
+        layouts, must_compare, seed, most_running, most, least, *agreed_count_flags = row.flags
+        self._refuse_plans(row.plans)
         self._loss_scale.refuse_differences(most, least)
-        self._refuse_scales(scales)
-        if must_compare:
-            self._weights[execution] = self._compare(batch, checks, call)
-            self._sizes[execution] = sizes
-        shares, num_padding = self._weights[execution]
+        self._refuse_scales(row.numbers)
+        if layouts > 1:
+            ready.execution.forget_layouts()
+        shares, num_padding = self._weights_of(ready, batch, bool(must_compare), checks, call)
         if (shares, num_padding) != (batch.shares, batch.num_padding):
             batch = replace(batch, shares=shares, num_padding=num_padding)
         processes = enumerate(self._processes.pipeline_processes)
-        asking = [rank for rank, process in processes if calls[process] is Call.FORWARD]
-        return Begun(bool(with_layouts), seed, asking, batch, agreed_count_flags, -most_running)
+        asking = [rank for rank, process in processes if row.calls[process] is Call.FORWARD]
+        return Begun(bool(layouts), seed, asking, batch, agreed_count_flags, -most_running)
+
+    def _knows_weights(self, ready: ReadyPlan, batch: Batch) -> bool:
+        """Whether this rank knows what each micro-batch weighs without asking the others."""
+        if ready.rows:
+            return ready.inputs.have_rows(batch, ready.rows)
+        return ready in self._compared and self._compared[ready][0] == _sizes_of(batch)
+
+    def _weights_of(self, ready: ReadyPlan, batch: Batch, must_compare: bool, checks: bool, call: Call) -> _Weights:
+        """What each micro-batch weighs; if any rank does not know it, all compare what they were given."""
+        if must_compare:
+            found = self._compare(ready.inputs, batch, checks, call)
+            self._is_checked.add(call.is_step)
+            self._compared[ready] = _sizes_of(batch), found
+            return found
+        if ready.rows:
+            return _Weights(shares_of(ready.rows, len(ready.rows)), 0)
+        return self._compared[ready][1]
 
     def explain(self, error: Exception, execution: Execution[Any]) -> None:
         """Raise a PipelineError in place of an op's `error` if the ranks' batches do not fit together."""
@@ -231,30 +249,33 @@ class Agreement:
             ) from error
 
     def _all_reduce(
-        self, call: Call, doing: str, flags: Sequence[int] = (), number: float = 0.0
-    ) -> tuple[list[int], list[Call], list[float]]:
-        """The maxima of all processes' flags; by process what it calls, and its number.
+        self, call: Call, doing: str, flags: Sequence[int] = (), number: float = 0.0, plan: int = 0
+    ) -> _Row:
+        """The maxima of all processes' flags; by process what it calls, its number and its plan.
 
         Args:
             call: what this process calls.
             doing: what the ranks are doing, for the error if one is lost.
             flags: whole numbers of 64 bits, at most `_NUM_FLAGS`.
             number: 0 or more, inf or nan.
+            plan: the number of the plan that is to run; 0 if none is, or the pipeline's own.
 
         Raises:
             PipelineError: on all processes, unless all make the same call.
         """
         size = len(self._names)
-        row = [0] * (_NUM_FLAGS + 2 * size)
+        row = [0] * (_NUM_FLAGS + 3 * size)
         row[: len(flags)] = flags
         row[_NUM_FLAGS + self._mine] = int(call)
         row[_NUM_FLAGS + size + self._mine] = _to_bits(number)
+        row[_NUM_FLAGS + 2 * size + self._mine] = plan
         maxima = torch.tensor(row, device="cpu")
         self._transport.all_reduce(maxima, dist.ReduceOp.MAX, doing)
         row = maxima.tolist()
         calls = [Call(code) for code in row[_NUM_FLAGS : _NUM_FLAGS + size]]
         self._refuse_differences(calls)
-        return row[: len(flags)], calls, [*map(_to_float, row[_NUM_FLAGS + size :])]
+        by_process = row[_NUM_FLAGS + size :]
+        return _Row(row[: len(flags)], calls, [*map(_to_float, by_process[:size])], by_process[size:])
 
     def _refuse_differences(self, calls: list[Call]) -> None:
         if len({*calls}) == 1:
@@ -270,6 +291,15 @@ class Agreement:
                 f"the ranks make different calls at once: {told}; make the same calls in the same order on all ranks"
             )
 
+    def _refuse_plans(self, plans: list[int]) -> None:
+        for pipeline in self._processes.pipelines:
+            for process in pipeline:
+                if plans[process] != plans[pipeline[0]]:
+                    raise PipelineError(
+                        f"{self._names[process]} has another plan for this step than {self._names[pipeline[0]]}, or "
+                        f"other sizes of micro-batches; give all ranks of a replica the same, as rota.Planner does"
+                    )
+
     def _refuse_scales(self, scales: list[float]) -> None:
         for pipeline in self._processes.pipelines:
             first = pipeline[0]
@@ -280,12 +310,12 @@ class Agreement:
                         f"{scales[process]:g}; give all ranks the same"
                     )
 
-    def _compare(self, batch: Batch, checks: bool, call: Call) -> _Weights:
+    def _compare(self, inputs: MicrobatchInputs, batch: Batch, checks: bool, call: Call) -> _Weights:
         """Gather what the others were given, and refuse what does not fit together. Collective."""
-        given_here = batch.given if self._inputs.reads_inputs else Microbatches([])
-        wanted_here = batch.wanted if self._inputs.reads_targets else Microbatches([])
+        given_here = batch.given if inputs.reads_inputs else Microbatches([])
+        wanted_here = batch.wanted if inputs.reads_targets else Microbatches([])
         mine = GivenBatch(
-            self._inputs.given(batch),
+            inputs.given(batch),
             [*batch.rows],
             [*batch.target_rows],
             [*given_here.sizes],
@@ -293,7 +323,7 @@ class Agreement:
             given_here.num_rows,
             wanted_here.num_rows,
             max(given_here.num_padding, wanted_here.num_padding),
-            self._inputs.fingerprints(batch) if checks else {},
+            inputs.fingerprints(batch) if checks else {},
         )
         processes = self._processes
         with collective("comparing batches"):
@@ -311,6 +341,19 @@ class Agreement:
             _refuse_uneven_rows([given[process] for process in pipeline], len(batch.shares))
         self._differences = batch_differences(given, processes.pipelines, self._names)
         return _weights([given[process] for process in processes.pipeline_processes], len(batch.shares))
+
+
+class _Row(NamedTuple):
+    """What `Agreement._all_reduce` returns; all but `flags` by process."""
+
+    flags: list[int]
+    calls: list[Call]
+    numbers: list[float]
+    plans: list[int]
+
+
+def _sizes_of(batch: Batch) -> object:
+    return batch.rows, batch.target_rows, batch.given.num_rows, batch.wanted.num_rows
 
 
 def listed(names: Sequence[str]) -> str:

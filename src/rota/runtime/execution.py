@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, final
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, final
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from rota.runtime.channels import Channels, Passage
 from rota.runtime.compute import Batch, RunsOps
 from rota.runtime.device.protocol import Device, Mark, QueuedDevice
 from rota.runtime.faults.stack_location import Doing, is_in_a_collective
+from rota.runtime.known_layouts import KnownLayouts, Size, as_layout
 from rota.runtime.memory_watch import MemoryWatch
 from rota.runtime.messages import Format, describe_value, flatten, hand_over, tensors_in
 from rota.runtime.microbatches import structure
@@ -45,6 +46,7 @@ Do: TypeAlias = Callable[[Any, bool], None]  # (argument, send layouts)
 Enqueue: TypeAlias = Callable[[Any, bool, Any], Mark]  # (argument, send layouts, stream); the result is behind it
 C = TypeVar("C", bound=RunsOps)
 
+_INPUTS = "inputs"  # a place in `KnownLayouts`; the others are edges
 _MANY_CHANGES = 3  # consecutive
 _CHANGING = (
     f"rota: an int, bool or text in the inputs has changed in {_MANY_CHANGES} consecutive steps. Shapes may "
@@ -76,7 +78,8 @@ class _Enqueued(NamedTuple):
 class Execution(Generic[C]):
     """Runs `plan` on rank `rank`, once per `run`; `compute` does the ops.
 
-    Its messages go by `transport`, on a queued device by `channels`. `tied`: for `device_program`.
+    Its messages go by `transport`, on a queued device by `channels`. `tied`: for `device_program`. `sizes`: of each
+    micro-batch, as all ranks know them, such as (rows, length). `known`: what was learned of layouts at such sizes.
     """
 
     def __init__(
@@ -89,6 +92,8 @@ class Execution(Generic[C]):
         device: Device,
         channels: Channels | None = None,
         tied: Sequence[tuple[int, ...]] = (),
+        sizes: Sequence[Size] = (),
+        known: KnownLayouts | None = None,
     ) -> None:
         self.plan, self.local = plan, plan.placement.stages_on(rank)
         self.trains = any(task.kind.makes_weight_gradients for task in plan.placement.tasks)
@@ -118,10 +123,12 @@ class Execution(Generic[C]):
         self._step: Step | None = None
         #: The formats of activations, as of the last run with layouts, or as the caller set them.
         self.formats: dict[ValueKey, Format] = {}
+        self._sizes, self._known = sizes, KnownLayouts() if known is None else known
+        self._crossing = sorted({(key[0], key[2]) for key in self._keys_elsewhere()}) if sizes else []
         self._modules = [stages[stage] for stage in self.local]
         self._parameters = [parameter for module in self._modules for parameter in module.parameters()]
-        self._signature: object = None
-        self._plain: list[Any] = []  # what the last batch held besides tensors
+        self._given: list[Any] = []  # the shapes of the last inputs, and what they held besides tensors
+        self._plain: list[Any] = []
         self._num_plain_changes, self._has_warned = 0, False
         self._made: dict[ValueKey, tuple[Any, int]] = {}  # with how often it will still be used
         self._action: Action | None = None  # None before the first and after the last
@@ -199,26 +206,64 @@ class Execution(Generic[C]):
         passages.append(channels.passage(step.message, position))
         return enqueue[step.what], passages[-1]
 
-    def is_new(self, batch: Batch) -> bool:
-        """Whether layouts at the boundaries may differ from those of the last run."""
-        plain: list[Any] = []
-        signature = (
-            [structure(given, plain) for given in (batch.inputs[:1] if batch.alike else batch.inputs)],
+    def _keys_elsewhere(self) -> Iterator[ValueKey]:
+        """The values that another rank makes or reads, and those of which only the gradient comes from there."""
+        yield from (action.message.value for action in self._program.actions if action.message is not None)
+        yield from (key for made in self._prepared.values() for key, _, is_unsent in made.makes if is_unsent)
+
+    def is_new(self, batch: Batch) -> Literal[0, 1, 2]:
+        """0: this rank knows the layouts of all its messages; 1: not all; 2: what all ranks know is to be forgotten."""
+        context = (
             [module.training for module in self._modules],
             [parameter.requires_grad for parameter in self._parameters],
             ambient_autocast(),
         )
-        is_same, is_plain_same = signature == self._signature, plain == self._plain
-        self._signature, self._plain = signature, plain
+        level: Literal[0, 1] = 0 if self._layouts_are_known(batch, context) else 1
+        is_same, self._known.context = context == self._known.context, context
+        return level if is_same else 2
+
+    def _layouts_are_known(self, batch: Batch, context: object) -> bool:
+        if self._sizes:
+            given = [*map(_given, batch.inputs)]
+            self._given = given
+            return self._find_formats(given)
+        plain: list[Any] = []
+        given = [structure(value, plain) for value in (batch.inputs[:1] if batch.alike else batch.inputs)]
+        is_same, is_plain_same = (given, context) == (self._given, self._known.context), plain == self._plain
+        self._given, self._plain = given, plain
         self._num_plain_changes = self._num_plain_changes + 1 if is_same and not is_plain_same else 0
         if self._num_plain_changes == _MANY_CHANGES and not self._has_warned:
             self._has_warned = True
             print(_CHANGING, file=sys.stderr, flush=True)
-        return not (is_same and is_plain_same)
+        return is_same and is_plain_same
+
+    def _find_formats(self, given: list[Any]) -> bool:
+        """Whether the sizes of the micro-batches tell all layouts; if so, they are in `formats`."""
+        known, sizes = self._known, self._sizes
+        for m, of_inputs in enumerate(given):
+            if known.layout_at(_INPUTS, sizes[m]) != of_inputs:
+                return False
+        for edge, m in self._crossing:
+            form = known.format_at(edge, sizes[m])
+            if form is None:
+                return False
+            self.formats[edge, False, m] = form
+        return True
+
+    def _learn(self) -> None:
+        """Take note of all layouts, after a run with them."""
+        for m, given in enumerate(self._given):
+            self._known.learn(_INPUTS, self._sizes[m], given)
+        for edge, m in self._crossing:
+            self._known.learn(edge, self._sizes[m], self.formats[edge, False, m].layout)
+
+    def forget_layouts(self) -> None:
+        """What is called on all ranks before they learn all layouts again."""
+        self._known.forget()
 
     def forget(self) -> None:
         """Make the next run exchange layouts again, as the failed run may not have done so."""
-        self._signature = None
+        self._known.context = None
 
     # --- one run ------------------------------------------------------------------------------------------------------
 
@@ -236,6 +281,8 @@ class Execution(Generic[C]):
                 self._enqueue(self._strict_steps if with_layouts else self._early_steps, with_layouts, tick)
         self._action = self._step = None
         (self._channels or self._transport).drain()
+        if with_layouts and self._sizes:
+            self._learn()
         self.complete, self._is_settled = True, False
 
     def _begin(self, batch: Batch, seed: int) -> None:
@@ -426,6 +473,12 @@ class Execution(Generic[C]):
 
 def _nothing(*_: object) -> None:
     pass
+
+
+def _given(value: Any) -> Any:
+    """The shapes of a micro-batch's inputs, and what they hold besides tensors, as `KnownLayouts` compares them."""
+    plain: list[Any] = []
+    return as_layout(structure(value, plain)), as_layout(plain)
 
 
 def _doing_on_device(unfinished: list[tuple[Step, bool]]) -> Doing:

@@ -185,6 +185,11 @@ class Processes:
                 dist.all_reduce(torch.zeros(1, device=device), group=own)
         return own
 
+    def of_everyone(self) -> dist.ProcessGroup:
+        """A further group of all processes, for a thread of its own. Every process must call it."""
+        group: dist.ProcessGroup = self._made([[*range(dist.get_world_size())]])
+        return group
+
     def of_ranks(self, ranks: Iterable[int], backend: str = _HOSTS, device: torch.device | None = None) -> Any:
         """The group of some of the plan's ranks, of this process's pipeline. Every process must call it.
 

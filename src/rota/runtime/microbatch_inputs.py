@@ -34,7 +34,10 @@ _CPU = torch.device("cpu")
 
 @final
 class MicrobatchInputs:
-    """What rank `rank` takes of each batch, to `device`. `sink_ranks`: for each last stage its ranks."""
+    """What rank `rank` takes of each batch, to `device`. `sink_ranks`: for each last stage its ranks.
+
+    `warns`: of batches of another size than the plan is for.
+    """
 
     def __init__(
         self,
@@ -43,6 +46,7 @@ class MicrobatchInputs:
         rank: int,
         sink_ranks: dict[int, tuple[int, ...]],
         device: torch.device = _CPU,
+        warns: bool = True,
     ) -> None:
         placement, self._device = plan.placement, device
         self._stages, self._rank, self._num_microbatches = stages, rank, plan.num_microbatches
@@ -54,7 +58,7 @@ class MicrobatchInputs:
             if stage in reading
         }
         self._is_first_reader = rank == min(chain(*map(placement.ranks_of, reading)), default=None)
-        self._planned_rows = plan.microbatch_rows
+        self._planned_rows = plan.microbatch_rows if warns else None
         self.sink_ranks = sink_ranks
 
         def microbatches(stages: list[int]) -> list[int]:
@@ -110,6 +114,14 @@ class MicrobatchInputs:
     def reads_targets(self) -> bool:
         """Whether this rank has a last stage."""
         return bool(self._targeted)
+
+    def have_rows(self, batch: Batch, rows: Sequence[int]) -> bool:
+        """Whether all micro-batches that are read here have these numbers of rows."""
+        for found, read in ((batch.rows, self._read), (batch.target_rows, self._targeted)):
+            spread = found * len(read) if len(found) == 1 else found  # one number stands for all
+            if found and [*spread] != [rows[m] for m in read]:
+                return False
+        return True
 
     def _moved(self, microbatches: Microbatches, read: Sequence[Any]) -> Microbatches:
         """With the tensors in `read` on the device, each copied once, however many micro-batches and stages read it."""

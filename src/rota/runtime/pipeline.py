@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from numbers import Real
 from typing import Any, ClassVar, Literal, NamedTuple, final, overload
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from rota.runtime.execution import Execution, evaluating, forwards_of
 from rota.runtime.faults.watchdog import PATIENT, Watchdog, limit_s
 from rota.runtime.gradients.recompute import recomputed_by_backward
 from rota.runtime.json_messages import all_gather_json
+from rota.runtime.known_layouts import KnownLayouts, Size
 from rota.runtime.launcher_files import leave_record
 from rota.runtime.losses import LossFn, means_of, needs_target
 from rota.runtime.memory_watch import MemoryWatch
@@ -39,6 +41,7 @@ from rota.runtime.meshes import Processes
 from rota.runtime.microbatch_inputs import MicrobatchInputs
 from rota.runtime.plan_fit import for_all_streams, refuse_other_cuts, refuse_unsupported
 from rota.runtime.process_group import join, leave
+from rota.runtime.ready_plans import ReadyPlan, ReadyPlans
 from rota.runtime.recorder import Record, merge
 from rota.runtime.reducing.gradient_sync import GradientSync
 from rota.runtime.reducing.loss_counts import NUM_FLAGS, LossCounts
@@ -104,7 +107,7 @@ class Pipeline:
         stages = for_all_streams(stages, plan)
         refuse_unsupported(plan, [edge[:2] for edge in stages.edges], len(stages))
         shared = shared_weights(stages, plan.placement)
-        sink_ranks = {sink: plan.placement.ranks_of(sink) for sink in stages.sinks}
+        self._sink_ranks = {sink: plan.placement.ranks_of(sink) for sink in stages.sinks}
         self.stages, self.plan, self.loss_fn = stages, plan, loss_fn
         self._takes_target = loss_fn is None or needs_target(loss_fn)
         trains = any(task.kind.makes_weight_gradients for task in plan.placement.tasks)
@@ -114,7 +117,6 @@ class Pipeline:
         self._closed, self._failed, self._is_broken = False, False, False
         self._before_first = type(self).before_first_step
         self._process = os.getpid()
-        self._evaluation: Execution[Compute] | None = None  # made when it is needed
         #: What must end before the pipeline does: a checkpoint that is being written.
         self.before_close = ExitStack()
         #: Releases all that has been acquired so far, the last first, even if the release of another one fails.
@@ -154,10 +156,16 @@ class Pipeline:
                 self._compute = Compute(
                     stages, plan.placement, loss_fn, keep_outputs or not trains, recomputed, self._device
                 )
-                self._training = self._execution(plan, self._compute, self._gradients.tied_ranks)
+                self._record = Record(self.rank)
+                self._watch: MemoryWatch | None = None
+                self._known = KnownLayouts()
+                self._plans = ReadyPlans(plan, self._made_ready)
+                #: Plans of forwards alone, by the plans that they are of; made when they are needed.
+                self._for_evaluation: WeakKeyDictionary[ReadyPlan, ReadyPlan] = WeakKeyDictionary()
+                self._known_in_evaluation = KnownLayouts()
+                self._last = self._plans.base
                 with collective("comparing clocks"):
-                    self._training.record.offset_ns = clock_offset_ns(self._processes.pipeline)
-            self._inputs = MicrobatchInputs(stages, plan, self.rank, sink_ranks, self.device)
+                    self._record.offset_ns = clock_offset_ns(self._processes.pipeline)
             self._num_steps = 0  # that were begun
             self._loss_counts, self._stops = LossCounts(self.parameters()), StopRequests(self._processes.is_first)
             self._step_end = StepEnd(
@@ -165,14 +173,13 @@ class Pipeline:
                 self._device,
                 self._processes,
                 self._transport,
-                self._inputs,
                 self._loss_counts,
                 self._stops,
                 self._watchdog.watching,
                 allow_nonfinite_loss,
             )
             self._agreement = Agreement(
-                self._processes, self._transport, self._inputs, self._step_end.loss_scale, dynamic_shapes, check_data
+                self._processes, self._transport, self._step_end.loss_scale, dynamic_shapes, check_data
             )
             self._teardown.callback(self._leave_record)
             self._teardown.callback(self._settle_begun_steps)
@@ -181,9 +188,41 @@ class Pipeline:
             self._end(error)
             raise
 
-    def _execution(self, plan: Plan, compute: Compute, tied: Sequence[tuple[int, ...]] = ()) -> Execution[Compute]:
+    def _made_ready(self, plan: Plan, number: int, sizes: tuple[Size, ...]) -> ReadyPlan:
+        """For `ReadyPlans`. Plans of forwards alone have no reductions."""
+        tied = self._gradients.tied_ranks
+        execution = self._execution(plan, self._compute, sizes, self._known, tied)
+        execution.record = self._record
+        inputs = MicrobatchInputs(self.stages, plan, self.rank, self._sink_ranks, self.device, warns=not number)
+        return ReadyPlan(plan, number, sizes, execution, inputs, self._gradients.reductions(plan))
+
+    def _execution(
+        self,
+        plan: Plan,
+        compute: Compute,
+        sizes: tuple[Size, ...],
+        known: KnownLayouts,
+        tied: Sequence[tuple[int, ...]] = (),
+    ) -> Execution[Compute]:
         transport, channels = self._transport, self._channels
-        return Execution(self.stages, plan, self.rank, transport, compute, self._device, channels, tied)
+        known = known if sizes else KnownLayouts()
+        return Execution(self.stages, plan, self.rank, transport, compute, self._device, channels, tied, sizes, known)
+
+    def prepare(self, plan: Plan, sizes: Sequence[Sequence[int]] = ()) -> None:
+        """Make `plan` ready to run, so that the `step` that gets it begins at once. Any thread may call it.
+
+        Args:
+            plan: a plan for a batch of its own: the same tasks on the same ranks as in the pipeline's plan. The number
+                of micro-batches, their times and bytes, and all orders may differ.
+            sizes: of each micro-batch its rows and whatever else shapes follow from, such as (rows, length). Ranks
+                learn how layouts follow from them, and then exchange none for sizes that they have not seen.
+
+        Raises:
+            PlanError: `check` refuses the plan.
+            PipelineError: the plan is for other stages or ranks, or the sizes are not those of its micro-batches.
+        """
+        self._refuse_closed()
+        self._plans.get(plan, sizes)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank's stages, each once, by their names in `Stages.named_parameters`."""
@@ -221,12 +260,12 @@ class Pipeline:
     @property
     def reads_inputs(self) -> bool:
         """Whether a stage of this rank reads the step's inputs; other ranks may give None."""
-        return self._inputs.reads_inputs
+        return self._plans.base.inputs.reads_inputs
 
     @property
     def reads_targets(self) -> bool:
         """Whether this rank has the last stage, whose loss takes targets; other ranks may give None."""
-        return self._takes_target and self._inputs.reads_targets
+        return self._takes_target and self._plans.base.inputs.reads_targets
 
     def sampler(
         self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
@@ -266,6 +305,8 @@ class Pipeline:
         inputs: Any = None,
         targets: Any = None,
         *,
+        plan: Plan | None = None,
+        sizes: Sequence[Sequence[int]] = (),
         scale: float = 1.0,
         sync: bool = True,
         scaler: torch.amp.GradScaler | None = None,
@@ -278,6 +319,8 @@ class Pipeline:
         inputs: Any = None,
         targets: Any = None,
         *,
+        plan: Plan | None = None,
+        sizes: Sequence[Sequence[int]] = (),
         scale: float = 1.0,
         sync: bool = True,
         scaler: torch.amp.GradScaler | None = None,
@@ -289,6 +332,8 @@ class Pipeline:
         inputs: Any = None,
         targets: Any = None,
         *,
+        plan: Plan | None = None,
+        sizes: Sequence[Sequence[int]] = (),
         scale: float = 1.0,
         sync: bool = True,
         scaler: torch.amp.GradScaler | None = None,
@@ -304,6 +349,8 @@ class Pipeline:
                 without dims, or with one row beside others with more, goes to every micro-batch whole.
             targets: what `loss_fn` gets, on the ranks of the last stage; in the same forms as `inputs`.
                 None if `loss_fn` takes the output alone.
+            plan: the plan of this step, the same on all ranks of a replica; see `prepare`. None: that of the pipeline.
+            sizes: as for `prepare`.
             scale: multiplies the gradients, but not the loss returned.
             sync: reduce the gradients of replicas and of tied weights, with those of earlier steps without `sync`.
             scaler: this process's own GradScaler; the gradients have its factor until it takes it out. If gradients
@@ -318,89 +365,119 @@ class Pipeline:
             `wait=False` the handle returns it.
 
         Raises:
-            PipelineError: the batch does not fit, the ranks differ in what they call, or the loss is not finite.
+            PlanError: `check` refuses the plan.
+            PipelineError: batch or plan do not fit, the ranks differ in what they call, or the loss is not finite.
             LostRankError: another rank is gone.
         """
-        training = self._training
+        self._refuse_closed()
+        ready = self._plans.get(plan, sizes)
         before_first, self._before_first = self._before_first, None
         if before_first is not None:
             before_first(self, inputs, targets)
         if not isinstance(scale, Real) or not 0 < scale < math.inf:
             raise PipelineError(f"scale is {scale!r}; give a number above 0, such as 1/k to accumulate over k steps")
         factor = self._step_end.loss_scale.begin(scaler)
-        batch = self._take(inputs, targets, has_loss=training.trains, scale=scale * factor)
-        self._inputs.warn_of_other_rows(batch)
+        batch = self._take(ready, inputs, targets, has_loss=ready.execution.trains, scale=scale * factor)
+        ready.inputs.warn_of_other_rows(batch)
         self._num_steps += 1
         if wait:
-            return self._run(Call.STEP if sync else Call.STEP_WITHOUT_SYNC, training, batch, float(scale)).loss.mean
+            return self._run(Call.STEP if sync else Call.STEP_WITHOUT_SYNC, ready, batch, float(scale)).loss.mean
         call = Call.STEP_WITHOUT_WAIT if sync else Call.STEP_WITHOUT_SYNC_AND_WAIT
-        handle = self._run(call, training, batch, float(scale)).handle
+        handle = self._run(call, ready, batch, float(scale)).handle
         assert handle is not None
         return handle
 
-    def evaluate(self, inputs: Any = None, targets: Any = None) -> float:
+    def evaluate(
+        self, inputs: Any = None, targets: Any = None, *, plan: Plan | None = None, sizes: Sequence[Sequence[int]] = ()
+    ) -> float:
         """The mean loss on every rank, with all stages in eval() and without gradients. Collective.
 
         Args:
             inputs: as for `step`.
             targets: as for `step`.
+            plan: as for `step`; its forwards are run.
+            sizes: as for `prepare`.
 
         Returns:
             The mean loss over all micro-batches and replicas. Buffers and random states are as they were before.
 
         Raises:
-            PipelineError: there is no `loss_fn`, the batch does not fit, or the ranks differ in what they call.
+            PlanError: `check` refuses the plan.
+            PipelineError: there is no `loss_fn`, batch or plan do not fit, or the ranks differ in what they call.
         """
+        self._refuse_closed()
         if self.loss_fn is None:
             raise PipelineError("the pipeline has no loss_fn to evaluate; use forward for the outputs")
-        batch = self._take(inputs, targets, has_loss=True)
-        return self._evaluate(Call.EVALUATE, batch)[1].loss.mean
+        ready = self._evaluating(plan, sizes)
+        batch = self._take(ready, inputs, targets, has_loss=True)
+        return self._evaluate(Call.EVALUATE, ready, batch).loss.mean
 
-    def forward(self, inputs: Any = None, *, outputs: bool = True) -> list[Any] | None:
+    def forward(
+        self,
+        inputs: Any = None,
+        *,
+        outputs: bool = True,
+        plan: Plan | None = None,
+        sizes: Sequence[Sequence[int]] = (),
+    ) -> list[Any] | None:
         """Run the plan's forwards with all stages in eval() and without gradients. Collective.
 
         Args:
             inputs: as for `step`.
             outputs: whether this rank asks for the outputs.
+            plan: as for `step`; its forwards are run.
+            sizes: as for `prepare`.
 
         Returns:
             The last stage's output of each micro-batch in order; None on ranks that do not ask.
 
         Raises:
-            PipelineError: an output cannot be sent, the batch does not fit, or the ranks differ in what they call.
+            PlanError: `check` refuses the plan.
+            PipelineError: an output cannot be sent, batch or plan do not fit, or the ranks differ in what they call.
         """
-        batch = self._take(inputs, None, has_loss=False)
-        done, ran = self._evaluate(Call.FORWARD if outputs else Call.FORWARD_WITHOUT_OUTPUTS, batch)
-        made = done.compute.outputs
+        self._refuse_closed()
+        ready = self._evaluating(plan, sizes)
+        batch = self._take(ready, inputs, None, has_loss=False)
+        ran = self._evaluate(Call.FORWARD if outputs else Call.FORWARD_WITHOUT_OUTPUTS, ready, batch)
+        compute = ready.execution.compute
         found: dict[int, Any] = {}
-        for sink, ranks in self._inputs.sink_ranks.items():
-            batches = self.plan.placement.microbatches(sink, self.plan.num_microbatches)
-            here = {m: made[m] for m in batches if m in made}
+        for sink, ranks in self._sink_ranks.items():
+            batches = ready.plan.placement.microbatches(sink, ready.plan.num_microbatches)
+            here = {m: compute.outputs[m] for m in batches if m in compute.outputs}
             with self.watching("outputs"):
                 where = f"stage {sink} ({type(self.stages[sink]).__name__})"
                 found |= bring_outputs(here, ranks, ran.asking, where, self._processes.pipeline, self.device)
-        done.compute.outputs = {}
+        compute.outputs = {}
         return [found[m] for m in sorted(found)] if outputs else None
 
-    def _evaluate(self, call: Call, batch: Batch) -> tuple[Execution[Compute], _Ran]:
-        if self._evaluation is None:
-            plan = forwards_of(self.plan)
-            compute = Compute(self.stages, plan.placement, self.loss_fn, keep_outputs=False, device=self._device)
-            self._evaluation = self._execution(plan, compute)
-        if not self._training.trains:
-            self._inputs.warn_of_other_rows(batch)
-        self._evaluation.compute.keep_outputs = call is not Call.EVALUATE
+    def _evaluating(self, plan: Plan | None, sizes: Sequence[Sequence[int]]) -> ReadyPlan:
+        """The forwards of a plan, ready."""
+        training = self._plans.get(plan, sizes)
+        if training not in self._for_evaluation:
+            forwards = forwards_of(training.plan)
+            compute = Compute(self.stages, forwards.placement, self.loss_fn, keep_outputs=False, device=self._device)
+            execution = self._execution(forwards, compute, training.sizes, self._known_in_evaluation)
+            self._for_evaluation[training] = replace(training, plan=forwards, execution=execution, reductions=None)
+        return self._for_evaluation[training]
+
+    def _evaluate(self, call: Call, ready: ReadyPlan, batch: Batch) -> _Ran:
+        if not self._plans.base.execution.trains:
+            ready.inputs.warn_of_other_rows(batch)
+        ready.execution.compute.keep_outputs = call is not Call.EVALUATE
         self._step_end.loss_scale.begin(None)
         random_state = self._device.random_state()
         try:
             with evaluating([*self.local_stages.values()]):
-                ran = self._run(call, self._evaluation, batch)
+                return self._run(call, ready, batch)
         finally:
             self._device.set_random_state(random_state)
-        return self._evaluation, ran
 
-    def _run(self, call: Call, execution: Execution[Compute], batch: Batch, scale: float = 0.0) -> _Ran:
-        """Run the execution's plan once. `scale`: as `step` was given it."""
+    def _run(self, call: Call, ready: ReadyPlan, batch: Batch, scale: float = 0.0) -> _Ran:
+        """Run a plan once. `scale`: as `step` was given it."""
+        execution = ready.execution
+        execution.watch = self._watch if call.is_step else None
+        if call.is_step:
+            self._last = ready
         execution.awaited = "the other ranks to reach the same step"
         self._watchdog.last = lambda: f"{execution.last()} in step {self._num_steps}"
         self._watchdog.num_reached, self._watchdog.device = execution.num_reached, execution.doing_on_device
@@ -410,16 +487,16 @@ class Pipeline:
             with step_seed(self._device) as seed, self._watchdog.watching(execution.doing):
                 flags = self._loss_counts.flags(batch.targets) if trains else [0] * NUM_FLAGS
                 num_ended = self._step_end.begun.num_ended()
-                begun = self._agreement.begin(call, execution, batch, seed, scale, num_ended, flags)
+                begun = self._agreement.begin(call, ready, batch, seed, scale, num_ended, flags)
                 self._stops.agreed |= self._step_end.begun.settle(begun.num_ended)
                 self._step_end.begun.bound()
                 batch = begun.batch
                 if trains:
                     batch = replace(batch, per_count=self._loss_counts.begin(begun.count_flags))
-                self._gradients.begin(execution, sync, begun.with_layouts)
+                self._gradients.begin(execution, ready.reductions, sync, begun.with_layouts)
                 try:
                     execution.run(batch, begun.seed + self.replica, begun.with_layouts, self._watchdog.tick)
-                    self._inputs.refuse_writes(batch)
+                    ready.inputs.refuse_writes(batch)
                     self._gradients.finish(execution, sync)
                 except BaseException as error:
                     self._is_broken = self._channels is not None and not self._is_alone
@@ -427,9 +504,9 @@ class Pipeline:
                         self._agreement.explain(error, execution)
                     raise
                 if call.waits:
-                    loss = self._step_end.finish(call, execution, batch)
+                    loss = self._step_end.finish(call, ready, batch)
                 else:
-                    handle = self._step_end.hand_over(call, execution, batch, self._num_steps)
+                    handle = self._step_end.hand_over(call, ready, batch, self._num_steps)
                 if handle is None or handle.is_done:
                     execution.settle()
         except BaseException:
@@ -439,18 +516,17 @@ class Pipeline:
             raise
         if trains and call.waits and not math.isfinite(loss.mean):
             with self._watchdog.watching(execution.doing):
-                self._step_end.refuse_nonfinite(execution, batch, loss.mean, self._num_steps)
+                self._step_end.refuse_nonfinite(ready, batch, loss.mean, self._num_steps)
         return _Ran(batch, loss, begun.asking, handle)
 
-    def _take(self, inputs: Any, targets: Any, *, has_loss: bool, scale: float = 1.0) -> Batch:
-        self._refuse_closed()
+    def _take(self, ready: ReadyPlan, inputs: Any, targets: Any, *, has_loss: bool, scale: float = 1.0) -> Batch:
         if targets is not None and not self._takes_target:
             raise PipelineError(
                 "targets are given, but loss_fn takes the output alone; leave them out, or make it "
                 "loss_fn(output, target)"
             )
         takes_target = self._takes_target
-        return self._inputs.take(
+        return ready.inputs.take(
             inputs,
             targets,
             needs_targets=has_loss and takes_target,
@@ -473,24 +549,24 @@ class Pipeline:
     def watch_memory(self) -> Iterator[MemoryWatch]:
         """A debug mode that records what this rank's ops hold, op by op; it makes steps slower."""
         with MemoryWatch(self.parameters()) as watch:
-            self._training.watch = watch
+            self._watch = watch
             try:
                 yield watch
             finally:
-                self._training.watch = None
+                self._watch = None
 
     @contextmanager
     def trial(self) -> Iterator[None]:
         """For steps that only look: outputs are kept, and weights may have another dtype inside. On all ranks."""
         kept, count, metrics = self._compute.keep_outputs, self._num_steps, self._step_end.metrics
         self._compute.keep_outputs = True
-        self._training.forget()
+        self._plans.base.execution.forget()
         try:
             yield
         finally:
             self._compute.keep_outputs, self._num_steps, self._step_end.metrics = kept, count, metrics
             self._compute.outputs = {}
-            self._training.forget()
+            self._plans.base.execution.forget()
 
     # --- gradients ------------------------------------------------------------------------------------------------
 
@@ -536,13 +612,13 @@ class Pipeline:
         Raises:
             PipelineError: no step has run to its end, or the pipeline is closed.
         """
-        if self._closed or not self._training.complete:
+        if self._closed or not self._last.execution.complete:
             raise PipelineError("there is no timeline: ask for it after a step that ran to its end, and before close")
         with self.watching("the other ranks' timelines"), collective("gathering the timeline"):
             self._agreement.share(Call.TIMELINE, "gathering the timeline")
-            self._training.settle()
-            records = all_gather_json(self._training.record.to_fields(), self._processes.pipeline)
-        return merge(self.plan, [Record.from_fields(fields) for fields in records])
+            self._last.execution.settle()
+            records = all_gather_json(self._record.to_fields(), self._processes.pipeline)
+        return merge(self._last.plan, [Record.from_fields(fields) for fields in records])
 
     def watching(self, doing: str, times: int = 1) -> AbstractContextManager[None]:
         """Watch anything else that all ranks do together: a rank that gets stuck is reported as in a step.
@@ -594,10 +670,10 @@ class Pipeline:
     def _leave_record(self) -> None:
         if self._failed and self._channels is not None:  # the device may never end the step
             return
-        if self._training.complete and self._processes.is_first_pipeline:
-            self._training.settle()
+        if self._last is self._plans.base and self._last.execution.complete and self._processes.is_first_pipeline:
+            self._last.execution.settle()
             try:
-                leave_record(self.plan, self._training.record)
+                leave_record(self.plan, self._record)
             except OSError as error:
                 raise PipelineError(
                     f"the last step's record for `rota run --timeline` was not written ({error}); make room there, or "

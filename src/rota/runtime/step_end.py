@@ -27,8 +27,8 @@ from rota.runtime.execution import Execution
 from rota.runtime.faults.watchdog import Describe
 from rota.runtime.losses import means_of
 from rota.runtime.meshes import Processes
-from rota.runtime.microbatch_inputs import MicrobatchInputs
 from rota.runtime.precision import LossScale, Refuse, nothing_to_refuse
+from rota.runtime.ready_plans import ReadyPlan
 from rota.runtime.reducing.loss_counts import LossCounts, refuse_change
 from rota.runtime.step_handles import BegunSteps, StepHandle
 from rota.runtime.step_losses import AT_ONCE, LATER, Given, StepLoss, StepLosses, Totals
@@ -47,7 +47,7 @@ def all_reduce(row: torch.Tensor, how: Any, doing: str, transport: Transport, pr
 
 @final
 class StepEnd:
-    """Ends the runs of one rank's pipeline. Methods that get an execution are collective."""
+    """Ends the runs of one rank's pipeline. Methods that get a ready plan are collective."""
 
     def __init__(
         self,
@@ -55,13 +55,12 @@ class StepEnd:
         device: Device,
         processes: Processes,
         transport: Transport,
-        inputs: MicrobatchInputs,
         loss_counts: LossCounts,
         stops: StopRequests,
         watching: Callable[[Describe], AbstractContextManager[None]],
         allow_nonfinite_loss: bool,
     ) -> None:
-        self._device, self._processes, self._transport, self._inputs = device, processes, transport, inputs
+        self._device, self._processes, self._transport = device, processes, transport
         self._losses = StepLosses(plan, processes.rank, processes.num_pipelines, device)
         self._counts, self._stops, self._watching = loss_counts, stops, watching
         self._name, self._allow_nonfinite_loss = processes.names[dist.get_rank()], allow_nonfinite_loss
@@ -74,42 +73,43 @@ class StepEnd:
 
     # --- at once --------------------------------------------------------------------------------------------------
 
-    def finish(self, call: Call, execution: Execution[Compute], batch: Batch) -> StepLoss:
+    def finish(self, call: Call, ready: ReadyPlan, batch: Batch) -> StepLoss:
         """End a run that waits. Raises PipelineError, on all ranks, if the losses do not fit together."""
         loss = StepLoss.none()
         if call.has_loss:
-            loss = self._read(self._totals(execution, batch), AT_ONCE)
+            loss = self._read(self._totals(ready, batch), AT_ONCE)
             self._stops.agreed |= self.begun.settle()  # they have ended, as they came before
-        if execution.trains:
-            self._settle(call, execution, loss.count, AT_ONCE)(AT_ONCE)
+        if ready.execution.trains:
+            self._settle(call, ready.execution, loss.count, AT_ONCE)(AT_ONCE)
         return loss
 
-    def refuse_nonfinite(self, execution: Execution[Compute], batch: Batch, mean: float, number: int) -> None:
+    def refuse_nonfinite(self, ready: ReadyPlan, batch: Batch, mean: float, number: int) -> None:
         """Raises PipelineError, on all ranks, with all losses that are not finite, unless a scaler looks for that."""
-        if not math.isfinite(mean) and self._must_be_finite(execution):
-            refuse_loss(mean, number, self._name, *self._nonfinite(execution, batch), self._processes.everyone)
+        if not math.isfinite(mean) and self._must_be_finite(ready.execution):
+            refuse_loss(mean, number, self._name, *self._nonfinite(ready, batch), self._processes.everyone)
 
     def _must_be_finite(self, execution: Execution[Compute]) -> bool:
         return execution.trains and not (self._allow_nonfinite_loss or self.loss_scale.is_on)
 
-    def _nonfinite(self, execution: Execution[Compute], batch: Batch) -> tuple[dict[int, dict[int, float]], list[int]]:
-        losses = means_of(execution.compute.losses, self._device)
-        return self._inputs.losses_by_stage(losses), self._inputs.without_rows(batch)
+    def _nonfinite(self, ready: ReadyPlan, batch: Batch) -> tuple[dict[int, dict[int, float]], list[int]]:
+        losses = means_of(ready.execution.compute.losses, self._device)
+        return ready.inputs.losses_by_stage(losses), ready.inputs.without_rows(batch)
 
     # --- with a handle --------------------------------------------------------------------------------------------
 
-    def hand_over(self, call: Call, execution: Execution[Compute], batch: Batch, number: int) -> StepHandle:
+    def hand_over(self, call: Call, ready: ReadyPlan, batch: Batch, number: int) -> StepHandle:
         """End a step that does not wait. What is wrong with its loss is left to the handle."""
+        execution = ready.execution
         if is_queued(self._device) and self._knows_forms(execution):
-            return self._hand_over_later(call, execution, batch, number)
+            return self._hand_over_later(call, ready, batch, number)
         mean, refusal = math.nan, None
         try:
-            loss = self._read(self._totals(execution, batch), LATER)
+            loss = self._read(self._totals(ready, batch), LATER)
             mean = loss.mean
             if execution.trains:
                 self._settle(call, execution, loss.count, LATER)(LATER)
             if not math.isfinite(mean) and self._must_be_finite(execution):
-                refuse_loss_alone(mean, number, self._name, *self._nonfinite(execution, batch))
+                refuse_loss_alone(mean, number, self._name, *self._nonfinite(ready, batch))
         except LostRankError:
             raise
         except PipelineError as error:
@@ -127,17 +127,18 @@ class StepEnd:
         """Whether a loss was read, so that all ranks know its metrics, and whether it has a count."""
         return self._metrics_of > 0 and (self._counts.are_means is not None or not execution.trains)
 
-    def _hand_over_later(self, call: Call, execution: Execution[Compute], batch: Batch, number: int) -> StepHandle:
+    def _hand_over_later(self, call: Call, ready: ReadyPlan, batch: Batch, number: int) -> StepHandle:
         """Nothing waits for the device."""
+        execution, inputs = ready.execution, ready.inputs
         device, are_means = self._device, self._counts.are_means
         refuse_scales: Refuse = nothing_to_refuse
         assert is_queued(device)
-        totals = self._totals(execution, batch)
+        totals = self._totals(ready, batch)
         if execution.trains:
             refuse_scales = self._settle(call, execution, None if are_means else totals.count, LATER)
         ended = device.record(device.stream(COMPUTE))
         must_be_finite, nth, losses = self._must_be_finite(execution), self._num_losses, execution.compute.losses
-        empty = self._inputs.without_rows(batch) if must_be_finite else []
+        empty = inputs.without_rows(batch) if must_be_finite else []
 
         def read() -> tuple[float, bool]:
             with self._watching(execution.doing):
@@ -147,7 +148,7 @@ class StepEnd:
                 refuse_scales(LATER)
                 self._take_metrics(loss, nth)
                 if not math.isfinite(loss.mean) and must_be_finite:
-                    by_stage = self._inputs.losses_by_stage(means_of(losses, device))
+                    by_stage = inputs.losses_by_stage(means_of(losses, device))
                     refuse_loss_alone(loss.mean, number, self._name, by_stage, empty)
             return loss.mean, stops
 
@@ -155,11 +156,11 @@ class StepEnd:
 
     # --- both -----------------------------------------------------------------------------------------------------
 
-    def _totals(self, execution: Execution[Compute], batch: Batch) -> Totals:
+    def _totals(self, ready: ReadyPlan, batch: Batch) -> Totals:
         """Of all micro-batches and replicas. The same message carries requests to stop."""
-        compute = execution.compute
+        execution, compute = ready.execution, ready.execution.compute
         execution.awaited = "the other ranks' losses"
-        counted = [m for m in self._inputs.counted if not batch.is_padding(m)]
+        counted = [m for m in ready.inputs.counted if not batch.is_padding(m)]
         given = Given(compute.losses, counted, compute.added, batch.shares)
         add_up = self._all_reduce(dist.ReduceOp.SUM, f"waiting for {execution.awaited}")
         self._num_losses += 1

@@ -12,6 +12,7 @@ from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import progress_line
 from rota.layers import LayerCosts
+from rota.sizes import SizeModel
 from rota.units import count_text, size_text, time_text
 
 LINKS = "links"
@@ -29,6 +30,10 @@ def add_arguments(parser: Parser) -> None:
     )
     add_model_options(parser)
     parser.add_argument("--rows", type=rows, metavar="N,N,…", help="rows per micro-batch (default: 1)")
+    help_text = "profile at each of these lengths, and fit costs by length: for plans of batches whose lengths vary"
+    parser.add_argument("--lengths", type=rows, metavar="N,N,…", help=help_text)
+    help_text = "with --lengths: number of stages to cut the model into (default: 2)"
+    parser.add_argument("--stages", type=number(1), metavar="N", help=help_text)
     parser.add_argument(
         "--device",
         metavar="NAME",
@@ -73,6 +78,10 @@ def _layers(arguments: Namespace) -> int:
             raise InputError(f"--{name} is for `rota profile {LINKS}`; leave it out for {arguments.model}")
     from rota.planning.model_file import load_model_file, profile_file
 
+    if arguments.lengths:
+        return _sizes(arguments)
+    if arguments.stages:
+        raise InputError("--stages is for costs by length: give --lengths as well, such as --lengths 64,128,256")
     how = {"device": arguments.device, "cache": arguments.cache, "refresh": arguments.refresh, "cuts": arguments.cuts}
     repeats = arguments.repeats or _REPEATS
     with progress_line() as show:
@@ -90,6 +99,37 @@ def _layers(arguments: Namespace) -> int:
     then = f"; plan with it by `rota autoplan --profile {arguments.output} …`"
     files.keep(arguments.output, found.to_json(), then=then)
     return 0
+
+
+def _sizes(arguments: Namespace) -> int:
+    from rota.planning.size_profile import profile_file_sizes
+
+    if len(arguments.lengths) < 2 or arguments.length:
+        raise InputError("--lengths needs two lengths or more, and no --length beside it, such as --lengths 64,128,256")
+    how = {"device": arguments.device, "cuts": arguments.cuts, "repeats": arguments.repeats or _REPEATS}
+    if arguments.cache:
+        raise InputError("--cache keeps a profile of one length; leave it out with --lengths")
+    with progress_line() as show:
+        found = profile_file_sizes(
+            arguments.model, arguments.lengths, arguments.rows or (1, 4), arguments.stages or 2, report=show, **how
+        )
+    print(_sizes_table(found.model))
+    print(f"cut at {', '.join(found.cuts) or 'nothing'}; times are {found.model.error:.1%} off at most where measured")
+    files.keep(arguments.output, found.model.to_json(), then="; it is a rota.SizeModel, which rota.Planner takes")
+    return 0
+
+
+def _sizes_table(model: SizeModel) -> str:
+    """A row per stage and figure."""
+    header = ("stage", "figure", "constant", "per token", "per square")
+    rows = [
+        (str(stage), name, *(f"{term:.4g}" for term in curve))
+        for stage in range(model.num_stages)
+        for name in ("forward_us", "backward_us", "activation_bytes")
+        for curve in [getattr(model, name)[stage]]
+    ]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in (header, *rows))
 
 
 def _summary(layers: LayerCosts) -> str:
@@ -114,7 +154,7 @@ def _links(arguments: Namespace) -> int:
     from rota.runtime.device.local import AUTO
     from rota.runtime.environment import device_environment
 
-    for option in ("rows", "cuts", "length"):
+    for option in ("rows", "cuts", "length", "lengths", "stages"):
         if getattr(arguments, option):
             raise InputError(f"--{option} is for a model; leave it out for {LINKS}")
     repeats, most_spread = arguments.repeats or _REPEATS, arguments.max_spread or MOST_SPREAD

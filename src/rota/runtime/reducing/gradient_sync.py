@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,18 @@ from rota.runtime.reducing.replicas import (
 from rota.runtime.reducing.shared_weights import SharedWeight, SharedWeights
 from rota.runtime.reducing.wrapped_stages import Sharded, is_sharded
 from rota.runtime.transport import collective
-from rota.tasks import Kind
+from rota.tasks import Kind, Op
+
+
+class Reductions(NamedTuple):
+    """What comes before and after the ops of a plan, see `Execution`.
+
+    `last_tied`: the stage with the last gradients of tied weights; the timeline shows their sum there.
+    """
+
+    before: dict[Op, Callable[[], None]]
+    after: dict[Op, Callable[[Any], Mark]]
+    last_tied: int | None
 
 
 @final
@@ -75,19 +86,39 @@ class GradientSync:
             for stage, parameters in parameters_by_stage(stages, last).items()
             if processes.replicas_on_device is not None and parameters
         }
-        #: The stage with the last gradients of tied weights; the timeline shows their sum there.
-        tied = {*self._shared.tied}
-        self._last_tied = next((s for s in reversed(last) if tied & {*stages[s].parameters()}), None)
-        ops = plan.orders[processes.rank]
-        self._before = {
-            op: partial(self._sharded.gather, op.stage) for op in ops if op.kind is Kind.W and op.stage in self._sharded
-        }
         reduced = {*self._all_reduces, *self._sharded}
-        self._after = {op: partial(self._reduce, stage) for stage, op in last.items() if stage in reduced}
+        #: The stages of which something is reduced, in the order in which their gradients are complete.
+        self._reduced = [stage for stage in last if stage in reduced]
+        tied = {*self._shared.tied}
+        self._with_tied = {stage for stage in last if tied & {*stages[stage].parameters()}}
+        self._last_tied: int | None = None
         self._sums = {ranks: partial(self._sum_tied, ranks) for ranks in self.tied_ranks}
         self._absent = AbsentGradients(self._queue) if is_queued(device) else None
         #: When each stage's reduction began and ended in the last step.
         self._reductions: dict[int, tuple[Mark, Mark]] = {}
+
+    def reductions(self, plan: Plan) -> Reductions:
+        """What is reduced in a step of `plan`, and when.
+
+        Raises:
+            PipelineError: gradients of this rank's stages are complete in another order than in the pipeline's plan.
+        """
+        last = last_gradients(plan, self._processes.rank)
+        order = [stage for stage in last if stage in self._reduced]
+        if order != self._reduced:
+            raise PipelineError(
+                f"the plan of this step completes the gradients of rank {self._processes.rank}'s stages in the order "
+                f"{order}, the pipeline's plan in the order {self._reduced}, in which all replicas reduce them; keep it"
+            )
+        return Reductions(
+            {
+                op: partial(self._sharded.gather, op.stage)
+                for op in plan.orders[self._processes.rank]
+                if op.kind is Kind.W and op.stage in self._sharded
+            },
+            {op: partial(self._reduce, stage) for stage, op in last.items() if stage in self._reduced},
+            next((stage for stage in reversed(last) if stage in self._with_tied), None),
+        )
 
     @property
     def tied_ranks(self) -> list[tuple[int, ...]]:
@@ -134,9 +165,9 @@ class GradientSync:
                 with collective("opening the process groups of DDP"):
                     dist.all_reduce(torch.zeros(1, device=self._device.torch_device), group=group)
 
-    def begin(self, execution: Execution[Compute], sync: bool, may_differ: bool) -> None:
+    def begin(self, execution: Execution[Compute], reductions: Reductions | None, sync: bool, may_differ: bool) -> None:
         """Prepare a step. `may_differ`: it may train other parameters than the last step."""
-        if not execution.trains:
+        if not execution.trains or reductions is None:
             return
         if may_differ and self._processes.replicas is not None:
             refuse_other_tensors(self._whole, self._processes.replicas)
@@ -145,7 +176,8 @@ class GradientSync:
         if self._sharded.is_used:
             self._sharded.begin()
         self._reductions = {}
-        execution.before, execution.after = self._before, self._after if sync else {}
+        execution.before, execution.after = reductions.before, reductions.after if sync else {}
+        self._last_tied = reductions.last_tied
         execution.sums = self._sums if sync else {}
 
     def finish(self, execution: Execution[Compute], sync: bool) -> None:
@@ -184,5 +216,4 @@ class GradientSync:
         """Release the process groups."""
         self._shared.close()
         self._all_reduces.clear()
-        self._after.clear()
         self._sums.clear()

@@ -1,0 +1,298 @@
+"""Planner: each batch gets a plan of its own, which is made while the batch before it runs.
+
+    process 0   main     step n ───────────────────────────▶ next ─▶ step n+1
+                thread     └─ lengths of n+1 ─▶ plan server ─▶ broadcast ─▶ prepare
+    others      main     step n ───────────────────────────▶ next ─▶ step n+1
+                thread                                          └─ receive ─▶ prepare
+
+One process decides, in a server process of its own, and all get its plan; the pipeline checks that all have the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from rota.costs import Cluster
+from rota.errors import PipelineError, RotaError
+from rota.plan import Plan
+from rota.runtime import Pipeline
+from rota.runtime.json_messages import all_gather_json, broadcast_json
+from rota.runtime.transport import collective
+from rota.sizes import SizeModel
+
+#: Makes a micro-batch of samples that are padded to the given lengths: (inputs, targets).
+Collate = Callable[..., tuple[Any, Any]]
+
+_BY_MODEL = "rota.plan_server:plan_by_model"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PlannedBatch:
+    """A batch as micro-batches, and the plan to run it with, for this process's replica.
+
+    Attributes:
+        inputs: The micro-batches' inputs; None where no stage reads any.
+        targets: Their targets; None but on the ranks of the last stage.
+        plan: The plan of the step.
+        sizes: Rows and length of each micro-batch, for `step`.
+        groups: The samples of each micro-batch, as indices into the batch.
+        makespan_us: The step's predicted time; the largest of all replicas.
+        bound_us: A time below which no plan for these micro-batches is, as the planner has proven it.
+        planning_us: Time that the planner took, while the batch before this one ran.
+        waited_us: Time that this process waited for the plan.
+    """
+
+    inputs: list[Any] | None
+    targets: list[Any] | None
+    plan: Plan
+    sizes: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...]
+    makespan_us: int
+    bound_us: int
+    planning_us: int
+    waited_us: int
+
+
+@final
+class Planner(Iterator[PlannedBatch]):
+    """Groups the samples of each batch into micro-batches, and plans their step, while the batch before it runs.
+
+    All processes make one and iterate over it together:
+
+        for batch in rota.Planner(pipeline, loader, collate, model=model):
+            loss = pipeline.step(batch.inputs, batch.targets, plan=batch.plan, sizes=batch.sizes)
+
+    Args:
+        pipeline: The pipeline whose steps are planned.
+        batches: Yields each batch as a list of samples, those of all replicas; the same on all processes. None on a
+            process that reads neither inputs nor targets.
+        collate: `collate(samples, length)` makes a micro-batch (inputs, targets) whose rows are all padded to `length`.
+        model: What a stage costs, by the size of a micro-batch; see `rota.profile_sizes`.
+        cluster: Ranks and links. None: those of the pipeline's plan.
+        length_of: The length of a sample; or a tuple of lengths, of which `collate` gets the longest of each, and
+            the plan counts the sum.
+        round_to: Lengths are rounded up to multiples of this.
+        plan_with: "module:function" that plans in place of `rota.plan_batch`: `function(lengths, num_replicas,
+            **options)` returns for each replica an object with `groups`, `plan`, `makespan_us` and `bound_us`.
+        options: Further keyword arguments of `rota.plan_batch`, or of the function; JSON values.
+
+    Raises:
+        PipelineError: There is neither a model nor a function, or the planner's process fails.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        batches: Iterable[Sequence[Any]] | None,
+        collate: Collate,
+        *,
+        model: SizeModel | None = None,
+        cluster: Cluster | None = None,
+        length_of: Callable[[Any], int | tuple[int, ...]] = len,
+        round_to: int = 1,
+        plan_with: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if (model is None) == (plan_with is None):
+            raise PipelineError("give a Planner either model=, what stages cost by size, or plan_with=, a function")
+        self._pipeline, self._collate, self._length_of, self._round_to = pipeline, collate, length_of, round_to
+        self._batches = None if batches is None else iter(batches)
+        self._group = pipeline._processes.of_everyone()
+        self._server: _Server | None = None
+        if pipeline._processes.is_first:
+            given = dict(options or {})
+            if model is not None:
+                cluster = pipeline.plan.placement.cluster if cluster is None else cluster
+                given |= {"model": model.to_json(), "cluster": cluster.to_json()}
+            self._server = _Server(plan_with or _BY_MODEL, given)
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="rota-planner", daemon=True)
+        self._thread.start()
+        self._next: _Job | None = None
+        self._is_closed = False
+        pipeline.before_close.callback(self.close)
+
+    def __next__(self) -> PlannedBatch:
+        if self._is_closed:
+            raise StopIteration
+        job = self._submitted() if self._next is None else self._next
+        self._next = self._submitted() if job.has_batch else None
+        begun_ns = time.monotonic_ns()
+        with self._pipeline.watching("the plan of the next batch"):
+            job.done.wait()
+        waited_us = (time.monotonic_ns() - begun_ns) // 1000
+        if job.error is not None:
+            self.close()
+            raise job.error
+        if job.found is None:
+            self.close()
+            raise StopIteration
+        return self._batch(job, job.found, waited_us)
+
+    def close(self) -> None:
+        """End the planner's process and thread. The pipeline's end does so too."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._jobs.put(None)
+            if self._server is not None:
+                self._server.close()
+            self._thread.join(timeout=1)  # stuck only if another rank is
+
+    # --- in the main thread ---------------------------------------------------------------------------------------
+
+    def _submitted(self) -> _Job:
+        """The next batch, handed to the thread."""
+        samples = None if self._batches is None else next(self._batches, _END)
+        job = _Job(None if samples is _END else samples, samples is not _END)
+        if job.samples is not None:
+            job.lengths = [self._lengths_of(sample) for sample in job.samples]
+        self._jobs.put(job)
+        return job
+
+    def _lengths_of(self, sample: Any) -> tuple[int, ...]:
+        found, step = self._length_of(sample), self._round_to
+        return tuple(-(-length // step) * step for length in ((found,) if isinstance(found, int) else found))
+
+    def _batch(self, job: _Job, found: _Found, waited_us: int) -> PlannedBatch:
+        pipeline, made = self._pipeline, None
+        if job.samples is not None and (pipeline.reads_inputs or pipeline.reads_targets):
+            samples = job.samples
+            made = [
+                self._collate([samples[i] for i in group], *size[1:])
+                for group, size in zip(found.groups, found.sizes, strict=True)
+            ]
+        return PlannedBatch(
+            [inputs for inputs, _ in made] if made is not None and pipeline.reads_inputs else None,
+            [targets for _, targets in made] if made is not None and pipeline.reads_targets else None,
+            found.plan,
+            found.sizes,
+            found.groups,
+            found.makespan_us,
+            found.bound_us,
+            found.planning_us,
+            waited_us,
+        )
+
+    # --- in the thread --------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job.found = self._found(job)
+            except Exception as error:
+                job.error = error
+            job.done.set()
+
+    def _found(self, job: _Job) -> _Found | None:
+        """The plan of a batch, ready to run; None after the last batch. Collective; all processes fail together."""
+        answer: dict[str, Any] = {}
+        if self._server is not None:
+            answer = self._server.ask(job.lengths, self._pipeline.num_replicas) if job.has_batch else {"end": True}
+        with collective("receiving the plan of the next batch"):
+            answer = broadcast_json(answer, 0, self._group)
+        found, error = None, answer.get("error", "")
+        if not error and "end" not in answer:
+            try:
+                self._refuse_differences(job, answer["lengths"])
+                found = self._prepared(answer)
+            except RotaError as refusal:
+                error = str(refusal)
+        elif not error and job.has_batch and self._batches is not None:
+            error = _OTHER_NUMBER
+        with collective("comparing the plan of the next batch"):
+            errors = all_gather_json(error, self._group)
+        if first := next(filter(None, errors), ""):
+            raise PipelineError(f"the next batch has no plan: {first}")
+        return found
+
+    def _refuse_differences(self, job: _Job, lengths: list[list[int]]) -> None:
+        if not job.has_batch:
+            raise PipelineError(_OTHER_NUMBER)
+        if job.samples is not None and [[*of_sample] for of_sample in job.lengths] != lengths:
+            raise PipelineError("the processes' loaders yield samples of different lengths; give all the same batches")
+
+    def _prepared(self, answer: dict[str, Any]) -> _Found:
+        of_replica, lengths = answer["replicas"][self._pipeline.replica], answer["lengths"]
+        groups = tuple(map(tuple, of_replica["groups"]))
+        sizes = tuple((len(group), *map(max, zip(*(lengths[i] for i in group), strict=True))) for group in groups)
+        plan = Plan.from_json(of_replica["plan"])
+        self._pipeline.prepare(plan, sizes)
+        makespan_us = max(replica["makespan_us"] for replica in answer["replicas"])
+        return _Found(plan, sizes, groups, makespan_us, of_replica["bound_us"], answer["took_us"])
+
+
+_END: Any = object()
+_OTHER_NUMBER = "the processes' loaders differ in their number of batches; give all the same"
+
+
+@dataclass(slots=True)
+class _Job:
+    """A batch, and what the thread has found for it."""
+
+    samples: Sequence[Any] | None
+    has_batch: bool
+    lengths: list[tuple[int, ...]] = field(default_factory=list)
+    done: threading.Event = field(default_factory=threading.Event)
+    found: _Found | None = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """See `PlannedBatch`."""
+
+    plan: Plan
+    sizes: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...]
+    makespan_us: int
+    bound_us: int
+    planning_us: int
+
+
+@final
+class _Server:
+    """The planner's process. Raises PipelineError if it ends early."""
+
+    def __init__(self, function: str, options: dict[str, Any]) -> None:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "rota.plan_server"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self._write({"function": function, "options": options})
+
+    def ask(self, lengths: list[tuple[int, ...]], num_replicas: int) -> dict[str, Any]:
+        """What the process answers, with the lengths that it was asked about."""
+        self._write({"lengths": [sum(of_sample) for of_sample in lengths], "num_replicas": num_replicas})
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            return {"error": f"the planner's process ended with exit code {self._process.wait()}; see its output"}
+        answer: dict[str, Any] = json.loads(line)
+        return answer | {"lengths": [[*of_sample] for of_sample in lengths]}
+
+    def _write(self, request: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{json.dumps(request)}\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # `ask` reports that it has ended
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()

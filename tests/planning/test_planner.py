@@ -1,0 +1,136 @@
+"""rota.Planner: each batch gets its plan from another process, while the batch before it runs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import rota
+from rota import Cluster, Costs, Pipeline, PipelineError, place
+from rota.schedules import one_f_one_b
+from support.networks import StepResult, assert_equal_steps, gradients_of
+from support.pool import Pool
+from support.text_models import IGNORED, LONGEST, samples, summed_loss, text_stages
+
+pytestmark = pytest.mark.dist
+
+PLAN_WITH = "support.token_budget:plan"
+TOKENS = 30
+
+
+def batches(num_batches: int, most: int = LONGEST) -> list[list[Tensor]]:
+    rng = random.Random(0)
+    return [samples([rng.randint(1, most) for _ in range(rng.randint(8, 16))], seed) for seed in range(num_batches)]
+
+
+def collate(group: list[Tensor], length: int) -> tuple[Tensor, Tensor]:
+    words, labels = torch.zeros(len(group), length, dtype=torch.int64), torch.full((len(group), length), IGNORED)
+    for row, sample in enumerate(group):
+        words[row, : len(sample) - 1], labels[row, : len(sample) - 1] = sample[:-1], sample[1:]
+    return words, labels
+
+
+def tokens_in(sample: Tensor) -> int:
+    return len(sample) - 1
+
+
+def planner_of(pipeline: Pipeline, given: Any, **options: Any) -> rota.Planner:
+    options = {"num_ranks": pipeline.plan.num_ranks, "tokens": TOKENS} | options
+    return rota.Planner(pipeline, given, collate, length_of=tokens_in, plan_with=PLAN_WITH, options=options, round_to=2)
+
+
+def base_plan(num_ranks: int) -> rota.Plan:
+    return one_f_one_b(place(Costs.uniform(num_ranks), Cluster.uniform(num_ranks)), 2)
+
+
+def train(rank: int, num_batches: int, dp: int) -> list[tuple[StepResult, Any]]:
+    del rank
+    results = []
+    mesh = rota.mesh(pp=2, dp=dp)
+    with Pipeline(text_stages(2), base_plan(2), summed_loss, mesh=mesh, check_data="never") as pipeline:
+        given = batches(num_batches) if pipeline.reads_inputs or pipeline.reads_targets else None
+        for batch in planner_of(pipeline, given):
+            assert (batch.inputs is not None) == (pipeline.rank == 0)
+            assert (batch.targets is not None) == (pipeline.rank == 1)
+            for parameter in pipeline.parameters():
+                parameter.grad = None
+            loss = pipeline.step(batch.inputs, batch.targets, plan=batch.plan, sizes=batch.sizes)
+            result = StepResult(loss, gradients_of(pipeline.stages, pipeline.local_stages))
+            results.append((result, (batch.groups, batch.sizes, batch.makespan_us)))
+    return results
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_every_batch_is_planned_and_exact(pool: Pool, dp: int) -> None:
+    by_process = pool.run(2 * dp, train, 4, dp)
+    assert [len(of) for of in by_process] == [4] * (2 * dp)
+    for i, given in enumerate(batches(4)):
+        stages = text_stages(2)
+        total, count = torch.zeros((), dtype=torch.float64), 0
+        for sample in given:
+            loss, _ = summed_loss(stages.run(sample[None, :-1]), sample[None, 1:])
+            total, count = total + loss, count + tokens_in(sample)
+        (total / count).backward()
+        whole = StepResult(float(total.detach()) / count, gradients_of(stages, range(2)))
+        assert_equal_steps([of[i][0] for of in by_process], whole)
+        trained = sorted(m for of in by_process[::2] for group in of[i][1][0] for m in group)
+        assert trained == [*range(len(given))]
+        for (groups, sizes, makespan_us), group in ((of[i][1], of[i][1][0]) for of in by_process):
+            assert makespan_us == by_process[0][i][1][2]
+            assert [rows for rows, _ in sizes] == [*map(len, group)]
+            assert all(rows * length <= TOKENS and length % 2 == 0 for rows, length in sizes)
+            assert len(groups) == len(sizes)
+
+
+def too_long(rank: int) -> str:
+    with Pipeline(text_stages(2), base_plan(2), summed_loss) as pipeline:
+        planner = planner_of(pipeline, batches(3), tokens=8)
+        told = error_of(pipeline, planner)
+        assert [*planner] == []
+        return told
+
+
+def error_of(pipeline: Pipeline, planner: rota.Planner) -> str:
+    try:
+        for batch in planner:
+            pipeline.step(batch.inputs, batch.targets, plan=batch.plan, sizes=batch.sizes)
+    except PipelineError as error:
+        return str(error)
+    return ""
+
+
+def test_a_sample_that_fits_nowhere_is_refused_on_all_ranks(pool: Pool) -> None:
+    first, second = pool.run(2, too_long)
+    assert first == second
+    assert "tokens, but 8 fit into a micro-batch" in first
+
+
+def differing(rank: int, how: str) -> str:
+    def others() -> Iterator[list[Tensor]]:
+        for i, batch in enumerate(batches(3)):
+            if i == 1 and rank == 1 and how == "lengths":
+                yield [*batch, batch[0]]
+            elif i < 2 or rank == (how == "more"):
+                yield batch
+
+    with Pipeline(text_stages(2), base_plan(2), summed_loss, check_data="never") as pipeline:
+        return error_of(pipeline, planner_of(pipeline, others()))
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("lengths", "samples of different lengths"),
+        ("fewer", "differ in their number of batches"),
+        ("more", "differ in their number of batches"),
+    ],
+)
+def test_loaders_that_differ_are_refused_on_all_ranks(pool: Pool, how: str, told: str) -> None:
+    first, second = pool.run(2, differing, how)
+    assert first == second
+    assert told in first

@@ -1,0 +1,238 @@
+"""A plan of its own for each step: micro-batches of any sizes and number, in any order, against the unsplit model."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import rota
+from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
+from rota.schedules import NAMED
+from support.core_strategies import deal, linear_extension
+from support.networks import StepResult, assert_equal_steps, gradients_of
+from support.pool import Pool
+from support.text_models import IGNORED, LONGEST, samples, summed_loss, text_stages
+
+pytestmark = pytest.mark.dist
+
+Lengths = list[list[int]]  # of the samples in each micro-batch
+
+
+def padded(group: list[Tensor]) -> tuple[Tensor, Tensor]:
+    longest = max(len(sample) for sample in group) - 1
+    words, labels = torch.zeros(len(group), longest, dtype=torch.int64), torch.full((len(group), longest), IGNORED)
+    for row, sample in enumerate(group):
+        words[row, : len(sample) - 1], labels[row, : len(sample) - 1] = sample[:-1], sample[1:]
+    return words, labels
+
+
+def grouped(lengths: Lengths, seed: int) -> tuple[list[Tensor], list[Tensor], list[tuple[int, int]]]:
+    """Inputs, targets and sizes of micro-batches whose samples have these lengths."""
+    flat = iter(samples([length for group in lengths for length in group], seed))
+    pairs = [padded([next(flat) for _ in group]) for group in lengths]
+    return [x for x, _ in pairs], [y for _, y in pairs], [(len(group), max(group)) for group in lengths]
+
+
+def random_lengths(rng: random.Random) -> Lengths:
+    return [[rng.randint(1, LONGEST) for _ in range(rng.randint(1, 4))] for _ in range(rng.randint(2, 7))]
+
+
+def random_orders(rng: random.Random, base: Plan, num_microbatches: int) -> Plan:
+    """The micro-batches in any order, which need not be the same on all ranks."""
+    return deal(base.placement, num_microbatches, linear_extension(base.placement, num_microbatches, rng, False))
+
+
+def base_plan(num_ranks: int, *, in_two: bool = False) -> Plan:
+    costs = Costs.uniform(num_ranks, 10, 20, weight_us=10 if in_two else None, boundary_bytes=100)
+    return NAMED["zb_h1" if in_two else "1f1b"](place(costs, Cluster.uniform(num_ranks)), 4)
+
+
+def unsplit(stages: Stages, lengths: Lengths, seed: int) -> StepResult:
+    """The whole batch, sample by sample, without any padding."""
+    stages = text_stages(len(stages))
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for sample in samples([length for group in lengths for length in group], seed):
+        loss, _ = summed_loss(stages.run(sample[None, :-1]), sample[None, 1:])
+        total, count = total + loss, count + len(sample) - 1
+    (total / count).backward()
+    return StepResult(float(total.detach()) / count, gradients_of(stages, range(len(stages))))
+
+
+def steps(rank: int, base: Plan, batches: list[tuple[Lengths, Plan | None]], options: dict[str, Any]) -> list[Any]:
+    """For each batch the step's result, the loss in evaluation, and how many layouts this rank received for both."""
+    del rank
+    results = []
+    with Pipeline(text_stages(base.num_ranks), base, summed_loss, check_data="never", **options) as pipeline:
+        received: list[Any] = []
+        receive = pipeline._transport.receive_layout
+        pipeline._transport.receive_layout = lambda message: received.append(message) or receive(message)
+        for seed, (lengths, plan) in enumerate(batches):
+            inputs, targets, sizes = grouped(lengths, seed)
+            given = {} if plan is None else {"plan": plan, "sizes": sizes}
+            if seed % 2 and plan is not None:
+                pipeline.prepare(plan, sizes)
+            before = len(received)
+            for parameter in pipeline.parameters():
+                parameter.grad = None
+            evaluated = pipeline.evaluate(inputs, targets, **given)
+            loss = pipeline.step(inputs, targets, **given)
+            num_layouts = len(received) - before
+            result = StepResult(loss, gradients_of(pipeline.stages, pipeline.local_stages))
+            timeline = pipeline.timeline()
+            results.append((result, evaluated, num_layouts, timeline.plan.orders == (plan or base).orders))
+    return results
+
+
+@pytest.mark.parametrize("in_two", [False, True])
+def test_each_step_has_its_own_plan(pool: Pool, in_two: bool) -> None:
+    rng, base = random.Random(7), base_plan(4, in_two=in_two)
+    batches: list[tuple[Lengths, Plan | None]] = []
+    for _ in range(12):
+        lengths = random_lengths(rng)
+        batches.append((lengths, random_orders(rng, base, len(lengths))))
+    batches.insert(6, ([[5, 3], [9], [2, 2], [4]], None))  # the pipeline's own plan, in between
+    by_rank = pool.run(4, steps, base, batches, {})
+    for i, (lengths, _) in enumerate(batches):
+        whole = unsplit(text_stages(4), lengths, i)
+        assert_equal_steps([of_rank[i][0] for of_rank in by_rank], whole)
+        assert all(abs(of_rank[i][1] - whole.loss) < 1e-10 and of_rank[i][3] for of_rank in by_rank)
+    num_layouts = [sum(of_rank[i][2] for of_rank in by_rank) for i in range(len(batches))]
+    assert num_layouts[0] > 0
+    assert num_layouts[6] > 0
+    assert not any(num_layouts[3:6] + num_layouts[7:])  # sizes that were never there, and no message about them
+
+
+def test_without_sizes_layouts_travel(pool: Pool) -> None:
+    rng, base = random.Random(3), base_plan(2)
+    lengths = [[3, 4], [7], [2]]
+    plan = random_orders(rng, base, 3)
+    found = pool.run(2, steps_without_sizes, base, lengths, plan)
+    whole = unsplit(text_stages(2), lengths, 0)
+    for i in range(2):
+        assert_equal_steps([of_rank[i][0] for of_rank in found], whole)
+    assert [of_rank[0][1] for of_rank in found] == [0, 3]
+    assert [of_rank[1][1] for of_rank in found] == [0, 0]  # the same plan and shapes again
+
+
+def steps_without_sizes(rank: int, base: Plan, lengths: Lengths, plan: Plan) -> list[Any]:
+    del rank
+    results = []
+    with Pipeline(text_stages(2), base, summed_loss) as pipeline:
+        received: list[Any] = []
+        receive = pipeline._transport.receive_layout
+        pipeline._transport.receive_layout = lambda message: received.append(message) or receive(message)
+        inputs, targets, _ = grouped(lengths, 0)
+        for _ in range(2):
+            before = len(received)
+            for parameter in pipeline.parameters():
+                parameter.grad = None
+            loss = pipeline.step(inputs, targets, plan=plan)
+            result = StepResult(loss, gradients_of(pipeline.stages, pipeline.local_stages))
+            results.append((result, len(received) - before))
+    return results
+
+
+def mean_loss(output: Tensor, labels: Tensor) -> Tensor:
+    """The mean over rows of each row's mean, so that rows weigh alike whatever their lengths."""
+    losses = functional.cross_entropy(output.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
+    return (losses.sum(1) / (labels != IGNORED).sum(1)).mean()
+
+
+def mean_steps(rank: int, base: Plan, batches: list[tuple[Lengths, Plan]]) -> list[StepResult]:
+    """Only the first rank gives inputs, and only the last one targets."""
+    results = []
+    with Pipeline(text_stages(2), base, mean_loss, check_data="never") as pipeline:
+        for seed, (lengths, plan) in enumerate(batches):
+            inputs, targets, sizes = grouped(lengths, seed)
+            for parameter in pipeline.parameters():
+                parameter.grad = None
+            given = (inputs if rank == 0 else None, targets if rank == 1 else None)
+            loss = pipeline.step(*given, plan=plan, sizes=sizes)
+            results.append(StepResult(loss, gradients_of(pipeline.stages, pipeline.local_stages)))
+    return results
+
+
+def test_means_weigh_by_the_rows_of_the_plan(pool: Pool) -> None:
+    rng, base = random.Random(5), base_plan(2)
+    batches = [(lengths, random_orders(rng, base, len(lengths))) for lengths in (random_lengths(rng) for _ in range(5))]
+    by_rank = pool.run(2, mean_steps, base, batches)
+    for i, (lengths, _) in enumerate(batches):
+        stages = text_stages(2)
+        flat = [length for group in lengths for length in group]
+        words, labels = padded(samples(flat, i))
+        loss = mean_loss(stages.run(words), labels)
+        loss.backward()
+        assert_equal_steps([of[i] for of in by_rank], StepResult(loss.item(), gradients_of(stages, range(2))))
+
+
+def replica_steps(rank: int, base: Plan, batches: list[list[tuple[Lengths, Plan]]]) -> list[tuple[int, StepResult]]:
+    del rank
+    results = []
+    mesh = rota.mesh(pp=2, dp=2)
+    with Pipeline(text_stages(2), base, summed_loss, mesh=mesh, check_data="never") as pipeline:
+        for seed, of_replicas in enumerate(batches):
+            lengths, plan = of_replicas[pipeline.replica]
+            inputs, targets, sizes = grouped(lengths, 10 * seed + pipeline.replica)
+            for parameter in pipeline.parameters():
+                parameter.grad = None
+            loss = pipeline.step(inputs, targets, plan=plan, sizes=sizes)
+            results.append(StepResult(loss, gradients_of(pipeline.stages, pipeline.local_stages)))
+    return results
+
+
+def test_replicas_have_plans_of_their_own(pool: Pool) -> None:
+    rng, base = random.Random(11), base_plan(2)
+    batches = []
+    for _ in range(4):
+        both = [random_lengths(rng) for _ in range(2)]
+        batches.append([(lengths, random_orders(rng, base, len(lengths))) for lengths in both])
+    by_process = pool.run(4, replica_steps, base, batches)
+    for i, of_replicas in enumerate(batches):
+        stages = text_stages(2)
+        total, count = torch.zeros((), dtype=torch.float64), 0
+        for replica, (lengths, _) in enumerate(of_replicas):
+            for sample in samples([length for group in lengths for length in group], 10 * i + replica):
+                loss, _ = summed_loss(stages.run(sample[None, :-1]), sample[None, 1:])
+                total, count = total + loss, count + len(sample) - 1
+        (total / count).backward()
+        whole = StepResult(float(total.detach()) / count, gradients_of(stages, range(2)))
+        assert_equal_steps([of[i] for of in by_process], whole)
+
+
+def refused(rank: int, base: Plan, plans: list[Plan], sizes: list[Any]) -> list[str]:
+    told = []
+    with Pipeline(text_stages(2), base, summed_loss) as pipeline:
+        inputs, targets, right = grouped([[3, 4], [7], [2]], 0)
+        for plan, size in zip(plans, sizes, strict=True):
+            mine = plan[rank] if isinstance(plan, list) else plan
+            with pytest.raises(PipelineError) as error:
+                pipeline.step(inputs, targets, plan=mine, sizes=right if size is None else size[rank])
+            told.append(str(error.value))
+    return told
+
+
+def test_refusals(pool: Pool) -> None:
+    rng, base = random.Random(3), base_plan(2)
+    one, other = random_orders(rng, base, 3), NAMED["gpipe"](base.placement, 3)
+    assert one.orders != other.orders
+    right = [(2, 4), (1, 7), (1, 2)]
+    cases: list[tuple[Any, Any]] = [
+        ([one, other], None),
+        (one, [right, [(2, 4), (1, 7), (1, 3)]]),
+        (one, [right[:2], right[:2]]),
+        (one, [[(2, 4), (1, 7), (1, 2.5)]] * 2),
+        (base_plan(2, in_two=True), None),
+        (None, [right, right]),
+    ]
+    for told in pool.run(2, refused, base, [plan for plan, _ in cases], [size for _, size in cases]):
+        assert "rank 1 has another plan for this step than rank 0, or other sizes" in told[0]
+        assert "rank 1 has another plan for this step than rank 0, or other sizes" in told[1]
+        assert "sizes has 2 entries for 3 micro-batches" in told[2]
+        assert "sizes[2] is (1, 2.5)" in told[3]
+        assert "where the pipeline's plan has" in told[4]
+        assert "sizes are given without a plan" in told[5]
