@@ -12,7 +12,7 @@ from numba import njit
 #: For loops that Python calls.
 loop = njit(cache=True, nogil=True)
 #: For loops that only other loops call: calling one from Python ends the process.
-inner = njit(cache=True, nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+inner = njit(cache=True, nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[call-overload]
 
 
 @inner
