@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numba import njit
 
+from rota.search.compiled import loop
 from rota.search.problem import Integers, Orders, Problem
 from rota.search.timing import Tables, measure, start_times
 
@@ -126,7 +126,7 @@ class Paths:
     step_ends: list[list[tuple[int, int]]]
 
 
-@njit(cache=True, nogil=True)
+@loop
 def _spread_back(  # type: ignore[no-untyped-def]
     sequence, tails, after, task_of, first_node, lengths, first_rank, ranks, first_output, outputs
 ):

@@ -20,9 +20,9 @@ from itertools import count
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from rota.search.compiled import inner, loop
 from rota.search.problem import NO_LIMIT, Integers, Orders, Problem, Rows
 from rota.search.timing import Tables
 from rota.stopping import look
@@ -262,7 +262,7 @@ def _most_to_finish(problem: Problem, rank: int) -> int:
 
 # Passing a tuple of arrays to a compiled function counts references to each, which costs as much as a short loop. So
 # `run` calls `admits` only where it must.
-@njit(cache=True, nogil=True)
+@loop
 def run(tables, memory, priorities, patiences, state, most_ops):  # type: ignore[no-untyped-def]
     """Starts `most_ops` ops; False when no ops are left, or memory and caps let nothing start."""
     _, first_node, durations, first_rank, ranks, first_input, inputs, first_output, outputs, first_on, on, _ = tables
@@ -356,7 +356,7 @@ def run(tables, memory, priorities, patiences, state, most_ops):  # type: ignore
                 wake_us[q] = min(wake_us[q], max(end, free_us[q]))
 
 
-@njit(cache=True, nogil=True)
+@inner
 def admits(memory, rank, task, started, levels, oldest, newest, num_components):  # type: ignore[no-untyped-def]
     """Whether the task's next op fits on the rank, and after it the rest of the rank's micro-batches one by one."""
     limit, held_bytes, peak_bytes = memory.limits_bytes[rank], memory.held_bytes, memory.peak_bytes

@@ -12,35 +12,37 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from fractions import Fraction
-from functools import cache, partial
+from functools import partial
 from itertools import islice, product
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
 from rota.checking import check
-from rota.costs import Cluster, Costs
 from rota.errors import PlanError, RotaError, SearchError
 from rota.placement import Placement
-from rota.placing import wave
 from rota.plan import Plan
 from rota.schedules import zb_auto
 from rota.schedules.families import named_plans
-from rota.search import bounds, exact
+from rota.search import bounds, compiling, exact
 from rota.search.bounds.memory_bounds import period_reason, refuse_too_little_memory
 from rota.search.budget import Budget
+from rota.search.compiling import Part
 from rota.search.dispatching import OPS_PER_DISPATCH, Dispatcher, Priorities, guesses, serial
 from rota.search.exact import longest_us
+from rota.search.incumbent import Incumbent
 from rota.search.local import fitting, improving, neighbourhood
 from rota.search.local.policies import Climb
 from rota.search.periodic.from_plan import steady_within
 from rota.search.periodic.steady import SteadyResult, find_steady
-from rota.search.problem import NO_LIMIT, Integers, Orders, Problem, reserving
+from rota.search.problem import NO_LIMIT, Orders, Problem, reserving
 from rota.search.result import NamedPlan, Objective, Progress, SearchResult
-from rota.search.timing import Score, Tables, fits, peaks, score, start_times
-from rota.search.transfer_levels import Transfers, counting_transfers, peaks_with_transfers
+from rota.search.timing import Tables, fits, peaks, score, start_times
+from rota.search.transfer_levels import counting_transfers
 from rota.search.validation import refuse_wrong, refuse_wrong_options, seconds_of
+from rota.simulation import simulate
 from rota.stopping import Stopped, ended_by_ctrl_c, guarded, look, watched
+from rota.timeline import Timeline
 from rota.units import size_text
 
 _PATIENCES = (0.0, 1.0)  # of list scheduling: never wait for a better op, or do
@@ -58,7 +60,11 @@ _CHECK_S_PER_OP = 8e-6  # real seconds to make and check the plan in the end
 _HALVINGS = 5
 _FEW_OPS, _FEW_GUESSES = 3_000, 4  # in longer steps fewer priorities are tried for holding less
 _EXACT_OPS = 400  # up to here CP-SAT may prove a whole step
+_SERIAL = "one micro-batch at a time"
+_LOADING_S = 0.4  # real seconds in which loops that were compiled before are surely loaded
 _MOST_RESERVES = 20  # how often to guess the memory reserved for transfers
+
+_ALWAYS = (Part.TIMING, Part.DISPATCHING, Part.BOUNDS)
 
 _Measure = Literal["makespan", "span"]
 _Improve = Callable[[Problem, Orders, _Measure, int, Budget, int], Orders]
@@ -78,8 +84,8 @@ def find_plan(
 
     The plan is never worse than a named schedule that fits. Ctrl-C ends the search with the best so far; a second one
     aborts. An answer that is proven optimal is the same on every run; another one depends on how far the search gets in
-    `time_limit_s`, unless it is `deterministic`. The very first search on a machine compiles its loops for some
-    seconds, which do not count.
+    `time_limit_s`, unless it is `deterministic`. The first search on a machine compiles its loops for some seconds; if
+    its time is up by then, it returns the best named schedule.
 
     Args:
         placement: The tasks of one micro-batch, and the cluster with its memory limits.
@@ -102,22 +108,11 @@ def find_plan(
     refuse_wrong(placement, num_microbatches, objective, get_args(Objective))
     refuse_wrong_options(seed, progress)
     seconds = seconds_of(time_limit_s)
-    compile_once()
     budget = Budget(seconds, deterministic)
     with ended_by_ctrl_c(budget):
         search = Portfolio(placement, num_microbatches, objective, budget, seed, guarded(progress, budget))
         search.run()
         return search.result()
-
-
-@cache
-def compile_once() -> None:
-    """Compiles all loops by small searches, so that this time does not count; later processes load them from disk."""
-    for boundary_bytes, objective in ((0, "makespan"), (0, "span"), (0, "period"), (1, "makespan")):
-        costs = Costs.uniform(4, 3, 2, 2, activation_bytes=2, boundary_bytes=boundary_bytes)
-        placement = wave(costs, Cluster.uniform(2, 4 + 4 * boundary_bytes, latency_us=1))
-        budget = Budget(0.02, deterministic=True)
-        Portfolio(placement, 5, objective, budget, 0, lambda _: None).run()  # type: ignore[arg-type]
 
 
 class Portfolio:
@@ -141,8 +136,7 @@ class Portfolio:
         self.progress = progress
         self.doing = ""
         self.measure: _Measure = "span" if objective == "span" else "makespan"
-        bound = bounds.best(self.problem, self.measure)
-        self.bound_us, self.why = bound.us, bound.why
+        self.bound_us, self.why = _most_work(self.problem)
         self.named: list[NamedPlan] = []
         self.steady: SteadyResult | None = None
         self.climb: Climb | None = None  # goes on from turn to turn
@@ -154,6 +148,8 @@ class Portfolio:
         self.num_ops = int(self.problem.first_node[-1])
         self.budget.reserve(_CHECK_S_PER_OP * self.num_ops)
         self.incumbent = Incumbent(self.problem, objective == "span", self.report)
+        #: Named schedules, taken while loops were still being compiled.
+        self.simulated = Incumbent(self.problem, objective == "span", self.report)
 
     @property
     def is_proven(self) -> bool:
@@ -167,8 +163,9 @@ class Portfolio:
 
     def report(self) -> None:
         """Calls `progress`, if there is a plan."""
-        if self.incumbent.key is not None:
-            self.progress(Progress(self.doing, self.incumbent.value_us, self.bound_us, self.budget.elapsed_s))
+        values = [each.value_us for each in (self.incumbent, self.simulated) if each.key is not None]
+        if values:
+            self.progress(Progress(self.doing, min(values), self.bound_us, self.budget.elapsed_s))
 
     def turn_to(self, doing: str) -> None:
         """Report progress under a new name of what is being done."""
@@ -183,6 +180,7 @@ class Portfolio:
         """Searches until the best is proven or the budget is used up. Raises SearchError if nothing fits."""
         with watched(lambda: self.budget.must_stop), suppress(Stopped):
             self._run()
+        self._keep_simulated()
         if self.incumbent.orders is None or (self.objective == "period" and self.steady is None):
             if self.budget.progress_error is not None:
                 raise self.budget.progress_error
@@ -190,10 +188,13 @@ class Portfolio:
 
     def _run(self) -> None:
         refuse_too_little_memory(self.problem)
+        self._compile()
         if self.objective == "period":
             self._find_period()
             return
-        self.incumbent.offer(serial(self.problem), "one micro-batch at a time")
+        self.incumbent.offer(serial(self.problem), _SERIAL)
+        bound = bounds.best(self.problem, self.measure)
+        self.bound_us, self.why = bound.us, bound.why
         self._dispatch(guesses(self.problem))
         self._take_named()
         for method in (self._take_auto, self._take_turns):
@@ -202,16 +203,48 @@ class Portfolio:
         if self.incumbent.orders is not None:
             self._hold_less()
 
+    def _compile(self) -> None:
+        """Waits until what every search needs is compiled; if that takes long, tries named schedules without it."""
+        parts = [*_ALWAYS, Part.TRANSFERS] if self.incumbent.transfers_hold else [*_ALWAYS]
+        if not compiling.wait_for(*parts, most_s=min(_LOADING_S, self.budget.seconds / 4)):
+            for name, plan in named_plans(self.problem.given, self.problem.num_microbatches, self.turn_to):
+                if compiling.is_ready(*parts):
+                    break  # they are taken again, all of them
+                self._simulate(name, plan)
+            compiling.wait_for(*parts)
+            self.named.clear()
+
+    def _simulate(self, name: str, plan: Plan) -> None:
+        try:
+            timeline = simulate(plan)
+        except PlanError:  # it waits in a cycle
+            return
+        fits, most = _fits(timeline), max(timeline.peak_memory_bytes)
+        self.named.append(NamedPlan(name, timeline.makespan_us, timeline.span_us, most, fits))
+        if fits:
+            self.simulated.offer_simulated(timeline, name)
+
+    def _keep_simulated(self) -> None:
+        """Takes the best that was found without compiled loops, if it is better or nothing else was found in time."""
+        simulated, incumbent = self.simulated, self.incumbent
+        if simulated.key is None and incumbent.key is None:
+            timeline = simulate(self.problem.to_plan(serial(self.problem)))
+            if _fits(timeline):
+                simulated.offer_simulated(timeline, _SERIAL)
+        if simulated.key is not None and (incumbent.key is None or simulated.value_us < incumbent.value_us):
+            incumbent.orders, incumbent.key, incumbent.how = simulated.orders, simulated.key, simulated.how
+
     def _nothing_found(self) -> SearchError:
         if self.objective == "period":
             return SearchError(
                 "found no steady state that fits; ask for the makespan, which also knows plans without one, or raise "
                 "the memory limit"
             )
-        orders = serial(self.problem)
-        held, over = self.incumbent.peaks_bytes(orders).tolist(), self.incumbent.over_bytes(orders)
+        held = simulate(self.problem.to_plan(serial(self.problem))).peak_memory_bytes
         raised = ", ".join(
-            f"of rank {rank} to {held[rank]} bytes ({size_text(held[rank])})" for rank in np.flatnonzero(over)
+            f"of rank {rank} to {held[rank]} bytes ({size_text(held[rank])})"
+            for rank, limit in enumerate(self.problem.given.cluster.limit_bytes)
+            if limit is not None and held[rank] > limit
         )
         found, longer = "found no order that fits", "give the search more time, "
         if self.has_tried_all:
@@ -283,6 +316,7 @@ class Portfolio:
 
     def _find_period(self) -> None:
         """Spends the whole budget on the steady state, which the plan then follows."""
+        compiling.wait_for(Part.OFFSETS)
         self._unroll(1.0, 0)
 
     def _unroll(self, part: float, turn: int) -> None:
@@ -407,18 +441,27 @@ class Portfolio:
     def _take_turns(self) -> None:
         """Give each method a turn, with larger and larger shares, so that no method delays the others for long."""
         turn, part, methods = 0, _FIRST_SHARE, [self._unroll, self._improve, self._prove, self._windows]
+        loops = [Part.OFFSETS, Part.MOVES, Part.WINDOWS, Part.WINDOWS]
         if self.incumbent.transfers_hold:
-            methods.insert(0, self._fit)
+            methods, loops = [self._fit, *methods], [Part.FITTING, *loops]
             if self.num_ops <= exact.MOST_TIMED_OPS:
                 part = _FIRST_SHARE_OF_FITTING
                 methods = [self._fit, self._fit_exactly, self._bound_with_waits]
+                loops = [Part.FITTING, Part.WINDOWS, Part.WINDOWS]
         while not self.is_over and not (self.none_fits or (self.has_tried_all and self.has_tried_waits)):
-            for method in methods:
+            compiled = [self._is_compiled(each) for each in loops]  # asks for all of them
+            if not any(compiled):
+                compiling.wait_for(loops[0])
+            for method, needed in zip(methods, loops, strict=True):
                 is_needed = not self.has_tried_all or (method == self._bound_with_waits and not self.has_tried_waits)
-                if is_needed and not self.is_over:
+                if is_needed and not self.is_over and self._is_compiled(needed):
                     method(part, turn)
             self.budget.spend(_TURN_S)
             turn, part = turn + 1, part * _GROWTH
+
+    def _is_compiled(self, loops: Part) -> bool:
+        """Whether these loops are compiled. A search with counted work waits: it does the same on every run."""
+        return compiling.wait_for(loops) if self.budget.deterministic else compiling.is_ready(loops)
 
     def _hold_less(self) -> None:
         """Looks for the same value with less memory: list scheduling under lower and lower limits."""
@@ -481,89 +524,14 @@ class Portfolio:
         return None if is_slow else period_us
 
 
-class Key(NamedTuple):
-    """What makes a plan better, most important first."""
-
-    value_us: int
-    other_us: int
-    peak_bytes: int
-    held_bytes: int  #: by all ranks, at their peaks
+def _most_work(problem: Problem) -> tuple[int, str]:
+    """The bound that needs no loops, and its reason: the work of the busiest rank."""
+    work_us = [int((problem.counts * problem.durations_us)[tasks].sum()) for tasks in problem.tasks_on]
+    busiest = max(range(len(work_us)), key=work_us.__getitem__)
+    return work_us[busiest], f"{problem.rank_name(busiest)} works {work_us[busiest]:,} µs"
 
 
-class Incumbent:
-    """Takes candidates and keeps the best one that fits.
-
-    It compares makespan, then memory; or span, then makespan, then memory. What transfers hold is only known from the
-    times: where it was too much, `most_over_bytes` (int64[num_ranks]) is the most by which a limit was exceeded.
-    """
-
-    def __init__(self, problem: Problem, of_span: bool, on_better: Callable[[], None]) -> None:
-        self.problem = problem
-        self.of_span = of_span
-        self.orders: Orders | None = None
-        self.key: Key | None = None
-        self.how = ""
-        placement = problem.placement
-        limits = placement.cluster.limit_bytes
-        self._limits_bytes = np.array([NO_LIMIT if limit is None else limit for limit in limits], np.int64)
-        #: Whether some transfer's bytes count on a rank with a limit.
-        self.transfers_hold = _transfers_hold(problem.given)
-        self._tables = Tables.of(problem)
-        self._transfers = Transfers.of(problem)._replace(limits_bytes=np.zeros(placement.num_ranks, np.int64))
-        self.most_over_bytes = np.zeros(placement.num_ranks, np.int64)
-        self._on_better = on_better
-
-    @property
-    def value_us(self) -> int:
-        """The makespan or span of the best plan, in µs; there must be one."""
-        assert self.key is not None
-        return self.key.value_us
-
-    def offer(self, orders: Orders | None, how: str) -> bool:
-        """Whether the orders are better, fit, and are kept; `how` names where they come from."""
-        timed = None if orders is None else score(self.problem, orders)
-        if orders is None or timed is None:
-            return False
-        key = self._key(timed, orders)
-        if (self.key is not None and key >= self.key) or not self._fits(orders):
-            return False
-        self.orders, self.key, self.how = orders, key, how
-        self._on_better()
-        return True
-
-    def _key(self, timed: Score, orders: Orders) -> Key:
-        held = peaks(self.problem, orders)
-        most, all_ranks = int(held.max(initial=0)), int(held.sum())
-        if self.of_span:
-            return Key(timed.span_us, timed.makespan_us, most, all_ranks)
-        return Key(timed.makespan_us, 0, most, all_ranks)
-
-    def _fits(self, orders: Orders) -> bool:
-        if (peaks(self.problem, orders) > self.problem.limits_bytes).any():
-            return False
-        if not self.transfers_hold:
-            return True
-        over = self.over_bytes(orders)
-        self.most_over_bytes = np.maximum(self.most_over_bytes, over)
-        return not over.any()
-
-    def over_bytes(self, orders: Orders) -> Integers:
-        """int64[num_ranks]: by how much each rank exceeds its limit."""
-        over: Integers = np.maximum(self.peaks_bytes(orders) - self._limits_bytes, 0)
-        return over
-
-    def peaks_bytes(self, orders: Orders) -> Integers:
-        """int64[num_ranks]: the most that each rank holds at any time, static bytes included."""
-        placement = self.problem.placement
-        if not self.transfers_hold:
-            return peaks(self.problem, orders) + np.array(placement.static_bytes, np.int64)
-        starts_us = start_times(self._tables, orders)
-        assert starts_us is not None
-        held: Integers = peaks_with_transfers(self._tables, self._transfers, orders, starts_us)
-        return held + np.array(placement.static_bytes, np.int64)
-
-
-def _transfers_hold(placement: Placement) -> bool:
-    """Whether some transfer's bytes count on a rank with a limit."""
-    limits = placement.cluster.limit_bytes
-    return any(r.num_bytes and (limits[r.sender], limits[r.receiver]) != (None, None) for r in placement.routes)
+def _fits(timeline: Timeline) -> bool:
+    """Whether each rank holds no more than its limit."""
+    limits = timeline.plan.placement.cluster.limit_bytes
+    return all(limit is None or peak <= limit for peak, limit in zip(timeline.peak_memory_bytes, limits, strict=True))

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from rota.search.compiled import inner, loop
 from rota.search.problem import Integers, Orders, Problem
 
 _NEVER = 1 << 61
@@ -84,7 +84,7 @@ def fits(problem: Problem, orders: Orders) -> bool:
     return bool((peaks(problem, orders) <= problem.limits_bytes).all())
 
 
-@njit(cache=True, nogil=True)
+@loop
 def replay(tables, orders, next_op, free_us, latest_us, started, starts_us):  # type: ignore[no-untyped-def]
     """Times the ops from `next_op` on, and returns whether it reached the end.
 
@@ -101,7 +101,9 @@ def replay(tables, orders, next_op, free_us, latest_us, started, starts_us):  # 
     """
     first_op, first_node, durations, first_rank, ranks, first_input, inputs, first_output, outputs, _, _, _ = tables
     num_ranks = len(first_op) - 1
-    pending, is_pending = np.arange(num_ranks), np.ones(num_ranks, np.bool_)
+    pending, is_pending = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.bool_)
+    for r in range(num_ranks):
+        pending[r], is_pending[r] = r, True
     num_pending = num_ranks
     while num_pending:
         num_pending -= 1
@@ -148,10 +150,13 @@ def replay(tables, orders, next_op, free_us, latest_us, started, starts_us):  # 
                         is_pending[q] = True
                         pending[num_pending] = q
                         num_pending += 1
-    return bool((next_op == first_op[1:]).all())
+    num_late = 0
+    for r in range(num_ranks):
+        num_late += next_op[r] < first_op[r + 1]
+    return num_late == 0
 
 
-@njit(cache=True, nogil=True)
+@loop
 def measure(tables, step_ends, orders, starts_us):  # type: ignore[no-untyped-def]
     """(makespan, span) in µs of `orders` (int32[num_ops]) whose nodes start at `starts_us` (int64[num_ops])."""
     first_op, first_node, durations = tables.first_op, tables.first_node, tables.durations_us
@@ -168,31 +173,37 @@ def measure(tables, step_ends, orders, starts_us):  # type: ignore[no-untyped-de
     return makespan, span
 
 
-@njit(cache=True, nogil=True)
+@inner
 def end_step(tables, step_ends, orders, starts_us, rank, free):  # type: ignore[no-untyped-def]
     """When a rank, whose ops end at `free`, has also finished its step ends, in µs.
 
     Reductions run in the order of their last gradients; all optimizer steps run after them.
     """
     first, after = step_ends.first[rank], step_ends.first[rank + 1]
-    last_at = np.full(len(tables.durations_us), -1)
+    last_at = np.zeros(len(tables.durations_us), np.int64)  # 1 more than the place in `orders`; 0: nowhere
     for i in range(tables.first_op[rank], tables.first_op[rank + 1]):
-        last_at[orders[i]] = i
-    complete_at = np.full(after - first, -1)
-    for e in range(first, after):
-        for i in range(step_ends.first_gradient[e], step_ends.first_gradient[e + 1]):
-            complete_at[e - first] = max(complete_at[e - first], last_at[step_ends.gradients[i]])
+        last_at[orders[i]] = i + 1
+    complete_at, in_order = np.zeros(after - first, np.int64), np.empty(after - first, np.int64)
+    for e in range(after - first):
+        for i in range(step_ends.first_gradient[first + e], step_ends.first_gradient[first + e + 1]):
+            complete_at[e] = max(complete_at[e], last_at[step_ends.gradients[i]])
+        i = e  # sorted by insertion: a rank has few step ends
+        while i > 0 and complete_at[in_order[i - 1]] > complete_at[e]:
+            in_order[i] = in_order[i - 1]
+            i -= 1
+        in_order[i] = e
     reduced = optimizers = np.int64(0)
-    for e in np.argsort(complete_at, kind="mergesort"):
-        if complete_at[e] >= 0:
-            task = orders[complete_at[e]]
+    for i in range(after - first):
+        e = in_order[i]
+        if complete_at[e] > 0:
+            task = orders[complete_at[e] - 1]
             reduced = max(reduced, starts_us[tables.first_node[task + 1] - 1] + tables.durations_us[task])
         reduced += step_ends.reduce_us[first + e]
         optimizers += step_ends.optimizer_us[first + e]
     return max(free, reduced) + optimizers
 
 
-@njit(cache=True, nogil=True)
+@loop
 def walk_memory(orders, first_op, held_bytes, peak_bytes):  # type: ignore[no-untyped-def]
     """int64[num_ranks]: the most bytes that each rank's ops hold at once; this depends on their order alone."""
     num_ranks = len(first_op) - 1

@@ -11,8 +11,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from rota.search.compiled import loop
 from rota.search.problem import NO_LIMIT, Integers, Problem
 
 _TRANSFER_ENDS, _OP_ENDS, _TRANSFER_STARTS, _OP = range(4)  # the order of events at one instant, as in `rota.memory`
@@ -50,7 +50,7 @@ class Transfers(NamedTuple):
         return cls(problem.limits_bytes, np.maximum(held, 0) + peak, at_end, before_us, own_us, first, carried)
 
 
-@njit(cache=True, nogil=True)
+@loop
 def peaks_with_transfers(tables, transfers, orders, starts_us):  # type: ignore[no-untyped-def]
     """int64[num_ranks]: the most bytes held at once; 0 where a rank has no limit."""
     num_ranks = len(tables.first_op) - 1
@@ -79,9 +79,10 @@ def peaks_with_transfers(tables, transfers, orders, starts_us):  # type: ignore[
             changes[n + 1] = at_end[task]
             n += 2
         for i in range(transfers.first_carried[r], transfers.first_carried[r + 1]):
-            num_bytes, since, since_lag, until, until_lag, is_sent = transfers.carried[i]
-            since_lag += tables.durations_us[since]
-            until_lag += tables.durations_us[until]
+            num_bytes, is_sent = transfers.carried[i, 0], transfers.carried[i, 5]
+            since, until = transfers.carried[i, 1], transfers.carried[i, 3]
+            since_lag = transfers.carried[i, 2] + tables.durations_us[since]
+            until_lag = transfers.carried[i, 4] + tables.durations_us[until]
             for k in range(tables.first_node[since + 1] - tables.first_node[since]):
                 begin = starts_us[tables.first_node[since] + k] + since_lag
                 keys[n], changes[n] = 4 * begin + _TRANSFER_STARTS, num_bytes

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from rota.search.compiled import loop
 from rota.search.problem import NO_LIMIT, Flags, Integers, Problem, Rows
 
 NEVER = -(1 << 60)  #: the head of an op that does not come after the origin
@@ -219,7 +219,7 @@ def ranks_after(side: Side, beginning: int) -> Flags:
     return ranks
 
 
-@njit(cache=True)
+@loop
 def _pass_on(heads, counts, durations, order, inputs_first, inputs, arcs_first, arcs):  # type: ignore[no-untyped-def]
     """Raises heads along inputs, along the micro-batches of each task, and along the arcs of memory."""
     for k in range(len(heads)):
@@ -240,7 +240,7 @@ def _pass_on(heads, counts, durations, order, inputs_first, inputs, arcs_first, 
             heads[k, task] = head
 
 
-@njit(cache=True)
+@loop
 def _wait(heads, idle, ranks, first, values, after, counts, arcs_first, arcs, most, least, frees, fills):  # type: ignore[no-untyped-def]
     """Raises `idle` to the head less the most work before, and heads to `idle` and the least work before."""
     num_prices = most.shape[1]

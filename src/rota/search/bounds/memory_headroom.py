@@ -9,12 +9,24 @@ only the deepest is kept, so that they form a forest: that can only add sets, an
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from rota.search.bounds.heads_tails import TASK, Floats, MemoryHeadroom, Side
+from rota.search.bounds.heads_tails import (
+    PLACE,
+    SOURCE_PLACE,
+    SOURCE_TASK,
+    TASK,
+    A,
+    B,
+    C,
+    Floats,
+    MemoryHeadroom,
+    Side,
+)
+from rota.search.compiled import inner, loop
 from rota.search.problem import NO_LIMIT
 
 _MOST_PRICES = 16
+_TO_COME, _NEXT, _DONE = np.int64(0), np.int64(1), np.int64(2)  # states of a place in a layer
 _ROUNDING = 1e-12  # relative to the numbers that are added: lines are moved by this much to the safe side
 
 
@@ -70,11 +82,11 @@ def price_of_fill(side: Side, rank: int) -> int:
     return fills.index(min(fills))
 
 
-@njit(cache=True)
+@inner
 def _best_closed(weights, parents, forced, times):  # type: ignore[no-untyped-def]
     """The largest weight of a closed set in a forest; `forced` 1: in it, -1: not. Trees count `times[root]` times."""
     sums = np.zeros_like(weights)
-    total = weights[0] * 0
+    total = 0.0
     for i in range(len(weights) - 1, -1, -1):
         value = sums[i] + weights[i]
         if forced[i] < 0 or (forced[i] == 0 and value <= 0):
@@ -86,34 +98,36 @@ def _best_closed(weights, parents, forced, times):  # type: ignore[no-untyped-de
     return total
 
 
-@njit(cache=True)
-def _layer(i, tasks, after, component_of, done, forced):  # type: ignore[no-untyped-def]
-    """Fills `forced` for a layer in which place i is done (2), is next (1) or is still to come (0)."""
+@inner
+def _layer(i, tasks, after, component_of, state, forced):  # type: ignore[no-untyped-def]
+    """Fills `forced` for a layer in which place i is in this state."""
     task = tasks[i]
     for j in range(len(tasks)):
         other = tasks[j]
         forced[j] = 0
-        if component_of[other] != component_of[task] or (done < 2 and (j == i or after[task, other])):
+        if component_of[other] != component_of[task] or (state < _DONE and (j == i or after[task, other])):
             forced[j] = -1
-        elif done > 0 and (j == i or after[other, task]):
+        elif state > _TO_COME and (j == i or after[other, task]):
             forced[j] = 1
 
 
-@njit(cache=True)
+@inner
 def _other_components(i, tasks, component_of, forced):  # type: ignore[no-untyped-def]
     """Fills `forced` for all layers of components other than that of place i."""
     for j in range(len(tasks)):
         forced[j] = -1 if component_of[tasks[j]] == component_of[tasks[i]] else 0
 
 
-@njit(cache=True)
+@loop
 def _lines(first, values, all_parents, after, counts, component_of, held, needed, limits, grains, load, prices):  # type: ignore[no-untyped-def]
     """float64[num_places, num_prices, 2], lines (a, b): before micro-batch k, at most a + b k of `load` is done."""
     lines = np.zeros((len(values), prices.shape[1], 2))
     for rank in range(len(first) - 1):
         tasks, parents = values[first[rank] : first[rank + 1]], all_parents[first[rank] : first[rank + 1]]
         forced = np.zeros(len(tasks), np.int64)
-        once, times = np.ones(len(tasks), np.int64), counts[tasks]
+        once, times, weights = np.empty(len(tasks), np.int64), np.empty(len(tasks), np.int64), np.empty(len(tasks))
+        for i in range(len(tasks)):
+            once[i], times[i] = 1, counts[tasks[i]]
         for i in range(len(tasks)):
             task = tasks[i]
             count, free = counts[task], limits[rank]
@@ -121,12 +135,13 @@ def _lines(first, values, all_parents, after, counts, component_of, held, needed
                 free = (free - needed[task]) // grains[rank] * grains[rank]
             for p in range(prices.shape[1]):
                 price = prices[rank, p]
-                weights = load[tasks] - price * held[tasks]
-                _layer(i, tasks, after, component_of, 2, forced)
+                for j in range(len(tasks)):
+                    weights[j] = load[tasks[j]] - price * held[tasks[j]]
+                _layer(i, tasks, after, component_of, _DONE, forced)
                 done = _best_closed(weights, parents, forced, once)
-                _layer(i, tasks, after, component_of, 1, forced)
+                _layer(i, tasks, after, component_of, _NEXT, forced)
                 now = _best_closed(weights, parents, forced, once)
-                _layer(i, tasks, after, component_of, 0, forced)
+                _layer(i, tasks, after, component_of, _TO_COME, forced)
                 later = _best_closed(weights, parents, forced, once)
                 _other_components(i, tasks, component_of, forced)
                 others = _best_closed(weights, parents, forced, times)
@@ -138,15 +153,17 @@ def _lines(first, values, all_parents, after, counts, component_of, held, needed
     return lines
 
 
-@njit(cache=True)
+@loop
 def _fills(first, values, all_parents, after, counts, held, needed, limits, grains, load, prices, frees):  # type: ignore[no-untyped-def]
     """Marks `frees`; int64[num_ranks]: the most work before the first of them, all components together."""
     fills = np.zeros(len(first) - 1, np.int64)
     for rank in range(len(first) - 1):
         tasks, parents = values[first[rank] : first[rank + 1]], all_parents[first[rank] : first[rank + 1]]
         forced, need = np.zeros(len(tasks), np.int64), NO_LIMIT
+        times, weights = np.empty(len(tasks), np.int64), np.empty(len(tasks))
         for i in range(len(tasks)):
             task = tasks[i]
+            times[i] = counts[task]
             free = counts[task] > 0 and held[task] < 0
             for j in range(i):
                 free = free or (forced[j] < 0 and after[tasks[j], task])
@@ -162,49 +179,64 @@ def _fills(first, values, all_parents, after, counts, held, needed, limits, grai
         best = np.inf
         for p in range(prices.shape[1]):
             price = prices[rank, p]
-            work = _best_closed(load[tasks] - price * held[tasks], parents, forced, counts[tasks])
+            for i in range(len(tasks)):
+                weights[i] = load[tasks[i]] - price * held[tasks[i]]
+            work = _best_closed(weights, parents, forced, times)
             paid = price * free if price > 0 else 0.0
             best = min(best, (work + paid) + _ROUNDING * (work + abs(paid)))
         fills[rank] = int(np.floor(best + 1e-9))
     return fills
 
 
-@njit(cache=True)
+@loop
 def _memory_arcs(first, values, all_parents, after, counts, component_of, held, needed, limits):  # type: ignore[no-untyped-def]
     """int64[num_arcs, 7]: see `MemoryHeadroom.arcs`.
 
     If only y of the source are over when micro-batch k of the task starts, then at least y P + (k - y) Q + R + (count -
     k - 1) S bytes are held, with one letter for each sort of layer: done, done but for the source, next, to come.
     """
-    found = []
+    arcs, num_arcs = np.empty((16, 7), np.int64), 0
     for rank in range(len(first) - 1):
         if limits[rank] == NO_LIMIT:
             continue
         tasks, parents = values[first[rank] : first[rank + 1]], all_parents[first[rank] : first[rank + 1]]
         forced, sums = np.zeros(len(tasks), np.int64), np.zeros(3, np.int64)
-        weights, once, times = -held[tasks], np.ones(len(tasks), np.int64), counts[tasks]
+        weights, once, times = np.empty(len(tasks)), np.empty(len(tasks), np.int64), np.empty(len(tasks), np.int64)
+        for i in range(len(tasks)):
+            weights[i], once[i], times[i] = -held[tasks[i]], 1, counts[tasks[i]]
         for i in range(len(tasks)):
             task = tasks[i]
-            _layer(i, tasks, after, component_of, 2, forced)
-            done = _best_closed(weights, parents, forced, once)
+            _layer(i, tasks, after, component_of, _DONE, forced)
+            done = np.int64(_best_closed(weights, parents, forced, once))
             _other_components(i, tasks, component_of, forced)
-            free = limits[rank] - needed[task] + _best_closed(weights, parents, forced, times)
+            free = limits[rank] - needed[task] + np.int64(_best_closed(weights, parents, forced, times))
             for j in range(len(tasks)):
                 source = tasks[j]
                 if j == i or component_of[source] != component_of[task] or after[source, task]:
                     continue
                 for state in range(3):
-                    _layer(i, tasks, after, component_of, state, forced)
+                    _layer(i, tasks, after, component_of, np.int64(state), forced)
                     for other in range(len(tasks)):
                         if other == j or after[source, tasks[other]]:
                             forced[other] = -1
-                    sums[state] = _best_closed(weights, parents, forced, once)
-                later, now, without = sums
+                    sums[state] = np.int64(_best_closed(weights, parents, forced, once))
+                later, now, without = sums[0], sums[1], sums[2]
                 a, b = -free - now - (counts[task] - 1) * later, later - without
                 if done > without and max(a, a + b * (counts[task] - 1)) > 0:
-                    found.append((first[rank] + i, task, first[rank] + j, source, a, b, done - without))
-    arcs = np.zeros((len(found), 7), np.int64)
-    for i in range(len(found)):
-        for j in range(7):
-            arcs[i, j] = found[i][j]
-    return arcs
+                    if num_arcs == len(arcs):
+                        arcs = _longer(arcs)
+                    arcs[num_arcs, PLACE], arcs[num_arcs, TASK] = first[rank] + i, task
+                    arcs[num_arcs, SOURCE_PLACE], arcs[num_arcs, SOURCE_TASK] = first[rank] + j, source
+                    arcs[num_arcs, A], arcs[num_arcs, B], arcs[num_arcs, C] = a, b, done - without
+                    num_arcs += 1
+    return arcs[:num_arcs]
+
+
+@inner
+def _longer(rows):  # type: ignore[no-untyped-def]
+    """The same rows, and as many again, which are not set."""
+    longer = np.empty((2 * len(rows), rows.shape[1]), rows.dtype)
+    for i in range(len(rows)):
+        for j in range(rows.shape[1]):
+            longer[i, j] = rows[i, j]
+    return longer

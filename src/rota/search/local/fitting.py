@@ -13,10 +13,10 @@ from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from rota.search.budget import NOMINAL_OPS_PER_S, Budget
+from rota.search.compiled import copy, inner, loop
 from rota.search.local.moves import draw, shift
 from rota.search.problem import Integers, Orders, Problem
 from rota.search.timing import Tables, measure, replay
@@ -125,7 +125,7 @@ class _Fitting:
                 self.on_better(self.state.best.copy())
 
 
-@njit(cache=True, nogil=True)
+@loop
 def anneal_over(tables, transfers, step_ends, state, is_span, heats_us, num_tries, stop_at_us):  # type: ignore[no-untyped-def]
     """Tries `num_tries` moves, while the heat goes from the first to the second of `heats_us`."""
     orders, first_op, price = state.orders, tables.first_op, state.price
@@ -142,33 +142,33 @@ def anneal_over(tables, transfers, step_ends, state, is_span, heats_us, num_trie
         if size < 2:
             continue
         at = draw(state.random, size)
-        reach = 1 if draw(state.random, 2) else 1 + draw(state.random, size - 1)
-        to = at + reach if draw(state.random, 2) else at - reach
+        reach = 1 if draw(state.random, np.int64(2)) else 1 + draw(state.random, size - 1)
+        to = at + reach if draw(state.random, np.int64(2)) else at - reach
         to = min(max(to, 0), size - 1)
         if not move(tables, orders, r, first_op[r] + at, first_op[r] + to):
             continue
         heat = heats_us[0] * (heats_us[1] / heats_us[0]) ** (n / num_tries)
-        chance = (1 + draw(state.random, 1 << 30)) / (1 << 30)
+        chance = (1 + draw(state.random, np.int64(1 << 30))) / (1 << 30)
         most = state.rating[0] + price[0] * state.rating[1] - np.log(chance) * heat
         value, over = rate_over(tables, transfers, step_ends, orders, starts_us, is_span, most)
         if over < 0 or value + price[0] * over > most:
-            orders[:] = kept
+            copy(kept, orders)
         else:
             state.rating[0], state.rating[1] = value, over
-            kept[:] = orders
+            copy(orders, kept)
             keep_best(state)
         price[0] = min(price[0] * 1.002, price[2]) if state.rating[1] else max(price[0] / 1.002, price[1])
 
 
-@njit(cache=True, nogil=True)
+@inner
 def keep_best(state):  # type: ignore[no-untyped-def]
     """Keeps the orders if they fit and are better."""
     if state.rating[1] == 0 and state.rating[0] < state.best_us[0]:
         state.best_us[0] = state.rating[0]
-        state.best[:] = state.orders
+        copy(state.orders, state.best)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def move(tables, orders, rank, at, to):  # type: ignore[no-untyped-def]
     """Moves an op of the rank to where another one is, on all ranks that do both; False if that changes nothing."""
     task, other = orders[at], orders[to]
@@ -188,7 +188,7 @@ def move(tables, orders, rank, at, to):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit(cache=True, nogil=True)
+@inner
 def find(tables, orders, rank, task, k):  # type: ignore[no-untyped-def]
     """Where the rank does the task's k-th op; -1: nowhere."""
     for i in range(tables.first_op[rank], tables.first_op[rank + 1]):
@@ -199,7 +199,7 @@ def find(tables, orders, rank, task, k):  # type: ignore[no-untyped-def]
     return -1
 
 
-@njit(cache=True, nogil=True)
+@inner
 def rate_over(tables, transfers, step_ends, orders, starts_us, is_span, most):  # type: ignore[no-untyped-def]
     """(µs, bytes over the limits of all ranks); (0, -1) for a cycle, or if this is certainly over `most`."""
     num_ranks = len(tables.first_op) - 1

@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from rota.search.compiled import copy, copy_part, inner, loop
 from rota.search.problem import Integers, Orders, Problem
 from rota.search.timing import measure, replay
 
@@ -63,7 +63,7 @@ class State(NamedTuple):
         )
 
 
-@njit(cache=True, nogil=True)
+@inner
 def draw(random, below):  # type: ignore[no-untyped-def]
     """A whole number from 0 to `below` - 1: Marsaglia's xorshift, 2003, followed by a multiplication."""
     x = random[0]
@@ -74,7 +74,7 @@ def draw(random, below):  # type: ignore[no-untyped-def]
     return np.int64((x * np.uint64(2685821657736338717) >> np.uint64(33)) % np.uint64(below))
 
 
-@njit(cache=True, nogil=True)
+@loop
 def anneal(tables, step_ends, memory, state, best_score, is_span, heats_us, most_work, stop_at_us):  # type: ignore[no-untyped-def]
     """Tries moves until `most_work` ops were timed, while the heat goes from the first to the second of `heats_us`.
 
@@ -90,7 +90,7 @@ def anneal(tables, step_ends, memory, state, best_score, is_span, heats_us, most
     retime(tables, state, np.int64(0), opens, np.int64(_NO_LATEST))
     settle(tables, state, True)
     current = rate(tables, step_ends, state, is_span)
-    blocks, row = np.empty((first_op[-1] + 1, 3), np.int64), np.empty_like(orders)
+    blocks, row = np.empty((first_op[-1] + 1, 3), np.int64), orders.copy()
     num_blocks, work = 0, np.int64(first_op[-1])
     while work < most_work and best_score[0] > stop_at_us:
         work += 20
@@ -100,17 +100,18 @@ def anneal(tables, step_ends, memory, state, best_score, is_span, heats_us, most
             if is_span:
                 for r in range(tables.num_ranks):
                     opens[r] = start_at(tables, state, first_op[r]) if first_op[r] < first_op[r + 1] else 0
-        r, first, end = blocks[draw(state.random, num_blocks)]
+        block = draw(state.random, num_blocks)
+        r, first, end = blocks[block, 0], blocks[block, 1], blocks[block, 2]
         rank_first, rank_end = first_op[r], first_op[r + 1]
         at = first + draw(state.random, end - first)
-        to = place_for(at, first, end, draw(state.random, 3), draw(state.random, _BEYOND))
+        to = place_for(at, first, end, draw(state.random, np.int64(3)), draw(state.random, np.int64(_BEYOND)))
         low = min(at, max(to, rank_first))
-        row[rank_first:rank_end] = orders[rank_first:rank_end]
+        copy_part(orders, row, rank_first, rank_end)
         work += (rank_end - low) // 4
         if not shift(orders, at, min(max(to, rank_first), rank_end - 1)):
             continue
         heat = heats_us[0] + (heats_us[1] - heats_us[0]) * work / most_work
-        chance = (1 + draw(state.random, 1 << 30)) / (1 << 30)
+        chance = (1 + draw(state.random, np.int64(1 << 30))) / (1 << 30)
         most = current[0] + np.int64(-np.log(chance) * heat)
         is_kept = repair(tables, memory, state, r, low)
         if is_kept:
@@ -121,24 +122,24 @@ def anneal(tables, step_ends, memory, state, best_score, is_span, heats_us, most
             is_kept = is_timed and found[0] <= most
             settle(tables, state, is_kept)
         if not is_kept:
-            orders[rank_first:rank_end] = row[rank_first:rank_end]
+            copy_part(row, orders, rank_first, rank_end)
             continue
         current, num_blocks = found, 0
         index(tables, state, r)
         if current < (best_score[0], best_score[1]):
             best_score[0], best_score[1] = current
-            state.best[:] = orders
+            copy(orders, state.best)
     return work
 
 
-@njit(cache=True, nogil=True)
+@inner
 def rate(tables, step_ends, state, is_span):  # type: ignore[no-untyped-def]
     """(objective, other one), in µs."""
     makespan, span = measure(tables, step_ends, state.orders, state.starts_us)
     return (span, makespan) if is_span else (makespan, span)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def index(tables, state, rank):  # type: ignore[no-untyped-def]
     """Updates `indexes` and `places` of a rank."""
     counts = np.zeros(len(tables.durations_us), np.int64)
@@ -151,19 +152,19 @@ def index(tables, state, rank):  # type: ignore[no-untyped-def]
         counts[task] += 1
 
 
-@njit(cache=True, nogil=True)
+@inner
 def start_at(tables, state, at):  # type: ignore[no-untyped-def]
     """When the op at place `at` of `orders` starts, in µs."""
     return state.starts_us[tables.first_node[state.orders[at]] + state.indexes[at]]
 
 
-@njit(cache=True, nogil=True)
+@inner
 def end_at(tables, state, at):  # type: ignore[no-untyped-def]
     """When the op at place `at` of `orders` ends, in µs."""
     return start_at(tables, state, at) + tables.durations_us[state.orders[at]]
 
 
-@njit(cache=True, nogil=True)
+@inner
 def place_for(at, first, end, way, beyond):  # type: ignore[no-untyped-def]
     """Where the op at `at` goes: to the next place, or to before or after its block."""
     if way == 0:
@@ -171,7 +172,7 @@ def place_for(at, first, end, way, beyond):  # type: ignore[no-untyped-def]
     return first - beyond if way == 1 else end - 1 + beyond
 
 
-@njit(cache=True, nogil=True)
+@inner
 def shift(orders, at, to):  # type: ignore[no-untyped-def]
     """Moves an op, and all ops between by one place; False if that changes nothing."""
     task, step, differs = orders[at], 1 if to > at else -1, False
@@ -184,7 +185,7 @@ def shift(orders, at, to):  # type: ignore[no-untyped-def]
     return differs
 
 
-@njit(cache=True, nogil=True)
+@inner
 def repair(tables, memory, state, rank, low):  # type: ignore[no-untyped-def]
     """From `low` on, moves ops that free memory forward where memory requires it. False if that is not enough."""
     orders, held_bytes, end = state.orders, memory.held_bytes, tables.first_op[rank + 1]
@@ -204,7 +205,7 @@ def repair(tables, memory, state, rank, low):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit(cache=True, nogil=True)
+@inner
 def may_follow(tables, memory, rank, task, done, level):  # type: ignore[no-untyped-def]
     """Whether the task's next op fits, and comes after what it reads on this rank."""
     need = max(memory.held_bytes[task], 0) + memory.peak_bytes[task]
@@ -219,13 +220,13 @@ def may_follow(tables, memory, rank, task, done, level):  # type: ignore[no-unty
     return True
 
 
-@njit(cache=True, nogil=True)
+@inner
 def retime(tables, state, since, opens_us, most_us):  # type: ignore[no-untyped-def]
     """Times all ops from `since` on: (whether all ranks end within `most_us` after `opens_us`, ops timed)."""
     num_ranks, num_timed = len(tables.first_op) - 1, np.int64(0)
     for task in range(len(tables.durations_us)):
         first, end = tables.first_node[task], tables.first_node[task + 1]
-        state.began[task] = np.searchsorted(state.kept_us[first:end], since)
+        state.began[task] = started_before(state.kept_us, first, end, since) - first
         state.started[task] = state.began[task]
         num_timed -= state.began[task]
     next_op, free, latest = tables.first_op[:-1].copy(), np.zeros(num_ranks, np.int64), np.empty(num_ranks, np.int64)
@@ -239,20 +240,34 @@ def retime(tables, state, since, opens_us, most_us):  # type: ignore[no-untyped-
                 latest[r] += began * tables.durations_us[task]
                 free[r] = max(free[r], state.starts_us[tables.first_node[task] + began - 1] + tables.durations_us[task])
     is_timed = replay(tables, state.orders, next_op, free, latest, state.started, state.starts_us)
-    return is_timed, num_timed + state.started.sum()
+    for task in range(len(tables.durations_us)):
+        num_timed += state.started[task]
+    return is_timed, num_timed
 
 
-@njit(cache=True, nogil=True)
+@inner
+def started_before(starts_us, first, end, since):  # type: ignore[no-untyped-def]
+    """The first of the rising times from `first` to `end` that is not before `since`; `end` if all are."""
+    while first < end:
+        middle = (first + end) // 2
+        if starts_us[middle] < since:
+            first = middle + 1
+        else:
+            end = middle
+    return first
+
+
+@inner
 def settle(tables, state, is_kept):  # type: ignore[no-untyped-def]
     """Keeps the new times, or goes back to the old ones."""
     old, new = (state.kept_us, state.starts_us) if is_kept else (state.starts_us, state.kept_us)
     for task in range(len(tables.durations_us)):
         first = tables.first_node[task] + state.began[task]
         end = tables.first_node[task] + state.started[task]
-        old[first:end] = new[first:end]
+        copy_part(new, old, first, end)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def find_blocks(tables, state, is_span, blocks):  # type: ignore[no-untyped-def]
     """Fills `blocks` with (rank, first, end) of the longest path, last to first, and returns their number."""
     first_op = tables.first_op
@@ -268,13 +283,13 @@ def find_blocks(tables, state, is_span, blocks):  # type: ignore[no-untyped-def]
         end = at + 1
         while at > first_op[rank] and end_at(tables, state, at - 1) == start_at(tables, state, at):
             at -= 1
-        blocks[num_blocks] = rank, at, end
+        blocks[num_blocks, 0], blocks[num_blocks, 1], blocks[num_blocks, 2] = rank, at, end
         num_blocks += 1
         rank, at = waited_for(tables, state, at)
     return num_blocks
 
 
-@njit(cache=True, nogil=True)
+@inner
 def waited_for(tables, state, at):  # type: ignore[no-untyped-def]
     """(rank, place) of what a block's first op waited for: an input or another of its ranks; (-1, -1): nothing."""
     task, k, start = state.orders[at], state.indexes[at], start_at(tables, state, at)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from rota.search.budget import Budget
+from rota.search.compiled import copy, inner, loop
 from rota.search.periodic.modulo import Interval, rhythm_of
 from rota.search.periodic.retiming import Rhythm
 from rota.search.problem import NO_LIMIT, Integers, Rows
@@ -109,7 +109,7 @@ def _tables(interval: Interval) -> _Tables:
     )
 
 
-@njit(cache=True, nogil=True)
+@loop
 def _set_rounds(period_us, tables, offsets, starts):  # type: ignore[no-untyped-def]
     """Sets `starts` to the earliest that fit offsets and waits; nodes before any free then move to the latest."""
     first, values = tables.first_input, tables.inputs
@@ -121,7 +121,8 @@ def _set_rounds(period_us, tables, offsets, starts):  # type: ignore[no-untyped-
                 least = max(least, starts[values[e]] + values[e + 1])
             starts[node] = least + (offsets[node] - least) % period_us
     first, values = tables.first_output, tables.outputs
-    for node in tables.sequence[::-1]:
+    for i in range(len(tables.sequence) - 1, -1, -1):
+        node = tables.sequence[i]
         if tables.is_late[node] and first[node] < first[node + 1]:
             most = 1 << 60
             for e in range(first[node], first[node + 1], 2):
@@ -129,7 +130,7 @@ def _set_rounds(period_us, tables, offsets, starts):  # type: ignore[no-untyped-
             starts[node] = most - (most - offsets[node]) % period_us
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _over_on(rank, tables, period_us, offsets, starts):  # type: ignore[no-untyped-def]
     """The most bytes by which the rank exceeds its limit; the order is that of `rhythm_of`."""
     if tables.limits_bytes[rank] >= 1 << 60:
@@ -148,7 +149,7 @@ def _over_on(rank, tables, period_us, offsets, starts):  # type: ignore[no-untyp
     return over
 
 
-@njit(cache=True, nogil=True)
+@loop
 def _over_bytes(tables, period_us, offsets, starts):  # type: ignore[no-untyped-def]
     """The sum over all ranks."""
     over = 0
@@ -157,7 +158,7 @@ def _over_bytes(tables, period_us, offsets, starts):  # type: ignore[no-untyped-
     return over
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _energy(period_us, num_copies, tables, offsets, starts):  # type: ignore[no-untyped-def]
     _set_rounds(period_us, tables, offsets, starts)
     d = tables.durations_us
@@ -179,7 +180,7 @@ def _energy(period_us, num_copies, tables, offsets, starts):  # type: ignore[no-
     return energy + overlap_us / period_us
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _move(period_us, tables, s, starts, new):  # type: ignore[no-untyped-def]
     """Changes `new`, a copy of the offsets `s`; False if there was nothing to move."""
     d = tables.durations_us
@@ -219,7 +220,7 @@ def _move(period_us, tables, s, starts, new):  # type: ignore[no-untyped-def]
     return w != v or (0.6 <= kind < 0.8)
 
 
-@njit(cache=True, nogil=True)
+@loop
 def _walk(  # type: ignore[no-untyped-def]
     period_us, num_copies, tables, state, best, least, seed, num_moves, hot, cold
 ):
@@ -230,15 +231,15 @@ def _walk(  # type: ignore[no-untyped-def]
     for i in range(num_moves):
         if energy < least[0]:
             least[0] = energy
-            best[:] = state
+            copy(state, best)
             if energy == 0:
                 return
-        trial[:] = state
+        copy(state, trial)
         if not _move(period_us, tables, state, starts, trial):
             continue
         new = _energy(period_us, num_copies, tables, trial, starts)
         if new <= energy or np.random.random() < np.exp((energy - new) / (hot * (cold / hot) ** (i / num_moves))):
             energy = new
-            state[:] = trial
+            copy(trial, state)
         else:
             _set_rounds(period_us, tables, state, starts)

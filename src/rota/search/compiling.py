@@ -1,0 +1,179 @@
+"""Compiles loops in a thread of its own, part by part, while a search looks at the clock and for Ctrl-C.
+
+Compiling takes seconds, once on a machine, and nothing can interrupt it. Later processes load the loops from disk, in
+some hundredths of a second per part. A search asks only for the parts that it is about to use.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from enum import Enum
+from functools import cache
+
+import numpy as np
+from numba.core import event
+
+from rota.costs import Cluster, Costs
+from rota.placing import wave
+from rota.search import bounds
+from rota.search.budget import Budget
+from rota.search.critical_path import CriticalPath
+from rota.search.dispatching import Dispatcher, Memory, guesses, serial
+from rota.search.local.fitting import find_fitting
+from rota.search.local.moves import State, anneal
+from rota.search.periodic.loop import Loop
+from rota.search.periodic.modulo import Interval
+from rota.search.periodic.offsets import anneal_offsets
+from rota.search.problem import NO_LIMIT, Orders, Problem
+from rota.search.timing import Tables, peaks, score, start_times
+from rota.search.transfer_levels import Transfers, peaks_with_transfers
+from rota.stopping import look
+
+_LOOK_EVERY_S = 0.02
+
+
+class Part(Enum):
+    """Loops that are compiled together."""
+
+    TIMING = "times and memory of orders"
+    DISPATCHING = "list scheduling"
+    BOUNDS = "bounds"
+    TRANSFERS = "what transfers hold"
+    OFFSETS = "steady states"
+    MOVES = "local search"
+    WINDOWS = "heads and tails of orders"
+    FITTING = "local search with transfers"
+
+
+class _Compiler:
+    """The thread, which ends when all that was asked for is compiled."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._wanted: list[Part] = []
+        self._ready: set[Part] = set()
+        self._thread: threading.Thread | None = None
+
+    def is_ready(self, *parts: Part) -> bool:
+        """Whether these parts are compiled; they are from now on, soon, if they are not."""
+        if self._ready.issuperset(parts):
+            return True
+        with self._changed:
+            self._wanted += [part for part in parts if part not in self._ready and part not in self._wanted]
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._compile, name="rota: compiling loops")
+                self._thread.start()
+        return False
+
+    def wait_for(self, *parts: Part, most_s: float = float("inf")) -> bool:
+        """Returns when these parts are compiled (True), or after `most_s`. Raises Stopped if the search must stop."""
+        waited_s = 0.0
+        while not self.is_ready(*parts):
+            look()
+            if waited_s >= most_s:
+                return False
+            with self._changed:
+                self._changed.wait(_LOOK_EVERY_S)
+            waited_s += _LOOK_EVERY_S
+        return True
+
+    def _compile(self) -> None:
+        with suppress(_MainThreadEnded), event.install_listener("numba:compile", _EndsWithMainThread()):
+            while True:
+                with self._changed:
+                    if not self._wanted:
+                        self._thread = None
+                        return
+                    part = self._wanted[0]
+                with suppress(Exception):  # then the search compiles by itself, and shows the error
+                    _EXERCISES[part]()
+                with self._changed:
+                    self._ready.add(part)
+                    self._wanted.remove(part)
+                    self._changed.notify_all()
+
+
+class _MainThreadEnded(BaseException):
+    pass
+
+
+class _EndsWithMainThread(event.Listener):
+    """Ends the thread between two loops when the program ends, which would wait for it."""
+
+    def on_start(self, _: object) -> None:
+        if not threading.main_thread().is_alive():
+            raise _MainThreadEnded
+
+    def on_end(self, _: object) -> None:
+        pass
+
+
+_compiler = _Compiler()
+is_ready, wait_for = _compiler.is_ready, _compiler.wait_for
+
+
+# --- each part's loops, used once on a small step --------------------------------------------------------------------
+
+
+@cache
+def _small_step() -> tuple[Problem, Orders]:
+    costs = Costs.uniform(4, 3, 2, 2, activation_bytes=2, boundary_bytes=1)
+    problem = Problem(wave(costs, Cluster.uniform(2, 10, latency_us=1)), 4)
+    return problem, serial(problem)
+
+
+def _time() -> None:
+    problem, orders = _small_step()
+    score(problem, orders)
+    peaks(problem, orders)
+
+
+def _dispatch() -> None:
+    problem, _ = _small_step()
+    Dispatcher(problem)(next(guesses(problem)))
+
+
+def _bound() -> None:
+    bounds.best(_small_step()[0])
+
+
+def _count_transfers() -> None:
+    problem, orders = _small_step()
+    tables = Tables.of(problem)
+    starts_us = start_times(tables, orders)
+    assert starts_us is not None
+    peaks_with_transfers(tables, Transfers.of(problem), orders, starts_us)
+
+
+def _anneal_offsets() -> None:
+    anneal_offsets(Interval(Loop(_small_step()[0].given), 1, 20), Budget(0.001, deterministic=True))
+
+
+def _anneal() -> None:
+    problem, orders = _small_step()
+    tables, state, best = Tables.of(problem), State.of(problem, orders, 0), np.array([1000, 1000])
+    anneal(tables, problem.step_ends, Memory.of(problem), state, best, False, np.array([1.0, 0.5]), 1000, 0)
+
+
+def _find_paths() -> None:
+    problem, orders = _small_step()
+    CriticalPath(problem, of_span=False).paths(orders)
+
+
+def _fit() -> None:
+    problem, orders = _small_step()
+    find_fitting(problem, [orders], False, NO_LIMIT, 0, Budget(0.001, deterministic=True), 0, lambda _: True)
+
+
+_EXERCISES: dict[Part, Callable[[], None]] = {
+    Part.TIMING: _time,
+    Part.DISPATCHING: _dispatch,
+    Part.BOUNDS: _bound,
+    Part.TRANSFERS: _count_transfers,
+    Part.OFFSETS: _anneal_offsets,
+    Part.MOVES: _anneal,
+    Part.WINDOWS: _find_paths,
+    Part.FITTING: _fit,
+}

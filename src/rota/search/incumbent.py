@@ -1,0 +1,112 @@
+"""The best plan so far: makespan, then memory; or span, then makespan, then memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from rota.placement import Placement
+from rota.search.problem import NO_LIMIT, Integers, Orders, Problem
+from rota.search.timing import Score, Tables, peaks, score, start_times
+from rota.search.transfer_levels import Transfers, peaks_with_transfers
+from rota.timeline import Timeline
+
+
+class Key(NamedTuple):
+    """What makes a plan better, most important first."""
+
+    value_us: int
+    other_us: int
+    peak_bytes: int
+    held_bytes: int  #: by all ranks, at their peaks
+
+
+class Incumbent:
+    """Takes candidates and keeps the best one that fits.
+
+    It compares makespan, then memory; or span, then makespan, then memory. What transfers hold is only known from the
+    times: where it was too much, `most_over_bytes` (int64[num_ranks]) is the most by which a limit was exceeded.
+    """
+
+    def __init__(self, problem: Problem, of_span: bool, on_better: Callable[[], None]) -> None:
+        self.problem = problem
+        self.of_span = of_span
+        self.orders: Orders | None = None
+        self.key: Key | None = None
+        self.how = ""
+        placement = problem.placement
+        limits = placement.cluster.limit_bytes
+        self._limits_bytes = np.array([NO_LIMIT if limit is None else limit for limit in limits], np.int64)
+        #: Whether some transfer's bytes count on a rank with a limit.
+        self.transfers_hold = _transfers_hold(problem.given)
+        self._tables = Tables.of(problem)
+        self._transfers = Transfers.of(problem)._replace(limits_bytes=np.zeros(placement.num_ranks, np.int64))
+        self.most_over_bytes = np.zeros(placement.num_ranks, np.int64)
+        self._on_better = on_better
+
+    @property
+    def value_us(self) -> int:
+        """The makespan or span of the best plan, in µs; there must be one."""
+        assert self.key is not None
+        return self.key.value_us
+
+    def offer(self, orders: Orders | None, how: str) -> bool:
+        """Whether the orders are better, fit, and are kept; `how` names where they come from."""
+        timed = None if orders is None else score(self.problem, orders)
+        if orders is None or timed is None:
+            return False
+        key = self._key(timed, orders)
+        if (self.key is not None and key >= self.key) or not self._fits(orders):
+            return False
+        self.orders, self.key, self.how = orders, key, how
+        self._on_better()
+        return True
+
+    def offer_simulated(self, timeline: Timeline, how: str) -> None:
+        """As `offer`, for a plan that fits, without compiled loops."""
+        held = timeline.peak_memory_bytes
+        makespan_us, span_us = timeline.makespan_us, timeline.span_us
+        times = (span_us, makespan_us) if self.of_span else (makespan_us, 0)
+        key = Key(*times, max(held), sum(held))
+        if self.key is None or key < self.key:
+            self.orders, self.key, self.how = self.problem.to_orders(timeline.plan), key, how
+            self._on_better()
+
+    def _key(self, timed: Score, orders: Orders) -> Key:
+        held = peaks(self.problem, orders)
+        most, all_ranks = int(held.max(initial=0)), int(held.sum())
+        if self.of_span:
+            return Key(timed.span_us, timed.makespan_us, most, all_ranks)
+        return Key(timed.makespan_us, 0, most, all_ranks)
+
+    def _fits(self, orders: Orders) -> bool:
+        if (peaks(self.problem, orders) > self.problem.limits_bytes).any():
+            return False
+        if not self.transfers_hold:
+            return True
+        over = self.over_bytes(orders)
+        self.most_over_bytes = np.maximum(self.most_over_bytes, over)
+        return not over.any()
+
+    def over_bytes(self, orders: Orders) -> Integers:
+        """int64[num_ranks]: by how much each rank exceeds its limit."""
+        over: Integers = np.maximum(self.peaks_bytes(orders) - self._limits_bytes, 0)
+        return over
+
+    def peaks_bytes(self, orders: Orders) -> Integers:
+        """int64[num_ranks]: the most that each rank holds at any time, static bytes included."""
+        placement = self.problem.placement
+        if not self.transfers_hold:
+            return peaks(self.problem, orders) + np.array(placement.static_bytes, np.int64)
+        starts_us = start_times(self._tables, orders)
+        assert starts_us is not None
+        held: Integers = peaks_with_transfers(self._tables, self._transfers, orders, starts_us)
+        return held + np.array(placement.static_bytes, np.int64)
+
+
+def _transfers_hold(placement: Placement) -> bool:
+    """Whether some transfer's bytes count on a rank with a limit."""
+    limits = placement.cluster.limit_bytes
+    return any(r.num_bytes and (limits[r.sender], limits[r.receiver]) != (None, None) for r in placement.routes)
