@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import rota
-from rota.demo.gpt import GPT, NUM_BYTES, loss_fn
+from rota.demo.model import GPT, NUM_BYTES, loss_fn
 from rota.planning.step_times import StepTimes
 from rota.planning.trials import Trial, run_trials
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import rota
-from rota.demo.gpt import NUM_BYTES, Block
+from rota.demo.model import NUM_BYTES, Block
 from rota.planning import Machine, autoplan
 from rota.planning.autoplanning import usual_plan
 from rota.planning.confirmation import confirm

@@ -115,12 +115,13 @@ def test_demo(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert losses[-1] < losses[0] - 1
-    written = {path.name for path in (tmp_path / "out").iterdir()}
-    assert written == {"costs.json", "plan.csv", "plan.json", "timeline.json", "timeline.html", "plan.png"}
+    written = {path.name for path in (tmp_path / "out").iterdir() if path.is_file()}
+    assert written == {"model.py", "train.py", "plan.json", "measured.json", "timeline.html"}
     plan = Plan.from_json((tmp_path / "out" / "plan.json").read_text())
-    assert Plan.from_csv((tmp_path / "out" / "plan.csv").read_text(), plan.placement) == plan
-    assert Timeline.from_json((tmp_path / "out" / "timeline.json").read_text()).plan == plan
+    assert Timeline.from_json((tmp_path / "out" / "measured.json").read_text()).plan == plan
     assert f"{simulate(plan).makespan_us:,}" in done.stdout
+    commands = [line.split()[2] for line in done.stdout.splitlines() if line.startswith("$ rota ")]
+    assert commands == ["autoplan", "run", "compare", "explain"]
 
 
 def processes_of(folder: Path) -> list[str]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rota import CutPoint
-from rota.demo import gpt
+from rota.demo import model as gpt
 
 
 class Case(NamedTuple):

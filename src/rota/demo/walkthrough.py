@@ -1,80 +1,51 @@
-"""`rota demo`: split a model, profile it, plan, check, draw, run, and compare plan and run."""
+"""`rota demo`: the commands that a user types for a model, run on a small GPT."""
 
 from __future__ import annotations
 
-import importlib.util
+import os
 import shutil
+from collections.abc import Callable, Sequence
+from contextlib import chdir
 from pathlib import Path
 
-from rota.checking import check
-from rota.comparison import compare
-from rota.costs import Cluster
-from rota.demo import train
-from rota.demo.gpt import loss_fn
-from rota.drawing import save, to_text
-from rota.placing import place
-from rota.profiling import profile
-from rota.runtime.launching.launch import launch
-from rota.schedules import one_f_one_b
-from rota.simulation import simulate
-from rota.units import size_text
-from rota.writing import write_text
+from rota.errors import PipelineError
+from rota.profiling.host_links import num_cores
 
-NUM_STAGES, NUM_MICROBATCHES = 4, 8
+_HERE = Path(__file__).parent
+_BATCH_ROWS = 32
+_PLANNING_S = 10
 
 
-def run_demo(folder: str, steps: int) -> None:
-    """Run the demo, and write costs.json, plan.csv, plan.json, timeline.json, timeline.html and plan.png.
+def run_demo(folder: str, num_steps: int, rota: Callable[[Sequence[str]], int]) -> None:
+    """Plan, train, compare and explain a small GPT, and say what to do next.
 
     Args:
-        folder: Where to write the files. plan.png needs Matplotlib, and is left out without it.
-        steps: The number of training steps.
+        folder: Where model.py, train.py and what the commands write go.
+        num_steps: Training steps.
+        rota: Runs a command, such as ["show", "plan.json"], and returns its exit code.
+
+    Raises:
+        PipelineError: A command failed.
     """
-    output = Path(folder)
-    width = shutil.get_terminal_size((100, 24)).columns
-
-    _heading(1, f"Cut: a GPT with 8 blocks and 7 CutPoints, into {NUM_STAGES} stages")
-    stages = train.make_stages(NUM_STAGES)
-    print(stages.table())
-
-    _heading(2, "Profile")
-    inputs, targets = train.Corpus(train.LENGTH).batch(train.ROWS // NUM_MICROBATCHES)
-    costs = profile(stages, inputs, targets, loss_fn, report=print)
-    print("stage   forward  backward   kept until the backward")
-    for stage in range(NUM_STAGES):
-        kept = size_text(costs.activation_bytes[stage])
-        print(f"{stage:>5}{costs.forward_us[stage]:>8,} µs{costs.backward_us[stage]:>7,} µs   {kept}")
-
-    _heading(3, f"Plan: 1F1B, {NUM_MICROBATCHES} micro-batches, checked")
-    plan = one_f_one_b(place(costs, Cluster.uniform(NUM_STAGES)), NUM_MICROBATCHES)
-    check(plan)
-    planned = simulate(plan)
-    print(to_text(planned, width))
-
-    _heading(4, f"Run: {steps} steps on {NUM_STAGES} processes, on the sources of Python's standard library")
-    measured = launch(plan, train.__file__, ["--steps", str(steps)]).timeline
-    assert measured is not None, "the script has ended, so it has run its steps"
-
-    _heading(5, "Compare: the plan against the last step")
-    print(to_text(measured, width))
-    print(compare(planned, measured).to_text())
-    if "share" in costs.note:
-        print(
-            f"\n{costs.note}. Costs are measured with all ranks busy; in a run some ranks wait,\n"
-            f"the others get more of the cores, and their ops are faster than planned."
-        )
-
-    written = {"costs.json": costs.to_json(), "plan.csv": plan.to_csv(), "plan.json": plan.to_json()}
-    for name, text in (written | {"timeline.json": measured.to_json()}).items():
-        write_text(output / name, text)
-    save(measured, output / "timeline.html", above=planned, title="Demo: planned over measured")
-    names = [*written, "timeline.json", "timeline.html"]
-    if importlib.util.find_spec("matplotlib") is not None:
-        save(planned, str(output / "plan.png"))
-        names.append("plan.png")
-    print(f"\nWritten to {output}/: {', '.join(names)}.")
-    print(f"Next: open {output}/timeline.html in a browser; rota run {output}/plan.json YOUR_SCRIPT.py")
-
-
-def _heading(number: int, text: str) -> None:
-    print(f"\n{number}. {text}\n")
+    num_ranks = min(max(num_cores(), 2), 4)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one core per rank
+    for name in ("model.py", "train.py"):
+        shutil.copyfile(_HERE / name, Path(folder, name))
+    sizes = f"--ranks {num_ranks} --pipeline {num_ranks} --batch {_BATCH_ROWS} --rows 4,8"
+    commands = {
+        "Plan: measure the model, find the fastest plan, try it": (
+            f"autoplan model.py {sizes} --time-limit {_PLANNING_S} --force -o plan.json"
+        ),
+        "Train as planned": f"run --force --timeline measured.json plan.json train.py --steps {num_steps}",
+        "Compare: predicted vs. measured": "compare plan.json measured.json --force -o timeline.html",
+        "Explain: why ranks were idle": "explain measured.json",
+    }
+    with chdir(folder):
+        for number, (title, command) in enumerate(commands.items(), 1):
+            print(f"\n{number}. {title}\n\n$ rota {command}\n", flush=True)
+            if code := rota(command.split()):
+                raise PipelineError(f"`rota {command}` in {folder} ended with exit code {code}; see above")
+    print(f"\nThe files are in {folder}/. Next:")
+    print(f"  open {folder}/timeline.html in a browser: the plan above the measured step")
+    print(f"  put your own model into {folder}/model.py, and run the commands above")
+    print("  rota doctor: test this machine")

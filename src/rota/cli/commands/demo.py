@@ -24,10 +24,12 @@ def run(arguments: Namespace) -> int:
     from rota.demo.walkthrough import run_demo
 
     files.make_folder(arguments.output)
-    run_demo(arguments.output, arguments.steps)
+    from rota.cli.main import main
+
+    run_demo(arguments.output, arguments.steps, main)
     return 0
 
 
 COMMAND = Command(
-    "demo", "train a small GPT on 4 processes: plan it, run it, compare both", "rota demo", add_arguments, run
+    "demo", "see it all once: plan a small GPT, train it, compare, explain", "rota demo", add_arguments, run
 )
