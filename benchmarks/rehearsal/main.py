@@ -23,11 +23,12 @@ from plans import MANY, Case, cases, plan_of
 
 from rota import Cluster, Plan
 from rota.planning.rehearsal import rehearse
+from rota.profiling.host_links import REPEATS
 from rota.profiling.link_processes import links_of_started
 
 HERE = Path(__file__).parent
 RESULT, PLANS = HERE / "result.json", HERE / "plans"
-NUM_STEPS, LINK_REPEATS = 5, 7
+NUM_STEPS = 5
 MOST_SPREAD = 8.0  # of links: how far a median may be above the fastest quarter
 #: By class of messages: the bar for the median of the plans' errors, and for each of them.
 BARS = {"up to 1 MB": (0.03, 0.03), "4 MB": (0.03, 0.10), "16 MB": (0.15, None), MANY: (0.03, 0.03)}
@@ -48,7 +49,8 @@ class Results:
     def cluster(self, num_ranks: int) -> Cluster:
         """The ranks with their links, measured now if they have not been."""
         if str(num_ranks) not in self.links:
-            found = links_of_started(num_ranks, "cpu", LINK_REPEATS, MOST_SPREAD, lambda _: None)
+            repeats = max(64 // num_ranks, 3)  # of each neighbour's messages
+            found = links_of_started(num_ranks, "cpu", min(repeats, REPEATS), MOST_SPREAD, print)
             self.links[str(num_ranks)] = found.rehearsal.to_json()
             self.keep()
         return Cluster.from_json(self.links[str(num_ranks)])
