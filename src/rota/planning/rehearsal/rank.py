@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from rota.plan import Plan
 from rota.planning.rehearsal.allocation import RankMemory
-from rota.planning.rehearsal.rank_step import RankReport, RankStep, step_ends_ns
+from rota.planning.rehearsal.rank_step import RankReport, RankStep, num_warm_ups, step_ends_ns
 from rota.planning.rehearsal.spin_kernels import DeviceRank
 from rota.planning.rehearsal.timed_waits import Arrivals, TimedWaits, formats_of, sleep_until, stages_of
 from rota.runtime.compute import Batch
@@ -83,7 +83,7 @@ def run_rank(
     step_ended: Callable[[int], None] = lambda _: None,
     device: torch.device = _CPU,
 ) -> RankReport:
-    """Rehearse this process's rank of a checked plan: one step to warm up and `num_steps` more.
+    """Rehearse this process's rank of a checked plan: steps to warm up (see `num_warm_ups`) and `num_steps` more.
 
     Collective: every rank is one process of the default group. `step_ended` gets the number of steps that ended.
     `device`: this rank's.
@@ -104,7 +104,7 @@ def run_rank(
         execution = rehearsed.execution
         watchdog.last, watchdog.num_reached = execution.last, execution.num_reached
         try:
-            for num_ended in range(1, num_steps + 2):
+            for num_ended in range(1, num_warm_ups(plan) + num_steps + 1):
                 report.steps.append(_step(rehearsed, transport, watchdog))
                 step_ended(num_ended)
             with watchdog.watching("the other ranks to end their last step"):
@@ -114,7 +114,7 @@ def run_rank(
     finally:
         watchdog.close()
         transport.close()
-    del report.steps[0]
+    del report.steps[: num_warm_ups(plan)]
     if rehearsed.memory is not None:
         report.held_bytes, report.process_bytes = rehearsed.memory.peak_bytes, rehearsed.memory.process_bytes
     return report

@@ -13,7 +13,7 @@ from rota.plan import Plan
 from rota.planning.rehearsal.allocation import blocks_of, refuse_too_much
 from rota.planning.rehearsal.outcome import LinkUse, MemoryUse, Overhead, Rehearsal
 from rota.planning.rehearsal.processes import run_ranks
-from rota.planning.rehearsal.rank_step import RankReport
+from rota.planning.rehearsal.rank_step import RankReport, num_warm_ups
 from rota.runtime.device.local import AUTO, CPU, device_type
 from rota.runtime.plan_fit import refuse_unsupported
 from rota.runtime.recorder import Record, merge
@@ -43,7 +43,7 @@ def rehearse(
 
     Args:
         plan: The plan to run.
-        num_steps: Steps to measure, after one to warm up.
+        num_steps: Steps to measure, after one to four to warm up: at least 32 micro-batches, if four have as many.
         allocate: Whether ranks allocate the memory that the plan needs, static bytes included.
         timeout_s: A rank that makes no progress for this long is ended; None: 20 simulated steps, at least 60 s.
         device: What each rank has: "cpu", the type of an accelerator, or "auto", which takes accelerators if there is
@@ -66,7 +66,9 @@ def rehearse(
     steps = count_text(num_steps, "step")
 
     def step_ended(num_ended: int) -> None:
-        progress("warm-up ended" if num_ended == 1 else f"step {num_ended - 1} of {num_steps} ended")
+        number = num_ended - num_warm_ups(plan)
+        if number >= 0:
+            progress(f"step {number} of {num_steps} ended" if number else "warm-up ended")
 
     on = "" if kind == CPU else f" on {kind}"
     progress(

@@ -26,9 +26,10 @@ from rota.plan import Plan
 from rota.planning.rehearsal.processes import report_file, stderr_file
 from rota.planning.rehearsal.rank import run_rank
 from rota.runtime.environment import loopback
+from rota.profiling.sleeping import set_timer_slack_ns
 from rota.runtime.orphans import end_with_parent
 
-_PR_SET_NAME, _PR_SET_TIMERSLACK = 15, 29  # linux/prctl.h
+_PR_SET_NAME = 15  # linux/prctl.h
 _LOOK_EVERY_S = 0.05
 _LET_FIRST_ERROR_BE_SEEN_S = 2.0
 
@@ -125,9 +126,8 @@ def _device(kind: str, rank: int) -> torch.device:
 
 def _set_up(rank: int) -> None:
     """Set the process's name and the precision of its sleeps."""
-    prctl = ctypes.CDLL(None).prctl
-    prctl(_PR_SET_NAME, f"rota rank {rank}".encode())
-    prctl(_PR_SET_TIMERSLACK, 1)  # else a sleep lasts 50 µs longer
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, f"rota rank {rank}".encode())
+    set_timer_slack_ns(1)
 
 
 if __name__ == "__main__":
