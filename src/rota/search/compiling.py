@@ -34,7 +34,8 @@ from rota.stopping import look
 
 _LOOK_EVERY_S = 0.02
 
-njit(lambda: 0)()  # numba loads half of itself when it first compiles; that is a part of importing it
+# numba loads half of itself when it first compiles: that is a part of importing it.
+njit(lambda: 0)()  # type: ignore[call-arg]
 
 
 class Part(Enum):
