@@ -50,7 +50,7 @@ _CAPS = (1.0, 0.75, 0.5)  # parts of the memory limit: fewer micro-batches in fl
 _DISPATCH_SHARE = 0.1  # of the whole budget
 _FIRST_SHARE, _GROWTH = 0.03, 1.5  # of the whole budget for a method's first turn, and its growth from turn to turn
 _FIRST_SHARE_OF_FITTING = 0.15  # the same for small steps whose transfers hold memory
-_EXACT_TIMES_OF_FITTING = 4  # times that share for CP-SAT, which gains nothing from being asked twice
+_EXACT_TIMES_OF_FITTING = 5  # times that share for CP-SAT, which gains nothing from being asked twice
 _EXACT_TIMES = 3  # times that share for a proof
 _TURN_S = 0.01  # nominal cost of a turn itself, so that idle turns use up the budget
 _AUTO_S_PER_OP = 0.0006  # nominal seconds that zb_auto costs per op
@@ -61,7 +61,8 @@ _HALVINGS = 5
 _FEW_OPS, _FEW_GUESSES = 3_000, 4  # in longer steps fewer priorities are tried for holding less
 _EXACT_OPS = 400  # up to here CP-SAT may prove a whole step
 _SERIAL = "one micro-batch at a time"
-_LOADING_S = 0.4  # real seconds in which loops that were compiled before are surely loaded
+_NAMED_S = 0.35  # real seconds for loading and named schedules, even if the search has less
+_LOADING_S = 0.1  # real seconds in which loops that were compiled before are mostly loaded
 _MOST_RESERVES = 20  # how often to guess the memory reserved for transfers
 
 _ALWAYS = (Part.TIMING, Part.DISPATCHING, Part.BOUNDS)
@@ -207,12 +208,12 @@ class Portfolio:
     def _compile(self) -> None:
         """Waits until what every search needs is compiled; if that takes long, tries named schedules without it."""
         parts = [*_ALWAYS, Part.TRANSFERS] if self.incumbent.transfers_hold else [*_ALWAYS]
-        if not compiling.wait_for(*parts, most_s=min(_LOADING_S, self.budget.seconds / 4)):
-            for name, plan in named_plans(self.problem.given, self.problem.num_microbatches, self.turn_to):
-                if compiling.is_ready(*parts):
-                    break  # they are taken again, all of them
-                self._simulate(name, plan)
-            compiling.wait_for(*parts)
+        self.budget.last_at_least(_NAMED_S)
+        if not compiling.wait_for(*parts, most_s=_LOADING_S):
+            with compiling.paused():
+                for name, plan in named_plans(self.problem.given, self.problem.num_microbatches, self.turn_to):
+                    self._simulate(name, plan)
+            compiling.wait_for(*parts)  # after that all of them are taken again
             self.named.clear()
 
     def _simulate(self, name: str, plan: Plan) -> None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from rota.search.compiled import loop
 from rota.search.problem import NO_LIMIT, Flags, Integers, Problem, Rows
+from rota.stopping import look
 
 NEVER = -(1 << 60)  #: the head of an op that does not come after the origin
 PLACE, TASK, SOURCE_PLACE, SOURCE_TASK, A, B, C = range(7)  #: the columns of `MemoryHeadroom.arcs`
@@ -186,6 +187,7 @@ def find_heads(side: Side, headroom: MemoryHeadroom, beginning: int | None = Non
     places = (side.places.first, side.places.values, side.after, side.counts)
     arcs = (headroom.arcs_first, headroom.arcs)
     for _ in range(1 if alone else _ROUNDS):
+        look()
         _pass_on(heads, *graph, *arcs)
         _wait(heads, idle, ranks, *places, *arcs, headroom.most, headroom.least, headroom.frees, headroom.fill_us)
     if not alone:
