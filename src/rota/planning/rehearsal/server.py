@@ -25,8 +25,8 @@ from rota.errors import LostRankError
 from rota.plan import Plan
 from rota.planning.rehearsal.processes import report_file, stderr_file
 from rota.planning.rehearsal.rank import run_rank
-from rota.runtime.environment import loopback
 from rota.profiling.sleeping import set_timer_slack_ns
+from rota.runtime.environment import loopback
 from rota.runtime.orphans import end_with_parent
 
 _PR_SET_NAME = 15  # linux/prctl.h
