@@ -44,7 +44,8 @@ class Layout:
         placement = place(model.costs(Size(1, 1)), cluster)
         if placement.num_components > 1:
             raise SearchError(
-                f"the placement has {placement.num_components} data streams; batches are planned for one: use rota.place"
+                f"the placement has {placement.num_components} data streams; batches are planned for one: "
+                f"use rota.place"
             )
         if wide := [task for task in placement.tasks if len(task.ranks) > 1]:
             raise SearchError(f"task {wide[0]} is on {len(wide[0].ranks)} ranks; batches are planned with one per task")
@@ -71,9 +72,7 @@ class Layout:
             edge_bytes=edge_bytes,
             edges=edges.reshape(-1, 2),
             rank_of=np.array([task.ranks[0] for task in tasks], np.int64),
-            choice_of=np.array(
-                [1 if t.kind is Kind.F else 2 if t.kind is Kind.W else 0 for t in tasks], np.int64
-            ),
+            choice_of=np.array([1 if t.kind is Kind.F else 2 if t.kind is Kind.W else 0 for t in tasks], np.int64),
             limits_bytes=np.array([NO_LIMIT if limit is None else limit - static for limit, static in limits]),
             tails_us=self._tails(),
         )
@@ -98,7 +97,7 @@ class Layout:
         return replace(self.placement, tasks=tuple(tasks), edges=tuple(edges), class_of=classes)
 
     def work(self) -> Floats:
-        """float64[num_forms, 3]: a rank's time for a micro-batch as a form of (1, tokens, squares); the largest counts."""
+        """float64[num_forms, 3]: ranks' times for a micro-batch, as forms of (1, tokens, squares)."""
         forms = np.zeros((self.placement.num_ranks, _FORM_LENGTH))
         for task in self.placement.tasks:
             forms[task.ranks[0]] += self._form(_DURATION[task.kind], task.stage)
@@ -202,7 +201,9 @@ class Layout:
     def _between(self) -> list[int]:
         """The edges between different stages."""
         tasks = self.placement.tasks
-        return [e for e, edge in enumerate(self.placement.edges) if tasks[edge.source].stage != tasks[edge.target].stage]
+        return [
+            e for e, edge in enumerate(self.placement.edges) if tasks[edge.source].stage != tasks[edge.target].stage
+        ]
 
     def _edge_form(self, e: int) -> Floats:
         name, column = self._edge_source(e)
@@ -258,7 +259,8 @@ def _undominated(forms: Floats) -> Floats:
     """The forms that are not below another one in every coefficient."""
     distinct = np.unique(forms, axis=0)
     kept = [
-        form for i, form in enumerate(distinct)
+        form
+        for i, form in enumerate(distinct)
         if not any(j != i and (form <= other).all() for j, other in enumerate(distinct))
     ]
     return np.array(kept)
