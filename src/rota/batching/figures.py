@@ -71,9 +71,7 @@ class Layout:
             edge_bytes=edge_bytes,
             edges=edges.reshape(-1, 2),
             rank_of=np.array([task.ranks[0] for task in tasks], np.int64),
-            choice_of=np.array(
-                [1 if t.kind is Kind.F else 2 if t.kind is Kind.W else 0 for t in tasks], np.int64
-            ),
+            choice_of=np.array([1 if t.kind is Kind.F else 2 if t.kind is Kind.W else 0 for t in tasks], np.int64),
             limits_bytes=np.array([NO_LIMIT if limit is None else limit - static for limit, static in limits]),
             tails_us=self._tails(),
         )
@@ -202,7 +200,9 @@ class Layout:
     def _between(self) -> list[int]:
         """The edges between different stages."""
         tasks = self.placement.tasks
-        return [e for e, edge in enumerate(self.placement.edges) if tasks[edge.source].stage != tasks[edge.target].stage]
+        return [
+            e for e, edge in enumerate(self.placement.edges) if tasks[edge.source].stage != tasks[edge.target].stage
+        ]
 
     def _edge_form(self, e: int) -> Floats:
         name, column = self._edge_source(e)
@@ -258,7 +258,8 @@ def _undominated(forms: Floats) -> Floats:
     """The forms that are not below another one in every coefficient."""
     distinct = np.unique(forms, axis=0)
     kept = [
-        form for i, form in enumerate(distinct)
+        form
+        for i, form in enumerate(distinct)
         if not any(j != i and (form <= other).all() for j, other in enumerate(distinct))
     ]
     return np.array(kept)

@@ -33,7 +33,9 @@ def best_policy(problem: BatchProblem, sequence: Integers) -> tuple[Policy, Disp
 
     def value(key: tuple[int, ...]) -> int:
         if key not in tried:
-            tried[key] = dispatch(problem, sequence, _policy(problem, *(c[k] for c, k in zip(choices, key, strict=True))))
+            tried[key] = dispatch(
+                problem, sequence, _policy(problem, *(c[k] for c, k in zip(choices, key, strict=True)))
+            )
         return tried[key].makespan_us
 
     for _ in range(2):
