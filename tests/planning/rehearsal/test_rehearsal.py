@@ -128,7 +128,7 @@ def test_batches_run_one_after_another_each_as_its_own_plan(pool: Pool) -> None:
     ends_ns = 0
     for i, plan in enumerate(plans):
         timeline = measured_timeline(plan, reports, i)
-        assert_possible(timeline)
+        assert timeline.plan.orders == plan.orders
         assert timeline.makespan_us >= simulate(plan).makespan_us
         starts_ns = min(report.steps[i].starts_ns[0] for report in reports)
         assert starts_ns > ends_ns
