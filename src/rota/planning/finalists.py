@@ -66,7 +66,9 @@ def _finalists(sweep: Sweep) -> Iterator[Candidate]:
 def _searched(sweep: Sweep, candidate: Candidate) -> Found | None:
     """The plan of a search with a fixed amount of work, so that the answer is the same every time."""
     from rota.search.budget import Budget
-    from rota.search.portfolio import Portfolio, compile_once
+    from rota.search.finding import compile_once
+    from rota.search.portfolio import Portfolio
+    from rota.search.problem import Problem
 
     layout, deadline = candidate.layout, sweep.deadline
     best_us = None if sweep.best is None else sweep.best.makespan_us
@@ -77,7 +79,8 @@ def _searched(sweep: Sweep, candidate: Candidate) -> Found | None:
     budget = Budget(_seconds(sweep), deterministic=True, latest_s=deadline.left_s)
     try:
         with ended_by_ctrl_c(budget):
-            search = Portfolio(candidate.placement, layout.num_microbatches, "makespan", budget, 0, lambda _: None)
+            problem = Problem(candidate.placement, layout.num_microbatches)
+            search = Portfolio(problem, "makespan", budget, 0, lambda _: None)
             search.run()
             result = search.result()
     except SearchError:

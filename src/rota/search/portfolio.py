@@ -1,4 +1,4 @@
-"""`find_plan`: several methods take turns, the best plan is kept, and a proven bound says how good it is.
+"""One search: several methods take turns, the best plan is kept, and a proven bound says how good it is.
 
     list scheduling ─▶ named schedules ─▶ steady state ─▶ local search ─▶ exact, if small ─▶ windows ─▶ hold less
                                                 ▲                                               │
@@ -12,17 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from fractions import Fraction
-from functools import cache, partial
+from functools import partial
 from itertools import islice, product
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from rota.checking import check
-from rota.costs import Cluster, Costs
 from rota.errors import PlanError, RotaError, SearchError
 from rota.placement import Placement
-from rota.placing import wave
 from rota.plan import Plan
 from rota.schedules import zb_auto
 from rota.schedules.families import named_plans
@@ -39,8 +37,7 @@ from rota.search.problem import NO_LIMIT, Integers, Orders, Problem, reserving
 from rota.search.result import NamedPlan, Objective, Progress, SearchResult
 from rota.search.timing import Score, Tables, fits, peaks, score, start_times
 from rota.search.transfer_levels import Transfers, counting_transfers, peaks_with_transfers
-from rota.search.validation import refuse_wrong, refuse_wrong_options, seconds_of
-from rota.stopping import Stopped, ended_by_ctrl_c, guarded, look, watched
+from rota.stopping import Stopped, look, watched
 from rota.units import size_text
 
 _PATIENCES = (0.0, 1.0)  # of list scheduling: never wait for a better op, or do
@@ -64,75 +61,23 @@ _Measure = Literal["makespan", "span"]
 _Improve = Callable[[Problem, Orders, _Measure, int, Budget, int], Orders]
 
 
-def find_plan(
-    placement: Placement,
-    num_microbatches: int,
-    *,
-    objective: Objective = "makespan",
-    time_limit_s: float = 10.0,
-    seed: int = 0,
-    deterministic: bool = False,
-    progress: Callable[[Progress], None] | None = None,
-) -> SearchResult:
-    """The order that finishes first, for any placement, and how far from the best possible it may still be.
-
-    The plan is never worse than a named schedule that fits. Ctrl-C ends the search with the best so far; a second one
-    aborts. An answer that is proven optimal is the same on every run; another one depends on how far the search gets in
-    `time_limit_s`, unless it is `deterministic`. The very first search on a machine compiles its loops for some
-    seconds, which do not count.
-
-    Args:
-        placement: The tasks of one micro-batch, and the cluster with its memory limits.
-        num_microbatches: Micro-batches per step.
-        objective: What is minimized: "makespan"; "span", the longest busy window of a rank; or "period", the time per
-            micro-batch in steady state.
-        time_limit_s: How long to search, in seconds.
-        seed: Seed of all random choices.
-        deterministic: Do `time_limit_s` nominal seconds of work, however long they last; the answer is then the same
-            on every run.
-        progress: Called with each better plan and each method's turn. An error that it raises ends the search like
-            Ctrl-C: it is issued as a warning and reported in `stopped_by`, or raised if no plan was found by then.
-
-    Returns:
-        The best plan found, checked, with a proven bound.
-
-    Raises:
-        SearchError: An argument is invalid, or no plan that fits was found.
-    """
-    refuse_wrong(placement, num_microbatches, objective, get_args(Objective))
-    refuse_wrong_options(seed, progress)
-    seconds = seconds_of(time_limit_s)
-    compile_once()
-    budget = Budget(seconds, deterministic)
-    with ended_by_ctrl_c(budget):
-        search = Portfolio(placement, num_microbatches, objective, budget, seed, guarded(progress, budget))
-        search.run()
-        return search.result()
-
-
-@cache
-def compile_once() -> None:
-    """Compiles all loops by small searches, so that this time does not count; later processes load them from disk."""
-    for boundary_bytes, objective in ((0, "makespan"), (0, "span"), (0, "period"), (1, "makespan")):
-        costs = Costs.uniform(4, 3, 2, 2, activation_bytes=2, boundary_bytes=boundary_bytes)
-        placement = wave(costs, Cluster.uniform(2, 4 + 4 * boundary_bytes, latency_us=1))
-        budget = Budget(0.02, deterministic=True)
-        Portfolio(placement, 5, objective, budget, 0, lambda _: None).run()  # type: ignore[arg-type]
-
-
 class Portfolio:
-    """One search: `run`, then `result`."""
+    """One search: `run`, then `result`.
+
+    `given` are plans to begin with, where the problem is no step of a model as such: then named schedules and steady
+    states, which need many micro-batches that are alike, are left out.
+    """
 
     def __init__(
         self,
-        placement: Placement,
-        num_microbatches: int,
+        problem: Problem,
         objective: Objective,
         budget: Budget,
         seed: int,
         progress: Callable[[Progress], None],
+        given: Iterable[tuple[str, Plan]] | None = None,
     ) -> None:
-        self.problem = Problem(placement, num_microbatches)
+        self.problem, self.given = problem, given
         #: The same, with what ops read and send in their peaks, and with memory reserved for other transfers.
         self.with_reserve = self.counted = counting_transfers(self.problem)
         self.objective = objective
@@ -196,7 +141,7 @@ class Portfolio:
         self.incumbent.offer(serial(self.problem), "one micro-batch at a time")
         self._dispatch(guesses(self.problem))
         self._take_named()
-        for method in (self._take_auto, self._take_turns):
+        for method in (self._take_turns,) if self.given is not None else (self._take_auto, self._take_turns):
             if not self.is_over:
                 method()
         if self.incumbent.orders is not None:
@@ -226,7 +171,10 @@ class Portfolio:
     # --- methods --------------------------------------------------------------------------------------------------
 
     def _take_named(self) -> None:
-        for name, plan in named_plans(self.problem.given, self.problem.num_microbatches, self.turn_to):
+        given = self.given
+        if given is None:
+            given = named_plans(self.problem.given, self.problem.num_microbatches, self.turn_to)
+        for name, plan in given:
             self._take_plan(name, plan)
 
     def _take_plan(self, name: str, plan: Plan) -> None:
@@ -406,7 +354,9 @@ class Portfolio:
 
     def _take_turns(self) -> None:
         """Give each method a turn, with larger and larger shares, so that no method delays the others for long."""
-        turn, part, methods = 0, _FIRST_SHARE, [self._unroll, self._improve, self._prove, self._windows]
+        turn, part, methods = 0, _FIRST_SHARE, [self._improve, self._prove, self._windows]
+        if self.given is None:
+            methods.insert(0, self._unroll)
         if self.incumbent.transfers_hold:
             methods.insert(0, self._fit)
             if self.num_ops <= exact.MOST_TIMED_OPS:

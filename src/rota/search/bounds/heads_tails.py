@@ -102,7 +102,7 @@ def both_sides(problem: Problem, step_ends: bool = True, limits: bool = True) ->
     headroom, grain, total = _headroom_and_grain(problem)
     if not limits:
         headroom[:] = NO_LIMIT
-    component_of = np.array(problem.placement.component_of, np.int64)
+    component_of = problem.component_of
     forward = Side(
         counts=problem.counts,
         durations_us=problem.durations_us,
