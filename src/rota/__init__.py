@@ -42,6 +42,7 @@ _HOMES = {
         "SplitError",
     ),
     "rota.search": ("SearchResult", "find_frontier", "find_plan"),
+    "rota.batching": ("BatchBound", "BatchPlan", "plan_batch", "plan_replicas"),
     "rota.models": ("CutPoint", "Stages", "add_loss", "collect_losses", "split"),
     "rota.profiling": ("profile", "profile_layers", "profile_sizes"),
     "rota.runtime": (
@@ -72,6 +73,10 @@ if TYPE_CHECKING:
     from rota.accounting import Idle as Idle
     from rota.accounting import explain as explain
     from rota.accounting import idle as idle
+    from rota.batching import BatchBound as BatchBound
+    from rota.batching import BatchPlan as BatchPlan
+    from rota.batching import plan_batch as plan_batch
+    from rota.batching import plan_replicas as plan_replicas
     from rota.calibration import Calibration as Calibration
     from rota.calibration import calibrate as calibrate
     from rota.calibration import calibrated as calibrated

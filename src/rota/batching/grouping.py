@@ -2,8 +2,8 @@
 
 Sorted by length, samples that share a micro-batch are neighbours. For a largest time T of a micro-batch, the groups
 with the least time in all come from a dynamic program over the samples, as in Jiang et al., "DynaPipe: Optimizing
-Multi-task Training through Dynamic Pipelines", 2024, section 4. A pipeline fills and drains with time that grows with T,
-and its memory is shared by the micro-batches in flight: which T is best is found out by a dispatch of each.
+Multi-task Training through Dynamic Pipelines", 2024, section 4. A pipeline fills and drains with time that grows with
+T, and its memory is shared by the micro-batches in flight: which T is best is found out by a dispatch of each.
 """
 
 from __future__ import annotations
