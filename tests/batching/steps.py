@@ -1,8 +1,9 @@
-"""Random steps of micro-batches that differ, and their exact optimum by a CP-SAT model that shares no code with Rota."""
+"""Random steps of micro-batches that differ, and their exact optimum by a CP-SAT model of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from ortools.sat.python import cp_model
@@ -70,7 +71,7 @@ def optimum_us(problem: BatchProblem, sequence: Sequence[int] | None = None, sec
         held, sizes = [], []
         for m in range(count):
             level = 0
-            for a, b in zip(own, own[1:], strict=False):  # a rank's tasks in order: F, B or F, I, W
+            for a, b in pairwise(own):  # a rank's tasks in order: F, B or F, I, W
                 level += int(problem.held_bytes[m, a])
                 begin = starts[m][a] if level == problem.held_bytes[m, a] else last[m][a]
                 length = model.new_int_var(0, horizon, "")
@@ -80,7 +81,7 @@ def optimum_us(problem: BatchProblem, sequence: Sequence[int] | None = None, sec
     for m in range(count):
         for e, (a, b) in enumerate(problem.edges.tolist()):
             model.add(starts[m][b] >= last[m][a] + int(problem.lags_us[m, e]))
-    for one, other in zip(sequence or (), (sequence or ())[1:], strict=False):
+    for one, other in pairwise(sequence or ()):
         for t in range(tasks):
             model.add(starts[other][t] >= last[one][t])
     model.minimize(makespan)

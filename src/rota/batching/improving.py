@@ -36,6 +36,11 @@ def valley(problem: BatchProblem) -> Integers:
     return np.concatenate([order[::2], order[1::2][::-1]])
 
 
+def falling(problem: BatchProblem) -> Integers:
+    """int64[num_microbatches]: the largest first."""
+    return np.argsort(-problem.durations_us.sum(axis=1), kind="stable")
+
+
 def best_policy(problem: BatchProblem, sequence: Integers) -> tuple[Policy, Dispatch]:
     """The best policy of some, and its dispatch: one parameter after the other, twice."""
     choices: list[tuple[Any, ...]] = [_SCALES, _WEIGHT_SCALES, _PATIENCES]

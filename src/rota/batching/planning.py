@@ -12,7 +12,7 @@ from rota.batching.bounds import ALL_ORDERS, ANY_SEQUENCE, THIS_SEQUENCE, BatchB
 from rota.batching.dispatching import Dispatch, Policy, dispatch
 from rota.batching.figures import Layout, Place
 from rota.batching.grouping import Grouper, Groups
-from rota.batching.improving import best_policy, improve, valley
+from rota.batching.improving import best_policy, falling, improve, valley
 from rota.batching.memory_use import peaks_bytes
 from rota.batching.problem import NO_LIMIT, BatchProblem, Integers
 from rota.batching.result import BatchPlan
@@ -110,19 +110,24 @@ def _search(layout: Layout, grouper: Grouper, tries: int) -> _Found:
     best: _Found | None = None
     for candidate in candidates:
         if best is None or candidate.bound_us < best.makespan_us:
-            found = _first_plan(candidate)
-            best = min((each for each in (best, found) if each), key=lambda each: each.makespan_us, default=None)
+            best = _better(best, _first_plan(candidate, valley(candidate.problem)))
     if best is None:
         raise SearchError(
             "no grouping of the batch fits in memory beside what transfers hold; raise the limits, or give the ranks "
             "fewer layers"
         )
+    best = _better(best, _first_plan(best.candidate, falling(best.candidate.problem)))
+    assert best is not None
     return _improved(best, tries)
 
 
-def _first_plan(candidate: _Candidate) -> _Found | None:
-    """A valley sequence with a good policy; None if memory has no room for what transfers hold."""
-    problem, sequence = candidate.problem, valley(candidate.problem)
+def _better(one: _Found | None, other: _Found | None) -> _Found | None:
+    return min((each for each in (one, other) if each), key=lambda each: each.makespan_us, default=None)
+
+
+def _first_plan(candidate: _Candidate, sequence: Integers) -> _Found | None:
+    """A sequence with a good policy; None if memory has no room for what transfers hold."""
+    problem = candidate.problem
     reserved = np.zeros(problem.num_ranks, np.int64)
     for _ in range(_ROUNDS_FOR_TRANSFERS):
         policy, found = best_policy(_with_reserve(problem, reserved), sequence)
