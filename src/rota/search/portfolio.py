@@ -85,7 +85,7 @@ class Portfolio:
         progress: Callable[[Progress], None],
         given: Iterable[tuple[str, Plan]] | None = None,
     ) -> None:
-        self.problem, self.given = problem, given
+        self.problem, self.given = problem, None if given is None else tuple(given)
         #: The same, with what ops read and send in their peaks, and with memory reserved for other transfers.
         self.with_reserve = self.counted = counting_transfers(self.problem)
         self.objective = objective
@@ -168,7 +168,7 @@ class Portfolio:
         self.budget.last_at_least(_NAMED_S)
         if not compiling.wait_for(*parts, most_s=_LOADING_S):
             with compiling.paused():
-                for name, plan in named_plans(self.problem.given, self.problem.num_microbatches, self.turn_to):
+                for name, plan in self._named_plans():
                     self._simulate(name, plan)
             compiling.wait_for(*parts)  # after that all of them are taken again
             self.named.clear()
@@ -218,11 +218,14 @@ class Portfolio:
     # --- methods --------------------------------------------------------------------------------------------------
 
     def _take_named(self) -> None:
-        given = self.given
-        if given is None:
-            given = named_plans(self.problem.given, self.problem.num_microbatches, self.turn_to)
-        for name, plan in given:
+        for name, plan in self._named_plans():
             self._take_plan(name, plan)
+
+    def _named_plans(self) -> Iterable[tuple[str, Plan]]:
+        """The plans to begin with: the given ones, or the named schedules."""
+        if self.given is not None:
+            return self.given
+        return named_plans(self.problem.given, self.problem.num_microbatches, self.turn_to)
 
     def _take_plan(self, name: str, plan: Plan) -> None:
         try:
