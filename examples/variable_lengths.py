@@ -5,7 +5,7 @@ rota run plan.json examples/variable_lengths.py causal     a GPT; a number of ba
 rota run plan.json examples/variable_lengths.py t5         an encoder and a decoder, as T5 has them
 
 The texts are docstrings of Python's standard library, and bytes are the tokens. Gradients are compared with those of
-the unsplit model, in float64; then three ways to make micro-batches of the same batches are timed: padding all samples to
+the unsplit model, in float64; then three ways to make micro-batches of them are timed: padding all samples to
 the longest of the batch, a fixed budget of tokens in the order of arrival (both with 1F1B), and rota.Planner.
 """
 
@@ -23,7 +23,7 @@ from torch.nn import functional
 import rota
 
 WIDTH, HEADS, LONGEST, BATCH, IGNORED = 64, 4, 384, 48, -100
-LENGTHS = (32, 96, 192, LONGEST)  # that are profiled
+LENGTHS = (32, 160, LONGEST)  # that are profiled
 NAME = sys.argv[1] if len(sys.argv) > 1 else "causal"
 NUM_BATCHES = int(sys.argv[2]) if len(sys.argv) > 2 else 20
 
@@ -250,7 +250,9 @@ def main():
     torch.manual_seed(0)
     stages = task.stages()
     rota.mesh()  # joins the other processes, so that all measure at once, as they will compute
-    model = rota.profile_sizes(stages, task.of_length, loss_fn, lengths=LENGTHS, rows=(1, 6), here=True, repeats=3)
+    model = rota.profile_sizes(
+        stages, task.of_length, loss_fn, lengths=LENGTHS, rows=(1, 6), here=True, repeats=1 if NUM_BATCHES < 5 else 5
+    )
     difference = largest_difference(task, plan, model, batches[0])
     base, num_tokens = plan.placement, [sum(sum(lengths_of(task, s)) for s in batch) for batch in batches]
 

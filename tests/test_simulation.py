@@ -166,7 +166,7 @@ def test_the_order_of_first_come_first_served_written_down_changes_nothing(plan:
     plan = replace(plan, service_orders=())
     found = [[(time, node) for node in nodes for time in [plan.earliest.starts_us[node]]] for nodes in plan.served]
     assert all(order == sorted(order) for order in found)
-    nodes = dict(plan._served_transfers())
+    nodes = dict(plan.served_transfers())
     written = replace(plan, service_orders=tuple(tuple(nodes[node] for node in order) for order in plan.served))
     assert simulate(written).ends_us == simulate(plan).ends_us
     assert simulate(written).sent_us == simulate(plan).sent_us

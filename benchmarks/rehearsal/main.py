@@ -1,141 +1,153 @@
-"""How near a rehearsed makespan is to the simulated one: random plans, a plan for 32 ranks, larger messages."""
+"""How near rehearsed steps are to the simulated one: 20 random plans with small and large messages, and 32 ranks.
+
+python benchmarks/rehearsal/main.py [--plans 20] [--seconds 140] [--only links | plans | rows]
+
+Links are measured first (`rota profile links --rehearsal`), then plans are made for them, then each plan is rehearsed.
+All that is done is kept beside this file, in result.json and plans/, and not done again: with --seconds the call stops
+before a rehearsal that would begin later, and the next call goes on. Remove result.json and plans/ to begin again.
+"""
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import json
 import os
 import platform
-import random
-import tempfile
+import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
-import torch.distributed as dist
+from plans import MANY, Case, cases, plan_of
 
-from rota import Cluster, Costs, Kind, Link, Op, Placement, Plan, place
-from rota.planning.rehearsal import Rehearsal, rehearse
-from rota.profiling.links import measure_link
-from rota.schedules import FAMILIES, NAMED
+from rota import Cluster, Plan
+from rota.planning.rehearsal import rehearse
+from rota.profiling.host_links import REPEATS
+from rota.profiling.link_processes import links_of_started
 
-BAR = 0.03
+HERE = Path(__file__).parent
+RESULT, PLANS = HERE / "result.json", HERE / "plans"
 NUM_STEPS = 5
-LARGEST_BYTES = 64 * 1024
-SHORTEST_US, LONGEST_US = 5_000, 20_000
+MOST_SPREAD = 8.0  # of links: how far a median may be above the fastest quarter
+#: By class of messages: the bar for the median of the plans' errors, and for each of them.
+BARS = {"up to 1 MB": (0.03, 0.03), "4 MB": (0.03, 0.10), "16 MB": (0.15, None), MANY: (0.03, 0.03)}
 
 
-def this_machines_link() -> Link:
-    """As two processes measure it."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder, context.Pool(2) as pool:
-        store = f"file://{Path(folder, 'store')}"
-        return pool.starmap(_measure, [(rank, store) for rank in range(2)], chunksize=1)[0]
+class Results:
+    """What is in result.json: links by number of ranks, rows by case."""
+
+    def __init__(self) -> None:
+        found = json.loads(RESULT.read_text()) if RESULT.exists() else {"links": {}, "rows": {}}
+        self.links: dict[str, Any] = found["links"]
+        self.rows: dict[str, dict[str, Any]] = found["rows"]
+
+    def keep(self) -> None:
+        """Write the file."""
+        RESULT.write_text(json.dumps({"links": self.links, "rows": self.rows}, indent=1) + "\n")
+
+    def cluster(self, num_ranks: int) -> Cluster:
+        """The ranks with their links, measured now if they have not been."""
+        if str(num_ranks) not in self.links:
+            repeats = max(64 // num_ranks, 3)  # of each neighbour's messages
+            found = links_of_started(num_ranks, "cpu", min(repeats, REPEATS), MOST_SPREAD, print)
+            self.links[str(num_ranks)] = found.rehearsal.to_json()
+            self.keep()
+        return Cluster.from_json(self.links[str(num_ranks)])
 
 
-def _measure(rank: int, store: str) -> Link:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    return measure_link(0, 1, repeats=51)
+def made(case: Case, results: Results) -> tuple[str, Plan]:
+    """A case's name and plan, which is made once."""
+    path = PLANS / f"{case.key}.json"
+    if not path.exists():
+        name, plan = plan_of(case, results.cluster(case.num_ranks))
+        PLANS.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"name": name, "plan": plan.to_json()}))
+    found = json.loads(path.read_text())
+    return found["name"], Plan.from_json(found["plan"])
 
 
-def random_plan(seed: int, num_ranks: int, link: Link) -> tuple[str, Plan]:
-    """A name, and a plan of random times and sizes: of one family after the other, every third time of no family."""
-    rng = random.Random(seed)
-    cluster = Cluster((None,) * num_ranks, link)
-    num_microbatches = 2 * num_ranks
-    if seed % 3 == 0:
-        num_stages = num_ranks * rng.randint(1, 2)
-        ranks = [rng.randrange(num_ranks) for _ in range(num_stages)]
-        return "any order", in_any_order(place(random_costs(rng, num_stages), cluster, ranks), num_microbatches, rng)
-    family = FAMILIES[5 * seed % len(FAMILIES)]
-    costs = family.adapted(random_costs(rng, num_ranks * family.stages_per_rank))
-    return family.name, family(family.place(costs, cluster), num_microbatches)
-
-
-def random_costs(rng: random.Random, num_stages: int) -> Costs:
-    def times() -> tuple[int, ...]:
-        return tuple(rng.randint(SHORTEST_US, LONGEST_US) for _ in range(num_stages))
-
-    boundaries = tuple(rng.randrange(LARGEST_BYTES + 1) for _ in range(num_stages - 1))
-    return Costs(times(), times(), times(), boundary_bytes=boundaries)
-
-
-def in_any_order(placement: Placement, num_microbatches: int, rng: random.Random) -> Plan:
-    """One op after the other, each a random one of those whose inputs are there, dealt to the ranks."""
-    inputs: dict[tuple[int, Kind], set[tuple[int, Kind]]] = {(t.stage, t.kind): set() for t in placement.tasks}
-    for edge in placement.edges:
-        a, b = placement.tasks[edge.source], placement.tasks[edge.target]
-        inputs[b.stage, b.kind].add((a.stage, a.kind))
-    left = [Op(*task, m) for task in inputs for m in range(num_microbatches)]
-    done: set[Op] = set()
-    orders: list[list[Op]] = [[] for _ in range(placement.num_ranks)]
-    while left:
-        ready = [op for op in left if all(Op(*task, op.microbatch) in done for task in inputs[op.stage, op.kind])]
-        op = rng.choice(ready)
-        left.remove(op)
-        done.add(op)
-        for rank in placement.ranks_of(op.stage):
-            orders[rank].append(op)
-    return Plan(placement, num_microbatches, tuple(map(tuple, orders)))
-
-
-def tell(name: str, rehearsal: Rehearsal) -> float:
-    """One line; returns how far off it was."""
+def row_of(case: Case, results: Results) -> dict[str, Any]:
+    """Rehearse a case."""
+    name, plan = made(case, results)
+    load = os.getloadavg()[0]
+    rehearsal = rehearse(plan, num_steps=NUM_STEPS, device="cpu")
     planned, comparison = rehearsal.planned, rehearsal.comparison
-    off = comparison.difference_us / planned.makespan_us
-    num_ops = sum(map(len, planned.plan.orders))
-    late_us = sum(overhead.late_us for overhead in rehearsal.overheads) / num_ops
+    return {
+        "plan": name,
+        "simulated_us": planned.makespan_us,
+        "steps_us": rehearsal.makespans_us,
+        "later_arrivals_us": comparison.later_arrivals_us,
+        "late_us": round(sum(of.late_us for of in rehearsal.overheads) / sum(map(len, planned.plan.orders))),
+        "load": round(load, 1),
+    }
+
+
+def off(row: dict[str, Any]) -> float:
+    """By how much the median step took longer than simulated."""
+    return float(median(row["steps_us"]) / row["simulated_us"] - 1)
+
+
+def spread(row: dict[str, Any]) -> float:
+    """The longest step minus the shortest one, as a part of the median."""
+    return float((max(row["steps_us"]) - min(row["steps_us"])) / median(row["steps_us"]))
+
+
+def tell(row: dict[str, Any]) -> None:
+    steps = " ".join(f"{us / row['simulated_us'] - 1:+.1%}" for us in row["steps_us"])
+    arrivals = row["later_arrivals_us"] / row["simulated_us"]
     print(
-        f"  {name:<28}{planned.makespan_us / 1000:>9.1f}{rehearsal.measured.makespan_us / 1000:>10.1f} ms{off:>+8.2%}"
-        f"{comparison.later_arrivals_us / planned.makespan_us:>+10.2%}{comparison.rest_us / planned.makespan_us:>+8.2%}"
-        f"{late_us:>9.0f} µs",
+        f"  {row['plan']:<34}{row['simulated_us'] / 1000:>9.1f} ms{off(row):>+8.1%}   {steps:<40}"
+        f"{arrivals:>+8.1%}{row['late_us']:>6} µs",
         flush=True,
     )
-    return off
 
 
-def tell_random(num_plans: int, link: Link) -> None:
-    offs = []
-    for seed in range(num_plans):
-        num_ranks = (4, 8)[seed % 2]
-        name, plan = random_plan(seed, num_ranks, link)
-        offs.append(tell(f"{seed}: {name}, {num_ranks} ranks", rehearse(plan, num_steps=NUM_STEPS)))
-    within = sum(abs(off) <= BAR for off in offs)
-    print(f"  within {BAR:.0%}: {within} of {len(offs)}; worst {max(offs, key=abs):+.2%}, median {median(offs):+.2%}")
-
-
-def tell_many_ranks(link: Link) -> None:
-    costs = Costs.uniform(32, SHORTEST_US, 2 * SHORTEST_US, boundary_bytes=LARGEST_BYTES)
-    plan = NAMED["1f1b"](place(costs, Cluster((None,) * 32, link)), 64)
-    tell("1f1b, 32 ranks", rehearse(plan, num_steps=3))
-
-
-def tell_larger(link: Link) -> None:
-    for megabytes in (1, 4, 16):
-        costs = Costs.uniform(4, SHORTEST_US, 2 * SHORTEST_US, boundary_bytes=megabytes * 1_000_000)
-        plan = NAMED["1f1b"](place(costs, Cluster((None,) * 4, link)), 8)
-        tell(f"1f1b, 4 ranks, {megabytes} MB", rehearse(plan, num_steps=NUM_STEPS))
+def summarize(rows: dict[str, dict[str, Any]]) -> None:
+    for sizes, (middle, each) in BARS.items():
+        of_class = [row for key, row in rows.items() if key.startswith(f"{sizes},")]
+        if not of_class:
+            continue
+        errors = sorted((abs(off(row)) for row in of_class), reverse=True)
+        bar = f"bars {middle:.0%}" + (f" and {each:.0%}" if each is not None else "")
+        within = f"; {sum(error <= each for error in errors)} within {each:.0%}" if each is not None else ""
+        apart = [*map(spread, of_class)]
+        print(
+            f"{sizes}: {len(errors)} plans; median {median(errors):.1%}, worst {errors[0]:.1%} ({bar}){within}; "
+            f"steps of one plan {median(apart):.1%} apart (median), {max(apart):.1%} at most"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("random", "many", "larger"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plans", type=int, default=20)
-    options = parser.parse_args()
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no rehearsal after this long")
+    parser.add_argument("--only", choices=("links", "plans", "rows"))
+    given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    link = this_machines_link()
+    end_s = time.monotonic() + given.seconds
+    results, every = Results(), cases(given.plans)
     print(
-        f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, "
-        f"load {os.getloadavg()[0]:.1f}; link: {link.latency_us} µs, {link.bytes_per_us} MB/s"
+        f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores"
     )
-    print(f"  {'':<28}simulated  rehearsed        off  arrivals    rest  late an op")
-    if options.only in (None, "random"):
-        tell_random(options.plans, link)
-    if options.only in (None, "many"):
-        tell_many_ranks(link)
-    if options.only in (None, "larger"):
-        tell_larger(link)
+    for num_ranks in sorted({case.num_ranks for case in every}):
+        if given.only in (None, "links") or str(num_ranks) in results.links:
+            cluster = results.cluster(num_ranks)
+            rates = f"{cluster.link.bytes_per_us} MB/s alone, {cluster.shared[0].bytes_per_us} together"
+            print(f"  {num_ranks} ranks: {cluster.link.latency_us} µs, {rates}", flush=True)
+    for case in every if given.only in (None, "plans") else ():
+        made(case, results)
+    for case in every if given.only in (None, "rows") else ():
+        if str(case.num_ranks) not in results.links and given.only == "rows":
+            continue
+        if case.key not in results.rows and time.monotonic() < end_s:
+            results.rows[case.key] = row_of(case, results)
+            results.keep()
+            tell(results.rows[case.key])
+    missing = sum(case.key not in results.rows for case in every)
+    summarize(results.rows)
+    if missing:
+        print(f"{missing} of {len(every)} are left for the next call")
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ _HOMES = {
         "SplitError",
     ),
     "rota.search": ("SearchResult", "find_frontier", "find_plan"),
+    "rota.batching": ("BatchBound", "BatchPlan", "plan_batch", "plan_replicas"),
     "rota.models": ("CutPoint", "Stages", "add_loss", "collect_losses", "split"),
     "rota.profiling": ("profile", "profile_layers", "profile_sizes"),
     "rota.runtime": (
@@ -53,7 +54,7 @@ _HOMES = {
     "rota.verifying": ("Verification", "verify"),
     "rota.planning": ("Machine", "autoplan"),
     "rota.planning.planner": ("PlannedBatch", "Planner"),
-    "rota.planning.rehearsal": ("Rehearsal", "rehearse"),
+    "rota.planning.rehearsal": ("Rehearsal", "rehearse", "rehearse_batches"),
     "rota.drawing": ("draw",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -72,6 +73,10 @@ if TYPE_CHECKING:
     from rota.accounting import Idle as Idle
     from rota.accounting import explain as explain
     from rota.accounting import idle as idle
+    from rota.batching import BatchBound as BatchBound
+    from rota.batching import BatchPlan as BatchPlan
+    from rota.batching import plan_batch as plan_batch
+    from rota.batching import plan_replicas as plan_replicas
     from rota.calibration import Calibration as Calibration
     from rota.calibration import calibrate as calibrate
     from rota.calibration import calibrated as calibrated
@@ -114,6 +119,7 @@ if TYPE_CHECKING:
     from rota.planning.planner import Planner as Planner
     from rota.planning.rehearsal import Rehearsal as Rehearsal
     from rota.planning.rehearsal import rehearse as rehearse
+    from rota.planning.rehearsal import rehearse_batches as rehearse_batches
     from rota.profiles import Profile as Profile
     from rota.profiling import profile as profile
     from rota.profiling import profile_layers as profile_layers

@@ -267,10 +267,11 @@ class Plan:
             if node not in missing:
                 return PlanError(f"{link} serves {transfer} twice; remove one of them", "duplicate")
             missing.remove(node)
-        transfer = next(transfer for node, transfer in self._served_transfers() if node in missing)
+        transfer = next(transfer for node, transfer in self.served_transfers() if node in missing)
         return PlanError(f"{link} never serves {transfer}; add it there", "missing")
 
-    def _served_transfers(self) -> Iterator[tuple[int, Transfer]]:
+    def served_transfers(self) -> Iterator[tuple[int, Transfer]]:
+        """The transfers on shared links, with their nodes."""
         for r, first in self.first_service.items():
             for k, m in enumerate(self.microbatches_on(r)):
                 yield first + k, self.transfer(r, m)
@@ -368,7 +369,7 @@ class Plan:
 
     def _service_wait(self, node: int, before: int) -> str:
         """Why one node of a cycle waits for another, of which at least one is the service of a transfer."""
-        transfers = dict(self._served_transfers())
+        transfers = dict(self.served_transfers())
         if node in transfers and before in transfers:
             for link, nodes in zip(self.placement.cluster.shared, self.served, strict=True):
                 if (before, node) in pairwise(nodes):

@@ -50,10 +50,10 @@ def plan_by_model(
     lengths: Sequence[int], num_replicas: int, model: str, cluster: str, placing: str = "place", **options: Any
 ) -> Iterable[Grouped]:
     """`rota.plan_replicas` with JSON of a SizeModel and a Cluster, and the name of a function that places stages."""
-    from rota.batching import plan_batch
+    from rota.batching import plan_replicas
 
     costs, ranks = SizeModel.from_json(model), Cluster.from_json(cluster)
-    return [plan_batch(costs, ranks, lengths, place=_PLACINGS[placing], **options)]
+    return plan_replicas(costs, ranks, lengths, num_replicas, place=_PLACINGS[placing], **options)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rota import FormatError, split
+from rota import FormatError, Size, SizeModel, split
 from rota.cli import main
 from rota.planning.model_file import load_model_file, profile_file
 from rota.profiles import Profile
@@ -186,3 +186,39 @@ def test_a_file_may_import_its_neighbours(model: Path) -> None:
     layers = profile_file(load_model_file(str(model)), [2], device="cpu")[2]
     assert layers.num_layers == 3
     assert torch.get_default_device().type == "cpu"
+
+
+LENGTHS = """
+import torch
+from torch import nn
+
+def make_model():
+    return nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+
+def make_batch(rows, length=4):
+    return torch.zeros(rows, length, dtype=torch.int64), torch.zeros(rows, length, 2)
+
+def loss_fn(output, target):
+    return (output - target).square().mean()
+"""
+
+
+def test_costs_by_length_are_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, output = tmp_path / "model.py", tmp_path / "sizes.json"
+    path.write_text(LENGTHS)
+    code, out, _ = run(capsys, path, "--lengths", "4,8,16", "--rows", "1,3", "--stages", "2", "-o", output)
+    assert code == 0
+    assert "off at most where measured" in out
+    model = SizeModel.from_json(output.read_text())
+    assert model.num_stages == 2
+    assert model.boundary_bytes[0] == pytest.approx((0, 8 * 4, 0), abs=1e-6)  # a token is a row of 8 floats
+    size = Size.padded([16] * 3)
+    assert model.costs(size).boundary_bytes == (3 * 16 * 8 * 4,)
+    for arguments, told in (
+        (["--stages", "2"], "give --lengths as well"),
+        (["--lengths", "4"], "two lengths or more"),
+        (["--lengths", "4,8", "--cache", str(tmp_path)], "leave it out with --lengths"),
+    ):
+        code, _, error = run(capsys, path, *arguments)
+        assert code != 0
+        assert told in error

@@ -51,6 +51,16 @@ def test_the_plans_for_a_memory_of_the_docs_run(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.startswith("rank 0 would hold 12 kB")
 
 
+def test_the_plans_of_micro_batches_that_differ_in_the_docs_run(capsys: pytest.CaptureFixture[str]) -> None:
+    space: dict[str, Any] = {"__name__": "example"}
+    run("variable-batches.md", 0, space)
+    makespan_us = int(capsys.readouterr().out.split()[0])
+    run("variable-batches.md", 1, space)
+    assert capsys.readouterr().out.count("these micro-batches in") == 2
+    for found in (space["kept"], space["free"]):
+        assert found.bound_us <= found.makespan_us <= makespan_us
+
+
 def test_the_search_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
     plan, frontier, repeating = blocks("search.md")
     exec(compile(plan, "docs/search.md", "exec"), {"__name__": "example"})

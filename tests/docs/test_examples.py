@@ -78,7 +78,21 @@ def test_one_is_started_by_its_command(tmp_path: Path) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("model", ["causal", "t5"])
+def test_texts_of_any_length_are_planned_batch_by_batch(model: str, pool: Pool, tmp_path: Path) -> None:
+    planning, *running = commands("variable_lengths")
+    output_of(pool, tmp_path, planning)
+    (command,) = (one for one in running if one.endswith(model))
+    told = output_of(pool, tmp_path, f"{with_path(command)} 2")
+    difference = re.search(rf"{model}: gradients differ from the unsplit model's by (\S+) at most", told)
+    assert difference is not None
+    assert float(difference[1]) < 1e-10
+    assert len(re.findall(r"[\d,]+ tokens/s", told)) == 3
+    assert re.search(r"predicted \d+\.\d+ s, measured \d+\.\d+ s", told)
+
+
 def test_every_example_is_tested_and_the_new_ones_are_short() -> None:
-    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {*COMPARED, *FALLING}
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {*COMPARED, *FALLING, "variable_lengths"}
     for name in FALLING:
         assert (ROOT / "examples" / f"{name}.py").read_text().count("\n") <= 60

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 import rota
 from rota import Cluster, Costs, Pipeline, PipelineError, place
 from rota.schedules import one_f_one_b
+from support import ROOT
 from support.networks import StepResult, assert_equal_steps, gradients_of
 from support.pool import Pool
 from support.text_models import IGNORED, LONGEST, samples, summed_loss, text_stages
@@ -85,6 +88,50 @@ def test_every_batch_is_planned_and_exact(pool: Pool, dp: int) -> None:
             assert [rows for rows, _ in sizes] == [*map(len, group)]
             assert all(rows * length <= TOKENS and length % 2 == 0 for rows, length in sizes)
             assert len(groups) == len(sizes)
+
+
+def run_page(rank: int, code: str) -> list[float]:
+    """The page's code, with a model of costs that is measured here and plans by `rota.plan_batch`."""
+    del rank
+    losses: list[float] = []
+    stages = text_stages(2)
+
+    def make_batch(rows: int, length: int) -> tuple[Tensor, Tensor]:
+        return collate(samples([length] * rows, 0), length)
+
+    with (
+        mock.patch("rota.profiling.stage_profile._RUN_NS", 0),
+        Pipeline(stages, base_plan(2), summed_loss, check_data="never") as pipeline,
+    ):
+        step = pipeline.step
+
+        def noted(*args: Any, **options: Any) -> float:
+            assert options["plan"].placement.class_of
+            losses.append(step(*args, **options))
+            return losses[-1]
+
+        space = {
+            "rota": rota,
+            "stages": stages,
+            "make_batch": make_batch,
+            "loss_fn": summed_loss,
+            "pipeline": pipeline,
+            "loader": batches(3, LONGEST - 1),  # a sample has one token more than it has inputs
+            "collate": collate,
+            "optimizer": torch.optim.SGD(pipeline.parameters(), 0.1),
+        }
+        with mock.patch.object(pipeline, "step", noted):
+            exec(code, space)
+    return losses
+
+
+def test_the_code_of_the_page_runs(pool: Pool) -> None:
+    page = (ROOT / "docs" / "variable-batches.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    code = next(block for block in blocks if "rota.Planner(" in block).replace("(64, 128, 256, 512)", "(4, 8, 12)")
+    first, second = pool.run(2, run_page, code)
+    assert first == second
+    assert len(first) == 3
 
 
 def too_long(rank: int) -> str:

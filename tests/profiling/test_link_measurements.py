@@ -71,6 +71,25 @@ def test_ranks_that_wait_in_place_of_computing_have_no_costs_but_wake_up_late() 
     assert shared.bytes_per_us < 2_500
 
 
+def test_sleepers_are_measured_between_neighbours_and_count_for_all_pairs_of_their_hosts() -> None:
+    found = on_one_host(4, line(310, 2_500))
+    slept = {(a, b): samples(line(900, 2_000)) for a in range(4) for b in range(4) if abs(a - b) == 1}
+    cluster = replace(found, asleep=slept).cluster(rehearsal=True)
+    assert (cluster.link, cluster.links) == (Link(900, 2_000), ())
+    assert "\n0 → 1  40 µs  310 µs  900 µs  " in replace(found, asleep=slept).to_text()
+    assert "\n0 → 2  40 µs  310 µs  " in replace(found, asleep=slept).to_text()
+
+
+def test_hosts_without_neighbours_keep_what_was_measured_beside_computing() -> None:
+    hosts = (0, 1, 0, 1)  # every second rank: no neighbour is on the same host
+    pairs = [pair for ab in pairs_of(hosts) for pair in (ab, ab[::-1])]
+    alone = {(a, b): line(310, 2_500) if hosts[a] == hosts[b] else line(400, 1_000) for a, b in pairs}
+    slept = {(a, b): samples(line(900, 500)) for a in range(4) for b in range(4) if abs(a - b) == 1}
+    cluster = replace(measurements(hosts, alone), asleep=slept).cluster(rehearsal=True)
+    assert cluster.link_between(0, 2) == Link(310, 2_500)
+    assert cluster.link_between(0, 1) == cluster.link_between(3, 0) == Link(900, 500)
+
+
 def test_hosts_have_links_of_their_own_in_each_direction() -> None:
     hosts = (0, 0, 1, 1)
     within, there, back = line(310, 2_500), line(400, 1_000), line(400, 500)

@@ -137,7 +137,7 @@ def refuse_wrong_structure(found: FoundLinks, num_ranks: int) -> None:
 def test_two_processes_are_started_and_measured() -> None:
     lines: list[str] = []
     refuse_wrong_structure(links_of_started(2, "cpu", 2, math.inf, lines.append), 2)
-    assert lines[:2] == ["messages between 2 ranks, one pair at a time", "messages between all neighbours at once"]
+    assert lines[:2] == ["messages between 2 ranks, one pair at a time", "messages between neighbours that sleep"]
 
 
 def found_by(rank: int) -> FoundLinks:

@@ -47,7 +47,7 @@ def _random_plan(chooser: random.Random, limits: bool = False) -> Plan:
 
 
 def _by_start(plan: Plan, transfers: list[Transfer]) -> list[Transfer]:
-    nodes = {t: node for node, t in reversed([*plan._served_transfers()])}
+    nodes = {t: node for node, t in reversed([*plan.served_transfers()])}
     return sorted(transfers, key=lambda t: (plan.earliest.starts_us[nodes[t]], nodes[t]))
 
 

@@ -7,13 +7,27 @@ from types import ModuleType
 
 import pytest
 
-from runtime import test_added_losses, test_boundaries, test_dtypes_and_frozen, test_losses, test_timeline
+from runtime import (
+    test_added_losses,
+    test_boundaries,
+    test_dtypes_and_frozen,
+    test_losses,
+    test_plans_per_step,
+    test_timeline,
+)
 from support.pool import Pool
 from support.sim_device.pool import SimPool
 
 pytestmark = [pytest.mark.dist, pytest.mark.sweep]  # test_numbers and test_pipeline have a core of them
 
-MODULES = (test_added_losses, test_boundaries, test_dtypes_and_frozen, test_losses, test_timeline)
+MODULES = (
+    test_added_losses,
+    test_boundaries,
+    test_dtypes_and_frozen,
+    test_losses,
+    test_plans_per_step,
+    test_timeline,
+)
 #: What does not apply here, and why.
 LEFT_OUT = {
     "test_a_loss_of_the_output_alone": "runs the unsplit model on the CPU with the stages that were moved",

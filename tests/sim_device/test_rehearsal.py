@@ -47,7 +47,7 @@ def rehearsed(rank: int, cases: list[tuple[Plan, bool]]) -> list[Rehearsed]:
         # The device is in real time here, by which kernels cannot be calibrated while the machine is busy.
         exactly = mock.patch.object(Spinner, "_calibrated", return_value=(0.0, NS_PER_TICK / 1000))
         with device.active(), exactly:
-            report = run_rank(plan, NUM_STEPS, allocate, 60, ended, SIM)
+            report = run_rank([plan], NUM_STEPS, allocate, 60, ended, SIM)
             device.check()
         found.append(Rehearsed(report, syncs[1:], device.allocated_bytes, spins_ns))
     return found
@@ -131,7 +131,7 @@ def too_large(rank: int, plan: Plan) -> str:
     from support.sim_device.runtime_device import SIM
 
     with SimDevice(cost_ns=lambda name, written: 1_000).active(), pytest.raises(PipelineError) as raised:
-        run_rank(plan, 1, True, 60, device=SIM)
+        run_rank([plan], 1, True, 60, device=SIM)
     return str(raised.value)
 
 

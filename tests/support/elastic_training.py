@@ -1,4 +1,4 @@
-"""A training that is disturbed on purpose, for `rota run` and torchrun: python … elastic_training.py NUM_STEPS
+"""A training that is disturbed on purpose, by `rota run` or torchrun: python … elastic_training.py NUM_STEPS [commits]
 
 It writes each step's loss to `losses` in the working folder. `faults.json` there says what goes wrong: [step, who,
 what], each once; `who` is a rank, or what the environment's NODE says.
@@ -33,8 +33,13 @@ class Layer(nn.Module):
         return torch.tanh(self.linear(x)) + nn.functional.dropout(x, 0.1, self.training)
 
 
-def train(plan: rota.Plan, num_steps: int, folder: Path | None = None) -> list[tuple[int, float]]:
-    """Each step and its loss. In a folder: goes on from the newest checkpoint there, and suffers its faults."""
+def train(
+    plan: rota.Plan, num_steps: int, folder: Path | None = None, commits: bool = False
+) -> list[tuple[int, float]]:
+    """Each step and its loss. In a folder: goes on from the newest checkpoint there, and suffers its faults.
+
+    `commits`: each step is kept in memory, and none on disk.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(NUM_STAGES))).double()
     losses = []
@@ -54,7 +59,9 @@ def train(plan: rota.Plan, num_steps: int, folder: Path | None = None) -> list[t
             if folder is not None and pipeline.rank == 0:
                 with (folder / "losses").open("a") as file:
                     file.write(json.dumps([*losses[-1], plan.num_ranks]) + "\n")
-            if checkpoints is not None and ((step + 1) % 2 == 0 or pipeline.should_stop):
+            if checkpoints is not None and commits:
+                checkpoints.commit(step + 1)
+            elif checkpoints is not None and ((step + 1) % 2 == 0 or pipeline.should_stop):
                 checkpoints.save(step + 1)
             if pipeline.should_stop:
                 break
@@ -68,12 +75,23 @@ def suffer(folder: Path, step: int, pipeline: rota.Pipeline) -> None:
             done.touch()
             if what in ("SIGUSR1", "SIGTERM"):
                 os.kill(os.getpid(), signal.Signals[what])
+            elif what == "stand-by":
+                os.kill(stand_by(), signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGKILL)
             elif what.startswith("launcher "):
                 os.kill(LAUNCHER, signal.Signals[what.split()[1]])
                 while not control.stop_is_asked():
                     time.sleep(0.01)
             else:
                 in_the_middle_of_a_step(pipeline, what)
+
+
+def stand_by() -> int:
+    """The process that all ranks were forked from, which is older than they are."""
+    for child in Path(f"/proc/{LAUNCHER}/task/{LAUNCHER}/children").read_text().split():
+        if b"stand_by_process" in Path(f"/proc/{child}/cmdline").read_bytes():
+            return int(child)
+    raise RuntimeError("there is no stand-by")
 
 
 def in_the_middle_of_a_step(pipeline: rota.Pipeline, what: str) -> None:
@@ -94,4 +112,4 @@ def in_the_middle_of_a_step(pipeline: rota.Pipeline, what: str) -> None:
 
 
 if __name__ == "__main__":
-    train(rota.given_plan("plan.json"), int(sys.argv[1]), Path.cwd())
+    train(rota.given_plan("plan.json"), int(sys.argv[1]), Path.cwd(), commits="commits" in sys.argv)

@@ -2,6 +2,7 @@
 
 from rota.batching.bounds import BatchBound
 from rota.batching.planning import plan_batch
+from rota.batching.replicas import plan_replicas
 from rota.batching.result import BatchPlan
 
-__all__ = ["BatchBound", "BatchPlan", "plan_batch"]
+__all__ = ["BatchBound", "BatchPlan", "plan_batch", "plan_replicas"]

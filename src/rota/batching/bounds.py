@@ -35,10 +35,11 @@ class BatchBound:
 
 
 def of_grouping(problem: BatchProblem) -> list[BatchBound]:
-    """The bounds that need no sequence."""
+    """The bounds for all orders."""
     heads, tails = _ways(problem)
     longest = int((heads + problem.durations_us + tails).max())
     bounds = [BatchBound(longest, ALL_ORDERS, "the longest way of one micro-batch")]
+    turns = _turns(problem) if problem.has_one_stage_per_rank else None
     for rank in range(problem.num_ranks):
         own = np.flatnonzero(problem.rank_of == rank)
         if not len(own):
@@ -46,9 +47,25 @@ def of_grouping(problem: BatchProblem) -> list[BatchBound]:
         before, after = int(heads[:, own].min()), int(tails[:, own].min())
         work = before + int(problem.durations_us[:, own].sum()) + after
         bounds.append(BatchBound(work, ALL_ORDERS, f"the work of rank {rank}, what comes before it and after it"))
-        if problem.limits_bytes[rank] < NO_LIMIT and problem.has_one_stage_per_rank:
-            bounds.append(_area(problem, rank, before, after))
-            bounds.append(_turnaround(problem, rank, work))
+        if problem.limits_bytes[rank] < NO_LIMIT and turns is not None:
+            us = before + _area_us(problem, rank, turns[rank]) + after
+            why = f"what micro-batches hold on rank {rank} over time, in its limit"
+            bounds.append(BatchBound(us, ALL_ORDERS, why))
+    return bounds
+
+
+def of_any_sequence(problem: BatchProblem) -> list[BatchBound]:
+    """Bounds for plans in which all tasks do the micro-batches in the same sequence, whichever it is."""
+    if not problem.has_one_stage_per_rank or (problem.roles[:, 2] >= 0).any():
+        return []  # weight gradients fill the time of turnarounds
+    heads, tails = _ways(problem)
+    turns = _turns(problem)
+    bounds = []
+    for rank in np.flatnonzero(problem.limits_bytes < NO_LIMIT).tolist():
+        own = problem.roles[rank, :2]
+        work = int(heads[:, own].min() + problem.durations_us[:, own].sum() + tails[:, own].min())
+        why = f"on rank {rank} memory has too little room beside large micro-batches to work until they come back"
+        bounds.append(BatchBound(work + _lost_us(problem, rank, turns[rank]), ANY_SEQUENCE, why))
     return bounds
 
 
@@ -68,56 +85,42 @@ def _ways(problem: BatchProblem) -> tuple[Integers, Integers]:
     return heads, tails
 
 
-def _turns(problem: BatchProblem, rank: int) -> Integers:
-    """int64[num_microbatches]: the longest way from the end of the rank's F to its B or I."""
-    forward, backward, _ = problem.roles[rank].tolist()
-    far = np.full(problem.durations_us.shape, -1)
-    far[:, forward] = 0
+def _turns(problem: BatchProblem) -> Integers:
+    """int64[num_ranks, num_microbatches]: the longest way from the end of each rank's F to its B or I."""
+    forwards, backwards, ranks = problem.roles[:, 0], problem.roles[:, 1], np.arange(problem.num_ranks)
+    far = np.full((problem.num_ranks, *problem.durations_us.shape), -NO_LIMIT)  # to the end of each task
+    far[ranks, :, forwards] = 0
     for e in np.argsort(problem.edges[:, 1], kind="stable").tolist():
         a, b = problem.edges[e].tolist()
-        if forward <= a and b <= backward:
-            own = 0 if b == backward else problem.durations_us[:, b]
-            reached = far[:, a] + problem.lags_us[:, e] + own
-            far[:, b] = np.where(far[:, a] >= 0, np.maximum(far[:, b], reached), far[:, b])
-    return np.maximum(far[:, backward], 0)
+        np.maximum(far[:, :, b], far[:, :, a] + problem.lags_us[:, e] + problem.durations_us[:, b], out=far[:, :, b])
+    return np.maximum(far[ranks, :, backwards] - problem.durations_us.T[backwards], 0)
 
 
-def _area(problem: BatchProblem, rank: int, before: int, after: int) -> BatchBound:
-    """Bytes times µs that all micro-batches hold at least, over the limit."""
+def _area_us(problem: BatchProblem, rank: int, turns: Integers) -> int:
+    """Bytes times µs that all micro-batches hold at least on a rank, over its limit."""
     forward, backward, weight = problem.roles[rank].tolist()
     durations, held, peaks = problem.durations_us, problem.held_bytes, problem.peak_bytes
-    until_backward = durations[:, forward] + _turns(problem, rank) + durations[:, backward]
-    area = held[:, forward].astype(object) * until_backward
+    until_backward = durations[:, forward] + turns + durations[:, backward]
+    area = int(np.maximum(held[:, forward], 0).astype(object) @ until_backward)
     own = [forward, backward]
     if weight >= 0:
         left = np.maximum(held[:, forward] + held[:, backward], 0)
-        area = area + left.astype(object) * durations[:, weight]
+        area += int(left.astype(object) @ durations[:, weight])
         own.append(weight)
-    for task in own:
-        area = area + peaks[:, task].astype(object) * durations[:, task]
-    limit = int(problem.limits_bytes[rank])
-    us = before + -(-int(area.sum()) // max(limit, 1)) + after
-    return BatchBound(us, ALL_ORDERS, f"what micro-batches hold on rank {rank} over time, in its limit")
+    area += sum(int(peaks[:, task].astype(object) @ durations[:, task]) for task in own)
+    return -(-area // max(int(problem.limits_bytes[rank]), 1))
 
 
-def _turnaround(problem: BatchProblem, rank: int, work_us: int) -> BatchBound:
-    """Between F and B of a micro-batch only later forwards and earlier backwards can run, within the memory left."""
-    forward, backward, weight = problem.roles[rank].tolist()
-    durations, limit = problem.durations_us, int(problem.limits_bytes[rank])
-    held, turns = problem.held_bytes[:, forward], _turns(problem, rank)
-    idle = np.zeros(problem.num_microbatches, np.int64)
-    backwards = durations[:, backward] + (durations[:, weight] if weight >= 0 else 0)
-    if weight < 0:
-        for m in np.argsort(-held, kind="stable")[:_MOST_TURNAROUNDS].tolist():
-            others = np.arange(problem.num_microbatches) != m
-            room = limit - int(held[m])
-            fits = _knapsack(durations[others, forward], held[others], room)
-            fits += _knapsack(backwards[others], held[others], room)
-            idle[m] = max(int(turns[m]) - fits, 0)
-    alone = 2 * held > limit  # no two of these are in flight at once, so their idle times are apart
-    lost = max(int(idle[alone].sum()), int(idle.max()))
-    why = f"rank {rank} must wait for large micro-batches to come back: memory has too little room for others meanwhile"
-    return BatchBound(work_us + lost, ANY_SEQUENCE, why)
+def _lost_us(problem: BatchProblem, rank: int, turns: Integers) -> int:
+    """Idle time of a rank between F and B of a large micro-batch; of several, where no two are in flight at once."""
+    forward, backward, _ = problem.roles[rank].tolist()
+    durations, held = problem.durations_us, problem.held_bytes[:, forward]
+    limit, idle = int(problem.limits_bytes[rank]), np.zeros(problem.num_microbatches, np.int64)
+    for m in np.argsort(-held, kind="stable")[:_MOST_TURNAROUNDS].tolist():
+        others, room = np.arange(problem.num_microbatches) != m, limit - int(held[m])
+        fits = sum(_knapsack(durations[others, task], held[others], room) for task in (forward, backward))
+        idle[m] = max(int(turns[m]) - fits, 0)
+    return max(int(idle[2 * held > limit].sum()), int(idle.max()))
 
 
 def _knapsack(values: Integers, weights: Integers, room: int) -> int:

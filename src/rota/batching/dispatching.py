@@ -1,10 +1,11 @@
-"""List scheduling of micro-batches that differ: one sequence for all tasks, caps in bytes, forwards first below a level.
+"""List scheduling of micro-batches that differ: one sequence for all tasks, and levels of bytes that shape the orders.
 
 Every task does the micro-batches in one given sequence, so a rank only chooses between its tasks. A free rank prefers
 what other stages' backwards wait for (B, I), then forwards, then what nothing reads (W). While a rank holds less than
 its *forward level*, forwards come first: that shapes fill and steady state, as 1F1B's warm-up counts do. While more
-waits for weight gradients than its *weight level*, these come before forwards. A rank with *patience* waits for a preferred op that is due soon, as in Giffler and Thompson, "Algorithms for Solving
-Production-Scheduling Problems", 1960.
+waits for weight gradients than its *weight level*, these come before forwards. A rank with *patience* waits for a
+preferred op that is due soon, as in Giffler and Thompson, "Algorithms for Solving Production-Scheduling Problems",
+1960.
 
 An op that takes memory starts only if the oldest micro-batch that the rank has not finished still fits after it, as by
 Dijkstra's banker. All ranks have the same sequence, so the oldest of the step can always go on: nothing gets stuck.

@@ -44,7 +44,8 @@ class Layout:
         placement = place(model.costs(Size(1, 1)), cluster)
         if placement.num_components > 1:
             raise SearchError(
-                f"the placement has {placement.num_components} data streams; batches are planned for one: use rota.place"
+                f"the placement has {placement.num_components} data streams; batches are planned for one: "
+                f"use rota.place"
             )
         if wide := [task for task in placement.tasks if len(task.ranks) > 1]:
             raise SearchError(f"task {wide[0]} is on {len(wide[0].ranks)} ranks; batches are planned with one per task")
@@ -96,7 +97,7 @@ class Layout:
         return replace(self.placement, tasks=tuple(tasks), edges=tuple(edges), class_of=classes)
 
     def work(self) -> Floats:
-        """float64[num_forms, 3]: a rank's time for a micro-batch as a form of (1, tokens, squares); the largest counts."""
+        """float64[num_forms, 3]: ranks' times for a micro-batch, as forms of (1, tokens, squares)."""
         forms = np.zeros((self.placement.num_ranks, _FORM_LENGTH))
         for task in self.placement.tasks:
             forms[task.ranks[0]] += self._form(_DURATION[task.kind], task.stage)

@@ -2,8 +2,9 @@
 
 Sorted by length, samples that share a micro-batch are neighbours. For a largest time T of a micro-batch, the groups
 with the least time in all come from a dynamic program over the samples, as in Jiang et al., "DynaPipe: Optimizing
-Multi-task Training through Dynamic Pipelines", 2024, section 4. A pipeline fills and drains with time that grows with T,
-and its memory is shared by the micro-batches in flight: which T is best is found out by a dispatch of each.
+Multi-task Training through Dynamic Pipelines", 2024, section 4. A pipeline fills and drains with time that grows with
+T, and its memory is shared by the micro-batches in flight: which T is best is found out by a dispatch of each. Where
+memory is limited, groups of at most a share of it are tried too, so that a whole number of them fills it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ from rota.units import size_text
 
 Groups = tuple[tuple[int, ...], ...]
 
-_NUM_LIMITS = 12  # largest times that are tried
+_NUM_LIMITS = 8  # largest times that are tried
+_IN_FLIGHT = (
+    0.75,
+    0.9,
+    1.0,
+    1.1,
+    1.25,
+    1.5,
+    2.0,
+)  # micro-batches per rank that the memory has room for, if it is limited
 _FEWEST, _MOST = 2, 24  # micro-batches per rank, with the largest and the smallest of them
 
 
@@ -52,17 +62,17 @@ class Grouper:
         self._refuse_what_does_not_fit(layout)
 
     def groupings(self) -> Iterator[Groups]:
-        """Different groupings, those of the smallest micro-batches first."""
+        """Different groupings: for several largest times, and for several numbers of them in flight."""
         sizes = np.stack([self._lengths, self._lengths**2]).astype(np.float64)
         total = float((self._work[:, 1:] @ sizes).max(axis=0).sum() + self._work[:, 0].max() * self._num_ranks)
         limits = np.geomspace(total / (_MOST * self._num_ranks), total / (_FEWEST * self._num_ranks), _NUM_LIMITS)
         first, times = _times(self._lengths, self._work, self._needs, self._rooms, float(limits[-1]), self._packed)
-        seen = set()
-        for limit in limits.tolist():
-            key = tuple(_split(first, times, limit).tolist())
-            if key not in seen:
-                seen.add(key)
-                yield self._groups(key)
+        found = [_split(first, times, limit) for limit in limits.tolist()]
+        for share in _IN_FLIGHT if len(self._needs) else ():
+            rooms = self._rooms / max(share * self._num_ranks, 1.0)
+            found.append(_split(*_times(self._lengths, self._work, self._needs, rooms, np.inf, self._packed), np.inf))
+        for key in dict.fromkeys(tuple(starts.tolist()) for starts in found):
+            yield self._groups(key)
 
     def size(self, group: Sequence[int]) -> Size:
         """The size of a micro-batch of these positions in the sorted samples."""

@@ -6,6 +6,8 @@ the middle, where neighbours of similar size keep each other's ranks busy.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 
@@ -13,7 +15,18 @@ from rota.batching.dispatching import Dispatch, Policy, dispatch, run
 from rota.batching.problem import BatchProblem, Integers
 
 _SCALES = (1.0, 0.3, 0.7, 0.85, 1.15, 1.5)  # of the forward levels of 1F1B
-_WEIGHT_SCALES = (1.0, 0.0, 2.0, 4.0, 1e4)  # micro-batches that wait for their weight gradients
+#: Micro-batches that wait for their weight gradients: on every rank, and more for each rank of depth, as in ZB-H1.
+_WEIGHT_SCALES = (
+    (1.0, 0.0),
+    (0.0, 0.0),
+    (2.0, 0.0),
+    (4.0, 0.0),
+    (1e4, 0.0),
+    (0.0, 1.0),
+    (0.0, 2.0),
+    (0.0, 0.5),
+    (1.0, 1.0),
+)
 _PATIENCES = (0.5, 0.0, 1.0, 2.0)
 
 
@@ -23,9 +36,14 @@ def valley(problem: BatchProblem) -> Integers:
     return np.concatenate([order[::2], order[1::2][::-1]])
 
 
+def falling(problem: BatchProblem) -> Integers:
+    """int64[num_microbatches]: the largest first."""
+    return np.argsort(-problem.durations_us.sum(axis=1), kind="stable")
+
+
 def best_policy(problem: BatchProblem, sequence: Integers) -> tuple[Policy, Dispatch]:
     """The best policy of some, and its dispatch: one parameter after the other, twice."""
-    choices: list[tuple[float, ...]] = [_SCALES, _WEIGHT_SCALES, _PATIENCES]
+    choices: list[tuple[Any, ...]] = [_SCALES, _WEIGHT_SCALES, _PATIENCES]
     if not (problem.choice_of == 2).any():
         choices[1] = _WEIGHT_SCALES[:1]
     chosen = [0, 0, 0]
@@ -45,7 +63,7 @@ def best_policy(problem: BatchProblem, sequence: Integers) -> tuple[Policy, Disp
     return _policy(problem, *(c[k] for c, k in zip(choices, chosen, strict=True))), tried[tuple(chosen)]
 
 
-def _policy(problem: BatchProblem, scale: float, weight_scale: float, patience: float) -> Policy:
+def _policy(problem: BatchProblem, scale: float, weight_scale: tuple[float, float], patience: float) -> Policy:
     """Forward levels that fall from the first rank to the last as in 1F1B, times `scale`."""
     held = np.maximum(problem.held_bytes, 0)
     of_rank = np.array([held[:, problem.rank_of == rank].sum(axis=1).mean() for rank in range(problem.num_ranks)])
@@ -54,7 +72,9 @@ def _policy(problem: BatchProblem, scale: float, weight_scale: float, patience: 
     levels = (room * depth / problem.num_ranks * scale).astype(np.int64)
     weights = problem.choice_of == 2
     waiting = -problem.held_bytes[:, weights].mean() if weights.any() else 0.0
-    return Policy(levels, np.full(problem.num_ranks, int(waiting * weight_scale)), patience)
+    flat, slope = weight_scale
+    weight_levels = (waiting * (flat + slope * np.arange(problem.num_ranks))).astype(np.int64)
+    return Policy(levels, weight_levels, patience)
 
 
 def improve(

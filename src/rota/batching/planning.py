@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rota.batching.bounds import ALL_ORDERS, ANY_SEQUENCE, THIS_SEQUENCE, BatchBound, of_grouping
+from rota.batching.bounds import ALL_ORDERS, ANY_SEQUENCE, THIS_SEQUENCE, BatchBound, of_any_sequence, of_grouping
 from rota.batching.dispatching import Dispatch, Policy, dispatch
 from rota.batching.figures import Layout, Place
 from rota.batching.grouping import Grouper, Groups
-from rota.batching.improving import best_policy, improve, valley
+from rota.batching.improving import best_policy, falling, improve, valley
 from rota.batching.memory_use import peaks_bytes
 from rota.batching.problem import NO_LIMIT, BatchProblem, Integers
 from rota.batching.result import BatchPlan
@@ -25,6 +25,7 @@ from rota.sizes import Size, SizeModel
 from rota.tasks import Op
 
 _ROUNDS_FOR_TRANSFERS = 8  # of lower limits, until what transfers hold fits too
+_SHARES_OF_TRIES = (0.4, 0.3, 0.2, 0.1)  # of a local search; what transfers hold is counted after each
 
 
 class _Candidate(NamedTuple):
@@ -109,19 +110,24 @@ def _search(layout: Layout, grouper: Grouper, tries: int) -> _Found:
     best: _Found | None = None
     for candidate in candidates:
         if best is None or candidate.bound_us < best.makespan_us:
-            found = _first_plan(candidate)
-            best = min((each for each in (best, found) if each), key=lambda each: each.makespan_us, default=None)
+            best = _better(best, _first_plan(candidate, valley(candidate.problem)))
     if best is None:
         raise SearchError(
             "no grouping of the batch fits in memory beside what transfers hold; raise the limits, or give the ranks "
             "fewer layers"
         )
+    best = _better(best, _first_plan(best.candidate, falling(best.candidate.problem)))
+    assert best is not None
     return _improved(best, tries)
 
 
-def _first_plan(candidate: _Candidate) -> _Found | None:
-    """A valley sequence with a good policy; None if memory has no room for what transfers hold."""
-    problem, sequence = candidate.problem, valley(candidate.problem)
+def _better(one: _Found | None, other: _Found | None) -> _Found | None:
+    return min((each for each in (one, other) if each), key=lambda each: each.makespan_us, default=None)
+
+
+def _first_plan(candidate: _Candidate, sequence: Integers) -> _Found | None:
+    """A sequence with a good policy; None if memory has no room for what transfers hold."""
+    problem = candidate.problem
     reserved = np.zeros(problem.num_ranks, np.int64)
     for _ in range(_ROUNDS_FOR_TRANSFERS):
         policy, found = best_policy(_with_reserve(problem, reserved), sequence)
@@ -135,19 +141,20 @@ def _first_plan(candidate: _Candidate) -> _Found | None:
 
 
 def _improved(best: _Found, tries: int) -> _Found:
-    """The plan after a local search; the given one where the better one does not fit."""
-    problem, reserved = best.candidate.problem, best.reserved_bytes
-    tight = _with_reserve(problem, reserved)
-    sequence, policy = improve(tight, best.sequence, best.policy, best.candidate.bound_us, tries)
-    for _ in range(_ROUNDS_FOR_TRANSFERS):
+    """The plan after a local search. Where transfers overflow the memory, it goes on with more reserved for them."""
+    problem, reserved, goal_us = best.candidate.problem, best.reserved_bytes, best.candidate.bound_us
+    sequence, policy = best.sequence, best.policy
+    for share in _SHARES_OF_TRIES:
+        tight = _with_reserve(problem, reserved)
+        sequence, policy = improve(tight, sequence, policy, goal_us, int(tries * share))
         found = dispatch(tight, sequence, policy)
-        if found.makespan_us >= best.makespan_us:
+        if not found.is_complete:
             break
         over = peaks_bytes(problem, sequence, found) - problem.limits_bytes
-        if (over <= 0).all():
-            return _Found(best.candidate, reserved, sequence, policy, found)
-        reserved = reserved + np.maximum(over, 0)
-        tight = _with_reserve(problem, reserved)
+        if (over > 0).any():
+            reserved = reserved + np.maximum(over, 0)
+        elif found.makespan_us <= best.makespan_us:
+            best = _Found(best.candidate, reserved, sequence, policy, found)
     return best
 
 
@@ -182,10 +189,10 @@ def _proven(
 ) -> tuple[BatchBound, ...]:
     """The highest bound of each sort, from the largest set of plans to the smallest."""
     highest: dict[str, BatchBound] = {}
-    for bound in sorted(bounds, key=lambda bound: bound.us):
+    for bound in sorted([*bounds, *of_any_sequence(problem)], key=lambda bound: bound.us):
         highest[bound.among] = bound
     if problem.has_one_stage_per_rank:
-        lowest_us = max(bound.us for bound in bounds)
+        lowest_us = max(bound.us for bound in highest.values())
         us = sequence_bound_us(problem, sequence, lowest_us, makespan_us)
         highest[THIS_SEQUENCE] = BatchBound(us, THIS_SEQUENCE, "no times of all ops fit into less")
     return tuple(highest[among] for among in (ALL_ORDERS, ANY_SEQUENCE, THIS_SEQUENCE) if among in highest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -104,7 +105,7 @@ class BatchProblem:
         first_in, in_edge = _grouped(self.edges[:, 1], self.num_tasks)
         first_out, out_edge = _grouped(self.edges[:, 0], self.num_tasks)
         first_on, on = _grouped(self.rank_of, self.num_ranks)
-        for begin, end in zip(first_on, first_on[1:], strict=False):
+        for begin, end in pairwise(first_on.tolist()):
             on[begin:end] = on[begin:end][::-1].copy()
         return Tables(
             self.durations_us,

@@ -92,10 +92,8 @@ def _search(durations, held, peaks, lags, roles, first_in, in_edge, in_task, ran
             before = after
         if refuted:
             low = target
-        elif tries > 1:
-            high = target
         else:
-            high = target  # the plan itself may be optimal; what is refuted is below it
+            high = target
         if high - low <= high >> 13:  # finer than 0.02 % tells nobody anything
             break
     return low + 1
@@ -119,7 +117,7 @@ def _lowest(held, peaks, role, limit, lowest):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _turnarounds(durations, lags, role, first_in, in_edge, in_task, turns):  # type: ignore[no-untyped-def]
-    """turns[k]: time from the end of the rank's forward of k to its backward, along the longest way; tasks are sorted."""
+    """turns[k]: the longest way from the end of the rank's forward of k to its backward; tasks are sorted."""
     f, b, _ = role
     num_tasks, count = durations.shape
     far = np.zeros(num_tasks, np.int64)

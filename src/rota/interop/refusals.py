@@ -23,6 +23,11 @@ def refuse_what_torch_cannot_run(stages: Stages, plan: Plan, dynamic_shapes: boo
         raise PipelineError(
             f"dynamic_shapes=True, but PyTorch's engine receives into buffers made beforehand: use False, {_REMEDY}"
         )
+    if plan.placement.class_of:
+        raise PipelineError(
+            f"the plan's micro-batches differ, and PyTorch's engine receives into buffers of one shape: plan equal "
+            f"ones, {_REMEDY}"
+        )
     num_stages = plan.placement.num_stages
     if plan.placement.stages != tuple(range(len(stages))):
         raise PipelineError(

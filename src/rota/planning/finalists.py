@@ -43,7 +43,7 @@ def search_finalists(sweep: Sweep) -> None:
 
 
 def _compiling_s() -> float:
-    """Seconds until the search runs: the first one on a machine compiles itself, and cannot be ended meanwhile."""
+    """Seconds until the search runs: the first one on a machine compiles itself."""
     from rota.search import timing
 
     return 0.0 if any(Path(timing.__file__).parent.rglob("*.nbi")) else _COMPILING_S
@@ -66,18 +66,19 @@ def _finalists(sweep: Sweep) -> Iterator[Candidate]:
 def _searched(sweep: Sweep, candidate: Candidate) -> Found | None:
     """The plan of a search with a fixed amount of work, so that the answer is the same every time."""
     from rota.search.budget import Budget
-    from rota.search.portfolio import Portfolio, compile_once
+    from rota.search.portfolio import Portfolio
+    from rota.search.problem import Problem
 
     layout, deadline = candidate.layout, sweep.deadline
     best_us = None if sweep.best is None else sweep.best.makespan_us
     deadline.report(
         f"searching {layout.num_ranks} ranks x {layout.num_replicas}", sweep.num_plans, best_us, at_once=True
     )
-    compile_once()
     budget = Budget(_seconds(sweep), deterministic=True, latest_s=deadline.left_s)
     try:
         with ended_by_ctrl_c(budget):
-            search = Portfolio(candidate.placement, layout.num_microbatches, "makespan", budget, 0, lambda _: None)
+            problem = Problem(candidate.placement, layout.num_microbatches)
+            search = Portfolio(problem, "makespan", budget, 0, lambda _: None)
             search.run()
             result = search.result()
     except SearchError:

@@ -25,6 +25,7 @@ from rota.costs import Cluster
 from rota.errors import PipelineError, RotaError
 from rota.plan import Plan
 from rota.runtime import Pipeline
+from rota.runtime.faults.watchdog import PATIENT
 from rota.runtime.json_messages import all_gather_json, broadcast_json
 from rota.runtime.transport import collective
 from rota.sizes import SizeModel
@@ -119,7 +120,7 @@ class Planner(Iterator[PlannedBatch]):
         self._thread = threading.Thread(target=self._work, name="rota-planner", daemon=True)
         self._thread.start()
         self._next: _Job | None = None
-        self._is_closed = False
+        self._is_closed, self._is_first = False, True  # the first plan waits for the planner's process to start
         pipeline.before_close.callback(self.close)
 
     def __next__(self) -> PlannedBatch:
@@ -128,8 +129,9 @@ class Planner(Iterator[PlannedBatch]):
         job = self._submitted() if self._next is None else self._next
         self._next = self._submitted() if job.has_batch else None
         begun_ns = time.monotonic_ns()
-        with self._pipeline.watching("the plan of the next batch"):
+        with self._pipeline.watching("the plan of the next batch", PATIENT if self._is_first else 1):
             job.done.wait()
+        self._is_first = False
         waited_us = (time.monotonic_ns() - begun_ns) // 1000
         if job.error is not None:
             self.close()
@@ -264,9 +266,10 @@ class _Server:
     """The planner's process. Raises PipelineError if it ends early."""
 
     def __init__(self, function: str, options: dict[str, Any]) -> None:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        found = os.pathsep.join(filter(None, sys.path))  # where this process finds Rota, and the user's function
+        environment = os.environ | {"PYTHONPATH": found, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "rota.plan_server"],
+            [sys.executable, "-P", "-m", "rota.plan_server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

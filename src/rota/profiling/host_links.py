@@ -11,7 +11,7 @@ from typing import Any
 
 from rota.errors import PipelineError
 from rota.profiling import occupancy
-from rota.profiling.host_messages import ROUND_SIZES, Wire, rounds, samples_of_pair
+from rota.profiling.host_messages import ROUND_SIZES, Wire, messages_of_sleepers, rounds, samples_of_pair
 from rota.profiling.link_fits import Sample, sample_of
 from rota.profiling.link_measurements import HostRounds, LinkMeasurements, Pair
 from rota.runtime.json_messages import all_gather_json
@@ -68,6 +68,8 @@ def _measured(wire: Wire, hosts: tuple[int, ...], repeats: int, report: Report) 
     shares = [all_gather_json(occupancy.processor_share(wire, work))]
     report(f"messages between {count_text(wire.num_ranks, 'rank')}, one pair at a time")
     by_pair = _pairs_alone(wire, hosts, repeats)
+    report("messages between neighbours that sleep")
+    slept = _by_pair(messages_of_sleepers(wire, 2 * repeats), hosts)
     report("messages between all neighbours at once")
     shared = [*_rounds(wire, hosts, here, repeats)]
     report("what messages cost ranks that compute")
@@ -80,7 +82,7 @@ def _measured(wire: Wire, hosts: tuple[int, ...], repeats: int, report: Report) 
         hosts=hosts,
         hot={pair: of["hot"][0] for pair, of in by_pair.items()},
         paced={pair: of["paced"] for pair, of in by_pair.items()},
-        asleep={pair: of["asleep"] for pair, of in by_pair.items()},
+        asleep={pair: of["asleep"] for pair, of in slept.items()},
         send=send,
         receive=receive,
         shared=shared,
@@ -138,6 +140,11 @@ def _pairs_alone(wire: Wire, hosts: Sequence[int], repeats: int) -> dict[Pair, d
         wire.wait_for_all()  # nothing else travels
         if wire.rank in (a, b):
             mine |= samples_of_pair(wire, a, b, repeats)
+    return _by_pair(mine, hosts)
+
+
+def _by_pair(mine: dict[str, Any], hosts: Sequence[int]) -> dict[Pair, dict[str, list[Sample]]]:
+    """All that was received on any process. Collective."""
     times: dict[Pair, Any] = {}
     for received in all_gather_json(mine):
         for name, of_kinds in received.items():

@@ -47,7 +47,8 @@ class LinkMeasurements:
         hosts: The host of each rank, as a number.
         hot: A small message directly after another one, by pair.
         paced: Messages alone on the wire, by pair: from a sender that has computed as long as an op does.
-        asleep: The same from a sender that was to sleep as long, from the end of the sleep on; it wakes up later.
+        asleep: Messages between neighbours where all ranks sleep in place of computing, from the end of a sleep on; the
+            sender wakes up later.
         send: What a message costs its sender, by size, while all ranks compute.
         receive: What a message costs its receiver.
         shared: All neighbours at once, by host.
@@ -79,12 +80,11 @@ class LinkMeasurements:
                 compute time, but reach the wire only when a sleeping process wakes up.
         """
         send, receive = (_NO_COST, _NO_COST) if rehearsal else self.costs()
-        alone = self.asleep if rehearsal else self.paced
         both = Line(send.us + receive.us, send.us_per_byte + receive.us_per_byte)
         links = {
             pair: link_of_lines(line, send, receive)
-            for kind, pairs in self._pairs_by_hosts()
-            for pair, line in _lines(alone, kind, pairs).items()
+            for pairs in self._pairs_by_hosts()
+            for pair, line in _lines(self._samples_of(pairs, rehearsal), pairs).items()
         }
         rates = ((of, round(rate_of_rounds(of.rounds, of.num_messages, of.num_sent, both))) for of in self.shared)
         shared = (SharedLink(of.name, max(rate, 1), of.ranks, of.ranks) for of, rate in rates)
@@ -102,12 +102,17 @@ class LinkMeasurements:
         )
         return send, receive
 
-    def _pairs_by_hosts(self) -> Iterator[tuple[list[Pair], list[Pair]]]:
-        """For each host of a sender and of a receiver: the pairs that were measured, and all of them."""
+    def _pairs_by_hosts(self) -> Iterator[list[Pair]]:
+        """For each host of a sender and of a receiver all pairs."""
         ranks = range(len(self.hosts))
         for hosts in sorted({(self.hosts[a], self.hosts[b]) for a in ranks for b in ranks if a != b}):
             pairs = [(a, b) for a in ranks for b in ranks if a != b and (self.hosts[a], self.hosts[b]) == hosts]
-            yield [pair for pair in pairs if pair in self.paced], pairs
+            yield pairs
+
+    def _samples_of(self, pairs: list[Pair], rehearsal: bool) -> dict[Pair, Sequence[Sample]]:
+        """Those of the pairs that were measured; if no two of them are neighbours, none of them slept."""
+        slept = {pair: self.asleep[pair] for pair in pairs if pair in self.asleep} if rehearsal else {}
+        return slept or {pair: self.paced[pair] for pair in pairs if pair in self.paced}
 
     # --- what cannot be -----------------------------------------------------------------------------------------------
 
@@ -187,13 +192,13 @@ class LinkMeasurements:
 
     def _pair_rows(self) -> Iterator[tuple[str, ...]]:
         for (a, b), samples in sorted(self.paced.items()):
-            line, late = line_through([sample[:2] for sample in samples]), self.asleep[a, b][0]
+            line, slept = line_through([sample[:2] for sample in samples]), self.asleep.get((a, b))
             largest = samples[-1]
             yield (
                 f"{a} → {b}",
                 time_text(round(self.hot[a, b].us)),
                 time_text(round(samples[0].us)),
-                time_text(round(late.us)),
+                time_text(round(slept[0].us)) if slept else "",
                 _rate_text(line.bytes_per_us),
                 f"{size_text(largest.num_bytes)} {time_text(round(largest.us))}",
                 f"{max(sample.spread for sample in samples):.0%}",
@@ -216,7 +221,10 @@ _PAIR_COLUMNS = (
     ("ranks", "sender and receiver"),
     ("hot", "a small message directly after another one"),
     ("paced", "a small message after the sender has computed for as long as an op, which is what a pipeline meets"),
-    ("asleep", "a small message after the sender has slept as long, from the end of the sleep; what a rehearsal meets"),
+    (
+        "asleep",
+        "a small message where all ranks sleep for 10 ms, from the end of the sleep; what a rehearsal meets",
+    ),
     ("rate", "of messages that have the wire to themselves, from all sizes"),
     ("largest", "the largest message and its time, alone"),
     (
@@ -239,10 +247,10 @@ _COST_COLUMNS = (
 )
 
 
-def _lines(alone: Mapping[Pair, Sequence[Sample]], measured: list[Pair], pairs: list[Pair]) -> dict[Pair, Line]:
+def _lines(samples: Mapping[Pair, Sequence[Sample]], pairs: list[Pair]) -> dict[Pair, Line]:
     """The line of each of the pairs: that of all that were measured together, or of each by itself if they differ."""
-    lines = {pair: line_through([sample[:2] for sample in alone[pair]]) for pair in measured}
-    together = line_through([sample[:2] for pair in measured for sample in alone[pair]])
+    lines = {pair: line_through([sample[:2] for sample in of_pair]) for pair, of_pair in samples.items()}
+    together = line_through([sample[:2] for of_pair in samples.values() for sample in of_pair])
     times = [line.at(_COMPARED_BYTES) for line in lines.values()]
     if max(times) <= _ALIKE * min(times):
         return dict.fromkeys(pairs, together)

@@ -54,11 +54,15 @@ class Message(NamedTuple):
 # --- the supervisor's side --------------------------------------------------------------------------------------------
 
 
-def make_pair() -> tuple[socket.socket, socket.socket, dict[str, str]]:
-    """The supervisor's socket, the rank's, and the environment through which the rank finds its own."""
+def make_pair() -> tuple[socket.socket, socket.socket]:
+    """The supervisor's socket, and the rank's."""
     # Each packet is one message, so a rank that is killed while it sends leaves no half message.
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    return ours, theirs, {_CONTROL: f"{theirs.fileno()} {os.getpid()}"}
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def environment_of(number: int, supervisor: int) -> dict[str, str]:
+    """The environment through which a rank finds its socket, which has this number there, and its supervisor."""
+    return {_CONTROL: f"{number} {supervisor}"}
 
 
 def received(ours: socket.socket) -> tuple[list[Message], bool]:

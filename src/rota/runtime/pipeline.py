@@ -297,6 +297,11 @@ class Pipeline:
         self._stops.listen()
         return self._stops.agreed
 
+    @property
+    def has_begun_steps(self) -> bool:
+        """Whether there are steps with `wait=False` that may not have ended on all ranks."""
+        return self._step_end.begun.num_open > 0
+
     # --- one step -------------------------------------------------------------------------------------------------
 
     @overload

@@ -104,6 +104,11 @@ class BegunSteps:
         for step in [step for step in self._steps if not step.has_ended][:-_MOST_RUNNING]:
             step.end()
 
+    @property
+    def num_open(self) -> int:
+        """How many steps are not settled, the same on all ranks."""
+        return len(self._steps)
+
     def num_ended(self) -> int:
         """How many steps have ended, of all that were added. Does not wait."""
         running = next((step for step in self._steps if not step.has_ended), None)

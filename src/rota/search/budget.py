@@ -42,8 +42,12 @@ class Budget:
         return Budget(nominal_s, True, self)
 
     def reserve(self, seconds: float) -> None:
-        """Ends the search so many real seconds sooner, at most a quarter of its time, for what has to come after it."""
-        self.latest_s -= min(seconds, self.seconds / 4)
+        """Ends the search so many real seconds sooner, at most half of its time, for what has to come after it."""
+        self.latest_s -= min(seconds, self.seconds / 2)
+
+    def last_at_least(self, seconds: float) -> None:
+        """Ends the search no sooner than after so many real seconds."""
+        self.latest_s = max(self.latest_s, seconds)
 
     @property
     def elapsed_s(self) -> float:

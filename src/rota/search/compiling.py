@@ -7,12 +7,13 @@ some hundredths of a second per part. A search asks only for the parts that it i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import cache
 
 import numpy as np
+from numba import njit
 from numba.core import event
 
 from rota.costs import Cluster, Costs
@@ -32,6 +33,9 @@ from rota.search.transfer_levels import Transfers, peaks_with_transfers
 from rota.stopping import look
 
 _LOOK_EVERY_S = 0.02
+
+# numba loads half of itself when it first compiles: that is a part of importing it.
+njit(lambda: 0)()  # type: ignore[call-arg]
 
 
 class Part(Enum):
@@ -55,6 +59,17 @@ class _Compiler:
         self._wanted: list[Part] = []
         self._ready: set[Part] = set()
         self._thread: threading.Thread | None = None
+        self._may_go_on = threading.Event()
+        self._may_go_on.set()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing new is compiled in the block, which has the processor for itself."""
+        self._may_go_on.clear()
+        try:
+            yield
+        finally:
+            self._may_go_on.set()
 
     def is_ready(self, *parts: Part) -> bool:
         """Whether these parts are compiled; they are from now on, soon, if they are not."""
@@ -80,7 +95,7 @@ class _Compiler:
         return True
 
     def _compile(self) -> None:
-        with suppress(_MainThreadEnded), event.install_listener("numba:compile", _EndsWithMainThread()):
+        with suppress(_MainThreadEnded), event.install_listener("numba:compile", _Pauses(self._may_go_on)):
             while True:
                 with self._changed:
                     if not self._wanted:
@@ -99,10 +114,17 @@ class _MainThreadEnded(BaseException):
     pass
 
 
-class _EndsWithMainThread(event.Listener):
-    """Ends the thread between two loops when the program ends, which would wait for it."""
+class _Pauses(event.Listener):
+    """Between two loops the thread may have to wait, and it ends when the program ends, which would wait for it."""
+
+    def __init__(self, may_go_on: threading.Event) -> None:
+        self._may_go_on, self._thread = may_go_on, threading.current_thread()
 
     def on_start(self, _: object) -> None:
+        if threading.current_thread() is not self._thread:
+            return
+        while not self._may_go_on.wait(_LOOK_EVERY_S) and threading.main_thread().is_alive():
+            pass
         if not threading.main_thread().is_alive():
             raise _MainThreadEnded
 
@@ -111,7 +133,7 @@ class _EndsWithMainThread(event.Listener):
 
 
 _compiler = _Compiler()
-is_ready, wait_for = _compiler.is_ready, _compiler.wait_for
+is_ready, wait_for, paused = _compiler.is_ready, _compiler.wait_for, _compiler.paused
 
 
 # --- each part's loops, used once on a small step --------------------------------------------------------------------

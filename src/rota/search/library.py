@@ -13,7 +13,7 @@ from rota.errors import FormatError, SearchError
 from rota.placement import Placement
 from rota.reference import Reference
 from rota.search import bounds
-from rota.search.portfolio import find_plan
+from rota.search.finding import find_plan
 from rota.search.problem import Problem
 from rota.search.result import SearchResult, gap
 from rota.simulation import simulate

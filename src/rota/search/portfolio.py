@@ -1,4 +1,4 @@
-"""`find_plan`: several methods take turns, the best plan is kept, and a proven bound says how good it is.
+"""One search: several methods take turns, the best plan is kept, and a proven bound says how good it is.
 
     list scheduling ─▶ named schedules ─▶ steady state ─▶ local search ─▶ exact, if small ─▶ windows ─▶ hold less
                                                 ▲                                               │
@@ -14,13 +14,12 @@ from contextlib import suppress
 from fractions import Fraction
 from functools import partial
 from itertools import islice, product
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
 from rota.checking import check
 from rota.errors import PlanError, RotaError, SearchError
-from rota.placement import Placement
 from rota.plan import Plan
 from rota.schedules import zb_auto
 from rota.schedules.families import named_plans
@@ -39,9 +38,8 @@ from rota.search.problem import NO_LIMIT, Orders, Problem, reserving
 from rota.search.result import NamedPlan, Objective, Progress, SearchResult
 from rota.search.timing import Tables, fits, peaks, score, start_times
 from rota.search.transfer_levels import counting_transfers
-from rota.search.validation import refuse_wrong, refuse_wrong_options, seconds_of
 from rota.simulation import simulate
-from rota.stopping import Stopped, ended_by_ctrl_c, guarded, look, watched
+from rota.stopping import Stopped, look, watched
 from rota.timeline import Timeline
 from rota.units import size_text
 
@@ -50,7 +48,7 @@ _CAPS = (1.0, 0.75, 0.5)  # parts of the memory limit: fewer micro-batches in fl
 _DISPATCH_SHARE = 0.1  # of the whole budget
 _FIRST_SHARE, _GROWTH = 0.03, 1.5  # of the whole budget for a method's first turn, and its growth from turn to turn
 _FIRST_SHARE_OF_FITTING = 0.15  # the same for small steps whose transfers hold memory
-_EXACT_TIMES_OF_FITTING = 4  # times that share for CP-SAT, which gains nothing from being asked twice
+_EXACT_TIMES_OF_FITTING = 5  # times that share for CP-SAT, which gains nothing from being asked twice
 _EXACT_TIMES = 3  # times that share for a proof
 _TURN_S = 0.01  # nominal cost of a turn itself, so that idle turns use up the budget
 _AUTO_S_PER_OP = 0.0006  # nominal seconds that zb_auto costs per op
@@ -61,7 +59,8 @@ _HALVINGS = 5
 _FEW_OPS, _FEW_GUESSES = 3_000, 4  # in longer steps fewer priorities are tried for holding less
 _EXACT_OPS = 400  # up to here CP-SAT may prove a whole step
 _SERIAL = "one micro-batch at a time"
-_LOADING_S = 0.4  # real seconds in which loops that were compiled before are surely loaded
+_NAMED_S = 0.35  # real seconds for loading and named schedules, even if the search has less
+_LOADING_S = 0.1  # real seconds in which loops that were compiled before are mostly loaded
 _MOST_RESERVES = 20  # how often to guess the memory reserved for transfers
 
 _ALWAYS = (Part.TIMING, Part.DISPATCHING, Part.BOUNDS)
@@ -70,64 +69,23 @@ _Measure = Literal["makespan", "span"]
 _Improve = Callable[[Problem, Orders, _Measure, int, Budget, int], Orders]
 
 
-def find_plan(
-    placement: Placement,
-    num_microbatches: int,
-    *,
-    objective: Objective = "makespan",
-    time_limit_s: float = 10.0,
-    seed: int = 0,
-    deterministic: bool = False,
-    progress: Callable[[Progress], None] | None = None,
-) -> SearchResult:
-    """The order that finishes first, for any placement, and how far from the best possible it may still be.
-
-    The plan is never worse than a named schedule that fits. Ctrl-C ends the search with the best so far; a second one
-    aborts. An answer that is proven optimal is the same on every run; another one depends on how far the search gets in
-    `time_limit_s`, unless it is `deterministic`. The first search on a machine compiles its loops for some seconds; if
-    its time is up by then, it returns the best named schedule.
-
-    Args:
-        placement: The tasks of one micro-batch, and the cluster with its memory limits.
-        num_microbatches: Micro-batches per step.
-        objective: What is minimized: "makespan"; "span", the longest busy window of a rank; or "period", the time per
-            micro-batch in steady state.
-        time_limit_s: How long to search, in seconds.
-        seed: Seed of all random choices.
-        deterministic: Do `time_limit_s` nominal seconds of work, however long they last; the answer is then the same
-            on every run.
-        progress: Called with each better plan and each method's turn. An error that it raises ends the search like
-            Ctrl-C: it is issued as a warning and reported in `stopped_by`, or raised if no plan was found by then.
-
-    Returns:
-        The best plan found, checked, with a proven bound.
-
-    Raises:
-        SearchError: An argument is invalid, or no plan that fits was found.
-    """
-    refuse_wrong(placement, num_microbatches, objective, get_args(Objective))
-    refuse_wrong_options(seed, progress)
-    seconds = seconds_of(time_limit_s)
-    budget = Budget(seconds, deterministic)
-    with ended_by_ctrl_c(budget):
-        search = Portfolio(placement, num_microbatches, objective, budget, seed, guarded(progress, budget))
-        search.run()
-        return search.result()
-
-
 class Portfolio:
-    """One search: `run`, then `result`."""
+    """One search: `run`, then `result`.
+
+    `given` are plans to begin with, where the problem is no step of a model as such: then named schedules and steady
+    states, which need many micro-batches that are alike, are left out.
+    """
 
     def __init__(
         self,
-        placement: Placement,
-        num_microbatches: int,
+        problem: Problem,
         objective: Objective,
         budget: Budget,
         seed: int,
         progress: Callable[[Progress], None],
+        given: Iterable[tuple[str, Plan]] | None = None,
     ) -> None:
-        self.problem = Problem(placement, num_microbatches)
+        self.problem, self.given = problem, None if given is None else tuple(given)
         #: The same, with what ops read and send in their peaks, and with memory reserved for other transfers.
         self.with_reserve = self.counted = counting_transfers(self.problem)
         self.objective = objective
@@ -139,6 +97,7 @@ class Portfolio:
         self.bound_us, self.why = _most_work(self.problem)
         self.named: list[NamedPlan] = []
         self.steady: SteadyResult | None = None
+        self.unrolled: Orders | None = None  #: the fastest steady state as a step, and what became of it
         self.climb: Climb | None = None  # goes on from turn to turn
         self.has_tried_all = (
             False  #: whether all orders with each task's micro-batches in sequence are ruled out as better
@@ -197,7 +156,7 @@ class Portfolio:
         self.bound_us, self.why = bound.us, bound.why
         self._dispatch(guesses(self.problem))
         self._take_named()
-        for method in (self._take_auto, self._take_turns):
+        for method in (self._take_turns,) if self.given is not None else (self._take_auto, self._take_turns):
             if not self.is_over:
                 method()
         if self.incumbent.orders is not None:
@@ -206,12 +165,12 @@ class Portfolio:
     def _compile(self) -> None:
         """Waits until what every search needs is compiled; if that takes long, tries named schedules without it."""
         parts = [*_ALWAYS, Part.TRANSFERS] if self.incumbent.transfers_hold else [*_ALWAYS]
-        if not compiling.wait_for(*parts, most_s=min(_LOADING_S, self.budget.seconds / 4)):
-            for name, plan in named_plans(self.problem.given, self.problem.num_microbatches, self.turn_to):
-                if compiling.is_ready(*parts):
-                    break  # they are taken again, all of them
-                self._simulate(name, plan)
-            compiling.wait_for(*parts)
+        self.budget.last_at_least(_NAMED_S)
+        if not compiling.wait_for(*parts, most_s=_LOADING_S):
+            with compiling.paused():
+                for name, plan in self._named_plans():
+                    self._simulate(name, plan)
+            compiling.wait_for(*parts)  # after that all of them are taken again
             self.named.clear()
 
     def _simulate(self, name: str, plan: Plan) -> None:
@@ -259,8 +218,14 @@ class Portfolio:
     # --- methods --------------------------------------------------------------------------------------------------
 
     def _take_named(self) -> None:
-        for name, plan in named_plans(self.problem.given, self.problem.num_microbatches, self.turn_to):
+        for name, plan in self._named_plans():
             self._take_plan(name, plan)
+
+    def _named_plans(self) -> Iterable[tuple[str, Plan]]:
+        """The plans to begin with: the given ones, or the named schedules."""
+        if self.given is not None:
+            return self.given
+        return named_plans(self.problem.given, self.problem.num_microbatches, self.turn_to)
 
     def _take_plan(self, name: str, plan: Plan) -> None:
         try:
@@ -324,8 +289,8 @@ class Portfolio:
         if self.steady is not None and self.steady.is_optimal:
             return
         self.turn_to("steady state")
-        found = self._find_steady(self.share(part), turn)
-        within = self._steady_within()
+        found = self._find_steady(self.share(part / 2), turn)
+        within = self._steady_within(self.share(part / 2), turn)
         if within is not None and (found is None or within.steady.us_per_microbatch < found.steady.us_per_microbatch):
             found = within
             self._offer_unrolled(found)
@@ -352,15 +317,18 @@ class Portfolio:
     def _offer_unrolled(self, found: SteadyResult) -> None:
         orders = self.problem.to_orders(found.steady.unroll(self.problem.num_microbatches))
         self.incumbent.offer(orders, "steady state")
+        is_faster = self.steady is None or found.steady.us_per_microbatch < self.steady.steady.us_per_microbatch
+        if is_faster and fits(self.with_reserve, orders):
+            self.unrolled = orders
 
-    def _steady_within(self) -> SteadyResult | None:
-        """The steady state in the middle of the best plan so far."""
+    def _steady_within(self, share: Budget, turn: int) -> SteadyResult | None:
+        """The steady state in the middle of the best plan so far, and what local search makes of it."""
         orders = self.incumbent.orders
         if orders is None or len(self.problem.placement.tasks) > _MOST_STEADY_TASKS:
             return None
         starts = start_times(Tables.of(self.problem), orders)
         assert starts is not None
-        found = steady_within(self.problem, starts)
+        found = steady_within(self.problem, starts, share, self.seed + turn)
         self.budget.spend(_WITHIN_S_PER_TASK * len(self.problem.placement.tasks))
         return found
 
@@ -371,7 +339,18 @@ class Portfolio:
         problem = self.with_reserve if fits(self.with_reserve, orders) else self.problem
         if self.climb is None or self.climb.problem is not problem:
             self.climb = Climb(problem, self.measure == "span", self.seed)
+        if self.unrolled is not None and turn % 2:
+            self._improve_unrolled(part, turn)
+            return
         self._better("local search", partial(improving.improve, climb=self.climb), part, turn)
+
+    def _improve_unrolled(self, part: float, turn: int) -> None:
+        """A fast steady state fills and empties slowly at first; that may change, even where it is not the best yet."""
+        assert self.unrolled is not None
+        self.turn_to("local search from the steady state")
+        share, seed = self.share(part), self.seed + turn
+        self.unrolled = improving.improve(self.with_reserve, self.unrolled, self.measure, self.bound_us, share, seed)
+        self.incumbent.offer(self.unrolled, self.doing)
 
     def _windows(self, part: float, turn: int) -> None:
         self._better("windows", neighbourhood.improve, part, turn)
@@ -440,8 +419,10 @@ class Portfolio:
 
     def _take_turns(self) -> None:
         """Give each method a turn, with larger and larger shares, so that no method delays the others for long."""
-        turn, part, methods = 0, _FIRST_SHARE, [self._unroll, self._improve, self._prove, self._windows]
-        loops = [Part.OFFSETS, Part.MOVES, Part.WINDOWS, Part.WINDOWS]
+        turn, part, methods = 0, _FIRST_SHARE, [self._improve, self._prove, self._windows]
+        loops = [Part.MOVES, Part.WINDOWS, Part.WINDOWS]
+        if self.given is None:
+            methods, loops = [self._unroll, *methods], [Part.OFFSETS, *loops]
         if self.incumbent.transfers_hold:
             methods, loops = [self._fit, *methods], [Part.FITTING, *loops]
             if self.num_ops <= exact.MOST_TIMED_OPS:

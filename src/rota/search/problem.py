@@ -88,14 +88,18 @@ class StepEnds(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """What to schedule: `num_microbatches` through the placement `given`.
+    """What to schedule: `num_microbatches` through the placement `given`, whose micro-batches are alike.
 
     `reserved_bytes[rank]` of the limit are set apart for what transfers hold, which depends on times, not on orders.
+    Where each micro-batch has stages of its own (see `unfolding`), these are `stages_per_microbatch` many, and
+    `precedences` are pairs of tasks of which the first has to end before the second starts.
     """
 
     given: Placement
     num_microbatches: int
     reserved_bytes: tuple[int, ...] = ()
+    stages_per_microbatch: int = 0
+    precedences: tuple[tuple[int, int], ...] = ()
 
     @cached_property
     def lowered(self) -> Lowered:
@@ -155,10 +159,18 @@ class Problem:
         tasks = self.placement.tasks
         return Rows.of([[i for i, t in enumerate(tasks) if r in t.ranks] for r in range(self.placement.num_ranks)])
 
-    @property
+    @cached_property
     def lags_us(self) -> dict[tuple[int, int], int]:
         """(source, target) -> µs from the end of the source until the last rank of the target has its data."""
-        return self.lowered.lags_us
+        return dict.fromkeys(self.precedences, 0) | self.lowered.lags_us
+
+    @cached_property
+    def component_of(self) -> Integers:
+        """int64[num_tasks]: the component of each task; one for all that edges or precedences join."""
+        components = np.array(self.placement.component_of, np.int64)
+        for before, task in self.precedences:
+            components[components == components[task]] = components[before]
+        return components
 
     @cached_property
     def inputs(self) -> Rows:
@@ -250,7 +262,7 @@ class Problem:
         gradients: dict[int, list[int]] = {}
         for i, task in enumerate(self.placement.tasks):
             if task.kind.makes_weight_gradients:
-                gradients.setdefault(task.stage, []).append(i)
+                gradients.setdefault(self._stage_in_step(task.stage), []).append(i)
         ranks_of = {end.stage: self.placement.gradient_ranks(end.stage) for end in self.placement.step_ends}
         rows = [
             [end for end in self.placement.step_ends if rank in ranks_of[end.stage]]
@@ -260,8 +272,12 @@ class Problem:
         ends = [*chain.from_iterable(rows)]
         reduce_us = np.array([end.reduce_us for end in ends], np.int64)
         optimizer_us = np.array([end.optimizer_us for end in ends], np.int64)
-        tasks = Rows.of([gradients.get(end.stage, []) for end in ends])
+        tasks = Rows.of([gradients.get(self._stage_in_step(end.stage), []) for end in ends])
         return StepEnds(first, reduce_us, optimizer_us, tasks.first, tasks.values)
+
+    def _stage_in_step(self, stage: int) -> int:
+        """The stage that a stage of one micro-batch is a copy of."""
+        return stage % self.stages_per_microbatch if self.stages_per_microbatch else stage
 
     def to_orders(self, plan: Plan) -> Orders:
         """The plan's orders as one array, int32[num_ops]. Assumes that each task does its micro-batches in order.
@@ -314,7 +330,8 @@ class Problem:
         """A task's k-th op, or a transfer, for messages."""
         if task < len(self.given.tasks):
             stage, kind = self.given.tasks[task].stage, self.given.tasks[task].kind
-            return str(Op(stage, kind, self.given.microbatches(stage, self.num_microbatches)[k]))
+            microbatch = self.given.microbatches(stage, self.num_microbatches)[k]
+            return str(Op(self._stage_in_step(stage), kind, microbatch))
         route = self.given.routes[self.lowered.services[task - len(self.given.tasks)]]
         return f"{self.node_name(route.source, k)}→{self.node_name(route.target, k)}"
 
@@ -348,4 +365,5 @@ def without_common_tasks(problem: Problem) -> tuple[Problem, int]:
     apart = Placement(
         tuple(tasks), placement.edges, Cluster(placement.cluster.limit_bytes), placement.static_bytes, tuple(ends)
     )
-    return Problem(apart, problem.num_microbatches, problem.reserved_bytes[: problem.num_ranks]), together_us
+    reserved = problem.reserved_bytes[: problem.num_ranks]
+    return replace(problem, given=apart, reserved_bytes=reserved), together_us

@@ -15,6 +15,8 @@ from rota.timeline import Timeline
 from rota.units import size_text, time_text
 
 Objective = Literal["makespan", "span", "period"]
+KEPT_SEQUENCE = "these micro-batches in this sequence"  #: every task takes them in turn
+ANY_SEQUENCE = "these micro-batches in any sequence"
 
 
 class Progress(NamedTuple):
@@ -74,7 +76,7 @@ class SearchResult:
         plan: The plan, which was checked.
         objective: What was minimized.
         value_us: Its value: makespan, span, or time per micro-batch in steady state, in µs.
-        bound_us: No plan for this placement has less.
+        bound_us: No plan for this placement has less; see `among`.
         why: The reason for the bound, in one line.
         how: The method that found the plan.
         period_us: Least time per micro-batch of the steady states found; None if none was found that keeps up with the
@@ -82,6 +84,7 @@ class SearchResult:
         named: The named schedules on this placement, fastest first.
         elapsed_s: How long the search lasted.
         stopped_by: Ctrl-C, or an error of `progress`; empty if the search ended by itself.
+        among: Where micro-batches differ: among which plans the bound and the proof hold. Empty: among all.
     """
 
     plan: Plan
@@ -94,6 +97,7 @@ class SearchResult:
     named: tuple[NamedPlan, ...]
     elapsed_s: float
     stopped_by: str = ""
+    among: str = ""
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -137,7 +141,7 @@ class SearchResult:
         what = "time per micro-batch" if self.objective == "period" else self.objective
         lines = [
             f"{what} {_us(self.value_us)}, {proof} (found by {self.how}, {self.elapsed_s:.1f} s{stopped})",
-            f"lower bound for this placement {_us(self.bound_us)}: {self.why}",
+            f"lower bound for {self.among or 'this placement'} {_us(self.bound_us)}: {self.why}",
             f"holds at most {size_text(max(self.peak_memory_bytes))} per rank",
         ]
         period_us = None if self.objective == "period" else self.period_us

@@ -14,6 +14,7 @@ _TOO_LARGE = 1 << 53  # of µs and bytes: numbers up to here are exact in floats
 _MOST_OPS = 10_000_000  # these need a few GB of memory
 _MOST_SEED = (1 << 30) - 1  # numbers of turns are added to it, and CP-SAT allows 31 bits
 _MOST_PER_PERIOD = 64
+_MOST_DIFFERING_OPS = 2_500  # their longest paths, between all pairs, need 50 MB
 
 _INSTEAD = {
     Costs: "place them first, such as by rota.place(costs, cluster)",
@@ -28,7 +29,27 @@ def refuse_wrong(placement: Placement, num_microbatches: int, objective: str, ob
     if objective not in objectives:
         raise SearchError(f"objective is {objective!r}: use one of {', '.join(objectives)}")
     _refuse_no_whole("num_microbatches", num_microbatches, 1, None, "a step needs at least 1, a whole number")
-    refuse_too_large(placement, num_microbatches)
+    if placement.class_of:
+        _refuse_differing(placement, num_microbatches, objective)
+    for each in placement.classes:
+        refuse_too_large(each, num_microbatches)
+
+
+def _refuse_differing(placement: Placement, num_microbatches: int, objective: str) -> None:
+    """Refuse what cannot be searched where micro-batches differ."""
+    if objective == "period":
+        refuse_differing(placement)
+    if num_microbatches != len(placement.class_of):
+        raise SearchError(
+            f"num_microbatches is {num_microbatches}, but the placement has the sizes of {len(placement.class_of)} "
+            f"micro-batches; give as many"
+        )
+    tasks = len(placement.tasks) * -(-num_microbatches // placement.num_components)
+    if tasks > _MOST_DIFFERING_OPS:
+        raise SearchError(
+            f"a step of {tasks:,} ops of micro-batches that differ is too large to search; use fewer micro-batches, "
+            f"for at most {_MOST_DIFFERING_OPS:,} ops, or plan placement.average and check its orders"
+        )
 
 
 def refuse_wrong_curve(placement: Placement, microbatches_per_period: int | None) -> None:
@@ -37,7 +58,16 @@ def refuse_wrong_curve(placement: Placement, microbatches_per_period: int | None
     if microbatches_per_period is not None:
         remedy = f"give a whole number from 1 to {_MOST_PER_PERIOD}, or None for one and more"
         _refuse_no_whole("microbatches_per_period", microbatches_per_period, 1, _MOST_PER_PERIOD, remedy)
+    refuse_differing(placement)
     refuse_too_large(placement, _MOST_PER_PERIOD * placement.num_components)
+
+
+def refuse_differing(placement: Placement) -> None:
+    """Refuse micro-batches that differ. Raises SearchError."""
+    if placement.class_of:
+        raise SearchError(
+            "micro-batches that differ have no steady state; give placement.average, or one class of them"
+        )
 
 
 def refuse_wrong_options(seed: object, progress: object) -> None:

@@ -29,6 +29,7 @@ from rota.placing import wave
 from rota.planning.rehearsal import allocation
 from rota.planning.rehearsal.allocation import RankMemory, blocks_of, refuse_too_much
 from rota.planning.rehearsal.outcome import LinkUse, MemoryUse, Overhead
+from rota.planning.rehearsal.rank_step import num_warm_ups
 from rota.schedules import NAMED, gpipe, one_f_one_b
 
 
@@ -44,6 +45,12 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plan_of(num_ranks: int = 2, **costs: Any) -> Plan:
     return gpipe(place(Costs.uniform(num_ranks, **costs), Cluster.uniform(num_ranks)), 2)
+
+
+@pytest.mark.parametrize(("num_microbatches", "expected"), [(1, 4), (8, 4), (9, 4), (16, 2), (31, 2), (32, 1), (64, 1)])
+def test_short_steps_warm_up_more_often(num_microbatches: int, expected: int) -> None:
+    placement = place(Costs.uniform(2), Cluster.uniform(2))
+    assert num_warm_ups(gpipe(placement, num_microbatches)) == expected
 
 
 def test_plans_that_hang_or_overflow_start_nothing() -> None:

@@ -22,6 +22,7 @@ from rota.cli import main
 from rota.memory import task_changes
 from rota.placement import Edge
 from rota.planning.rehearsal import rank as rehearsed_rank
+from rota.planning.rehearsal import rehearse_batches
 from rota.planning.rehearsal.rank import RankReport, run_rank
 from rota.planning.rehearsal.rehearsing import measured_timeline
 from rota.runtime.transport import Transport
@@ -110,9 +111,36 @@ def rehearse_each(rank: int, cases: list[tuple[Plan, bool]]) -> list[Outcome]:
             return transport
 
         with mock.patch.object(rehearsed_rank, "Transport", counted):
-            report = run_rank(plan, NUM_STEPS, allocate, timeout_s=150)
+            report = run_rank([plan], NUM_STEPS, allocate, timeout_s=150)
         found.append((report, made[0].sent, made[0].received))
     return found
+
+
+def rehearse_in_turn(rank: int, plans: list[Plan]) -> RankReport:
+    del rank
+    return run_rank(plans, 1, False, timeout_s=150)
+
+
+def test_batches_run_one_after_another_each_as_its_own_plan(pool: Pool) -> None:
+    placement = place(costs_of(2), Cluster.uniform(2))
+    plans = [NAMED["1f1b"](placement, 3), NAMED["gpipe"](placement, 5), NAMED["1f1b"](placement, 2)]
+    reports = pool.run(2, rehearse_in_turn, plans)
+    ends_ns = 0
+    for i, plan in enumerate(plans):
+        timeline = measured_timeline(plan, reports, i)
+        assert timeline.plan.orders == plan.orders
+        assert timeline.makespan_us >= simulate(plan).makespan_us
+        starts_ns = min(report.steps[i].starts_ns[0] for report in reports)
+        assert starts_ns > ends_ns
+        ends_ns = max(report.steps[i].ends_ns[-1] for report in reports)
+
+
+def test_batches_are_refused_before_a_process_is_started() -> None:
+    plans = [NAMED["1f1b"](place(Costs.uniform(n), Cluster.uniform(n)), 2) for n in (2, 3)]
+    with pytest.raises(PipelineError, match="have 3 and 2 ranks"):
+        rehearse_batches(plans)
+    with pytest.raises(PipelineError, match="no plan to rehearse"):
+        rehearse_batches([])
 
 
 def test_every_plan_runs_to_its_end_as_planned(pool: Pool) -> None:

@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,8 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp"), **more}
 
 
-def rota_run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rota", "run", *options, "plan.json", SCRIPT, str(NUM_STEPS)]
+def rota_run(folder: Path, *options: str, arguments: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rota", "run", *options, "plan.json", SCRIPT, str(NUM_STEPS), *arguments]
     return subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=200)
 
 
@@ -90,6 +91,21 @@ def test_a_training_that_is_disturbed_again_and_again(pool: Pool, tmp_path: Path
     assert [(step, ranks) for step, _, ranks in told(tmp_path)[10:]] == [(8, 2), (9, 2), (10, 2), (11, 2)]
     for step, loss, ranks in told(tmp_path):
         assert loss == (expected[step] if ranks == NUM_STAGES else pytest.approx(expected[step], abs=1e-10))
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.faults
+def test_committed_steps_are_not_done_again(pool: Pool, tmp_path: Path) -> None:
+    """Killed and broken in the middle of steps, between steps, and with the stand-by: each step is done once."""
+    expected = dict(pool.run(NUM_STAGES, undisturbed, PLAN)[0])
+    faults = [(3, 1, "SIGKILL"), (5, 2, "raise"), (7, 3, "stand-by"), (9, 2, "SIGKILL")]
+    (tmp_path / "faults.json").write_text(json.dumps(faults))
+    (tmp_path / "plan.json").write_text(PLAN.to_json())
+    done = rota_run(tmp_path, "--max-restarts", "2", arguments=["commits"])
+    assert done.returncode == 0, done.stderr
+    resumed = [line for line in done.stderr.splitlines() if line.startswith("rota: training resumes")]
+    assert resumed == [f"rota: training resumes from step {step} in memory" for step in (3, 5, 7, 9)]
+    assert [(step, loss) for step, loss, _ in told(tmp_path)] == [*expected.items()]
     assert_nothing_left(tmp_path)
 
 

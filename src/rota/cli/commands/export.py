@@ -99,9 +99,10 @@ def _layers(text: str) -> list[str]:
 
 
 def _checked_plan(arguments: Namespace) -> Plan:
-    """The plan to export. Raises PlanError if it must not run."""
+    """The plan to export. Raises PlanError if it must not run, PlacementError if its micro-batches differ."""
     planned = files.read_plan(arguments.plan)
     checking.check(planned)
+    planned.placement.require_alike("rota export")
     return planned
 
 

@@ -7,16 +7,16 @@ from argparse import Namespace
 from rota.cli import files
 from rota.cli.arguments import add_output, number, seconds
 from rota.cli.parser import Command, Parser
-from rota.cli.requirements import require
+from rota.cli.requirements import InputError, require
 from rota.cli.screen import print_replicas, progress_line
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota rehearse` to its parser."""
-    parser.add_argument("plan", help="plan.json")
-    parser.add_argument(
-        "--steps", type=number(1), default=5, help="number of steps after one warm-up step (default: 5)"
-    )
+    help_text = "plan.json; several plans run one after another, one step each, as batches with their own plans do"
+    parser.add_argument("plans", nargs="+", metavar="plan", help=help_text)
+    help_text = "number of steps after one warm-up step (default: 5)"
+    parser.add_argument("--steps", type=number(1), default=5, help=help_text)
     parser.add_argument("--allocate", action="store_true", help="also allocate the memory that the plan needs")
     help_text = "end a rank after S seconds without progress (default: 20 simulated steps, at least 60 s)"
     parser.add_argument("--timeout", type=seconds, metavar="S", help=help_text)
@@ -27,10 +27,12 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Rehearse the plan, print the report, and write the median step's timeline. Returns the exit code."""
-    planned = files.read_plan(arguments.plan)
     require("torch", "torch")
     from rota.planning import rehearsal
 
+    if len(arguments.plans) > 1:
+        return _batches(arguments)
+    planned = files.read_plan(arguments.plans[0])
     with progress_line() as show:
         rehearsed = rehearsal.rehearse(
             planned,
@@ -45,6 +47,18 @@ def run(arguments: Namespace) -> int:
     if arguments.output is not None:
         print()
         files.write(arguments.output, rehearsed.measured.to_json(), f"; see it by `rota show {arguments.output}`")
+    return 0
+
+
+def _batches(arguments: Namespace) -> int:
+    from rota.planning import rehearsal
+
+    if arguments.allocate or arguments.output or arguments.device == "cuda":
+        raise InputError("several plans are rehearsed on the CPU, without --allocate and -o; give one plan for these")
+    plans = [files.read_plan(path) for path in arguments.plans]
+    with progress_line() as show:
+        found = rehearsal.rehearse_batches(plans, timeout_s=arguments.timeout, progress=show)
+    print(found.to_text())
     return 0
 
 

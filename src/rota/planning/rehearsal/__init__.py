@@ -4,7 +4,7 @@ rehearse ──▶ processes ──▶ server ──▶ rank 0, rank 1, …     
     ◀── outcome ◀──────────────────────────┘                 timed_waits, spin_kernels: what is in place of compute
 """
 
-from rota.planning.rehearsal.outcome import Rehearsal
-from rota.planning.rehearsal.rehearsing import rehearse
+from rota.planning.rehearsal.outcome import BatchesRehearsal, Rehearsal
+from rota.planning.rehearsal.rehearsing import rehearse, rehearse_batches
 
-__all__ = ["Rehearsal", "rehearse"]
+__all__ = ["BatchesRehearsal", "Rehearsal", "rehearse", "rehearse_batches"]

@@ -16,6 +16,7 @@ import torch
 from rota.errors import PipelineError
 from rota.placement import Placement
 from rota.runtime.device.protocol import QueuedDevice
+from rota.runtime.host_memory import available_bytes
 from rota.tasks import Kind, Op
 from rota.units import size_text
 
@@ -139,16 +140,3 @@ def refuse_too_much(needed_bytes: int, what: str, remedy: str) -> None:
         raise PipelineError(
             f"{what} need {size_text(needed_bytes)}, and this machine has {size_text(available)} available; {remedy}"
         )
-
-
-def available_bytes() -> int | None:
-    """Memory available to new processes, by the machine and the control group; None if the system has no figure."""
-    found = []
-    machine = Path("/proc/meminfo")
-    if machine.exists():
-        lines = dict(line.split(":") for line in machine.read_text().splitlines())
-        found.append(1024 * int(lines["MemAvailable"].split()[0]))
-    group = Path("/sys/fs/cgroup")
-    if (group / "memory.max").exists() and (limit := (group / "memory.max").read_text().strip()) != "max":
-        found.append(int(limit) - int((group / "memory.current").read_text()))
-    return min(found, default=None)

@@ -100,6 +100,32 @@ class Rehearsal:
         return f"runs to its end{on}; {times}{change}" + (f" ({steps})" if len(self.makespans_us) > 1 else "")
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class BatchesRehearsal:
+    """The result of `rehearse_batches`: the makespans of consecutive batches, as simulated and as measured.
+
+    Attributes:
+        planned_us: By batch.
+        measured_us: By batch.
+    """
+
+    planned_us: tuple[int, ...]
+    measured_us: tuple[int, ...]
+
+    def to_text(self) -> str:
+        """The sums and their difference, and the batch that differs most."""
+        planned, measured = sum(self.planned_us), sum(self.measured_us)
+        change = f", {(measured - planned) / planned:+.1%}" if planned else ""
+        ratios = [got / max(wanted, 1) for wanted, got in zip(self.planned_us, self.measured_us, strict=True)]
+        worst = max(range(len(ratios)), key=ratios.__getitem__)
+        return (
+            f"{count_text(len(ratios), 'batch', 'es')} run to their end; {measured / 1000:,.1f} ms against "
+            f"{planned / 1000:,.1f} simulated{change}; the slowest against its plan is batch {worst} "
+            f"({self.measured_us[worst] / 1000:,.1f} ms against {self.planned_us[worst] / 1000:,.1f})"
+        )
+
+
 def _difference(comparison: Comparison, device: str) -> str:
     ops, rest = (
         "waits of the planned length, to the µs",

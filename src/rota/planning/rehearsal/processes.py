@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,20 @@ _OWN_PAGES = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 def run_ranks(
-    plan: Plan, num_steps: int, allocate: bool, timeout_s: float, step_ended: Callable[[int], None], device: str
+    plans: Sequence[Plan],
+    num_steps: int,
+    allocate: bool,
+    timeout_s: float,
+    step_ended: Callable[[int], None],
+    device: str,
 ) -> list[RankReport]:
     """Call `run_rank` in one new process per rank; returns their reports by rank. Raises PipelineError if one fails.
 
     `device`: the type of device that each rank has.
     """
     with tempfile.TemporaryDirectory(prefix="rota-rehearsal-") as folder:
-        Path(folder, "plan.json").write_text(plan.to_json())
+        for i, plan in enumerate(plans):
+            plan_file(folder, i).write_text(plan.to_json())
         options = {"num_steps": num_steps, "allocate": allocate, "timeout_s": timeout_s, "device": device}
         Path(folder, "options.json").write_text(json.dumps(options))
         with open(Path(folder, "stderr"), "w") as stderr:
@@ -50,7 +56,7 @@ def run_ranks(
             _follow(server, folder, step_ended)
         finally:
             _end(server)
-        return [RankReport.from_json(report_file(folder, rank).read_text()) for rank in range(plan.num_ranks)]
+        return [RankReport.from_json(report_file(folder, rank).read_text()) for rank in range(plans[0].num_ranks)]
 
 
 def _follow(server: subprocess.Popen[bytes], folder: str, step_ended: Callable[[int], None]) -> None:
@@ -93,6 +99,11 @@ def _last_words(file: Path) -> str:
     ours = [i for i, line in enumerate(lines) if line.startswith("rota: ")]
     words = "\n".join(lines[ours[-1] if ours else -1 :])
     return f": {words.removeprefix('rota: ')}" if words else ""
+
+
+def plan_file(folder: str, number: int) -> Path:
+    """The file in `folder` that has the plan with this number, in the order in which they run."""
+    return Path(folder, f"plan{number}.json")
 
 
 def report_file(folder: str, rank: int) -> Path:

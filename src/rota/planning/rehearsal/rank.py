@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, final
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from rota.plan import Plan
 from rota.planning.rehearsal.allocation import RankMemory
-from rota.planning.rehearsal.rank_step import RankReport, RankStep, step_ends_ns
+from rota.planning.rehearsal.rank_step import RankReport, RankStep, num_warm_ups, step_ends_ns
 from rota.planning.rehearsal.spin_kernels import DeviceRank
 from rota.planning.rehearsal.timed_waits import Arrivals, TimedWaits, formats_of, sleep_until, stages_of
 from rota.runtime.compute import Batch
@@ -47,8 +48,7 @@ class HostRank:
 
     def __init__(self, plan: Plan, processes: Processes, transport: Transport, allocate: bool) -> None:
         rank, stages = processes.rank, stages_of(plan.placement)
-        self._arrivals = Arrivals()
-        transport.watched = self._arrivals.watch
+        self._arrivals, self._transport = Arrivals(), transport
         self.memory = RankMemory(plan.placement, rank) if allocate else None
         waiting = TimedWaits(plan, stages, rank, self._arrivals, self.memory)
         self.execution = Execution(stages, plan, rank, transport, waiting, HostDevice())
@@ -57,7 +57,7 @@ class HostRank:
     def run(self, start_ns: int, tick: Callable[[], None]) -> RankStep:
         """See `RehearsedRank`."""
         waiting = self.execution.compute
-        waiting.start_ns = start_ns
+        waiting.start_ns, self._transport.watched = start_ns, self._arrivals.watch
         self.execution.run(Batch(Microbatches([]), Microbatches([]), []), 0, False, tick)
         self.execution.settle()
         record = self.execution.record
@@ -76,48 +76,72 @@ class HostRank:
 
 
 def run_rank(
-    plan: Plan,
+    plans: Sequence[Plan],
     num_steps: int,
     allocate: bool,
     timeout_s: float,
     step_ended: Callable[[int], None] = lambda _: None,
     device: torch.device = _CPU,
 ) -> RankReport:
-    """Rehearse this process's rank of a checked plan: one step to warm up and `num_steps` more.
+    """Rehearse this process's rank of checked plans: warm-up steps of the first, then `num_steps` of each.
 
     Collective: every rank is one process of the default group. `step_ended` gets the number of steps that ended.
-    `device`: this rank's.
+    `device`: this rank's; several plans run on the CPU alone, where each is prepared while the one before it runs.
     """
     processes = Processes(None)
     transport = Transport(processes.pipeline, processes.everyone)
     watchdog = Watchdog(timeout_s)
     watchdog.names = processes.names
     report = RankReport(processes.rank)
+    made: list[RehearsedRank] = []
+
+    def prepared(plan: Plan) -> RehearsedRank:
+        if is_queued(own):
+            made.append(DeviceRank(plan, processes, transport, own, allocate))
+        else:
+            made.append(HostRank(plan, processes, transport, allocate))
+        return made[-1]
+
     try:
         with watchdog.watching("the other ranks to set up"):
             own = device_at(device)
-            rehearsed: RehearsedRank = (
-                DeviceRank(plan, processes, transport, own, allocate)
-                if is_queued(own)
-                else HostRank(plan, processes, transport, allocate)
-            )
-        execution = rehearsed.execution
-        watchdog.last, watchdog.num_reached = execution.last, execution.num_reached
+            rehearsed = prepared(plans[0])
         try:
-            for num_ended in range(1, num_steps + 2):
-                report.steps.append(_step(rehearsed, transport, watchdog))
-                step_ended(num_ended)
+            with ThreadPoolExecutor(1, "rota-next-plan") as beside:
+                for i in range(len(plans)):
+                    following = beside.submit(prepared, plans[i + 1]) if i + 1 < len(plans) else None
+                    warm_ups = num_warm_ups(plans[0]) if i == 0 else 0
+                    _run_steps(rehearsed, warm_ups + num_steps, transport, watchdog, report, step_ended)
+                    if following is not None:
+                        rehearsed.close()
+                        rehearsed = following.result()
             with watchdog.watching("the other ranks to end their last step"):
                 _common_start_ns(transport)  # a rank that leaves earlier would count as lost
         finally:
-            rehearsed.close()
+            for each in made:
+                each.close()
     finally:
         watchdog.close()
         transport.close()
-    del report.steps[0]
+    del report.steps[: num_warm_ups(plans[0])]
     if rehearsed.memory is not None:
         report.held_bytes, report.process_bytes = rehearsed.memory.peak_bytes, rehearsed.memory.process_bytes
     return report
+
+
+def _run_steps(
+    rehearsed: RehearsedRank,
+    num_steps: int,
+    transport: Transport,
+    watchdog: Watchdog,
+    report: RankReport,
+    step_ended: Callable[[int], None],
+) -> None:
+    execution = rehearsed.execution
+    watchdog.last, watchdog.num_reached = execution.last, execution.num_reached
+    for _ in range(num_steps):
+        report.steps.append(_step(rehearsed, transport, watchdog))
+        step_ended(len(report.steps))
 
 
 def _step(rehearsed: RehearsedRank, transport: Transport, watchdog: Watchdog) -> RankStep:

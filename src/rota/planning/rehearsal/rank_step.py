@@ -8,6 +8,14 @@ from dataclasses import asdict, dataclass, field
 
 from rota.plan import Plan
 
+_WARM_UP_MESSAGES = 32  # until allocators keep their pages, and connections have grown their windows
+_MOST_WARM_UPS = 4
+
+
+def num_warm_ups(plan: Plan) -> int:
+    """Number of steps that are not measured: enough for each route to have carried some 32 messages."""
+    return min(max(-(-_WARM_UP_MESSAGES // plan.num_microbatches), 1), _MOST_WARM_UPS)
+
 
 @dataclass(slots=True)
 class RankStep:

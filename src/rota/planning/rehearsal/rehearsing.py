@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -11,9 +11,9 @@ from rota.checking import check
 from rota.errors import PipelineError
 from rota.plan import Plan
 from rota.planning.rehearsal.allocation import blocks_of, refuse_too_much
-from rota.planning.rehearsal.outcome import LinkUse, MemoryUse, Overhead, Rehearsal
+from rota.planning.rehearsal.outcome import BatchesRehearsal, LinkUse, MemoryUse, Overhead, Rehearsal
 from rota.planning.rehearsal.processes import run_ranks
-from rota.planning.rehearsal.rank_step import RankReport
+from rota.planning.rehearsal.rank_step import RankReport, num_warm_ups
 from rota.runtime.device.local import AUTO, CPU, device_type
 from rota.runtime.plan_fit import refuse_unsupported
 from rota.runtime.recorder import Record, merge
@@ -43,7 +43,7 @@ def rehearse(
 
     Args:
         plan: The plan to run.
-        num_steps: Steps to measure, after one to warm up.
+        num_steps: Steps to measure, after one to four to warm up: at least 32 micro-batches, if four have as many.
         allocate: Whether ranks allocate the memory that the plan needs, static bytes included.
         timeout_s: A rank that makes no progress for this long is ended; None: 20 simulated steps, at least 60 s.
         device: What each rank has: "cpu", the type of an accelerator, or "auto", which takes accelerators if there is
@@ -66,13 +66,15 @@ def rehearse(
     steps = count_text(num_steps, "step")
 
     def step_ended(num_ended: int) -> None:
-        progress("warm-up ended" if num_ended == 1 else f"step {num_ended - 1} of {num_steps} ended")
+        number = num_ended - num_warm_ups(plan)
+        if number >= 0:
+            progress(f"step {number} of {num_steps} ended" if number else "warm-up ended")
 
     on = "" if kind == CPU else f" on {kind}"
     progress(
         f"starting {count_text(plan.num_ranks, 'process', 'es')}{on} for {steps} of {time_text(planned.makespan_us)}"
     )
-    reports = run_ranks(plan, num_steps, allocate, timeout_s, step_ended, kind)
+    reports = run_ranks([plan], num_steps, allocate, timeout_s, step_ended, kind)
     timelines = [measured_timeline(plan, reports, step) for step in range(num_steps)]
     middle = sorted(range(num_steps), key=lambda step: timelines[step].makespan_us)[(num_steps - 1) // 2]
     return Rehearsal(
@@ -88,6 +90,49 @@ def rehearse(
         ),
         kind,
     )
+
+
+def rehearse_batches(
+    plans: Sequence[Plan],
+    *,
+    timeout_s: float | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> BatchesRehearsal:
+    """Run a step of each plan, one after another, in the same processes, on the CPU.
+
+    It shows what batches with plans of their own cost: each plan is prepared while the one before it runs, as by
+    `rota.Planner`. Waits, messages, loop and transport are those of `rehearse`.
+
+    Args:
+        plans: The plans of consecutive batches, for the same ranks.
+        timeout_s: As for `rehearse`; None: 20 simulated steps of the longest plan, at least 60 s.
+        progress: Called with a line of text at the start and after each step.
+
+    Returns:
+        The simulated and the measured makespan of each plan.
+
+    Raises:
+        PlanError: `check` refuses a plan.
+        PipelineError: As for `rehearse`, or the plans are for different numbers of ranks.
+    """
+    if not plans:
+        raise PipelineError("there is no plan to rehearse; give one or more")
+    for plan in plans:
+        check(plan)
+        _refuse(plan, 1, False, timeout_s, CPU)
+        if plan.num_ranks != plans[0].num_ranks:
+            raise PipelineError(f"the plans have {plan.num_ranks} and {plans[0].num_ranks} ranks; give all the same")
+    planned_us = tuple(simulate(plan).makespan_us for plan in plans)
+    if timeout_s is None:
+        timeout_s = max(20e-6 * max(planned_us), 60)
+
+    def step_ended(num_ended: int) -> None:
+        progress("warm-up ended" if num_ended == 1 else f"batch {num_ended - 1} of {len(plans)} ended")
+
+    progress(f"starting {count_text(plans[0].num_ranks, 'process', 'es')} for {count_text(len(plans), 'batch', 'es')}")
+    reports = run_ranks(plans, 1, False, timeout_s, step_ended, CPU)
+    measured = tuple(measured_timeline(plan, reports, i).makespan_us for i, plan in enumerate(plans))
+    return BatchesRehearsal(planned_us, measured)
 
 
 def _refuse(plan: Plan, num_steps: int, allocate: bool, timeout_s: float | None, device: str) -> str:

@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from datetime import timedelta
+from itertools import count, takewhile
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,12 +24,13 @@ import torch.distributed as dist
 
 from rota.errors import LostRankError
 from rota.plan import Plan
-from rota.planning.rehearsal.processes import report_file, stderr_file
+from rota.planning.rehearsal.processes import plan_file, report_file, stderr_file
 from rota.planning.rehearsal.rank import run_rank
+from rota.profiling.sleeping import set_timer_slack_ns
 from rota.runtime.environment import loopback
 from rota.runtime.orphans import end_with_parent
 
-_PR_SET_NAME, _PR_SET_TIMERSLACK = 15, 29  # linux/prctl.h
+_PR_SET_NAME = 15  # linux/prctl.h
 _LOOK_EVERY_S = 0.05
 _LET_FIRST_ERROR_BE_SEEN_S = 2.0
 
@@ -38,14 +40,15 @@ def main() -> None:
     (folder,) = sys.argv[1:]
     caller = os.dup(1)
     os.dup2(2, 1)  # other output is not for the caller
-    plan = Plan.from_json(Path(folder, "plan.json").read_text())
+    files = takewhile(Path.exists, (plan_file(folder, number) for number in count()))
+    plans = [Plan.from_json(file.read_text()) for file in files]
     for backend in ("GLOO", "NCCL"):
         os.environ[f"{backend}_SOCKET_IFNAME"] = loopback()  # no rank listens to other machines
     running: dict[int, int] = {}
     failed, code = None, 0
     try:
-        for rank in range(plan.num_ranks):
-            running[_fork(plan, folder, rank, caller)] = rank
+        for rank in range(plans[0].num_ranks):
+            running[_fork(plans, folder, rank, caller)] = rank
         while running and failed is None:
             if select.select([0], [], [], _LOOK_EVERY_S)[0]:
                 break  # the caller has closed our input, or is gone
@@ -77,7 +80,7 @@ def _send(caller: int, **fields: int | None) -> None:
     os.write(caller, f"{json.dumps(fields)}\n".encode())
 
 
-def _fork(plan: Plan, folder: str, rank: int, caller: int) -> int:
+def _fork(plans: list[Plan], folder: str, rank: int, caller: int) -> int:
     """Fork a new rank; returns its process id."""
     server = os.getpid()
     process = os.fork()
@@ -85,23 +88,24 @@ def _fork(plan: Plan, folder: str, rank: int, caller: int) -> int:
         end_with_parent(server)
         if sys.platform == "linux":
             _set_up(rank)
-        _run(plan, folder, rank, caller)
+        _run(plans, folder, rank, caller)
     return process
 
 
-def _run(plan: Plan, folder: str, rank: int, caller: int) -> NoReturn:
+def _run(plans: list[Plan], folder: str, rank: int, caller: int) -> NoReturn:
     os.dup2(os.open(stderr_file(folder, rank), os.O_WRONLY | os.O_CREAT), 2)
     try:
         torch.set_num_threads(1)
         options = json.loads(Path(folder, "options.json").read_text())
         kind = options.pop("device")
-        store = dist.FileStore(str(Path(folder, "store")), plan.num_ranks)  # type: ignore[attr-defined]
+        num_ranks = plans[0].num_ranks
+        store = dist.FileStore(str(Path(folder, "store")), num_ranks)  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=options["timeout_s"]))  # for all to join, and to leave
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.num_ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
         step_ended = (lambda num_ended: _send(caller, num_ended=num_ended)) if rank == 0 else lambda _: None
-        report = run_rank(plan, **options, step_ended=step_ended, device=_device(kind, rank))
+        report = run_rank(plans, **options, step_ended=step_ended, device=_device(kind, rank))
         report_file(folder, rank).write_text(report.to_json())
-        if store.add("done", 1) == plan.num_ranks:
+        if store.add("done", 1) == num_ranks:
             store.set("all done", "")
         store.wait(["all done"])  # a rank that leaves earlier would count as lost
     except LostRankError as error:
@@ -125,9 +129,8 @@ def _device(kind: str, rank: int) -> torch.device:
 
 def _set_up(rank: int) -> None:
     """Set the process's name and the precision of its sleeps."""
-    prctl = ctypes.CDLL(None).prctl
-    prctl(_PR_SET_NAME, f"rota rank {rank}".encode())
-    prctl(_PR_SET_TIMERSLACK, 1)  # else a sleep lasts 50 µs longer
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, f"rota rank {rank}".encode())
+    set_timer_slack_ns(1)
 
 
 if __name__ == "__main__":

@@ -22,12 +22,13 @@ from torch.optim import Optimizer
 
 from rota.errors import FormatError, PipelineError
 from rota.plan import Plan
-from rota.runtime import control
+from rota.runtime import control, kept_memory
 from rota.runtime.checkpoints import checkpoint_folder, files
 from rota.runtime.checkpoints.all_ranks import DamagedError, Ranks
 from rota.runtime.checkpoints.contents import read_contents
 from rota.runtime.checkpoints.copies import Copies
 from rota.runtime.checkpoints.files import Saved
+from rota.runtime.checkpoints.in_memory import StatesInMemory
 from rota.runtime.checkpoints.lock import locked
 from rota.runtime.checkpoints.manifest import File, Manifest, require_json
 from rota.runtime.checkpoints.names import Weights
@@ -44,17 +45,23 @@ from rota.runtime.checkpoints.tensors import (
 )
 from rota.runtime.checkpoints.training_json import training_to_json
 from rota.runtime.faults.watchdog import PATIENT
-from rota.runtime.launcher_files import is_restart
+from rota.runtime.host_memory import available_bytes
+from rota.runtime.launcher_files import digest, is_restart
 from rota.runtime.pipeline import Pipeline
+from rota.simulation import simulate
+from rota.units import size_text
 
 
 class Checkpoint(NamedTuple):
-    """What `load` returns: the `step` and `extra` given to `save`, the plan that ran then, the checkpoint's folder."""
+    """What `load` returns: the `step` and `extra` given to `save` or `commit`, and the plan that ran then.
+
+    `path`: the checkpoint's folder; None for a state that was kept in memory.
+    """
 
     step: int
     extra: dict[str, Any]
     plan: Plan
-    path: Path
+    path: Path | None
 
 
 _NO_OTHER = "no other checkpoint is whole"
@@ -105,6 +112,8 @@ class Checkpoints:
         self._writing: Future[None] | None = None
         self._copies = Copies(pipeline._device, None)
         self._lock = ExitStack()
+        self._in_memory = self._of_this_rank()
+        self._fits_in_memory: bool | None = None  # not known before the first `commit`
         with pipeline.watching("the other ranks to make their Checkpoints", PATIENT):
             self._ranks = Ranks()
             pipeline.before_close.callback(self.close)
@@ -113,6 +122,13 @@ class Checkpoints:
             if asynchronous:
                 self._copies = Copies(pipeline._device, optimizer)
             self._ranks.first("opening the folder", self._open)
+
+    def _of_this_rank(self) -> StatesInMemory | None:
+        """The memory that the supervisor keeps for this process, if one does."""
+        if (file := kept_memory.given()) is None:
+            return None
+        of = f"process {os.environ.get('RANK')} of plan {digest(self._pipeline.plan)}"
+        return StatesInMemory(file, self._trained, of)
 
     def _check(self) -> None:
         optimizer, scheduler = self._trained.optimizer, self._trained.scheduler
@@ -240,11 +256,89 @@ class Checkpoints:
         checkpoint_folder.publish(partial, manifest, self._keep)
         control.report("saves", step=merged.step)
 
+    # --- in memory ------------------------------------------------------------------------------------------------
+
+    def commit(self, step: int, **extra: Any) -> None:
+        """Keep all that training has changed in memory: if a rank fails, all go on from here. Call it on all ranks.
+
+        Call it after each `optimizer.step()` and `optimizer.zero_grad()`. The memory is the supervisor's, so it
+        survives the ranks: `rota run --max-restarts` has one, and without it this does nothing.
+
+        Args:
+            step: how many steps have been done.
+            extra: JSON values that `load` returns, such as the position in the data.
+
+        Raises:
+            PipelineError: there is a gradient, which a restart would lose, or state that no checkpoint can hold.
+        """
+        if self._in_memory is None or self._fits_in_memory is False:
+            return
+        for name, parameter in self._pipeline.named_parameters():
+            if parameter.grad is not None and parameter.grad.any():
+                raise PipelineError(
+                    f"{name} has a gradient, which a restart from memory would lose; call commit after "
+                    f"optimizer.step() and optimizer.zero_grad()"
+                )
+        if type(step) is not int or step < 0:
+            raise PipelineError(f"step={step!r}; give a whole number of 0 or more")
+        if self._fits_in_memory is None and not self._decide(self._in_memory):
+            return
+        if self._pipeline.has_begun_steps:  # no rank may be two steps ahead of another
+            with self._pipeline.watching(f"the other ranks to commit step {step}"):
+                self._ranks.gather(None)
+        try:
+            require_json(extra)
+            self._in_memory.keep(step, extra)
+        except FormatError as error:
+            raise PipelineError(str(error)) from None
+        except OSError as error:
+            raise PipelineError(
+                f"the state of step {step} does not fit in memory ({error}); leave out commit, or give the machine more"
+            ) from error
+
+    def _decide(self, in_memory: StatesInMemory) -> bool:
+        """Whether the states of all ranks fit in the host's memory, and in what the plan allows. Collective."""
+        with self._pipeline.watching("the other ranks' first commit", PATIENT):
+            plan, rank = self._pipeline.plan, self._pipeline.rank
+            needed_bytes, limit_bytes = in_memory.num_bytes(), plan.placement.cluster.limit_bytes[rank]
+            is_over = False
+            if limit_bytes is not None and self._pipeline.device.type == "cpu":
+                is_over = simulate(plan).peak_memory_bytes[rank] + needed_bytes > limit_bytes
+            told = self._ranks.gather([needed_bytes, available_bytes(), is_over])
+        all_bytes = sum(needed for needed, *_ in told)
+        free_bytes = min((free for _, free, _ in told if free is not None), default=all_bytes)
+        over = [process for process, (_, _, is_over) in enumerate(told) if is_over]
+        self._fits_in_memory = not over and all_bytes <= free_bytes
+        if not self._fits_in_memory:
+            why = f"this machine has {size_text(free_bytes)} available"
+            if over:
+                why = f"the plan's limit for process {over[0]} has no room for {size_text(told[over[0]][0])}"
+            self._report(
+                f"states are not kept in memory: they need {size_text(all_bytes)}, and {why}; a restart goes on from "
+                f"the last checkpoint"
+            )
+        return self._fits_in_memory
+
+    def _load_from_memory(self, in_memory: StatesInMemory, newest_saved: int) -> Checkpoint | None:
+        """Restore the newest step that all ranks have in memory, unless a later one was saved. Collective."""
+        steps = set.intersection(*map(set, self._ranks.gather(in_memory.steps)))
+        step = max(steps, default=-1)
+        if step < max(newest_saved, 0):
+            in_memory.forget_all_but(None)
+            return None
+        kept = self._ranks.agreed(f"looking at step {step} in memory", lambda: in_memory.prepare(step))
+        self._ranks.agreed(f"setting the state of step {step} in memory", kept.restore)
+        in_memory.forget_all_but(step)
+        if is_restart():
+            self._report(f"training resumes from step {step} in memory")
+        return Checkpoint(step, kept.extra, self._pipeline.plan, None)
+
     # --- loading --------------------------------------------------------------------------------------------------
 
     def load(self, step: int | None = None) -> Checkpoint | None:
         """Restore everything from the newest whole checkpoint, or from that of `step`; returns None if none exists.
 
+        After a restart the newest is that of the last `commit`, if all ranks have it in memory.
         Each rank compares what it reads with checksums. If the newest is damaged, the one before is loaded, and the
         first process reports that. Nothing changes if the checkpoint does not fit the model, optimizer or scheduler.
 
@@ -257,6 +351,10 @@ class Checkpoints:
         with self._pipeline.watching("the other ranks to load a checkpoint", PATIENT):
             self.wait()
             names = self._ranks.first("looking for checkpoints", lambda: self._find(step))
+            if self._in_memory is not None and step is None:
+                newest = int(names[0].removeprefix("step-")) if names else -1
+                if (kept := self._load_from_memory(self._in_memory, newest)) is not None:
+                    return kept
             for name, before in zip_longest(names, names[1:]):
                 try:
                     found = self._load(self._folder / name)

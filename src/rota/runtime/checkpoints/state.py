@@ -30,7 +30,7 @@ from rota.runtime.checkpoints.tensors import Index, Stored, Tensors
 from rota.runtime.checkpoints.training_json import (
     TrainingState,
     record_from_json,
-    record_to_json,
+    records_to_json,
     scheduler_from_json,
     scheduler_to_json,
 )
@@ -58,7 +58,7 @@ class Trained:
         small: dict[str, Any] = {"records": {}, "scheduler": None, "num_tp_shards": num_tp_shards}
         if self.optimizer is not None:
             records, states = records_of(self.optimizer, self.scheduler, keys)
-            small["records"] = {key: record_to_json(key, record) for key, record in records.items()}
+            small["records"] = records_to_json(records)
             scheduler, _ = split_scheduler(self.scheduler, len(self.optimizer.param_groups))
             small["scheduler"] = scheduler_to_json(scheduler)
             tensors |= states

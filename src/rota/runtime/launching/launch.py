@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -16,10 +17,12 @@ from rota.errors import PipelineError
 from rota.plan import Plan
 from rota.runtime.environment import meeting_environments, mesh_environment
 from rota.runtime.faults.stragglers import Straggler, stragglers
+from rota.runtime.kept_memory import KeptMemories
 from rota.runtime.launcher_files import collect, limit_environment, restart_environment, write_plan
 from rota.runtime.launching.rank_processes import EndedBySignal, RankFailed, Ranks
 from rota.runtime.launching.requests import Requests
 from rota.runtime.launching.run_folder import Folder, run_folder
+from rota.runtime.launching.stand_by import StandBy
 from rota.runtime.recorder import merge
 from rota.timeline import Timeline
 from rota.units import count_text
@@ -81,8 +84,9 @@ def launch(
     check(plan)
     if not Path(script).is_file():
         raise PipelineError(f"no script {script!r}; give the path of a Python file")
-    command = ("-P", "-m", worker, script, *arguments)  # -P: the folder must not shadow what torch imports
-    with run_folder("rota-run-") as folder:
+    num_processes = plan.num_ranks * dp * tp
+    with ExitStack() as stack:
+        folder = stack.enter_context(run_folder("rota-run-"))
         of_ranks = {
             **(environment or {}),
             **write_plan(plan, folder.path),
@@ -91,16 +95,22 @@ def launch(
             "OMP_NUM_THREADS": str(threads_per_rank),
         }
         restarts = _Restarts(max_restarts, report)
-        with Requests() as requests:
-            while True:
-                with Ranks(folder, requests) as ranks:
-                    of_start = of_ranks | restart_environment(restarts.num_all)
-                    try:
-                        start(ranks, plan.num_ranks * dp * tp, command, folder, of_start)
-                        ranks.wait()
-                        break
-                    except RankFailed as error:
-                        restarts.count(error, ranks.saved_step, may_restart=requests.asked is None)
+        requests = stack.enter_context(Requests())
+        memories = stack.enter_context(KeptMemories(num_processes if max_restarts else 0))
+        stand_by = stack.enter_context(StandBy(_inherited() | of_ranks, for_restarts=max_restarts > 0))
+        while True:
+            with Ranks(folder, requests) as ranks:
+                if not stand_by.is_alive():
+                    stand_by = stack.enter_context(StandBy(_inherited() | of_ranks, for_restarts=True))
+                of_start = _inherited() | of_ranks | restart_environment(restarts.num_all)
+                environments = [of_start | of_rank for of_rank in meeting_environments(folder.path, num_processes)]
+                try:
+                    ranks.fork(stand_by, (worker, script, *arguments), environments, memories.files)
+                    ranks.wait()
+                    break
+                except RankFailed as error:
+                    newest = max(ranks.saved_step, memories.newest_step())
+                    restarts.count(error, newest, may_restart=requests.asked is None)
         if not ranks.has_pipeline:
             raise PipelineError(
                 f"{script} ended without making a rota.Pipeline on any rank, so the plan was not run; let it make one "
@@ -114,10 +124,13 @@ def start(
     ranks: Ranks, num_processes: int, command: Sequence[str], folder: Folder, environment: dict[str, str]
 ) -> None:
     """Start `num_processes` processes that meet only in the folder; `environment` is added to this process's own."""
-    # If this process runs under torchrun, its ranks do not.
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     environments = meeting_environments(folder.path, num_processes)
-    ranks.start(command, [inherited | environment | of_rank for of_rank in environments])
+    ranks.start(command, [_inherited() | environment | of_rank for of_rank in environments])
+
+
+def _inherited() -> dict[str, str]:
+    """This process's variables. If it runs under torchrun, its ranks do not."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
 
 
 @final

@@ -18,13 +18,14 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import final
+from typing import Protocol, final
 
 from rota.errors import PipelineError
 from rota.runtime import control
 from rota.runtime.control import Message
 from rota.runtime.launching.requests import Requests
 from rota.runtime.launching.run_folder import Folder
+from rota.runtime.launching.stand_by import StandBy, StandByEndedError
 
 _FIRST_FAILURE_S = 5.0  # that the rank with the first error has to print it and end, after others have lost it
 _TERM_S = 5.0  # for handlers of SIGTERM that the script has set
@@ -51,6 +52,17 @@ class EndedBySignal(PipelineError):
     def __init__(self, number: signal.Signals, why: str) -> None:
         super().__init__(f"all ranks were ended by {number.name}{why}")
         self.number = number
+
+
+class _Process(Protocol):
+    """A child of this process that leads its process group: a `subprocess.Popen` or a `Forked`."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def wait(self) -> object: ...
+
+    def kill(self) -> None: ...
 
 
 @final
@@ -86,19 +98,84 @@ class Ranks:
         Raises:
             PipelineError: the machine refuses to start one more process.
         """
-        for number, environment in enumerate(environments):
+        for environment in environments:
             try:
-                rank = _Rank(number, command, environment)
+                line, process = _started(command, environment)
+                self._add(line, process)
             except OSError as error:
-                raise PipelineError(
-                    f"process {number} of {len(environments)} cannot be started: {error.strerror}; start fewer, or "
-                    f"raise the limit (ulimit -n, -u)"
-                ) from None
-            self._ranks.append(rank)
-            self._running += 1
-            for source in (rank.end, rank.line):
-                self._selector.register(source, selectors.EVENT_READ, rank)
-        self._folder.guard([rank.process.pid for rank in self._ranks])
+                raise self._refused(len(environments), error) from None
+        self._guard([])
+
+    def fork(
+        self,
+        stand_by: StandBy,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        memories: Sequence[int] = (),
+    ) -> None:
+        """Fork one process per environment, which runs the module `command[0]`, from a stand-by that may not be ready.
+
+        Raises:
+            PipelineError: the machine refuses to start one more process.
+            RankFailed: the stand-by has ended.
+            EndedBySignal, KeyboardInterrupt: a signal came before the stand-by was ready.
+        """
+        self._guard([stand_by.pid])
+        try:
+            self._await(stand_by)
+            self._fork(stand_by, command, environments, memories)
+        except OSError as error:
+            raise self._refused(len(environments), error) from None
+        except StandByEndedError as error:
+            raise RankFailed(str(error)) from None
+        self._guard([stand_by.pid])
+
+    def _fork(
+        self,
+        stand_by: StandBy,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        memories: Sequence[int],
+    ) -> None:
+        with ExitStack() as stack:
+            lines, files = [], []
+            for number in range(len(environments)):
+                ours, theirs = control.make_pair()
+                stack.enter_context(theirs)
+                lines.append(ours)
+                files.append([theirs.fileno(), *memories[number : number + 1]])
+            processes = stand_by.fork(command, environments, files)
+        for line, process in zip(lines, processes, strict=True):
+            self._add(line, process)
+
+    def _add(self, line: socket.socket, process: _Process) -> None:
+        rank = _Rank(len(self._ranks), line, process)
+        self._ranks.append(rank)
+        self._running += 1
+        for source in (rank.end, rank.line):
+            self._selector.register(source, selectors.EVENT_READ, rank)
+
+    def _refused(self, num_processes: int, error: OSError) -> PipelineError:
+        return PipelineError(
+            f"process {len(self._ranks)} of {num_processes} cannot be started: {error.strerror}; start fewer, or raise "
+            f"the limit (ulimit -n, -u)"
+        )
+
+    def _guard(self, others: Sequence[int]) -> None:
+        self._folder.guard([*others, *(rank.process.pid for rank in self._ranks)])
+
+    def _await(self, stand_by: StandBy) -> None:
+        if stand_by.is_ready:
+            return
+        self._selector.register(stand_by.line, selectors.EVENT_READ)
+        while not stand_by.has_message():
+            self._wait_for_event()
+            for number in self._requests.taken():
+                if number == signal.SIGINT:
+                    raise KeyboardInterrupt
+                raise EndedBySignal(number, " before they were started")
+        self._selector.unregister(stand_by.line)
+        stand_by.note_ready()
 
     def wait(self) -> None:
         """Wait until all ranks have ended without failure.
@@ -236,20 +313,12 @@ class Ranks:
 class _Rank:
     """One process, its reports, and how it ended."""
 
-    def __init__(self, number: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self.number = number
+    def __init__(self, number: int, line: socket.socket, process: _Process) -> None:
+        self.number, self.line, self.process = number, line, process
         with ExitStack() as stack:
-            self.line, theirs, line_environment = control.make_pair()
-            stack.callback(self.line.close)
-            with theirs:
-                self.process = subprocess.Popen(
-                    [sys.executable, *command],
-                    env={**environment, **line_environment},
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,
-                )
-            stack.callback(self.process.wait)
-            stack.callback(self.process.kill)
+            stack.callback(line.close)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
             self.end = os.pidfd_open(self.process.pid)
             stack.pop_all()
         self.reported: Counter[str] = Counter()
@@ -280,6 +349,22 @@ class _Rank:
     def close(self) -> None:
         os.close(self.end)
         self.line.close()
+
+
+def _started(command: Sequence[str], environment: Mapping[str, str]) -> tuple[socket.socket, _Process]:
+    """A new process, and the supervisor's end of the line to it."""
+    with ExitStack() as stack:
+        ours, theirs = control.make_pair()
+        stack.callback(ours.close)
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                env={**environment, **control.environment_of(theirs.fileno(), os.getpid())},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        stack.pop_all()
+    return ours, process
 
 
 def _code_text(exit_code: int) -> str:

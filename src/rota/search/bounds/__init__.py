@@ -18,6 +18,7 @@ from rota.search.bounds.memory_bounds import Need, RankLoad, least_memory, perio
 from rota.search.bounds.memory_headroom import find_headroom
 from rota.search.problem import NO_LIMIT, Problem, without_common_tasks
 from rota.search.transfer_levels import counting_transfers
+from rota.search.unfolding import Unfolding
 from rota.search.validation import refuse_wrong
 
 __all__ = ["Bound", "Need", "Proof", "best", "bounds_of", "certificate_of", "every", "least_memory", "period_bound"]
@@ -57,7 +58,8 @@ def bounds_of(placement: Placement, num_microbatches: int, objective: str = "mak
         SearchError: An argument is invalid.
     """
     refuse_wrong(placement, num_microbatches, objective, ("makespan", "span"))
-    return every(Problem(placement, num_microbatches), objective)
+    problem = Unfolding(placement).problem if placement.class_of else Problem(placement, num_microbatches)
+    return every(problem, objective)
 
 
 def best(problem: Problem, objective: str = "makespan") -> Bound:

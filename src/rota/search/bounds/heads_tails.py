@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from rota.search.compiled import loop
 from rota.search.problem import NO_LIMIT, Flags, Integers, Problem, Rows
+from rota.stopping import look
 
 NEVER = -(1 << 60)  #: the head of an op that does not come after the origin
 PLACE, TASK, SOURCE_PLACE, SOURCE_TASK, A, B, C = range(7)  #: the columns of `MemoryHeadroom.arcs`
@@ -102,7 +103,7 @@ def both_sides(problem: Problem, step_ends: bool = True, limits: bool = True) ->
     headroom, grain, total = _headroom_and_grain(problem)
     if not limits:
         headroom[:] = NO_LIMIT
-    component_of = np.array(problem.placement.component_of, np.int64)
+    component_of = problem.component_of
     forward = Side(
         counts=problem.counts,
         durations_us=problem.durations_us,
@@ -186,6 +187,7 @@ def find_heads(side: Side, headroom: MemoryHeadroom, beginning: int | None = Non
     places = (side.places.first, side.places.values, side.after, side.counts)
     arcs = (headroom.arcs_first, headroom.arcs)
     for _ in range(1 if alone else _ROUNDS):
+        look()
         _pass_on(heads, *graph, *arcs)
         _wait(heads, idle, ranks, *places, *arcs, headroom.most, headroom.least, headroom.frees, headroom.fill_us)
     if not alone:

@@ -24,6 +24,7 @@ from rota.search.bounds.heads_tails import (
 )
 from rota.search.compiled import inner, loop
 from rota.search.problem import NO_LIMIT
+from rota.stopping import look
 
 _MOST_PRICES = 16
 _TO_COME, _NEXT, _DONE = np.int64(0), np.int64(1), np.int64(2)  # states of a place in a layer
@@ -35,6 +36,7 @@ def find_headroom(side: Side) -> MemoryHeadroom:
     prices, load = prices_of(side), side.durations_us.astype(np.float64)
     places = (side.places.first, side.places.values, side.parents, side.after, side.counts)
     memory = (side.held_bytes, side.needed_bytes, side.headroom_bytes)
+    look()
     arcs = _memory_arcs(*places, side.component_of, *memory)
     arcs = arcs[np.argsort(arcs[:, TASK], kind="stable")]
     first = np.searchsorted(arcs[:, TASK], np.arange(len(side.counts) + 1)).astype(np.int64)

@@ -161,7 +161,8 @@ def solve_with_transfers(
     budget.spend(_count_transfers(ordering, problem))
     if best is not None:
         ordering.hint()
-    status, solver = cpsat.solve(ordering.model, budget, seed)
+    # That everything starts as soon as it can is a choice among many reasons, of which a relaxation knows nothing.
+    status, solver = cpsat.solve(ordering.model, budget, seed, relaxes=may_wait)
     if status == cp_model.INFEASIBLE:
         return Exact(None, most_us + 1, True)
     bound_us = max(bound_us, ceil(solver.best_objective_bound))

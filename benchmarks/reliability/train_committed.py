@@ -1,0 +1,43 @@
+"""What is trained in `restarts.py`: train_committed.py WIDTH ROWS. It commits every step, and saves every 20."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import rota
+
+
+def main(width: int, rows: int) -> None:
+    torch.manual_seed(0)
+    plan = rota.given_plan("plan.json")
+    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.1)) for _ in range(plan.num_stages)]
+    stages = rota.split(nn.Sequential(*layers), plan.num_stages)
+    with rota.Pipeline(stages, plan, nn.functional.mse_loss) as pipeline:
+        Path(f"pid-{pipeline.rank}").write_text(str(os.getpid()))
+        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
+        checkpoints = rota.Checkpoints("run", pipeline, optimizer)
+        found = checkpoints.load()
+        step = found.step if found else 0
+        with Path("losses").open("a") as file:
+            while True:
+                x = torch.randn(rows, width)
+                loss = pipeline.step(x, x.flip(1))
+                optimizer.step()
+                optimizer.zero_grad()
+                if pipeline.rank == 0:
+                    file.write(f"{step} {loss.hex()} {time.monotonic()}\n")
+                    file.flush()
+                step += 1
+                checkpoints.commit(step)
+                if step % 20 == 0:
+                    checkpoints.save(step)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,68 @@
+"""A batch shared among replicas: each gets samples that take about as long, and a plan of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from heapq import heapify, heapreplace
+
+import numpy as np
+
+from rota.batching.figures import Layout, Place
+from rota.batching.planning import plan_batch
+from rota.batching.result import BatchPlan
+from rota.costs import Cluster
+from rota.errors import SearchError
+from rota.placing import place as place_chain
+from rota.sizes import SizeModel
+
+
+def plan_replicas(
+    model: SizeModel,
+    cluster: Cluster,
+    lengths: Sequence[int],
+    num_replicas: int,
+    *,
+    packed: bool = False,
+    place: Place = place_chain,
+    tries: int = 300,
+) -> tuple[BatchPlan, ...]:
+    """One plan per replica. The longest samples go first, each to the replica with least predicted work so far.
+
+    That is Graham's LPT rule ("Bounds on Multiprocessing Timing Anomalies", 1969). Replicas reduce their gradients
+    together, so the step lasts as long as the slowest one.
+
+    Args:
+        model: As in `plan_batch`.
+        cluster: The ranks of one replica.
+        lengths: Per sample of the whole batch its number of tokens.
+        num_replicas: Number of replicas, at most one per sample.
+        packed: As in `plan_batch`.
+        place: As in `plan_batch`.
+        tries: As in `plan_batch`, per replica.
+
+    Returns:
+        The plans; `groups` has indices into `lengths`.
+
+    Raises:
+        SearchError: As `plan_batch`, or a replica gets no sample.
+        PlacementError: The stages do not fit the cluster.
+    """
+    if not 1 <= num_replicas <= len(lengths):
+        raise SearchError(f"num_replicas is {num_replicas} for {len(lengths)} samples; give each replica at least one")
+    work = Layout.of(model, cluster, place).work()[:, 1:]
+    given = np.array(lengths, np.float64)
+    times = (work @ np.stack([given, given * given])).max(axis=0)
+    shares: list[list[int]] = [[] for _ in range(num_replicas)]
+    loads = [(0.0, replica) for replica in range(num_replicas)]
+    heapify(loads)
+    for sample in np.argsort(-times, kind="stable").tolist():
+        load, replica = loads[0]
+        heapreplace(loads, (load + float(times[sample]), replica))
+        shares[replica].append(sample)
+    plans = []
+    for share in shares:
+        share.sort()
+        found = plan_batch(model, cluster, [lengths[i] for i in share], packed=packed, place=place, tries=tries)
+        plans.append(replace(found, groups=tuple(tuple(share[i] for i in group) for group in found.groups)))
+    return tuple(plans)

@@ -1,0 +1,138 @@
+"""A rank's state after its last steps, in memory that outlives the rank: what a restarted rank goes on from.
+
+after optimizer.step   tensors ──copy──▶ │ length │ head: names, sizes, options, random state │ tensors │   of one slot
+after a restart        the newest step that every rank has whole ──copy──▶ tensors, optimizer, generators
+
+`docs/elastic.md` has the protocol: when a step counts as committed, and why no step is lost or done twice.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from typing import Any, NamedTuple, final
+
+import torch
+
+from rota import reading
+from rota.errors import PipelineError
+from rota.reading import Field
+from rota.runtime.checkpoints.manifest import Manifest
+from rota.runtime.checkpoints.random_states import random_from_json, random_state, random_to_json
+from rota.runtime.checkpoints.state import Restoring, Trained
+from rota.runtime.checkpoints.tensors import Stored
+from rota.runtime.checkpoints.training_json import TrainingState, record_from_json, scheduler_from_json
+from rota.runtime.checkpoints.values import dtype_name, read_dtype, read_size
+from rota.runtime.kept_memory import Slots
+
+_LENGTH = struct.Struct("<Q")
+_ALIGNED = 64
+
+
+class Kept(NamedTuple):
+    """A state that fits, which is not set yet: `restore` does that. `extra` is what `commit` was given."""
+
+    step: int
+    extra: dict[str, Any]
+    restoring: Restoring
+    values: list[tuple[torch.Tensor, memoryview]]
+
+    def restore(self) -> None:
+        """Set weights, buffers, optimizer, scheduler and random states."""
+        for tensor, data in self.values:
+            if data:
+                tensor.copy_(torch.frombuffer(data, dtype=tensor.dtype).view(tensor.shape))
+        self.restoring.finish()
+
+
+@final
+class StatesInMemory:
+    """The states of this rank in the memory `file`; `of` says which process of which run's plan it is."""
+
+    def __init__(self, file: int, trained: Trained, of: str) -> None:
+        self._slots, self._trained, self._of = Slots(file), trained, of
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps whose states are whole."""
+        return sorted(self._slots.steps)
+
+    def num_bytes(self) -> int:
+        """Bytes of both slots, as large as the state is now."""
+        tensors, _ = self._trained.collect(with_buffers=True)
+        return 2 * sum(_room(_local(tensor)) for tensor in tensors.values())
+
+    def keep(self, step: int, extra: dict[str, Any]) -> None:
+        """Copy the state, which becomes that of `step`, in place of the older one of two.
+
+        Raises PipelineError if a tensor cannot be kept, OSError if there is not enough memory.
+        """
+        trained = self._trained
+        tensors, small = trained.collect(with_buffers=True)
+        local = [_local(tensor) for tensor in tensors.values()]
+        head = {
+            **small,
+            "of": self._of,
+            "step": step,
+            "extra": extra,
+            "random": random_to_json(random_state(trained.device)),
+            "tensors": [[key, dtype_name(tensor.dtype), [*tensor.shape]] for key, tensor in tensors.items()],
+        }
+        text = json.dumps(head).encode()
+        start = _aligned(_LENGTH.size + len(text))
+        num_bytes = start + sum(map(_room, local))
+        data = self._slots.begin(num_bytes)
+        _LENGTH.pack_into(data, 0, len(text))
+        data[_LENGTH.size : _LENGTH.size + len(text)] = text
+        for tensor, part in zip(local, _parts(data[start:], local), strict=True):
+            if part:
+                torch.frombuffer(part, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
+        self._slots.finish(step, num_bytes)
+
+    def prepare(self, step: int) -> Kept:
+        """Check that the state after `step` fits, before anything changes. Raises PipelineError, FormatError."""
+        data = self._slots.data(step)
+        (length,) = _LENGTH.unpack_from(data, 0)
+        head = Field("memory", reading.load(bytes(data[_LENGTH.size : _LENGTH.size + length]).decode()))
+        if head["of"].text() != self._of or head["step"].integer() != step:
+            raise PipelineError(f"the state of step {step} in memory is of another plan or process; restart the run")
+        trained = self._trained
+        records = {key: record_from_json(head["records"][key]) for key in head["records"].value}
+        training = TrainingState(records, scheduler_from_json(head["scheduler"]), random_from_json(head["random"]))
+        shards = {weight.names[0]: weight.num_tp_shards for weight in trained.weights.all}
+        manifest = Manifest(0, step, head["extra"].value, 0, 0, shards, {}, {})
+        rows = [tuple(row) for row in head["tensors"]]
+        index = {key.text(): Stored(read_dtype(dtype), read_size(size), ()) for key, dtype, size in rows}
+        restoring = trained.prepare(manifest, training, index)
+        if missing := restoring.tensors.keys() ^ index.keys():
+            raise PipelineError(f"the state in memory and the model differ in {min(missing)}; make the same model")
+        local = [_local(restoring.tensors[key]) for key in index]
+        parts = _parts(data[_aligned(_LENGTH.size + length) :], local)
+        return Kept(step, head["extra"].value, restoring, [*zip(local, parts, strict=True)])
+
+    def forget_all_but(self, step: int | None) -> None:
+        """Steps that not all ranks have are not committed: drop them."""
+        self._slots.drop_all_but(step)
+
+
+def _parts(data: memoryview, tensors: list[torch.Tensor]) -> Iterator[memoryview]:
+    """The bytes of each tensor, one after the other."""
+    at = 0
+    for tensor in tensors:
+        yield data[at : at + tensor.numel() * tensor.element_size()]
+        at += _room(tensor)
+
+
+def _room(tensor: torch.Tensor) -> int:
+    return _aligned(tensor.numel() * tensor.element_size())
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNED) * _ALIGNED
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a DTensor, or the tensor."""
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.detach()

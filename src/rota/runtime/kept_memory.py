@@ -1,0 +1,134 @@
+"""Memory that outlives a rank: the supervisor owns it, the rank writes its state of the last steps into it.
+
+    0                                          64              4096
+    │ slot 0: step, ~step, bytes, start, room  │ slot 1 …      │ data of slot 0 │ data of slot 1 │ …
+
+A slot holds the state after one step. It is whole if `step` and its complement say so: the writer takes `step` away,
+writes the data, and puts the new step in place last. So a rank that is killed at any instant loses at most the slot
+that it was writing: the kernel keeps what a killed process has written, in the order in which it was written.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import final
+
+_KEPT = "ROTA_KEPT_MEMORY"  # an environment variable, set by the launcher: the number of an open file
+_NONE = -1
+_HEADER = struct.Struct("<qqQQQ")  # step, its complement, bytes of data, where they start, bytes of room there
+_SLOT_BYTES, _HEADERS_BYTES = 64, 4096
+NUM_SLOTS = 2
+_MORE = 17 / 16  # room for numbers that grow
+
+
+def environment_of(files: Sequence[int]) -> dict[str, str]:
+    """The environment through which a rank finds its memory; empty if it was given none."""
+    return {_KEPT: str(files[0])} if files else {}
+
+
+def given() -> int | None:
+    """The file of this rank's memory, which no process that it starts gets; None if the launcher keeps none."""
+    if (number := os.environ.get(_KEPT)) is None:
+        return None
+    os.set_inheritable(int(number), False)
+    return int(number)
+
+
+@final
+class KeptMemories:
+    """One memory per rank, for as long as the context manager is entered. Nothing is in any folder."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._stack = ExitStack()
+        self.files: list[int] = []
+
+    def __enter__(self) -> KeptMemories:
+        with self._stack as stack:
+            for rank in range(self._num_ranks):
+                self.files.append(os.memfd_create(f"rota-rank-{rank}"))
+                stack.callback(os.close, self.files[-1])
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def newest_step(self) -> int:
+        """The newest step that all ranks hold; -1 if there is none."""
+        held = [steps_in(file) for file in self.files]
+        return max(set.intersection(*map(set, held)), default=_NONE) if held else _NONE
+
+
+def steps_in(file: int) -> list[int]:
+    """The steps that are whole in a rank's memory."""
+    headers = os.pread(file, NUM_SLOTS * _SLOT_BYTES, 0)
+    if len(headers) < NUM_SLOTS * _SLOT_BYTES:
+        return []
+    found = (_HEADER.unpack_from(headers, slot * _SLOT_BYTES) for slot in range(NUM_SLOTS))
+    return [step for step, complement, *_ in found if step >= 0 and complement == ~step]
+
+
+@final
+class Slots:
+    """A rank's view of its memory."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._writing = 0
+        if os.fstat(file).st_size < _HEADERS_BYTES:
+            os.posix_fallocate(file, 0, _HEADERS_BYTES)
+            self._map = mmap.mmap(file, _HEADERS_BYTES)
+            for slot in range(NUM_SLOTS):
+                self._put(slot, _NONE, 0, _HEADERS_BYTES, 0)
+        self._map = mmap.mmap(file, os.fstat(file).st_size)
+
+    @property
+    def steps(self) -> dict[int, int]:
+        """Each whole step, and its slot."""
+        headers = {slot: _HEADER.unpack_from(self._map, slot * _SLOT_BYTES) for slot in range(NUM_SLOTS)}
+        return {step: slot for slot, (step, complement, *_) in headers.items() if step >= 0 and complement == ~step}
+
+    def begin(self, num_bytes: int) -> memoryview:
+        """Room for a new state, in the slot that holds the older step or none; what that held is gone.
+
+        Raises OSError if there is not enough memory.
+        """
+        held = {slot: step for step, slot in self.steps.items()}
+        self._writing = slot = min(range(NUM_SLOTS), key=lambda slot: held.get(slot, _NONE))
+        *_, start, room = _HEADER.unpack_from(self._map, slot * _SLOT_BYTES)
+        self._put(slot, _NONE, 0, start, room)
+        if room < num_bytes:  # behind all else: the other slot must stay as it is
+            start = len(self._map)
+            room = -(-int(num_bytes * _MORE) // mmap.PAGESIZE) * mmap.PAGESIZE
+            os.posix_fallocate(self._file, start, room)  # now: a page that is missing later would end the process
+            self._map = mmap.mmap(self._file, start + room)
+            self._put(slot, _NONE, 0, start, room)
+        return memoryview(self._map)[start : start + num_bytes]
+
+    def finish(self, step: int, num_bytes: int) -> None:
+        """The data of the slot from `begin` are the state after `step`."""
+        *_, start, room = _HEADER.unpack_from(self._map, self._writing * _SLOT_BYTES)
+        self._put(self._writing, step, num_bytes, start, room)
+
+    def data(self, step: int) -> memoryview:
+        """The state after a step that is whole."""
+        *_, num_bytes, start, room = _HEADER.unpack_from(self._map, self.steps[step] * _SLOT_BYTES)
+        return memoryview(self._map)[start : start + min(num_bytes, room)]
+
+    def drop_all_but(self, step: int | None) -> None:
+        """Forget other steps: those that not all ranks have."""
+        for other, slot in self.steps.items():
+            if other != step:
+                self._put(slot, _NONE, 0, *_HEADER.unpack_from(self._map, slot * _SLOT_BYTES)[3:])
+
+    def _put(self, slot: int, step: int, num_bytes: int, start: int, room: int) -> None:
+        """Write a header so that its slot is not whole until the last field, the step, is written."""
+        at = slot * _SLOT_BYTES
+        struct.pack_into("<q", self._map, at, _NONE)
+        struct.pack_into("<qQQQ", self._map, at + 8, ~step, num_bytes, start, room)
+        struct.pack_into("<q", self._map, at, step)

@@ -1,0 +1,182 @@
+"""The warm stand-by of a run: a process that has imported what ranks need, from which they are forked in milliseconds.
+
+supervisor ── "fork", environment, socket ──▶ stand-by ── fork ──▶ (between) ── fork ──▶ rank
+           ◀── its process id ──────────────           ◀───────────── its process id ───┘
+           ◀── becomes its child, when (between) ends ───────────────────────────────────┘
+
+The ranks are the supervisor's own children, so their exit codes, signals and process ids are handled as those of any
+other child. The kernel hands them over because the supervisor is a "child subreaper" while it forks, and only then:
+what a rank leaves behind is not its business.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, final
+
+from rota.errors import PipelineError
+
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+MOST_BYTES = 1 << 18  # of a message
+_AT_ONCE = 64  # ranks that one request forks
+MOST_FILES = 2 * _AT_ONCE
+#: Of what ranks import, what takes longest: PyTorch's optimizers load torch._dynamo at their first call.
+_MODULES = ("rota.runtime.pipeline", "rota.runtime.deferred", "rota.runtime.spmd", "rota.models", "torch._dynamo")
+_ENDED = "the process that ranks are forked from has ended"
+_OF_RESTARTS = ("rota.runtime.checkpoints",)
+
+
+@final
+class StandByEndedError(PipelineError):
+    """The stand-by has ended, so that no rank can be forked from it."""
+
+
+@final
+class Forked:
+    """A rank that was forked: a child of this process, with the part of `subprocess.Popen` that ranks need."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._is_reaped = False
+
+    def wait(self) -> None:
+        """Wait for its end, and reap it."""
+        if not self._is_reaped:
+            os.waitpid(self.pid, 0)
+            self._is_reaped = True
+
+    def kill(self) -> None:
+        """End it at once."""
+        if not self._is_reaped:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+@final
+class StandBy:
+    """The stand-by process, as a context manager; on exit it is gone. Only on Linux.
+
+    Args:
+        environment: what the ranks have in common. Libraries read some variables when they are loaded.
+        for_restarts: import also what only restarted ranks need at once.
+    """
+
+    def __init__(self, environment: Mapping[str, str], for_restarts: bool) -> None:
+        self._environment = dict(environment)
+        self._modules = _MODULES + (_OF_RESTARTS if for_restarts else ())
+        self._stack = ExitStack()
+        #: Whether it has imported everything.
+        self.is_ready = False
+
+    def __enter__(self) -> StandBy:
+        with self._stack as stack:
+            self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            stack.callback(self.line.close)
+            module = "rota.runtime.launching.stand_by_process"
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid()), *self._modules],
+                    env=self._environment,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+            stack.callback(self._process.wait)
+            stack.callback(self._process.kill)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def pid(self) -> int:
+        """Its process id, which is also that of its process group."""
+        return self._process.pid
+
+    def is_alive(self) -> bool:
+        """Whether it still runs."""
+        return self._process.poll() is None
+
+    def has_message(self) -> bool:
+        """Whether a message has come, or it has ended."""
+        return bool(select.select([self.line], [], [], 0)[0])
+
+    def note_ready(self) -> None:
+        """Read its first message, which has come. Raises PipelineError if it cannot fork ranks."""
+        num_threads = self._answer()["threads"]
+        if num_threads != 1:
+            raise PipelineError(
+                f"the process that ranks are forked from has {num_threads} threads after its imports; look at what "
+                f"sitecustomize and .pth files import"
+            )
+        self.is_ready = True
+
+    def fork(
+        self, command: Sequence[str], environments: Sequence[Mapping[str, str]], files: Sequence[Sequence[int]]
+    ) -> list[Forked]:
+        """One new child of this process per environment, each of which leads a session of its own.
+
+        Args:
+            command: a module, which runs as `python -m` would run it, and its arguments.
+            environments: the children's variables; those that the stand-by has as well are not sent.
+            files: for each child its socket, see `control`, and for all or none the memory that is kept for it.
+
+        Raises:
+            PipelineError: the machine refuses to start one more process; none is left then.
+            StandByEndedError: the stand-by has ended.
+        """
+        forked: list[Forked] = []
+        for first in range(0, len(environments), _AT_ONCE):
+            rows = slice(first, first + _AT_ONCE)
+            forked += self._fork_some(command, environments[rows], [file for row in files[rows] for file in row])
+        if len(forked) < len(environments):
+            for each in forked:
+                each.kill()
+                each.wait()
+            raise PipelineError(
+                f"process {len(forked)} of {len(environments)} cannot be started; start fewer, or raise the limit "
+                f"(ulimit -u)"
+            )
+        return forked
+
+    def _fork_some(
+        self, command: Sequence[str], environments: Sequence[Mapping[str, str]], files: list[int]
+    ) -> list[Forked]:
+        of_ranks = [
+            {name: value for name, value in environment.items() if self._environment.get(name) != value}
+            for environment in environments
+        ]
+        request = json.dumps({"command": [*command], "environments": of_ranks}).encode()
+        with _adopting():
+            try:
+                socket.send_fds(self.line, [request], files)
+            except OSError as error:
+                raise StandByEndedError(_ENDED) from error
+            pids: list[int] = self._answer()["pids"]
+        return [Forked(pid) for pid in pids if pid]
+
+    def _answer(self) -> dict[str, Any]:
+        with suppress(OSError):
+            if data := self.line.recv(MOST_BYTES):
+                answer: dict[str, Any] = json.loads(data)
+                return answer
+        raise StandByEndedError(_ENDED)
+
+
+@contextmanager
+def _adopting() -> Iterator[None]:
+    """Inside, processes whose parent ends become this process's children, if they descend from it."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)

@@ -1,0 +1,99 @@
+"""The process that ranks are forked from: it imports, waits, and forks. See `stand_by`.
+
+python -P -m rota.runtime.launching.stand_by_process SOCKET SUPERVISOR MODULE …
+
+It has one thread, no process group and no device, so that its children begin as a new process does.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import socket
+import sys
+import time
+
+from rota.runtime import control, kept_memory
+from rota.runtime.launching.stand_by import MOST_BYTES, MOST_FILES
+from rota.runtime.orphans import end_with_parent
+
+_LOOK_S = 0.0002
+
+
+def main() -> None:
+    """Import the modules, then fork a rank per request until the supervisor closes the connection."""
+    number, supervisor, *modules = sys.argv[1:]
+    line, parent = socket.socket(fileno=int(number)), int(supervisor)
+    os.set_inheritable(line.fileno(), False)
+    end_with_parent(parent)
+    for module in modules:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # otherwise each rank's first collection writes to all pages, which copies them
+    line.send(json.dumps({"threads": len(os.listdir("/proc/self/task"))}).encode())
+    while True:
+        data, files, *_ = socket.recv_fds(line, MOST_BYTES, MOST_FILES)
+        if not data:
+            return
+        request = json.loads(data)
+        per_rank = len(files) // len(request["environments"])
+        of_ranks = [files[i : i + per_rank] for i in range(0, len(files), per_rank)]
+        number = _fork(line, len(of_ranks))
+        if number is not None:
+            _run(request["command"], request["environments"][number], parent, of_ranks[number])
+            return
+        for file in files:
+            os.close(file)
+
+
+def _fork(line: socket.socket, num_ranks: int) -> int | None:
+    """Fork grandchildren, whose ids the supervisor is told; returns this process's number among them, if it is one."""
+    read, write = os.pipe()
+    try:
+        between = os.fork()
+    except OSError:
+        between = -1
+    if not between:
+        os.close(read)
+        for number in range(num_ranks):
+            try:
+                is_rank = not os.fork()
+            except OSError:
+                break
+            if is_rank:
+                os.setsid()  # before the supervisor knows of it: it ends process groups
+                os.write(write, f"{number} {os.getpid()}\n".encode())
+                os.close(write)
+                line.close()
+                return number
+        os._exit(0)
+    os.close(write)
+    with open(read) as told:
+        pids = dict(map(int, row.split()) for row in told)  # until all of them have closed it
+    if between > 0:
+        os.waitpid(between, 0)  # now the ranks are the supervisor's children
+    line.send(json.dumps({"pids": [pids.get(number, 0) for number in range(num_ranks)]}).encode())
+    return None
+
+
+def _run(command: list[str], environment: dict[str, str], supervisor: int, files: list[int]) -> None:
+    """Run the module of a command as `python -m` does."""
+    while os.getppid() != supervisor:  # until the process between has ended
+        if os.getppid() == 1:
+            os._exit(1)  # the supervisor has ended
+        time.sleep(_LOOK_S)
+    os.environ.update(environment)
+    os.environ.update(control.environment_of(files[0], supervisor))
+    os.environ.update(kept_memory.environment_of(files[1:]))
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        numpy.seed()  # or all ranks would draw the same numbers
+    module, *arguments = command
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""`find_plan`: the best order for a step, whose micro-batches are alike or differ, with a proof of how good it is.
+
+Where they differ, the search of the unfolded step (see `unfolding`) keeps the sequence of the micro-batches first,
+which leaves fewer choices; then, unless it is to be kept, what was found is where the search of all orders begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from fractions import Fraction
+from typing import get_args
+
+from rota.checking import check
+from rota.errors import SearchError
+from rota.placement import Placement
+from rota.plan import Plan
+from rota.schedules.families import named_plans
+from rota.search.budget import Budget
+from rota.search.portfolio import Portfolio
+from rota.search.problem import Problem
+from rota.search.result import ANY_SEQUENCE, KEPT_SEQUENCE, Objective, Progress, SearchResult
+from rota.search.unfolding import Unfolding
+from rota.search.validation import refuse_wrong, refuse_wrong_options, seconds_of
+from rota.simulation import simulate
+from rota.stopping import ended_by_ctrl_c, guarded
+
+_KEPT_SHARE = 0.4  # of the budget, for orders that keep the sequence
+
+
+def find_plan(
+    placement: Placement,
+    num_microbatches: int,
+    *,
+    objective: Objective = "makespan",
+    time_limit_s: float = 10.0,
+    seed: int = 0,
+    deterministic: bool = False,
+    keep_sequence: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+) -> SearchResult:
+    """The order that finishes first, for any placement, and how far from the best possible it may still be.
+
+    The plan is never worse than a named schedule that fits. Ctrl-C ends the search with the best so far; a second one
+    aborts. An answer that is proven optimal is the same on every run; another one depends on how far the search gets in
+    `time_limit_s`, unless it is `deterministic`. The first search on a machine compiles its loops for some seconds; if
+    its time is up by then, it returns the best named schedule.
+
+    Args:
+        placement: The tasks of one micro-batch, and the cluster with its memory limits. Its micro-batches may differ
+            (`Placement.of_classes`).
+        num_microbatches: Micro-batches per step.
+        objective: What is minimized: "makespan"; "span", the longest busy window of a rank; or "period", the time per
+            micro-batch in steady state.
+        time_limit_s: How long to search, in seconds.
+        seed: Seed of all random choices.
+        deterministic: Do `time_limit_s` nominal seconds of work, however long they last; the answer is then the same
+            on every run.
+        keep_sequence: Where micro-batches differ: whether every task takes them in their sequence. The plan is then
+            the best one that does; `SearchResult.among` says what the proof is among.
+        progress: Called with each better plan and each method's turn. An error that it raises ends the search like
+            Ctrl-C: it is issued as a warning and reported in `stopped_by`, or raised if no plan was found by then.
+
+    Returns:
+        The best plan found, checked, with a proven bound.
+
+    Raises:
+        SearchError: An argument is invalid, or no plan that fits was found.
+    """
+    refuse_wrong(placement, num_microbatches, objective, get_args(Objective))
+    refuse_wrong_options(seed, progress)
+    seconds = seconds_of(time_limit_s)
+    budget = Budget(seconds, deterministic)
+    with ended_by_ctrl_c(budget):
+        if placement.class_of:
+            return _find_differing(placement, objective, keep_sequence, budget, seed, guarded(progress, budget))
+        problem = Problem(placement, num_microbatches)
+        search = Portfolio(problem, objective, budget, seed, guarded(progress, budget))
+        search.run()
+        return search.result()
+
+
+def _find_differing(
+    placement: Placement,
+    objective: Objective,
+    keep_sequence: bool,
+    budget: Budget,
+    seed: int,
+    progress: Callable[[Progress], None],
+) -> SearchResult:
+    """`find_plan` for micro-batches that differ."""
+    named = [*named_plans(placement, len(placement.class_of), lambda _: None)]
+    if keep_sequence:
+        unfolding = Unfolding(placement, keeps_sequence=True)
+        return _folded(unfolding, _search(unfolding, objective, budget, seed, progress, named), named)
+    given, share = [*named], budget.share(_KEPT_SHARE * budget.seconds)
+    kept = Unfolding(placement, keeps_sequence=True)
+    with suppress(SearchError):  # another sequence may fit
+        first = _search(kept, objective, share, seed, progress, named)
+        given.append((first.how, kept.fold(first.plan)))
+    unfolding = Unfolding(placement)
+    return _folded(unfolding, _search(unfolding, objective, budget, seed, progress, given), named)
+
+
+def _search(
+    unfolding: Unfolding,
+    objective: Objective,
+    budget: Budget,
+    seed: int,
+    progress: Callable[[Progress], None],
+    given: Iterable[tuple[str, Plan]],
+) -> SearchResult:
+    """The result for the unfolded step."""
+    plans = ((name, unfolding.unfold(plan)) for name, plan in given)
+    search = Portfolio(unfolding.problem, objective, budget, seed, progress, plans)
+    search.run()
+    return search.result()
+
+
+def _folded(unfolding: Unfolding, found: SearchResult, named: Iterable[tuple[str, Plan]]) -> SearchResult:
+    """The result for the given step; its proof is among the orders that the unfolding leaves open."""
+    plan = unfolding.fold(found.plan)
+    check(plan)
+    names = {name for name, _ in named}
+    timeline = simulate(plan)
+    value_us = timeline.span_us if found.objective == "span" else timeline.makespan_us
+    return replace(
+        found,
+        plan=plan,
+        value_us=Fraction(value_us),
+        named=tuple(one for one in found.named if one.name in names),
+        among=KEPT_SEQUENCE if unfolding.keeps_sequence else ANY_SEQUENCE,
+    )

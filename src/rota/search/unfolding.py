@@ -1,0 +1,118 @@
+"""Micro-batches that differ, as a step in which each micro-batch has stages of its own.
+
+    given       stages 0 1, micro-batches 0 1 of other sizes      0F0 0F1 …
+    unfolded    stages 0 1 of micro-batch 0, 2 3 of micro-batch 1   0F0 2F1 …        stage s of m is m * 2 + s
+
+The unfolded step is a placement like any other, with one data stream per micro-batch and one micro-batch in each. So
+all searches and bounds hold for it, and its plans are plans of the given step: only names of ops and stages differ.
+
+In which order the tasks take the micro-batches is open there. What is the same for two micro-batches of one class is
+not: exchanging two that are in the wrong order makes nothing later and holds no more memory, so they go in turn. If
+the sequence is to be kept, all of them do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+from rota.placement import Edge, Placement
+from rota.plan import Plan, Transfer
+from rota.search.problem import Problem
+from rota.tasks import Op
+
+
+@dataclass(frozen=True)
+class Unfolding:
+    """A step whose micro-batches differ, and its unfolded form.
+
+    Attributes:
+        given: The placement; it has the class of each micro-batch.
+        keeps_sequence: Whether each task takes the micro-batches in their sequence.
+    """
+
+    given: Placement
+    keeps_sequence: bool = False
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of the step."""
+        return len(self.given.class_of)
+
+    @cached_property
+    def _width(self) -> int:
+        return 1 + max(self.given.stages)
+
+    @cached_property
+    def _numbers(self) -> dict[tuple[int, int], int]:
+        """(micro-batch, index of a task) -> index of its task in the unfolded placement."""
+        given = self.given
+        pairs = (
+            (m, t)
+            for m in range(self.num_microbatches)
+            for t, component in enumerate(given.component_of)
+            if component == m % given.num_components
+        )
+        return {pair: i for i, pair in enumerate(pairs)}
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The unfolded step."""
+        given, numbers = self.given, self._numbers
+        tasks = []
+        for m, t in numbers:
+            task = given.for_microbatch(m).tasks[t]
+            tasks.append(replace(task, stage=m * self._width + task.stage))
+        edges = [
+            Edge(numbers[m, edge.source], numbers[m, edge.target], given.value(edge.num_bytes, m))
+            for m in range(self.num_microbatches)
+            for edge in given.edges
+            if (m, edge.source) in numbers
+        ]
+        ends = [replace(end, stage=self._first_copy(end.stage)) for end in given.step_ends if self._copies(end.stage)]
+        placement = Placement(tuple(tasks), tuple(edges), given.cluster, given.static_bytes, tuple(ends))
+        return Problem(placement, self.num_microbatches, (), self._width, tuple(self._precedences()))
+
+    def _copies(self, stage: int) -> range:
+        return self.given.microbatches(stage, self.num_microbatches)
+
+    def _first_copy(self, stage: int) -> int:
+        return self._copies(stage)[0] * self._width + stage
+
+    def _precedences(self) -> Iterator[tuple[int, int]]:
+        """Of each task, its micro-batches that go in turn."""
+        for t, task in enumerate(self.given.tasks):
+            rows: dict[int, list[int]] = {}
+            for m in self._copies(task.stage):
+                rows.setdefault(0 if self.keeps_sequence else self.given.class_in(m), []).append(self._numbers[m, t])
+            for row in rows.values():
+                yield from pairwise(row)
+
+    def unfold(self, plan: Plan) -> Plan:
+        """The same plan of the unfolded step; transfers on shared links are served as the plan simulates them."""
+        orders = tuple(tuple(self._unfolded(op) for op in order) for order in plan.orders)
+        served = ()
+        if plan.first_service:
+            transfers = dict(plan.served_transfers())
+            served = tuple(
+                tuple(self._with(transfers[node], self._unfolded) for node in nodes) for nodes in plan.served
+            )
+        return Plan(self.problem.given, self.num_microbatches, orders, service_orders=served)
+
+    def fold(self, plan: Plan) -> Plan:
+        """The plan of the given step that a plan of the unfolded one stands for."""
+        orders = tuple(tuple(self._folded(op) for op in order) for order in plan.orders)
+        served = tuple(tuple(self._with(each, self._folded) for each in order) for order in plan.service_orders)
+        return Plan(self.given, self.num_microbatches, orders, service_orders=served)
+
+    def _unfolded(self, op: Op) -> Op:
+        return op._replace(stage=op.microbatch * self._width + op.stage)
+
+    def _folded(self, op: Op) -> Op:
+        return op._replace(stage=op.stage % self._width)
+
+    @staticmethod
+    def _with(transfer: Transfer, rename: Callable[[Op], Op]) -> Transfer:
+        return transfer._replace(source=rename(transfer.source), target=rename(transfer.target))

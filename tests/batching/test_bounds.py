@@ -1,0 +1,82 @@
+"""No bound is above the optimum of the plans that it is about, and plans are close to it."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+
+from batching.steps import chain, optimum_us
+from rota.batching.bounds import of_any_sequence, of_grouping
+from rota.batching.dispatching import dispatch
+from rota.batching.improving import best_policy, improve, valley
+from rota.batching.windows import sequence_bound_us
+
+FEW = [(seed, ranks, 4, split, flight, giants) for seed, ranks, split, flight, giants in (
+    (0, 2, False, 2.0, 0), (1, 3, False, 3.0, 0), (2, 3, False, 2.2, 1), (3, 3, True, 3.0, 0), (4, 2, True, 2.0, 1),
+    (5, 3, True, 2.4, 0),
+)]  # fmt: skip
+MANY = [
+    (seed, 2 + seed % 3, 4 + seed % 4, bool(seed % 2), 1.5 + seed % 5 / 2, seed % 3) for seed in range(100, 160)
+]  # fmt: skip
+CASES = [*FEW, *(pytest.param(*case, marks=pytest.mark.sweep) for case in MANY)]
+NAMES = ("seed", "ranks", "count", "split", "in_flight", "giants")
+
+
+@pytest.mark.parametrize(NAMES, CASES)
+def test_bounds_of_a_grouping_and_of_a_sequence(
+    seed: int, ranks: int, count: int, split: bool, in_flight: float, giants: int
+) -> None:
+    problem = chain(seed, ranks, count, split, in_flight, giants)
+    best_us = optimum_us(problem)
+    if best_us is None:
+        pytest.skip("CP-SAT did not close it")
+    highest_us = max(bound.us for bound in of_grouping(problem))
+    assert highest_us <= best_us
+    for sequence in (valley(problem), np.random.default_rng(seed).permutation(count)):
+        exact_us = optimum_us(problem, sequence.tolist())
+        if exact_us is None:
+            continue
+        assert best_us <= exact_us
+        for lowest_us in (0, highest_us):
+            assert sequence_bound_us(problem, sequence, lowest_us, exact_us) <= exact_us
+            assert sequence_bound_us(problem, sequence, lowest_us, exact_us + 7) <= exact_us
+            assert sequence_bound_us(problem, sequence, lowest_us, 2 * exact_us) <= exact_us
+        assert max((bound.us for bound in of_any_sequence(problem)), default=0) <= exact_us
+
+
+@pytest.mark.parametrize("seed", [7, 8])
+def test_bounds_of_any_sequence(seed: int) -> None:
+    problem = chain(seed, 3, 4, False, 1.6, giants=1)
+    exact = [optimum_us(problem, sequence) for sequence in permutations(range(4))]
+    bounds = of_any_sequence(problem)
+    assert max(bound.us for bound in bounds) <= min(us for us in exact if us is not None)
+
+
+def test_a_giant_that_fills_the_memory_makes_its_rank_wait() -> None:
+    problem = chain(0, 3, 4, False, 1.0, giants=1)
+    assert max(b.us for b in of_any_sequence(problem)) > max(b.us for b in of_grouping(problem) if "work" in b.why)
+
+
+def test_plans_are_close_to_the_optimum() -> None:
+    off = []
+    for case in FEW:
+        problem = chain(*case)
+        best_us = optimum_us(problem)
+        policy, _ = best_policy(problem, valley(problem))
+        found = dispatch(problem, *improve(problem, valley(problem), policy, 0, 400))
+        assert best_us is not None
+        assert found.makespan_us >= best_us
+        off.append(found.makespan_us / best_us - 1)
+    assert np.mean(off) <= 0.01, off
+
+
+def test_the_bound_of_a_sequence_is_close_to_its_optimum() -> None:
+    far = []
+    for case in FEW:
+        problem = chain(*case)
+        exact_us = optimum_us(problem, valley(problem).tolist())
+        assert exact_us is not None
+        far.append(1 - sequence_bound_us(problem, valley(problem), 0, exact_us) / exact_us)
+    assert np.mean(far) <= 0.02, far

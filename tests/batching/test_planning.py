@@ -1,0 +1,127 @@
+"""Plans of batches: complete, within memory, timed right, the same every time, and no sample lost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rota
+from rota import Cluster, Curve, SearchError, Size, SizeModel
+from rota.batching.figures import Layout
+from support.recount import recount, step_end_times
+
+
+def model(num_stages: int, split: bool, seed: int = 0) -> SizeModel:
+    """Stages that differ, small enough to be recounted µs by µs."""
+    rng = np.random.default_rng(seed)
+
+    def curves(constant: float, per_token: float, per_square: float) -> tuple[Curve, ...]:
+        factors = rng.uniform(0.7, 1.3, (num_stages, 3)) * [constant, per_token, per_square]
+        return tuple(Curve(*row) for row in factors.tolist())
+
+    return SizeModel(
+        forward_us=curves(2, 0.1, 0.002),
+        backward_us=curves(3, 0.15, 0.003),
+        weight_us=curves(2, 0.1, 0) if split else None,
+        activation_bytes=curves(5, 10, 0.01),
+        input_frees_bytes=curves(1, 4, 0.01) if split else None,
+        boundary_bytes=curves(1, 2, 0)[1:],
+        forward_peak_bytes=curves(3, 1, 0),
+        backward_peak_bytes=curves(3, 2, 0),
+        static_bytes=(100,) * num_stages,
+        optimizer_us=(7,) * num_stages,
+        reduce_us=(5,) * num_stages,
+    )
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("place", "stages"), [(rota.place, 3), (rota.interleaved, 6), (rota.wave, 6)])
+def test_figures_are_those_of_the_placement_of_each_size(place, stages: int, split: bool) -> None:  # type: ignore[no-untyped-def]
+    sizes = [Size.padded([3, 9, 4]), Size(1, 1), Size.packed([30, 2])]
+    cluster = Cluster.uniform(3, 10_000, latency_us=2, bytes_per_us=3)
+    costs = model(stages, split)
+    layout = Layout.of(costs, cluster, place)
+    problem = layout.problem(sizes)
+    for m, size in enumerate(sizes):
+        placement = place(costs.costs(size), cluster)
+        tasks = [placement.tasks[i] for i in layout.sorted_tasks]
+        assert problem.durations_us[m].tolist() == [task.duration_us for task in tasks]
+        assert problem.held_bytes[m].tolist() == [task.held_bytes for task in tasks]
+        assert problem.peak_bytes[m].tolist() == [task.peak_bytes for task in tasks]
+        assert problem.edge_bytes[m].tolist() == [edge.num_bytes for edge in placement.edges]
+        lags = {(route.source, route.target): route.duration_us for route in placement.routes}
+        assert problem.lags_us[m].tolist() == [lags.get(edge[:2], 0) for edge in placement.edges]
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_random_batches(data: st.DataObject) -> None:
+    split, packed = data.draw(st.booleans()), data.draw(st.booleans())
+    num_ranks = data.draw(st.integers(1, 4))
+    place, per_rank = data.draw(st.sampled_from([(rota.place, 1), (rota.wave, 2)]))
+    costs = model(num_ranks * per_rank, split, data.draw(st.integers(0, 9)))
+    lengths = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=25))
+    limit = data.draw(st.none() | st.integers(4_000, 20_000))
+    cluster = Cluster.uniform(num_ranks, limit, data.draw(st.integers(0, 3)), data.draw(st.none() | st.integers(5, 9)))
+    found = rota.plan_batch(costs, cluster, lengths, packed=packed, place=place, tries=20)
+    rota.check(found.plan)
+    counted = recount(found.plan)
+    ends = [end for *_, end in step_end_times(found.plan, counted)]
+    assert found.makespan_us >= found.bound_us
+    assert found.timeline.makespan_us == max(counted.makespan_us, *ends) <= found.makespan_us
+    assert per_rank > 1 or found.timeline.makespan_us == found.makespan_us
+    assert sorted(sample for group in found.groups for sample in group) == [*range(len(lengths))]
+    measure = Size.packed if packed else Size.padded
+    assert found.sizes == tuple(measure([lengths[i] for i in group]) for group in found.groups)
+    for m, size in enumerate(found.sizes):
+        placement = found.plan.placement.for_microbatch(m)
+        assert placement.tasks == place(costs.costs(size), cluster).tasks
+    assert found == rota.plan_batch(costs, cluster, lengths, packed=packed, place=place, tries=20)
+
+
+def test_a_sample_that_fits_nowhere_is_refused_by_its_index() -> None:
+    cluster = Cluster.uniform(2, 2_000)
+    lengths = [10, 20, 300, 5]
+    with pytest.raises(SearchError, match="sample 2 of length 300 fits in no micro-batch: alone it needs") as error:
+        rota.plan_batch(model(2, False), cluster, lengths)
+    need = int(str(error.value).split("needs ")[1].split()[0])
+    assert rota.plan_batch(model(2, False), Cluster.uniform(2, 2 * need), lengths).groups
+
+
+@pytest.mark.parametrize("lengths", [[], [3, 0]])
+def test_batches_without_samples_or_tokens_are_refused(lengths: list[int]) -> None:
+    with pytest.raises(SearchError, match="lengths"):
+        rota.plan_batch(model(2, False), Cluster.uniform(2), lengths)
+
+
+def test_placements_that_are_not_supported_are_refused() -> None:
+    with pytest.raises(SearchError, match="2 data streams"):
+        rota.plan_batch(model(2, False), Cluster.uniform(2), [3], place=rota.bidirectional)
+    with pytest.raises(SearchError, match="on 2 ranks"):
+        rota.plan_batch(model(1, False), Cluster.uniform(2), [3], place=lambda c, k: rota.place(c, k, [(0, 1)]))
+    with pytest.raises(SearchError, match="gaps"):
+        rota.plan_batch(model(2, False), Cluster((None, None), gap_us=1), [3])
+
+
+def test_replicas_get_batches_of_about_the_same_time() -> None:
+    lengths = np.random.default_rng(0).integers(5, 200, 400).tolist()
+    costs = model(3, True)
+    plans = rota.plan_replicas(costs, Cluster.uniform(3, 100_000), lengths, 4, tries=20)
+    assert sorted(i for plan in plans for group in plan.groups for i in group) == [*range(400)]
+    spans = [plan.makespan_us for plan in plans]
+    assert max(spans) <= 1.05 * min(spans)
+    for plan in plans:
+        assert plan.sizes == tuple(Size.padded([lengths[i] for i in group]) for group in plan.groups)
+    with pytest.raises(SearchError, match="at least one"):
+        rota.plan_replicas(costs, Cluster.uniform(3), [5], 2)
+
+
+def test_the_text_says_what_each_bound_is_proven_among() -> None:
+    found = rota.plan_batch(model(3, False), Cluster.uniform(3, 4_000), [*range(1, 40)], tries=20)
+    text = found.to_text()
+    assert "39 samples" in text
+    assert "all orders of this grouping" in text
+    assert "this sequence of micro-batches on all ranks" in text
+    assert 0 <= found.gap <= found.gap_of_all_orders

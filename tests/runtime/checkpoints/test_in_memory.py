@@ -1,0 +1,146 @@
+"""What `commit` keeps in memory, and what a rank goes on from: the steps of the undisturbed run, to the bit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rota import PipelineError, split
+from rota.runtime import checkpoints, kept_memory
+from rota.runtime.kept_memory import KeptMemories, steps_in
+from support.checkpoint_runs import TWO, Training, model
+from support.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+
+@contextmanager
+def memory() -> Iterator[int]:
+    """A memory as a supervisor would keep it for this rank, and no other rank's."""
+    with KeptMemories(1) as kept, pytest.MonkeyPatch.context() as patch:
+        for name, value in kept_memory.environment_of(kept.files).items():
+            patch.setenv(name, value)
+        yield kept.files[0]
+
+
+def go_on(rank: int, folder: Path) -> None:
+    with memory() as file:
+        first = Training(TWO)
+        with first.pipeline:
+            kept = first.checkpoints(folder)
+            assert kept.load() is None
+            for step in range(3):
+                first.steps([step])
+                kept.commit(step + 1, data=[step])
+            assert sorted(steps_in(file)) == [2, 3]
+            expected, random_after = first.steps(range(3, 6)), torch.rand(3)
+
+        again = Training(TWO, split(model(1), TWO.plan().num_stages))
+        with again.pipeline:
+            found = again.checkpoints(folder).load()
+            assert (found.step, found.extra, found.path) == (3, {"data": [2]}, None)
+            assert steps_in(file) == [3]
+            assert again.steps(range(3, 6)) == expected
+            assert torch.equal(torch.rand(3), random_after)
+
+
+def test_the_newest_step_in_memory_is_restored(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, go_on, tmp_path)
+
+
+def go_on_together(rank: int, folder: Path) -> None:
+    """Rank 0 has committed the step in which rank 1 was killed."""
+    with memory() as file:
+        first = Training(TWO)
+        with first.pipeline:
+            kept = first.checkpoints(folder)
+            for step in range(3):
+                first.steps([step])
+                if step < 2 or rank == 0:
+                    kept.commit(step + 1)
+        again = Training(TWO, split(model(1), TWO.plan().num_stages))
+        with again.pipeline:
+            assert again.checkpoints(folder).load().step == 2
+            assert steps_in(file) == [2]
+
+
+def test_a_step_that_not_all_ranks_have_is_not_committed(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, go_on_together, tmp_path)
+
+
+def prefer_what_is_newer(rank: int, folder: Path) -> None:
+    with memory() as file:
+        first = Training(TWO)
+        with first.pipeline:
+            kept = first.checkpoints(folder)
+            first.steps(range(1))
+            kept.commit(1)
+            first.steps(range(1, 3))
+            kept.save(3)
+        again = Training(TWO, split(model(1), TWO.plan().num_stages))
+        with again.pipeline:
+            found = again.checkpoints(folder).load()
+            assert (found.step, found.path) == (3, folder / "step-3")
+            assert steps_in(file) == []
+
+
+def test_a_later_checkpoint_wins(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, prefer_what_is_newer, tmp_path)
+
+
+def refuse(rank: int, folder: Path) -> None:
+    with memory() as file:
+        training = Training(TWO)
+        with training.pipeline:
+            kept = training.checkpoints(folder)
+            training.steps(range(1))
+            weight = next(training.pipeline.parameters())
+            weight.grad = torch.ones_like(weight)
+            with pytest.raises(PipelineError, match="has a gradient"):
+                kept.commit(1)
+            weight.grad = torch.zeros_like(weight)  # as zero_grad(set_to_none=False) leaves it
+            kept.commit(1)
+            with pytest.raises(PipelineError, match="step=-1"):
+                kept.commit(-1)
+            with pytest.raises(PipelineError, match="JSON"):
+                kept.commit(2, data=object())
+            assert steps_in(file) == [1]
+
+
+def test_what_commit_refuses(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, refuse, tmp_path)
+
+
+def leave_out(rank: int, folder: Path, what: str) -> None:
+    with memory() as file, pytest.MonkeyPatch.context() as patch:
+        training = Training(TWO)
+        if what == "machine" and rank == 1:
+            patch.setattr(checkpoints, "available_bytes", lambda: 1000)
+        with training.pipeline:
+            kept = training.checkpoints(folder)
+            if what == "plan":
+                plan = training.pipeline.plan
+                cluster = replace(plan.placement.cluster, limit_bytes=(1000, 1000))
+                training.pipeline.plan = replace(plan, placement=replace(plan.placement, cluster=cluster))
+            training.steps(range(1))
+            kept.commit(1)
+            kept.commit(2)
+            assert steps_in(file) == []
+        dist.barrier()
+
+
+@pytest.mark.parametrize("what", ["machine", "plan"])
+def test_without_enough_memory_nothing_is_kept(pool: Pool, tmp_path: Path, what: str) -> None:
+    pool.run(2, leave_out, tmp_path, what)
+
+
+def test_without_a_supervisor_nothing_is_kept() -> None:
+    assert kept_memory._KEPT not in os.environ
+    assert kept_memory.given() is None

@@ -1,0 +1,210 @@
+"""Micro-batches that differ, searched: against all plans of tiny placements, with and without the sequence kept."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rota.checking import check
+from rota.costs import Cluster, Costs
+from rota.errors import RotaError, SearchError
+from rota.figures import values_of
+from rota.placement import Placement
+from rota.placing import interleaved, place
+from rota.plan import Plan
+from rota.schedules import FAMILIES, one_f_one_b
+from rota.search import bounds_of, find_frontier, find_plan, find_repeating
+from rota.search.bounds import every
+from rota.search.unfolding import Unfolding
+from rota.simulation import simulate
+from rota.tasks import Task
+from support.core_strategies import differing_plans, with_limits
+from support.search_brute_force import best_of, every_plan, tiny_placement
+
+
+def of_sizes(placement: Placement, chooser: random.Random, num_microbatches: int) -> Placement:
+    """The placement with two classes: another time, other bytes."""
+    other = replace(
+        placement,
+        tasks=tuple(
+            Task(t.stage, t.kind, t.ranks, chooser.randint(0, 6), chooser.randint(-2, 4), chooser.randint(0, 2))
+            for t in placement.tasks
+        ),
+        edges=tuple(edge._replace(num_bytes=chooser.randint(0, 3)) for edge in placement.edges),
+    )
+    return Placement.of_classes([placement, other], [0, *(chooser.randint(0, 1) for _ in range(num_microbatches - 1))])
+
+
+class Case(NamedTuple):
+    placement: Placement
+    num_microbatches: int
+    plans: list[Plan]
+
+
+def cases(count: int, seed: int) -> Iterator[Case]:
+    """Tiny placements whose micro-batches differ, with all their plans."""
+    chooser = random.Random(seed)
+    while count:
+        num_microbatches = chooser.randint(2, 3)
+        placement = of_sizes(tiny_placement(chooser, carries=chooser.random() < 0.5), chooser, num_microbatches)
+        if not placement.class_of:
+            continue
+        plans = every_plan(placement, num_microbatches)
+        if plans is not None and len(plans) > 1:
+            count -= 1
+            yield Case(placement, num_microbatches, plans)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> list[Case]:
+    return [*cases(60, seed=11)]
+
+
+def keeps_sequence(plan: Plan) -> bool:
+    return all(
+        [op.microbatch for op in order if op[:2] == task] == sorted(op.microbatch for op in order if op[:2] == task)
+        for order in plan.orders
+        for task in {op[:2] for op in order}
+    )
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+def test_tiny_placements_as_by_brute_force(tiny: list[Case], objective: str, keep: bool) -> None:
+    """Never better than the best of all plans, the bound never above it; what is proven is the best."""
+    num_proven = num_fitting = 0
+    for placement, count, plans in tiny:
+        best = best_of([plan for plan in plans if keeps_sequence(plan)] if keep else plans)
+        if best is None:
+            with pytest.raises(SearchError):
+                find_plan(
+                    placement, count, objective=objective, time_limit_s=0.1, deterministic=True, keep_sequence=keep
+                )  # type: ignore[arg-type]
+            continue
+        least_us = best.makespan_us if objective == "makespan" else best.span_us
+        try:
+            found = find_plan(
+                placement,
+                count,
+                objective=objective,
+                time_limit_s=0.1,
+                deterministic=True,
+                keep_sequence=keep,  # type: ignore[arg-type]
+            )
+        except SearchError:  # what transfers hold is guessed
+            assert any(max(values_of(edge.num_bytes)) for edge in placement.edges)
+            continue
+        check(found.plan)
+        num_fitting += 1
+        assert found.plan.placement == placement
+        assert found.bound_us <= least_us <= found.value_us
+        assert ("in this sequence" if keep else "in any sequence") in found.among
+        assert found.among in found.to_text()
+        assert not keep or keeps_sequence(found.plan)
+        num_proven += found.is_optimal
+    assert num_proven > 0.8 * num_fitting > 10
+
+
+def test_bounds_hold_for_all_plans(tiny: list[Case]) -> None:
+    """With memory limits and without; those of a kept sequence for all plans that keep it."""
+    for placement, count, plans in tiny:
+        for chosen, unfolding in (
+            (plans, Unfolding(placement)),
+            ([plan for plan in plans if keeps_sequence(plan)], Unfolding(placement, keeps_sequence=True)),
+        ):
+            best = best_of(chosen) if chosen else None
+            for bound in every(unfolding.problem) if best is not None else ():
+                assert best is not None
+                assert bound.us <= best.makespan_us, bound
+            for bound in every(unfolding.problem, "span") if best is not None else ():
+                assert best is not None
+                assert bound.us <= best.span_us, bound
+        assert bounds_of(placement, count)[0].us == every(Unfolding(placement).problem)[0].us
+
+
+@given(differing_plans() | differing_plans(wired=True))
+@settings(max_examples=150)
+def test_an_unfolded_plan_is_the_same_plan(plan: Plan) -> None:
+    if not plan.placement.class_of:
+        return
+    unfolding = Unfolding(plan.placement)
+    unfolded, timeline = unfolding.unfold(plan), simulate(plan)
+    other = simulate(unfolded)
+    assert other.starts_us == timeline.starts_us
+    assert other.ends_us == timeline.ends_us
+    assert sorted(span[:3] for span in other.transfer_spans()) == sorted(span[:3] for span in timeline.transfer_spans())
+    if not plan.placement.step_ends:  # what an unfolded stage reduces is one micro-batch's
+        assert other.makespan_us == timeline.makespan_us
+        assert other.peak_memory_bytes == timeline.peak_memory_bytes
+    assert unfolding.fold(unfolded).orders == plan.orders
+
+
+@given(differing_plans(most_microbatches=4), st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_never_worse_than_a_named_schedule(plan: Plan, seed: int) -> None:
+    placement = with_limits(plan, [2 * peak for peak in simulate(plan).peak_memory_bytes]).placement
+    if not placement.class_of:
+        return
+    try:
+        result = find_plan(placement, plan.num_microbatches, time_limit_s=0.05, deterministic=True, seed=seed)
+    except SearchError:
+        assert any(max(values_of(edge.num_bytes)) for edge in placement.edges)
+        return
+    check(result.plan)
+    assert simulate(result.plan).makespan_us == result.value_us >= result.bound_us
+    for family in FAMILIES:
+        try:
+            named = family(placement, plan.num_microbatches)
+            check(named)
+        except RotaError:
+            continue
+        assert result.makespan_us <= simulate(named).makespan_us
+
+
+def mixed(num_ranks: int, sizes: tuple[int, ...], num_stages: int = 0) -> Placement:
+    placements = [
+        (interleaved if num_stages else place)(
+            Costs.uniform(num_stages or num_ranks, 10 * s, 20 * s, None, 4 * s, 2 * s, reduce_us=7),
+            Cluster.uniform(num_ranks),
+        )
+        for s in sorted({*sizes})
+    ]
+    return Placement.of_classes(placements, [sorted({*sizes}).index(s) for s in sizes])
+
+
+def test_a_better_sequence_is_found_and_proven() -> None:
+    placement = mixed(2, (3, 1, 1))
+    kept = find_plan(placement, 3, keep_sequence=True, time_limit_s=20)
+    free = find_plan(placement, 3, time_limit_s=20)
+    assert kept.is_optimal
+    assert free.is_optimal
+    assert free.makespan_us < kept.makespan_us <= simulate(one_f_one_b(placement, 3)).makespan_us
+    assert not keeps_sequence(free.plan)
+
+
+def test_several_stages_per_rank_and_step_ends() -> None:
+    placement = mixed(2, (2, 1, 3), num_stages=4)
+    found = find_plan(placement, 3, time_limit_s=2, deterministic=True)
+    assert simulate(found.plan).makespan_us == found.value_us
+    assert found.value_us >= found.bound_us
+
+
+def test_searches_for_alike_micro_batches_refuse_others() -> None:
+    placement = mixed(2, (1, 2))
+    for refused, message in [
+        (lambda: find_plan(placement, 2, objective="period"), "no steady state"),
+        (lambda: find_plan(placement, 3), "has the sizes of 2 micro-batches"),
+        (lambda: bounds_of(placement, 3), "has the sizes of 2 micro-batches"),
+        (lambda: find_frontier(placement), "no steady state"),
+        (lambda: find_repeating(placement), "no steady state"),
+        (lambda: find_repeating(placement, 2), "no steady state"),
+        (lambda: find_plan(mixed(2, (1, 2) * 400), 800), "too large to search"),
+    ]:
+        with pytest.raises(SearchError, match=message):
+            refused()

@@ -1,0 +1,141 @@
+"""Whatever reads a plan reads one whose micro-batches differ: against the same step written with a stage per size."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+
+import rota
+from rota import drawing, schedules
+from rota.accounting import explain
+from rota.calibration import calibrate, calibrated, costs_of
+from rota.cli import main
+from rota.comparison import compare
+from rota.costs import Cluster, Costs, Link
+from rota.errors import PlacementError, ScheduleError
+from rota.figures import values_of
+from rota.placement import Placement
+from rota.placing import place
+from rota.plan import Plan
+from rota.replanning import replan
+from rota.simulation import simulate
+from rota.tasks import Task
+from rota.timeline import Timeline
+from support.core_strategies import differing_plans
+
+
+def two_sizes(num_ranks: int = 2, class_of: tuple[int, ...] = (0, 1, 1, 0)) -> Placement:
+    cluster = Cluster.uniform(num_ranks, 500, latency_us=2, bytes_per_us=3)
+    costs = [Costs.uniform(num_ranks, 10 * s, 20 * s, None, 8 * s, 4 * s, reduce_us=9) for s in (1, 3)]
+    return Placement.of_classes([place(each, cluster) for each in costs], class_of)
+
+
+PLAN = schedules.one_f_one_b(two_sizes(), 4)
+
+
+def slower(plan: Plan) -> Timeline:
+    """The timeline of a run in which all ops took twice as long."""
+    tasks = plan.placement.tasks
+    doubled = [
+        [Task(t.stage, t.kind, t.ranks, 2 * t.duration_us, t.held_bytes, t.peak_bytes) for t in each.tasks]
+        for each in plan.placement.classes
+    ]
+    assert len(tasks) == len(doubled[0])
+    classes = [replace(each, tasks=tuple(row)) for each, row in zip(plan.placement.classes, doubled, strict=True)]
+    placement = Placement.of_classes(classes, plan.placement.class_of) if plan.placement.class_of else classes[0]
+    return simulate(replace(plan, placement=placement))
+
+
+@given(differing_plans() | differing_plans(wired=True))
+@settings(max_examples=150, deadline=None)
+def test_explained_compared_and_drawn(plan: Plan) -> None:
+    timeline = simulate(plan)
+    explanation = explain(plan)
+    busy = [sum(ends) - sum(starts) for starts, ends in zip(timeline.starts_us, timeline.ends_us, strict=True)]
+    for rank, totals in enumerate(explanation.by_rank):
+        assert sum(totals.values()) + busy[rank] == timeline.makespan_us
+    assert explanation.to_text()
+    measured = replace(slower(plan), plan=plan)
+    comparison = compare(plan, measured)
+    assert sum(comparison.parts_us.values()) == measured.makespan_us - timeline.makespan_us
+    assert set(compare(plan, plan).parts_us.values()) <= {0}
+    assert comparison.to_text()
+    drawing.to_text(timeline)
+    drawing.to_html(timeline)
+    drawing.to_chrome_trace(timeline)
+    plan._repr_html_()
+
+
+@given(differing_plans())
+@settings(max_examples=100, deadline=None)
+def test_calibration_finds_the_time_of_each_class(plan: Plan) -> None:
+    measured = slower(plan)
+    placement = calibrated(replace(measured, plan=plan))
+    present = {plan.placement.class_in(m) for m in range(plan.num_microbatches)}
+    for task, planned in zip(placement.tasks, plan.placement.tasks, strict=True):
+        batches = plan.placement.microbatches(task.stage, plan.num_microbatches)
+        for c in present & {plan.placement.class_in(m) for m in batches}:
+            found, before = (
+                values_of(figure)[c] if len(values_of(figure)) > 1 else values_of(figure)[0]
+                for figure in (task.duration_us, planned.duration_us)
+            )
+            assert found == 2 * before
+
+
+def test_calibrate_offers_other_plans() -> None:
+    found = calibrate([replace(slower(PLAN), plan=PLAN)])
+    assert found.predicted_us > simulate(PLAN).makespan_us
+    assert found.candidates
+    assert found.to_text()
+
+
+def test_what_takes_one_size_refuses_several() -> None:
+    split = [Costs.uniform(2, 10 * s, 20 * s, 10 * s) for s in (1, 2)]
+    placement = Placement.of_classes([place(each, Cluster.uniform(2)) for each in split], (0, 1))
+    with pytest.raises(PlacementError, match="costs_of takes micro-batches that are all alike"):
+        costs_of(placement)
+    with pytest.raises(ScheduleError, match="zb_auto: plans micro-batches that are all alike"):
+        schedules.zb_auto(placement, 2)
+
+
+def test_named_schedules_and_other_numbers_of_ranks() -> None:
+    """Orders by number do not depend on sizes; those that simulate take the average."""
+    placement = two_sizes(4, (0, 1, 0, 0, 1, 1, 0, 1))
+    for name in ("gpipe", "1f1b", "eager_1f1b"):
+        plan = schedules.NAMED[name](placement, 8)
+        assert plan.orders == schedules.NAMED[name](placement.average, 8).orders
+        rota.check(plan)
+    fewer = replan(schedules.one_f_one_b(placement, 8), 2)
+    assert fewer.num_ranks == 2
+    assert fewer.placement.class_of == placement.class_of
+
+
+def test_commands_read_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, page, picture, trace = (tmp_path / name for name in ("plan.json", "page.html", "plan.png", "trace.json"))
+    plan.write_text(PLAN.to_json())
+    for command in (
+        ["check", plan],
+        ["show", plan],
+        ["show", plan, "-o", page],
+        ["show", plan, "-o", picture],
+        ["show", plan, "-o", trace],
+        ["explain", plan],
+        ["bound", plan],
+        ["compare", plan, plan],
+    ):
+        assert main([*map(str, command)]) == 0, (command, capsys.readouterr())
+    assert main(["export", "deepspeed", str(plan), "--layers", "A,B", "-o", str(tmp_path / "parts.json")]) != 0
+    assert "rota export takes micro-batches that are all alike" in capsys.readouterr().err
+    assert page.stat().st_size > 1000
+    assert picture.stat().st_size > 1000
+    assert json.loads(trace.read_text())
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_link_of_two_classes_is_measured_by_size() -> None:
+    measured = simulate(replace(PLAN, placement=replace(PLAN.placement, cluster=Cluster.uniform(2, latency_us=5))))
+    assert calibrated(replace(measured, plan=PLAN)).cluster.link_between(0, 1) == Link(5)
