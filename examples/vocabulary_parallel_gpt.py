@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import rota
 from rota import spmd
-from rota.demo.gpt import Block
+from rota.demo.model import Block
 
 NUM_RANKS, NUM_MICROBATCHES, NUM_STEPS = 4, 4, 10
 VOCABULARY, WIDTH, LENGTH = 256, 32, 32

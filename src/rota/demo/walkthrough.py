@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import chdir
+import subprocess
+import sys
 from pathlib import Path
 
 from rota.errors import PipelineError
@@ -16,19 +16,18 @@ _BATCH_ROWS = 32
 _PLANNING_S = 10
 
 
-def run_demo(folder: str, num_steps: int, rota: Callable[[Sequence[str]], int]) -> None:
+def run_demo(folder: str, num_steps: int) -> None:
     """Plan, train, compare and explain a small GPT, and say what to do next.
 
     Args:
         folder: Where model.py, train.py and what the commands write go.
         num_steps: Training steps.
-        rota: Runs a command, such as ["show", "plan.json"], and returns its exit code.
 
     Raises:
         PipelineError: A command failed.
     """
     num_ranks = min(max(num_cores(), 2), 4)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one core per rank
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # one core per rank
     for name in ("model.py", "train.py"):
         shutil.copyfile(_HERE / name, Path(folder, name))
     sizes = f"--ranks {num_ranks} --pipeline {num_ranks} --batch {_BATCH_ROWS} --rows 4,8"
@@ -40,11 +39,11 @@ def run_demo(folder: str, num_steps: int, rota: Callable[[Sequence[str]], int]) 
         "Compare: predicted vs. measured": "compare plan.json measured.json --force -o timeline.html",
         "Explain: why ranks were idle": "explain measured.json",
     }
-    with chdir(folder):
-        for number, (title, command) in enumerate(commands.items(), 1):
-            print(f"\n{number}. {title}\n\n$ rota {command}\n", flush=True)
-            if code := rota(command.split()):
-                raise PipelineError(f"`rota {command}` in {folder} ended with exit code {code}; see above")
+    for number, (title, command) in enumerate(commands.items(), 1):
+        print(f"\n{number}. {title}\n\n$ rota {command}\n", flush=True)
+        done = subprocess.run([sys.executable, "-m", "rota", *command.split()], cwd=folder, env=environment)
+        if done.returncode:
+            raise PipelineError(f"`rota {command}` in {folder} ended with exit code {done.returncode}; see above")
     print(f"\nThe files are in {folder}/. Next:")
     print(f"  open {folder}/timeline.html in a browser: the plan above the measured step")
     print(f"  put your own model into {folder}/model.py, and run the commands above")

@@ -12,7 +12,7 @@ from rota.cli.requirements import require
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota demo` to its parser."""
-    parser.add_argument("--steps", type=number(1), default=60, help="training steps (default: 60)")
+    parser.add_argument("--steps", type=number(1), default=60, help="number of training steps (default: 60)")
     add_output(
         parser, "FOLDER", "folder for the demo's files (default: rota-demo)", default="rota-demo", writes="folder"
     )
@@ -24,9 +24,7 @@ def run(arguments: Namespace) -> int:
     from rota.demo.walkthrough import run_demo
 
     files.make_folder(arguments.output)
-    from rota.cli.main import main
-
-    run_demo(arguments.output, arguments.steps, main)
+    run_demo(arguments.output, arguments.steps)
     return 0
 
 
