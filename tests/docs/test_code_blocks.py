@@ -190,3 +190,10 @@ def test_the_refusal_of_the_docs_is_what_the_proof_says() -> None:
         prove([with_early_receives(program) for program in device_programs(plan)])
     page = (DOCS / "accelerators.md").read_text()
     assert str(caught.value) in " ".join(page.split())
+
+
+def test_the_batch_of_the_docs_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    space: dict[str, Any] = {"__name__": "example"}
+    run("variable-batches.md", 2, space)
+    assert capsys.readouterr().out.startswith("7 samples in ")
+    assert sorted(i for group in space["found"].groups for i in group) == [*range(7)]

@@ -14,7 +14,7 @@ from rota.batching.problem import NO_LIMIT, BatchProblem, Integers
 from rota.costs import Cluster, Costs
 from rota.errors import SearchError
 from rota.figures import PerClass
-from rota.placement import Placement
+from rota.placement import Placement, StepEnd
 from rota.sizes import CURVES, Curve, Size, SizeModel
 from rota.tasks import Kind, Task
 
@@ -211,12 +211,22 @@ class Layout:
         return np.array((self.model.boundary_bytes if curves is None else curves)[column])
 
     def _tails(self) -> Integers:
-        """What comes after a rank's last op: its last stage's reduction at the latest, and its optimizer steps."""
+        """What comes at least after a rank's last op: the reduction of its stage, and all optimizer steps."""
         tails = np.zeros(self.placement.num_ranks, np.int64)
-        for end in self.placement.step_ends:
-            for rank in self.placement.gradient_ranks(end.stage):
-                tails[rank] += end.reduce_us + end.optimizer_us
+        for rank, ends in enumerate(self._step_ends):
+            tails[rank] = min((end.reduce_us for end in ends), default=0) + sum(end.optimizer_us for end in ends)
         return tails
+
+    @property
+    def has_exact_tails(self) -> bool:
+        """Whether no rank has reductions of several stages, which may wait for each other."""
+        return all(len(ends) < 2 or not any(end.reduce_us for end in ends) for ends in self._step_ends)
+
+    @cached_property
+    def _step_ends(self) -> list[list[StepEnd]]:
+        ranks = range(self.placement.num_ranks)
+        ends = [(end, self.placement.gradient_ranks(end.stage)) for end in self.placement.step_ends]
+        return [[end for end, on in ends if rank in on] for rank in ranks]
 
 
 _DURATION = {Kind.F: "forward_us", Kind.B: "backward_us", Kind.I: "backward_us", Kind.W: "weight_us"}

@@ -70,7 +70,8 @@ class Grouper:
         found = [_split(first, times, limit) for limit in limits.tolist()]
         for share in _IN_FLIGHT if len(self._needs) else ():
             rooms = self._rooms / max(share * self._num_ranks, 1.0)
-            found.append(_split(*_times(self._lengths, self._work, self._needs, rooms, np.inf, self._packed), np.inf))
+            first, times = _times(self._lengths, self._work, self._needs, rooms, np.inf, self._packed)
+            found.append(_split(first, times, np.inf))
         for key in dict.fromkeys(tuple(starts.tolist()) for starts in found):
             yield self._groups(key)
 
@@ -129,7 +130,8 @@ def _needs(layout: Layout) -> tuple[Floats, Floats]:
 def _times(lengths, work, needs, rooms, limit, packed):  # type: ignore[no-untyped-def]
     """(first, times): times[first[e] + i] is the time of a group that ends before sample e and has i + 1 samples."""
     count = len(lengths)
-    first, times = np.zeros(count + 2, np.int64), []
+    first = np.zeros(count + 2, np.int64)
+    times = [0.0 for _ in range(0)]  # empty, but of a known type for Numba
     for end in range(1, count + 1):
         tokens, squares = 0.0, 0.0
         first[end] = len(times)

@@ -21,6 +21,7 @@ from rota.costs import Cluster
 from rota.errors import SearchError
 from rota.placing import place as place_chain
 from rota.plan import Plan
+from rota.simulation import simulate
 from rota.sizes import Size, SizeModel
 from rota.tasks import Op
 
@@ -90,12 +91,14 @@ def plan_batch(
     found = _search(layout, grouper, tries)
     groups, sizes, problem, bounds = found.candidate
     sequence = found.sequence
+    plan = _plan(layout, found)
+    makespan_us = found.makespan_us if layout.has_exact_tails else simulate(plan).makespan_us
     return BatchPlan(
-        _plan(layout, found),
+        plan,
         tuple(grouper.samples(groups[m]) for m in sequence.tolist()),
         tuple(sizes[m] for m in sequence.tolist()),
-        found.makespan_us,
-        _proven(problem, sequence, bounds, found.makespan_us),
+        makespan_us,
+        _proven(problem, sequence, bounds, makespan_us),
     )
 
 
@@ -178,7 +181,8 @@ def _plan(layout: Layout, found: _Found) -> Plan:
         for task in row:
             if task < 0:
                 break
-            order.append(Op(*keys[task], begun[task]))
+            stage, kind = keys[task]
+            order.append(Op(stage, kind, begun[task]))
             begun[task] += 1
         orders.append(tuple(order))
     return Plan(placement, problem.num_microbatches, tuple(orders))

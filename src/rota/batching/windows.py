@@ -167,9 +167,9 @@ def _follow(durations, lags, roles, lowest, first_in, in_edge, in_task, rank_of,
 
 
 @njit(cache=True, nogil=True)
-def _interleave(
+def _interleave(  # type: ignore[no-untyped-def]
     durations, held, peaks, role, limit, tail, turns, lowest, heads, outs, earliest, unfilled, left, target
-):  # type: ignore[no-untyped-def]
+):
     """Whether no way through a rank's states meets the target; if one does, its ops' heads and tails are raised.
 
     earliest[i, j] is the least time at which the state can be reached, unfilled[i, j] the least of it that weight
