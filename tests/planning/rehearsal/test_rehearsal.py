@@ -110,7 +110,8 @@ def rehearse_each(rank: int, cases: list[tuple[Plan, bool]]) -> list[Outcome]:
             transport._backend = made[0]
             return transport
 
-        with mock.patch.object(rehearsed_rank, "Transport", counted):
+        once = mock.patch.object(rehearsed_rank, "num_warm_ups", return_value=1)  # more would test no more
+        with mock.patch.object(rehearsed_rank, "Transport", counted), once:
             report = run_rank([plan], NUM_STEPS, allocate, timeout_s=150)
         found.append((report, made[0].sent, made[0].received))
     return found
