@@ -50,8 +50,6 @@ _FIRST_SHARE, _GROWTH = 0.03, 1.5  # of the whole budget for a method's first tu
 _FIRST_SHARE_OF_FITTING = 0.15  # the same for small steps whose transfers hold memory
 _EXACT_TIMES_OF_FITTING = 4  # times that share for CP-SAT, which gains nothing from being asked twice
 _EXACT_TIMES = 3  # times that share for a proof
-_STEADY_PART = 0.5  # of that share for steady states, whose nominal seconds are long
-_LOCAL_TIMES = 2.5  # times that share for local search, whose nominal seconds are short
 _TURN_S = 0.01  # nominal cost of a turn itself, so that idle turns use up the budget
 _AUTO_S_PER_OP = 0.0006  # nominal seconds that zb_auto costs per op
 _MOST_STEADY_TASKS = 200  # up to here the middle of a plan is tried as a steady state
@@ -289,18 +287,12 @@ class Portfolio:
         self._unroll(1.0, 0)
 
     def _unroll(self, part: float, turn: int) -> None:
-        """Tries the best steady state, unrolled, and as priorities of list scheduling.
-
-        From scratch it is looked for in every other turn, within the best plan in the turns between, and with what is
-        left of the share.
-        """
+        """Tries the best steady state, unrolled, and as priorities of list scheduling."""
         if self.steady is not None and self.steady.is_optimal:
             return
         self.turn_to("steady state")
-        share = self.share(part if self.objective == "period" else _STEADY_PART * part)
-        found = self._find_steady(share, turn) if turn % 2 == 0 else None
-        is_enough = found is not None and (found.is_optimal or share.is_over)
-        within = None if is_enough else self._steady_within(share, turn)
+        found = self._find_steady(self.share(part / 2), turn)
+        within = self._steady_within(self.share(part / 2), turn)
         if within is not None and (found is None or within.steady.us_per_microbatch < found.steady.us_per_microbatch):
             found = within
             self._offer_unrolled(found)
@@ -316,7 +308,7 @@ class Portfolio:
         found = find_steady(
             self.problem.given,
             share,
-            microbatches_per_period=None if turn == 0 else 2 + (turn // 2 - 1) % 3,
+            microbatches_per_period=None if turn == 0 else 2 + (turn - 1) % 3,
             seed=self.seed + turn,
             num_microbatches=self.problem.num_microbatches,
         )
@@ -338,8 +330,7 @@ class Portfolio:
             return None
         starts = start_times(Tables.of(self.problem), orders)
         assert starts is not None
-        known = None if self.steady is None else self.steady.steady
-        found = steady_within(self.problem, starts, share, turn, known)
+        found = steady_within(self.problem, starts, share, self.seed + turn)
         self.budget.spend(_WITHIN_S_PER_TASK * len(self.problem.placement.tasks))
         return found
 
@@ -353,13 +344,13 @@ class Portfolio:
         if self.unrolled is not None and turn % 2:
             self._improve_unrolled(part, turn)
             return
-        self._better("local search", partial(improving.improve, climb=self.climb), _LOCAL_TIMES * part, turn)
+        self._better("local search", partial(improving.improve, climb=self.climb), part, turn)
 
     def _improve_unrolled(self, part: float, turn: int) -> None:
         """A fast steady state fills and empties slowly at first; that may change, even where it is not the best yet."""
         assert self.unrolled is not None
         self.turn_to("local search from the steady state")
-        share, seed = self.share(_LOCAL_TIMES * part), self.seed + turn
+        share, seed = self.share(part), self.seed + turn
         self.unrolled = improving.improve(self.with_reserve, self.unrolled, self.measure, self.bound_us, share, seed)
         self.incumbent.offer(self.unrolled, self.doing)
 

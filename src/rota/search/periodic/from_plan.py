@@ -23,11 +23,11 @@ from rota.stopping import look
 _MOST_COPIES = 12  # micro-batches of a component per period
 _PLACES = 5  # in the plan, where periods are cut out
 _MOST_OPS = 20_000  # of a period unrolled, whose memory is simulated
-_MOST_REORDERED, _CANDIDATES = 5, 3  # micro-batches of a component per period for local search; numbers of them tried
+_MOST_REORDERED = 3  # numbers of micro-batches per period that are searched further
 
 
 def steady_within(
-    problem: Problem, starts_us: Integers, budget: Budget | None = None, turn: int = 0, known: Steady | None = None
+    problem: Problem, starts_us: Integers, budget: Budget | None = None, seed: int = 0
 ) -> SteadyResult | None:
     """The best steady state that the plan repeats in its middle, or one found from there, or None.
 
@@ -35,8 +35,7 @@ def steady_within(
         problem: The step; its transfers hold no memory.
         starts_us: int64[num_ops]: when each node starts.
         budget: What the search on from there may spend; None: there is none.
-        turn: Which of the candidates that search begins with, and the seed of its random choices.
-        known: A steady state to go on with as well.
+        seed: Of its random choices.
     """
     loop = Loop(problem.given)
     if any(loop.carried):
@@ -51,16 +50,14 @@ def steady_within(
             periods = steady.latency_us // steady.period_us + 3
             if periods * u * loop.num_tasks <= _MOST_OPS and not any(steady.over_bytes()):
                 best[u] = steady
-    if known is not None:
-        u = known.microbatches_per_period
-        best[u] = min(best.get(u, known), known, key=lambda steady: steady.period_us)
     if not best:
         return None
     found = sorted(best.values(), key=lambda steady: steady.us_per_microbatch)
     if budget is not None and min(loop.durations_us) > 0 and len(problem.ranks.values) == loop.num_tasks:
-        small = [steady for steady in found if steady.microbatches_per_period <= _MOST_REORDERED]
-        if small:
-            found.append(_reordered(problem, loop, small[turn % min(len(small), _CANDIDATES)], budget, turn))
+        share_s = budget.seconds / _MOST_REORDERED
+        found[:_MOST_REORDERED] = [
+            _reordered(problem, loop, steady, budget.share(share_s), seed) for steady in found[:_MOST_REORDERED]
+        ]
     fastest = min(found, key=lambda steady: (steady.us_per_microbatch, steady.latency_us))
     return SteadyResult(fastest, period_bound(problem.given), False)
 

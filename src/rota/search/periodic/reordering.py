@@ -25,7 +25,7 @@ from rota.stopping import look
 
 _TRIES = 4_000  # in the first round; each round has half as many more
 _HEATS = (0.01, 0.03)  # in turn: by what part a period may readily become longer at first
-_OPS_PER_TRY_AND_NODE = 3  # of the budget, about
+_OPS_PER_TRY_AND_NODE = 1  # of the budget, about
 _OPS_PER_CALL = 2_000_000
 _MOST_POLISHED = 4  # rounds, once the period cannot become shorter
 _NEVER = 1 << 60
@@ -58,7 +58,7 @@ class Cyclic(NamedTuple):
         nodes_on, nth = [interval.nodes(on) for on in loop.tasks_on], np.zeros(num_nodes, np.int64)
         for nodes in nodes_on:
             nth[nodes] = np.arange(len(nodes))
-        sources, targets, least, rounds = np.array(waits, np.int64).reshape(-1, 4).T.copy()
+        columns = np.array(waits, np.int64).reshape(-1, 4).T
         limits = [
             NO_LIMIT if limit is None or loop.left_bytes(rank) else limit
             for rank, limit in enumerate(loop.limits_bytes)
@@ -68,10 +68,7 @@ class Cyclic(NamedTuple):
             np.repeat([task.held_bytes for task in tasks], u),
             np.repeat([task.peak_bytes for task in tasks], u),
             np.array(limits, np.int64),
-            sources,
-            targets,
-            least,
-            rounds,
+            *(np.ascontiguousarray(column) for column in columns),
             Rows.of(nodes_on).first,
             nth,
         )
@@ -160,9 +157,7 @@ def anneal_turns(tables, turns, best_orders, best_rounds, best, weight, heats_us
     rank_of = np.empty(len(orders), np.int64)
     for r in range(num_ranks):
         rank_of[first_on[r] : first_on[r + 1]] = r
-    current, period = price(tables, turns, weight, stop_at_us, np.inf)
-    if current < best[0]:
-        best[0], best[1] = current, period
+    current, _ = price(tables, turns, weight, stop_at_us, np.inf)
     old_orders, old_rounds, old_cycle = orders.copy(), rounds.copy(), cycle.copy()
     for n in range(num_tries):
         num_critical = turns.num_on_cycle[0]
