@@ -35,7 +35,7 @@ NO_CAP = 1 << 60  #: stands for "any number in flight" in arrays of caps
 OPS_PER_DISPATCH = 6  #: list scheduling costs as much per op as a replay costs for this many
 
 _MOST_STATES = 10_000  # tried to find the one order of a micro-batch that needs least memory
-NEVER_US = 1 << 61  #: stands for a time that is not known, or does not matter
+_NEVER = 1 << 61
 _OPS_PER_CALL = 20_000  # of the compiled loop, which cannot be interrupted
 
 #: Overflow, tasks left, a number, the set of tasks done, levels, tasks that can follow, tasks done in order.
@@ -82,13 +82,12 @@ class DispatchState(NamedTuple):
     levels: Integers  #: int64[num_ranks]: bytes held
     oldest: Integers  #: int64[num_ranks]: the rank has finished all micro-batches before this one
     newest: Integers  #: int64[num_ranks]: the last micro-batch that the rank has begun, -1: none
-    ready_us: Integers  #: int64[num_tasks]: when the inputs of the task's next op are there, NEVER_US if not known yet
+    ready_us: Integers  #: int64[num_tasks]: when the inputs of the task's next op are there, _NEVER if not known yet
     due_us: Integers  #: int64[num_tasks]: when the task's next op could start, as far as its rank has looked
-    latest_us: Integers  #: int64[num_ranks]: when the rank's next op must start if all are to end in time
 
     @classmethod
-    def of(cls, tables: Tables, latest_us: Integers) -> DispatchState:
-        """The state before the first op; `latest_us`: int64[num_ranks]."""
+    def of(cls, tables: Tables) -> DispatchState:
+        """The state before the first op."""
 
         def zeros(size: int) -> Integers:
             return np.zeros(size, np.int64)
@@ -105,18 +104,9 @@ class DispatchState(NamedTuple):
             zeros(num_ranks),
             zeros(num_ranks),
             np.full(num_ranks, -1),
-            np.where(is_ready, 0, NEVER_US),
+            np.where(is_ready, 0, _NEVER),
             zeros(num_tasks),
-            latest_us,
         )
-
-
-class Dispatched(NamedTuple):
-    """What a dispatch came to."""
-
-    orders: Orders | None  #: None where memory let nothing more start, or where the step became too long
-    starts_us: Integers  #: int64[num_ops], per node
-    num_ops: int  #: ops that were started
 
 
 class Dispatcher:
@@ -126,9 +116,6 @@ class Dispatcher:
         self.problem = problem
         self.tables = Tables.of(problem)
         self.memory = Memory.of(problem)
-        works = problem.counts * problem.durations_us
-        self._work_us = np.array([works[tasks].sum() for tasks in problem.tasks_on], np.int64)
-        self._lasting_us = problem.durations_us[problem.task_of]
 
     def __call__(
         self,
@@ -146,29 +133,17 @@ class Dispatcher:
             limits_bytes: int64[num_ranks], lower than the problem's limits to keep fewer micro-batches in flight.
             caps: int64[num_tasks]: most micro-batches between each forward and its backward, 1 or more.
         """
-        return self.dispatch(priorities, patience, limits_bytes, caps).orders
-
-    def dispatch(
-        self,
-        priorities: Priorities,
-        patience: float | NDArray[np.float64] = 0.0,
-        limits_bytes: Integers | None = None,
-        caps: Integers | None = None,
-        most_us: int = NEVER_US,
-    ) -> Dispatched:
-        """The same, with times; it gives up once some rank's ops cannot end within `most_us`."""
-        memory, tables = self.memory, self.tables
+        memory = self.memory
         if limits_bytes is not None:
             lower = memory.limits_bytes - limits_bytes
             memory = memory._replace(limits_bytes=limits_bytes, safe_bytes=memory.safe_bytes - lower)
         memory = memory if caps is None else memory._replace(caps=caps)
-        state, num_ranks = DispatchState.of(tables, most_us - self._work_us), len(tables.first_op) - 1
+        state, num_ranks = DispatchState.of(self.tables), len(self.tables.first_op) - 1
         patiences = np.full(num_ranks, patience, np.float64)
-        while run(tables, memory, priorities, patiences, state, _OPS_PER_CALL):
+        while run(self.tables, memory, priorities, patiences, state, _OPS_PER_CALL):
             look()
-        num_ops = int((state.next_op - tables.first_op[:-1]).sum())
-        is_complete = num_ops == tables.first_op[-1]
-        return Dispatched(state.orders if is_complete else None, state.ends_us - self._lasting_us, num_ops)
+        num_started = int((state.next_op - self.tables.first_op[:-1]).sum())
+        return state.orders if num_started == self.tables.first_op[-1] else None
 
 
 def serial(problem: Problem) -> Orders:
@@ -289,9 +264,9 @@ def _most_to_finish(problem: Problem, rank: int) -> int:
 # `run` calls `admits` only where it must.
 @loop
 def run(tables, memory, priorities, patiences, state, most_ops):  # type: ignore[no-untyped-def]
-    """Starts `most_ops` ops; False when no ops are left, when nothing may start, or when a rank is too late."""
+    """Starts `most_ops` ops; False when no ops are left, or memory and caps let nothing start."""
     _, first_node, durations, first_rank, ranks, first_input, inputs, first_output, outputs, first_on, on, _ = tables
-    orders, next_op, free_us, wake_us, started, ends_us, levels, oldest, newest, ready_us, due_us, latest_us = state
+    orders, next_op, free_us, wake_us, started, ends_us, levels, oldest, newest, ready_us, due_us = state
     limits, held_bytes, peak_bytes, first_row, _, component_of, safe_bytes, caps, backward_of = memory
     num_ranks = len(free_us)
     num_components = (len(first_row) - 1) // num_ranks
@@ -303,20 +278,20 @@ def run(tables, memory, priorities, patiences, state, most_ops):  # type: ignore
             if wake_us[q] < wake_us[rank]:
                 rank = q
         now = wake_us[rank]
-        if now == NEVER_US:
+        if now == _NEVER:
             return False
         if num_ops == most_ops:
             return True
         if free_us[rank] > now:
             wake_us[rank] = free_us[rank]
             continue
-        chosen, wake = -1, NEVER_US
+        chosen, wake = -1, _NEVER
         for i in range(first_on[rank], first_on[rank + 1]):
             task = on[i]
             at, held, backward = ready_us[task], held_bytes[task], backward_of[task]
-            if at < NEVER_US and backward >= 0 and started[task] - started[backward] >= caps[task]:
-                at = NEVER_US
-            if at < NEVER_US:
+            if at < _NEVER and backward >= 0 and started[task] - started[backward] >= caps[task]:
+                at = _NEVER
+            if at < _NEVER:
                 for j in range(first_rank[task], first_rank[task + 1]):
                     q = ranks[j]
                     at = max(at, free_us[q])
@@ -327,7 +302,7 @@ def run(tables, memory, priorities, patiences, state, most_ops):  # type: ignore
                             and level > safe_bytes[q]
                             and not admits(memory, q, task, started, levels, oldest, newest, num_components)
                         ):
-                            at = NEVER_US
+                            at = _NEVER
                             break
             due_us[task] = at
             if at > now:
@@ -351,8 +326,6 @@ def run(tables, memory, priorities, patiences, state, most_ops):  # type: ignore
         wake_us[rank] = wake
         if chosen < 0:
             continue
-        if now > latest_us[rank]:
-            return False
         num_ops += 1
         k, end = started[chosen], now + durations[chosen]
         ends_us[first_node[chosen] + k] = end
@@ -362,7 +335,6 @@ def run(tables, memory, priorities, patiences, state, most_ops):  # type: ignore
             orders[next_op[q]] = chosen
             next_op[q] += 1
             free_us[q] = wake_us[q] = end
-            latest_us[q] += durations[chosen]
             levels[q] += held_bytes[chosen]
             newest[q] = max(newest[q], k * num_components + component_of[chosen])
         for o in range(first_output[chosen] - 2, first_output[chosen + 1], 2):  # itself first, then what it feeds
@@ -370,16 +342,15 @@ def run(tables, memory, priorities, patiences, state, most_ops):  # type: ignore
             if task != chosen and started[task] != k:
                 continue
             n = started[task]
-            at = np.int64(0) if n < first_node[task + 1] - first_node[task] else NEVER_US
+            at = np.int64(0) if n < first_node[task + 1] - first_node[task] else _NEVER
             for i in range(first_input[task], first_input[task + 1], 2):
-                if at == NEVER_US or started[inputs[i]] <= n:
-                    at = NEVER_US
+                if at == _NEVER or started[inputs[i]] <= n:
+                    at = _NEVER
                     break
                 at = max(at, ends_us[first_node[inputs[i]] + n] + inputs[i + 1])
             ready_us[task] = at
             for j in range(first_rank[task], first_rank[task + 1]):
-                q = ranks[j]
-                wake_us[q] = min(wake_us[q], max(at, free_us[q]))
+                wake_us[ranks[j]] = min(wake_us[ranks[j]], at)
         if work_together:  # another rank may have waited for this one, or for its memory
             for q in range(num_ranks):
                 wake_us[q] = min(wake_us[q], max(end, free_us[q]))

@@ -97,7 +97,6 @@ class Portfolio:
         self.bound_us, self.why = _most_work(self.problem)
         self.named: list[NamedPlan] = []
         self.steady: SteadyResult | None = None
-        self.unrolled: Orders | None = None  #: the fastest steady state as a step, and what became of it
         self.climb: Climb | None = None  # goes on from turn to turn
         self.has_tried_all = (
             False  #: whether all orders with each task's micro-batches in sequence are ruled out as better
@@ -289,8 +288,8 @@ class Portfolio:
         if self.steady is not None and self.steady.is_optimal:
             return
         self.turn_to("steady state")
-        found = self._find_steady(self.share(part / 2), turn)
-        within = self._steady_within(self.share(part / 2), turn)
+        found = self._find_steady(self.share(part), turn)
+        within = self._steady_within()
         if within is not None and (found is None or within.steady.us_per_microbatch < found.steady.us_per_microbatch):
             found = within
             self._offer_unrolled(found)
@@ -317,18 +316,15 @@ class Portfolio:
     def _offer_unrolled(self, found: SteadyResult) -> None:
         orders = self.problem.to_orders(found.steady.unroll(self.problem.num_microbatches))
         self.incumbent.offer(orders, "steady state")
-        is_faster = self.steady is None or found.steady.us_per_microbatch < self.steady.steady.us_per_microbatch
-        if is_faster and fits(self.with_reserve, orders):
-            self.unrolled = orders
 
-    def _steady_within(self, share: Budget, turn: int) -> SteadyResult | None:
-        """The steady state in the middle of the best plan so far, and what local search makes of it."""
+    def _steady_within(self) -> SteadyResult | None:
+        """The steady state in the middle of the best plan so far."""
         orders = self.incumbent.orders
         if orders is None or len(self.problem.placement.tasks) > _MOST_STEADY_TASKS:
             return None
         starts = start_times(Tables.of(self.problem), orders)
         assert starts is not None
-        found = steady_within(self.problem, starts, share, self.seed + turn)
+        found = steady_within(self.problem, starts)
         self.budget.spend(_WITHIN_S_PER_TASK * len(self.problem.placement.tasks))
         return found
 
@@ -339,18 +335,7 @@ class Portfolio:
         problem = self.with_reserve if fits(self.with_reserve, orders) else self.problem
         if self.climb is None or self.climb.problem is not problem:
             self.climb = Climb(problem, self.measure == "span", self.seed)
-        if self.unrolled is not None and turn % 2:
-            self._improve_unrolled(part, turn)
-            return
         self._better("local search", partial(improving.improve, climb=self.climb), part, turn)
-
-    def _improve_unrolled(self, part: float, turn: int) -> None:
-        """A fast steady state fills and empties slowly at first; that may change, even where it is not the best yet."""
-        assert self.unrolled is not None
-        self.turn_to("local search from the steady state")
-        share, seed = self.share(part), self.seed + turn
-        self.unrolled = improving.improve(self.with_reserve, self.unrolled, self.measure, self.bound_us, share, seed)
-        self.incumbent.offer(self.unrolled, self.doing)
 
     def _windows(self, part: float, turn: int) -> None:
         self._better("windows", neighbourhood.improve, part, turn)

@@ -12,7 +12,6 @@ from typing import Literal
 import numpy as np
 
 from rota.search.budget import NOMINAL_OPS_PER_S, Budget
-from rota.search.dispatching import OPS_PER_DISPATCH, Dispatcher
 from rota.search.local.moves import State, anneal
 from rota.search.local.policies import Climb, Objectives
 from rota.search.problem import Orders, Problem
@@ -22,7 +21,6 @@ from rota.stopping import Stopped
 _CHUNK = NOMINAL_OPS_PER_S // 20  # ops timed between two looks at the budget
 _FIRST_ROUND = 600  # times the ops of the problem: ops timed in the first round's annealing
 _CLIMB_PART = 0.5  # of that for policies
-_OPS_PER_TRY = 2_000  # of a policy, besides the ops that it starts, in ops that could be timed instead
 _HEATS = (0.1, 0.3)  # in turn: by how many mean ops a move may readily lengthen the step at first
 
 
@@ -46,11 +44,12 @@ def improve(
         budget: What the search may spend.
         seed: Of all random choices.
         on_better: Called with every better order.
-        climb: Over policies, to go on with; None: no policies are tried.
+        climb: Over policies, to go on with; None begins one.
 
     Returns:
         The best orders found, or `orders`.
     """
+    climb = climb or Climb(problem, objective == "span", seed)
     search = _Improvement(problem, orders, objective == "span", budget, seed, bound_us, on_better, climb)
     with suppress(Stopped):
         search.run()
@@ -69,7 +68,7 @@ class _Improvement:
         seed: int,
         bound_us: int,
         on_better: Callable[[Orders, Score], None] | None,
-        climb: Climb | None,
+        climb: Climb,
     ) -> None:
         self.is_span = is_span
         self.budget = budget
@@ -81,8 +80,7 @@ class _Improvement:
         self.key: Objectives = (timed.span_us, timed.makespan_us) if is_span else (timed.makespan_us, timed.span_us)
         self.mean_us = float((problem.counts * problem.durations_us).sum() / problem.counts.sum())
         self.climb = climb
-        dispatcher = Dispatcher(problem) if climb is None else climb.dispatcher
-        self.tables, self.memory = dispatcher.tables, dispatcher.memory
+        self.tables, self.memory = self.climb.dispatcher.tables, self.climb.dispatcher.memory
         self.step_ends = problem.step_ends
         self.state = State.of(problem, orders, seed)
 
@@ -93,26 +91,23 @@ class _Improvement:
     def run(self) -> None:
         work, turn = _FIRST_ROUND * len(self.best), 0
         while not self.is_over:
+            before = self.climb.key
+            self._climb(_CLIMB_PART * work)
             heat = _HEATS[turn % len(_HEATS)] * self.mean_us
-            if self.climb is not None:
-                before = self.climb.key
-                self._climb(self.climb, _CLIMB_PART * work)
-                found = self.climb.key
-                if self.climb.orders is not None and found is not None and found not in (before, self.key):
-                    self._anneal(self.climb.orders, found, work, heat)
+            found = self.climb.key
+            if self.climb.orders is not None and found is not None and found not in (before, self.key):
+                self._anneal(self.climb.orders, found, work, heat)
             self._anneal(self.best, self.key, work, heat)
             work, turn = 2 * work, turn + 1
 
-    def _climb(self, climb: Climb, most_work: float) -> None:
+    def _climb(self, most_work: float) -> None:
         done = 0
         while done < most_work and not self.is_over:
-            before = climb.num_ops
-            climb.try_one()
-            tried = OPS_PER_DISPATCH * (climb.num_ops - before) + _OPS_PER_TRY
-            done += tried
-            self.budget.spend_ops(tried)
-            if climb.orders is not None and climb.key is not None and climb.key < self.key:
-                self._take(climb.orders, climb.key)
+            self.climb.try_one()
+            done += self.climb.ops_per_try
+            self.budget.spend_ops(self.climb.ops_per_try)
+            if self.climb.orders is not None and self.climb.key is not None and self.climb.key < self.key:
+                self._take(self.climb.orders, self.climb.key)
 
     def _anneal(self, orders: Orders, key: Objectives, most_work: int, heat: float) -> None:
         """Anneals in chunks, cooling down to 0."""

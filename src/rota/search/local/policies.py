@@ -14,9 +14,9 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from rota.search.dispatching import NEVER_US, NO_CAP, Dispatcher, busiest_us, from_starts
+from rota.search.dispatching import NO_CAP, OPS_PER_DISPATCH, Dispatcher, busiest_us, from_starts
 from rota.search.problem import NO_LIMIT, Integers, Orders, Problem
-from rota.search.timing import measure
+from rota.search.timing import score
 
 _SPREADS = (1.6, 1.3, 2.0, 1.0, 3.0, 0.7)  # how much longer a micro-batch may last than it has to
 _PATIENCES = (2.0, 1.0, 0.5, 0.25, 0.0)
@@ -56,12 +56,16 @@ class Climb:
         self.plain = self._plain()
         self.policy: Policy | None = None  # where the climb is, at a step of `at_us`
         self.at_us: int | None = None
-        self.num_ops = 0  #: started so far
         self.tries, self.cycle, self.cycles = 0, _FIRST_CYCLE, 0
         self.good: list[tuple[int, Policy]] = []  # the best plain ones, from which every other cycle begins
         self.best: Policy | None = None
         self.key: Objectives | None = None
         self.orders: Orders | None = None
+
+    @property
+    def ops_per_try(self) -> int:
+        """What one try costs, as the number of ops that could be timed instead."""
+        return OPS_PER_DISPATCH * int(self.problem.first_op[-1])
 
     def try_one(self) -> None:
         """Tries the next plain policy, or a change of the best."""
@@ -71,23 +75,19 @@ class Climb:
             assert self.policy is not None, "there are plain policies"
             policy = self._changed(self.policy)
         priorities = from_starts(self.problem, policy.starts_us, policy.period_us)
-        chance = 1 - self.random.random()
-        most_us = NEVER_US if self.at_us is None else int(self.at_us * (1 - self._heat() * np.log(chance)))
-        found = self.dispatcher.dispatch(
-            priorities, policy.patience, policy.limits_bytes, policy.caps, NEVER_US if self.is_span else most_us
-        )
-        self.num_ops += found.num_ops
-        if found.orders is None:
+        orders = self.dispatcher(priorities, policy.patience, policy.limits_bytes, policy.caps)
+        timed = None if orders is None else score(self.problem, orders)
+        if timed is None:
             self.policy = self.policy or policy
             return
-        timed = measure(self.dispatcher.tables, self.problem.step_ends, found.orders, found.starts_us)
-        key = (int(timed[1]), int(timed[0])) if self.is_span else (int(timed[0]), int(timed[1]))
+        key = (timed.span_us, timed.makespan_us) if self.is_span else (timed.makespan_us, timed.span_us)
         if plain is not None:
             self.good = sorted([*self.good, (key[0], plain)], key=lambda pair: pair[0])[:_GOOD]
-        if key[0] <= most_us:
+        chance = 1 - self.random.random()
+        if self.at_us is None or key[0] <= self.at_us * (1 - self._heat() * np.log(chance)):
             self.policy, self.at_us = policy, key[0]
         if self.key is None or key <= self.key:
-            self.best, self.key, self.orders = policy, key, found.orders
+            self.best, self.key, self.orders = policy, key, orders
 
     def _heat(self) -> float:
         """By how much a step may readily become longer; it falls to 0 in each cycle, and cycles become longer."""
