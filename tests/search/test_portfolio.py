@@ -151,6 +151,14 @@ def test_period() -> None:
     check(result.plan)
 
 
+def test_no_period_where_no_steady_state_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rota.search.portfolio.find_steady", lambda *_, **__: None)
+    monkeypatch.setattr("rota.search.portfolio.steady_within", lambda *_: None)
+    result = quick(uneven(4, 7), 8)
+    assert result.period_us is None
+    assert "steady state" not in result.to_text()
+
+
 def test_named_schedules_are_told() -> None:
     placement = uneven(4, 8)
     result = find_plan(placement, 8, time_limit_s=0.2, deterministic=True)

@@ -51,7 +51,7 @@ def test_ctrl_c_in_each_phase(monkeypatch: pytest.MonkeyPatch, phase: str, bound
 
     monkeypatch.setattr(portfolio, "Budget", budget_of)
     before_call(monkeypatch, phase, press)
-    num_microbatches, nominal_s = (4, 600.0) if boundary_bytes else (8, 600.0)
+    num_microbatches, nominal_s = 4 if boundary_bytes else 8, 5.0
     if phase == "Portfolio._hold_less":
         nominal_s = 0.5
     result = find_plan(
