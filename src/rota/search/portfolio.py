@@ -411,6 +411,8 @@ class Portfolio:
         """Goes on through the states of the step, best first; in a long step, as long as that raises the bound."""
         if self.measure != "makespan" or self.incumbent.orders is None or self.num_ops > _STATES_OPS:
             return
+        if self.problem.durations_us.max() >= 1 << 31:  # states have 32 bits for each time
+            return
         if self.states is None:
             self.states = States(self.problem, self.bound_us, self.incumbent.value_us)
         if self.states.is_over or (turn and self.num_ops > _EXACT_OPS and not self.states.has_risen):

@@ -68,6 +68,12 @@ def test_the_bound_is_never_above_the_best_of_all_orders_and_exact_without_trans
     assert exact > 9
 
 
+@pytest.mark.sweep
+def test_the_bound_is_never_above_the_best_of_all_orders_in_many_more() -> None:
+    checked = sum(check_against_every_plan(seed, most=60)[0] for seed in range(1_000, 11_000))
+    assert checked > 10_000
+
+
 @pytest.mark.parametrize(
     ("shape", "num_ranks", "limit", "num_microbatches", "us"),
     [("x", 4, 2, 8, 55), ("x", 4, 2, 16, 107), ("x", 2, 1, 8, 57), ("nn", 4, 3, 8, 89)],
