@@ -241,3 +241,9 @@ def test_room_for_transfers() -> None:
         check(one_f_one_b(placement, 8))
     result = find_plan(placement, 8, time_limit_s=0.3, deterministic=True)
     check(result.plan)
+
+
+def test_ranks_that_take_turns_are_proven_by_all_states() -> None:
+    """Two streams in opposite directions on 4 ranks, each with room for two micro-batches."""
+    result = find_plan(tessel("x", 4, 2), 16, time_limit_s=10, deterministic=True)
+    assert result.value_us == result.bound_us == 107

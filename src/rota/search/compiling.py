@@ -22,6 +22,7 @@ from rota.search import bounds
 from rota.search.budget import Budget
 from rota.search.critical_path import CriticalPath
 from rota.search.dispatching import Dispatcher, Memory, guesses, serial
+from rota.search.exact.states import States
 from rota.search.local.fitting import find_fitting
 from rota.search.local.moves import State, anneal
 from rota.search.periodic.loop import Loop
@@ -48,6 +49,7 @@ class Part(Enum):
     OFFSETS = "steady states"
     MOVES = "local search"
     WINDOWS = "heads and tails of orders"
+    STATES = "all states of a step"
     FITTING = "local search with transfers"
 
 
@@ -184,6 +186,13 @@ def _find_paths() -> None:
     CriticalPath(problem, of_span=False).paths(orders)
 
 
+def _try_states() -> None:
+    problem, orders = _small_step()
+    timed = score(problem, orders)
+    assert timed is not None
+    States(problem, 0, timed.makespan_us).run(timed.makespan_us, Budget(0.001, deterministic=True))
+
+
 def _fit() -> None:
     problem, orders = _small_step()
     find_fitting(problem, [orders], False, NO_LIMIT, 0, Budget(0.001, deterministic=True), 0, lambda _: True)
@@ -197,5 +206,6 @@ _EXERCISES: dict[Part, Callable[[], None]] = {
     Part.OFFSETS: _anneal_offsets,
     Part.MOVES: _anneal,
     Part.WINDOWS: _find_paths,
+    Part.STATES: _try_states,
     Part.FITTING: _fit,
 }

@@ -1,8 +1,8 @@
 """One search: several methods take turns, the best plan is kept, and a proven bound says how good it is.
 
-    list scheduling ─▶ named schedules ─▶ steady state ─▶ local search ─▶ exact, if small ─▶ windows ─▶ hold less
-                                                ▲                                               │
-                                                └─────────────── longer and longer ─────────────┘
+    list scheduling ─▶ named schedules ─▶ steady state ─▶ local search ─▶ all states, exact ─▶ windows ─▶ hold less
+                                                ▲                                                │
+                                                └─────────────── longer and longer ──────────────┘
 
 Each method hands over orders, and `Incumbent` keeps the best. The search ends when the best is at the proven bound.
 """
@@ -29,6 +29,7 @@ from rota.search.budget import Budget
 from rota.search.compiling import Part
 from rota.search.dispatching import OPS_PER_DISPATCH, Dispatcher, Priorities, guesses, serial
 from rota.search.exact import longest_us
+from rota.search.exact.states import States
 from rota.search.incumbent import Incumbent
 from rota.search.local import fitting, improving, neighbourhood
 from rota.search.local.policies import Climb
@@ -58,6 +59,7 @@ _CHECK_S_PER_OP = 8e-6  # real seconds to make and check the plan in the end
 _HALVINGS = 5
 _FEW_OPS, _FEW_GUESSES = 3_000, 4  # in longer steps fewer priorities are tried for holding less
 _EXACT_OPS = 400  # up to here CP-SAT may prove a whole step
+_STATES_OPS = 4_000  # up to here all states of a step are tried
 _SERIAL = "one micro-batch at a time"
 _NAMED_S = 0.35  # real seconds for loading and named schedules, even if the search has less
 _LOADING_S = 0.1  # real seconds in which loops that were compiled before are mostly loaded
@@ -98,6 +100,7 @@ class Portfolio:
         self.named: list[NamedPlan] = []
         self.steady: SteadyResult | None = None
         self.climb: Climb | None = None  # goes on from turn to turn
+        self.states: States | None = None  # goes on from turn to turn
         self.has_tried_all = (
             False  #: whether all orders with each task's micro-batches in sequence are ruled out as better
         )
@@ -402,10 +405,27 @@ class Portfolio:
         if self.with_reserve is self.counted and found.bound_us > self.bound_us:
             self.bound_us, self.why = found.bound_us, "CP-SAT has tried all orders"
 
+    def _try_all_states(self, part: float, turn: int) -> None:
+        """Goes on through the states of the step, best first; in a long step, as long as that raises the bound."""
+        if self.measure != "makespan" or self.incumbent.orders is None or self.num_ops > _STATES_OPS:
+            return
+        if self.problem.durations_us.max() >= 1 << 31:  # states have 32 bits for each time
+            return
+        if self.states is None:
+            self.states = States(self.problem, self.bound_us, self.incumbent.value_us)
+        if self.states.is_over or (turn and self.num_ops > _EXACT_OPS and not self.states.has_risen):
+            return
+        self.turn_to("all states")
+        self.states.run(self.incumbent.value_us, self.share(part))
+        self.incumbent.offer(self.states.orders, "all states")
+        if self.states.bound_us > self.bound_us:
+            self.bound_us, self.why = self.states.bound_us, "all states of faster steps have been tried"
+
     def _take_turns(self) -> None:
         """Give each method a turn, with larger and larger shares, so that no method delays the others for long."""
-        turn, part, methods = 0, _FIRST_SHARE, [self._improve, self._prove, self._windows]
-        loops = [Part.MOVES, Part.WINDOWS, Part.WINDOWS]
+        turn, part = 0, _FIRST_SHARE
+        methods = [self._improve, self._try_all_states, self._prove, self._windows]
+        loops = [Part.MOVES, Part.STATES, Part.WINDOWS, Part.WINDOWS]
         if self.given is None:
             methods, loops = [self._unroll, *methods], [Part.OFFSETS, *loops]
         if self.incumbent.transfers_hold:
