@@ -354,9 +354,11 @@ class Portfolio:
 
     def _take_turns(self) -> None:
         """Give each method a turn, with larger and larger shares, so that no method delays the others for long."""
-        turn, part, methods = 0, _FIRST_SHARE, [self._improve, self._prove, self._windows]
-        if self.given is None:
-            methods.insert(0, self._unroll)
+        turn, part, methods = 0, _FIRST_SHARE, [self._unroll, self._improve, self._prove, self._windows]
+        if self.given is not None:
+            methods = [self._improve, self._prove, self._windows]
+            if self.num_ops <= _EXACT_OPS:  # trying a policy lasts longer than its nominal time where ops are few
+                part, methods = _FIRST_SHARE_OF_FITTING, [self._prove, self._improve, self._windows]
         if self.incumbent.transfers_hold:
             methods.insert(0, self._fit)
             if self.num_ops <= exact.MOST_TIMED_OPS:
