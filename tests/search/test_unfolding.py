@@ -63,7 +63,7 @@ def cases(count: int, seed: int) -> Iterator[Case]:
 
 @pytest.fixture(scope="module")
 def tiny() -> list[Case]:
-    return [*cases(60, seed=11)]
+    return [*cases(40, seed=11)]
 
 
 def keeps_sequence(plan: Plan) -> bool:
@@ -146,7 +146,7 @@ def test_an_unfolded_plan_is_the_same_plan(plan: Plan) -> None:
 
 
 @given(differing_plans(most_microbatches=4), st.integers(0, 99))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_never_worse_than_a_named_schedule(plan: Plan, seed: int) -> None:
     placement = with_limits(plan, [2 * peak for peak in simulate(plan).peak_memory_bytes]).placement
     if not placement.class_of:

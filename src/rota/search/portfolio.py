@@ -424,10 +424,13 @@ class Portfolio:
     def _take_turns(self) -> None:
         """Give each method a turn, with larger and larger shares, so that no method delays the others for long."""
         turn, part = 0, _FIRST_SHARE
-        methods = [self._improve, self._try_all_states, self._prove, self._windows]
-        loops = [Part.MOVES, Part.STATES, Part.WINDOWS, Part.WINDOWS]
-        if self.given is None:
-            methods, loops = [self._unroll, *methods], [Part.OFFSETS, *loops]
+        methods = [self._unroll, self._improve, self._try_all_states, self._prove, self._windows]
+        loops = [Part.OFFSETS, Part.MOVES, Part.STATES, Part.WINDOWS, Part.WINDOWS]
+        if self.given is not None:
+            methods, loops = [self._improve, self._prove, self._windows], [Part.MOVES, Part.WINDOWS, Part.WINDOWS]
+            if self.num_ops <= _EXACT_OPS:  # trying a policy lasts longer than its nominal time where ops are few
+                part, methods = _FIRST_SHARE_OF_FITTING, [self._prove, self._improve, self._windows]
+                loops = [Part.WINDOWS, Part.MOVES, Part.WINDOWS]
         if self.incumbent.transfers_hold:
             methods, loops = [self._fit, *methods], [Part.FITTING, *loops]
             if self.num_ops <= exact.MOST_TIMED_OPS:

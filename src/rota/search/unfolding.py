@@ -93,7 +93,7 @@ class Unfolding:
     def unfold(self, plan: Plan) -> Plan:
         """The same plan of the unfolded step; transfers on shared links are served as the plan simulates them."""
         orders = tuple(tuple(self._unfolded(op) for op in order) for order in plan.orders)
-        served = ()
+        served: tuple[tuple[Transfer, ...], ...] = ()
         if plan.first_service:
             transfers = dict(plan.served_transfers())
             served = tuple(

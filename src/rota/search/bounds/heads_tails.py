@@ -160,10 +160,11 @@ def _step_end_tails(problem: Problem) -> Integers:
         tails[here] = np.maximum(tails[here], optimizers_us)
         reducing = [end for end in own if len(ends.gradients_of(end))]
         lasts = [ends.gradients_of(end)[0] for end in reducing]
-        for end, last in zip(reducing, lasts, strict=True):
+        for end in reducing:
             later = after[ends.gradients_of(end)][:, lasts].all(axis=0)
             later_us = ends.reduce_us[np.array(reducing)[later]].sum()
-            tails[last] = max(tails[last], ends.reduce_us[end] + later_us + optimizers_us)
+            mine = np.intersect1d(ends.gradients_of(end), here)  # the reduction waits for each of them
+            tails[mine] = np.maximum(tails[mine], ends.reduce_us[end] + later_us + optimizers_us)
     return tails
 
 
