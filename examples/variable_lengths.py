@@ -251,7 +251,7 @@ def main():
     stages = task.stages()
     rota.mesh()  # joins the other processes, so that all measure at once, as they will compute
     model = rota.profile_sizes(
-        stages, task.of_length, loss_fn, lengths=LENGTHS, rows=(1, 6), here=True, repeats=1 if NUM_BATCHES < 5 else 5
+        stages, task.of_length, loss_fn, lengths=LENGTHS, rows=(1, 6), here=True, repeats=1 if NUM_BATCHES < 5 else 3
     )
     difference = largest_difference(task, plan, model, batches[0])
     base, num_tokens = plan.placement, [sum(sum(lengths_of(task, s)) for s in batch) for batch in batches]
