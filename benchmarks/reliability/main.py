@@ -78,13 +78,13 @@ class Soak:
             what = "kills between and in steps"
             if self.generator.random() < 0.5 and self.await_checkpoint():
                 what = "kills while checkpointing"
-        ranks = children_of(launcher.pid)
+        ranks = ranks_of(launcher.pid)
         if ranks:
             with suppress(ProcessLookupError):
                 os.kill(self.generator.choice(ranks), signal.SIGKILL)
                 self.seen[what] += 1
         deadline = time.monotonic() + PATIENCE_S
-        while {*ranks} & {*children_of(launcher.pid)}:  # or the next signal would go to ranks that end anyway
+        while {*ranks} & {*ranks_of(launcher.pid)}:  # or the next signal would go to ranks that end anyway
             if time.monotonic() > deadline:
                 raise Wrong(f"not all ranks ended after one was killed: {self.last_words()}")
             time.sleep(0.01)
@@ -108,7 +108,7 @@ class Soak:
         """By one of the two signals, to the launcher or to a rank; then nothing may be left."""
         self.await_steps(launcher, 2)  # by the second all ranks have looked at `should_stop`
         number = self.generator.choice([signal.SIGTERM, signal.SIGUSR1])
-        ranks = children_of(launcher.pid)
+        ranks = ranks_of(launcher.pid)
         to_rank = self.generator.random() < 0.3 and bool(ranks)
         os.kill(self.generator.choice(ranks) if to_rank else launcher.pid, number)
         self.seen[f"{number.name} to {'a rank' if to_rank else 'rota run'}"] += 1
@@ -147,9 +147,15 @@ class Soak:
         return num_steps, len(found) - num_steps
 
 
-def children_of(process: int) -> list[int]:
-    children = Path(f"/proc/{process}/task/{process}/children")
-    return [int(child) for child in children.read_text().split()] if children.exists() else []
+def ranks_of(launcher: int) -> list[int]:
+    """The processes that were forked from the stand-by, which is older and has their command line."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children")
+    found = []
+    for child in children.read_text().split() if children.exists() else ():
+        with suppress(OSError):
+            if b"stand_by_process" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(int(child))
+    return found[1:]
 
 
 def leftovers(folder: Path) -> list[str]:
