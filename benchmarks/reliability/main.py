@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from rota import Cluster, Costs, place, replan
+from rota.runtime.checkpoints.lock import LOCK
 from rota.schedules import one_f_one_b
 from rota.units import count_text
 
@@ -160,7 +161,7 @@ def ranks_of(launcher: int) -> list[int]:
 
 def leftovers(folder: Path) -> list[str]:
     """Processes, unfinished checkpoints and temporary folders."""
-    found = [str(path) for path in (folder / "run").iterdir() if path.suffix]
+    found = [str(path) for path in (folder / "run").iterdir() if path.suffix and path.name != LOCK]
     found += [str(path) for path in (folder / "tmp").glob("rota-*")]
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
