@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from rota import Cluster, Costs, place, replan
+from rota.runtime.checkpoints.lock import LOCK
 from rota.schedules import one_f_one_b
 from rota.units import count_text
 
@@ -78,13 +79,13 @@ class Soak:
             what = "kills between and in steps"
             if self.generator.random() < 0.5 and self.await_checkpoint():
                 what = "kills while checkpointing"
-        ranks = children_of(launcher.pid)
+        ranks = ranks_of(launcher.pid)
         if ranks:
             with suppress(ProcessLookupError):
                 os.kill(self.generator.choice(ranks), signal.SIGKILL)
                 self.seen[what] += 1
         deadline = time.monotonic() + PATIENCE_S
-        while {*ranks} & {*children_of(launcher.pid)}:  # or the next signal would go to ranks that end anyway
+        while {*ranks} & {*ranks_of(launcher.pid)}:  # or the next signal would go to ranks that end anyway
             if time.monotonic() > deadline:
                 raise Wrong(f"not all ranks ended after one was killed: {self.last_words()}")
             time.sleep(0.01)
@@ -108,7 +109,7 @@ class Soak:
         """By one of the two signals, to the launcher or to a rank; then nothing may be left."""
         self.await_steps(launcher, 2)  # by the second all ranks have looked at `should_stop`
         number = self.generator.choice([signal.SIGTERM, signal.SIGUSR1])
-        ranks = children_of(launcher.pid)
+        ranks = ranks_of(launcher.pid)
         to_rank = self.generator.random() < 0.3 and bool(ranks)
         os.kill(self.generator.choice(ranks) if to_rank else launcher.pid, number)
         self.seen[f"{number.name} to {'a rank' if to_rank else 'rota run'}"] += 1
@@ -147,14 +148,20 @@ class Soak:
         return num_steps, len(found) - num_steps
 
 
-def children_of(process: int) -> list[int]:
-    children = Path(f"/proc/{process}/task/{process}/children")
-    return [int(child) for child in children.read_text().split()] if children.exists() else []
+def ranks_of(launcher: int) -> list[int]:
+    """The processes that were forked from the stand-by, which is older and has their command line."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children")
+    found = []
+    for child in children.read_text().split() if children.exists() else ():
+        with suppress(OSError):
+            if b"stand_by_process" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(int(child))
+    return found[1:]
 
 
 def leftovers(folder: Path) -> list[str]:
     """Processes, unfinished checkpoints and temporary folders."""
-    found = [str(path) for path in (folder / "run").iterdir() if path.suffix]
+    found = [str(path) for path in (folder / "run").iterdir() if path.suffix and path.name != LOCK]
     found += [str(path) for path in (folder / "tmp").glob("rota-*")]
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

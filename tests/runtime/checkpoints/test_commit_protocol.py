@@ -199,12 +199,14 @@ def test_without_agreement_steps_would_be_lost() -> None:
 
 def test_with_one_slot_steps_would_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_memory, "NUM_SLOTS", 1)
-    opened.cache_clear(), changed.cache_clear()
+    opened.cache_clear()
+    changed.cache_clear()
     try:
         with pytest.raises(Wrong, match="lost"):
             list(reachable(beginning(), agrees=True))
     finally:
-        opened.cache_clear(), changed.cache_clear()
+        opened.cache_clear()
+        changed.cache_clear()
 
 
 # --- within one action ------------------------------------------------------------------------------------------------
@@ -221,7 +223,7 @@ def test_a_kill_within_a_write_leaves_what_was_whole(monkeypatch: pytest.MonkeyP
             real(*arguments)  # type: ignore[arg-type]
             images.append(image_of(file))
 
-        monkeypatch.setattr(kept_memory.struct, "pack_into", noted)
+        monkeypatch.setattr(struct, "pack_into", noted)
         for step in (1, 2, 3, 4):
             images.clear()
             data = slots.begin(size := 10_000 * step)  # larger every time

@@ -37,7 +37,7 @@ def go_on(rank: int, folder: Path) -> None:
             kept = first.checkpoints(folder)
             assert kept.load() is None
             for step in range(3):
-                first.steps([step])
+                first.steps(range(step, step + 1))
                 kept.commit(step + 1, data=[step])
             assert sorted(steps_in(file)) == [2, 3]
             expected, random_after = first.steps(range(3, 6)), torch.rand(3)
@@ -45,6 +45,7 @@ def go_on(rank: int, folder: Path) -> None:
         again = Training(TWO, split(model(1), TWO.plan().num_stages))
         with again.pipeline:
             found = again.checkpoints(folder).load()
+            assert found is not None
             assert (found.step, found.extra, found.path) == (3, {"data": [2]}, None)
             assert steps_in(file) == [3]
             assert again.steps(range(3, 6)) == expected
@@ -62,12 +63,14 @@ def go_on_together(rank: int, folder: Path) -> None:
         with first.pipeline:
             kept = first.checkpoints(folder)
             for step in range(3):
-                first.steps([step])
+                first.steps(range(step, step + 1))
                 if step < 2 or rank == 0:
                     kept.commit(step + 1)
         again = Training(TWO, split(model(1), TWO.plan().num_stages))
         with again.pipeline:
-            assert again.checkpoints(folder).load().step == 2
+            found = again.checkpoints(folder).load()
+            assert found is not None
+            assert found.step == 2
             assert steps_in(file) == [2]
 
 
@@ -87,6 +90,7 @@ def prefer_what_is_newer(rank: int, folder: Path) -> None:
         again = Training(TWO, split(model(1), TWO.plan().num_stages))
         with again.pipeline:
             found = again.checkpoints(folder).load()
+            assert found is not None
             assert (found.step, found.path) == (3, folder / "step-3")
             assert steps_in(file) == []
 

@@ -62,14 +62,14 @@ def read_training(saved: Saved) -> TrainingState:
 def records_to_json(records: Mapping[str, Record]) -> dict[str, Any]:
     """Records by weight key, as JSON. Weights of a group share their options, which are converted once."""
     found: dict[str, Any] = {}
-    of_groups: dict[int, dict[str, Any]] = {}
+    of_groups: dict[int, list[Any]] = {}
     for key, record in records.items():
         found[key] = record_to_json(key, record, of_groups.get(id(record["options"])))
         of_groups[id(record["options"])] = found[key]["options"]
     return found
 
 
-def record_to_json(key: str, record: Record, options: dict[str, Any] | None = None) -> dict[str, Any]:
+def record_to_json(key: str, record: Record, options: list[Any] | None = None) -> dict[str, Any]:
     """A weight's record as JSON; `options`: its options, if they are known as JSON.
 
     Raises PipelineError if a value cannot be restored from JSON.

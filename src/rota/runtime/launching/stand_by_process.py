@@ -41,9 +41,9 @@ def main() -> None:
         request = json.loads(data)
         per_rank = len(files) // len(request["environments"])
         of_ranks = [files[i : i + per_rank] for i in range(0, len(files), per_rank)]
-        number = _fork(line, len(of_ranks))
-        if number is not None:
-            _run(request["command"], request["environments"][number], parent, of_ranks[number])
+        rank = _fork(line, len(of_ranks))
+        if rank is not None:
+            _run(request["command"], request["environments"][rank], parent, of_ranks[rank])
             return
         for file in files:
             os.close(file)
@@ -72,10 +72,11 @@ def _fork(line: socket.socket, num_ranks: int) -> int | None:
         os._exit(0)
     os.close(write)
     with open(read) as told:
-        pids = dict(map(int, row.split()) for row in told)  # until all of them have closed it
+        rows = [row.split() for row in told]  # until all of them have closed it
+    pids = {int(number): int(pid) for number, pid in rows}
     if between > 0:
         os.waitpid(between, 0)  # now the ranks are the supervisor's children
-    line.send(json.dumps({"pids": [pids.get(number, 0) for number in range(num_ranks)]}).encode())
+    line.send(json.dumps({"pids": [pids.get(rank, 0) for rank in range(num_ranks)]}).encode())
     return None
 
 

@@ -1,6 +1,6 @@
 """How long a training stands still when a rank is killed: from the kill to the end of the next new step.
 
-main.py kills for minutes and looks for what is lost; this measures. Each kill comes at a random instant, so in
+`reliability` kills for minutes and looks for what is lost; this measures. Each kill comes at a random instant, so in
 proportion to how long each part of a step takes. All losses are compared with an undisturbed run's.
 """
 
@@ -26,7 +26,7 @@ import torch
 from rota import Cluster, Costs, place
 from rota.schedules import one_f_one_b
 
-TRAIN = Path(__file__).parent / "train_committed.py"
+TRAIN = Path(__file__).parent / "train.py"
 NUM_RANKS, NUM_MICROBATCHES = 4, 4
 PATIENCE_S = 120.0
 

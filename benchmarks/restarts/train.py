@@ -1,4 +1,4 @@
-"""What is trained in `restarts.py`: train_committed.py WIDTH ROWS. It commits every step, and saves every 20."""
+"""What is trained: train.py WIDTH ROWS. It commits every step, and saves every 20."""
 
 from __future__ import annotations
 
