@@ -30,7 +30,7 @@ A rank's work is divided evenly among its stages; a time of fewer µs than stage
 B 2 ms, and F keeps 1 kB. "bubble" is the idle share of makespan × ranks, here and wherever Rota says
 it. The columns behind it are for one rank: the idle time that a formula gives, beside what the simulator finds for the
 rank that idles least: within the makespan, for `zb_h2` and `zb_v` within the span (the busy window of one rank). The
-formulas are the papers' own, but for four: `dualpipe` and `dualpipe_v` (the report lets F and B overlap), `chimera`
+formulas are the papers' own, except for four: `dualpipe` and `dualpipe_v` (the report lets F and B overlap), `chimera`
 for F unlike B, and `hanayo` are derived here. A backward that a paper does not split is whole here; one that it
 splits, and that was measured whole, is halved. `rota plan` says so where it does that.
 

@@ -125,7 +125,6 @@ def test_commands_read_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ["show", plan, "-o", trace],
         ["explain", plan],
         ["bound", plan],
-        ["compare", plan, plan],
     ):
         assert main([*map(str, command)]) == 0, (command, capsys.readouterr())
     assert main(["export", "deepspeed", str(plan), "--layers", "A,B", "-o", str(tmp_path / "parts.json")]) != 0

@@ -101,7 +101,7 @@ def test_chains_come_back(plan: Plan) -> None:
 @given(plans(chains()))
 @settings(max_examples=100)
 def test_pytorch_takes_any_chain_that_keeps_all_ranks_busy(plan: Plan) -> None:
-    """Its own adding of communication takes no idle rank, its validator no forwards alone."""
+    """Its own adding of communication takes no idle rank, its validator no forwards only."""
     assume(all(plan.orders) and len(plan.placement.tasks) > plan.num_stages)
     home = dict(enumerate(plan.placement.ranks_of(stage)[0] for stage in plan.placement.stages))
     for form in FORMS:

@@ -138,7 +138,7 @@ class LayerCosts:
 
         Args:
             boundaries: Stage i has the layers boundaries[i] to boundaries[i + 1] - 1.
-            split_backward: Whether the stages have I and W in place of B.
+            split_backward: Whether the stages have I and W instead of B.
             recompute: The stages that recompute: they keep only what they receive, and old values of changed buffers.
 
         Raises:
@@ -182,7 +182,7 @@ class LayerCosts:
     def _split(
         self, boundaries: Sequence[int], crossing: dict[_Pair, list[int]], held: Sequence[int], old: Sequence[int]
     ) -> dict[str, tuple[int, ...]]:
-        """Times, peaks and freed bytes of I and W, in place of B's."""
+        """Times, peaks and freed bytes of I and W, instead of B's."""
         waiting, rows = self._once("waiting_bytes", "waiting_shared", boundaries), []
         peaks_of_b = self._backward_peaks(boundaries)
         for stage, (a, b) in enumerate(pairwise(boundaries)):

@@ -384,7 +384,8 @@ class Placement:
     def routes(self) -> tuple[Route, ...]:
         """The transfers of one micro-batch; an edge that stays on one rank has no transfer.
 
-        If both tasks are on equally many ranks, each rank sends to its counterpart, else the source's first rank sends
+        If both tasks are on the same number of ranks, each rank sends to its counterpart; otherwise the source's first
+        rank sends
         to all.
         """
         routes = []

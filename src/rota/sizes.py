@@ -31,7 +31,7 @@ class Size(NamedTuple):
 
     @classmethod
     def packed(cls, lengths: Sequence[int]) -> Size:
-        """Samples of these lengths one after another in one row, where each attends to itself alone."""
+        """Samples of these lengths one after another in one row, where each attends to only itself."""
         return cls(sum(lengths), sum(length * length for length in lengths))
 
 
@@ -55,7 +55,7 @@ class Curve(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SizeModel:
-    """Costs as functions of the size of a micro-batch: the fields of `Costs`, with a curve in place of each number.
+    """Costs as functions of the size of a micro-batch: the fields of `Costs`, with a curve instead of each number.
 
     Attributes:
         forward_us: [num_stages], as in `Costs`.

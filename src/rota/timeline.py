@@ -173,8 +173,8 @@ class Timeline:
     def critical_path(self) -> tuple[Span, ...]:
         """The chain of ops, transfers and step ends that determines the makespan, first to last.
 
-        Each span waited for the one before it. Simulated spans are adjacent but for what messages cost before and after
-        ops, and with that their durations add up to the makespan; measured ones may have gaps between them. A transfer
+        Each span waited for the one before it. Simulated spans are adjacent except for what messages cost before and
+        after ops, and with that their durations add up to the makespan; measured ones may have gaps. A transfer
         that the next one waits for, because they share a link, ends where it no longer occupies that link.
         """
         plan = self.plan

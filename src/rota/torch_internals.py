@@ -33,7 +33,7 @@ def run_backward(
 ) -> None:
     """`torch.autograd.backward` without its preparations, which cost half of its time; every root needs its gradient.
 
-    `weights`: those alone get their gradients, all if there are none. Relies on `_engine_run_backward` of
+    `weights`: only those get their gradients, all if there are none. Relies on `_engine_run_backward` of
     `torch.autograd.graph`, which `torch.autograd.backward` calls. The engine itself compares shapes, dtypes and devices
     of `gradients` and `roots`.
     """

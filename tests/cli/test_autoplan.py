@@ -125,7 +125,7 @@ def test_links_that_cannot_be_measured_are_counted_as_free(
     given = [str(model), "--ranks", "2", "--batch", "4", "--rows", "2", "--cache", str(tmp_path), "--time-limit", "9"]
     assert main(["autoplan", *given]) == 0
     told = capsys.readouterr().out
-    assert told.startswith("transfers are counted as free; give --link or --links")
+    assert told.startswith("Transfers are counted as free; give --link or --links")
     assert "links were not measured, so that transfers are counted as free: the machine is too busy" in told
 
 

@@ -38,20 +38,20 @@ def blocks_of(markdown: Path, language: str) -> list[str]:
 
 
 def test_the_readme_does_what_it_says(tmp_path: Path) -> None:
-    train, model = blocks_of(ROOT / "README.md", "python")
-    (tmp_path / "train.py").write_text(train)
+    model, train = blocks_of(ROOT / "README.md", "python")
+    (tmp_path / "train.py").write_text(train.replace("range(1, 61)", "range(1, 13)").replace("step % 10", "step % 2"))
     (tmp_path / "model.py").write_text(model)
     outputs = {}
     for command in re.findall(r"^    rota (.*?)(?: +#.*)?$", (ROOT / "README.md").read_text(), flags=re.MULTILINE):
-        done = rota(tmp_path, *command.replace("--ranks 8", "--ranks 4").split())  # a test has few cores
+        done = rota(tmp_path, *command.replace("-o plan", "--time-limit 20 -o plan").split())
         assert done.returncode == 0, done.stderr
         outputs[command.split()[0]] = done.stdout
-    assert list(outputs) == ["autoplan", "rehearse", "check", "run", "explain", "compare", "calibrate"]
-    assert re.search(r"^▸ .* of 80 GB$", outputs["autoplan"], flags=re.MULTILINE)
-    assert re.search(r"loss \d\.\d{3}", outputs["run"])
+    assert list(outputs) == ["autoplan", "run", "compare", "explain"]
+    assert re.search(r"^▸ .* MB$", outputs["autoplan"], flags=re.MULTILINE)
+    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d{3})", outputs["run"])]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
     assert "slower ops" in outputs["compare"]
-    assert "runs to its end" in outputs["rehearse"]
-    assert "cycle" in outputs["check"]
     plan = Plan.from_json((tmp_path / "plan.json").read_text())
     assert plan.usage is not None
     assert plan.usage.microbatch_rows * plan.num_microbatches * plan.usage.num_replicas == 32

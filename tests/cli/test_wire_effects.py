@@ -113,7 +113,7 @@ def test_links_that_cannot_be_measured_are_told(
     monkeypatch.setattr("rota.profiling.links_of_this_machine", links)
     code, said, errors = run(capsys, "plan", "1f1b", "--costs", measured_costs, "--microbatches", "4")
     assert code == 0
-    assert "transfers are counted as free; give --link or --links" in said
+    assert "Transfers are counted as free; give --link or --links" in said
     assert "links were not measured: the machine is too busy" in errors
 
 
@@ -123,4 +123,4 @@ def test_costs_measured_elsewhere_leave_transfers_free(
     monkeypatch.setattr("rota.profiling.links_of_this_machine", lambda *_, **__: pytest.fail("measured"))
     measured_costs.write_text(replace(Costs.uniform(2, boundary_bytes=80), note="estimated for h100").to_json())
     said = run(capsys, "plan", "1f1b", "--costs", measured_costs, "--microbatches", "4")[1]
-    assert "transfers are counted as free; give --link or --links" in said
+    assert "Transfers are counted as free; give --link or --links" in said

@@ -208,7 +208,7 @@ def test_busy_links_and_messages_are_parts_of_their_own() -> None:
 
     assert parts_of(16, 28) == {}
     assert parts_of(23, 35) == {Part.SHARED_LINKS: 7}
-    assert parts_of(16, 26) == {Part.MESSAGES: -2}  # receiving cost 1 µs in place of 3
+    assert parts_of(16, 26) == {Part.MESSAGES: -2}  # receiving cost 1 µs instead of 3
     assert parts_of(16, 33) == {Part.LAUNCH: 5}
     assert "busy links" in compare(planned, replace(planned, sent_us=((12,), (17,)))).to_text()
 

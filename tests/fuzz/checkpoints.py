@@ -406,7 +406,7 @@ def _read(folder: Path, before: str, chooser: Random) -> str:
 
 
 def _hashes_of_tensors_differ(path: Path) -> bool:
-    """Loading compares checksums of each tensor in place of a hash of the file."""
+    """Loading compares checksums of each tensor instead of a hash of the file."""
     return damages(read_saved(path)) == ["tensors-0.bin has changed since it was saved"]
 
 

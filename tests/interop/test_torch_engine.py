@@ -30,7 +30,7 @@ NUM_PLANS = 60
 
 
 def random_chain(seed: int, num_ranks: int, split_chance: float = 0.0) -> Plan:
-    """A chain with stages anywhere and micro-batches in any order; some with I and W in place of B."""
+    """A chain with stages anywhere and micro-batches in any order; some with I and W instead of B."""
     rng = random.Random(seed)
     num_stages = rng.randint(1, 6)
 

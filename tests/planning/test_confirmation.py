@@ -43,7 +43,7 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Answer:
 
 @pytest.fixture
 def confirmed(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> Confirm:
-    """Confirm with given steps in place of processes."""
+    """Confirm with given steps instead of processes."""
     monkeypatch.setattr(confirmation, "_measured", lambda found, *_: found)
     monkeypatch.setattr(confirmation, "_stages", lambda *_: None)
     monkeypatch.setattr(confirmation, "why_not_here", lambda _: "")

@@ -18,7 +18,7 @@ from support.pool import Pool
 
 
 class Started:
-    """In place of processes: counts how often links are measured."""
+    """Instead of processes: counts how often links are measured."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -61,7 +61,7 @@ def op_stages(plan: Plan, rank: int) -> list[int]:
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_no_random_plan_can_hang(part: int) -> None:
-    """Chains and DAGs with skips, forwards alone, stages on several ranks, micro-batches in any order."""
+    """Chains and DAGs with skips, forwards only, stages on several ranks, micro-batches in any order."""
     for seed in range(part, NUM_RANDOM_PLANS, NUM_PARTS):
         plan = random_plan(seed, 2 + seed % 7)[1]
         check_device_order(plan, tied=[(1, 0), tuple(range(plan.num_ranks))])

@@ -151,7 +151,7 @@ def test_rows_that_do_not_belong_together_are_refused(pool: Pool) -> None:
     assert by_rank[0] == by_rank[1]
     for told, (rows, target_rows) in zip(by_rank[0], ((7, 14), (8, 1), (1, 8)), strict=True):
         assert f"inputs have {rows} rows and targets {target_rows}, which do not both divide into 4" in told
-        assert "give equally many rows" in told
+        assert "give the same number of rows" in told
 
 
 def beside_junk(rank: int) -> float:

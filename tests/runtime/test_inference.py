@@ -25,7 +25,7 @@ PLANS: dict[str, tuple[Plan, Any]] = {
     "K": (gpipe(place(COSTS, CLUSTER, [0, 1, 1, (1, 0)], [(0, 3), (1, 2), (2, 3)]), 4), [(0, 3), (1, 2), (2, 3)]),
     "M": (gpipe(place(COSTS, CLUSTER, [(0, 1), 0, 1, 1]), 4), None),
     "X": (chimera(bidirectional(COSTS, Cluster.uniform(4)), 4), None),
-    "forwards alone": (NAMED["forward_only"](place(COSTS, Cluster.uniform(4)).forward_only(), 4), None),
+    "forwards only": (NAMED["forward_only"](place(COSTS, Cluster.uniform(4)).forward_only(), 4), None),
 }
 
 
@@ -100,7 +100,7 @@ def without_loss(rank: int, plan: Plan) -> list[str]:
 
 
 def test_told(pool: Pool) -> None:
-    for evaluating, closed in pool.run(4, without_loss, PLANS["forwards alone"][0]):
+    for evaluating, closed in pool.run(4, without_loss, PLANS["forwards only"][0]):
         assert "the pipeline has no loss_fn to evaluate; use forward for the outputs" in evaluating
         assert "the pipeline is closed" in closed
 

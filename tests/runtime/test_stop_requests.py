@@ -27,8 +27,8 @@ def heard() -> Iterator[list[int]]:
 @pytest.fixture
 def supervisor(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     """The other end of this process's line."""
-    ours, theirs, environment = control.make_pair()
-    for name, value in environment.items():
+    ours, theirs = control.make_pair()
+    for name, value in control.environment_of(theirs.fileno(), os.getpid()).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(control, "_line", None)
     assert control.connect() == os.getpid()

@@ -1,4 +1,4 @@
-"""Training with an optimizer of one's own, and running forwards alone."""
+"""Training with an optimizer of one's own, and running forwards only."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_one_process_runs_all_stages(pool: Pool) -> None:
         assert_equal_steps([step], serial_step(chain(3), *batch))
 
 
-# --- forwards alone, outputs ------------------------------------------------------------------------------------------
+# --- forwards only, outputs ------------------------------------------------------------------------------------------
 
 
 def outputs(rank: int, stages: Stages, plan: Plan, batches: list[Any], loss: Any, **options: Any) -> list[Any]:

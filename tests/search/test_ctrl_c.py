@@ -13,7 +13,7 @@ from rota.checking import check
 from rota.costs import Cluster, Costs
 from rota.placement import Placement
 from rota.placing import wave
-from rota.search import find_plan, portfolio
+from rota.search import find_plan, finding, portfolio
 from rota.search.budget import Budget
 
 MOST_S = 0.5  # nominal, of work after Ctrl-C
@@ -49,7 +49,7 @@ def test_ctrl_c_in_each_phase(monkeypatch: pytest.MonkeyPatch, phase: str, bound
             spent_s.append(budgets[0].spent_s)
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(portfolio, "Budget", budget_of)
+    monkeypatch.setattr(finding, "Budget", budget_of)
     before_call(monkeypatch, phase, press)
     num_microbatches, nominal_s = 4 if boundary_bytes else 8, 5.0
     if phase == "Portfolio._hold_less":

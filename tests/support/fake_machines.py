@@ -101,7 +101,7 @@ def _uuid(device: int) -> str:
 
 @dataclass
 class FakeRanks:
-    """What ranks measure, in place of `sessions.run_steps`: rates in GB/s by pair, and what fails by step."""
+    """What ranks measure, instead of `sessions.run_steps`: rates in GB/s by pair, and what fails by step."""
 
     rate: float = 370.0
     rates: dict[tuple[int, int], float] = field(default_factory=dict)

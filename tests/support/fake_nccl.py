@@ -295,7 +295,7 @@ def run(
         raise error
     for device in world.devices:
         for expected, got in device.wrong:
-            raise WrongMessageError(f"rank {device.rank} received {got} in place of {expected}")
+            raise WrongMessageError(f"rank {device.rank} received {got} instead of {expected}")
 
 
 def enqueue(device: Device, program: DeviceProgram) -> None:

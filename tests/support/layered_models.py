@@ -44,6 +44,24 @@ def resnet() -> nn.Module:
     return nn.Sequential(*stem, Block(8, 8, 1), Block(8, 16, 2), Block(16, 16, 1), *head)
 
 
+class CutGPT(nn.Module):
+    """The demo's GPT, with CutPoints."""
+
+    def __init__(self, num_blocks: int, width: int) -> None:
+        super().__init__()
+        self.whole = gpt.GPT(num_blocks, width)
+        self.cuts = [CutPoint() for _ in range(num_blocks - 1)]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.whole.embed(tokens) + self.whole.position
+        for i, block in enumerate(self.whole.blocks):
+            x = block(x)
+            if i < len(self.cuts):
+                x = self.cuts[i](x)
+        logits: Tensor = self.whole.head(self.whole.norm(x))
+        return logits
+
+
 class TwoBranches(nn.Module):
     """Both branches and their sum read what the stem makes."""
 
@@ -65,7 +83,7 @@ class TwoBranches(nn.Module):
 
 #: The models by name.
 MAKE: dict[str, Callable[[], nn.Module]] = {
-    "gpt": lambda: gpt.GPT(num_blocks=3, width=32),
+    "gpt": lambda: CutGPT(3, 32),
     "resnet": resnet,
     "two branches": TwoBranches,
 }

@@ -28,7 +28,7 @@ def random_edges(rng: random.Random, num_stages: int) -> Edges:
 
 
 def with_whole_backwards(placement: Placement, stages: set[int]) -> Placement:
-    """B in place of I and W on some stages."""
+    """B instead of I and W on some stages."""
     kept = [i for i, task in enumerate(placement.tasks) if not (task.kind is Kind.W and task.stage in stages)]
     new = {old: i for i, old in enumerate(kept)}
     tasks = [placement.tasks[i] for i in kept]

@@ -142,7 +142,7 @@ def test_sharded_stages_and_ties_that_sharding_cuts(pool: Pool) -> None:
     pool.renew()
     for exact, cut in pool.run(4, sharded):
         assert exact.exact, exact.to_text()
-        assert any("own dtype alone" in note for note in exact.notes)
+        assert any("own dtype only" in note for note in exact.notes)
         assert not cut.exact
         assert "fully_shard replaces parameters, which cuts ties" in cut.reasons[0], cut.to_text()
 

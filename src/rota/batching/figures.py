@@ -57,7 +57,7 @@ class Layout:
 
     def problem(self, sizes: Sequence[Size]) -> BatchProblem:
         """The step of micro-batches of these sizes."""
-        values = self._values(sizes)
+        values = self._values_of(sizes)
         placement, tasks = self.placement, [self.placement.tasks[i] for i in self.sorted_tasks]
         position = {task: i for i, task in enumerate(self.sorted_tasks)}
         sources, targets = [e.source for e in placement.edges], [e.target for e in placement.edges]
@@ -123,7 +123,7 @@ class Layout:
 
     # --- the fields of Costs behind each task and edge ---------------------------------------------------------------
 
-    def _values(self, sizes: Sequence[Size]) -> dict[str, Integers]:
+    def _values_of(self, sizes: Sequence[Size]) -> dict[str, Integers]:
         """Each curve of the model at each size: int64[num_microbatches, num_stages or num_edges]."""
         tokens = np.array([[size.tokens] for size in sizes], np.float64)
         squares = np.array([[size.squares] for size in sizes], np.float64)
@@ -146,18 +146,18 @@ class Layout:
     def _gives_frees(self) -> bool:
         return self.model.input_frees_bytes is not None
 
-    def _stage(self, task: Task) -> int:
+    def _stage_of(self, task: Task) -> int:
         """The stage in the model: copies of a stage have its figures."""
         return task.stage % self.model.num_stages
 
     def _duration(self, values: dict[str, Integers], task: Task) -> Integers:
-        return values[_DURATION[task.kind]][:, self._stage(task)]
+        return values[_DURATION[task.kind]][:, self._stage_of(task)]
 
     def _peak(self, values: dict[str, Integers], task: Task) -> Integers:
-        return values[_PEAK[task.kind]][:, self._stage(task)]
+        return values[_PEAK[task.kind]][:, self._stage_of(task)]
 
     def _held(self, values: dict[str, Integers], task: Task) -> Integers:
-        stage = self._stage(task)
+        stage = self._stage_of(task)
         held, freed = values["activation_bytes"][:, stage], values["input_frees_bytes"][:, stage]
         return {Kind.F: held, Kind.B: -held, Kind.I: -freed, Kind.W: freed - held}[task.kind]
 

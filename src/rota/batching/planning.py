@@ -74,7 +74,7 @@ def plan_batch(
         model: What stages cost as a function of a micro-batch's size.
         cluster: The ranks, with their memory limits, and the links.
         lengths: Per sample its number of tokens.
-        packed: Whether the samples of a micro-batch follow one another in one row, each attending to itself alone.
+        packed: Whether the samples of a micro-batch follow one another in one row, each attending to only itself.
             Else each is a row, padded to the longest of its micro-batch.
         place: Puts the stages on ranks: `rota.place`, `rota.interleaved`, `rota.wave`, or your own.
         tries: Dispatches of the local search: more take longer and find better plans.

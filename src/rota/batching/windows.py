@@ -10,7 +10,7 @@ To refute a makespan, each op gets a window from its earliest start to its lates
 over the states find the earliest time of each state and the least time after it; ops keep only the starts that some
 way through the states has room for. Windows of other ranks follow along edges, and so on, until one is empty or
 nothing changes. This is destructive improvement (Klein and Scholl, "Computing lower bounds by destructive improvement",
-1999) with a dynamic program in place of disjunctive arcs.
+1999) with a dynamic program instead of disjunctive arcs.
 """
 
 from __future__ import annotations

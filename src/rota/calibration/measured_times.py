@@ -17,7 +17,7 @@ from rota.timeline import Timeline
 
 
 def calibrated(*timelines: Timeline) -> Placement:
-    """The timelines' placement with measured times in place of planned ones.
+    """The timelines' placement with measured times instead of planned ones.
 
     A task gets the median duration of its ops (of several ranks the slowest counts), a link the latency and rate that
     fit its transfers best, and a step end the median of its time on its slowest rank. What no timeline measured stays

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rota.search import SearchResult
     from rota.search.result import Objective
 
-#: In place of a schedule's name: search for the best order.
+#: Instead of a schedule's name: search for the best order.
 SEARCH = "search"
 STARTING = "starting (the first search on a machine compiles for some ten seconds)"
 

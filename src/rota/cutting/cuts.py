@@ -94,7 +94,7 @@ def cut(
             1F1B.
         slowdowns: One factor per rank that multiplies its times.
         extra_us: Time added to the first and to the last stage.
-        split_backward: Whether every stage but the first has I and W in place of B.
+        split_backward: Whether every stage but the first has I and W instead of B.
         recompute: The stages that recompute their activations.
         num_nodes: Node limit of the tree search for several stages per rank.
 

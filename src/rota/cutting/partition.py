@@ -16,7 +16,7 @@ from rota.errors import SplitError
 
 
 def uniform(num_layers: int, num_parts: int) -> list[int]:
-    """Boundaries of parts with equally many layers; the first parts have one more if that does not divide evenly.
+    """Boundaries of parts with the same number of layers; the first parts have one more if that does not divide evenly.
 
     Raises:
         SplitError: `num_parts` is below 1.

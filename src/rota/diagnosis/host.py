@@ -148,7 +148,7 @@ def _judge_shm(section: Section, host: Host, on_accelerators: bool) -> None:
     text = f"{size_text(host.shm_free_bytes)} of {size_text(host.shm_bytes)} free"
     if host.shm_free_bytes < _SHM_BYTES:
         who = "NCCL" if on_accelerators else "workers of data loaders"
-        remedy = f"start the container with --shm-size=1g, or remount it larger: {who} may fail for want of room there"
+        remedy = f"start the container with --shm-size=1g, or remount it larger: {who} may fail for lack of room there"
         section.warning("/dev/shm", text, remedy)
     else:
         section.ok("/dev/shm", text)

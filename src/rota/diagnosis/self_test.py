@@ -31,7 +31,7 @@ TOLERANCE = 1e-10
 
 _WIDTH = 25
 _ROW_BYTES = 8 * _WIDTH  # in float64
-_STEPS = 3  # the first one sends descriptions of the values ahead, the others tensors alone
+_STEPS = 3  # the first one sends descriptions of the values ahead, the others only tensors
 #: Below and above NCCL's buffers, of 512 kB to 4 MB.
 _FULL_BYTES = (1_000, 16_000, 256_000, 1_000_000, 4_000_000, 16_000_000, 64_000_000)
 _FEW_MICROBATCHES = 2  # with large messages

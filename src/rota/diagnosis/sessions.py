@@ -18,7 +18,7 @@ from rota.runtime.launching.rank_processes import EndedBySignal, RankFailed, Ran
 from rota.runtime.launching.requests import Requests
 from rota.runtime.launching.run_folder import run_folder
 
-_MOST_FAILURES = 2  # of the steps of one session: then the others would fail likewise
+_MOST_FAILURES = 2  # of the steps of one session: then the others would fail in the same way
 
 
 class Outcome(NamedTuple):

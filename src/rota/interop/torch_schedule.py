@@ -32,7 +32,7 @@ def planned_schedule(
 
 
 def with_whole_backwards(row: Sequence[str], backward_at: Mapping[int, str]) -> list[str]:
-    """The cells, with B in place of I or of W for the stages whose backward is whole there."""
+    """The cells, with B instead of I or of W for the stages whose backward is whole there."""
     cells = []
     for cell in row:
         match = _CELL.fullmatch(cell)
@@ -42,5 +42,5 @@ def with_whole_backwards(row: Sequence[str], backward_at: Mapping[int, str]) -> 
         elif match[2] == at:
             cells.append(f"{match[1]}B{match[3]}")
         elif match[2] == "SEND_B" and at == "I":
-            cells.append(cell)  # in place of W, nothing is sent: no input requires a gradient
+            cells.append(cell)  # instead of W, nothing is sent: no input requires a gradient
     return cells

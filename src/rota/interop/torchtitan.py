@@ -243,7 +243,7 @@ def _plan(csv: str, config: Field, parts: Parts, costs: Costs | None, cluster: C
     if on != (homes := _homes(schedule, len(on), num_ranks)):
         placed = "not at all" if homes is None else f"on {short(homes).strip('[]')}"
         raise FormatError(
-            f"the CSV has the stages on the ranks {short(on).strip('[]')}, but for {short(schedule)} torchtitan puts "
+            f"the CSV has the stages on the ranks {short(on).strip('[]')}; for {short(schedule)} torchtitan puts "
             f"them {placed}; change pipeline_parallel_schedule ({_LOOP} or {_V}) or the CSV"
         )
     costs = assumed_costs(len(parts)) if costs is None else stage_costs(costs, _boundaries(parts))

@@ -53,7 +53,7 @@ def autoplan(
         profiles: The model's layers by rows per micro-batch, such as a `rota.profiles.Profile`.
         machine: The processes, their memory, speed and links.
         batch_rows: Rows of a step, over all replicas.
-        inference: Whether there are forwards alone.
+        inference: Whether there are forwards only.
         recompute: Whether stages may recompute. PyTorch's schedule CSV, and so torchtitan, cannot express it.
         pipeline_ranks: Ranks of every pipeline; None: any number.
         copies: Whether a stage may be on two ranks, as in bidirectional pipelines. Never on a machine whose links have
@@ -139,7 +139,7 @@ def usual_plan(best: Found) -> Found | Misfit | None:
 
 
 def _nothing_fits(sweep: Sweep) -> SearchError:
-    """The error that names the smallest memory that would suffice, of all that was tried, and on which rank."""
+    """The error that names the smallest memory that would be enough, of all that was tried, and on which rank."""
     ran_out = sweep.deadline.ran_out or sweep.num_left > 0
     elapsed_s = sweep.deadline.elapsed_s
     closest = sweep.closest()

@@ -110,7 +110,7 @@ def _spread(layers: LayerCosts) -> float:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan but for the order of its ops; `measured`: the stages' own costs, if they were measured too."""
+    """A plan except for the order of its ops; `measured`: the stages' own costs, if they were measured too."""
 
     request: Request
     layout: Layout

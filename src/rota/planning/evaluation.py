@@ -17,7 +17,7 @@ from rota.schedules import FAMILIES, Family
 from rota.simulation import simulate
 from rota.timeline import Timeline
 
-SEARCHED = "searched"  # in place of a schedule's name
+SEARCHED = "searched"  # instead of a schedule's name
 ANY_ORDER = "any order"  # of the ops: what least_bytes rules out, no schedule can fit
 
 # The others take a chain.

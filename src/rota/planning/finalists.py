@@ -1,4 +1,4 @@
-"""Search orders for the best candidates, in place of their named schedules."""
+"""Search orders for the best candidates, instead of their named schedules."""
 
 from __future__ import annotations
 

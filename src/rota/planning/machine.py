@@ -29,7 +29,7 @@ class Machine:
         node_link: The link between processes of different nodes (None: `link`).
         slowdowns: The factor of each process's times (empty: 1).
         all_reduces: Measured sums over processes, as by `rota.profiling.all_reduces`, by number of processes: (bytes,
-            µs) of several sizes. They count in place of what the links would give.
+            µs) of several sizes. They count instead of what the links would give.
 
     Raises:
         PlacementError: A value is invalid, or contradicts another one.

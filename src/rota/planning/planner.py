@@ -83,7 +83,7 @@ class Planner(Iterator[PlannedBatch]):
         length_of: The length of a sample; or a tuple of lengths, of which `collate` gets the longest of each, and
             the plan counts the sum.
         round_to: Lengths are rounded up to multiples of this.
-        plan_with: "module:function" that plans in place of `rota.plan_batch`: `function(lengths, num_replicas,
+        plan_with: "module:function" that plans instead of `rota.plan_batch`: `function(lengths, num_replicas,
             **options)` returns for each replica an object with `groups`, `plan`, `makespan_us` and `bound_us`.
         options: Further keyword arguments of `rota.plan_batch`, or of the function; JSON values.
 

@@ -200,7 +200,7 @@ def _costs(wire: Wire, work: occupancy.Work, repeats: int, ranks_per_core: float
     send, receive = (
         [
             sample_of(size, [scale * us for us in of]) for size, of in zip(occupancy.SIZES, found[role], strict=False)
-        ]  # none of a rank alone
+        ]  # none of one rank only
         for role in ("send", "receive")
     )
     return send, receive

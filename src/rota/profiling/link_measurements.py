@@ -47,7 +47,7 @@ class LinkMeasurements:
         hosts: The host of each rank, as a number.
         hot: A small message directly after another one, by pair.
         paced: Messages alone on the wire, by pair: from a sender that has computed as long as an op does.
-        asleep: Messages between neighbours where all ranks sleep in place of computing, from the end of a sleep on; the
+        asleep: Messages between neighbours where all ranks sleep instead of computing, from the end of a sleep on; the
             sender wakes up later.
         send: What a message costs its sender, by size, while all ranks compute.
         receive: What a message costs its receiver.
@@ -76,7 +76,7 @@ class LinkMeasurements:
         Pairs of the same two hosts have one link, unless one takes more than twice as long as another.
 
         Args:
-            rehearsal: For ranks that wait in place of computing (`rota rehearse`), so that messages take them no
+            rehearsal: For ranks that wait instead of computing (`rota rehearse`), so that messages take them no
                 compute time, but reach the wire only when a sleeping process wakes up.
         """
         send, receive = (_NO_COST, _NO_COST) if rehearsal else self.costs()

@@ -70,7 +70,7 @@ class ProfileCache:
             )
 
     def add(self, layers: LayerCosts, inputs: Mapping[str, str]) -> None:
-        """Add an entry, in place of an older one for these rows, and write the file."""
+        """Add an entry, instead of an older one for these rows, and write the file."""
         key = {**self._identity, **inputs}
         self._known = self._known.with_layers(layers, key) if self._known else Profile((layers,), tuple(key.items()))
         if self.path is not None:
@@ -131,7 +131,7 @@ def _structure(stages: Stages) -> str:
 
 
 def _sources(stages: Stages) -> str:
-    """A hash of the sources of all classes except PyTorch's, for which the version suffices; by name without source."""
+    """A hash of the sources of all classes except PyTorch's, for which the version is enough; or names."""
     classes = {type(inner) for module in stages.modules for inner in module.modules()}
     own = [cls for cls in classes if not cls.__module__.startswith("torch.")]
     return _digest(sorted(_source(cls) for cls in own))

@@ -91,7 +91,7 @@ def profile(
         target: Its targets.
         loss_fn: Computes the loss of the last stage's output and the target; None: the backward begins at the output.
         ranks: The rank of each stage; None: stage i is on rank i.
-        split_backward: Whether to measure I and W in place of B. I costs 0 µs if a stage's inputs need no gradient. It
+        split_backward: Whether to measure I and W instead of B. I costs 0 µs if a stage's inputs need no gradient. It
             frees the bytes that W does not keep: a negative number if W keeps more than F did.
         recompute: The stages to measure with R.
         optimizer: Makes an optimizer of a list of parameters; its state and step time are included in the costs.

@@ -40,7 +40,7 @@ class StageBytes(NamedTuple):
 class StageRun:
     """One stage that receives `received`, one value per incoming edge. Making it runs it once, to warm up.
 
-    `split`: F, I and W in place of F and B. `recompute`: F keeps nothing, and R comes before the backward.
+    `split`: F, I and W instead of F and B. `recompute`: F keeps nothing, and R comes before the backward.
     """
 
     def __init__(

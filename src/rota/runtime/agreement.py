@@ -63,7 +63,7 @@ def refuse_differences(
     """
     layout = None if mesh is None else (mesh.mesh.tolist(), mesh.mesh_dim_names)
     joined = [[*edge] for edge in stages.edges], stages.inputs
-    with collective("comparing plans"):  # before anything that could fail on one rank alone
+    with collective("comparing plans"):  # before anything that could fail on one rank only
         digests = [digest(plan), *(_digest_of(each) for each in (joined, shared, layout))]
         of_ranks = all_gather_json([digests, describe_placed(stages, lambda: _local_stages(plan, mesh))])
     for i, what in enumerate(("plan", "graph of stages", "set of tied and replicated weights", "mesh")):
@@ -241,7 +241,7 @@ class Agreement:
         return self._compared[ready][1]
 
     def explain(self, error: Exception, execution: Execution[Any]) -> None:
-        """Raise a PipelineError in place of an op's `error` if the ranks' batches do not fit together."""
+        """Raise a PipelineError instead of an op's `error` if the ranks' batches do not fit together."""
         if self._differences and execution.failed is not None and not isinstance(error, PipelineError):
             raise PipelineError(
                 f"{execution.failed} failed on {self._names[self._mine]} ({type(error).__name__}: {error}); the ranks' "
@@ -415,8 +415,8 @@ def _refuse_uneven_rows(of_ranks: Sequence[GivenBatch], n: int) -> None:
     if rows and target_rows and rows != target_rows and (rows % n or target_rows % n):
         raise PipelineError(
             f"inputs have {rows} rows and targets {target_rows}, which do not both divide into {n} micro-batches, so "
-            f"it is not known which targets belong to which rows; give equally many rows, such as targets with a row "
-            f"per example, or lists of {n} micro-batches"
+            f"it is not known which targets belong to which rows; give the same number of rows, such as targets with a "
+            f"row per example, or lists of {n} micro-batches"
         )
 
 
@@ -505,7 +505,7 @@ def refuse_loss(
 
 
 def refuse_loss_alone(mean: float, step: int, name: str, mine: dict[int, dict[int, float]], empty: list[int]) -> None:
-    """Refuse a mean loss of a step with wait=False that is not finite, on this rank alone; as `refuse_loss`."""
+    """Refuse a mean loss of a step with wait=False that is not finite, on this rank only; as `refuse_loss`."""
     places = [_nonfinite_text(name, stage, losses) for stage, losses in mine.items()]
     elsewhere = "the ranks of the last stage say for which micro-batches"
     if any(mine.values()):

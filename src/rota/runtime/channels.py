@@ -6,7 +6,7 @@
              compute  allocate ─────────┘                   └▶ run 1F1
 
 `Execution` lets streams wait as the steps of `rota.programs.device_steps` say. Layouts travel between the hosts, by
-`Transport`: tensors alone go by a channel. One big group would do for neither: its messages all share one stream per
+`Transport`: only tensors go by a channel. One big group would do for neither: its messages all share one stream per
 pair, and both directions would wait for each other.
 """
 
@@ -35,7 +35,7 @@ class Passage:
     """A message's way through its channel, the same in every step.
 
     `position`: of the op that made the value, in the rank's order, if it is sent here. `options`: for `move_message` in
-    the channel's group. Each passage is equal to itself alone: a placement may have an edge twice.
+    the channel's group. Each passage is equal to only itself: a placement may have an edge twice.
     """
 
     message: Message

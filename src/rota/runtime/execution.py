@@ -496,7 +496,7 @@ def _versions(received: list[Any], lent: list[int]) -> list[int]:
 
 
 def forwards_of(plan: Plan) -> Plan:
-    """The plan's forwards alone, in its order. Forwards wait only for forwards, so they cannot wait in a cycle."""
+    """The plan's forwards only, in its order. Forwards wait only for forwards, so they cannot wait in a cycle."""
     orders = tuple(tuple(op for op in order if op.kind is Kind.F) for order in plan.orders)
     return Plan(plan.placement.forward_only(), plan.num_microbatches, orders)
 

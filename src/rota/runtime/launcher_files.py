@@ -88,7 +88,7 @@ def is_restart() -> bool:
 
 
 def limit_environment(timeout_s: float | None) -> dict[str, str]:
-    """The environment that says how many seconds a rank may make no progress."""
+    """The environment that says after how many seconds without progress a rank is ended."""
     return {} if timeout_s is None else {_LIMIT: repr(timeout_s)}
 
 

@@ -123,7 +123,7 @@ def _name(of: type) -> str:
 
 
 def _remedy(value: object) -> str:
-    """What to return in place of a value that does not travel."""
+    """What to return instead of a value that does not travel."""
     if hasattr(value, "to_tuple"):  # the ModelOutput of transformers
         return "return its .to_tuple(), or call the model with return_dict=False"
     if type(value) is dict:

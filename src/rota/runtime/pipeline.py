@@ -69,7 +69,7 @@ class Pipeline:
             "loss" and metrics beside it.
         timeout_s: a rank without progress for so long ends all; None: 20 simulated steps, at least 60 s.
         dynamic_shapes: shapes between stages depend on the data, not only on the inputs' shapes.
-        keep_outputs: keep the last stage's outputs in `outputs`; a plan of forwards alone always does.
+        keep_outputs: keep the last stage's outputs in `outputs`; a plan of forwards only always does.
         mesh: as `rota.mesh` makes it; the plan's ranks are its dim "pp". None: all processes are the pipeline.
         recompute: "none", "full", or stages that keep only what they receive, and repeat their forward for B or I.
         allow_nonfinite_loss: `step` returns a loss that is nan or infinite instead of raising PipelineError.
@@ -160,7 +160,7 @@ class Pipeline:
                 self._watch: MemoryWatch | None = None
                 self._known = KnownLayouts()
                 self._plans = ReadyPlans(plan, self._made_ready)
-                #: Plans of forwards alone, by the plans that they are of; made when they are needed.
+                #: Plans of forwards only, by the plans that they are of; made when they are needed.
                 self._for_evaluation: WeakKeyDictionary[ReadyPlan, ReadyPlan] = WeakKeyDictionary()
                 self._known_in_evaluation = KnownLayouts()
                 self._last = self._plans.base
@@ -189,7 +189,7 @@ class Pipeline:
             raise
 
     def _made_ready(self, plan: Plan, number: int, sizes: tuple[Size, ...]) -> ReadyPlan:
-        """For `ReadyPlans`. Plans of forwards alone have no reductions."""
+        """For `ReadyPlans`. Plans of forwards only have no reductions."""
         tied = self._gradients.tied_ranks
         execution = self._execution(plan, self._compute, sizes, self._known, tied)
         execution.record = self._record

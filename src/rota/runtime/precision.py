@@ -1,4 +1,4 @@
-"""Mixed precision as PyTorch has it: ambient autocast for forwards alone, one overflow decision for all ranks' scalers.
+"""Mixed precision as PyTorch has it: ambient autocast for forwards only, one overflow decision for all ranks' scalers.
 
 rank 0   F0 F1 … B1   gradients finite ─┐                    ┌─▶ inf into all gradients ─▶ scaler.step: skips
 rank 1   F0 B0 F1 …   an inf in one    ─┴─ one all-reduce ───┴─▶ inf into all gradients ─▶ scaler.step: skips
@@ -25,7 +25,7 @@ Autocast: TypeAlias = tuple[tuple[str, torch.dtype], ...]
 Refuse: TypeAlias = Callable[[str], None]
 
 _NOTHING = nullcontext()
-_NOT_READ = 1  # in place of the bits of a scale that is on the device
+_NOT_READ = 1  # instead of the bits of a scale that is on the device
 
 
 def ambient_autocast() -> Autocast:

@@ -224,7 +224,7 @@ def _is_floating_point(dtype: torch.dtype | str) -> bool:
 
 @torch.no_grad()
 def _read(tensor: torch.Tensor, sources: list[_Stored]) -> None:
-    """Fill a tensor. Each file is opened for one tensor alone: so what was read does not count as memory in use."""
+    """Fill a tensor. Each file is opened for one tensor only: so what was read does not count as memory in use."""
     for source in sources:
         with _opened(source.path) as file:
             value = file.get_tensor(source.name)

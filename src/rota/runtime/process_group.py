@@ -28,7 +28,7 @@ from rota.torch_internals import replace_rendezvous, set_default_timeout
 Result = TypeVar("Result")
 
 _LOOK_S = 0.02
-_LONGEST_S = 10 * 365 * 86400.0  # in place of no limit
+_LONGEST_S = 10 * 365 * 86400.0  # instead of no limit
 _num_meetings = 0
 
 

@@ -111,7 +111,7 @@ def _refuse_sizes(sizes: tuple[Size, ...], num_microbatches: int) -> None:
         whole = all(type(number) is int and number >= 0 for number in size)
         if not size or not whole or len(size) != len(sizes[0]):
             raise PipelineError(
-                f"sizes[{m}] is {size!r}; give whole numbers of 0 or more, rows first, equally many for each "
+                f"sizes[{m}] is {size!r}; give whole numbers of 0 or more, rows first, the same number for each "
                 f"micro-batch, such as (rows, length)"
             )
 

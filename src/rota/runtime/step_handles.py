@@ -68,7 +68,7 @@ class StepHandle:
         return self._step.has_ended
 
     def wait(self) -> float:
-        """Wait for the step to end; it may be called on some ranks alone, and again.
+        """Wait for the step to end; it may be called on only some ranks, and again.
 
         `pipeline.metrics` are the step's then, unless those of a later step or evaluation have been read.
 

@@ -318,7 +318,7 @@ def send_value(value: Any, where: str, receiver: int, group: dist.ProcessGroup) 
 
 
 def receive_value(sender: int, group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Receive the value that `send_value` sends. Tensors go to `device`, but for those that the sender has on a CPU."""
+    """Receive the value that `send_value` sends. Tensors go to `device`, except those that the sender has on a CPU."""
     size = torch.empty(1, dtype=torch.int64, device="cpu")
     dist.recv(size, group_src=sender, group=group)
     data = torch.empty(int(size), dtype=torch.uint8, device="cpu")

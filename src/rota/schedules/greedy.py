@@ -21,7 +21,7 @@ from rota.schedules.common import BACKWARD_KINDS
 from rota.stopping import Stopped, look
 from rota.tasks import Kind, Op
 
-_WEIGHT = -1  # in place of a leg: the oldest W that was postponed
+_WEIGHT = -1  # instead of a leg: the oldest W that was postponed
 
 
 @dataclass(frozen=True, slots=True)

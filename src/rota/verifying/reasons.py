@@ -96,7 +96,7 @@ def _of_loss_fn(whole: Outcome, parts: Outcome, given: list[Part], tolerance: fl
     one = whole.loss_without_added
     if any(loss.count is not None for loss in parts.losses):
         return (
-            f"loss_fn's sums and counts do not add up: for the whole batch they are {_sum_and_count(whole)}, but for "
+            f"loss_fn's sums and counts do not add up: for the whole batch they are {_sum_and_count(whole)}; for "
             f"all its micro-batches {_sum_and_count(parts)}. Return a sum over tokens, not a mean, and their number. "
             f"A loss that compares the rows of a batch, as a contrastive loss does, has no such sum"
         )

@@ -116,7 +116,7 @@ class _Verifier:
         comparisons, parts = [], None
         dtypes: list[torch.dtype | None] = [torch.float64, None] if self.fp64 and not side.is_sharded else [None]
         if self.fp64 and side.is_sharded:
-            notes.append("stages that fully_shard divides are compared in their own dtype alone, not in float64")
+            notes.append("stages that fully_shard divides are compared in their own dtype only, not in float64")
         for dtype in dtypes:
             with ExitStack() as stack:
                 stack.enter_context(side.apart(dtype))

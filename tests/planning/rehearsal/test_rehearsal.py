@@ -58,7 +58,7 @@ def costs_of(num_stages: int) -> Costs:
 
 
 def plans() -> list[Plan]:
-    """Of every family and every shape, and random ones: DAGs, stages on several ranks, forwards alone."""
+    """Of every family and every shape, and random ones: DAGs, stages on several ranks, forwards only."""
     found = []
     for family in FAMILIES:
         costs = family.adapted(costs_of(NUM_RANKS * family.stages_per_rank))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import rota
+from support import ROOT
 from support.layers import HEAVY
 
 _LAUNCHER = """
@@ -40,7 +42,10 @@ _NOT_ON_A_RANK = (
 
 def output_of(code: str, *arguments: str) -> str:
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=200).stdout.strip()
+    paths = [str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]  # of the workers, too
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=200, env=environment)
+    return done.stdout.strip()
 
 
 def plan_file(folder: Path, num_ranks: int) -> str:

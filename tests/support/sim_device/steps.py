@@ -1,4 +1,4 @@
-"""A small runtime: executes lists of device steps on simulated devices, with an addition in place of each op.
+"""A small runtime: executes lists of device steps on simulated devices, with an addition instead of each op.
 
 It uses memory as the real runtime does: received values come into buffers, what is sent is held until its release, and
 gradients are read and written by ops, reductions, sums and the optimizer. So each wait of a list has its use.

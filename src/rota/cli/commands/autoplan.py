@@ -263,7 +263,7 @@ def _machine_here(
 
 def _not_run(arguments: Namespace) -> str:
     if arguments.inference:
-        return "these are forwards alone"
+        return "these are forwards only"
     return f"this is for {arguments.device}"
 
 

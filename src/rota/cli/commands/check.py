@@ -95,7 +95,7 @@ def _device_text(proved: DeviceOrder) -> str:
         f"on devices with streams: {proved.num_kernels:,} kernels on {count_text(proved.num_ranks, 'rank')} with {met} "
         f"wait in no cycle, and both sides of each communicator enqueue in the same order\n"
         f"  This holds even if each send waits for its receive, and if a device runs kernels only in the order of\n"
-        f"  their launch. It suffices because a kernel waits for nothing but its stream, events, its other side and\n"
+        f"  their launch. It is enough because a kernel waits for nothing but its stream, events, its other side and\n"
         f"  the launch order. NCCL requires operations to be submitted in the same order across ranks:\n"
         f"  https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html (docs/accelerators.md)"
     )

@@ -91,7 +91,7 @@ def _links(arguments: Namespace, num_ranks: int) -> Cluster | None:
             except PipelineError as error:
                 print(f"rota plan: warning: links were not measured: {error}", file=sys.stderr)
     if num_ranks > 1:
-        print("transfers are counted as free; give --link or --links")
+        print("Transfers are counted as free; give --link or --links")
     return None
 
 

@@ -36,7 +36,7 @@ class PipelineModule(nn.Module):
     Args:
         layers: The layers of the whole model: modules, specs or functions.
         num_stages: The number of stages; the number of replicas follows from the number of processes.
-        topology: A topology with an axis 'pipe', in place of `num_stages`.
+        topology: A topology with an axis 'pipe', instead of `num_stages`.
         loss_fn: Called with (output, labels), it returns the mean loss of a micro-batch.
         seed_layers: Whether each layer's initial weights and dropout depend only on `base_seed` and its index.
         seed_fn: Called with a seed. None: `torch.manual_seed`.

@@ -48,7 +48,7 @@ class TiedLayerSpec(LayerSpec):
         key: The name of the tied layer.
         typename: The class of the layer.
         module_args: Its positional arguments.
-        forward_fn: Called with (layer, input) in place of the layer's forward.
+        forward_fn: Called with (layer, input) instead of the layer's forward.
         tied_weight_attr: The name of the tied weight, or several names. All parameters of the layer are tied, as they
             are in the whole model.
         module_kwargs: Its keyword arguments.

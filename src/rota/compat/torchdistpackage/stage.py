@@ -3,7 +3,7 @@
     received ────▶ cut ────▶ fwd_fn ────▶ output ────▶ cut ────▶ what the next stage gets
     its gradient ◀─────── bwd_fn(output, its gradient) ◀──────── gradient received
 
-The pipeline sees one autograd function in place of the stage's graph; the backward of this function calls `bwd_fn`.
+The pipeline sees one autograd function instead of the stage's graph; the backward of this function calls `bwd_fn`.
 """
 
 from __future__ import annotations

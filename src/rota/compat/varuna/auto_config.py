@@ -94,7 +94,7 @@ class AutoConfig:
         return min(choices, default=None)
 
     def _step_us(self, costs: Costs, num_stages: int, chunk_size: int) -> int | None:
-        """Time of a step in µs; None if a rank's memory does not suffice."""
+        """Time of a step in µs; None if a rank's memory is too small."""
         replicas = self.num_replicas(num_stages)
         reduce_us = tuple(self._reduce_us(num_bytes, replicas) for num_bytes in self._profile.reduced_bytes)
         of_stages = stage_costs(replace(costs, reduce_us=reduce_us), num_stages)

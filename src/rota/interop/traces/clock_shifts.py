@@ -13,7 +13,7 @@ def shifts_ns(at_least_ns: Mapping[tuple[int, int], int], num_ranks: int) -> lis
     `at_least_ns[sender, receiver]` is the longest time by which a message was read before it was made (negative:
     after), so at least as much as the receiver's clock is behind the sender's. Ranks of one machine share a clock, and
     clocks that a time server sets differ by little, so times that contradict no message are left as recorded. Raises
-    FormatError if no shifts suffice: the traces are not of one run.
+    FormatError if no shifts are enough: the traces are not of one run.
     """
     shifts = [0] * num_ranks
     for _ in range(num_ranks):

@@ -105,7 +105,7 @@ def _argument_shaped(module: nn.Module, leaf: Any, arguments: list[Any], device:
 
 @final
 class _AbsentCopies(TorchFunctionMode):
-    """Inside the context, deep copies have Absents in place of tensors."""
+    """Inside the context, deep copies have Absents instead of tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types

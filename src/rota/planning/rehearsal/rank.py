@@ -1,4 +1,4 @@
-"""One rank of a rehearsal: the runtime's loop over the plan, with timed waits or kernels in place of compute."""
+"""One rank of a rehearsal: the runtime's loop over the plan, with timed waits or kernels instead of compute."""
 
 from __future__ import annotations
 

@@ -34,9 +34,9 @@ def rehearse(
     device: str = AUTO,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Rehearsal:
-    """Run `plan` on this machine, one process per rank, with waits of the planned durations in place of its ops.
+    """Run `plan` on this machine, one process per rank, with waits of the planned durations instead of its ops.
 
-    On accelerators, kernels that last as long as planned are in place of the ops, and messages go from one to another.
+    On accelerators, kernels that last as long as planned are instead of the ops, and messages go from one to another.
 
     Messages are real and as large as planned; loop, transport and watchdog are those of `Pipeline`. No process is left
     behind.

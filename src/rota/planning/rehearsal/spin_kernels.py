@@ -1,4 +1,4 @@
-"""Kernels that compute nothing in place of compute, on a queued device: each op keeps it busy for as long as planned.
+"""Kernels that compute nothing instead of compute, on a queued device: each op keeps it busy for as long as planned.
 
     host      enqueues the step: kernels, messages, events
     compute   ▣ 0F0 spins ▣ 0F1 spins            ▣ 0B0 spins
@@ -52,7 +52,7 @@ class SpinKernels:
         """A new step; nothing is computed."""
 
     def run(self, op: Op, received: list[Any]) -> list[Any]:  # noqa: ARG002 - nothing is computed
-        """Enqueue kernels that last as long as the op; returns memory in place of its output."""
+        """Enqueue kernels that last as long as the op; returns memory instead of its output."""
         task = self._tasks[op.stage, op.kind]
         if len(task.ranks) > 1:  # collectives in such a task would wait for its other ranks
             with collective(f"waiting for the other ranks of {task.ranks}"):

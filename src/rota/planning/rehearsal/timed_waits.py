@@ -1,4 +1,4 @@
-"""Timed waits in place of compute: a simulated device that is busy for as long as the plan says.
+"""Timed waits instead of compute: a simulated device that is busy for as long as the plan says.
 
     device    █ 0F1 █████ 0F2 ████            █ 0B0 ██████     busy from when it is free and the inputs are there
     process   ‥‥ asleep │‥‥ asleep │‥‥ waits  ‥‥ asleep   │    ‥ the runtime's own work, beside the op
@@ -58,7 +58,7 @@ class TimedWaits:
         self.starts_ns, self.ends_ns, self.late_ns = [], [], []
 
     def run(self, op: Op, received: list[Any]) -> list[Any]:  # noqa: ARG002 - nothing is computed
-        """Wait for the op's duration; returns bytes in place of its output."""
+        """Wait for the op's duration; returns bytes instead of its output."""
         task = self._tasks[op.stage, op.kind]
         ready_ns = max(self._free_ns, self.arrivals.latest_ns)
         if len(task.ranks) > 1:
@@ -160,7 +160,7 @@ class Arrivals:
         self._posted: dict[int, queue.SimpleQueue[_Arrival | None]] = {}
 
     def watch(self, message: Message, works: list[Any]) -> list[Any]:
-        """The object to wait for in place of a posted receive's works."""
+        """The object to wait for instead of a posted receive's works."""
         sender = message.transfer.sender
         if sender not in self._posted:
             self._posted[sender] = queue.SimpleQueue()

@@ -64,7 +64,7 @@ class StatesInMemory:
         return 2 * sum(_room(_local(tensor)) for tensor in tensors.values())
 
     def keep(self, step: int, extra: dict[str, Any]) -> None:
-        """Copy the state, which becomes that of `step`, in place of the older one of two.
+        """Copy the state, which becomes that of `step`, instead of the older one of two.
 
         Raises PipelineError if a tensor cannot be kept, OSError if there is not enough memory.
         """

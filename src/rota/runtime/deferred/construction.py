@@ -174,7 +174,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def with_values(log: Log, value: Any) -> tuple[Any, WeakSet[Deferred]]:
-    """`value` with current values in place of deferred tensors, and the marks whose memory is now kept."""
+    """`value` with current values instead of deferred tensors, and the marks whose memory is now kept."""
     leaves, structure = tree_flatten(value)
     marks = [deferred(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
     touched: WeakSet[Deferred] = WeakSet()

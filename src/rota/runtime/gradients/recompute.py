@@ -49,7 +49,7 @@ def recomputed_by_backward(asked: str | Iterable[int], placement: Placement) -> 
 class Again:
     """What a first forward leaves for the second: what it received, and the buffers that it changed, as before.
 
-    `draws`: the random states from which it drew, but for those that the caller seeds; None if it did not.
+    `draws`: the random states from which it drew, except for those that the caller seeds; None if it did not.
     """
 
     received: list[Any]

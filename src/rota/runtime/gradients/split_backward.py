@@ -3,7 +3,7 @@
     output ─▶ linear ─▶ tanh ─▶ linear ─▶ input     nodes of autograd's graph, ─▶ where gradients go: the *spine*
                 └▶ weight, bias   └▶ weight, bias   the *branches*: what leads to no input
 
-I runs the spine for the inputs alone, and notes the gradients that come into each *fork*, a spine node with a branch.
+I runs the spine for only the inputs, and notes the gradients that come into each *fork*, a spine node with a branch.
 W runs each fork once more, for its branch alone: of a node's gradients, autograd computes those that are asked for.
 Between the two, only such forks and branches keep what autograd saved for them.
 
@@ -167,7 +167,7 @@ def _grow(branch: _Branch, heads: list[Node], after: dict[Node, list[Node]], bra
 def _compiled_functions_run_once(nodes: Iterable[Node]) -> Iterator[None]:
     """Around a backward that keeps the graph but runs what `torch.compile` made once, so that it may reuse its buffers.
 
-    Compiled functions refuse to run in a graph that is kept, by a configuration of the thread that runs them: hence
+    Compiled functions refuse to run in a graph that is kept, by a configuration of the thread that runs them: so
     this thread runs them, also those on an accelerator.
     """
     if not any(map(is_compiled_function, nodes)):

@@ -21,7 +21,7 @@ class Folder:
         self._janitor = janitor
 
     def guard(self, groups: Sequence[int]) -> None:
-        """Set the process groups to end if this process is killed, in place of those set before."""
+        """Set the process groups to end if this process is killed, instead of those set before."""
         assert self._janitor.stdin is not None
         with suppress(BrokenPipeError):  # the janitor was killed
             self._janitor.stdin.write((" ".join(f"-{group}" for group in groups) + "\n").encode())

@@ -195,7 +195,7 @@ def _memory_arcs(first, values, all_parents, after, counts, component_of, held, 
     """int64[num_arcs, 7]: see `MemoryHeadroom.arcs`.
 
     If only y of the source are over when micro-batch k of the task starts, then at least y P + (k - y) Q + R + (count -
-    k - 1) S bytes are held, with one letter for each sort of layer: done, done but for the source, next, to come.
+    k - 1) S bytes are held, with one letter for each sort of layer: done, done except for the source, next, to come.
     """
     arcs, num_arcs = np.empty((16, 7), np.int64), 0
     for rank in range(len(first) - 1):

@@ -1,7 +1,7 @@
 """The exact least period of fixed orders: the largest ratio of time to rounds over all cycles of waits.
 
 A node on a cycle waits for an earlier micro-batch of itself, so a period lasts at least the cycle's time divided by its
-rounds; and the largest of these ratios suffices (Reiter, 1968). It is found from below, as by Newton's method: the
+rounds; and the largest of these ratios is enough (Reiter, 1968). It is found from below, as by Newton's method: the
 starts that a period allows are longest paths; where a cycle has no longest path, the period rises to the cycle's ratio.
 """
 

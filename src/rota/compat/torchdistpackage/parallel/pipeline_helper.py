@@ -38,7 +38,7 @@ def flatten_model(
         model: The model.
         layer_list: Names of the model's attributes (a Sequential or ModuleList stands for its layers), modules, and
             functions.
-        return_list: Whether to return a list in place of a Sequential.
+        return_list: Whether to return a list instead of a Sequential.
 
     Raises:
         SplitError: If the model has no such attribute, or an entry is not a layer.

@@ -43,7 +43,7 @@ def forward_backward(
         fwd_fn: This stage's forward. It gets what the previous stage returned (one tensor or several), then this
             stage's own inputs: a single value as it is, several values as a list. On the last stage it returns the
             loss; gradients are those of the sum over micro-batches.
-        bwd_fn: Called with (output, its gradient) in place of autograd's backward; on the last stage the gradient is
+        bwd_fn: Called with (output, its gradient) instead of autograd's backward; on the last stage the gradient is
             None. None: autograd's backward.
         inputs: This stage's own inputs, each split along dim 0 into `num_microbatches`.
         num_microbatches: The number of micro-batches.

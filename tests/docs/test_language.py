@@ -1,0 +1,50 @@
+"""What users read is plain English: a few phrases that are not have crept in before."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from support import ROOT
+
+#: Each with what to write. Docstrings and messages in the code count as well.
+BANNED = {
+    r"\banew\b": "again",
+    r"\b[Mm]end(s|ed|ing)?\b": "fix",
+    r"\blikewise\b": "say it again",
+    r"\btold below\b": "explained below",
+    r"\bsomebody else's\b": "say whose",
+    r"\b[Ii]n place of\b": "instead of",
+    r"\btakes? the place of\b": "replaces",
+    r"\b(forwards?|backwards?|tensors?|itself|dtype|inputs|targets|layout|those|ranks?) alone\b": "only",
+    r"\bsuffices?\b": "is enough",
+    r"\bequally many\b": "the same number of",
+    r"\bfor want of\b": "for lack of",
+    r"\bhence\b": "so",
+    r"\bhand(s|ed)? on\b": "pass on",
+    r"\bis wanted here\b": "expected",
+    r"\b(µs|bytes?|times|twice|ops|pages?|lines?|process|seconds?) an? (rank|µs|step|second|micro-batch|op)\b": "per",
+    r"\bplan against truth\b": "predicted vs. measured",
+}
+#: Old texts, and what benchmarks printed, stay as they were.
+FILES = [
+    *(path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md"),
+    *(path for path in ROOT.glob("docs/*.md") if path.name != "results.md"),
+    *ROOT.glob("src/rota/**/*.py"),
+]
+BY_DESIGN = {"CONTRIBUTING.md"}  # its page of style quotes them
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_banned_phrase(path: Path) -> None:
+    if path.name in BY_DESIGN:
+        return
+    found = [
+        f"line {number}: {line.strip()[:80]} -> {better}"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for phrase, better in BANNED.items()
+        if re.search(phrase, line)
+    ]
+    assert found == []
