@@ -80,7 +80,7 @@ check: $(READY) ## lint, formatting, types, and what the pages say: links, files
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest --quiet --numprocesses 0 tests/docs/test_pages.py
+	$(BIN)/pytest --quiet --numprocesses 0 tests/docs/test_pages.py tests/docs/test_language.py
 
 fmt: $(READY) ## format the code and fix what the linter can
 	$(BIN)/ruff check --fix-only

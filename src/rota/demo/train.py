@@ -1,4 +1,4 @@
-"""Train the model of model.py as planned: rota run plan.json train.py --steps 60. It is a template for your own."""
+"""Train the model of model.py as planned: rota run plan.json train.py --steps 40. It is a template for your own."""
 
 import argparse
 import time
@@ -9,7 +9,7 @@ from model import loss_fn, make_batch, make_model, make_optimizer
 import rota
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--steps", type=int, default=60)
+parser.add_argument("--steps", type=int, default=40)
 num_steps = parser.parse_args().steps
 
 plan = rota.given_plan()

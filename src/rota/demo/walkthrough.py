@@ -13,7 +13,7 @@ from rota.profiling.host_links import num_cores
 
 _HERE = Path(__file__).parent
 _BATCH_ROWS = 32
-_PLANNING_S = 10
+_PLANNING_S = 14
 
 
 def run_demo(folder: str, num_steps: int) -> None:
@@ -30,7 +30,7 @@ def run_demo(folder: str, num_steps: int) -> None:
     environment = {"OMP_NUM_THREADS": "1", **os.environ}  # one core per rank
     for name in ("model.py", "train.py"):
         shutil.copyfile(_HERE / name, Path(folder, name))
-    sizes = f"--ranks {num_ranks} --pipeline {num_ranks} --batch {_BATCH_ROWS} --rows 4,8"
+    sizes = f"--ranks {num_ranks} --pipeline {num_ranks} --batch {_BATCH_ROWS} --rows 4 --exportable"
     commands = {
         "Plan: measure the model, find the fastest plan, try it": (
             f"autoplan model.py {sizes} --time-limit {_PLANNING_S} --force -o plan.json"
