@@ -75,7 +75,8 @@ def measured(plans: dict[str, rota.Plan]) -> dict[str, StepTimes]:
     for name, plan in plans.items():
         assert plan.usage is not None
         batch = make_batch(plan.usage.microbatch_rows)
-        trial = Trial(plan, rota.split(make_model(), plan.num_stages, plan.cuts), *batch)
+        stages = rota.split(make_model(), plan.num_stages, plan.cuts, example=batch[0][:1])
+        trial = Trial(plan, stages, *batch)
         groups.setdefault(trial.num_processes, {})[name] = trial
     for group in groups.values():
         steps = run_trials([*group.values()], loss_fn, make_optimizer, 15.0)
