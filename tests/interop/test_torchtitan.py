@@ -248,7 +248,7 @@ def change(config: str, **fields: object) -> str:
     [
         ({"pipeline_parallel_degree": 4}, "the CSV has 2 lines for pipeline_parallel_degree = 4"),
         ({"pipeline_parallel_degree": "2"}, 'parallelism.pipeline_parallel_degree is "2"; expected a whole number'),
-        ({"pipeline_parallel_schedule": "DualPipeV"}, 'but for "DualPipeV" torchtitan puts them on 0, 1, 1, 0; change'),
+        ({"pipeline_parallel_schedule": "DualPipeV"}, 'for "DualPipeV" torchtitan puts them on 0, 1, 1, 0; change'),
         ({"pipeline_parallel_schedule_csv": None}, "names no schedule; set pipeline_parallel_schedule_csv"),
         ({"pipeline_parallel_schedule_csv": "x/other.csv"}, "other.csv: No such file or directory; check the path"),
         ({"pipeline_parallel_schedule_csv": ["a"]}, 'pipeline_parallel_schedule_csv is ["a"]; expected a text'),
