@@ -48,7 +48,7 @@ class PlannedBatch:
         sizes: Rows and length of each micro-batch, for `step`.
         groups: The samples of each micro-batch, as indices into the batch.
         makespan_us: The step's predicted time; the largest of all replicas.
-        bound_us: A time below which no plan for these micro-batches is, as the planner has proven it.
+        bound_us: Lower bound on the step's time for these micro-batches, as the planner proved it.
         planning_us: Time that the planner took, while the batch before this one ran.
         waited_us: Time that this process waited for the plan.
     """

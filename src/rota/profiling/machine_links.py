@@ -24,6 +24,7 @@ from rota.runtime.device.local import AUTO, device_type
 from rota.units import count_text
 
 _KEPT_S = 7 * 24 * 3600.0  # a machine's kernel, drivers and load change
+_METHOD = "2"  # how links are measured; figures of another method are measured again
 _FILE = "rota-links-{name}.json"
 _TYPE = "links"
 
@@ -81,6 +82,7 @@ def _key(num_ranks: int, device: str, repeats: int) -> dict[str, str]:
     """What must not change for kept links to stay valid, by name."""
     name = cpu_name() if device == "cpu" else f"{device} {torch.get_device_module(device).get_device_name(0)}"
     return {
+        "method": _METHOD,
         "host": socket.gethostname(),
         "processor": name,
         "cores": str(num_cores()),
