@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from rota import Cluster, Costs, simulate
+from rota import Cluster, Costs, Plan, simulate
 from rota.drawing import save
 from rota.schedules import FAMILIES, Family, compare_schedules
 from rota.schedules.table import to_text
@@ -35,6 +35,14 @@ for F unlike B, and `hanayo` are derived here. A backward that a paper does not 
 splits, and that was measured whole, is halved. `rota plan` says so where it does that.
 
 Write your own: [own-schedule.md](own-schedule.md).
+
+## All of them
+
+4 ranks, 8 micro-batches; per rank F takes 1 ms and the backward 2 ms. "Bubble" is the idle share of makespan × ranks,
+"memory" the activations of the fullest rank as a share of 1F1B's. Between a rank's first and last op `zb_h2` and `zb_v`
+have no idle time here: what is left is that ranks begin and end one after the other.
+
+{{overview}}
 """
 
 
@@ -42,11 +50,26 @@ def main() -> None:
     costs = Costs.uniform(NUM_RANKS, 1000, 1000, 1000, activation_bytes=2000)
     table = to_text(compare_schedules(costs, Cluster.uniform(NUM_RANKS), NUM_MICROBATCHES))
     made = "*Table and pictures are made by `make docs`.*"
-    parts = [HEAD.format(made=made, table=table)]
+    parts = [HEAD.format(made=made, table=table, overview=overview())]
     for family in FAMILIES:
         picture(family)
         parts.append(section(family))
     (FOLDER / "schedules.md").write_text("\n".join(parts))
+
+
+def overview() -> str:
+    """A row per schedule: how it compares with the others in a small step, and when to use it."""
+    timelines = {family.name: simulate(small_plan(family)) for family in FAMILIES}
+    usual_bytes = max(timelines["1f1b"].peak_memory_bytes)
+    rows = ["| schedule | bubble | memory | use it when | paper |", "|---|---|---|---|---|"]
+    for family in FAMILIES:
+        timeline = timelines[family.name]
+        memory = f"{max(timeline.peak_memory_bytes) / usual_bytes:.0%}"
+        rows.append(
+            f"| [{family.name}](#{family.name}) | {timeline.bubble_fraction:.0%} | {memory} | "
+            f"{family.use_when} | {family.source} |"
+        )
+    return "\n".join(rows)
 
 
 def section(family: Family) -> str:
@@ -58,17 +81,23 @@ def section(family: Family) -> str:
     arguments = {name: " ".join(text.split()) for name, text in re.findall(r"(\w+): (.*(?:\n {12}.*)*)", sections)}
     cite = " ".join(citation.split())
     return (
-        f"## {family.name}\n\n{says}\n\n{cite or family.source}\n\nPlacement: {arguments['placement']} "
-        f"Micro-batches: {arguments['num_microbatches']} Function: `rota.schedules.{family.schedule.__name__}`.\n\n"
+        f"## {family.name}\n\n{says}\n\n**Use it when:** {family.use_when}\n\n"
+        f"**Paper:** {cite or family.source}\n\n**Placement:** {arguments['placement']} "
+        f"**Micro-batches:** {arguments['num_microbatches']} "
+        f"**Function:** `rota.schedules.{family.schedule.__name__}`.\n\n"
         f"![{family.name}](pictures/{family.name}.png)\n"
     )
 
 
+def small_plan(family: Family) -> Plan:
+    """4 ranks, 8 micro-batches; F takes 1 ms and the backward 2 ms per rank, split as in the paper."""
+    costs = family.costs_from(Costs.uniform(4, 1000, 1000, 1000, activation_bytes=12_000))
+    return family(family.place(costs, Cluster.uniform(4)), 8)
+
+
 def picture(family: Family) -> None:
-    """4 ranks, 8 micro-batches, F = I = W."""
-    costs = family.adapted(Costs.uniform(4 * family.stages_per_rank, 1000, 1000, 1000, activation_bytes=1000))
-    plan = family(family.place(costs, Cluster.uniform(4)), 8)
-    save(simulate(plan), str(FOLDER / "pictures" / f"{family.name}.png"))
+    """The small plan of a family."""
+    save(simulate(small_plan(family)), str(FOLDER / "pictures" / f"{family.name}.png"))
 
 
 if __name__ == "__main__":

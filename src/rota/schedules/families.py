@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from rota.costs import Cluster, Costs
@@ -60,6 +60,7 @@ class Family:
         schedule: Makes the plan from a placement and a number of micro-batches.
         place: Makes the placement from costs with `stages_per_rank` stages per rank, and a cluster.
         source: The paper.
+        use_when: When it is a good choice, in a sentence.
         backward: "whole" (B), "split" (I and W) or "any".
         stages_per_rank: Stages per rank.
         recomputes: Whether all stages but the last run their forwards again before the backward.
@@ -72,6 +73,7 @@ class Family:
     schedule: Callable[[Placement, int], Plan]
     place: Callable[[Costs, Cluster], Placement]
     source: str
+    use_when: str = field(kw_only=True)
     backward: Literal["whole", "split", "any"] = "any"
     stages_per_rank: int = 1
     recomputes: bool = False
@@ -174,7 +176,15 @@ _HANAYO = Bubble("2(p−1)B/v", lambda s: 2 * (s.p - 1) * s.b / s.v)
 _NONE = Bubble("0 if F=I=W", lambda _: 0)
 
 FAMILIES = (
-    Family("gpipe", "all forwards, then all backwards", gpipe, _in_turn, "Huang et al. 2019", bubble=_1F1B),
+    Family(
+        "gpipe",
+        "all forwards, then all backwards",
+        gpipe,
+        _in_turn,
+        "Huang et al. 2019",
+        bubble=_1F1B,
+        use_when="Few micro-batches and plenty of memory, or as the baseline that every paper compares with.",
+    ),
     Family(
         "1f1b",
         "one forward, one backward in turn; holds few micro-batches",
@@ -182,6 +192,7 @@ FAMILIES = (
         _in_turn,
         "Narayanan et al. 2021",
         bubble=_1F1B,
+        use_when="The default of most trainers: rank r holds p − r micro-batches, however many a step has.",
     ),
     Family(
         "eager_1f1b",
@@ -190,6 +201,7 @@ FAMILIES = (
         _in_turn,
         "Zhuang et al. 2022",
         bubble=_1F1B,
+        use_when="Transfers take about as long as ops, and twice the memory of 1f1b is free.",
     ),
     Family(
         "interleaved_1f1b",
@@ -199,6 +211,7 @@ FAMILIES = (
         "Narayanan et al. 2021 (Megatron-LM)",
         stages_per_rank=2,
         bubble=_INTERLEAVED,
+        use_when="Few micro-batches per rank, fast links, and enough layers for several stages per rank.",
     ),
     Family(
         "looped_bfs",
@@ -208,6 +221,7 @@ FAMILIES = (
         "Lamy-Poirier 2023",
         stages_per_rank=2,
         bubble=_INTERLEAVED,
+        use_when="Sharded weights (FSDP): a stage's weights are gathered once for all micro-batches.",
     ),
     Family(
         "zb_h1",
@@ -217,6 +231,7 @@ FAMILIES = (
         "Qi et al. 2023",
         "split",
         bubble=_zb(1),
+        use_when="You use 1f1b and the backward can be split: the same memory, a third of the bubble if F = I = W.",
     ),
     Family(
         "zb_h2",
@@ -227,6 +242,7 @@ FAMILIES = (
         "split",
         bubble=_zb(2),
         of_span=True,
+        use_when="Twice the memory of 1f1b is free, and F, I and W are about equal.",
     ),
     Family(
         "zb_auto",
@@ -235,6 +251,7 @@ FAMILIES = (
         place,
         "Qi et al. 2023",
         "split",
+        use_when="Uneven stages with a split backward; a limit on memory between those of zb_h1 and zb_h2.",
     ),
     Family(
         "interleaved_zb",
@@ -244,6 +261,7 @@ FAMILIES = (
         "Qi et al. 2023",
         "split",
         stages_per_rank=2,
+        use_when="Interleaved stages where the backward can be split.",
     ),
     Family(
         "zb_v",
@@ -255,9 +273,28 @@ FAMILIES = (
         2,
         bubble=_NONE,
         of_span=True,
+        use_when="Memory as for 1f1b, F, I and W about equal: almost no bubble.",
     ),
-    Family("v_half", "like zb_v in about half the memory of 1f1b", v_half, wave, "Qi et al. 2024", "split", 2),
-    Family("v_min", "like zb_v in about a third of the memory of 1f1b", v_min, wave, "Qi et al. 2024", "split", 2),
+    Family(
+        "v_half",
+        "like zb_v in about half the memory of 1f1b",
+        v_half,
+        wave,
+        "Qi et al. 2024",
+        "split",
+        2,
+        use_when="Activations are what limits you: about half of 1f1b's memory for a small bubble.",
+    ),
+    Family(
+        "v_min",
+        "like zb_v in about a third of the memory of 1f1b",
+        v_min,
+        wave,
+        "Qi et al. 2024",
+        "split",
+        2,
+        use_when="Activations are what limits you by far: about a third of 1f1b's memory for a larger bubble.",
+    ),
     Family(
         "dualpipe_v",
         "half of dualpipe: stages down the ranks and back up",
@@ -267,6 +304,7 @@ FAMILIES = (
         "split",
         2,
         bubble=_DUALPIPE_V,
+        use_when="Messages are long enough to hide behind ops of the other direction, and weights fit only once.",
     ),
     Family(
         "dualpipe",
@@ -276,6 +314,7 @@ FAMILIES = (
         "DeepSeek-AI 2024",
         "split",
         bubble=_DUALPIPE,
+        use_when="The same with room for the weights twice; mixtures of experts whose messages must be hidden.",
     ),
     Family(
         "chimera",
@@ -285,6 +324,7 @@ FAMILIES = (
         "Li and Hoefler 2021",
         "whole",
         bubble=_CHIMERA,
+        use_when="Few micro-batches, at most as many as ranks, and room for the weights twice.",
     ),
     Family(
         "hanayo",
@@ -294,6 +334,7 @@ FAMILIES = (
         "Liu et al. 2023",
         stages_per_rank=2,
         bubble=_HANAYO,
+        use_when="Few micro-batches and a whole backward, and weights fit only once.",
     ),
     Family(
         "varuna",
@@ -303,8 +344,16 @@ FAMILIES = (
         "Athlur et al. 2022",
         "whole",
         recomputes=True,
+        use_when="Recomputation in every stage is needed anyway, and links are slow or uneven.",
     ),
-    Family("forward_only", "forward passes only, for inference", forward_only, _in_turn_forward, "inference"),
+    Family(
+        "forward_only",
+        "forward passes only, for inference",
+        forward_only,
+        _in_turn_forward,
+        "inference",
+        use_when="Inference and evaluation.",
+    ),
 )
 
 #: By the names that the command line uses.
