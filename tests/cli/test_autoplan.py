@@ -13,6 +13,7 @@ from rota.cli import main
 from rota.cli.arguments import parse_link
 from rota.errors import PipelineError
 from rota.profiles import Profile
+from rota.profiling.places import memory_bytes_per_rank
 from rota.runtime.launching.launch import Run
 from rota.usage import Usage
 from support.commands import output_of
@@ -172,6 +173,9 @@ def test_a_run_has_the_replicas_of_the_plan(tmp_path: Path, monkeypatch: pytest.
             ["--profile", "PROFILE", "--memory", "80"],
             "80 of what? write such as 80GB, or 80B for bytes",
         ),
+        (["--profile", "PROFILE", "--memory", "80%"], "a share of which device's memory? say it in GB, or name"),
+        (["--profile", "PROFILE", "--memory", "120%"], "'120%' must be more than 0% and at most 100%"),
+        (["--profile", "PROFILE", "--device", "h10", "--memory", "80%"], "did you mean h100?"),
         (
             ["--profile", "PROFILE", "--ranks", "100001"],
             "num_ranks is 100,001, more than any machine has; give 100,000",
@@ -192,6 +196,21 @@ def test_what_cannot_be_planned(
         code = int(str(stop.code))
     assert code == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("device", "limit"), [("h100", "64 GB"), ("H200", "113 GB")])
+def test_a_limit_is_a_share_of_the_device(
+    device: str, limit: str, profile: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--ranks", "2", "--batch", "8", "--device", device, "--memory", "80%", "--time-limit", "600"]
+    assert main(["autoplan", "--profile", profile, *given]) == 0
+    assert f" of {limit}" in capsys.readouterr().out
+
+
+def test_the_memory_of_ranks_on_the_cpu_is_an_equal_part_of_the_machine_s() -> None:
+    whole = memory_bytes_per_rank("cpu", 1)
+    assert whole > 2**28
+    assert memory_bytes_per_rank(None, 4) == whole // 4
 
 
 def test_the_largest_machine_is_looked_at(profile: str, capsys: pytest.CaptureFixture[str]) -> None:

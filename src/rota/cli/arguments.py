@@ -51,6 +51,19 @@ def parse_bytes(text: str) -> int:
     return int(number * (_UNITS | _BINARY)[unit])  # rounded down: a limit must not be exceeded by a fraction of a byte
 
 
+def parse_memory(text: str) -> int | Fraction:
+    """Return bytes ("40GB", "1000B"), or a share of the device's memory ("80%" -> 4/5). Raises ValueError."""
+    share = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
+    if share is not None:
+        if not 0 < Fraction(share[1]) <= 100:
+            raise ValueError(f"{text!r} must be more than 0% and at most 100%")
+        return Fraction(share[1]) / 100
+    num_bytes = parse_bytes(text)
+    if text.strip()[-1].isdigit():  # the unit was probably forgotten
+        raise ValueError(f"{text} of what? write such as {text}GB, or {text}B for bytes")
+    return num_bytes
+
+
 def parse_link(text: str) -> tuple[int, int | None]:
     """Return latency in µs and bytes per µs: "5us,50GB/s" -> (5, 50000); either may be left out. Raises ValueError."""
     latency_us: int | None = None
@@ -87,6 +100,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 size = argument_type(parse_bytes)
+memory = argument_type(parse_memory)
 link = argument_type(parse_link)
 mesh = argument_type(parse_mesh)
 

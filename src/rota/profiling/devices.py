@@ -29,6 +29,7 @@ class DeviceModel:
         name: Its name for `device=` and `--device`.
         flops_per_s: Peak operations per second by dtype, with `tf32` for float32 that may be rounded.
         bytes_per_s: Bandwidth of its memory.
+        memory_bytes: Size of its memory; None: no figure.
         is_gpu: Whether it runs kernels, such as fused attention, that only GPUs have.
         compute_efficiency: Fraction of the peak that operations reach.
         memory_efficiency: Fraction of the bandwidth that operations reach.
@@ -38,6 +39,7 @@ class DeviceModel:
     name: str
     flops_per_s: Mapping[str, float]
     bytes_per_s: float
+    memory_bytes: int | None = None
     is_gpu: bool = True
     compute_efficiency: float = 0.65
     memory_efficiency: float = 0.8
@@ -55,10 +57,10 @@ class DeviceModel:
         return self.flops_per_s.get(name, self.flops_per_s["float32"])
 
 
-def _gpu(name: str, half: float, tf32: float, single: float, double: float, gb_s: float) -> DeviceModel:
-    """A GPU with these peaks in 10^12 operations per second, and a bandwidth in 10^9 bytes per second."""
+def _gpu(name: str, half: float, tf32: float, single: float, double: float, gb_s: float, gb: int) -> DeviceModel:
+    """A GPU with these peaks in 10^12 operations per second, a bandwidth in 10^9 bytes per second, and 10^9 bytes."""
     rates = {"float16": half, "bfloat16": half, "tf32": tf32, "float32": single, "float64": double}
-    return DeviceModel(name, {dtype: rate * 1e12 for dtype, rate in rates.items()}, gb_s * 1e9)
+    return DeviceModel(name, {dtype: rate * 1e12 for dtype, rate in rates.items()}, gb_s * 1e9, gb * 10**9)
 
 
 #: The known devices, by name for `device=` and `--device`.
@@ -66,18 +68,18 @@ DEVICES = {
     device.name: device
     for device in (
         # NVIDIA A100 (SXM4) data sheet; float64 on its tensor cores.
-        _gpu("a100-40gb", 312, 156, 19.5, 19.5, 1555),
-        _gpu("a100-80gb", 312, 156, 19.5, 19.5, 2039),
+        _gpu("a100-40gb", 312, 156, 19.5, 19.5, 1555, 40),
+        _gpu("a100-80gb", 312, 156, 19.5, 19.5, 2039, 80),
         # NVIDIA H100 (SXM5, PCIe) and H200 data sheets, half of the peaks with sparsity.
-        _gpu("h100", 989, 494, 67, 67, 3350),
-        _gpu("h100-pcie", 756, 378, 51, 51, 2000),
-        _gpu("h200", 989, 494, 67, 67, 4800),
+        _gpu("h100", 989, 494, 67, 67, 3350, 80),
+        _gpu("h100-pcie", 756, 378, 51, 51, 2000, 80),
+        _gpu("h200", 989, 494, 67, 67, 4800, 141),
         # AMD Instinct MI300X data sheet; matrix cores.
-        _gpu("mi300x", 1307, 653, 163, 163, 5300),
+        _gpu("mi300x", 1307, 653, 163, 163, 5300, 192),
         # NVIDIA's Ada architecture white paper: with float32 accumulation.
-        _gpu("rtx-4090", 165, 82.6, 82.6, 1.3, 1008),
+        _gpu("rtx-4090", 165, 82.6, 82.6, 1.3, 1008, 24),
         # NVIDIA L40S data sheet.
-        _gpu("l40s", 362, 183, 91.6, 1.4, 864),
+        _gpu("l40s", 362, 183, 91.6, 1.4, 864, 48),
         # One core of a server at 3 GHz: two fused multiply-adds per cycle on 8 floats (AVX2), part of the bandwidth.
         DeviceModel("cpu-core", {"float32": 96e9, "float64": 48e9}, 12e9, is_gpu=False, least_op_us=2.0),
     )

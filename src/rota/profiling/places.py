@@ -9,6 +9,8 @@ import torch
 
 from rota.errors import PipelineError
 from rota.models import Stages
+from rota.profiling.devices import device_named
+from rota.runtime.host_memory import total_bytes
 
 
 def place_name(stages: Stages) -> str:
@@ -38,6 +40,32 @@ def is_here(name: str) -> bool:
             f"device {name!r}: PyTorch finds none on this machine; give cpu, or one to estimate for, such as h100"
         )
     return True
+
+
+def memory_bytes_per_rank(name: str | None, ranks_per_machine: int) -> int:
+    """The memory of one rank's device.
+
+    Args:
+        name: A device of this machine, such as "cuda", or one to estimate for, such as "h100"; None: the CPU.
+        ranks_per_machine: Ranks that share a machine's memory, where they run on its CPU.
+
+    Returns:
+        All of an accelerator's memory; of this machine's main memory an equal part.
+
+    Raises:
+        PipelineError: The device or the size of its memory is unknown.
+    """
+    if name is not None and not is_here(name):
+        found = device_named(name).memory_bytes
+    elif name is not None and (device := torch.device(name)).type != "cpu":
+        properties = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)(device)
+        found = getattr(properties, "total_memory", None)
+    else:
+        found = total_bytes()
+        found = found and found // ranks_per_machine
+    if found is None:
+        raise PipelineError(f"the memory of {name or 'this machine'} is unknown; give the limit in GB")
+    return found
 
 
 def device_name(device: torch.device) -> str:

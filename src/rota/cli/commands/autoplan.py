@@ -7,10 +7,11 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from rota.cli import files
-from rota.cli.arguments import add_model_options, add_output, add_time_limit, link, number, rows, size
+from rota.cli.arguments import add_model_options, add_output, add_time_limit, link, memory, number, rows
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import print_timeline, progress_line, terminal_columns
@@ -42,7 +43,8 @@ def add_arguments(parser: Parser) -> None:
     add_model_options(parser)
     parser.add_argument("--ranks", type=number(1), required=True, help="total number of processes")
     parser.add_argument("--batch", type=number(1), required=True, help="rows per step, over all replicas")
-    parser.add_argument("--memory", type=_memory, help="memory limit per rank, such as 40GB (default: none)")
+    help_text = "memory limit per rank, such as 40GB or 80%% of the device's memory (default: none)"
+    parser.add_argument("--memory", type=memory, help=help_text)
     parser.add_argument(
         "--profile", metavar="FILE", help="use the costs that `rota profile` wrote instead of measuring"
     )
@@ -73,14 +75,6 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--cache", metavar="PATH", help="file or folder that stores measurements for the next run")
     parser.add_argument("--refresh", action="store_true", help="measure again, even if the cache has a result")
     add_output(parser, "FILE", "write the plan as JSON")
-
-
-def _memory(text: str) -> int:
-    """Memory with its unit: a number alone is refused, because its unit was probably forgotten."""
-    num_bytes = size(text)
-    if text.strip()[-1].isdigit():
-        raise argparse.ArgumentTypeError(f"{text} of what? write such as {text}GB, or {text}B for bytes")
-    return num_bytes
 
 
 def _slowdowns(text: str) -> tuple[float, ...]:
@@ -170,7 +164,7 @@ def _machine(arguments: Namespace) -> Machine:
     try:
         return Machine(
             arguments.ranks,
-            arguments.memory,
+            _limit_bytes(arguments),
             link,
             arguments.node,
             None if arguments.node_link is None else Link(*arguments.node_link),
@@ -178,6 +172,22 @@ def _machine(arguments: Namespace) -> Machine:
         )
     except PlacementError as error:
         raise InputError(f"the machine: {error}") from None
+
+
+def _limit_bytes(arguments: Namespace) -> int | None:
+    """What `--memory` gives each rank; a share is one of its device's memory."""
+    if not isinstance(arguments.memory, Fraction):
+        limit: int | None = arguments.memory
+        return limit
+    if arguments.profile is not None and arguments.device is None:
+        raise InputError("--memory: a share of which device's memory? say it in GB, or name the --device")
+    require("torch", "torch")
+    from rota.profiling.places import memory_bytes_per_rank
+
+    try:
+        return int(arguments.memory * memory_bytes_per_rank(arguments.device, arguments.node or arguments.ranks))
+    except PipelineError as error:
+        raise InputError(f"--memory: {error}") from None
 
 
 def _model_file(arguments: Namespace) -> ModelFile:
