@@ -80,7 +80,8 @@ check: $(READY) ## lint, formatting, types, and what the pages say: links, files
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest --quiet --numprocesses 0 tests/docs/test_pages.py tests/docs/test_language.py
+	$(BIN)/pytest --quiet --numprocesses 0 tests/docs/test_pages.py tests/docs/test_language.py tests/docs/test_site.py
+	@$(MAKE) --no-print-directory site
 
 fmt: $(READY) ## format the code and fix what the linter can
 	$(BIN)/ruff check --fix-only
@@ -98,8 +99,7 @@ pictures: $(READY) ## make the pictures of the README and docs/seeing.md, in a b
 bench: $(READY) ## run the benchmarks and make docs/results.md (ONLY="import search": these alone)
 	$(BIN)/python benchmarks/results.py $(ONLY)
 
-site: $(READY) ## build the pages of docs/ as a site, in site/
-	$(BIN)/python -m pip install -qq --constraint constraints.txt --group site
+site: $(READY) ## build the pages of docs/ as a site, in site/; a dead link or a page outside of its navigation fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 package: $(READY) ## build wheel and sdist, install the wheel into an empty environment, and use it there
@@ -117,5 +117,5 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install -qq --constraint constraints.txt pip
 	@$(BIN)/python -m pip install -qq --constraint constraints.txt --build-constraint constraints.txt \
-		--editable '.[all,examples]' --group dev
+		--editable '.[all,examples]' --group dev --group site
 	@touch $@

@@ -156,6 +156,11 @@ def add_output(
     parser.set_defaults(written={"output": writes})
 
 
+def add_json(parser: Parser) -> None:
+    """--json."""
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of text")
+
+
 def add_force(parser: Parser) -> None:
     """--force."""
     parser.add_argument("--force", action="store_true", help="overwrite existing files")

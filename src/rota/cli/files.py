@@ -205,13 +205,14 @@ def make_folder(path: str) -> None:
         raise InputError(f"cannot make the folder {path}: {error.strerror}; give another by -o") from None
 
 
-def write(path: str, text: str, then: str = "") -> None:
-    """Write a text file atomically, and say so; `then` ends the sentence. Raises InputError."""
+def write(path: str, text: str, then: str = "", *, quietly: bool = False) -> None:
+    """Write a text file atomically, and say so unless `quietly`; `then` ends the sentence. Raises InputError."""
     try:
         writing.write_text(path, text)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}; check the folder") from None
-    print(f"Wrote {path}{then}.")
+    if not quietly:
+        print(f"Wrote {path}{then}.")
 
 
 def keep(path: str | None, text: str, example: str = "", then: str = "") -> None:

@@ -8,6 +8,7 @@ from rota.cli.commands import (
     check,
     checkpoint,
     compare,
+    completion,
     demo,
     doctor,
     explain,
@@ -28,7 +29,7 @@ from rota.cli.commands import (
 _IN_ORDER = (
     *(demo, doctor, autoplan, profile, plan, schedules, bound, frontier, check, simulate, rehearse, show, explain),
     verify,
-    *(run, compare, calibrate, import_trace, export, import_plan, checkpoint, bench_search),
+    *(run, compare, calibrate, import_trace, export, import_plan, checkpoint, bench_search, completion),
 )
 #: In the order of `rota --help`.
 COMMANDS = tuple(module.COMMAND for module in _IN_ORDER)

@@ -10,8 +10,9 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from rota.cli import files
-from rota.cli.arguments import add_model_options, add_output, add_time_limit, link, memory, number, rows
+from rota.cli import files, json_reports
+from rota.cli.arguments import add_json, add_model_options, add_output, add_time_limit, link, memory, number, rows
+from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import print_timeline, progress_line, terminal_columns
@@ -74,6 +75,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--cache", metavar="PATH", help="file or folder that stores measurements for the next run")
     parser.add_argument("--refresh", action="store_true", help="measure again, even if the cache has a result")
+    add_json(parser)
     add_output(parser, "FILE", "write the plan as JSON")
 
 
@@ -128,7 +130,12 @@ def run(arguments: Namespace) -> int:
             answer = _confirmed(answer, model_file, arguments, max(deadline.left_s, _LEAST_S), show)
         elif arguments.inference or arguments.device not in (None, "cpu"):
             answer = replace(answer, predicted_because=_not_run(arguments))
-    _print_answer(answer, arguments)
+    if not arguments.json:
+        _print_answer(answer, arguments)
+        return 0
+    print_json(json_reports.of_answer(answer))
+    if arguments.output is not None:
+        files.write(arguments.output, answer.plan.to_json(), quietly=True)
     return 0
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 
 from rota import simulation
-from rota.cli import files
+from rota.cli import files, json_reports
+from rota.cli.arguments import add_json
+from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import require_search
 from rota.timeline import Timeline
@@ -14,6 +16,7 @@ from rota.timeline import Timeline
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota bound` to its parser."""
     parser.add_argument("plan", help="plan.json, or a schedule CSV (F 1 ms, B 2 ms)")
+    add_json(parser)
 
 
 def run(arguments: Namespace) -> int:
@@ -24,10 +27,16 @@ def run(arguments: Namespace) -> int:
     from rota.search import bounds_of, gap
 
     timeline = simulation.simulate(planned)
+    found = [
+        (objective, value_us, bounds_of(planned.placement, planned.num_microbatches, objective))
+        for objective, value_us in (("makespan", timeline.makespan_us), ("span", timeline.span_us))
+    ]
+    if arguments.json:
+        print_json(json_reports.of_bounds(found))
+        return 0
     if isinstance(loaded, Timeline):
         _print_measured(loaded, timeline)
-    for objective, value_us in (("makespan", timeline.makespan_us), ("span", timeline.span_us)):
-        bounds = bounds_of(planned.placement, planned.num_microbatches, objective)
+    for objective, value_us, bounds in found:
         best = bounds[0].us
         proof = "proven optimal" if value_us <= best else f"at most {gap(value_us, best):.2%} from the best possible"
         print(f"{objective} {value_us:,} µs; no plan for this placement has less than {best:,}: {proof}")

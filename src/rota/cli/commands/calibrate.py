@@ -5,8 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 
 from rota import calibration
-from rota.cli import files
-from rota.cli.arguments import add_output, add_time_limit
+from rota.cli import files, json_reports
+from rota.cli.arguments import add_json, add_output, add_time_limit
+from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser, one_of
 from rota.cli.requirements import InputError
 from rota.cli.screen import progress_line
@@ -28,6 +29,7 @@ def add_arguments(parser: Parser) -> None:
     )
     add_time_limit(parser, "for --plan search: at most this many seconds (default: 10)")
     parser.add_argument("--costs", metavar="FILE", help="write the measured costs as JSON, for `rota plan --costs`")
+    add_json(parser)
     add_output(parser, "FILE", "write the better plan as JSON")
     parser.set_defaults(written={"output": "file", "costs": "file"})
 
@@ -43,12 +45,15 @@ def run(arguments: Namespace) -> int:
     if arguments.schedule == SEARCH:
         result = search_plan(found.plan.placement, found.plan.num_microbatches, arguments.time_limit)
         found = found.with_plan(f"{SEARCH} ({result.how})", result.plan)
-    print(found.to_text())
+    if arguments.json:
+        print_json(json_reports.of_calibration(found))
+    else:
+        print(found.to_text())
     if arguments.costs is not None:
         note = f"calibrated by {', '.join(arguments.timelines)}"
-        files.write(arguments.costs, calibration.costs_of(found.plan.placement, note).to_json())
+        files.write(arguments.costs, calibration.costs_of(found.plan.placement, note).to_json(), quietly=arguments.json)
     if arguments.output is not None:
-        files.write(arguments.output, found.chosen.to_json())
+        files.write(arguments.output, found.chosen.to_json(), quietly=arguments.json)
     return 0
 
 

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from typing import Any
 
 from rota import checking, simulation
-from rota.cli import files
+from rota.cli import files, json_reports
+from rota.cli.arguments import add_json
+from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
-from rota.cli.requirements import require
+from rota.cli.requirements import InputError, require
 from rota.cli.screen import print_replicas, print_wire_effects
 from rota.errors import PlanError
 from rota.plan import Plan
 from rota.programs import device_order, torch_order
 from rota.programs.device_order import DeviceOrder
+from rota.timeline import Timeline
 from rota.units import count_text
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota check` to its parser."""
     parser.add_argument("plan", help="plan.json, or a schedule CSV")
+    add_json(parser)
     parser.add_argument(
         "--device",
         action="store_true",
@@ -38,6 +43,9 @@ def run(arguments: Namespace) -> int:
     planned = files.read_plan(arguments.plan)
     checking.check(planned)
     timeline = simulation.simulate(planned)
+    if arguments.json:
+        print_json(_fields(arguments, planned, timeline))
+        return 0
     limits = planned.placement.cluster.limit_bytes
     fits = "fits in memory" if any(limit is not None for limit in limits) else "no memory limit is set"
     print(
@@ -52,6 +60,14 @@ def run(arguments: Namespace) -> int:
     if arguments.torch:
         _check_torch(arguments.plan, planned)
     return 0
+
+
+def _fields(arguments: Namespace, planned: Plan, timeline: Timeline) -> dict[str, Any]:
+    """What `--json` prints of a plan that is accepted; one that is not ends with an error, as always."""
+    if arguments.torch:
+        raise InputError("--torch prints text only; leave --json or --torch out")
+    proved = device_order.check_device_order(planned) if arguments.device else None
+    return {"accepted": True, "device_kernels": proved and proved.num_kernels, **json_reports.of_timeline(timeline)}
 
 
 def _check_torch(path: str, planned: Plan) -> None:

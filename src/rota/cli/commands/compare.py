@@ -6,8 +6,9 @@ import sys
 from argparse import Namespace
 
 from rota import comparison
-from rota.cli import files
-from rota.cli.arguments import add_cores, add_output
+from rota.cli import files, json_reports
+from rota.cli.arguments import add_cores, add_json, add_output
+from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
 from rota.cli.pictures import draw, is_measured
 from rota.cli.requirements import InputError
@@ -18,6 +19,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("planned", help="plan.json (simulated first), or a timeline.json")
     parser.add_argument("measured", help="timeline.json, such as `rota run --timeline` writes")
     add_cores(parser)
+    add_json(parser)
     add_output(parser, "PICTURE", "also draw both, as .png, .svg, .pdf or .html")
 
 
@@ -37,7 +39,11 @@ def run(arguments: Namespace) -> int:
             f"measured timeline with `rota run --timeline measured.json {arguments.planned} train.py` or "
             f"`rota rehearse {arguments.planned} -o measured.json`; two plans are compared by `rota show --above`"
         )
-    print(comparison.compare(planned, measured, arguments.cores).to_text())
+    compared = comparison.compare(planned, measured, arguments.cores)
+    if arguments.json:
+        print_json(json_reports.of_comparison(compared))
+    else:
+        print(compared.to_text())
     if arguments.output is not None:
         draw(measured, arguments.output, planned, (arguments.planned, arguments.measured))
     return 0

@@ -6,7 +6,7 @@ import argparse
 
 from rota import accounting
 from rota.cli import files
-from rota.cli.arguments import add_cores
+from rota.cli.arguments import add_cores, add_json
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError
 
@@ -18,7 +18,7 @@ def add_arguments(parser: Parser) -> None:
     help_text = "plan whose op times are the expected ones (default: the timeline's own plan)"
     parser.add_argument("--planned", metavar="FILE", help=help_text)
     add_cores(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from rota.cli.arguments import add_costs, add_output, add_shape, add_time_limit, number, shaped
+from rota.cli import json_reports
+from rota.cli.arguments import add_costs, add_json, add_output, add_shape, add_time_limit, number, shaped
+from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import require, require_search
 from rota.cli.screen import progress_line
@@ -22,6 +24,7 @@ def add_arguments(parser: Parser) -> None:
     add_costs(parser, "a stage")
     add_shape(parser, default="v")
     add_time_limit(parser, "at most this many seconds (default: 60)", default=60.0)
+    add_json(parser)
     add_output(parser, "PICTURE", "draw the curve as .png, .svg or .pdf")
 
 
@@ -36,13 +39,17 @@ def run(arguments: Namespace) -> int:
     with progress_line() as show:
         show(STARTING)
         found = find_frontier(placement, time_limit_s=arguments.time_limit, progress=lambda point: show(_text(point)))
-    print(found.to_text())
+    if arguments.json:
+        print_json(json_reports.of_frontier(found))
+    else:
+        print(found.to_text())
     if arguments.output is not None:
         from rota.drawing import save_frontier
 
         points = [(point.limit_bytes, float(point.us_per_microbatch)) for point in found.points]
         save_frontier(points, [(limit, float(us)) for limit, us in found.bounds], arguments.output)
-        print(f"Wrote {arguments.output}.")
+        if not arguments.json:
+            print(f"Wrote {arguments.output}.")
     return 0
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from rota.cli import files
-from rota.cli.arguments import add_output, number, seconds
+from rota.cli import files, json_reports
+from rota.cli.arguments import add_json, add_output, number, seconds
+from rota.cli.json_reports import print_json
 from rota.cli.parser import Command, Parser
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import print_replicas, progress_line
@@ -22,6 +23,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--timeout", type=seconds, metavar="S", help=help_text)
     help_text = "cpu, cuda or another device of this machine, or auto: accelerators if there is one per rank (default)"
     parser.add_argument("--device", default="auto", metavar="NAME", help=help_text)
+    add_json(parser)
     add_output(parser, "FILE", "write the median step's timeline as JSON")
 
 
@@ -42,19 +44,24 @@ def run(arguments: Namespace) -> int:
             device=arguments.device,
             progress=show,
         )
-    print(rehearsed.to_text())
-    print_replicas(planned, "rehearsed")
+    if arguments.json:
+        print_json(json_reports.of_rehearsal(rehearsed))
+    else:
+        print(rehearsed.to_text())
+        print_replicas(planned, "rehearsed")
     if arguments.output is not None:
-        print()
-        files.write(arguments.output, rehearsed.measured.to_json(), f"; see it by `rota show {arguments.output}`")
+        then = f"; see it by `rota show {arguments.output}`"
+        files.write(arguments.output, rehearsed.measured.to_json(), then, quietly=arguments.json)
     return 0
 
 
 def _batches(arguments: Namespace) -> int:
     from rota.planning import rehearsal
 
-    if arguments.allocate or arguments.output or arguments.device == "cuda":
-        raise InputError("several plans are rehearsed on the CPU, without --allocate and -o; give one plan for these")
+    if arguments.allocate or arguments.output or arguments.json or arguments.device == "cuda":
+        raise InputError(
+            "several plans are rehearsed on the CPU, without --allocate, --json and -o; give one plan for these"
+        )
     plans = [files.read_plan(path) for path in arguments.plans]
     with progress_line() as show:
         found = rehearsal.rehearse_batches(plans, timeout_s=arguments.timeout, progress=show)

@@ -1,0 +1,125 @@
+"""What `--json` prints: the figures of each report, with units in the names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rota.comparison import Comparison
+from rota.timeline import Timeline
+
+if TYPE_CHECKING:
+    from rota.calibration import Calibration
+    from rota.planning import Answer
+    from rota.planning.evaluation import Found
+    from rota.planning.rehearsal import Rehearsal
+    from rota.search import Frontier
+
+
+def print_json(fields: Mapping[str, Any]) -> None:
+    """Print one JSON object."""
+    print(json.dumps(fields, indent=2, ensure_ascii=False))
+
+
+def of_timeline(timeline: Timeline) -> dict[str, Any]:
+    """Size, time, idle time and memory of a plan or run."""
+    plan = timeline.plan
+    return {
+        "num_ranks": plan.num_ranks,
+        "num_stages": plan.num_stages,
+        "num_microbatches": plan.num_microbatches,
+        "num_ops": plan.num_ops,
+        "makespan_us": timeline.makespan_us,
+        "span_us": timeline.span_us,
+        "bubble_fraction": timeline.bubble_fraction,
+        "idle_us": list(timeline.idle_us),
+        "peak_memory_bytes": list(timeline.peak_memory_bytes),
+        "limit_bytes": list(plan.placement.cluster.limit_bytes),
+    }
+
+
+def of_comparison(compared: Comparison) -> dict[str, Any]:
+    """Both makespans, the parts of their difference, and a row per stage and kind."""
+    return {
+        "planned": of_timeline(compared.planned),
+        "measured": of_timeline(compared.measured),
+        "difference_us": compared.difference_us,
+        "parts_us": {str(part): us for part, us in compared.parts_us.items()},
+        "rows": [{**asdict(row), "kind": row.kind.value} for row in compared.rows],
+    }
+
+
+def of_calibration(found: Calibration) -> dict[str, Any]:
+    """What was planned, measured and predicted, and the plans for the measured costs."""
+    return {
+        "planned_us": found.planned_us,
+        "measured_us": list(found.measured_us),
+        "predicted_us": found.predicted_us,
+        "gain": found.gain,
+        "candidates": [{"name": one.name, "makespan_us": one.makespan_us} for one in found.candidates],
+        "keeps_plan": found.chosen is found.plan,
+    }
+
+
+def of_frontier(found: Frontier) -> dict[str, Any]:
+    """The points of the curve and its lower bounds."""
+    return {
+        "points": [
+            {
+                "limit_bytes": point.limit_bytes,
+                "peak_bytes": point.peak_bytes,
+                "us_per_microbatch": float(point.us_per_microbatch),
+                "bound_us": float(point.bound_us),
+            }
+            for point in found.points
+        ],
+        "bounds": [{"limit_bytes": limit, "us_per_microbatch": float(us)} for limit, us in found.bounds],
+        "untried_limit_bytes": [list(between) for between in found.untried],
+        "stopped_by": found.stopped_by,
+    }
+
+
+def of_rehearsal(rehearsed: Rehearsal) -> dict[str, Any]:
+    """Every step's makespan, and the median step against the plan."""
+    return {"makespans_us": list(rehearsed.makespans_us), **of_comparison(rehearsed.comparison)}
+
+
+def of_answer(answer: Answer) -> dict[str, Any]:
+    """The recommended plan, the others, and what to know about the figures."""
+    return {
+        "rows_per_s": answer.rows_per_s,
+        "best": _found(answer.best),
+        "candidates": [_found(found) for found in answer.candidates],
+        "one_process_us": None if answer.one_process is None else answer.one_process.step_us,
+        "bound_us": answer.bound_us,
+        "tolerance": answer.tolerance,
+        "elapsed_s": answer.elapsed_s,
+        "stopped_by": answer.stopped_by,
+        "ran_out": answer.ran_out,
+        "remarks": list(answer.remarks),
+    }
+
+
+def _found(found: Found) -> dict[str, Any]:
+    layout = found.candidate.layout
+    return {
+        "schedule": found.schedule,
+        "num_ranks": layout.num_ranks,
+        "num_replicas": layout.num_replicas,
+        "step_us": found.step_us,
+        "predicted": of_timeline(found.timeline),
+    }
+
+
+def of_bounds(objectives: Sequence[tuple[str, int, Sequence[Any]]]) -> dict[str, Any]:
+    """For each objective the plan's value, and the bounds, the highest first."""
+    return {
+        objective: {
+            "value_us": value_us,
+            "bound_us": bounds[0].us,
+            "bounds": [{"us": one.us, "name": one.name, "why": one.why} for one in bounds],
+        }
+        for objective, value_us, bounds in objectives
+    }

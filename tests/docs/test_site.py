@@ -1,0 +1,19 @@
+"""The reference of the site has every public name, once."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import rota
+from support import ROOT
+
+ROOMS = {"drawing", "interop", "schedules", "shapes"}  # each on a page as a whole
+
+
+def test_the_reference_has_all_public_names() -> None:
+    pages = sorted((ROOT / "docs" / "api").glob("*.md"))
+    named = Counter(name for page in pages for name in re.findall(r"^::: rota\.(\w+)$", page.read_text(), flags=re.M))
+    assert set(named) - ROOMS == set(rota.__all__) - ROOMS - {"__version__"}
+    assert set(named) >= ROOMS
+    assert max(named.values()) == 1
