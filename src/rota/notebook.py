@@ -25,11 +25,21 @@ COLORS = {
 
 _MOST_BARS = 3_000
 _PALEST = 0.5  # opacity of the last of a rank's stages
-_WIDTH, _ROW, _GAP, _LABEL = 900.0, 18, 4, 60
+_WIDTH, _ROW, _GAP, _LABEL, _AXIS = 900.0, 18, 4, 60, 16
+_NUM_TICKS = 8  # at most
 _TEXT_WIDTH = 6.5  # of one character, in the picture's units
 _STYLE = "font:13px system-ui,sans-serif;line-height:1.5"
 
 Columns = Sequence[Sequence[int]]
+
+
+class Gap(NamedTuple):
+    """Idle time of a rank, with the name and the color of its cause."""
+
+    start_us: int
+    end_us: int
+    cause: str
+    color: str
 
 
 class Bar(NamedTuple):
@@ -71,11 +81,13 @@ def preformatted(text: str) -> str:
     return f'<pre style="margin:4px 0;line-height:1.3">{escape(text)}</pre>'
 
 
-def chart(rows: Sequence[Sequence[Bar]], until_us: int) -> str:
-    """One row per rank, from 0 to `until_us`, with a legend."""
-    height = len(rows) * (_ROW + _GAP)
+def chart(rows: Sequence[Sequence[Bar]], until_us: int, gaps: Sequence[Sequence[Gap]] = ()) -> str:
+    """One row per rank, from 0 to `until_us`, with an axis and a legend; `gaps` are the ranks' idle intervals."""
+    height = len(rows) * (_ROW + _GAP) + _AXIS
     few = sum(map(len, rows)) <= _MOST_BARS
     drawn = [(_bars if few else _shares)(row, rank, until_us or 1) for rank, row in enumerate(rows)]
+    if few and gaps:
+        drawn = [_gaps(gaps[rank], rank, until_us or 1) + row for rank, row in enumerate(drawn)]
     kinds = {bar.kind for row in rows for bar in row}
     keys = "".join(
         f'<span style="margin-right:12px"><span style="color:{color}">■</span> {kind}</span>'
@@ -87,7 +99,18 @@ def chart(rows: Sequence[Sequence[Bar]], until_us: int) -> str:
     return (
         f'<svg viewBox="0 0 {width} {height}" width="100%" style="max-width:{width}px" role="img" '
         f'aria-label="{len(rows)} ranks over {time_text(until_us)}" fill="currentColor" font-size="11">'
-        f"{''.join(drawn)}</svg><div>{keys}{what}</div>"
+        f"{''.join(drawn)}{_axis(len(rows) * (_ROW + _GAP), until_us or 1)}</svg><div>{keys}{what}</div>"
+    )
+
+
+def _axis(top: int, until_us: int) -> str:
+    """Times below the rows, at 1, 2 or 5 times a power of ten µs."""
+    steps = (digit * 10**power for power in range(20) for digit in (1, 2, 5))
+    step = next(step for step in steps if step * _NUM_TICKS >= until_us)
+    return "".join(
+        f'<text x="{_LABEL + time / until_us * _WIDTH:.2f}" y="{top + 12}" opacity="0.7" '
+        f'text-anchor="{"start" if time == 0 else "middle"}">{time_text(time) if time else "0"}</text>'
+        for time in range(0, until_us - step // 4, step)
     )
 
 
@@ -104,6 +127,16 @@ def _bars(row: Sequence[Bar], rank: int, until_us: int) -> str:
                 f'<text {at} fill="{"#000" if kind in "BR" or opacity < 1 else "#fff"}">{escape(label)}</text>'
             )
     return "".join(parts)
+
+
+def _gaps(gaps: Sequence[Gap], rank: int, until_us: int) -> str:
+    top = rank * (_ROW + _GAP)
+    return "".join(
+        f'<rect x="{_LABEL + start / until_us * _WIDTH:.2f}" y="{top}" width="{(end - start) / until_us * _WIDTH:.2f}" '
+        f'height="{_ROW}" fill="{color}" opacity="0.35">'
+        f"<title>idle, {escape(cause)}: {start:,} to {end:,} µs</title></rect>"
+        for start, end, cause, color in gaps
+    )
 
 
 def _shares(row: Sequence[Bar], rank: int, until_us: int) -> str:

@@ -246,8 +246,13 @@ class Timeline:
         fields: dict[str, object] = {name: [list(c) for c in getattr(self, name)] for name in columns}
         return reading.dump("timeline", {"makespan_us": self.makespan_us, **fields, **self.plan.to_fields()})
 
-    def to_snippet(self, name: str = "Timeline", until_us: int | None = None) -> str:
-        """A small static picture as HTML, for notebooks, from 0 to `until_us` (default: the makespan)."""
+    def to_snippet(
+        self, name: str = "Timeline", until_us: int | None = None, gaps: Sequence[Sequence[notebook.Gap]] = ()
+    ) -> str:
+        """A small static picture as HTML, for notebooks, from 0 to `until_us` (default: the makespan).
+
+        `gaps` are each rank's idle intervals with their causes.
+        """
         facts = [count_text(self.num_ranks, "rank"), count_text(self.plan.num_microbatches, "micro-batch", "es")]
         facts += [f"makespan {self.makespan_us:,} µs", f"bubble {self.bubble_fraction:.1%}"]
         if any(self.peak_memory_bytes):
@@ -256,7 +261,7 @@ class Timeline:
         for span in self.step_end_spans():
             assert isinstance(span.work, StepEndWork)
             rows[span.rank].append(notebook.Bar(span.start_us, span.end_us, span.work.what, "", str(span.work)))
-        chart = notebook.chart(rows, self.makespan_us if until_us is None else until_us)
+        chart = notebook.chart(rows, self.makespan_us if until_us is None else until_us, gaps)
         return notebook.document(notebook.heading(name, facts), chart)
 
     def __str__(self) -> str:

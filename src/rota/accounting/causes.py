@@ -4,7 +4,7 @@ If several causes hold at the same time, `idle_time` decides by the order in whi
 later call of `_overlaid` hides what is there. `delays.Overruns` divides an overrun into CORES and SLOWER.
 
 To add one: add it to `Cause` and to `DESCRIPTIONS`; find it in `idle_time`, or in `delays` if ops upstream cause it;
-give it a phrase in `explanation._describe` and a color in `rota.drawing.looks`; define it in `docs/idle.md` and in
+give it a phrase in `explanation._describe` and a color in `COLORS`; define it in `docs/idle.md` and in
 `cause_at` of `tests/accounting/test_accounting.py`. The columns of `explanation` have room for eight letters.
 """
 
@@ -49,6 +49,23 @@ DESCRIPTIONS = {
     Cause.MESSAGES: "ranks are occupied with sending and receiving",
     Cause.LAUNCH: "the next op is ready but has not started yet",
     Cause.DRAIN: "this rank has finished, others have not",
+}
+
+
+#: Tol's muted palette: colour-blind people can tell the causes apart, and no cause looks like a kind of work.
+COLORS: dict[Cause, str] = {
+    Cause.SLOWER: "#AA4499",
+    Cause.CORES: "#7A7A7A",
+    Cause.ORDER: "#DDCC77",
+    Cause.MEMORY: "#A03A6A",
+    Cause.STEP_END: "#999933",
+    Cause.WARM_UP: "#88CCEE",
+    Cause.WAITING: "#CC6677",
+    Cause.SHARED_LINK: "#332288",
+    Cause.TRANSFER: "#44AA99",
+    Cause.MESSAGES: "#117733",
+    Cause.LAUNCH: "#4E8F5A",
+    Cause.DRAIN: "#7A6FBE",
 }
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from rota import notebook
-from rota.accounting.causes import DESCRIPTIONS, Cause, Idle
+from rota.accounting.causes import COLORS, DESCRIPTIONS, Cause, Idle
 from rota.accounting.idle_time import idle
 from rota.accounting.suggestions import Suggestion, suggestions, with_measured_times
 from rota.plan import Plan, Transfer
@@ -133,7 +133,10 @@ class Explanation:
         return lines
 
     def _repr_html_(self) -> str:
-        return notebook.document(self.timeline.to_snippet(), notebook.preformatted(self.to_text()))
+        gaps: list[list[notebook.Gap]] = [[] for _ in range(self.timeline.num_ranks)]
+        for one in self.idles:
+            gaps[one.rank].append(notebook.Gap(one.start_us, one.end_us, str(one.cause), COLORS[one.cause]))
+        return notebook.document(self.timeline.to_snippet(gaps=gaps), notebook.preformatted(self.to_text()))
 
     def to_json(self) -> str:
         """The totals, the longest waits and the suggestions, as JSON."""

@@ -15,7 +15,8 @@ from importlib.resources import files
 from typing import Any
 
 from rota.accounting import idle
-from rota.drawing.looks import CAUSE_COLORS, LOOKS, utilisation
+from rota.accounting.causes import COLORS, DESCRIPTIONS
+from rota.drawing.looks import LOOKS, utilisation
 from rota.drawing.packing import CAUSES, Columns, pack_timeline
 from rota.drawing.text import summary
 from rota.plan import Plan
@@ -68,7 +69,7 @@ def to_html(
         page_summary, title = "", title or " over ".join(names)  # each timeline has its summary in its heading
     head = {
         "looks": {key: {"word": look.word, "color": look.color, "mark": look.marks} for key, look in LOOKS.items()},
-        "causes": [{"word": str(cause), "color": CAUSE_COLORS[cause]} for cause in CAUSES],
+        "causes": [{"word": str(cause), "color": COLORS[cause], "text": DESCRIPTIONS[cause]} for cause in CAUSES],
         "columns": columns.types,
         "timelines": fields,
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from rota.accounting import Cause
 from rota.notebook import COLORS
 from rota.plan import Transfer
 from rota.tasks import Kind, Op
@@ -35,21 +34,6 @@ LOOKS: dict[str, Look] = {
 
 PATH_COLOR, TRANSFER_COLOR, MEMORY_COLOR, LIMIT_COLOR = "#1C2024", "#6B6F76", "#B9BDC3", "#6B6F76"
 SERVICE_COLOR, WAITING_COLOR = "#6B6F76", "#332288"  # of a shared link while it serves, of a transfer that waits for it
-# Tol's muted palette: colour-blind people can tell the causes apart, and no cause looks like a kind of work.
-CAUSE_COLORS: dict[Cause, str] = {
-    Cause.SLOWER: "#AA4499",
-    Cause.CORES: "#7A7A7A",
-    Cause.ORDER: "#DDCC77",
-    Cause.MEMORY: "#A03A6A",
-    Cause.STEP_END: "#999933",
-    Cause.WARM_UP: "#88CCEE",
-    Cause.WAITING: "#CC6677",
-    Cause.SHARED_LINK: "#332288",
-    Cause.TRANSFER: "#44AA99",
-    Cause.MESSAGES: "#117733",
-    Cause.LAUNCH: "#4E8F5A",
-    Cause.DRAIN: "#7A6FBE",
-}
 
 
 def utilisation(timeline: Timeline) -> list[tuple[str, float]]:

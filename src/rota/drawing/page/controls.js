@@ -95,6 +95,12 @@ function makeControls(page) {
   listen(page, document.getElementById("zoom-out"), "click", () => zoomHere(page, 0.5));
   listen(page, document.getElementById("zoom-all"), "click", () => moveTo(view, 0, view.full));
   listen(page, document.getElementById("dark"), "click", () => setDark(page, !page.dark));
+  const definitions = document.getElementById("causes");
+  for (const { word, text } of page.causes) {
+    const [term, definition] = [document.createElement("dt"), document.createElement("dd")];
+    [term.textContent, definition.textContent] = [word, text];
+    definitions.append(term, definition);
+  }
   document.getElementById("help-button").addEventListener("click", () => page.help.showModal());
 }
 
@@ -164,15 +170,15 @@ function makeIdleBars(page) {
   const rows = sections.map(({ timeline, totals, title }) => {
     const row = document.createElement("div");
     row.className = "causes";
-    const idle = totals.all.reduce((sum, time) => sum + time, 0);
+    const step = timeline.makespan * timeline.numRanks || 1;
     const head = document.createElement("span");
     head.className = "head";
-    head.textContent = `${sections.length > 1 ? `${title}: ` : ""}why idle`;
+    head.textContent = `${sections.length > 1 ? `${title}: ` : ""}idle, of the step`;
     row.append(head);
     const order = causes.map((_, cause) => cause).filter((cause) => totals.all[cause] > 0);
     order.sort((a, b) => totals.all[b] - totals.all[a]);
     for (const cause of order) {
-      row.append(causeOf(page, cause, totals.all[cause] / idle, totals.all[cause] / timeline.numRanks));
+      row.append(causeOf(page, cause, totals.all[cause] / step, totals.all[cause] / timeline.numRanks));
     }
     if (!order.length) row.append("no rank is ever idle");
     return row;
@@ -185,7 +191,7 @@ function causeOf(page, cause, share, meanTime) {
   const entry = document.createElement("button");
   entry.className = "cause";
   entry.dataset.cause = cause;
-  entry.title = `${look.word}: ${shortTime(meanTime)} per rank, ${percent(share)} of all idle time`;
+  entry.title = `${look.text}: ${shortTime(meanTime)} per rank, ${percent(share)} of the step`;
   const bar = document.createElement("span");
   bar.className = "bar";
   const filled = document.createElement("i");

@@ -68,7 +68,7 @@ function paintAxis(context, { layout, view, theme }) {
     line(context, GUTTER + from, AXIS - 1.5, GUTTER + to, AXIS - 1.5);
   }
   context.textAlign = "left";
-  context.fillText("idle", GUTTER + layout.plot + 14, 10);
+  context.fillText("idle, of the step", GUTTER + layout.plot + 14, 10);
 }
 
 function line(context, x0, y0, x1, y1) {
@@ -166,10 +166,8 @@ function paintLabels(context, page, { timeline, index, colors, manyStages }) {
   if (labels.length > MAX_LABELS) return;
   const long = manyStages ? nameOf : ({ kind, batch }) => kind + batch;
   const fits = (label, text) => context.measureText(text).width + 3 < label.right - label.left;
-  const mostFit = labels.filter((label) => fits(label, long(label))).length > 0.8 * labels.length;
   for (const label of labels) {
-    const names = mostFit ? [long(label), String(label.batch)] : [String(label.batch)];
-    const name = names.find((text) => fits(label, text));
+    const name = [long(label), String(label.batch)].find((text) => fits(label, text));
     if (!name) continue;
     const color = colors[label.lane.slot[label.i]];
     const dimmed = isDimmed(view, label.stage, label.kind, label.batch);

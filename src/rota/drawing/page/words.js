@@ -21,22 +21,25 @@ function short(value, units) {
 
 const shortTime = (time) => short(time, TIME_UNITS);
 const shortSize = (bytes) => short(bytes, SIZE_UNITS);
-const exactTime = (time) => `${String(Math.round(time)).replace(/\B(?=(\d{3})+$)/g, " ")} µs`;
 const percent = (share) => `${(100 * share).toFixed(1)}%`;
-const signed = (time) => `${time < 0 ? "−" : "+"}${exactTime(Math.abs(time))}`;
+/** Returns a time to the µs, in the unit of the axis that ends at `largest`. */
+const exactTime = (time, largest) => timeText(Math.round(time), largest, 1);
+const signed = (time, largest) => `${time < 0 ? "−" : "+"}${exactTime(Math.abs(time), largest)}`;
 
 /** Returns the lines that describe an op; the first is its name. */
 function linesOfOp(page, { section, op }) {
   const { timeline } = page.sections[section];
   const { lane, stage, kind, batch, start, end } = op;
+  const exact = (time) => exactTime(time, page.view.t1);
   const lines = [`${nameOf(op)}  ${page.looks[kind].word} of stage ${stage}, micro-batch ${batch}`];
-  lines.push(`rank ${lane.rank} · ${exactTime(end - start)}`, `from ${exactTime(start)} to ${exactTime(end)}`);
+  lines.push(`rank ${lane.rank} · ${exact(end - start)}`, `from ${exact(start)} to ${exact(end)}`);
   if (timeline.hasMemory) lines.push(memoryLine(timeline, lane, start, end));
   const other = page.sections.find(({ index }) => index !== section);
   const same = other && opNamed(other.timeline, nameOf(op));
   if (same) {
-    lines.push(`${other.title}: ${exactTime(same.end - same.start)} from ${exactTime(same.start)}`);
-    lines.push(`here ${signed(start - same.start)} in start, ${signed(end - start - (same.end - same.start))} in length`);
+    const [later, longer] = [start - same.start, end - start - (same.end - same.start)];
+    lines.push(`${other.title}: ${exact(same.end - same.start)} from ${exact(same.start)}`);
+    lines.push(`here ${signed(later, page.view.t1)} in start, ${signed(longer, page.view.t1)} in length`);
   }
   return lines;
 }
@@ -53,8 +56,9 @@ function linesOfIdle(page, { section, rank, idle: interval, time }) {
   const lane = timeline.lanes[rank];
   const [start, end] = [lane.idle.start[interval], lane.idle.end[interval]];
   const cause = page.causes[lane.idle.cause[interval]];
-  const lines = [`idle  ${cause.word}`, `rank ${rank} · ${exactTime(end - start)}`];
-  lines.push(`from ${exactTime(start)} to ${exactTime(end)}`);
+  const exact = (moment) => exactTime(moment, page.view.t1);
+  const lines = [`idle  ${cause.word}`, cause.text, `rank ${rank} · ${exact(end - start)}`];
+  lines.push(`from ${exact(start)} to ${exact(end)}`);
   const number = lane.idle.first + interval;
   const [waits, ready] = [timeline.waits, timeline.ready].map(({ code, batch }) =>
     workNamed(timeline, code[number], batch[number]),
