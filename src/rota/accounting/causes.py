@@ -52,15 +52,16 @@ DESCRIPTIONS = {
 }
 
 
-#: Tol's muted palette: colour-blind people can tell the causes apart, and no cause looks like a kind of work.
+#: After Tol's muted palette: colour-blind people can tell the causes apart, and no cause looks like a kind of work.
+#: What every schedule has (warm-up, waiting, order, drain) is pale; strong colours are faults.
 COLORS: dict[Cause, str] = {
     Cause.SLOWER: "#AA4499",
-    Cause.CORES: "#7A7A7A",
-    Cause.ORDER: "#DDCC77",
+    Cause.CORES: "#CC6677",
+    Cause.ORDER: "#CBBF9B",
     Cause.MEMORY: "#A03A6A",
     Cause.STEP_END: "#999933",
     Cause.WARM_UP: "#88CCEE",
-    Cause.WAITING: "#CC6677",
+    Cause.WAITING: "#8899A6",
     Cause.SHARED_LINK: "#332288",
     Cause.TRANSFER: "#44AA99",
     Cause.MESSAGES: "#117733",
