@@ -11,6 +11,7 @@ from rota.errors import PipelineError
 STORE = "ROTA_STORE"  # the file through which the ranks meet
 MESH = "ROTA_MESH"  # dp, pp and tp
 DEVICE = "ROTA_DEVICE"  # what `rota run --device` says
+PROGRESS = "ROTA_PROGRESS"  # set where the first process is to say how the training goes
 
 
 def meeting_environments(folder: str, num_processes: int) -> list[dict[str, str]]:

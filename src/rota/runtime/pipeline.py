@@ -6,6 +6,7 @@ import atexit
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -50,6 +51,7 @@ from rota.runtime.reducing.wrapped_stages import unwrapped
 from rota.runtime.step_end import StepEnd, all_reduce
 from rota.runtime.step_handles import StepHandle
 from rota.runtime.step_losses import StepLoss
+from rota.runtime.step_progress import progress_of
 from rota.runtime.stop_requests import StopRequests
 from rota.runtime.transport import Transport, bring_outputs, collective
 from rota.timeline import Timeline
@@ -167,6 +169,7 @@ class Pipeline:
                 with collective("comparing clocks"):
                     self._record.offset_ns = clock_offset_ns(self._processes.pipeline)
             self._num_steps = 0  # that were begun
+            self._progress = progress_of(plan, self._processes.is_first)
             self._loss_counts, self._stops = LossCounts(self.parameters()), StopRequests(self._processes.is_first)
             self._step_end = StepEnd(
                 plan,
@@ -385,8 +388,12 @@ class Pipeline:
         batch = self._take(ready, inputs, targets, has_loss=ready.execution.trains, scale=scale * factor)
         ready.inputs.warn_of_other_rows(batch)
         self._num_steps += 1
+        begun_s = time.monotonic()
         if wait:
-            return self._run(Call.STEP if sync else Call.STEP_WITHOUT_SYNC, ready, batch, float(scale)).loss.mean
+            loss = self._run(Call.STEP if sync else Call.STEP_WITHOUT_SYNC, ready, batch, float(scale)).loss.mean
+            if self._progress is not None:
+                self._progress.done(self._num_steps, begun_s, loss)
+            return loss
         call = Call.STEP_WITHOUT_WAIT if sync else Call.STEP_WITHOUT_SYNC_AND_WAIT
         handle = self._run(call, ready, batch, float(scale)).handle
         assert handle is not None

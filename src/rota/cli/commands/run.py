@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the script on every rank of the plan. Returns the exit code: 128 + its number if a signal ended the run."""
     planned = files.read_plan(arguments.plan)
     require_installed("torch", "torch")  # for the ranks: this process needs none
-    from rota.runtime.environment import device_environment
+    from rota.runtime.environment import PROGRESS, device_environment
     from rota.runtime.launching.launch import EndedBySignal, launch
 
     reading.read_text(arguments.script)
@@ -102,6 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.arguments,
             worker=_WORKERS[arguments.engine] if arguments.verify is None else "rota.verifying.run_worker",
             environment=device_environment(arguments.device)
+            | {PROGRESS: "1"}
             | ({} if arguments.verify is None else {"ROTA_VERIFY": arguments.verify}),
             dp=dp,
             tp=tp,

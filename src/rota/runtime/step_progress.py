@@ -1,0 +1,57 @@
+"""Lines that say how a training goes, for `rota run`: step, loss, and a step's time beside the planned one."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import final
+
+from rota.plan import Plan
+from rota.runtime.environment import PROGRESS
+from rota.simulation import simulate
+from rota.units import time_text
+
+_EVERY_S = 10.0
+
+
+def progress_of(plan: Plan, is_first: bool) -> StepProgress | None:
+    """What shows the progress of a run; None on all processes but the first, and where no `rota run` asks for it."""
+    return StepProgress(plan) if is_first and os.environ.get(PROGRESS) else None
+
+
+@final
+class StepProgress:
+    """Prints a line every ten seconds. A run that is shorter prints none."""
+
+    def __init__(self, plan: Plan, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._plan, self._now_s = plan, now_s
+        self._told_s = now_s()
+        self._durations_s: list[float] = []  # of the steps since the last line
+        self._planned = ""
+
+    def done(self, number: int, begun_s: float, loss: float | None) -> None:
+        """Step `number`, which began at `begun_s` of `time.monotonic`, has ended. `loss` is None if nobody read it."""
+        now_s = self._now_s()
+        self._durations_s.append(now_s - begun_s)
+        if now_s - self._told_s < _EVERY_S:
+            return
+        if not self._planned:
+            self._planned = self._planned_text()
+        told_loss = "" if loss is None or loss != loss else f"loss {loss:.4g}, "
+        step_us = round(1e6 * median(self._durations_s))
+        print(
+            f"rota run: step {number}: {told_loss}{time_text(step_us)} per step{self._planned}",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._told_s = now_s
+        self._durations_s.clear()
+
+    def _planned_text(self) -> str:
+        """The planned time of a step, if the plan's costs are of this model, as those of `rota autoplan` are."""
+        if self._plan.usage is None:
+            return " (the plan has no measured costs)"
+        return f" (planned: {time_text(simulate(self._plan).makespan_us)})"
