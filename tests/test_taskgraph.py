@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -15,7 +16,7 @@ Inputs = list[list[tuple[int, int]]]
 
 @st.composite
 def graphs(draw: st.DrawFn, cyclic: bool = False) -> TaskGraph:
-    """1 to 8 nodes with edges between any two (`cyclic`), or only along a hidden random order."""
+    """1 to 8 nodes with edges between any two (`cyclic`), or only along a hidden random order; some are `previous`."""
     n = draw(st.integers(1, 8))
     place = draw(st.permutations(range(n)))
     pairs = [(a, b) for a in range(n) for b in range(n) if cyclic or place[a] < place[b]]
@@ -23,12 +24,22 @@ def graphs(draw: st.DrawFn, cyclic: bool = False) -> TaskGraph:
     if pairs:
         for a, b in draw(st.lists(st.sampled_from(pairs), max_size=14)):
             inputs[b].append((a, draw(st.integers(0, 5))))
-    return TaskGraph(draw(st.lists(st.integers(0, 9), min_size=n, max_size=n)), inputs)
+    graph = TaskGraph.of(draw(st.lists(st.integers(0, 9), min_size=n, max_size=n)), inputs)
+    previous = [-1] * n
+    if pairs:
+        for a, b in draw(st.lists(st.sampled_from(pairs), max_size=n)):
+            if a not in previous:
+                previous[b] = a
+    return replace(graph, previous=previous)
+
+
+def inputs_of(graph: TaskGraph) -> Inputs:
+    return [[*graph.inputs(node)] for node in range(len(graph.durations_us))]
 
 
 def paths_to(graph: TaskGraph, node: int) -> list[int]:
     """The length of every path that ends with `node`."""
-    before = [length + lag for source, lag in graph.inputs[node] for length in paths_to(graph, source)]
+    before = [length + lag for source, lag in graph.inputs(node) for length in paths_to(graph, source)]
     return [graph.durations_us[node] + length for length in [0, *before]]
 
 
@@ -36,7 +47,7 @@ def makespan(graph: TaskGraph, node: int = 0, longer_us: int = 0) -> int:
     """The longest path of all if `node` takes longer."""
     durations = list(graph.durations_us)
     durations[node] += longer_us
-    return max(max(paths_to(TaskGraph(durations, graph.inputs), end)) for end in range(len(durations)))
+    return max(max(paths_to(replace(graph, durations_us=durations), end)) for end in range(len(durations)))
 
 
 def slack_us(graph: TaskGraph, earliest: Earliest) -> list[int]:
@@ -52,7 +63,7 @@ def test_each_node_ends_with_the_longest_path_to_it(graph: TaskGraph) -> None:
         assert earliest.ends_us[node] == max(paths_to(graph, node)) == earliest.starts_us[node] + duration
     position = {node: i for i, node in enumerate(earliest.sequence)}
     assert len(position) == len(graph.durations_us)
-    assert all(position[before] < position[node] for node, edges in enumerate(graph.inputs) for before, _ in edges)
+    assert all(position[before] < position[node] for node, edges in enumerate(inputs_of(graph)) for before, _ in edges)
 
 
 @given(graphs())
@@ -74,7 +85,7 @@ def test_the_critical_path_is_a_chain_without_gaps_or_slack(graph: TaskGraph) ->
     assert starts[path[0]] == 0
     assert ends[path[-1]] == makespan(graph)
     for before, node in pairwise(path):
-        assert starts[node] - ends[before] in [lag for source, lag in graph.inputs[node] if source == before]
+        assert starts[node] - ends[before] in [lag for source, lag in graph.inputs(node) if source == before]
     slack = slack_us(graph, earliest)
     assert all(slack[node] == 0 for node in path)
 
@@ -90,14 +101,14 @@ def test_a_cycle_is_found_and_told_as_who_waits_for_whom(graph: TaskGraph) -> No
     nodes = caught.value.nodes
     assert len(set(nodes)) == len(nodes)
     for node, awaited in zip(nodes, nodes[1:] + nodes[:1], strict=True):
-        assert awaited in [before for before, _ in graph.inputs[node]]
+        assert awaited in [before for before, _ in graph.inputs(node)]
     assert str(nodes) in str(caught.value)
 
 
 def has_cycle(graph: TaskGraph) -> bool:
     """Whether nodes are left when those that wait for nobody left are taken away, again and again."""
     left = set(range(len(graph.durations_us)))
-    while free := {node for node in left if not any(before in left for before, _ in graph.inputs[node])}:
+    while free := {node for node in left if not any(before in left for before, _ in graph.inputs(node))}:
         left -= free
     return bool(left)
 
@@ -110,7 +121,7 @@ def served_graphs(draw: st.DrawFn) -> tuple[TaskGraph, dict[int, tuple[int, ...]
     servers = {node: draw(which) for node in range(len(graph.durations_us))}
     served = {node: found for node, found in servers.items() if found}
     durations = [max(us, 1) if node in served else us for node, us in enumerate(graph.durations_us)]
-    return TaskGraph(durations, graph.inputs), served
+    return replace(graph, durations_us=durations), served
 
 
 @given(served_graphs())
@@ -119,7 +130,7 @@ def test_who_comes_first_is_served_first(given_graph: tuple[TaskGraph, dict[int,
     graph, served = given_graph
     earliest = graph.first_come(served)
     starts, ends = earliest.starts_us, earliest.ends_us
-    ready = [max([0, *(ends[before] + lag for before, lag in inputs)]) for inputs in graph.inputs]
+    ready = [max([0, *(ends[before] + lag for before, lag in inputs)]) for inputs in inputs_of(graph)]
     for node, duration in enumerate(graph.durations_us):
         assert ends[node] == starts[node] + duration
         others = [other for other in served if other != node and {*served[other]} & {*served.get(node, ())}]
@@ -127,16 +138,16 @@ def test_who_comes_first_is_served_first(given_graph: tuple[TaskGraph, dict[int,
         assert starts[node] == max([ready[node], *(ends[other] for other in earlier)])
     position = {node: i for i, node in enumerate(earliest.sequence)}
     assert len(position) == len(graph.durations_us)
-    assert all(position[before] < position[node] for node, edges in enumerate(graph.inputs) for before, _ in edges)
+    assert all(position[before] < position[node] for node, edges in enumerate(inputs_of(graph)) for before, _ in edges)
 
 
 def test_a_cycle_beside_servers_is_found() -> None:
     with pytest.raises(CycleError):
-        TaskGraph([1, 1, 1], [[(1, 0)], [(0, 0)], []]).first_come({2: (0,)})
+        TaskGraph.of([1, 1, 1], [[(1, 0)], [(0, 0)], []]).first_come({2: (0,)})
 
 
 def test_no_nodes() -> None:
-    graph = TaskGraph([], [])
+    graph = TaskGraph.of([], [])
     earliest = graph.earliest()
     assert (earliest.starts_us, earliest.ends_us, earliest.sequence) == ([], [], [])
     assert slack_us(graph, earliest) == graph.critical_path([], []) == []
@@ -144,11 +155,11 @@ def test_no_nodes() -> None:
 
 def test_a_node_that_waits_for_itself() -> None:
     with pytest.raises(CycleError) as caught:
-        TaskGraph([1, 1], [[], [(0, 0), (1, 0)]]).earliest()
+        TaskGraph.of([1, 1], [[], [(0, 0), (1, 0)]]).earliest()
     assert caught.value.nodes == [1]
 
 
 def test_long_chains_need_no_recursion() -> None:
     n = 20_000
-    graph = TaskGraph([1] * n, [[(i + 1, 0)] if i + 1 < n else [] for i in range(n)])
+    graph = TaskGraph.of([1] * n, [[(i + 1, 0)] if i + 1 < n else [] for i in range(n)])
     assert graph.earliest().ends_us[0] == n

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rota import Cluster, Costs, Timeline, place, simulate
 from rota.schedules import one_f_one_b as schedule
-from rota.taskgraph import TaskGraph
 
 Rows = tuple[tuple[int, ...], ...]
 
@@ -23,7 +23,7 @@ def with_jitter(planned: Timeline, seed: int) -> Timeline:
     """Ops take about a tenth more or less, transfers a few µs more."""
     chooser, plan = random.Random(seed), planned.plan
     durations = [round(us * chooser.lognormvariate(0.03, 0.1)) for us in plan.graph.durations_us]
-    times = TaskGraph(durations, plan.graph.inputs).earliest()
+    times = replace(plan.graph, durations_us=durations).earliest()
 
     def column(of_node: Sequence[int]) -> Rows:
         return tuple(tuple(of_node[node] for node in nodes) for nodes in plan.nodes)

@@ -279,7 +279,7 @@ class _Replay:
         if first_service:
             durations += self._services_us
             inputs += self._service_inputs(handed_over)
-        return max(TaskGraph(durations, inputs).earliest().ends_us, default=0)
+        return max(TaskGraph.of(durations, inputs).earliest().ends_us, default=0)
 
     def _node(self, place: Place) -> int:
         return self._first[place.rank] + place.position
@@ -354,7 +354,7 @@ class _Replay:
         for j, (_, rank) in enumerate(plan.step_end_ranks):
             reduction = plan.num_ops + 2 * j
             for node in (reduction, reduction + 1):
-                before = [source for source, _ in plan.graph.inputs[node]]
+                before = [source for source, _ in plan.graph.inputs(node)]
                 ops = [self._first[rank] + self._positions[rank][source] for source in before if source < plan.num_ops]
                 ends = [source for source in before if source >= plan.num_ops]
                 if not in_turn:

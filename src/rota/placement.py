@@ -174,7 +174,7 @@ class Placement:
         for edge in self.edges:
             inputs[edge.target].append((edge.source, 0))
         try:
-            TaskGraph([0] * len(self.tasks), inputs).earliest()
+            TaskGraph.of([0] * len(self.tasks), inputs).earliest()
         except CycleError as error:
             names = [str(self.tasks[node]) for node in reversed(error.nodes)]
             raise PlacementError(f"the edges form a cycle: {' -> '.join([*names, names[0]])}") from None

@@ -7,15 +7,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count, pairwise, repeat
+from itertools import pairwise
 from operator import add, sub
 from typing import Any, NamedTuple
 
 from rota import notebook, reading, schedule_csv
 from rota.errors import FormatError, PlanError
-from rota.figures import each
+from rota.figures import each, value_in
 from rota.placement import Placement
-from rota.taskgraph import CycleError, Earliest, TaskGraph
+from rota.taskgraph import CycleError, Earliest, Edges, TaskGraph
 from rota.tasks import Op
 from rota.units import count_text
 from rota.usage import Usage
@@ -306,11 +306,10 @@ class Plan:
         """Ops, step ends and transfers on shared links, and what each waits for. Raises PlanError as `nodes` does."""
         if not self.first_service and not self.service_orders:
             return self._unserved_graph
-        inputs = list(self._unserved_graph.inputs)
-        for nodes in self.served:
-            for before, node in pairwise(nodes):
-                inputs[node] = (*inputs[node], (before, 0))
-        return TaskGraph(self._unserved_graph.durations_us, inputs)
+        graph = self._unserved_graph
+        edges, previous = [*graph.edges], [*graph.previous]
+        _add_orders(self.served, edges, previous)
+        return TaskGraph(graph.durations_us, edges, previous)
 
     @cached_property
     def _unserved_graph(self) -> TaskGraph:
@@ -553,35 +552,29 @@ class Plan:
 
 # --- building the graph -----------------------------------------------------------------------------------------------
 
-_Inputs = list[tuple[tuple[int, int], ...]]
-
 
 def _graph_of(plan: Plan, orders: Sequence[Sequence[int]], gradients: Sequence[int | None]) -> TaskGraph:
     """`Plan._unserved_graph`. `gradients[j]`: the node, if any, that completes those of `plan.step_end_ranks[j]`."""
     placement, first_node = plan.placement, plan.first_node
     durations: list[int] = []
-    inputs: _Inputs = []
-    previous, further = _order_edges(orders, first_node[-1])
-    all_inputs = _task_inputs(placement, first_node, plan.first_service)
-    for t, (us, edges, (first, after)) in enumerate(
-        zip(placement.op_us, all_inputs, pairwise(first_node), strict=True)
-    ):
+    edges: list[Edges] = []
+    inputs = _task_inputs(placement, first_node, plan.first_service)
+    for t, (us, sources, first) in enumerate(zip(placement.op_us, inputs, first_node, strict=False)):
         batches = plan.microbatches_of(t)
         durations += placement.column(us, batches)
-        columns = [zip(count(source), placement.column(lag, batches), strict=False) for source, lag in edges]
-        inputs += zip(*columns, zip(previous[first:after], repeat(0)), strict=True)
-    for node, before in enumerate(previous):
-        if before < 0:
-            inputs[node] = inputs[node][:-1]
-    for before, node in further:
-        inputs[node] += ((before, 0),)
-    _add_step_ends(placement, orders, plan.step_end_ranks, gradients, durations, inputs)
-    for r in plan.first_service:
-        route = placement.routes[r]
-        made = range(first_node[route.source], first_node[route.source + 1])
-        durations += placement.column(route.service_us, plan.microbatches_on(r))
-        inputs += zip(zip(made, repeat(0)))
-    return TaskGraph(durations, inputs)
+        of_class = [
+            tuple((first - source, value_in(lag, c)) for source, lag in sources) for c in range(placement.num_classes)
+        ]
+        edges += [of_class[placement.class_of[m]] for m in batches] if placement.class_of else of_class * len(batches)
+    previous = [-1] * len(durations)
+    _add_orders(orders, edges, previous)
+    _add_step_ends(placement, orders, plan.step_end_ranks, gradients, durations, edges)
+    for r, first in plan.first_service.items():
+        route, batches = placement.routes[r], plan.microbatches_on(r)
+        durations += placement.column(route.service_us, batches)
+        edges += [((first - first_node[route.source], 0),)] * len(batches)
+    previous += [-1] * (len(durations) - len(previous))
+    return TaskGraph(durations, edges, previous)
 
 
 def _task_inputs(
@@ -603,17 +596,15 @@ def _task_inputs(
     return sources
 
 
-def _order_edges(orders: Sequence[Sequence[int]], num_ops: int) -> tuple[list[int], list[tuple[int, int]]]:
-    """For each op its predecessor on one of its ranks (-1: none), and (predecessor, node) for its other ranks."""
-    previous = [-1] * num_ops
-    further = []
+def _add_orders(orders: Sequence[Sequence[int]], edges: list[Edges], previous: list[int]) -> None:
+    """Append that the nodes of each order wait for one another: in `previous`, unless a node is in several orders."""
+    is_followed = bytearray(len(previous))
     for nodes in orders:
         for before, node in pairwise(nodes):
-            if previous[node] < 0:
-                previous[node] = before
+            if previous[node] < 0 and not is_followed[before]:
+                previous[node], is_followed[before] = before, True
             else:
-                further.append((before, node))
-    return previous, further
+                edges[node] += ((node - before, 0),)
 
 
 def _add_step_ends(
@@ -622,7 +613,7 @@ def _add_step_ends(
     step_end_ranks: Sequence[tuple[int, int]],
     gradients: Sequence[int | None],
     durations: list[int],
-    inputs: _Inputs,
+    edges: list[Edges],
 ) -> None:
     """Append step ends: a rank's reductions in sequence, each after its stage's gradients, then its optimizer steps."""
     first: dict[int, int] = {}  # rank -> node of its first, and of its last reduction
@@ -638,4 +629,5 @@ def _add_step_ends(
             to_optimize = [*orders[rank][-1:], last[rank]]
         else:
             to_reduce, to_optimize = [*to_reduce, reduction - 2], [reduction - 1]
-        inputs += (tuple((node, 0) for node in before) for before in (to_reduce, to_optimize))
+        for node, inputs in ((reduction, to_reduce), (reduction + 1, to_optimize)):
+            edges.append(tuple((node - before, 0) for before in inputs))

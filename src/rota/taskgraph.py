@@ -6,12 +6,14 @@ is a chain of edges with lag 0, so one graph represents data, orders and transfe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import accumulate
+from itertools import groupby
 
 _UNKNOWN, _WAITS = -1, -2  # instead of an end: not reached yet; on the stack, waiting for another node
+
+Edges = tuple[tuple[int, int], ...]  #: (distance, lag) of each edge of a node
 
 
 class CycleError(Exception):
@@ -30,19 +32,38 @@ class CycleError(Exception):
 class TaskGraph:
     """A graph of n nodes.
 
+    Nodes that are alike, such as the ops of one task, have the same distances and lags. They share one tuple, so that a
+    large graph is made quickly, takes little memory and costs the garbage collector nothing.
+
     Attributes:
         durations_us: Duration of each node.
-        inputs: For each node its (predecessor, lag) pairs: it starts `lag` µs after the predecessor's end, or later.
+        edges: For each node (distance, lag) pairs: node i starts `lag` µs after the end of node i - distance, or later.
+        previous: For each node one more that it waits for, with lag 0; -1: none. No two nodes have the same one.
     """
 
     durations_us: Sequence[int]
-    inputs: Sequence[Sequence[tuple[int, int]]]
+    edges: Sequence[Edges]
+    previous: Sequence[int]
+
+    @classmethod
+    def of(cls, durations_us: Sequence[int], inputs: Iterable[Iterable[tuple[int, int]]]) -> TaskGraph:
+        """The graph with these (predecessor, lag) pairs of each node."""
+        edges = [tuple((node - before, lag) for before, lag in pairs) for node, pairs in enumerate(inputs)]
+        return cls(durations_us, edges, [-1] * len(edges))
+
+    def inputs(self, node: int) -> Iterator[tuple[int, int]]:
+        """(predecessor, lag) pairs: the node starts `lag` µs after the predecessor's end, or later."""
+        for distance, lag in self.edges[node]:
+            yield node - distance, lag
+        if self.previous[node] >= 0:
+            yield self.previous[node], 0
 
     def earliest(self) -> Earliest:
         """Earliest starts and ends, in time linear in nodes and edges. Raises CycleError."""
-        durations, inputs = self.durations_us, self.inputs
+        durations, edges, previous = self.durations_us, self.edges, self.previous
         starts = [0] * len(durations)
         ends = [_UNKNOWN] * len(durations)
+        ends.append(0)  # of the node -1, which is previous where there is none
         sequence: list[int] = []
         stack: list[int] = []
         for root in range(len(durations)):
@@ -51,7 +72,8 @@ class TaskGraph:
             node = root
             while True:  # depth first: visit what `node` still waits for, then return to it
                 start = 0
-                for before, lag in inputs[node]:
+                for distance, lag in edges[node]:
+                    before = node - distance
                     end = ends[before]
                     if end < 0:
                         break
@@ -59,26 +81,32 @@ class TaskGraph:
                     if end > start:
                         start = end
                 else:
-                    starts[node] = start
-                    ends[node] = start + durations[node]
-                    sequence.append(node)
-                    if not stack:
-                        break
-                    node = stack.pop()
-                    continue
+                    before = previous[node]
+                    end = ends[before]
+                    if end >= 0:
+                        if end > start:
+                            start = end
+                        starts[node] = start
+                        ends[node] = start + durations[node]
+                        sequence.append(node)
+                        if not stack:
+                            break
+                        node = stack.pop()
+                        continue
+                ends[node] = _WAITS
                 if ends[before] == _WAITS:
                     self._raise_cycle(ends, before)
-                ends[node] = _WAITS
                 stack.append(node)
                 node = before
+        ends.pop()
         return Earliest(starts, ends, sequence)
 
     def _raise_cycle(self, ends: list[int], node: int) -> None:
-        """Follow first unknown inputs from a node on a cycle until the path closes, and raise CycleError."""
+        """Follow inputs that wait from a node on a cycle until the path closes, and raise CycleError."""
         path: list[int] = []
         while node not in path:
             path.append(node)
-            node = next(before for before, _ in self.inputs[node] if ends[before] < 0)
+            node = next(before for before, _ in self.inputs(node) if ends[before] == _WAITS)
         raise CycleError(path[path.index(node) :])
 
     def first_come(self, served: Mapping[int, Sequence[int]]) -> Earliest:
@@ -93,9 +121,13 @@ class TaskGraph:
         Raises:
             CycleError: Nodes wait for each other, servers left aside.
         """
-        durations = self.durations_us
-        first, readers, lags = self._outputs()
-        missing = [len(before) for before in self.inputs]
+        durations, readers = self.durations_us, self._readers()
+        missing = [len(edges) for edges in self.edges]
+        following = [-1] * len(missing)
+        for node, before in enumerate(self.previous):
+            if before >= 0:
+                following[before] = node
+                missing[node] += 1
         starts, ends = [0] * len(missing), [_UNKNOWN] * len(missing)
         free = dict.fromkeys((server for servers in served.values() for server in servers), 0)
         sequence: list[int] = []
@@ -119,9 +151,16 @@ class TaskGraph:
                     free[server] = end
             ends[node] = end
             sequence.append(node)
-            for i in range(first[node], first[node + 1]):
-                after = readers[i]
-                ready = end + lags[i]
+            after = following[node]
+            if after >= 0:
+                if end > starts[after]:
+                    starts[after] = end
+                missing[after] -= 1
+                if not missing[after]:
+                    stack.append(after)
+            for distance, lag in readers[node]:
+                after = node + distance
+                ready = end + lag
                 if ready > starts[after]:
                     starts[after] = ready
                 missing[after] -= 1
@@ -131,22 +170,21 @@ class TaskGraph:
             return self.earliest()  # which says where the cycle is
         return Earliest(starts, ends, sequence)
 
-    def _outputs(self) -> tuple[list[int], list[int], list[int]]:
-        """What waits for each node, in three flat lists, as a list per node costs the garbage collector far more.
-
-        Those that wait for node i, and their lags, are at the positions from `first[i]` to `first[i + 1]`.
-        """
-        num_outputs = [0] * len(self.inputs)
-        for inputs in self.inputs:
-            for before, _ in inputs:
-                num_outputs[before] += 1
-        first = [0, *accumulate(num_outputs)]
-        readers, lags, free = [0] * first[-1], [0] * first[-1], first[:]
-        for node, inputs in enumerate(self.inputs):
-            for before, lag in inputs:
-                i = free[before]
-                readers[i], lags[i], free[before] = node, lag, i + 1
-        return first, readers, lags
+    def _readers(self) -> list[Edges]:
+        """For each node (distance, lag) pairs: node i + distance waits for node i. Nodes that are alike share them."""
+        readers: list[Edges] = [()] * len(self.edges)
+        first = 0
+        for edges, alike in groupby(self.edges):
+            after = first + len([*alike])
+            for edge in edges:
+                there = slice(first - edge[0], after - edge[0])
+                before = readers[there]
+                if before.count(before[0]) == len(before):
+                    readers[there] = [(*before[0], edge)] * len(before)
+                else:
+                    readers[there] = [(*pairs, edge) for pairs in before]
+            first = after
+        return readers
 
     def latest_ends(self, earliest: Earliest) -> list[int]:
         """Latest end of each node that does not delay the makespan."""
@@ -154,7 +192,7 @@ class TaskGraph:
         latest = [makespan] * len(self.durations_us)
         for node in reversed(earliest.sequence):
             start = latest[node] - self.durations_us[node]
-            for before, lag in self.inputs[node]:
+            for before, lag in self.inputs(node):
                 latest[before] = min(latest[before], start - lag)
         return latest
 
@@ -175,8 +213,8 @@ class TaskGraph:
             return []
         node = max(range(len(ends_us)), key=ends_us.__getitem__)
         path = [node]
-        while self.inputs[node] and starts_us[node] > 0:
-            node = max(self.inputs[node], key=lambda edge: ends_us[edge[0]] + edge[1])[0]
+        while starts_us[node] > 0 and (inputs := [*self.inputs(node)]):
+            node = max(inputs, key=lambda edge: ends_us[edge[0]] + edge[1])[0]
             path.append(node)
         return path[::-1]
 

@@ -101,7 +101,10 @@ class Timeline:
     # --- memory ---------------------------------------------------------------------------------------------------
 
     def memory_events(self, rank: int) -> list[tuple[int, int]]:
-        """Changes of a rank's memory; see `rota.memory.events`."""
+        """Changes of a rank's memory as (key, bytes); see `rota.memory.events`."""
+        return [*zip(*self._memory_events(rank), strict=True)]
+
+    def _memory_events(self, rank: int) -> tuple[Iterator[int], Iterator[int]]:
         return memory.events(self.plan, rank, self.starts_us[rank], self.ends_us[rank], self.sent_us, self.arrived_us)
 
     def memory(self, rank: int) -> list[tuple[int, int]]:
@@ -112,7 +115,7 @@ class Timeline:
     def peak_memory_bytes(self) -> tuple[int, ...]:
         """The most bytes that each rank holds at any time, static bytes included."""
         static = self.plan.placement.static_bytes
-        return tuple(memory.peak_bytes(static[rank], self.memory_events(rank)) for rank in range(self.num_ranks))
+        return tuple(memory.peak_bytes(static[rank], self._memory_events(rank)[1]) for rank in range(self.num_ranks))
 
     # --- spans ----------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ import rota
 from drawing.test_text import SHAPES, timeline
 from rota.drawing import save, to_html
 from rota.drawing.packing import Columns
-from rota.taskgraph import TaskGraph
 
 PAGE = Path(rota.__file__).parent / "drawing" / "page"
 
@@ -23,7 +23,7 @@ def stretched(planned: rota.Timeline) -> rota.Timeline:
     """As if measured: every op takes about a tenth more or less, every transfer a little more."""
     chooser, plan = random.Random(1), planned.plan
     durations = [round(us * chooser.lognormvariate(0.03, 0.1)) for us in plan.graph.durations_us]
-    times = TaskGraph(durations, plan.graph.inputs).earliest()
+    times = replace(plan.graph, durations_us=durations).earliest()
     sent, arrived = [], []
     for route in plan.placement.routes:
         nodes = range(plan.first_node[route.source], plan.first_node[route.source + 1])

@@ -56,7 +56,7 @@ def _smallest(values: list[int]) -> array[Any]:
 def pack_timeline(timeline: Timeline, idle: Sequence[Idle], columns: Columns) -> dict[str, Any]:
     """Add the timeline's columns in the order in which the page reads them, and return the fields of its head."""
     plan, placement = timeline.plan, timeline.plan.placement
-    changes = [[task_changes(each, rank) for each in placement.classes] for rank in range(timeline.num_ranks)]
+    changes = [task_changes(placement, rank) for rank in range(timeline.num_ranks)]
     slots = [(i, rank) for i, task in enumerate(placement.tasks) for rank in task.ranks]
     keys = [(task.stage, task.kind) for task in placement.tasks]
     tasks = [(stage, str(kind)) for stage, kind in keys]
@@ -77,8 +77,7 @@ def pack_timeline(timeline: Timeline, idle: Sequence[Idle], columns: Columns) ->
         "tasks": tasks,
         "classOf": placement.class_of,
         "slots": [
-            (i, rank, *(_one_or_each(pair) for pair in zip(*(each[keys[i]] for each in changes[rank]), strict=True)))
-            for i, rank in slots
+            (i, rank, *(_one_or_each(values_of(figure)) for figure in changes[rank][keys[i]])) for i, rank in slots
         ],
         "routes": [
             (

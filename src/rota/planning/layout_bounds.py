@@ -105,7 +105,7 @@ def _longest_paths(placement: Placement, lags: Sequence[tuple[int, int, int]]) -
     inputs: list[list[tuple[int, int]]] = [[] for _ in placement.tasks]
     for source, target, lag in lags:
         inputs[target].append((source, lag))
-    return TaskGraph(placement.op_us, inputs).earliest().starts_us
+    return TaskGraph.of(placement.op_us, inputs).earliest().starts_us
 
 
 def least_bytes(*placements: Placement) -> list[int]:

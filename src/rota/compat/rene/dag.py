@@ -77,7 +77,7 @@ class ReneDAG:
     def _dependencies(
         self, rows: Sequence[Sequence[Instruction]], rules: Sequence[Rule]
     ) -> list[list[tuple[int, int]]]:
-        """Return for each instruction those that it waits for, as `TaskGraph` takes them, with a delay of 0."""
+        """Return for each instruction those that it waits for, as `TaskGraph.of` takes them, with a delay of 0."""
         inputs: list[dict[int, None]] = [{} for _ in self._insts]
         index = {inst: i for i, inst in enumerate(self._insts)}
         for row in rows:
@@ -103,7 +103,7 @@ class ReneDAG:
         Its time is linear in instructions and dependencies.
         """
         units, self._scale = in_whole_units([exact_duration(inst.duration, inst) for inst in self._insts])
-        graph = TaskGraph(units, self._inputs)
+        graph = TaskGraph.of(units, self._inputs)
         try:
             self._earliest: Earliest = graph.earliest()
         except CycleError as error:

@@ -131,5 +131,5 @@ def _point(insts: Sequence[Instruction], inputs: Inputs, options: Sequence[Optio
     """Return the point with exact times; every instruction has one of its options, none is between two."""
     exact = [exact_duration(option.duration, inst) for inst, option in zip(insts, options, strict=True)]
     units, scale = in_whole_units(exact)
-    time = max(TaskGraph(units, inputs).earliest().ends_us) / scale
+    time = max(TaskGraph.of(units, inputs).earliest().ends_us) / scale
     return FrontierPoint(time, sum(option.cost for option in options), tuple(options))
