@@ -34,7 +34,7 @@ from rota.schedules import NAMED
 
 RESULT, PLANS = Path(__file__).with_name("result.json"), Path(__file__).with_name("plans.json")
 NUM_MICROBATCHES, WARM_UP, NUM_STARTS = 8, 3, 2
-TRIALS_S, STEPS_S, LEAST_STEPS = 25.0, 2.0, 8
+TRIALS_S, STEPS_S, LEAST_STEPS = 30.0, 2.0, 8
 SCHEDULES = ("gpipe", "1f1b", "zb_h1", "interleaved_1f1b", "zb_v")
 
 

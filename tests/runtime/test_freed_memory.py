@@ -12,11 +12,11 @@ from rota.profiling.forked import run_forked
 
 
 def fetched_pages(_: int) -> list[int]:
-    """How many pages each of six steps fetches for its 16 buffers of 2 MiB."""
+    """How many pages each of six steps fetches for its 16 buffers of 8 MiB."""
     counts = []
     for _ in range(6):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        buffers = [torch.zeros(1 << 19) for _ in range(16)]
+        buffers = [torch.zeros(1 << 21) for _ in range(16)]
         buffers.clear()
         counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     return counts

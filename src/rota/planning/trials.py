@@ -31,9 +31,10 @@ from rota.runtime.messages import over_tensors
 from rota.simulation import simulate
 from rota.timeline import Timeline
 
-_WARM_UP, _LEAST, _MOST = 2, 3, 8  # steps of a start: not measured, and measured
+_WARM_UP, _WARM_UP_S = 2, 0.4  # steps of a start that are not measured: so many, or as many as begin in this time
+_LEAST, _MOST = 2, 8  # steps of a start that are
 _ENOUGH_S = 0.4  # of measured steps in a start: others, at another moment, tell more than a longer one
-_MOST_ROUNDS, _SETTLED_ROUNDS = 8, 3
+_LEAST_ROUNDS, _SETTLED_ROUNDS, _MOST_ROUNDS = 2, 3, 8
 _SETTLED = 0.03  # spread of steps below which further rounds would tell nothing new
 _START_S = 0.5  # for processes to start, and for a plan's pipeline
 
@@ -66,7 +67,7 @@ def run_trials(
         trials: Plans whose stages are on the CPU. The modules are not touched.
         loss_fn: As for `Pipeline`.
         make_optimizer: Makes an optimizer of a list of parameters; None: the steps have none.
-        seconds: How long all of them may take together; at least three steps of each plan are measured.
+        seconds: How long all of them may take together; each plan is started at least twice, for two measured steps.
 
     Returns:
         The steps of each plan, with the timelines of the first replica.
@@ -83,7 +84,7 @@ def run_trials(
         now_s = time.monotonic()
         longest_s = max(longest_s, now_s - round_began_s)
         is_settled = num_rounds >= _SETTLED_ROUNDS and all(of_starts(made).spread < _SETTLED for made in starts)
-        if is_settled or now_s + longest_s > began_s + seconds:
+        if is_settled or (num_rounds >= _LEAST_ROUNDS and now_s + longest_s > began_s + seconds):
             break
     return [of_starts(of_trial) for of_trial in starts]
 
@@ -91,7 +92,7 @@ def run_trials(
 def least_s(trials: Sequence[Trial]) -> float:
     """About how long the fewest steps of these trials take together, by their plans."""
     steps_s = (simulate(trial.plan).makespan_us / 1e6 for trial in trials)
-    return sum(_START_S + (_WARM_UP + _LEAST) * step_s for step_s in steps_s)
+    return _LEAST_ROUNDS * sum(_START_S + (1 + _LEAST) * step_s for step_s in steps_s)
 
 
 def _started(trial: Trial, loss_fn: LossFn, make_optimizer: MakeOptimizer | None) -> StepTimes:
@@ -115,13 +116,13 @@ def _run(trial: Trial, loss_fn: LossFn, make_optimizer: MakeOptimizer | None, is
         count = trial.plan.num_microbatches
         inputs = [over_tensors(torch.clone, trial.inputs) for _ in range(count)]
         targets = [trial.target] * count if needs_target(loss_fn) else None
-        for i in range(_WARM_UP + _MOST):
-            step_us = _step(pipeline, optimizer, inputs, targets)
-            if i >= _WARM_UP:
-                all_us.append(step_us)
-                timelines.append(pipeline.timeline())
-            if len(all_us) >= _LEAST and sum(all_us) > 1e6 * _ENOUGH_S:
-                break
+        warm_up_us = 0
+        for _ in range(_WARM_UP):
+            if warm_up_us < 1e6 * _WARM_UP_S:
+                warm_up_us += _step(pipeline, optimizer, inputs, targets)
+        while len(all_us) < _LEAST or (len(all_us) < _MOST and sum(all_us) < 1e6 * _ENOUGH_S):
+            all_us.append(_step(pipeline, optimizer, inputs, targets))
+            timelines.append(pipeline.timeline())
     return {"us": all_us, "timelines": [timeline.to_json() for timeline in timelines] if is_first else []}
 
 
