@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
-import resource
+import os
+import subprocess
 import sys
 
 import pytest
-import torch
 
-from rota.profiling.forked import run_forked
+SCRIPT = """
+import ctypes, resource
+from rota.runtime.freed_memory import keep_freed_memory
+
+keep_freed_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.memset.argtypes, libc.free.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], [ctypes.c_void_p]
+size = 8 << 20
+for _ in range(4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    buffers = [libc.malloc(size) for _ in range(8)]
+    for buffer in buffers:
+        libc.memset(buffer, 1, size)
+    for buffer in buffers:
+        libc.free(buffer)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
 
 
-def fetched_pages(_: int) -> list[int]:
-    """How many pages each of six steps fetches for its 16 buffers of 8 MiB."""
-    counts = []
-    for _ in range(6):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        buffers = [torch.zeros(1 << 21) for _ in range(16)]
-        buffers.clear()
-        counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    return counts
+def fetched_pages(**environment: str) -> list[int]:
+    """How many pages each of four steps fetches for its buffers."""
+    ours = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
+    command = sys.executable, "-c", SCRIPT
+    done = subprocess.run(command, env=ours | environment, capture_output=True, text=True, check=True)
+    return [int(line) for line in done.stdout.split()]
 
 
-@pytest.mark.dist
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
-def test_only_the_first_steps_fetch_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    ((first, _, _, *later),) = run_forked(1, fetched_pages)
-    assert max(later) < 100 < first
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")  # the user's own setting is left as it is
-    ((_, _, _, *later),) = run_forked(1, fetched_pages)
-    assert min(later) > 1000
+def test_only_the_first_step_fetches_pages() -> None:
+    first, *others = fetched_pages()
+    assert max(others) < 100 < first
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
+def test_the_user_s_own_settings_are_left_as_they_are() -> None:
+    _, *others = fetched_pages(MALLOC_TRIM_THRESHOLD_=str(1 << 20))
+    assert min(others) > 1000
