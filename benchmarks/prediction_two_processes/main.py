@@ -98,22 +98,26 @@ def work(name: str, folder: str) -> None:
     """On each process of a run."""
     torch.set_num_threads(1)
     plan = rota.given_plan()
-    took: list[float] = []
     with rota.Pipeline(rota.split(chain(MODELS[name][0]), plan.num_stages), plan, loss_fn) as pipeline:
         optimizer, batch = make_optimizer(pipeline.parameters()), batch_of(name, NUM_MICROBATCHES)
-        goes_on = torch.tensor(1)
-        while goes_on:
-            torch.distributed.barrier()
-            began_s = time.perf_counter()
-            pipeline.step(*batch)
-            optimizer.step()
-            optimizer.zero_grad()
-            torch.distributed.barrier()
-            took.append(time.perf_counter() - began_s)
-            goes_on = torch.tensor(int(len(took) < WARM_UP + LEAST_STEPS or sum(took[WARM_UP:]) < STEPS_S))
-            torch.distributed.broadcast(goes_on, 0)
+
+        def ends_s(count: int) -> list[float]:
+            """When each of so many steps has ended: nothing waits between them."""
+            ends = []
+            for _ in range(count):
+                pipeline.step(*batch)
+                optimizer.step()
+                optimizer.zero_grad()
+                ends.append(time.perf_counter())
+            return ends
+
+        warm = ends_s(WARM_UP)
+        count = torch.tensor(max(LEAST_STEPS, int(STEPS_S / (warm[-1] - warm[-2]))))
+        torch.distributed.broadcast(count, 0)
+        ends = ends_s(1 + int(count))  # the first of them has waited for the broadcast
         if pipeline.rank == 0:
-            Path(folder, "steps.json").write_text(json.dumps([round(1e6 * step_s) for step_s in took[WARM_UP:]]))
+            took_us = [round(1e6 * (end - begin)) for begin, end in pairwise(ends)]
+            Path(folder, "steps.json").write_text(json.dumps(took_us))
 
 
 def run_steps(plan: rota.Plan, name: str) -> tuple[int, ...]:

@@ -114,23 +114,25 @@ def _run(trial: Trial, loss_fn: LossFn, make_optimizer: MakeOptimizer | None, is
         parameters = [parameter for parameter in pipeline.parameters() if parameter.requires_grad]
         optimizer = make_optimizer(parameters) if make_optimizer is not None and parameters else None
         count = trial.plan.num_microbatches
-        inputs = [over_tensors(torch.clone, trial.inputs) for _ in range(count)]
-        targets = [trial.target] * count if needs_target(loss_fn) else None
+        inputs, targets = (
+            [over_tensors(torch.clone, given) for _ in range(count)] for given in (trial.inputs, trial.target)
+        )
+        batch = inputs, targets if needs_target(loss_fn) else None
         warm_up_us = 0
         for _ in range(_WARM_UP):
             if warm_up_us < 1e6 * _WARM_UP_S:
-                warm_up_us += _step(pipeline, optimizer, inputs, targets)
+                warm_up_us += _step(pipeline, optimizer, batch)
         while len(all_us) < _LEAST or (len(all_us) < _MOST and sum(all_us) < 1e6 * _ENOUGH_S):
-            all_us.append(_step(pipeline, optimizer, inputs, targets))
+            all_us.append(_step(pipeline, optimizer, batch))
             timelines.append(pipeline.timeline())
     return {"us": all_us, "timelines": [timeline.to_json() for timeline in timelines] if is_first else []}
 
 
-def _step(pipeline: Pipeline, optimizer: torch.optim.Optimizer | None, inputs: Any, targets: Any) -> int:
+def _step(pipeline: Pipeline, optimizer: torch.optim.Optimizer | None, batch: tuple[Any, Any]) -> int:
     """The time of a step in µs, on the slowest process."""
     dist.barrier()
     began_ns = time.perf_counter_ns()
-    pipeline.step(inputs, targets)
+    pipeline.step(*batch)
     if optimizer is not None:
         optimizer.step()
     for parameter in pipeline.parameters():
