@@ -156,7 +156,7 @@ class _Confirming:
 
     def run_steps(self) -> None:
         """Run steps of the confirmed plans, of one process, and of 1F1B on equal layers, as far as there is time."""
-        first, *others = (one.found for one in self.confirmed)
+        first, *others = sorted((one.found for one in self.confirmed), key=lambda found: found.key)
         plans = [found for found in (first, self.alone, *others) if found is not None]
         if isinstance(self.usual, Found) and not any(map(self.usual.is_as, plans)):
             plans.append(self.usual)

@@ -8,7 +8,7 @@ from statistics import mean, median, quantiles
 
 from rota.timeline import Timeline
 
-_DISTURBED = 0.05  # cores that other programs take away, from which on a start is left out if there are others
+_DISTURBED = 0.1  # cores that other programs take away, from which on a start is left out if there are others
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ def run_trials(
         trials: Plans whose stages are on the CPU. The modules are not touched.
         loss_fn: As for `Pipeline`.
         make_optimizer: Makes an optimizer of a list of parameters; None: the steps have none.
-        seconds: How long all of them may take together; each plan is started at least twice, for two measured steps.
+        seconds: How long all of them may take together; each plan is started at least once, for two measured steps.
 
     Returns:
         The steps of each plan, with the timelines of the first replica.
@@ -84,7 +84,7 @@ def run_trials(
         now_s = time.monotonic()
         longest_s = max(longest_s, now_s - round_began_s)
         is_settled = num_rounds >= _SETTLED_ROUNDS and all(of_starts(made).spread < _SETTLED for made in starts)
-        if is_settled or (num_rounds >= _LEAST_ROUNDS and now_s + longest_s > began_s + seconds):
+        if is_settled or now_s + longest_s > began_s + seconds:
             break
     return [of_starts(of_trial) for of_trial in starts]
 
