@@ -69,19 +69,14 @@ def name_of(plan: rota.Plan) -> str:
 
 
 def measured(plans: dict[str, rota.Plan]) -> dict[str, StepTimes]:
-    """Steps of each plan; those on as many processes take turns."""
-    found: dict[str, StepTimes] = {}
-    groups: dict[int, dict[str, Trial]] = {}
-    for name, plan in plans.items():
+    """Steps of each plan; all take turns."""
+    trials = []
+    for plan in plans.values():
         assert plan.usage is not None
         batch = make_batch(plan.usage.microbatch_rows)
         stages = rota.split(make_model(), plan.num_stages, plan.cuts, example=batch[0][:1])
-        trial = Trial(plan, stages, *batch)
-        groups.setdefault(trial.num_processes, {})[name] = trial
-    for group in groups.values():
-        steps = run_trials([*group.values()], loss_fn, make_optimizer, 15.0)
-        found |= dict(zip(group, steps, strict=True))
-    return found
+        trials.append(Trial(plan, stages, *batch))
+    return dict(zip(plans, run_trials(trials, loss_fn, make_optimizer, 15.0), strict=True))
 
 
 def main() -> None:

@@ -1,10 +1,11 @@
 """Do the figures that autoplan shows come true? Three models on two processes, five plans each.
 
-python benchmarks/prediction_two_processes/main.py [MODEL …] [--steps 20]
+python benchmarks/prediction_two_processes/main.py [MODEL …] [--repeat 5] [--seconds 110]
 
 Before the run, steps of each plan are tried as autoplan tries them, and the plan is simulated with its ops as they ran
-there. Then each plan is trained by `rota run`'s machinery, in new processes. Results are added to result.json beside
-this file, one entry per model and call.
+there. Then each plan is trained by `rota run`'s machinery, in new processes, twice: all plans in turn, then all again.
+The plans are made once and kept in plans.json, the results in result.json, both beside this file. A call that --seconds
+ends is continued by the next one; --report prints the results that there are.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -25,13 +25,16 @@ from torch import nn
 
 import rota
 from rota.calibration import calibrated
+from rota.planning.step_times import StepTimes
 from rota.planning.trials import Trial, run_trials
 from rota.profiling import links_of_this_machine
+from rota.profiling.other_programs import OtherPrograms
 from rota.runtime.launching.launch import launch
 from rota.schedules import NAMED
 
-RESULT = Path(__file__).with_name("result.json")
-NUM_MICROBATCHES, WARM_UP = 8, 3
+RESULT, PLANS = Path(__file__).with_name("result.json"), Path(__file__).with_name("plans.json")
+NUM_MICROBATCHES, WARM_UP, NUM_STARTS = 8, 3, 2
+TRIALS_S, STEPS_S, LEAST_STEPS = 30.0, 2.0, 8
 SCHEDULES = ("gpipe", "1f1b", "zb_h1", "interleaved_1f1b", "zb_v")
 
 
@@ -66,101 +69,156 @@ def batch_of(name: str, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def plans_of(name: str, cluster: rota.Cluster) -> dict[str, tuple[rota.Plan, rota.Stages]]:
-    made = {}
-    for schedule in SCHEDULES:
-        family = NAMED[schedule]
-        stages = rota.split(chain(MODELS[name][0]), 2 * family.stages_per_rank)
-        uniform = family.place(family.adapted(rota.Costs.uniform(len(stages))), cluster)
-        ranks = [uniform.ranks_of(stage) for stage in uniform.stages]
-        costs = rota.profile(
-            stages,
-            *batch_of(name, 1),
-            loss_fn,
-            ranks=[family_ranks[0] for family_ranks in ranks],
-            split_backward=family.backward == "split",
-            repeats=3,
-        )
-        made[schedule] = family(family.place(costs, cluster), NUM_MICROBATCHES), stages
-    return made
+def plans_of(name: str) -> dict[str, rota.Plan]:
+    """One plan per schedule; made in the first call for this model."""
+    kept: dict[str, dict[str, str]] = json.loads(PLANS.read_text()) if PLANS.exists() else {}
+    if name not in kept:
+        cluster = links_of_this_machine(2)
+        kept[name] = {schedule: plan_of(name, schedule, cluster).to_json() for schedule in SCHEDULES}
+        PLANS.write_text(json.dumps(kept))
+    return {schedule: rota.Plan.from_json(text) for schedule, text in kept[name].items()}
 
 
-def work(name: str, num_steps: int, folder: str) -> None:
+def plan_of(name: str, schedule: str, cluster: rota.Cluster) -> rota.Plan:
+    family = NAMED[schedule]
+    stages = rota.split(chain(MODELS[name][0]), 2 * family.stages_per_rank)
+    uniform = family.place(family.adapted(rota.Costs.uniform(len(stages))), cluster)
+    costs = rota.profile(
+        stages,
+        *batch_of(name, 1),
+        loss_fn,
+        ranks=[uniform.ranks_of(stage)[0] for stage in uniform.stages],
+        split_backward=family.backward == "split",
+        repeats=3,
+    )
+    return family(family.place(costs, cluster), NUM_MICROBATCHES)
+
+
+def work(name: str, folder: str) -> None:
     """On each process of a run."""
     torch.set_num_threads(1)
     plan = rota.given_plan()
-    took: list[float] = []
     with rota.Pipeline(rota.split(chain(MODELS[name][0]), plan.num_stages), plan, loss_fn) as pipeline:
         optimizer, batch = make_optimizer(pipeline.parameters()), batch_of(name, NUM_MICROBATCHES)
-        for _ in range(WARM_UP + num_steps):
-            torch.distributed.barrier()
-            began_s = time.perf_counter()
-            pipeline.step(*batch)
-            optimizer.step()
-            optimizer.zero_grad()
-            torch.distributed.barrier()
-            took.append(time.perf_counter() - began_s)
+
+        def ends_s(count: int) -> list[float]:
+            """When each of so many steps has ended: nothing waits between them."""
+            ends = []
+            for _ in range(count):
+                pipeline.step(*batch)
+                optimizer.step()
+                optimizer.zero_grad()
+                ends.append(time.perf_counter())
+            return ends
+
+        warm = ends_s(WARM_UP)
+        count = torch.tensor(max(LEAST_STEPS, int(STEPS_S / (warm[-1] - warm[-2]))))
+        torch.distributed.broadcast(count, 0)
+        ends = ends_s(1 + int(count))  # the first of them has waited for the broadcast
         if pipeline.rank == 0:
-            Path(folder, "steps.json").write_text(json.dumps(took[WARM_UP:]))
+            took_us = [round(1e6 * (end - begin)) for begin, end in pairwise(ends)]
+            Path(folder, "steps.json").write_text(json.dumps(took_us))
 
 
-def measured_us(plan: rota.Plan, name: str, num_steps: int) -> tuple[float, float]:
-    """The median step and its spread, in a run of its own."""
+def run_steps(plan: rota.Plan, name: str) -> tuple[int, ...]:
+    """The steps of one run, in µs."""
     with tempfile.TemporaryDirectory() as folder:
-        launch(plan, __file__, [name, "--steps", str(num_steps), "--folder", folder])
-        times = json.loads(Path(folder, "steps.json").read_text())
-    first, _, third = quantiles(times, n=4, method="inclusive")
-    return 1e6 * median(times), (third - first) / median(times)
+        launch(plan, __file__, [name, "--folder", folder])
+        return tuple(json.loads(Path(folder, "steps.json").read_text()))
 
 
-def compared(name: str, num_steps: int) -> list[dict[str, Any]]:
-    plans = plans_of(name, links_of_this_machine(2))
-    trials = [Trial(plan, stages, *batch_of(name, 1)) for plan, stages in plans.values()]
+def compared(name: str) -> list[dict[str, Any]]:
+    plans = plans_of(name)
+    trials = [
+        Trial(plan, rota.split(chain(MODELS[name][0]), plan.num_stages), *batch_of(name, 1)) for plan in plans.values()
+    ]
     print(f"{name}: trying {len(trials)} plans", file=sys.stderr, flush=True)
-    shown = run_trials(trials, loss_fn, make_optimizer, 20.0)
+    shown = run_trials(trials, loss_fn, make_optimizer, TRIALS_S)
+    print(f"{name}: training", file=sys.stderr, flush=True)
+    runs: dict[str, list[tuple[int, ...]]] = {schedule: [] for schedule in plans}
+    disturbed = dict.fromkeys(plans, 0.0)
+    for _ in range(NUM_STARTS):
+        for schedule, plan in plans.items():
+            others = OtherPrograms()
+            runs[schedule].append(run_steps(plan, name))
+            disturbed[schedule] = max(disturbed[schedule], others.num_cores())
     rows = []
-    for (schedule, (plan, _)), steps in zip(plans.items(), shown, strict=True):
+    for (schedule, plan), steps in zip(plans.items(), shown, strict=True):
         as_run = calibrated(*steps.timelines)
         placement = replace(plan.placement, tasks=as_run.tasks, step_ends=as_run.step_ends)
-        print(f"{name}: training {schedule}", file=sys.stderr, flush=True)
-        us, spread = measured_us(plan, name, num_steps)
+        measured = StepTimes(sum(runs[schedule], ()))
         rows.append(
             {
                 "plan": schedule,
-                "predicted_us": rota.simulate(replace(plan, placement=placement)).makespan_us,
+                "simulated_us": rota.simulate(replace(plan, placement=placement)).makespan_us,
                 "shown_us": steps.median_us,
                 "shown_spread": round(steps.spread, 4),
-                "measured_us": round(us),
-                "measured_spread": round(spread, 4),
+                "num_steps_tried": len(steps.steps_us),
+                "measured_us": measured.median_us,
+                "measured_spread": round(measured.spread, 4),
+                "others_cores": [round(steps.missing_cores, 3), round(disturbed[schedule], 3)],
+                "starts_us": [StepTimes(start).median_us for start in runs[schedule]],
             }
         )
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=[*MODELS])
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)  # of a process of the run
-    given = parser.parse_args()
-    if given.folder is not None:
-        work(given.models[0], given.steps, given.folder)
-        return
-    results: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    for name in given.models:
-        rows = compared(name, given.steps)
-        results.setdefault(name, []).append(rows)
-        RESULT.write_text(json.dumps(results, indent=1) + "\n")
-        print(f"| {name} | simulated by its ops, ms | shown before, ms | measured, ms | off | spread |")
-        print("|---|---|---|---|---|---|")
-        for row in rows:
-            off = row["shown_us"] / row["measured_us"] - 1
-            times = [f"{row[key] / 1000:.1f}" for key in ("predicted_us", "shown_us", "measured_us")]
-            print(f"| {row['plan']} | {' | '.join(times)} | {off:+.1%} | {row['measured_spread']:.1%} |")
+def report(name: str, all_rows: list[list[dict[str, Any]]]) -> str:
+    """One line per plan with all runs, one per run for the winner, and how many figures came true."""
+    lines = []
+    for of_plan in zip(*all_rows, strict=True):
+        runs = "; ".join(
+            f"{row['shown_us'] / 1000:.1f} / {row['measured_us'] / 1000:.1f} {off(row):+.1%}"
+            + " (!)" * (not is_met(row))
+            for row in of_plan
+        )
+        spreads = ", ".join(f"{row['measured_spread']:.0%}" for row in of_plan)
+        lines.append(f"| {name} | {of_plan[0]['plan']} | {runs} | {spreads} |")
+    for rows in all_rows:
         picked = min(rows, key=lambda row: row["shown_us"])
         best = min(rows, key=lambda row: row["measured_us"])
         behind = picked["measured_us"] / best["measured_us"] - 1
-        print(f"picked {picked['plan']}, the fastest was {best['plan']}: {behind:.1%} behind\n", flush=True)
+        is_right = behind <= max(picked["measured_spread"], best["measured_spread"])
+        lines.append(
+            f"picked {picked['plan']}, the fastest was {best['plan']}: {behind:.1%} behind, "
+            f"{'right or within the spread' if is_right else 'WRONG'}; "
+            f"{sum(map(is_met, rows))} of {len(rows)} as shown"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def off(row: dict[str, Any]) -> float:
+    return float(row["shown_us"] / row["measured_us"] - 1)
+
+
+def is_met(row: dict[str, Any]) -> bool:
+    return abs(off(row)) <= (0.05 if row["measured_spread"] < 0.03 else 0.07)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=[*MODELS])
+    parser.add_argument("--repeat", type=int, default=1, help="until there are so many results of each model")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing after this time")
+    parser.add_argument("--plan", action="store_true", help="make the plans, and stop")
+    parser.add_argument("--report", action="store_true", help="print the results that there are")
+    parser.add_argument("--folder", help=argparse.SUPPRESS)  # of a process of the run
+    given = parser.parse_args()
+    if given.folder is not None:
+        work(given.models[0], given.folder)
+        return
+    began_s = time.monotonic()
+    results: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    for name in given.models:
+        plans_of(name)
+    for number in range(0 if given.plan or given.report else given.repeat):
+        for name in given.models:
+            if len(results.setdefault(name, [])) <= number and time.monotonic() < began_s + given.seconds:
+                results[name].append(compared(name))
+                RESULT.write_text(json.dumps(results, indent=1) + "\n")
+    for name in given.models:
+        if results.get(name):
+            print(report(name, results[name]), flush=True)
 
 
 if __name__ == "__main__":

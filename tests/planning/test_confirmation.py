@@ -16,7 +16,7 @@ from rota.errors import PipelineError
 from rota.planning import Answer, Machine, autoplan, confirmation, finalists
 from rota.planning.answer import ranks_text
 from rota.planning.evaluation import Found
-from rota.planning.step_times import StepTimes
+from rota.planning.step_times import StepTimes, of_starts
 from rota.planning.trials import Trial, run_trials
 from rota.simulation import simulate
 
@@ -103,34 +103,30 @@ def test_a_plan_on_more_processes_must_be_faster_by_more_than_the_spread(confirm
     assert quiet.plan.num_ranks * quiet.best.candidate.layout.num_replicas == 2
 
 
-def test_a_loaded_machine_is_told_and_measured_again(confirmed: Confirm) -> None:
-    runs: list[int] = []
+def test_a_loaded_machine_is_told(confirmed: Confirm) -> None:
+    told = confirmed(lambda trials: [steps_of(trial, 1.0, 0.1) for trial in trials])
+    assert "the machine is busy: steps of one plan differ by 17%, above 10%" in told.to_text()
+    told = confirmed(lambda trials: [replace(steps_of(trial), missing_cores=0.5) for trial in trials])
+    assert "the machine is busy: other programs took 0.5 of the cores that steps were run on" in told.to_text()
+    assert "busy" not in confirmed(lambda trials: [steps_of(trial, 1.0, 0.01) for trial in trials]).to_text()
+
+
+def test_all_plans_are_run_in_turn(confirmed: Confirm) -> None:
+    processes: list[list[int]] = []
 
     def tried(trials: Sequence[Trial]) -> list[StepTimes]:
-        runs.append(trials[0].num_processes)
-        return [steps_of(trial, 1.0, 0.2 if runs.count(trials[0].num_processes) == 1 else 0.01) for trial in trials]
+        processes.append([trial.num_processes for trial in trials])
+        return [steps_of(trial) for trial in trials]
 
-    told = confirmed(tried)
-    assert runs == [1, 1, 2, 2]
-    assert "the machine is busy; run once more, they differ by" in told.to_text()
-    assert told.best.steps is not None
-    assert told.best.steps.spread < 0.1
+    confirmed(tried)
+    (together,) = processes
+    assert {*together} == {1, 2}
 
 
-def test_the_second_run_is_told_even_where_it_differs_more(confirmed: Confirm) -> None:
-    runs: list[int] = []
-
-    def tried(trials: Sequence[Trial]) -> list[StepTimes]:
-        runs.append(trials[0].num_processes)
-        return [steps_of(trial, 1.0, 0.1 * runs.count(trials[0].num_processes)) for trial in trials]
-
-    told = confirmed(tried)
-    assert told.best.steps is not None
-    first, second = (steps_of(Trial(told.plan, None, None, None), 1.0, apart).spread for apart in (0.1, 0.2))  # type: ignore[arg-type]
-    assert told.best.steps.spread == pytest.approx(first, abs=0.001)
-    assert f"differ by {first:.0%}, above 10%: the machine is busy; run once more, they differ by {second:.0%}" in (
-        told.to_text()
-    )
+def test_starts_that_other_programs_disturbed_do_not_count() -> None:
+    quiet, loud = StepTimes((10, 11, 12)), StepTimes((30, 31, 32), (), 0.9)
+    assert of_starts([loud, quiet, loud, quiet]).steps_us == 2 * quiet.steps_us
+    assert of_starts([loud, loud]) == replace(loud, steps_us=2 * loud.steps_us)
 
 
 def test_a_plan_is_run_and_shown_once(confirmed: Confirm, answer: Answer) -> None:

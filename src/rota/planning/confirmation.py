@@ -34,7 +34,7 @@ from rota.units import count_text
 
 _MOST = 3  # candidates
 _REPEATS, _REPEATS_BEFORE_STEPS = 7, 3  # of a stage's measurement: where steps follow, those have its times
-_LOADED = 0.10  # spread of steps above which the machine is busy with something else
+_LOADED = 0.10  # spread of steps, or missing cores, above which the machine is busy with something else
 _LEAST_TOLERANCE = 0.01
 
 MakeBatch = Callable[[int], tuple[Any, Any]]
@@ -56,8 +56,8 @@ def confirm(
 
     Their stages are measured first, and what does not fit by that is left out. Then steps of each are run on this
     machine, with one process per rank, and of the whole model on one process. The simplest of the plans that are as
-    fast by these steps becomes the best, and its plan is checked. If steps differ by more than a tenth, the machine is
-    busy with something else: they are run once more.
+    fast by these steps becomes the best, and its plan is checked. A remark says so if the machine was busy with
+    something else: steps of one plan differed by more than a tenth, or other programs used the same cores.
 
     Ctrl-C ends the measuring: what was measured by then counts; if nothing was, the answer stays as it was and says so.
     An answer that Ctrl-C ended is not measured.
@@ -156,43 +156,22 @@ class _Confirming:
 
     def run_steps(self) -> None:
         """Run steps of the confirmed plans, of one process, and of 1F1B on equal layers, as far as there is time."""
-        plans = [one.found for one in self.confirmed]
-        groups: dict[int, list[Found]] = {}
-        for found in [*plans, *([self.alone] if self.alone is not None else [])]:
-            groups.setdefault(found.num_processes, []).append(found)
-        usual = self.usual
-        if isinstance(usual, Found) and usual.num_processes in groups and not any(map(usual.is_as, plans)):
-            groups[usual.num_processes].append(usual)
-        left = len(groups)
-        for of_group in sorted(groups.values(), key=lambda group: group[0].num_processes):
-            self._run_group(of_group, self._deadline.left_s / left)
-            left -= 1
-        if not any(one.found.steps for one in self.confirmed) and not self.predicted_because:
-            self.predicted_because = "no time was left for it"
-
-    def _run_group(self, plans: list[Found], seconds: float) -> None:
-        """Run plans of one number of processes in turn; once more if their steps differ too much."""
+        first, *others = sorted((one.found for one in self.confirmed), key=lambda found: found.key)
+        plans = [found for found in (first, self.alone, *others) if found is not None]
+        if isinstance(self.usual, Found) and not any(map(self.usual.is_as, plans)):
+            plans.append(self.usual)
         while plans and (least := least_s(self._trials(plans))) > self._deadline.left_s:
             self._leave_out(f"steps of {_named(plans.pop())}, which take {least:.1f} s in all with those before it")
         if not plans:
+            self.predicted_because = "no time was left for it"
             return
-        trials = self._trials(plans)
-        ranks = count_text(trials[0].num_processes, "process", "es")
-        self._report(f"running steps of {count_text(len(plans), 'plan')} on {ranks}")
-        steps = self._tried(trials, max(seconds * 0.6, least_s(trials)))
-        if steps and (spread := max(one.spread for one in steps)) > _LOADED:
-            busy = f"steps on {ranks} differ by {spread:.0%}, above {_LOADED:.0%}: the machine is busy"
-            self._report(busy)
-            if self._deadline.left_s > least_s(trials) + self._deadline.seconds / 10:
-                again = self._tried(trials, max(min(seconds * 0.4, self._deadline.left_s * 0.8), least_s(trials)))
-                spread_again = max((one.spread for one in again), default=spread)
-                if spread_again < spread:
-                    steps = again
-                self.remarks.append(f"{busy}; run once more, they differ by {spread_again:.0%}")
-            else:
-                self.remarks.append(f"{busy}; there was no time to run them again")
+        self._report(f"running steps of {count_text(len(plans), 'plan')} in turn")
+        steps = self._tried(self._trials(plans))
         for found, of_found in zip(plans, steps, strict=False):
             self._take(found, _with_steps(found, of_found))
+        if busy := _why_busy(steps):
+            self.remarks.append(f"the machine is busy: {busy}")
+            self._report(self.remarks[-1])
 
     def _trials(self, plans: Sequence[Found]) -> list[Trial]:
         model, make_batch, *_ = self._how
@@ -202,11 +181,11 @@ class _Confirming:
             trials.append(Trial(found.plan, _stages(found, model, inputs), inputs, target))
         return trials
 
-    def _tried(self, trials: Sequence[Trial], seconds: float) -> list[StepTimes]:
+    def _tried(self, trials: Sequence[Trial]) -> list[StepTimes]:
         _, _, loss_fn, make_optimizer = self._how
         assert loss_fn is not None
         try:
-            return run_trials(trials, loss_fn, make_optimizer, seconds)
+            return run_trials(trials, loss_fn, make_optimizer, self._deadline.left_s)
         except PipelineError as error:
             self.predicted_because = f"a step failed here: {error}"
             return []
@@ -258,6 +237,15 @@ class _Confirming:
         """How far steps may differ and count as equal: as far as those of one plan do."""
         spreads = [one.found.steps.spread for one in self.confirmed if one.found.steps is not None]
         return min(max(*spreads, _LEAST_TOLERANCE), _LOADED) if spreads else predicted
+
+
+def _why_busy(steps: Sequence[StepTimes]) -> str:
+    """What shows that the machine did something else while these steps ran; "" if nothing does."""
+    missing = max((one.missing_cores for one in steps), default=0.0)
+    if missing > _LOADED:
+        return f"other programs took {missing:.1f} of the cores that steps were run on"
+    spread = max((one.spread for one in steps), default=0.0)
+    return f"steps of one plan differ by {spread:.0%}, above {_LOADED:.0%}" if spread > _LOADED else ""
 
 
 def _named(found: Found) -> str:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median, quantiles
+from statistics import mean, median, quantiles
 
 from rota.timeline import Timeline
+
+_DISTURBED = 0.1  # cores that other programs take away, from which on a start is left out if there are others
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Steps of one plan that were run on this machine: each one's time in µs, and the ops of some of them."""
+    """Steps of one plan that were run on this machine: each one's time in µs, and the ops of some of them.
+
+    `missing_cores` is how many cores other programs took away from them, on average.
+    """
 
     steps_us: tuple[int, ...]
     timelines: tuple[Timeline, ...] = ()
+    missing_cores: float = 0.0
 
     @property
     def median_us(self) -> int:
@@ -27,3 +34,13 @@ class StepTimes:
             return 0.0
         first, middle, third = quantiles(self.steps_us, n=4, method="inclusive")
         return (third - first) / middle if middle else 0.0
+
+
+def of_starts(starts: Sequence[StepTimes]) -> StepTimes:
+    """The steps of several starts of one plan, without those that other programs disturbed, if not all were."""
+    counted = [start for start in starts if start.missing_cores < _DISTURBED] or starts
+    return StepTimes(
+        tuple(us for start in counted for us in start.steps_us),
+        tuple(timeline for start in counted for timeline in start.timelines),
+        mean(start.missing_cores for start in counted),
+    )

@@ -1,11 +1,17 @@
 """Trials: a few real steps of plans, on real processes of this machine, before one of them is recommended.
 
-round 1   plan A: warm up, steps   plan B: warm up, steps      every step with its optimizer, from one barrier to
-round 2   plan A: warm up, steps   plan B: warm up, steps      the end on the last process
+round 1   plan A: start, warm up, steps   plan B: start, warm up, steps      every step with its optimizer, from one
+round 2   plan A: start, warm up, steps   plan B: start, warm up, steps      barrier to the end on the last process
+…
+
+Each start has new processes, as a run has: where memory lies differs by the start, and steps with it. All plans take
+turns, and rounds go on until steps settle or time is up, so that a machine that is slow for some seconds does not hit
+one plan alone.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,20 +19,23 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from rota.errors import PipelineError
 from rota.models import Stages
 from rota.plan import Plan
-from rota.planning.step_times import StepTimes
+from rota.planning.step_times import StepTimes, of_starts
 from rota.profiling.forked import run_forked
 from rota.profiling.optimizers import MakeOptimizer
+from rota.profiling.other_programs import OtherPrograms
 from rota.runtime import Pipeline, mesh
 from rota.runtime.losses import LossFn, needs_target
 from rota.runtime.messages import over_tensors
 from rota.simulation import simulate
 from rota.timeline import Timeline
 
-_ROUNDS = 2  # so that what else goes on in a second or two does not hit one plan alone
-_WARM_UP, _LEAST, _MOST = 2, 3, 8  # steps of a round: not measured, and measured
+_WARM_UP, _WARM_UP_S = 2, 0.4  # steps of a start that are not measured: so many, or as many as begin in this time
+_LEAST, _MOST = 2, 8  # steps of a start that are
+_ENOUGH_S = 0.4  # of measured steps in a start: others, at another moment, tell more than a longer one
+_LEAST_ROUNDS, _SETTLED_ROUNDS, _MOST_ROUNDS = 2, 3, 8
+_SETTLED = 0.03  # spread of steps below which further rounds would tell nothing new
 _START_S = 0.5  # for processes to start, and for a plan's pipeline
 
 
@@ -52,13 +61,13 @@ class Trial(NamedTuple):
 def run_trials(
     trials: Sequence[Trial], loss_fn: LossFn, make_optimizer: MakeOptimizer | None, seconds: float
 ) -> list[StepTimes]:
-    """Run steps of each plan on forked processes, all of which the trials need.
+    """Run steps of each plan on forked processes.
 
     Args:
-        trials: Plans for one number of processes, whose stages are on the CPU. The modules are not touched.
+        trials: Plans whose stages are on the CPU. The modules are not touched.
         loss_fn: As for `Pipeline`.
         make_optimizer: Makes an optimizer of a list of parameters; None: the steps have none.
-        seconds: How long all of them may take together; at least three steps of each plan are measured.
+        seconds: How long all of them may take together; each plan is started at least once, for two measured steps.
 
     Returns:
         The steps of each plan, with the timelines of the first replica.
@@ -66,68 +75,68 @@ def run_trials(
     Raises:
         PipelineError: A step fails.
     """
-    counts = {trial.num_processes for trial in trials}
-    if len(counts) != 1:
-        raise PipelineError(f"trials on {sorted(counts)} processes; try plans of one number of processes together")
-    num_rounds = _ROUNDS if seconds >= least_s(trials, _ROUNDS) else 1
-    share_s = (seconds - _START_S) / (num_rounds * len(trials))
-
-    def work(number: int) -> list[dict[str, Any]]:
-        made = [_Steps([], []) for _ in trials]
-        for _ in range(num_rounds):
-            for trial, steps in zip(trials, made, strict=True):
-                _run(trial, loss_fn, make_optimizer, share_s, steps)
-        return [{"us": s.us, "timelines": [one.to_json() for one in s.timelines] if number == 0 else []} for s in made]
-
-    first, *_ = run_forked(counts.pop(), work)
-    return [StepTimes(tuple(of["us"]), tuple(map(Timeline.from_json, of["timelines"]))) for of in first]
+    began_s, longest_s = time.monotonic(), 0.0
+    starts: list[list[StepTimes]] = [[] for _ in trials]
+    for num_rounds in range(1, _MOST_ROUNDS + 1):
+        round_began_s = time.monotonic()
+        for trial, of_trial in zip(trials, starts, strict=True):
+            of_trial.append(_started(trial, loss_fn, make_optimizer))
+        now_s = time.monotonic()
+        longest_s = max(longest_s, now_s - round_began_s)
+        is_settled = num_rounds >= _SETTLED_ROUNDS and all(of_starts(made).spread < _SETTLED for made in starts)
+        if is_settled or now_s + longest_s > began_s + seconds:
+            break
+    return [of_starts(of_trial) for of_trial in starts]
 
 
-def least_s(trials: Sequence[Trial], num_rounds: int = 1) -> float:
+def least_s(trials: Sequence[Trial]) -> float:
     """About how long the fewest steps of these trials take together, by their plans."""
     steps_s = (simulate(trial.plan).makespan_us / 1e6 for trial in trials)
-    return _START_S + num_rounds * sum(_START_S + (_WARM_UP + _LEAST) * step_s for step_s in steps_s)
+    return _LEAST_ROUNDS * sum(_START_S + (1 + _LEAST) * step_s for step_s in steps_s)
 
 
-class _Steps(NamedTuple):
-    """What was measured of one plan so far: the same times on all processes, and this replica's timelines."""
+def _started(trial: Trial, loss_fn: LossFn, make_optimizer: MakeOptimizer | None) -> StepTimes:
+    """Steps of one plan on new processes."""
+    others = OtherPrograms()
+    first, *_ = run_forked(trial.num_processes, lambda number: _run(trial, loss_fn, make_optimizer, number == 0))
+    missing_cores = max(0.0, others.num_cores() + trial.num_processes - (os.cpu_count() or 1))
+    return StepTimes(tuple(first["us"]), tuple(map(Timeline.from_json, first["timelines"])), missing_cores)
 
-    us: list[int]
-    timelines: list[Timeline]
 
-
-def _run(trial: Trial, loss_fn: LossFn, make_optimizer: MakeOptimizer | None, seconds: float, steps: _Steps) -> None:
-    """Steps of one plan, for `seconds`; on each process."""
-    began_s = time.monotonic()
+def _run(trial: Trial, loss_fn: LossFn, make_optimizer: MakeOptimizer | None, is_first: bool) -> dict[str, Any]:
+    """On each process: the times of steps, which are the same on all; on the first one also their timelines."""
     processes = mesh(pp=trial.plan.num_ranks, dp=trial.num_replicas)
     # All micro-batches and replicas have the same rows here.
     how: dict[str, Any] = {"mesh": processes, "check_data": "never", "allow_nonfinite_loss": True}
+    all_us: list[int] = []
+    timelines = []
     with Pipeline(trial.stages, trial.plan, loss_fn, **how) as pipeline:
         parameters = [parameter for parameter in pipeline.parameters() if parameter.requires_grad]
         optimizer = make_optimizer(parameters) if make_optimizer is not None and parameters else None
         count = trial.plan.num_microbatches
-        inputs = [over_tensors(torch.clone, trial.inputs) for _ in range(count)]
-        targets = [trial.target] * count if needs_target(loss_fn) else None
-        for i in range(_WARM_UP + _MOST):
-            step_us, spent_us = _step(pipeline, optimizer, inputs, targets, began_s)
-            if i >= _WARM_UP:
-                steps.us.append(step_us)
-                steps.timelines.append(pipeline.timeline())
-            if i + 1 >= _WARM_UP + _LEAST and spent_us > 1e6 * seconds:
-                break
+        inputs, targets = (
+            [over_tensors(torch.clone, given) for _ in range(count)] for given in (trial.inputs, trial.target)
+        )
+        batch = inputs, targets if needs_target(loss_fn) else None
+        warm_up_us = 0
+        for _ in range(_WARM_UP):
+            if warm_up_us < 1e6 * _WARM_UP_S:
+                warm_up_us += _step(pipeline, optimizer, batch)
+        while len(all_us) < _LEAST or (len(all_us) < _MOST and sum(all_us) < 1e6 * _ENOUGH_S):
+            all_us.append(_step(pipeline, optimizer, batch))
+            timelines.append(pipeline.timeline())
+    return {"us": all_us, "timelines": [timeline.to_json() for timeline in timelines] if is_first else []}
 
 
-def _step(
-    pipeline: Pipeline, optimizer: torch.optim.Optimizer | None, inputs: Any, targets: Any, began_s: float
-) -> tuple[int, int]:
-    """The time of a step, and of the trial so far, in µs: on the slowest process."""
+def _step(pipeline: Pipeline, optimizer: torch.optim.Optimizer | None, batch: tuple[Any, Any]) -> int:
+    """The time of a step in µs, on the slowest process."""
     dist.barrier()
-    step_began_ns = time.perf_counter_ns()
-    pipeline.step(inputs, targets)
+    began_ns = time.perf_counter_ns()
+    pipeline.step(*batch)
     if optimizer is not None:
         optimizer.step()
     for parameter in pipeline.parameters():
         parameter.grad = None
-    times = torch.tensor([(time.perf_counter_ns() - step_began_ns) // 1000, int(1e6 * (time.monotonic() - began_s))])
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    return int(times[0]), int(times[1])
+    step_us = torch.tensor((time.perf_counter_ns() - began_ns) // 1000)
+    dist.all_reduce(step_us, dist.ReduceOp.MAX)
+    return int(step_us)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from rota.errors import PipelineError, RotaError
 from rota.profiling.host_links import num_cores
 from rota.runtime.environment import meeting_environments
+from rota.runtime.freed_memory import keep_freed_memory
 from rota.runtime.orphans import end_with_parent
 
 _OF_ANOTHER_RUN = ("ROTA_", "TORCHELASTIC_")  # the first letters of environment variables
@@ -89,6 +90,7 @@ def _main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this process
     end_with_parent(parent)
     torch.set_num_threads(1)  # as in a run; and a forked process must not use the parent's thread pool
+    keep_freed_memory()
     for name in [name for name in os.environ if name.startswith(_OF_ANOTHER_RUN)]:
         del os.environ[name]
     os.environ.update(environment)

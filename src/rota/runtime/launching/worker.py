@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from rota.errors import LostRankError, RotaError
 from rota.runtime import control
+from rota.runtime.freed_memory import keep_freed_memory
 from rota.runtime.orphans import end_with_parent
 from rota.runtime.process_group import meet_by_environment
 
@@ -23,6 +24,7 @@ def main() -> None:
     """Run the script of `sys.argv` as `__main__`, and report its error to the supervisor."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends a rank at once, even inside a wait
     _write_whole_lines()
+    keep_freed_memory()
     end_with_parent(control.connect())
     meet_by_environment()
     script, *arguments = sys.argv[1:]
