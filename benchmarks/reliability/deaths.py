@@ -2,14 +2,18 @@
 
 The phases are the keys of `PHASES`; "joining" and "restoring", in the restart that follows the deaths before it; and
 "with K", which also kills process K, "with stand-by" and "with supervisor". `dead-N` in the folder has the time of the
-Nth death.
+Nth death. "stop" and "drop" kill nobody: they stop the process, or the loopback interface, which needs root and a
+network namespace. "drop S" starts it again after S seconds, "drop" when the process is started again.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
+import socket
+import struct
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -37,7 +41,9 @@ class Deaths:
         self._pipeline: Pipeline | None = None
 
     def before_joining(self) -> None:
-        """A death before the process joins the others, or while it gets its state."""
+        """A death before the process joins the others, or while it gets its state; and the network is back."""
+        if any(phase == "drop" and self._mark(number).exists() for number, (_, _, phase) in enumerate(self._all)):
+            set_loopback(True)
         for number, phase in self._mine("joining", "restoring"):
             before = [self._mark(other).exists() for other in range(number)]
             if all(before) and before:
@@ -52,16 +58,18 @@ class Deaths:
     def of_step(self, step: int, optimizer: Any) -> None:
         """Let this process die in its phase of this step, which is about to begin."""
         assert self._pipeline is not None
-        for number, phase in self._mine(*PHASES, *self._withs()):
+        for number, phase in self._mine(*PHASES, *self._others()):
             if self._all[number][0] != step:
                 continue
             if phase in PHASES:
                 PHASES[phase](Here(self._pipeline, optimizer, partial(self._die, number)))
-            else:
+            elif phase.startswith("with "):
                 self._kill_others(phase.removeprefix("with "), number)
+            else:
+                self._stop(phase, number)
 
-    def _withs(self) -> list[str]:
-        return [phase for _, _, phase in self._all if phase.startswith("with ")]
+    def _others(self) -> list[str]:
+        return [phase for _, _, phase in self._all if phase.startswith(("with ", "stop", "drop"))]
 
     def _mine(self, *phases: str) -> list[tuple[int, str]]:
         return [
@@ -85,6 +93,16 @@ class Deaths:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 
+    def _stop(self, phase: str, number: int) -> None:
+        self._write(number)
+        if phase == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return
+        set_loopback(False)
+        if seconds := phase.removeprefix("drop"):
+            time.sleep(float(seconds))
+            set_loopback(True)
+
     def _die(self, number: int, *_: Any, **__: Any) -> NoReturn:
         self._write(number)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -92,6 +110,15 @@ class Deaths:
 
     def _write(self, number: int) -> None:
         self._mark(number).write_text(str(time.monotonic()))
+
+
+def set_loopback(is_up: bool) -> None:
+    """Set the loopback interface up or down: what is sent then is lost, as in a network that drops."""
+    get_flags, set_flags, up = 0x8913, 0x8914, 1  # linux/sockios.h, linux/if.h
+    form = "16sh14x"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        name, flags = struct.unpack(form, fcntl.ioctl(any_socket, get_flags, struct.pack(form, b"lo", 0)))
+        fcntl.ioctl(any_socket, set_flags, struct.pack(form, name, flags | up if is_up else flags & ~up))
 
 
 def stand_by(supervisor: int) -> int:

@@ -112,21 +112,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--width", type=int, default=32, help="4096: some 200 MB of weights and AdamW's state per rank")
     parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--few", action="store_true", help="one role per phase, and no deaths that overlap")
+    parser.add_argument("--few", action="store_true", help="one role per phase, no saves, no deaths that overlap")
     parser.add_argument("--torchrun-kills", type=int, default=3)
     options = parser.parse_args()
-    of_all = {"width": options.width, "rows": options.rows, "save_every": 4, "evaluate_every": 4}
+    of_all = {"width": options.width, "rows": options.rows, "evaluate_every": 4}
+    of_all["save_every"] = None if options.few else 4
     print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, {NUM_PROCESSES} processes")
 
     phases = [phase for phase in PHASES if phase != "reduce"]
     if options.few:
+        phases.remove("save")
         deaths = spread([(process, phase) for phase, process in zip(phases, [0, 1, 3] * 4, strict=False)])
     else:
         deaths = spread([(process, phase) for phase in phases for process in ROLES.values()] + [*AT_ONCE])
     rows, num_again = standstills(deaths, _piped, rota_run, **of_all)
-    reduces = spread([(process, "reduce") for process in (0, 3)])
-    two, again_of_two = standstills(reduces, _piped_replicas, _replicas, 2, dp=2, **of_all)
-    rows, num_again = rows + two, num_again + again_of_two
+    if not options.few:
+        reduces = spread([(process, "reduce") for process in (0, 3)])
+        two, again_of_two = standstills(reduces, _piped_replicas, _replicas, 2, dp=2, **of_all)
+        rows, num_again = rows + two, num_again + again_of_two
     _print(rows, num_again)
     if options.torchrun_kills:
         deaths = spread([(process, "forward") for process in (0, 1, 3, 2)[: options.torchrun_kills]])

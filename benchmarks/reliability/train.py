@@ -64,9 +64,9 @@ def main(folder: Path) -> None:
     plan = rota.given_plan(folder / "plan.json")
     data = Samples(BATCHES_PER_EPOCH * options.rows, width)
     deaths = Deaths(folder)
+    deaths.before_joining()
     mesh = rota.mesh(pp=plan.num_ranks, dp=options.dp)
     stages = rota.split(nn.Sequential(*layers), plan.num_stages)
-    deaths.before_joining()
     with rota.Pipeline(stages, plan, nn.functional.mse_loss, mesh=mesh) as pipeline:
         joined_s = time.monotonic()
         deaths.watch(pipeline)

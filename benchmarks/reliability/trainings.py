@@ -52,10 +52,16 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, **cache, "TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1"}
 
 
-def rota_run(folder: Path, dp: int = 1, stderr: int | None = None) -> subprocess.Popen[bytes]:
-    """`rota run` with as many restarts as it needs; `stderr`: as for `Popen`, None for a file."""
+def rota_run(
+    folder: Path, dp: int = 1, stderr: int | None = None, options: Sequence[str] = (), inside: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
+    """`rota run` with as many restarts as it needs; `stderr`: as for `Popen`, None for a file.
+
+    `options` are of `rota run`; `inside` is a command that runs another one.
+    """
     mesh = ["--mesh", f"pp={Plan.from_json((folder / 'plan.json').read_text()).num_ranks},dp={dp}"] if dp > 1 else []
-    return _start(folder, ["rota", "run", *mesh, "--max-restarts", "1000", "plan.json", str(TRAIN)], stderr)
+    module = ["rota", "run", *mesh, *options, "--max-restarts", "1000", "plan.json", str(TRAIN)]
+    return _start(folder, module, stderr, inside)
 
 
 def torchrun(folder: Path, num_processes: int) -> subprocess.Popen[bytes]:
@@ -64,10 +70,12 @@ def torchrun(folder: Path, num_processes: int) -> subprocess.Popen[bytes]:
     return _start(folder, ["torch.distributed.run", *options, "--monitor-interval", "0.1", str(TRAIN)], None)
 
 
-def _start(folder: Path, module: Sequence[str], stderr: int | None) -> subprocess.Popen[bytes]:
+def _start(
+    folder: Path, module: Sequence[str], stderr: int | None, inside: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
     with (folder / "stderr").open("a") as file:
         return subprocess.Popen(
-            [sys.executable, "-m", *module],
+            [*inside, sys.executable, "-m", *module],
             cwd=folder,
             env=environment(folder),
             stderr=file if stderr is None else stderr,

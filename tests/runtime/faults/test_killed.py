@@ -1,6 +1,6 @@
 """SIGKILL at each kind of op, and wherever else ranks wait for each other; each moment with another rank.
 
-These are the processes by themselves: `tests/runtime/launching/test_deaths.py` has them under `rota run`, which restarts them.
+These are processes by themselves; `tests/runtime/launching/test_deaths.py` has them under `rota run`.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
+import torch
 from torch.optim import Optimizer
 
 from rota.errors import FormatError, PipelineError
@@ -338,12 +339,14 @@ class Checkpoints:
         """
         if self._in_memory is None or self._fits_in_memory is False:
             return
-        for name, parameter in self._pipeline.named_parameters():
-            if parameter.grad is not None and parameter.grad.any():
-                raise PipelineError(
-                    f"{name} has a gradient, which a restart from memory would lose; call commit after "
-                    f"optimizer.step() and optimizer.zero_grad()"
-                )
+        gradients = [(n, p.grad) for n, p in self._pipeline.named_parameters() if p.grad is not None]
+        # Those of zero_grad(set_to_none=False) are zeros. One answer for all: each waits for an accelerator.
+        if gradients and torch.stack([gradient.any() for _, gradient in gradients]).any():
+            name = next(name for name, gradient in gradients if gradient.any())
+            raise PipelineError(
+                f"{name} has a gradient, which a restart from memory would lose; call commit after "
+                f"optimizer.step() and optimizer.zero_grad()"
+            )
         if type(step) is not int or step < 0:
             raise PipelineError(f"step={step!r}; give a whole number of 0 or more")
         if self._fits_in_memory is None and not self._decide(self._in_memory):
