@@ -1,50 +1,108 @@
-"""What is trained, in a folder of its own: train.py NUM_STEPS [SECONDS_A_STEP], without the latter undisturbed.
+"""What is trained, in a folder of its own that has `options.json`, an `Options`. See `deaths` for what goes wrong.
 
-The first rank writes each step, its loss to the last bit and the number of ranks to `losses`.
+The first process writes a line to `losses` for each step: its number, its loss to the last bit, its samples, when it
+was done; and a line to `starts` for each start: when it was begun, had joined the others, and had its state.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 import rota
 
-WIDTH, NUM_LAYERS, ROWS = 16, 8, 16
+sys.path.insert(0, str(Path(__file__).parent))
+
+from deaths import Deaths
+
+STARTED_S = time.monotonic()
+BATCHES_PER_EPOCH = 40
 
 
-def main(num_steps: int, pause_s: float | None) -> None:
+class Options(NamedTuple):
+    """Of a training; `num_steps` is where it ends, `dp` the replicas, `num_workers` those of the loader."""
+
+    num_steps: int = 10**9
+    num_layers: int = 4
+    width: int = 32
+    rows: int = 32
+    dp: int = 1
+    num_workers: int = 0
+    save_every: int | None = 20
+    asynchronous: bool = False
+    evaluate_every: int | None = None
+    pause_s: float = 0.0
+
+
+class Samples(Dataset[tuple[torch.Tensor, int]]):
+    """With noise of their own each time, and their numbers."""
+
+    def __init__(self, num_samples: int, width: int) -> None:
+        self._rows = torch.randn(num_samples, width, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
+        return (self._rows[number] + 0.1 * torch.rand(self._rows.shape[1])).to(torch.get_default_dtype()), number
+
+
+def main(folder: Path) -> None:
+    options = Options(**json.loads((folder / "options.json").read_text()))
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1)) for _ in range(NUM_LAYERS)]
-    plan = rota.given_plan()
-    stages = rota.split(nn.Sequential(*layers).double(), plan.num_stages)
-    with rota.Pipeline(stages, plan, nn.functional.mse_loss) as pipeline:
+    if options.width < 1000:
+        torch.set_default_dtype(torch.float64)
+    width = options.width
+    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.1)) for _ in range(options.num_layers)]
+    plan = rota.given_plan(folder / "plan.json")
+    data = Samples(BATCHES_PER_EPOCH * options.rows, width)
+    deaths = Deaths(folder)
+    deaths.before_joining()
+    mesh = rota.mesh(pp=plan.num_ranks, dp=options.dp)
+    stages = rota.split(nn.Sequential(*layers), plan.num_stages)
+    with rota.Pipeline(stages, plan, nn.functional.mse_loss, mesh=mesh) as pipeline:
+        joined_s = time.monotonic()
+        deaths.watch(pipeline)
         optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
-        found = checkpoints = None
-        if pause_s is not None:
-            checkpoints = rota.Checkpoints("run", pipeline, optimizer, scheduler, asynchronous=True)
-            found = checkpoints.load()
-        for step in range(found.step if found else 0, num_steps):
-            x = torch.randn(ROWS, WIDTH, dtype=torch.float64)
+        checkpoints = rota.Checkpoints(
+            folder / "run", pipeline, optimizer, scheduler, asynchronous=options.asynchronous
+        )
+        batch_size = options.rows // options.dp
+        loader = DataLoader(data, batch_size, sampler=pipeline.sampler(data), num_workers=options.num_workers)
+        is_first = pipeline.rank == pipeline.replica == 0
+        has_state = False
+        for step, (x, numbers) in checkpoints.steps(loader, num_epochs=10**6, save_every=options.save_every):
+            if step >= options.num_steps:
+                break
+            if is_first and not has_state:
+                _append(folder / "starts", f"{STARTED_S} {joined_s} {time.monotonic()}")
+            has_state = True
+            deaths.of_step(step, optimizer)
+            if options.evaluate_every and step % options.evaluate_every == 0:
+                pipeline.evaluate(x, x.flip(1))
             loss = pipeline.step(x, x.flip(1))
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-            if pipeline.rank == 0:
-                with Path("losses").open("a") as file:
-                    file.write(f"{step} {loss.hex()} {plan.num_ranks}\n")
-            if checkpoints is not None:
-                time.sleep(pause_s or 0)
-                if (step + 1) % 20 == 0 or pipeline.should_stop:
-                    checkpoints.save(step + 1)
-                if pipeline.should_stop:
-                    break
+            if is_first:
+                samples = ",".join(map(str, numbers.tolist()))
+                _append(folder / "losses", f"{step} {loss.hex()} {samples} {time.monotonic()}")
+            time.sleep(options.pause_s)
+
+
+def _append(file: Path, line: str) -> None:
+    """In one write, so that a killed process leaves no half line."""
+    with file.open("a") as opened:
+        opened.write(f"{line}\n")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else None)
+    main(Path.cwd())

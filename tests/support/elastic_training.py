@@ -1,4 +1,4 @@
-"""A training that is disturbed on purpose, by `rota run` or torchrun: python … elastic_training.py NUM_STEPS [commits]
+"""A training that is disturbed on purpose, by `rota run` or torchrun: elastic_training.py NUM_STEPS [epochs]
 
 It writes each step's loss to `losses` in the working folder. `faults.json` there says what goes wrong: [step, who,
 what], each once; `who` is a rank, or what the environment's NODE says.
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 import rota
 from rota.runtime import control
@@ -33,13 +34,8 @@ class Layer(nn.Module):
         return torch.tanh(self.linear(x)) + nn.functional.dropout(x, 0.1, self.training)
 
 
-def train(
-    plan: rota.Plan, num_steps: int, folder: Path | None = None, commits: bool = False
-) -> list[tuple[int, float]]:
-    """Each step and its loss. In a folder: goes on from the newest checkpoint there, and suffers its faults.
-
-    `commits`: each step is kept in memory, and none on disk.
-    """
+def train(plan: rota.Plan, num_steps: int, folder: Path | None = None) -> list[tuple[int, float]]:
+    """Each step and its loss. In a folder: goes on from the newest checkpoint there, and suffers its faults."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(NUM_STAGES))).double()
     losses = []
@@ -59,9 +55,7 @@ def train(
             if folder is not None and pipeline.rank == 0:
                 with (folder / "losses").open("a") as file:
                     file.write(json.dumps([*losses[-1], plan.num_ranks]) + "\n")
-            if checkpoints is not None and commits:
-                checkpoints.commit(step + 1)
-            elif checkpoints is not None and ((step + 1) % 2 == 0 or pipeline.should_stop):
+            if checkpoints is not None and ((step + 1) % 2 == 0 or pipeline.should_stop):
                 checkpoints.save(step + 1)
             if pipeline.should_stop:
                 break
@@ -75,23 +69,12 @@ def suffer(folder: Path, step: int, pipeline: rota.Pipeline) -> None:
             done.touch()
             if what in ("SIGUSR1", "SIGTERM"):
                 os.kill(os.getpid(), signal.Signals[what])
-            elif what == "stand-by":
-                os.kill(stand_by(), signal.SIGKILL)
-                os.kill(os.getpid(), signal.SIGKILL)
             elif what.startswith("launcher "):
                 os.kill(LAUNCHER, signal.Signals[what.split()[1]])
                 while not control.stop_is_asked():
                     time.sleep(0.01)
             else:
                 in_the_middle_of_a_step(pipeline, what)
-
-
-def stand_by() -> int:
-    """The process that all ranks were forked from, which is older than they are."""
-    for child in Path(f"/proc/{LAUNCHER}/task/{LAUNCHER}/children").read_text().split():
-        if b"stand_by_process" in Path(f"/proc/{child}/cmdline").read_bytes():
-            return int(child)
-    raise RuntimeError("there is no stand-by")
 
 
 def in_the_middle_of_a_step(pipeline: rota.Pipeline, what: str) -> None:
@@ -111,5 +94,41 @@ def in_the_middle_of_a_step(pipeline: rota.Pipeline, what: str) -> None:
     module.register_forward_pre_hook(fail)
 
 
+# --- with a DataLoader ------------------------------------------------------------------------------------------------
+
+NUM_SAMPLES = 5 * 2 * NUM_MICROBATCHES
+
+
+class Samples(Dataset[tuple[torch.Tensor, int]]):
+    """Augmented by random numbers of the workers; with its number, by which it is told from others."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
+        return number / NUM_SAMPLES + torch.rand(WIDTH, dtype=torch.float64), number
+
+
+def train_epochs(plan: rota.Plan, num_epochs: int, folder: Path) -> None:
+    """Writes each step, its loss and its samples to `losses` in the folder, and suffers its faults."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer() for _ in range(NUM_STAGES))).double()
+    loader = DataLoader(Samples(), batch_size=2 * NUM_MICROBATCHES, shuffle=True, num_workers=2)
+    with rota.Pipeline(rota.split(model, plan.num_stages), plan, nn.functional.mse_loss) as pipeline:
+        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.01)
+        checkpoints = rota.Checkpoints(folder / "run", pipeline, optimizer)
+        for step, (x, numbers) in checkpoints.steps(loader, num_epochs=num_epochs, save_every=4):
+            suffer(folder, step, pipeline)
+            loss = pipeline.step(x, x.flip(1))
+            optimizer.step()
+            optimizer.zero_grad()
+            if pipeline.rank == 0:
+                with (folder / "losses").open("a") as file:
+                    file.write(json.dumps([step, loss, numbers.tolist()]) + "\n")
+
+
 if __name__ == "__main__":
-    train(rota.given_plan("plan.json"), int(sys.argv[1]), Path.cwd(), commits="commits" in sys.argv)
+    if "epochs" in sys.argv:
+        train_epochs(rota.given_plan("plan.json"), 3, Path.cwd())
+    else:
+        train(rota.given_plan("plan.json"), int(sys.argv[1]), Path.cwd())

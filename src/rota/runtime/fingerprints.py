@@ -41,7 +41,7 @@ def fingerprints(kind: str, microbatches: Sequence[Any], names: Sequence[str] = 
         for key, value in _parts(microbatch):
             name = names[key] if isinstance(key, int) and key < len(names) else key
             of_name = found.setdefault(f"{kind}[{name!r}]", [""] * len(microbatches))
-            of_name[m] = _fingerprint(value)
+            of_name[m] = fingerprint(value)
     return found
 
 
@@ -49,8 +49,8 @@ def _parts(microbatch: Any) -> Iterator[tuple[Any, Any]]:
     return iter(items(microbatch) if isinstance(microbatch, (dict, tuple)) else ((0, microbatch),))
 
 
-def _fingerprint(value: Any) -> str:
-    """The hash of all tensors and plain values in it; "" if it holds anything that cannot be compared."""
+def fingerprint(value: Any) -> str:
+    """The hash of all tensors and plain values in `value`; "" if it holds anything that cannot be compared."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     return digest.hexdigest() if _update(digest, value) else ""
 
@@ -216,7 +216,7 @@ def _row_fingerprints(batch: tuple[Any, Any], name: str) -> list[str]:
     parts = given if isinstance(given, list) else [given]
     first = [next(_tensors_with_rows(part), None) for part in parts]
     rows = [row for tensor in first if tensor is not None for row in tensor[:_MOST_ROWS]]
-    return [*map(_fingerprint, rows[:_MOST_ROWS])]
+    return [*map(fingerprint, rows[:_MOST_ROWS])]
 
 
 def _tensors_with_rows(value: Any) -> Iterator[torch.Tensor]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing.util
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 from rota import reading
@@ -72,6 +74,19 @@ def given_plan(path: str | Path | None = None, *, dp: int = 1, tp: int = 1) -> P
             flush=True,
         )
     return moved
+
+
+def keep_sockets_in_run_folder() -> None:
+    """Let `multiprocessing` make its sockets, such as those of a DataLoader's workers, in the run's folder.
+
+    It removes them when a process ends, but not of one that is killed; the run's folder is removed in any case.
+    """
+    if (folder := os.environ.get(_FOLDER)) is not None:
+        before, tempfile.tempdir = tempfile.tempdir, folder
+        try:
+            multiprocessing.util.get_temp_dir()  # which this process and its children use from now on
+        finally:
+            tempfile.tempdir = before
 
 
 # --- restarts and limits of time --------------------------------------------------------------------------------------

@@ -305,6 +305,11 @@ class Pipeline:
         """Whether there are steps with `wait=False` that may not have ended on all ranks."""
         return self._step_end.begun.num_open > 0
 
+    @property
+    def num_steps(self) -> int:
+        """How many steps this pipeline has begun."""
+        return self._num_steps
+
     # --- one step -------------------------------------------------------------------------------------------------
 
     @overload

@@ -14,12 +14,12 @@ pytestmark = [pytest.mark.dist, pytest.mark.faults]
 ZB, REPLICAS, LATER = Setup(), Setup("1f1b", 2, 2), Setup(asynchronous=True)
 
 CASES = [
-    *((ZB, Fault("raise", rank, "forward")) for rank in range(3)),
-    *((ZB, Fault("raise", rank, "backward")) for rank in range(3)),
+    (ZB, Fault("raise", 0, "forward")),
+    (ZB, Fault("raise", 1, "backward")),
     (ZB, Fault("raise", 1, "1W2")),
     (ZB, Fault("raise", 2, "loss")),
     # while the others begin a step, add up losses, clip, reduce, save
-    *((ZB, Fault("raise", rank, "between steps")) for rank in range(3)),
+    (ZB, Fault("raise", 2, "between steps")),
     (ZB, Fault("raise", 1, "losses")),
     (ZB, Fault("raise", 0, "clip")),
     *((REPLICAS, Fault("raise", process, "reduction")) for process in (0, 3)),
@@ -28,9 +28,9 @@ CASES = [
     (ZB, Fault("exit", 1, "between steps")),
     (ZB, Fault("exit", 2, "clip")),
     *((ZB, Fault("nan", 2, str(microbatch))) for microbatch in (0, 3)),
-    *((ZB, Fault("fill", rank, "write")) for rank in range(3)),
+    *((ZB, Fault("fill", rank, "write")) for rank in (0, 2)),
     (LATER, Fault("fill", 1, "write")),
-    *((ZB, Fault("shut", rank, f"{rank}F2")) for rank in range(3)),
+    *((ZB, Fault("shut", rank, f"{rank}F2")) for rank in (0, 2)),
     (ZB, Fault("shut", 1, "1W1")),
 ]
 

@@ -8,8 +8,11 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from textwrap import indent
+from typing import Any
 
 import pytest
 
@@ -42,14 +45,14 @@ def rota_run(folder: Path, *options: str, arguments: Sequence[str] = ()) -> subp
     return subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=200)
 
 
-def told(folder: Path) -> list[tuple[int, float, int]]:
-    """Each step, its loss and the number of ranks, as they were done; steps after a checkpoint are done again."""
+def told(folder: Path) -> list[tuple[int, float, Any]]:
+    """Each step, its loss and the number of ranks or its samples, as they were done: some again after a checkpoint."""
     return [tuple(json.loads(line)) for line in (folder / "losses").read_text().splitlines()]
 
 
 def assert_nothing_left(folder: Path) -> None:
     assert not [path for path in (folder / "run").iterdir() if not re.fullmatch(r"step-\d+|\.rota\.lock", path.name)]
-    assert not [*(folder / "tmp").glob("rota-*")]
+    assert not [path for path in (folder / "tmp").iterdir() if not path.name.startswith("torchinductor")]
     for process in Path("/proc").glob("[0-9]*"):
         try:
             assert (process / "cwd").readlink() != folder, (process / "cmdline").read_text()
@@ -94,19 +97,33 @@ def test_a_training_that_is_disturbed_again_and_again(pool: Pool, tmp_path: Path
     assert_nothing_left(tmp_path)
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """The paths of sockets must be short."""
+    with tempfile.TemporaryDirectory(prefix="rota-test-") as name:
+        yield Path(name)
+
+
 @pytest.mark.faults
-def test_committed_steps_are_not_done_again(pool: Pool, tmp_path: Path) -> None:
-    """Killed and broken in the middle of steps, between steps, and with the stand-by: each step is done once."""
-    expected = dict(pool.run(NUM_STAGES, undisturbed, PLAN)[0])
-    faults = [(3, 1, "SIGKILL"), (5, 2, "raise"), (7, 3, "stand-by"), (9, 2, "SIGKILL")]
-    (tmp_path / "faults.json").write_text(json.dumps(faults))
-    (tmp_path / "plan.json").write_text(PLAN.to_json())
-    done = rota_run(tmp_path, "--max-restarts", "2", arguments=["commits"])
-    assert done.returncode == 0, done.stderr
-    resumed = [line for line in done.stderr.splitlines() if line.startswith("rota: training resumes")]
-    assert resumed == [f"rota: training resumes from step {step} in memory" for step in (3, 5, 7, 9)]
-    assert [(step, loss) for step, loss, _ in told(tmp_path)] == [*expected.items()]
-    assert_nothing_left(tmp_path)
+def test_no_sample_is_lost_or_seen_twice(short_folder: Path) -> None:
+    """Killed in epochs of a shuffled loader with workers, also in their first step; then ended, and begun again."""
+    faults = [(2, 0, "SIGKILL"), (5, 3, "raise"), (8, 2, "SIGUSR1"), (11, 1, "SIGKILL")]
+    seen_in = {}
+    for name, of_run, num_commands in (("undisturbed", [], 1), ("disturbed", faults, 2)):
+        folder = short_folder / name
+        folder.mkdir()
+        (folder / "plan.json").write_text(PLAN.to_json())
+        (folder / "faults.json").write_text(json.dumps(of_run))
+        for _ in range(num_commands):
+            done = rota_run(folder, "--max-restarts", "2", arguments=["epochs"])
+            assert done.returncode == 0, done.stderr
+        seen_in[name] = told(folder)
+        assert_nothing_left(folder)
+    expected = seen_in["undisturbed"]
+    assert seen_in["disturbed"] == expected
+    for epoch in range(3):
+        seen = [number for _, _, numbers in expected[5 * epoch : 5 * epoch + 5] for number in numbers]
+        assert sorted(seen) == [*range(elastic_training.NUM_SAMPLES)]
 
 
 @pytest.mark.faults
@@ -125,13 +142,18 @@ def test_restarts_come_to_an_end(tmp_path: Path) -> None:
 def test_the_page_does_what_it_says(pool: Pool, tmp_path: Path) -> None:
     """Without a restart: those are tested in test_supervisor, and here with killed ranks."""
     page = (ROOT / "docs" / "elastic.md").read_text()
-    (script,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    (tmp_path / "train.py").write_text(script)
+    script, own_loop = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     commands = re.findall(r"^    (rota (?:plan|run --max).*)$", page, flags=re.MULTILINE)
     assert len(commands) == 2
-    for command in commands:
-        output_of(pool, tmp_path, command.replace(" --max-restarts 3", ""))
-    assert {path.name for path in (tmp_path / "run").glob("step-*")} == {"step-30", "step-40", "step-50"}
+    before_loop, loop, _ = script.partition("    for step, (inputs")
+    assert loop
+    for name, text in (("steps", script), ("own", before_loop + indent(own_loop, "    "))):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "train.py").write_text(text)
+        for command in commands:
+            output_of(pool, folder, command.replace(" --max-restarts 3", ""))
+        assert {path.name for path in (folder / "run").glob("step-*")} == {"step-30", "step-40", "step-50"}
 
 
 # --- under torchrun ---------------------------------------------------------------------------------------------------

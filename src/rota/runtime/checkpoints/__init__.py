@@ -11,20 +11,24 @@ import atexit
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
+import torch
 from torch.optim import Optimizer
 
 from rota.errors import FormatError, PipelineError
 from rota.plan import Plan
+from rota.reading import Field
 from rota.runtime import control, kept_memory
 from rota.runtime.checkpoints import checkpoint_folder, files
 from rota.runtime.checkpoints.all_ranks import DamagedError, Ranks
+from rota.runtime.checkpoints.batches import Batches
 from rota.runtime.checkpoints.contents import read_contents
 from rota.runtime.checkpoints.copies import Copies
 from rota.runtime.checkpoints.files import Saved
@@ -46,8 +50,10 @@ from rota.runtime.checkpoints.tensors import (
 from rota.runtime.checkpoints.training_json import training_to_json
 from rota.runtime.faults.watchdog import PATIENT
 from rota.runtime.host_memory import available_bytes
+from rota.runtime.json_messages import all_gather_json
 from rota.runtime.launcher_files import digest, is_restart
 from rota.runtime.pipeline import Pipeline
+from rota.runtime.transport import collective
 from rota.simulation import simulate
 from rota.units import size_text
 
@@ -114,6 +120,7 @@ class Checkpoints:
         self._lock = ExitStack()
         self._in_memory = self._of_this_rank()
         self._fits_in_memory: bool | None = None  # not known before the first `commit`
+        self._num_steps_committed = -1  # of the pipeline's, when `commit` was called last
         with pipeline.watching("the other ranks to make their Checkpoints", PATIENT):
             self._ranks = Ranks()
             pipeline.before_close.callback(self.close)
@@ -144,6 +151,65 @@ class Checkpoints:
         if os.access(self._folder, os.W_OK):  # a read-only folder needs no lock: it can only be loaded from
             self._lock.enter_context(locked(self._folder))
             checkpoint_folder.recover_folder(self._folder)
+
+    # --- the loop -------------------------------------------------------------------------------------------------
+
+    def steps(
+        self, loader: Any, *, num_epochs: int = 1, save_every: int | None = None, seed: int = 0
+    ) -> Iterator[tuple[int, Any]]:
+        """Load, then give each step's number and batch, and after it commit, save, and stop when asked to.
+
+        The body of the loop does one step: `pipeline.step`, `optimizer.step()`, `optimizer.zero_grad()`. No sample is
+        lost or seen twice after a restart, and the batches are those of the undisturbed run. A loop that is left by
+        `break` neither commits nor saves its last step.
+
+        Args:
+            loader: a DataLoader, or anything else that can be iterated once per epoch. It draws from random numbers of
+                its own, and samplers with a `set_epoch` are told the epoch.
+            num_epochs: how many epochs there are in all.
+            save_every: after how many steps to save; None: only at the end, and when asked to stop.
+            seed: of the loader's order; the same on all ranks.
+
+        Returns:
+            An iterator over (number of steps done before, batch).
+
+        Raises:
+            PipelineError: on all ranks, if the data is not that of the checkpoint.
+        """
+        if save_every is not None and (type(save_every) is not int or save_every < 1):
+            raise PipelineError(f"save_every={save_every!r}; give a number of steps, 1 or more, or None")
+        share = partial(self._share, "the other ranks' first batch")
+        batches = Batches(loader, num_epochs, seed, self._pipeline.num_replicas, share)
+        return self._steps(batches, save_every)
+
+    def _steps(self, batches: Batches, save_every: int | None) -> Iterator[tuple[int, Any]]:
+        found = self.load()
+        step = saved = 0
+        if found is not None:
+            if "data" not in found.extra:
+                raise PipelineError(
+                    f"the checkpoint of step {found.step} does not say where in the data it was, as it was not saved "
+                    f"by Checkpoints.steps; go on with the loop that saved it"
+                )
+            batches.go_on(Field("data", found.extra["data"]))
+            step, saved = found.step, found.step if found.path else -1
+        for batch in batches:
+            yield step, batch
+            step += 1
+            self.commit(step, data=batches.position)
+            stops = self._pipeline.should_stop
+            if stops or (save_every is not None and step % save_every == 0):
+                self.save(step, data=batches.position)
+                saved = step
+            if stops:
+                return
+        if saved != step:
+            self.save(step, data=batches.position)
+
+    def _share(self, awaited: str, value: Any) -> list[Any]:
+        """All processes' JSON values; also while a thread saves, which has a process group of its own. Collective."""
+        with self._pipeline.watching(awaited, PATIENT), collective(f"waiting for {awaited}"):
+            return all_gather_json(value, self._pipeline._processes.everyone)
 
     # --- saving ---------------------------------------------------------------------------------------------------
 
@@ -273,19 +339,22 @@ class Checkpoints:
         """
         if self._in_memory is None or self._fits_in_memory is False:
             return
-        for name, parameter in self._pipeline.named_parameters():
-            if parameter.grad is not None and parameter.grad.any():
-                raise PipelineError(
-                    f"{name} has a gradient, which a restart from memory would lose; call commit after "
-                    f"optimizer.step() and optimizer.zero_grad()"
-                )
+        gradients = [(n, p.grad) for n, p in self._pipeline.named_parameters() if p.grad is not None]
+        # Those of zero_grad(set_to_none=False) are zeros. One answer for all: each waits for an accelerator.
+        if gradients and torch.stack([gradient.any() for _, gradient in gradients]).any():
+            name = next(name for name, gradient in gradients if gradient.any())
+            raise PipelineError(
+                f"{name} has a gradient, which a restart from memory would lose; call commit after "
+                f"optimizer.step() and optimizer.zero_grad()"
+            )
         if type(step) is not int or step < 0:
             raise PipelineError(f"step={step!r}; give a whole number of 0 or more")
         if self._fits_in_memory is None and not self._decide(self._in_memory):
             return
-        if self._pipeline.has_begun_steps:  # no rank may be two steps ahead of another
-            with self._pipeline.watching(f"the other ranks to commit step {step}"):
-                self._ranks.gather(None)
+        if self._pipeline.has_begun_steps or self._pipeline.num_steps == self._num_steps_committed:
+            # No rank may be two steps ahead of another, and no step has made them wait for each other.
+            self._share(f"the other ranks to commit step {step}", None)
+        self._num_steps_committed = self._pipeline.num_steps
         try:
             require_json(extra)
             self._in_memory.keep(step, extra)
@@ -298,13 +367,12 @@ class Checkpoints:
 
     def _decide(self, in_memory: StatesInMemory) -> bool:
         """Whether the states of all ranks fit in the host's memory, and in what the plan allows. Collective."""
-        with self._pipeline.watching("the other ranks' first commit", PATIENT):
-            plan, rank = self._pipeline.plan, self._pipeline.rank
-            needed_bytes, limit_bytes = in_memory.num_bytes(), plan.placement.cluster.limit_bytes[rank]
-            is_over = False
-            if limit_bytes is not None and self._pipeline.device.type == "cpu":
-                is_over = simulate(plan).peak_memory_bytes[rank] + needed_bytes > limit_bytes
-            told = self._ranks.gather([needed_bytes, available_bytes(), is_over])
+        plan, rank = self._pipeline.plan, self._pipeline.rank
+        needed_bytes, limit_bytes = in_memory.num_bytes(), plan.placement.cluster.limit_bytes[rank]
+        is_over = False
+        if limit_bytes is not None and self._pipeline.device.type == "cpu":
+            is_over = simulate(plan).peak_memory_bytes[rank] + needed_bytes > limit_bytes
+        told = self._share("the other ranks' first commit", [needed_bytes, available_bytes(), is_over])
         all_bytes = sum(needed for needed, *_ in told)
         free_bytes = min((free for _, free, _ in told if free is not None), default=all_bytes)
         over = [process for process, (_, _, is_over) in enumerate(told) if is_over]

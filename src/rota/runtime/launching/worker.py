@@ -16,6 +16,7 @@ from typing import NoReturn
 from rota.errors import LostRankError, RotaError
 from rota.runtime import control
 from rota.runtime.freed_memory import keep_freed_memory
+from rota.runtime.launcher_files import keep_sockets_in_run_folder
 from rota.runtime.orphans import end_with_parent
 from rota.runtime.process_group import meet_by_environment
 
@@ -27,6 +28,7 @@ def main() -> None:
     keep_freed_memory()
     end_with_parent(control.connect())
     meet_by_environment()
+    keep_sockets_in_run_folder()
     script, *arguments = sys.argv[1:]
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))  # as `python SCRIPT` does

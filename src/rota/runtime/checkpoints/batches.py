@@ -1,0 +1,168 @@
+"""The batches of a training, in an order that a restart continues: no sample is lost, none is seen twice.
+
+    seed, epoch ──▶ the sampler's epoch, and random numbers of the loader's own ──▶ batch 0, 1, 2, 3 …
+    after a restart that goes on from 2 batches: the same, batches 0 and 1 are loaded and dropped ──▶ 2, 3 …
+
+The loader draws from random numbers of its own, so that its order depends on the seed and the epoch alone: not on what
+training draws, nor on when the loader is asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+
+from rota.errors import PipelineError
+from rota.reading import LARGEST, Field
+from rota.runtime.checkpoints.random_states import random_state, set_random_state
+from rota.runtime.fingerprints import fingerprint
+
+_CPU = torch.device("cpu")
+_FIELDS = ("seed", "epoch", "num_batches", "num_replicas", "first")
+
+
+@final
+class Batches:
+    """The batches of `num_epochs` epochs of `loader`; iterate once.
+
+    Args:
+        loader: a DataLoader, or anything else that can be iterated again and again.
+        num_epochs: how many epochs there are in all.
+        seed: of all that the loader draws.
+        num_replicas: of the pipeline.
+        share: gathers a JSON value of all processes, on all processes.
+    """
+
+    def __init__(
+        self, loader: Any, num_epochs: int, seed: int, num_replicas: int, share: Callable[[Any], list[Any]]
+    ) -> None:
+        _require_again(loader)
+        if type(num_epochs) is not int or num_epochs < 1:
+            raise PipelineError(f"num_epochs={num_epochs!r}; give the number of epochs in all, 1 or more")
+        if type(seed) is not int or not 0 <= seed <= LARGEST:
+            raise PipelineError(f"seed={seed!r}; give a whole number from 0 to {LARGEST}")
+        self._loader, self._num_epochs, self._seed = loader, num_epochs, seed
+        self._num_replicas, self._share = num_replicas, share
+        self._epoch, self._num_batches, self._first = 0, 0, ""
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """Where the next batch is, as JSON: for `go_on` in another process."""
+        values = (self._seed, self._epoch, self._num_batches, self._num_replicas, self._first)
+        return dict(zip(_FIELDS, values, strict=True))
+
+    def go_on(self, position: Field) -> None:
+        """Begin at a `position`. Raises PipelineError or FormatError if it is none of this loader's."""
+        position.refuse_others(_FIELDS)
+        seed, epoch, num_batches, num_replicas = (position[name].integer(0) for name in _FIELDS[:4])
+        if seed != self._seed:
+            raise PipelineError(f"seed={self._seed}, but the training has had the seed {seed} so far; give that one")
+        if num_batches and num_replicas != self._num_replicas:
+            raise PipelineError(
+                f"epoch {epoch} was begun by {num_replicas} replicas, and cannot be gone on with by "
+                f"{self._num_replicas}: each gets other samples; use {num_replicas} until its end"
+            )
+        self._epoch, self._num_batches, self._first = epoch, num_batches, position["first"].text()
+
+    def __iter__(self) -> Iterator[Any]:
+        while self._epoch < self._num_epochs:
+            yield from self._rest_of_epoch()
+            self._epoch, self._num_batches, self._first = self._epoch + 1, 0, ""
+
+    def _rest_of_epoch(self) -> Iterator[Any]:
+        own = _OwnRandom(_seed_of(self._seed, self._epoch))
+        with own.drawn_from():
+            _begin_epoch(self._loader, self._epoch, own.seed)
+            batches = iter(self._loader)
+        number, none = 0, object()
+        while True:
+            with own.drawn_from():
+                batch = next(batches, none)
+            if batch is none:
+                break
+            if number == 0:
+                self._compare(batch)
+            number += 1
+            if number > self._num_batches:
+                self._num_batches = number
+                yield batch
+        if number < self._num_batches:
+            raise PipelineError(
+                f"epoch {self._epoch} has {number} batches, but {self._num_batches} of it were trained before: the "
+                f"data has changed; go on with the same"
+            )
+
+    def _compare(self, batch: Any) -> None:
+        """Refuse data in another order than before the restart. Collective."""
+        found = self._share(fingerprint(batch))[0]
+        if self._first and found and found != self._first:
+            raise PipelineError(
+                f"the first batch of epoch {self._epoch} is another one than before: samples would be lost or seen "
+                f"twice; go on with the same data and batch size, and let what shuffles draw from torch, random or "
+                f"numpy.random, or have a set_epoch"
+            )
+        self._first = found
+
+
+def _require_again(loader: Any) -> None:
+    if getattr(loader, "persistent_workers", False):
+        raise PipelineError(
+            "the loader has persistent_workers=True, whose random numbers no restart can continue; leave it out"
+        )
+    if isinstance(loader, Iterator):
+        raise PipelineError(
+            f"a {type(loader).__name__} can be iterated only once, so no restart can go on with it; give a DataLoader"
+        )
+    if not isinstance(loader, Iterable):
+        raise PipelineError(f"a {type(loader).__name__} has no batches; give a DataLoader")
+
+
+def _begin_epoch(loader: Any, epoch: int, seed: int) -> None:
+    """Tell all that shuffles which epoch it is, in either of the ways that there are."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    parts = [loader, *(getattr(loader, name, None) for name in ("dataset", "sampler")), batch_sampler]
+    for part in [*parts, getattr(batch_sampler, "sampler", None)]:
+        if callable(set_epoch := getattr(part, "set_epoch", None)):
+            set_epoch(epoch)
+        if isinstance(generator := getattr(part, "generator", None), torch.Generator):
+            generator.manual_seed(seed)
+
+
+def _seed_of(seed: int, epoch: int) -> int:
+    digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+@final
+class _OwnRandom:
+    """Random states of torch, Python and NumPy beside those of the training."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._state: dict[str, Any] | None = None  # None: seeded when it is first used
+
+    @contextmanager
+    def drawn_from(self) -> Iterator[None]:
+        """Inside, all that draws random numbers draws these."""
+        of_training = random_state(_CPU)
+        if self._state is None:
+            self._set_seed()
+        else:
+            set_random_state(self._state, _CPU)
+        try:
+            yield
+        finally:
+            self._state = random_state(_CPU)
+            set_random_state(of_training, _CPU)
+
+    def _set_seed(self) -> None:
+        torch.default_generator.manual_seed(self.seed)  # torch.manual_seed would also set accelerators' generators
+        random.seed(self.seed)
+        if (numpy := sys.modules.get("numpy.random")) is not None:
+            numpy.seed(self.seed % 2**32)
