@@ -87,11 +87,7 @@ class Plan:
 
     def origin(self, microbatch: int) -> tuple[int, int]:
         """Of which replica a micro-batch is, and its number there: of C data streams, replica r has C / R in a row."""
-        num_streams = self.placement.num_components
-        of_replica = num_streams // self.merged_replicas
-        in_round, stream = divmod(microbatch, num_streams)
-        replica, own = divmod(stream, of_replica)
-        return replica, in_round * of_replica + own
+        return origin_of(microbatch, self.placement.num_components, self.merged_replicas)
 
     # --- the plan as a graph -------------------------------------------------------------------------------------
     # Nodes: the ops of task t are first_node[t], first_node[t] + 1, …, one per micro-batch of its data stream. After
@@ -570,6 +566,14 @@ class Plan:
         num_transfers = sum(len(tasks[edge.target].ranks) for edge in self.placement.edges) * max(rounds, 1)
         if num_transfers > _MAX_TRANSFERS:
             raise document["edges"].wrong(f"at most {_MAX_TRANSFERS:,} transfers, not {num_transfers:,}")
+
+
+def origin_of(microbatch: int, num_streams: int, num_replicas: int) -> tuple[int, int]:
+    """`Plan.origin` of a plan with so many data streams of so many replicas."""
+    of_replica = num_streams // num_replicas
+    in_round, stream = divmod(microbatch, num_streams)
+    replica, own = divmod(stream, of_replica)
+    return replica, in_round * of_replica + own
 
 
 # --- building the graph -----------------------------------------------------------------------------------------------

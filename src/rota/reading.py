@@ -41,7 +41,7 @@ _USES = {
     "plan": "a plan is for `rota check`, `rota show` and `rota run`",
     "timeline": "a timeline is for `rota show`, `rota explain` and `rota compare`",
     "costs": "costs of stages are for `rota plan NAME --costs`",
-    "backups": "backup plans are for Backups.from_json",
+    "backups": "backup plans are for `rota run --backups`",
     "profile": "a profile of layers is for `rota autoplan --profile`, which makes stages of them",
     "layers": "costs of layers are for rota.autoplan",
     "sizes": "costs by size are for SizeModel.from_json and rota.Planner",
