@@ -12,6 +12,7 @@ import pytest
 
 from cli.test_cli import run
 from rota import Cluster, Costs, Plan, check, place, simulate
+from rota.backups import Backups
 from rota.cli import main, screen
 from rota.cli.files import read_plan
 from rota.schedules import NAMED
@@ -191,3 +192,16 @@ sys.exit(main())
 """
     ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert (ended.returncode, ended.stderr) == (130, "rota plan: interrupted\n")
+
+
+def test_backups_are_told_and_written(tmp_path: Path, capsys: Capsys) -> None:
+    plan, backups = tmp_path / "plan.json", tmp_path / "backups.json"
+    command = ["plan", "1f1b", "--ranks", 2, "--microbatches", 4, "--dp", 2, "--time-limit", 1, "-o", plan]
+    code, out, _ = run(capsys, *command, "--backups", backups)
+    assert code == 0
+    assert "2 replicas of 2 ranks, 4 micro-batches each" in out
+    found = Backups.from_json(backups.read_text(), read_plan(str(plan)))
+    assert [backup.lost for backup in found.backups] == [0, 1]
+    code, _, err = run(capsys, *command, "--force")
+    assert code == 2
+    assert "--dp 2 is for --backups FILE" in err

@@ -70,6 +70,7 @@ CORE = tuple(
             "comparison",
             "cutting",
             "replanning",
+            "backups",
         ),
     )
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from rota import reading, schedule_csv, writing
+from rota.backups import Backups
 from rota.cli.requirements import InputError
 from rota.costs import Cluster, Costs, assumed_costs
 from rota.errors import FormatError, PlanError, RotaError
@@ -71,6 +72,13 @@ def read_plan_or_timeline(path: str) -> Plan | Timeline:
             return Plan.from_csv(text, _placement_of_csv(text))
         document = reading.parse(text, "plan", "timeline")
         return Timeline.from_fields(document) if document.path == "timeline" else Plan.from_fields(document)
+
+
+def read_backups(path: str, plan: Plan) -> Backups:
+    """The backup plans for `plan` in a JSON file, such as `rota plan --backups` writes."""
+    text = text_of(path)
+    with named(path):
+        return Backups.from_json(text, plan)
 
 
 def text_of(path: str) -> str:

@@ -16,6 +16,7 @@ import torch
 from rota.errors import PipelineError
 from rota.models import AddedLoss, Stages, collect_losses
 from rota.placement import Placement
+from rota.plan import origin_of
 from rota.runtime.device.host import HostDevice
 from rota.runtime.device.numbers import number_in
 from rota.runtime.device.protocol import Device, Number
@@ -130,7 +131,9 @@ class Compute:
         keep_outputs: bool,
         recompute: Iterable[int] = (),
         device: Device | None = None,
+        merged_replicas: int = 1,
     ) -> None:
+        self._num_streams, self._merged_replicas = placement.num_components, merged_replicas
         self._device = HostDevice() if device is None else device
         self._stages, self._loss_fn, self.keep_outputs = stages, loss_fn, keep_outputs
         self._takes_target = loss_fn is None or needs_target(loss_fn)  # once, as reading a signature takes long
@@ -205,7 +208,8 @@ class Compute:
 
     def _forward(self, op: Op, received: list[Any], buffers: dict[str, torch.Tensor] | None = None) -> list[Any]:
         stage, _, m = op
-        self._device.seed(op_seed(self._seed, stage % self._num_stages, m))
+        replica, own = origin_of(m, self._num_streams, self._merged_replicas)
+        self._device.seed(op_seed(self._seed + replica, stage % self._num_stages, own))
         batch = self._batch
         versions = self._versions_of_shared(stage, m)
         with collect_losses() as added:

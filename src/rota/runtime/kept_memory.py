@@ -49,18 +49,37 @@ class KeptMemories:
 
     def __enter__(self) -> KeptMemories:
         with self._stack as stack:
+            stack.callback(self._close)
             for rank in range(self._num_ranks):
                 self.files.append(os.memfd_create(f"rota-rank-{rank}"))
-                stack.callback(os.close, self.files[-1])
             self._stack = stack.pop_all()
         return self
+
+    def _close(self) -> None:
+        for file in self.files:
+            os.close(file)
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def newest_step(self) -> int:
-        """The newest step that all ranks hold; -1 if there is none."""
-        held = [steps_in(file) for file in self.files]
+    def forget(self, rank: int) -> None:
+        """Free what a rank has in memory, which it does not come back to."""
+        if self.files:
+            os.close(self.files[rank])
+            self.files[rank] = os.memfd_create(f"rota-rank-{rank}")
+
+    def copy(self, source: int, target: int) -> None:
+        """Give rank `target` all that rank `source` has in memory. Neither may be running."""
+        self.forget(target)
+        left = os.fstat(self.files[source]).st_size
+        os.lseek(self.files[target], 0, os.SEEK_SET)
+        at = 0
+        while at < left:
+            at += os.sendfile(self.files[target], self.files[source], at, left - at)
+
+    def newest_step(self, ranks: Sequence[int]) -> int:
+        """The newest step that all of these ranks hold; -1 if there is none."""
+        held = [steps_in(self.files[rank]) for rank in ranks] if self.files else []
         return max(set.intersection(*map(set, held)), default=_NONE) if held else _NONE
 
 

@@ -50,6 +50,8 @@ class MicrobatchInputs:
     ) -> None:
         placement, self._device = plan.placement, device
         self._stages, self._rank, self._num_microbatches = stages, rank, plan.num_microbatches
+        #: Where replicas are merged, of which one each micro-batch is, and its number there.
+        self._origins = [*map(plan.origin, range(plan.num_microbatches))] if plan.merged_replicas > 1 else []
         reading = [stage for stage in placement.stages if stages.inputs[stage]]
         #: The stages here that read the step's inputs, and their micro-batches.
         self._reading = {
@@ -83,8 +85,8 @@ class MicrobatchInputs:
                 f"rank {self._rank} holds stage {stage}, which reads the step's inputs "
                 f"{list(self._stages.inputs[stage])}, but got inputs=None; pass the batch on this rank too"
             )
-        given = to_microbatches("inputs", inputs, n, needed=self.reads_inputs)
-        wanted = to_microbatches("targets", targets, n, needed=self.reads_targets)
+        given = to_microbatches("inputs", inputs, n, needed=self.reads_inputs, origins=self._origins)
+        wanted = to_microbatches("targets", targets, n, needed=self.reads_targets, origins=self._origins)
         missing = [m for m in self._targeted if wanted.values[m] is None]
         if needs_targets and missing:
             got = "targets=None" if targets is None else f"targets[{missing[0]}] = None"
@@ -174,8 +176,8 @@ class MicrobatchInputs:
         # A batch on an accelerator comes to the host at once, rather than by micro-batches.
         inputs, targets = (_on_host(value) for value in batch.whole)
         n, names = self._num_microbatches, self._stages.input_names
-        given = to_microbatches("inputs", inputs, n).values
-        wanted = to_microbatches("targets", targets, n).values
+        given = to_microbatches("inputs", inputs, n, origins=self._origins).values
+        wanted = to_microbatches("targets", targets, n, origins=self._origins).values
         return fingerprints("inputs", given, names) | fingerprints("targets", wanted)
 
     def warn_of_other_rows(self, batch: Batch) -> None:

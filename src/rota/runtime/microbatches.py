@@ -6,12 +6,14 @@
 What has no rows goes whole to every micro-batch: numbers, texts, None, tensors without dims, and tensors with one row
 beside others with more. If there are fewer rows than micro-batches, the last micro-batches are padding: they get the
 first row again, and do not count.
+
+Where a plan has merged R replicas, replica r has the rows r, r + R, …, or these micro-batches of the list.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -36,11 +38,14 @@ class Microbatches(NamedTuple):
     shared: tuple[tuple[str, torch.Tensor, int], ...] = ()
 
 
-def to_microbatches(name: str, batch: Any, num_microbatches: int, *, needed: bool = True) -> Microbatches:
+def to_microbatches(
+    name: str, batch: Any, num_microbatches: int, *, needed: bool = True, origins: Sequence[tuple[int, int]] = ()
+) -> Microbatches:
     """A list holds the micro-batches themselves; tensors (alone, in tuples or mappings) are split along dim 0.
 
     Mappings become dicts. Raises PipelineError if sizes do not fit; nothing is dropped. A batch that is not `needed` is
-    checked, but not split: all None.
+    checked, but not split: all None. `origins`: of each micro-batch its replica and its number there, if replicas are
+    merged.
     """
     n = num_microbatches
     if batch is None:
@@ -51,6 +56,8 @@ def to_microbatches(name: str, batch: Any, num_microbatches: int, *, needed: boo
                 f"{name} is a list of {len(batch)} micro-batches, but the plan has {n}; give {n}, or plan for "
                 f"{len(batch)}"
             )
+        num_replicas = 1 + max((replica for replica, _ in origins), default=0)
+        batch = [batch[own * num_replicas + replica] for replica, own in origins] or batch
         return Microbatches([*map(with_dicts, batch)], _sizes_of_list(batch))
     if not isinstance(batch, (torch.Tensor, tuple, Mapping)):
         raise PipelineError(
@@ -64,9 +71,14 @@ def to_microbatches(name: str, batch: Any, num_microbatches: int, *, needed: boo
     if not places:
         return Microbatches([batch if needed else None] * n)
     sizes = _spread(num_rows, n)
+    if origins:
+        rows = _rows_of_merged(name, num_rows, origins)
+        sizes = [*map(len, rows)]
+        if needed:
+            batch = _in_order(batch, num_rows, torch.tensor([row for of in rows for row in of]))
     return Microbatches(
         _split(batch, num_rows, sizes) if needed else [None] * n,
-        tuple(sizes) if sizes[0] != sizes[-1] else (),
+        tuple(sizes) if len({*sizes}) > 1 else (),
         num_rows,
         sizes.count(0),
         tuple((place, tensor, version_of(tensor)) for place, tensor in places if _is_shared(tensor, num_rows)),
@@ -147,6 +159,34 @@ def _spread(num_rows: int, n: int) -> list[int]:
     """Rows per micro-batch; the first ones get one more if the rows do not divide evenly."""
     least, more = divmod(num_rows, n)
     return [least + 1] * more + [least] * (n - more)
+
+
+def _rows_of_merged(name: str, num_rows: int, origins: Sequence[tuple[int, int]]) -> list[range]:
+    """The rows of each micro-batch, where those of replica r are every R-th one from r on. Raises PipelineError."""
+    num_replicas = 1 + max(replica for replica, _ in origins)
+    of_replica = len(origins) // num_replicas
+    if num_rows < len(origins):
+        raise PipelineError(
+            f"{name} has {num_rows} rows for {of_replica} micro-batches of each of {num_replicas} replicas, which are "
+            f"one pipeline while a rank is missing; give {len(origins)} rows or more, those of all replicas"
+        )
+    found: dict[tuple[int, int], range] = {}
+    for replica in range(num_replicas):
+        rows = range(replica, num_rows, num_replicas)
+        ends = [*accumulate(_spread(len(rows), of_replica), initial=0)]
+        found |= {(replica, own): rows[first:end] for own, (first, end) in enumerate(pairwise(ends))}
+    return [found[origin] for origin in origins]
+
+
+def _in_order(value: Any, num_rows: int, rows: torch.Tensor) -> Any:
+    """The batch with its rows in another order."""
+    if isinstance(value, torch.Tensor):
+        return value if _is_shared(value, num_rows) else value.index_select(0, rows.to(value.device))
+    if isinstance(value, dict):
+        return {key: _in_order(item, num_rows, rows) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return getattr(value, "_make", tuple)(_in_order(item, num_rows, rows) for item in value)
+    return value
 
 
 def _is_shared(tensor: torch.Tensor, num_rows: int) -> bool:

@@ -156,7 +156,13 @@ class Pipeline:
                     self._channels = Channels(plan, self._device, self._transport, self._processes)
                     self._teardown.callback(self._channels.close)
                 self._compute = Compute(
-                    stages, plan.placement, loss_fn, keep_outputs or not trains, recomputed, self._device
+                    stages,
+                    plan.placement,
+                    loss_fn,
+                    keep_outputs or not trains,
+                    recomputed,
+                    self._device,
+                    plan.merged_replicas,
                 )
                 self._record = Record(self.rank)
                 self._watch: MemoryWatch | None = None

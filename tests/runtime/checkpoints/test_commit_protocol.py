@@ -1,5 +1,7 @@
 """The protocol of docs/elastic.md, exhaustively: 2 stages in 2 replicas, and a kill between any two of their actions.
 
+After a kill all ranks begin again, or one is lost for good and the others go on, until a new one joins them.
+
 The model's ranks do what those of a run do, in every order that their waits allow: they agree at the end of a step,
 apply its gradients, and commit into the real `Slots`. A kill ends all of them, at any moment, also while they recover
 from the one before. What a killed rank leaves is its memory alone.
@@ -34,7 +36,10 @@ class Rank(NamedTuple):
 
 
 class World(NamedTuple):
-    """Ranks in any order, as all of them do the same; how many kills there were; what they went on from at the last."""
+    """Ranks in any order, as all of them do the same; how many kills there were; what they went on from at the last.
+
+    A rank that is missing was lost.
+    """
 
     ranks: tuple[Rank, ...]
     num_kills: int
@@ -132,18 +137,29 @@ def held(memory: bytes, step: int) -> Applied:
     return dict(opened(memory)[1])[step] if step else ()
 
 
-def killed(world: World) -> World:
-    """All ranks begin again with what is left. Raises Wrong if that loses a step, or does one twice."""
-    found = newest(world.ranks)
+def ways_to_go_on(world: World) -> Iterator[World]:
+    """After a kill of all ranks: with the same ones, without one of them, or with a new one beside them.
+
+    The new one gets its peer's memory. A model's rank does not know its stage, so each of the others may be its peer.
+    """
+    ranks = world.ranks
+    yield gone_on(world, ranks)
+    for i, rank in enumerate(ranks):
+        yield gone_on(world, (*ranks[:i], *ranks[i + 1 :]) if len(ranks) == NUM_RANKS else (*ranks, rank))
+
+
+def gone_on(world: World, left: tuple[Rank, ...]) -> World:
+    """These ranks begin again with what is in their memories. Raises Wrong if that loses a step, or does one twice."""
+    found = newest(left)
     furthest = max(len(rank.applied) for rank in world.ranks)
     if found < max(furthest - 1, world.resumed):
         raise Wrong(f"steps are lost: of {furthest}, {found} are left")
     if all(rank.phase == "stepping" for rank in world.ranks) and found < furthest:
         raise Wrong("a committed step is lost")
-    for rank in world.ranks:
+    for rank in left:
         if held(rank.memory, found) != tuple(range(found)):
             raise Wrong(f"the state of step {found} has seen {held(rank.memory, found)}")
-    ranks = tuple(sorted(Rank("voting", 0, (), rank.memory) for rank in world.ranks))
+    ranks = tuple(sorted(Rank("voting", 0, (), rank.memory) for rank in left))
     return World(ranks, world.num_kills + 1, found)
 
 
@@ -158,7 +174,7 @@ def reachable(begin: World, agrees: bool) -> Iterator[World]:
                 ranks = sorted((*world.ranks[:i], after, *world.ranks[i + 1 :]))
                 nexts.append(world._replace(ranks=tuple(ranks)))
         if world.num_kills < NUM_KILLS:
-            nexts.append(killed(world))
+            nexts += ways_to_go_on(world)
         left += (new := {*nexts} - seen)
         seen |= new
 
@@ -177,12 +193,14 @@ def beginning() -> World:
 
 
 def test_no_step_is_lost_or_done_twice() -> None:
-    num_ends = 0
+    num_ends, sizes = 0, set()
     for world in reachable(beginning(), agrees=True):
         if all(rank.phase == "stepping" and rank.step == NUM_STEPS for rank in world.ranks):
             assert {rank.applied for rank in world.ranks} == {tuple(range(NUM_STEPS))}
             num_ends += 1
+            sizes.add((world.num_kills, len(world.ranks)))
     assert num_ends >= NUM_KILLS + 1  # after no kill, one, and two
+    assert sizes == {(0, 4), (1, 4), (1, 3), (2, 4), (2, 3)}
 
 
 def test_every_world_comes_to_an_end() -> None:

@@ -144,14 +144,15 @@ def test_the_page_does_what_it_says(pool: Pool, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "elastic.md").read_text()
     script, own_loop = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     commands = re.findall(r"^    (rota (?:plan|run --max).*)$", page, flags=re.MULTILINE)
-    assert len(commands) == 2
+    plain = [command for command in commands if "--backups" not in command]
+    assert len(plain) == 2
     before_loop, loop, _ = script.partition("    for step, (inputs")
     assert loop
     for name, text in (("steps", script), ("own", before_loop + indent(own_loop, "    "))):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "train.py").write_text(text)
-        for command in commands:
+        for command in plain:
             output_of(pool, folder, command.replace(" --max-restarts 3", ""))
         assert {path.name for path in (folder / "run").glob("step-*")} == {"step-30", "step-40", "step-50"}
 

@@ -23,7 +23,7 @@ from rota.cli.arguments import (
 from rota.cli.parser import Command, Parser, one_of
 from rota.cli.requirements import InputError, require_search
 from rota.cli.screen import print_timeline, progress_line
-from rota.cli.searching import SEARCH, search_plan
+from rota.cli.searching import SEARCH, STARTING, search_plan
 from rota.costs import Cluster, Costs
 from rota.errors import PipelineError
 from rota.plan import Plan
@@ -31,6 +31,7 @@ from rota.schedules import NAMED
 from rota.tasks import Kind
 
 _MEASURED_ON_CPU = "measured on CPU"  # how the note of such costs begins
+_BACKUPS_S = 10.0  # the search for all backup plans
 _OBJECTIVES = ("makespan", "span", "period")
 
 
@@ -54,21 +55,37 @@ def add_arguments(parser: Parser) -> None:
         choices=_OBJECTIVES,
         help="for search: the time to minimize (default: makespan)",
     )
-    add_time_limit(parser, "for search: at most this many seconds (default: 10)")
+    add_time_limit(parser, "for search, and for --backups: at most this many seconds (default: 10)")
+    add_backups(parser)
     add_output(parser, "FILE", "write the plan as .json, or as .csv in PyTorch's format", writes="plan")
+    parser.set_defaults(written={"output": "plan", "backups": "file"})
     width = max(map(len, NAMED))
     named = [f"{SEARCH:<{width}}  the fastest order for any placement, with a proven bound"]
     named += [f"{name:<{width}}  {family.summary}" for name, family in NAMED.items()]
     parser.add_argument_group("schedules", "\n".join(named))
 
 
+def add_backups(parser: Parser) -> None:
+    """--dp and --backups."""
+    options = parser.add_argument_group("for the loss of a rank")
+    options.add_argument("--dp", type=number(2), metavar="N", help="number of replicas of the pipeline (default: 2)")
+    help_text = "for each rank, plan how the others go on without it, and write these plans as .json"
+    options.add_argument("--backups", metavar="FILE", help=help_text)
+
+
 def run(arguments: Namespace) -> int:
     """Make a plan by the named schedule or by search, and write it as JSON or CSV. Returns the exit code."""
+    if arguments.dp is not None and arguments.backups is None:
+        raise InputError(f"--dp {arguments.dp} is for --backups FILE; `rota run --mesh dp=N` starts replicas")
+    if arguments.backups is not None:
+        require_search()
     arguments.links_of = partial(_links, arguments)
     planned = _searched(arguments) if arguments.schedule == SEARCH else _named(arguments)
     _warn_of_idle_ranks(planned)
     is_csv = arguments.output is not None and arguments.output.endswith(".csv")
     files.keep(arguments.output, planned.to_csv() if is_csv else planned.to_json(), "plan.json")
+    if arguments.backups is not None:
+        _plan_backups(arguments, planned)
     return 0
 
 
@@ -98,7 +115,7 @@ def _links(arguments: Namespace, num_ranks: int) -> Cluster | None:
 def _named(arguments: Namespace) -> Plan:
     """Make the plan by the named schedule."""
     for option in ("shape", "objective", "time_limit", "split_backward"):
-        if getattr(arguments, option):
+        if getattr(arguments, option) and not (option == "time_limit" and arguments.backups):
             name = "--" + option.replace("_", "-")
             raise InputError(f"{name} is for `rota plan search`; leave it out for {arguments.schedule}")
     family = NAMED[arguments.schedule]
@@ -123,6 +140,17 @@ def _searched(arguments: Namespace) -> Plan:
     if any(task.kind is Kind.B for task in placement.tasks):
         print("The backward is whole; --split-backward halves it into I and W, as the zero-bubble schedules do.")
     return result.plan
+
+
+def _plan_backups(arguments: Namespace, planned: Plan) -> None:
+    """Search for the backup plans, print what each loss costs, and write them."""
+    from rota.search.backups import find_backups
+
+    with progress_line() as show:
+        show(STARTING)
+        found = find_backups(planned, arguments.dp or 2, time_limit_s=arguments.time_limit or _BACKUPS_S, progress=show)
+    print(found.to_text())
+    files.write(arguments.backups, found.to_json())
 
 
 def _print_assumed(given: Costs, adapted: Costs) -> None:

@@ -15,8 +15,11 @@ from rota.cli.requirements import InputError, require_installed
 from rota.errors import PipelineError
 
 if TYPE_CHECKING:
+    from rota.backups import Backups
+    from rota.plan import Plan
     from rota.runtime.launching.launch import Run
 
+_REJOIN_AFTER_S = 60.0
 _MOST_PROCESSES = 1024  # that `rota run` starts
 _WORKERS = {"rota": "rota.runtime.launching.worker", "torch": "rota.interop.torch_worker"}  # by engine
 
@@ -34,6 +37,13 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--mesh", type=mesh, default={}, metavar="pp=N,dp=N,tp=N", help=help_text)
     help_text = "restart all ranks if one fails, up to N times in a row without a newer checkpoint (default: 0)"
     parser.add_argument("--max-restarts", type=number(0), default=0, metavar="N", help=help_text)
+    help_text = (
+        "go on without a rank that failed after all restarts: its peers in the other replicas do its work by the plans "
+        "that `rota plan --backups` wrote"
+    )
+    parser.add_argument("--backups", metavar="FILE", help=help_text)
+    help_text = "with --backups: start a lost rank again after S seconds (default: 60)"
+    parser.add_argument("--rejoin-after", type=seconds, metavar="S", help=help_text)
     help_text = "end the run after S seconds without progress (default: 20 simulated steps, at least 60 s)"
     parser.add_argument("--timeout", type=seconds, metavar="S", help=help_text)
     help_text = (
@@ -67,7 +77,10 @@ def run(arguments: argparse.Namespace) -> int:
     reading.read_text(arguments.script)
     if arguments.engine == "torch":
         schedule_csv.require_chain(planned.placement, "or use --engine rota")
+    backups = _backups(arguments, planned)
     replicas = 1 if planned.usage is None else planned.usage.num_replicas
+    if backups is not None:
+        replicas = backups.num_replicas
     dp, tp = arguments.mesh.get("dp", replicas), arguments.mesh.get("tp", 1)
     if (pp := arguments.mesh.get("pp", planned.num_ranks)) != planned.num_ranks:
         raise InputError(f"--mesh pp={pp}: {arguments.plan} is for {planned.num_ranks} ranks; leave pp out")
@@ -79,6 +92,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"--timeline {arguments.timeline}: PyTorch's engine records none; use --engine rota")
     if arguments.verify is not None and arguments.engine == "torch":
         raise InputError("--verify: PyTorch's engine is not verified; use --engine rota, or rota verify")
+    if backups is not None and (dp, tp) != (backups.num_replicas, 1):
+        raise InputError(
+            f"--mesh dp={dp},tp={tp}: {arguments.backups} is for dp={backups.num_replicas},tp=1; plan the backups for "
+            f"this mesh, or leave --mesh out"
+        )
     if arguments.device not in ("auto", "cpu"):
         from rota.runtime.device.local import device_type
 
@@ -89,6 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
         "--force",
         "--mesh",
         "--max-restarts",
+        "--backups",
+        "--rejoin-after",
         "--timeout",
         "--engine",
         "--device",
@@ -107,6 +127,8 @@ def run(arguments: argparse.Namespace) -> int:
             dp=dp,
             tp=tp,
             max_restarts=arguments.max_restarts,
+            backups=backups,
+            rejoin_after_s=arguments.rejoin_after or _REJOIN_AFTER_S,
             timeout_s=arguments.timeout,
             report=_report,
         )
@@ -121,6 +143,19 @@ def run(arguments: argparse.Namespace) -> int:
         then = f"; see it by `rota compare {arguments.plan} {arguments.timeline}`"
         files.write(arguments.timeline, done.timeline.to_json(), then)
     return _report_end(done, arguments.timeline)
+
+
+def _backups(arguments: argparse.Namespace, planned: Plan) -> Backups | None:
+    """The backup plans of --backups."""
+    if arguments.backups is None:
+        if arguments.rejoin_after is not None:
+            raise InputError(f"--rejoin-after {arguments.rejoin_after:g} is for --backups FILE")
+        return None
+    if arguments.engine == "torch":
+        raise InputError(f"--backups {arguments.backups}: PyTorch's engine cannot run these plans; use --engine rota")
+    if arguments.verify is not None:
+        raise InputError(f"--backups {arguments.backups}: verify in a run without it; leave --verify out")
+    return files.read_backups(arguments.backups, planned)
 
 
 def _report_end(done: Run, timeline: str | None) -> int:

@@ -53,6 +53,7 @@ from rota.runtime.host_memory import available_bytes
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.launcher_files import digest, is_restart
 from rota.runtime.pipeline import Pipeline
+from rota.runtime.reducing.wrapped_stages import is_sharded
 from rota.runtime.transport import collective
 from rota.simulation import simulate
 from rota.units import size_text
@@ -134,8 +135,7 @@ class Checkpoints:
         """The memory that the supervisor keeps for this process, if one does."""
         if (file := kept_memory.given()) is None:
             return None
-        of = f"process {os.environ.get('RANK')} of plan {digest(self._pipeline.plan)}"
-        return StatesInMemory(file, self._trained, of)
+        return StatesInMemory(file, self._trained, _share_of(self._pipeline))
 
     def _check(self) -> None:
         optimizer, scheduler = self._trained.optimizer, self._trained.scheduler
@@ -481,6 +481,19 @@ class Checkpoints:
         reader = Reader(saved, contents.index, restoring.tensors)
         reader.check()
         return saved, contents.plan, restoring, reader
+
+
+def _share_of(pipeline: Pipeline) -> str:
+    """Which part of the training's state a process has: with replicas, peers have the same, whatever plan they run."""
+    placement = pipeline.plan.placement
+    num_stages = placement.num_stages // placement.num_components
+    here = sorted({stage % num_stages for stage in pipeline.local_stages})
+    processes = pipeline._processes
+    shard = f", TP shard {processes.tp_shard} of {processes.num_tp_shards}" if processes.num_tp_shards > 1 else ""
+    alone = f", on replica {pipeline.replica}" if any(map(is_sharded, pipeline.parameters())) else ""
+    together = [rank for stage in pipeline.local_stages for rank in placement.ranks_of(stage)]
+    alone += f", on rank {pipeline.rank}" if len(together) > len(pipeline.local_stages) else ""
+    return f"the stages {', '.join(map(str, here))} of {num_stages}{shard}{alone}"
 
 
 def _nothing() -> None:

@@ -48,7 +48,7 @@ class Kept(NamedTuple):
 
 @final
 class StatesInMemory:
-    """The states of this rank in the memory `file`; `of` says which process of which run's plan it is."""
+    """The states of this rank in the memory `file`; `of` says which part of the training's state it has."""
 
     def __init__(self, file: int, trained: Trained, of: str) -> None:
         self._slots, self._trained, self._of = Slots(file), trained, of
@@ -96,7 +96,10 @@ class StatesInMemory:
         (length,) = _LENGTH.unpack_from(data, 0)
         head = Field("memory", reading.load(bytes(data[_LENGTH.size : _LENGTH.size + length]).decode()))
         if head["of"].text() != self._of or head["step"].integer() != step:
-            raise PipelineError(f"the state of step {step} in memory is of another plan or process; restart the run")
+            raise PipelineError(
+                f"the state of step {step} in memory is of {head['of'].text()}, but this process has {self._of}; "
+                f"restart the run"
+            )
         trained = self._trained
         records = {key: record_from_json(head["records"][key]) for key in head["records"].value}
         training = TrainingState(records, scheduler_from_json(head["scheduler"]), random_from_json(head["random"]))

@@ -12,13 +12,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple, final
 
+from rota.backups import Backups
 from rota.checking import check
 from rota.errors import PipelineError
 from rota.plan import Plan
-from rota.runtime.environment import meeting_environments, mesh_environment
+from rota.runtime.environment import meeting_environments
 from rota.runtime.faults.stragglers import Straggler, stragglers
 from rota.runtime.kept_memory import KeptMemories
 from rota.runtime.launcher_files import collect, limit_environment, restart_environment, write_plan
+from rota.runtime.launching.crew import Crew
 from rota.runtime.launching.rank_processes import EndedBySignal, RankFailed, Ranks
 from rota.runtime.launching.requests import Requests
 from rota.runtime.launching.run_folder import Folder, run_folder
@@ -50,13 +52,16 @@ def launch(
     dp: int = 1,
     tp: int = 1,
     max_restarts: int = 0,
+    backups: Backups | None = None,
+    rejoin_after_s: float = 60.0,
     timeout_s: float | None = None,
     environment: Mapping[str, str] | None = None,
     report: Callable[[str], None] = print,
 ) -> Run:
     """Run `script` with `arguments` in one process per rank; `rota.given_plan()` returns the plan there.
 
-    When a process fails, all others are killed, and all are started again. SIGTERM and SIGUSR1 end the ranks after the
+    When a process fails, all others are killed, and all are started again; with `backups`, one that fails too often is
+    left out, its peers do its work, and after a while it is started again. SIGTERM and SIGUSR1 end the ranks after the
     step that is running, if the script reads `pipeline.should_stop`. If it does not, or at a second signal, they end
     the ranks at once.
 
@@ -69,9 +74,11 @@ def launch(
         dp: replicas of the pipeline. There are dp · tp processes per rank, and `rota.mesh()` returns that mesh.
         tp: TP shards of each replica.
         max_restarts: how often the ranks are started again without a newer checkpoint in between.
+        backups: plans for the loss of each rank of `plan` in one of `dp` replicas.
+        rejoin_after_s: for how many seconds the others go on before a lost rank is started again.
         timeout_s: how long a rank may make no progress, in seconds, if the script gives no `timeout_s` of its own.
         environment: variables of the ranks, besides this process's own and those that the launcher adds.
-        report: called with one line for each restart.
+        report: called with one line for each restart, loss and replacement.
 
     Returns:
         The last step's timeline, the stragglers, and the signal that asked the ranks to end.
@@ -89,35 +96,44 @@ def launch(
         folder = stack.enter_context(run_folder("rota-run-"))
         of_ranks = {
             **(environment or {}),
-            **write_plan(plan, folder.path),
-            **mesh_environment(plan.num_ranks, dp, tp),
             **limit_environment(timeout_s),
             "OMP_NUM_THREADS": str(threads_per_rank),
         }
         restarts = _Restarts(max_restarts, report)
         requests = stack.enter_context(Requests())
-        memories = stack.enter_context(KeptMemories(num_processes if max_restarts else 0))
-        stand_by = stack.enter_context(StandBy(_inherited() | of_ranks, for_restarts=max_restarts > 0))
-        while True:
+        may_restart = max_restarts > 0 or backups is not None
+        memories = stack.enter_context(KeptMemories(num_processes if may_restart else 0))
+        crew = Crew(plan, dp, tp, memories, backups, rejoin_after_s)
+        stand_by = stack.enter_context(StandBy(_inherited() | of_ranks, for_restarts=may_restart))
+        is_over, failed = False, None
+        while not is_over:
             with Ranks(folder, requests) as ranks:
                 if not stand_by.is_alive():
                     stand_by = stack.enter_context(StandBy(_inherited() | of_ranks, for_restarts=True))
-                of_start = _inherited() | of_ranks | restart_environment(restarts.num_all)
-                environments = [of_start | of_rank for of_rank in meeting_environments(folder.path, num_processes)]
+                of_start = {
+                    **(_inherited() | of_ranks),
+                    **write_plan(crew.plan, folder.path),
+                    **restart_environment(restarts.num_all),
+                }
+                environments = [of_start | of_rank for of_rank in crew.environments(folder.path)]
                 try:
-                    ranks.fork(stand_by, (worker, script, *arguments), environments, memories.files)
-                    ranks.wait()
-                    break
+                    failed = None
+                    ranks.fork(stand_by, (worker, script, *arguments), environments, crew.files)
+                    is_over = ranks.wait(crew.rejoin_at_s)
                 except RankFailed as error:
-                    newest = max(ranks.saved_step, memories.newest_step())
-                    restarts.count(error, newest, may_restart=requests.asked is None)
+                    failed = error
+            if failed is not None:
+                newest = max(ranks.saved_step, crew.newest_step())
+                restarts.count(failed, newest, crew, may_restart=requests.asked is None)
+            elif not is_over:
+                restarts.count_rejoining(crew)
         if not ranks.has_pipeline:
             raise PipelineError(
                 f"{script} ended without making a rota.Pipeline on any rank, so the plan was not run; let it make one "
                 f"and call its step, or start it by `python {script}`"
             )
-        records = collect(plan, folder.path, restarts.num_all)
-    return Run(merge(plan, records) if records else None, stragglers(plan, records), requests.asked)
+        records = collect(crew.plan, folder.path, restarts.num_all)
+    return Run(merge(crew.plan, records) if records else None, stragglers(crew.plan, records), requests.asked)
 
 
 def start(
@@ -142,16 +158,29 @@ class _Restarts:
         self._most, self._report = most, report
         self._in_a_row, self._newest_step = 0, -1
 
-    def count(self, error: RankFailed, saved_step: int, may_restart: bool) -> None:
-        """Count one restart. Raises PipelineError if no more are allowed."""
+    def count(self, error: RankFailed, saved_step: int, crew: Crew, may_restart: bool) -> None:
+        """Count one restart, of all or of those that can go on. Raises PipelineError if no more are allowed."""
         if saved_step > self._newest_step:
             # Older checkpoints do not count: otherwise a run could repeat the same steps without end.
             self._newest_step, self._in_a_row = saved_step, 0
-        if not may_restart or self._in_a_row >= self._most:
+        is_last = self._in_a_row >= self._most
+        if may_restart and is_last and (going_on := crew.lose(error.number, saved_step)) is not None:
+            after = f" after {count_text(self._in_a_row, 'restart')}" if self._in_a_row else ""
+            self._report(f"{error}{after}: {going_on}")
+            self.num_all += 1
+            self._in_a_row = 0
+            return
+        if not may_restart or is_last:
             raise PipelineError(error.to_text(self._so_far())) from None
         self.num_all += 1
         self._in_a_row += 1
         self._report(f"{error}: restart {self._in_a_row} of {self._most}")
+
+    def count_rejoining(self, crew: Crew) -> None:
+        """Count the restart in which lost ranks join again."""
+        self.num_all += 1
+        self._in_a_row = 0
+        self._report(crew.rejoin())
 
     def _so_far(self) -> str:
         if not self.num_all:

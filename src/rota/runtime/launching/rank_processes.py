@@ -34,9 +34,11 @@ _TERM_S = 5.0  # for handlers of SIGTERM that the script has set
 class RankFailed(Exception):
     """How the first rank failed, or why all ranks hang."""
 
-    def __init__(self, reason: str, is_hang: bool = False) -> None:
+    def __init__(self, reason: str, is_hang: bool = False, number: int | None = None) -> None:
         super().__init__(reason)
         self._is_hang = is_hang
+        #: The process that failed first; None if it was no single one.
+        self.number = number
 
     def to_text(self, after: str) -> str:
         """The error of the launcher in one line; `after` says after how many restarts."""
@@ -177,17 +179,19 @@ class Ranks:
         self._selector.unregister(stand_by.line)
         stand_by.note_ready()
 
-    def wait(self) -> None:
-        """Wait until all ranks have ended without failure.
+    def wait(self, until_s: float | None = None) -> bool:
+        """Wait until all ranks have ended without failure; returns False if `until_s` (monotonic) comes first.
 
         Raises:
             RankFailed: one of them failed; the others may still run.
             EndedBySignal, KeyboardInterrupt: a signal to this process ends all ranks; they may still run.
         """
         while True:
-            self._wait_for_event()
+            self._wait_for_event(until_s)
             for number in self._requests.taken():
                 self._handle_signal(number)
+            if self._requests.asked is not None:
+                until_s = None
             try:
                 self._check_for_failure()
             except RankFailed:
@@ -195,13 +199,16 @@ class Ranks:
                     self._receive(rank)  # there may be an unread report of a whole checkpoint
                 raise
             if not self._running:
-                return
+                return True
+            if until_s is not None and time.monotonic() >= until_s and not any(rank.code for rank in self._ranks):
+                return False
 
     # --- events ---------------------------------------------------------------------------------------------------
 
-    def _wait_for_event(self) -> None:
-        """Wait for the next message, end of a process or signal, and record it."""
-        timeout_s = None if self._deadline_s is None else max(self._deadline_s - time.monotonic(), 0)
+    def _wait_for_event(self, until_s: float | None = None) -> None:
+        """Wait for the next message, end of a process or signal, or until a time, and record it."""
+        times_s = [time_s for time_s in (self._deadline_s, until_s) if time_s is not None]
+        timeout_s = max(min(times_s) - time.monotonic(), 0) if times_s else None
         ready = [(key.data, key.fileobj) for key, _ in self._selector.select(timeout_s) if key.data is not None]
         for rank, source in ready:
             if source is rank.line:
@@ -268,7 +275,7 @@ class Ranks:
                 self._deadline_s = time.monotonic() + _FIRST_FAILURE_S
             if self._running and time.monotonic() < self._deadline_s:
                 return
-        raise RankFailed(first.to_text())
+        raise RankFailed(first.to_text(), number=first.number)
 
     def _handle_signal(self, number: signal.Signals) -> None:
         """Pass a signal to this process on if the script ends by itself when asked to; otherwise end all ranks."""

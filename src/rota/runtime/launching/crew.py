@@ -1,0 +1,105 @@
+"""Who is there: all processes of a run, or those that go on while a lost one has not been replaced.
+
+all ranks ──a rank is given up──▶ those left, their backup plan ──after a while──▶ all ranks, the run's own plan
+its memory is gone                                               the new rank's memory is a copy of its peer's
+"""
+
+from __future__ import annotations
+
+import time
+from typing import final
+
+from rota.backups import Backups, Place, plan_backup, survivors
+from rota.errors import PlacementError, PlanError
+from rota.plan import Plan
+from rota.runtime.environment import meeting_environments, mesh_environment
+from rota.runtime.kept_memory import KeptMemories
+from rota.simulation import simulate
+from rota.units import time_text
+
+_NO_LOSS = -2  # before the first step, of which -1 is the number
+
+
+@final
+class Crew:
+    """The processes of the next start, their plan and their memories. `backups`: None if no rank can be given up.
+
+    Processes are numbered replica after replica, and within one by rank and TP shard. `rejoin_after_s`: for how long
+    the others go on before a lost rank is started again.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        dp: int,
+        tp: int,
+        memories: KeptMemories,
+        backups: Backups | None = None,
+        rejoin_after_s: float = 60.0,
+    ) -> None:
+        self._base, self._dp, self._tp = plan, dp, tp
+        self._memories, self._backups, self._rejoin_after_s = memories, backups, rejoin_after_s
+        self._lost: list[Place] = []
+        self._step_at_loss = _NO_LOSS
+        #: What the processes run now, and each one's number among all of the run.
+        self.plan = plan
+        self.members = [*range(plan.num_ranks * dp * tp)]
+        #: When all are to be started again (monotonic clock), None while nobody is missing.
+        self.rejoin_at_s: float | None = None
+
+    def environments(self, folder: str) -> list[dict[str, str]]:
+        """The variables of each process of the next start, which keeps the device that it has in the whole run."""
+        is_whole = not self._lost
+        sizes = (self.plan.num_ranks, self._dp, self._tp) if is_whole else (self.plan.num_ranks, 1, 1)
+        each = meeting_environments(folder, len(self.members))
+        return [
+            mesh_environment(*sizes) | of_rank | {"LOCAL_RANK": str(member)}
+            for member, of_rank in zip(self.members, each, strict=True)
+        ]
+
+    @property
+    def files(self) -> list[int]:
+        """The memory of each process of the next start; empty if none is kept."""
+        return [self._memories.files[member] for member in self.members] if self._memories.files else []
+
+    def newest_step(self) -> int:
+        """The newest step that all of them hold in memory; -1 if there is none."""
+        return self._memories.newest_step(self.members)
+
+    def lose(self, number: int | None, newest_step: int) -> str | None:
+        """Give up the process with this number in the last start; all have ended.
+
+        Returns:
+            What the others do now, for people; None if they cannot go on: they have no backup plan, or have done no
+            step since the last loss, so that the script rather than a rank is at fault.
+        """
+        if self._backups is None or number is None or newest_step <= self._step_at_loss:
+            return None
+        place = Place(*divmod(self.members[number], self._base.num_ranks))
+        lost = [*self._lost, place]
+        try:
+            plan = plan_backup(self._base, self._dp, lost) if self._lost else self._backups.backups[place.rank].plan
+        except (PlacementError, PlanError):
+            return None
+        self._lost, self._step_at_loss, self.plan = lost, newest_step, plan
+        left = survivors(self._base.num_ranks, self._dp, lost)
+        self._memories.forget(self.members[number])
+        self.members = [replica * self._base.num_ranks + rank for replica, rank in left]
+        self.rejoin_at_s = time.monotonic() + self._rejoin_after_s
+        after, before = (time_text(simulate(one).makespan_us) for one in (plan, self._base))
+        where = f"rank {place.rank} of replica {place.replica}"
+        return f"the others go on without {where}: makespan {after}, with all ranks {before}"
+
+    def rejoin(self) -> str:
+        """Take back all that are lost, each with the state of a peer; returns what happens, for people."""
+        num_ranks = self._base.num_ranks
+        for place in self._lost:
+            if self._memories.files:
+                peer = next(member for member in self.members if member % num_ranks == place.rank)
+                self._memories.copy(peer, place.replica * num_ranks + place.rank)
+        where = " and ".join(f"rank {rank} of replica {replica}" for replica, rank in self._lost)
+        verb = "joins" if len(self._lost) == 1 else "join"
+        self._lost, self.plan = [], self._base
+        self.members = [*range(num_ranks * self._dp * self._tp)]
+        self.rejoin_at_s = None
+        return f"{where} {verb} again"

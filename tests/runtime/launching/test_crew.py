@@ -1,0 +1,166 @@
+"""A rank that is lost for good: the others finish the step, and go on, until a new one joins them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rota import Cluster, Costs, Plan, place
+from rota.backups import Backup, Backups, Place, plan_backup
+from rota.runtime.kept_memory import KeptMemories, Slots, steps_in
+from rota.runtime.launching.crew import Crew
+from rota.schedules import one_f_one_b
+from rota.simulation import simulate
+from support import replicated_training
+from support.pool import Pool
+from support.replicated_training import NUM_MICROBATCHES, NUM_STAGES, train
+
+SCRIPT = str(Path(replicated_training.__file__))
+PLAN = one_f_one_b(place(Costs.uniform(NUM_STAGES, 100, 200), Cluster.uniform(NUM_STAGES)), NUM_MICROBATCHES)
+NUM_STEPS = 14
+
+
+def backups_of(plan: Plan, num_replicas: int) -> Backups:
+    found = []
+    for rank in range(plan.num_ranks):
+        backup = plan_backup(plan, num_replicas, [Place(0, rank)])
+        found.append(Backup(rank, backup, simulate(backup).makespan_us, 0))
+    return Backups(plan, num_replicas, tuple(found))
+
+
+# --- who is there -----------------------------------------------------------------------------------------------------
+
+
+def keep(file: int, step: int, data: bytes) -> None:
+    slots = Slots(file)
+    slots.begin(len(data))[:] = data
+    slots.finish(step, len(data))
+
+
+def test_the_others_keep_their_devices_and_memories_and_a_new_rank_gets_its_peers(tmp_path: Path) -> None:
+    with KeptMemories(6) as memories:
+        crew = Crew(PLAN, 3, 1, memories, backups_of(PLAN, 3), rejoin_after_s=5)
+        whole = crew.environments(str(tmp_path))
+        assert [one["ROTA_MESH"] for one in whole] == ["3 2 1"] * 6
+        for number, file in enumerate(memories.files):
+            keep(file, 7, bytes([number]))
+            keep(file, 8 if number != 3 else 6, bytes([10 + number]))
+        assert crew.newest_step() == 7
+        before_s = time.monotonic()
+
+        told = crew.lose(3, 7)  # rank 1 of replica 1
+        assert told is not None
+        assert told.startswith("the others go on without rank 1 of replica 1: makespan ")
+        assert crew.members == [2, 0, 1, 4, 5]  # the replica that lost one comes first
+        assert crew.newest_step() == 8
+        assert crew.plan == backups_of(PLAN, 3).backups[1].plan
+        assert crew.rejoin_at_s is not None
+        assert crew.rejoin_at_s >= before_s + 5
+        left = crew.environments(str(tmp_path))
+        assert [one["LOCAL_RANK"] for one in left] == ["2", "0", "1", "4", "5"]
+        assert [(one["RANK"], one["WORLD_SIZE"]) for one in left] == [(str(i), "5") for i in range(5)]
+        assert {one["ROTA_MESH"] for one in left} == {"1 5 1"}
+        assert steps_in(memories.files[3]) == []
+
+        assert crew.lose(1, 7) is None  # no step was done since then: the script is at fault
+        assert crew.lose(None, 9) is None  # a hang
+        assert crew.lose(1, 9) is not None  # rank 0 of replica 0; planned now
+        assert crew.members == [1, 2, 4, 5]
+        assert crew.plan.num_ranks == 4
+
+        assert crew.rejoin() == "rank 1 of replica 1 and rank 0 of replica 0 join again"
+        assert (crew.plan, crew.members, crew.rejoin_at_s) == (PLAN, [*range(6)], None)
+        assert bytes(Slots(memories.files[3]).data(8)) == bytes([11])  # as rank 1 of replica 0 has it
+        assert bytes(Slots(memories.files[0]).data(7)) == bytes([2])
+        assert crew.newest_step() == 8
+
+
+def test_without_peers_nobody_goes_on() -> None:
+    with KeptMemories(4) as memories:
+        assert Crew(PLAN, 2, 1, memories).lose(0, 3) is None
+        crew = Crew(PLAN, 2, 1, memories, backups_of(PLAN, 2))
+        assert crew.lose(0, 3) is not None
+        assert crew.members == [1, 2, 3]
+        assert crew.lose(1, 5) is None  # rank 0 of replica 1, the last one with stage 0
+        assert crew.members == [1, 2, 3]
+
+
+# --- in a run ---------------------------------------------------------------------------------------------------------
+
+
+def undisturbed(rank: int, plan: Plan) -> list[tuple[int, float]]:
+    return train(plan, NUM_STEPS, dp=2)
+
+
+def disturbed(
+    folder: Path, faults: list[list[int]], *options: str, join_at: int = -1
+) -> subprocess.CompletedProcess[str]:
+    (folder / "tmp").mkdir()
+    (folder / "faults.json").write_text(json.dumps(faults))
+    (folder / "plan.json").write_text(PLAN.to_json())
+    (folder / "backups.json").write_text(backups_of(PLAN, 2).to_json())
+    command = [sys.executable, "-m", "rota", "run", "--backups", "backups.json", *options, "plan.json", SCRIPT]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp")}
+    return subprocess.run(
+        [*command, str(NUM_STEPS), str(join_at)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def told(folder: Path) -> list[tuple[int, float, int]]:
+    return [tuple(json.loads(line)) for line in (folder / "losses").read_text().splitlines()]
+
+
+@pytest.mark.dist
+@pytest.mark.faults
+def test_the_others_finish_the_step_and_a_new_rank_joins(pool: Pool, tmp_path: Path) -> None:
+    """Given up at once; joins at step 7; the next loss, of the first process of all, comes after that."""
+    expected = dict(pool.run(2 * NUM_STAGES, undisturbed, PLAN)[0])
+    done = disturbed(tmp_path, [[3, 0, 1], [10, 0, 0]], "--rejoin-after", "6", join_at=7)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith(("rota run: rank", "rota: training"))]
+    assert lines[:6] == [
+        "rota run: rank 1 ended with SIGKILL: the others go on without rank 1 of replica 0: makespan 2.5 ms, with all "
+        "ranks 1.5 ms",
+        "rota: training resumes from step 3 in memory",
+        "rota run: rank 1 of replica 0 joins again",
+        "rota: training resumes from step 7 in memory",
+        "rota run: rank 0 ended with SIGKILL: the others go on without rank 0 of replica 0: makespan 2.4 ms, with all "
+        "ranks 1.5 ms",
+        "rota: training resumes from step 10 in memory",
+    ]
+    found = told(tmp_path)
+    assert [(step, ranks) for step, _, ranks in found] == [
+        (step, 3 if 3 <= step < 7 or step >= 10 else 2) for step in range(NUM_STEPS)
+    ]
+    for step, loss, _ in found:
+        assert loss == pytest.approx(expected[step], abs=1e-12, rel=0)
+    assert not [*(tmp_path / "run").glob("step-*")]  # nothing was read from a checkpoint, as there is none
+    assert not [*(tmp_path / "tmp").glob("rota-*")]
+
+
+@pytest.mark.dist
+@pytest.mark.faults
+def test_two_are_lost_and_with_the_third_all_is(pool: Pool, tmp_path: Path) -> None:
+    """The stages of both are left in other replicas, so two ranks do the work of four; then stage 0 is nowhere."""
+    expected = dict(pool.run(2 * NUM_STAGES, undisturbed, PLAN)[0])
+    done = disturbed(tmp_path, [[3, 0, 1], [6, 1, 0], [9, 0, 0]], "--max-restarts", "0")
+    assert done.returncode == 1
+    found = told(tmp_path)
+    assert [(step, ranks) for step, _, ranks in found] == [
+        (step, 2 if step < 3 or step >= 6 else 3) for step in range(9)
+    ]
+    for step, loss, _ in found:
+        assert loss == pytest.approx(expected[step], abs=1e-12, rel=0)
+    assert "the others go on without rank 0 of replica 1: makespan " in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("rota run: error: rank 0 ended with SIGKILL after 0 restarts")

@@ -1,0 +1,89 @@
+"""A training on replicas whose ranks are killed: python … replicated_training.py NUM_STEPS [JOIN_AT]
+
+It writes each step, its loss and the plan's number of ranks to `losses` in the working folder. `faults.json` there has
+[step, replica, rank] of the ranks that are killed in the middle of a step, each once. While a rank is missing, the
+others wait at step JOIN_AT for it to join again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import rota
+
+NUM_STAGES, NUM_MICROBATCHES, WIDTH = 2, 4, 6
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) + nn.functional.dropout(x, 0.1, self.training)
+
+
+def train(
+    plan: rota.Plan, num_steps: int, folder: Path | None = None, join_at: int = -1, dp: int = 1
+) -> list[tuple[int, float]]:
+    """Each step and its loss. In a folder: goes on from memory, and suffers the faults there."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer() for _ in range(NUM_STAGES))).double()
+    losses = []
+    with rota.Pipeline(
+        rota.split(model, plan.num_stages), plan, nn.functional.mse_loss, mesh=rota.mesh(dp=dp)
+    ) as pipeline:
+        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.01)
+        checkpoints = found = None
+        if folder is not None:
+            checkpoints = rota.Checkpoints(folder / "run", pipeline, optimizer)
+            found = checkpoints.load()
+        for step in range(found.step if found else 0, num_steps):
+            if folder is not None:
+                suffer(folder, step, pipeline)
+                if step == join_at and pipeline.plan.merged_replicas > 1:
+                    time.sleep(60)
+            x = torch.randn(4 * NUM_MICROBATCHES, WIDTH, dtype=torch.float64)
+            mine = slice(pipeline.replica, None, pipeline.num_replicas)
+            losses.append((step, pipeline.step(x[mine], x.flip(1)[mine])))
+            optimizer.step()
+            optimizer.zero_grad()
+            if checkpoints is not None:
+                checkpoints.commit(step + 1)
+            if folder is not None and pipeline.rank == pipeline.replica == 0:
+                with (folder / "losses").open("a") as file:
+                    file.write(json.dumps([*losses[-1], plan.num_ranks]) + "\n")
+    return losses
+
+
+def suffer(folder: Path, step: int, pipeline: rota.Pipeline) -> None:
+    """Kill this process in its third forward of the step, if it is one's turn."""
+    me = [
+        step,
+        *divmod(int(os.environ["LOCAL_RANK"]), NUM_STAGES),
+    ]  # its number stays the same while others are missing
+    done = folder / f"fault-{me}"
+    if me not in json.loads((folder / "faults.json").read_text()) or done.exists():
+        return
+    done.touch()
+    seen = []
+
+    def fail(*_: Any) -> None:
+        seen.append(1)
+        if len(seen) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    next(iter(pipeline.local_stages.values())).register_forward_pre_hook(fail)
+
+
+if __name__ == "__main__":
+    train(rota.given_plan(), int(sys.argv[1]), Path.cwd(), int(sys.argv[2]) if len(sys.argv) > 2 else -1)
