@@ -67,7 +67,8 @@ def section(family: Family) -> str:
 def picture(family: Family) -> None:
     """4 ranks, 8 micro-batches, F = I = W."""
     costs = family.adapted(Costs.uniform(4 * family.stages_per_rank, 1000, 1000, 1000, activation_bytes=1000))
-    plan = family(family.place(costs, Cluster.uniform(4)), 8)
+    placement = family.place(costs, Cluster.uniform(4))
+    plan = family(placement.in_chunks(4, 8) if family.name == "seq1f1b" else placement, 8)
     save(simulate(plan), str(FOLDER / "pictures" / f"{family.name}.png"))
 
 

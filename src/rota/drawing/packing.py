@@ -76,6 +76,7 @@ def pack_timeline(timeline: Timeline, idle: Sequence[Idle], columns: Columns) ->
         "numComponents": placement.num_components,
         "tasks": tasks,
         "classOf": placement.class_of,
+        "chunks": placement.chunks,
         "slots": [
             (i, rank, *(_one_or_each(pair) for pair in zip(*(each[keys[i]] for each in changes[rank]), strict=True)))
             for i, rank in slots

@@ -19,6 +19,7 @@ from rota.schedules.gpipe import gpipe
 from rota.schedules.hanayo import hanayo
 from rota.schedules.interleaved import interleaved_one_f_one_b, interleaved_zero_bubble, looped_bfs
 from rota.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
+from rota.schedules.seq1f1b import seq1f1b
 from rota.schedules.varuna import varuna
 from rota.schedules.zb_v import zb_v
 from rota.schedules.zero_bubble import zb_h1, zb_h2
@@ -303,6 +304,9 @@ FAMILIES = (
         "Athlur et al. 2022",
         "whole",
         recomputes=True,
+    ),
+    Family(
+        "seq1f1b", "1f1b whose micro-batches are chunks of samples (--chunks)", seq1f1b, _in_turn, "Sun et al. 2024"
     ),
     Family("forward_only", "forward passes only, for inference", forward_only, _in_turn_forward, "inference"),
 )
