@@ -11,6 +11,7 @@ import torch
 from matplotlib import pyplot
 
 from rota import Cluster, Costs, PlanError, place
+from rota.models.sequence_chunks import Chunk
 from rota.programs.device_order import prove
 from rota.programs.device_steps import device_programs
 from rota.schedules import one_f_one_b
@@ -199,3 +200,14 @@ def test_the_batch_of_the_docs_is_planned(capsys: pytest.CaptureFixture[str]) ->
     run("variable-batches.md", 3, space)
     assert capsys.readouterr().out.startswith("7 samples in ")
     assert sorted(i for group in space["found"].groups for i in group) == [*range(7)]
+
+
+def test_the_attention_of_the_docs_runs_in_chunks() -> None:
+    space: dict[str, Any] = {"__name__": "example"}
+    run("variable-batches.md", -1, space)
+    attention, x = space["Attention"](8, 2), torch.randn(3, 7, 8)
+    with Chunk() as first:
+        begin = attention(x[:, :3])
+    with Chunk(3, [first.passed_on()]):
+        rest = attention(x[:, 3:])
+    torch.testing.assert_close(torch.cat([begin, rest], 1), attention(x))
