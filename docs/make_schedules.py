@@ -92,7 +92,8 @@ def section(family: Family) -> str:
 def small_plan(family: Family) -> Plan:
     """4 ranks, 8 micro-batches; F takes 1 ms and the backward 2 ms per rank, split as in the paper."""
     costs = family.costs_from(Costs.uniform(4, 1000, 1000, 1000, activation_bytes=12_000))
-    return family(family.place(costs, Cluster.uniform(4)), 8)
+    placement = family.place(costs, Cluster.uniform(4))
+    return family(placement.in_chunks(4, 8) if family.name == "seq1f1b" else placement, 8)
 
 
 def picture(family: Family) -> None:

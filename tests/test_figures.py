@@ -81,6 +81,7 @@ def test_each_computes_class_by_class_and_is_one_number_where_all_are_the_same(v
 @given(differing())
 @settings(max_examples=100)
 def test_a_placement_is_that_of_each_class(placement: Placement) -> None:
+    placement = replace(placement, sample_of=())
     assert len(placement.classes) == placement.num_classes
     for m, c in enumerate(placement.class_of):
         alone = placement.for_microbatch(m)
@@ -110,7 +111,7 @@ def test_classes_that_do_not_fit_together_are_refused() -> None:
         (lambda: Placement.of_classes([one, three], [0, 1]), r"placements\[1\] have different tasks or ranks"),
         (lambda: Placement.of_classes([one, replace(one, static_bytes=(1,))], [0]), "different static_bytes"),
         (lambda: Placement.of_classes([one, longer], [0, 2]), r"class_of\[1\] is 2, but there are 2 placements"),
-        (lambda: Placement.of_classes([short_and_long()] * 2, [0]), "has classes of micro-batches itself"),
+        (lambda: Placement.of_classes([short_and_long()] * 2, [0]), "has classes or chunks of micro-batches itself"),
         (lambda: replace(short_and_long(), class_of=()), "class_of is empty"),
         (lambda: replace(short_and_long(), class_of=(0, 2)), r"class_of\[1\] is 2, but there are 2 classes"),
         (lambda: replace(short_and_long(), class_of=(0, -1)), r"class_of\[1\] is -1"),
@@ -158,7 +159,8 @@ def test_a_plan_and_its_timeline_are_read_as_they_were_written(plan: Plan) -> No
     assert Plan.from_json(plan.to_json()) == plan
     timeline = simulate(plan)
     assert Timeline.from_json(timeline.to_json()) == timeline
-    assert "class_of" in json.loads(plan.to_json()) or not plan.placement.class_of
+    for name in ("class_of", "sample_of"):
+        assert tuple(json.loads(plan.to_json()).get(name, ())) == getattr(plan.placement, name)
 
 
 @given(plans())

@@ -43,7 +43,9 @@ _HOMES = {
     ),
     "rota.search": ("SearchResult", "find_backups", "find_frontier", "find_plan"),
     "rota.batching": ("BatchBound", "BatchPlan", "plan_batch", "plan_replicas"),
-    "rota.models": ("CutPoint", "Stages", "add_loss", "collect_losses", "split"),
+    "rota.models": (
+        *("CutPoint", "Stages", "add_loss", "chunk_start", "collect_losses", "split", "with_earlier_chunks"),
+    ),
     "rota.profiling": ("profile", "profile_layers", "profile_sizes"),
     "rota.runtime": (
         *("Pipeline", "StepHandle", "deferred_init", "given_plan", "local_device", "local_stages", "materialize"),
@@ -102,8 +104,10 @@ if TYPE_CHECKING:
     from rota.models import CutPoint as CutPoint
     from rota.models import Stages as Stages
     from rota.models import add_loss as add_loss
+    from rota.models import chunk_start as chunk_start
     from rota.models import collect_losses as collect_losses
     from rota.models import split as split
+    from rota.models import with_earlier_chunks as with_earlier_chunks
     from rota.placement import Edge as Edge
     from rota.placement import Placement as Placement
     from rota.placement import StepEnd as StepEnd

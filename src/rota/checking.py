@@ -19,8 +19,8 @@ def check(plan: Plan) -> None:
     Raises:
         PlanError: The plan must not run. `error.reason` is "unknown", "wrong rank", "duplicate" or "missing" if a rank
             does not run exactly the ops that are placed on it, or a shared link does not serve exactly the transfers
-            that use it; "cycle" if the orders contradict the dependencies; "memory" if a rank would hold more than its
-            limit.
+            that use it; "chunks" if a rank runs chunks of a sample out of order; "cycle" if the orders contradict the
+            dependencies; "memory" if a rank would hold more than its limit.
     """
     timeline = simulate(plan)
     for rank, limit in enumerate(plan.placement.cluster.limit_bytes):

@@ -1,12 +1,13 @@
 """A placement: the tasks of one micro-batch, the edges between them, and the ranks that run them.
 
 Micro-batches that differ belong to classes: a figure of a task or an edge is then a `PerClass`, one number per class.
+Micro-batches that are chunks of one sample are related: see `Placement.sample_of`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -87,9 +88,12 @@ class Placement:
         microbatch_rows: Examples in the micro-batch whose costs these are. None: unknown.
         class_of: The class of each micro-batch of a step, where micro-batches differ: figures of tasks and edges may
             then be `rota.figures.PerClass`, with one number per class. Empty: all are alike.
+        sample_of: The sample that each micro-batch of a step is a chunk of, where samples are cut along their length.
+            Chunks of a sample are in the order of their micro-batches: every stage runs their forwards in this order
+            and their backwards (B or I) in reverse. Empty: no sample is cut.
 
     Raises:
-        PlacementError: A task or an edge is invalid, the edges form a cycle, or figures and classes do not fit
+        PlacementError: A task or an edge is invalid, the edges form a cycle, or figures, classes and samples do not fit
             together.
     """
 
@@ -100,6 +104,7 @@ class Placement:
     step_ends: tuple[StepEnd, ...] = ()
     microbatch_rows: int | None = None
     class_of: tuple[int, ...] = ()
+    sample_of: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.static_bytes:
@@ -127,6 +132,7 @@ class Placement:
             edges.append(edge._replace(num_bytes=each(partial(whole, name), edge.num_bytes)))
         object.__setattr__(self, "edges", tuple(edges))
         object.__setattr__(self, "class_of", self._checked_classes())
+        object.__setattr__(self, "sample_of", self._checked_samples())
         ending = [end.stage for end in self.step_ends]
         if unknown := [stage for stage in ending if stage not in self._tasks_of]:
             raise PlacementError(f"step_ends names stage {unknown[0]}, which has no task")
@@ -161,6 +167,25 @@ class Placement:
             raise PlacementError(f"class_of[{m}] is {classes[m]}, but there are {num_classes} classes, counted from 0")
         return classes
 
+    def _checked_samples(self) -> tuple[int, ...]:
+        """`sample_of`; empty where no sample has several chunks."""
+        samples = tuple(whole(f"sample_of[{m}]", sample) for m, sample in enumerate(self.sample_of))
+        if len({*samples}) == len(samples):
+            return ()
+        if self.class_of and len(samples) != len(self.class_of):
+            raise PlacementError(
+                f"sample_of has {len(samples)} entries and class_of {len(self.class_of)}; give one per micro-batch"
+            )
+        first: dict[int, int] = {}
+        for m, sample in enumerate(samples):
+            if (m - first.setdefault(sample, m)) % self.num_components:
+                raise PlacementError(
+                    f"sample_of: micro-batches {first[sample]} and {m} are chunks of one sample, but belong to "
+                    f"different data streams; of {self.num_components} streams, each takes every "
+                    f"{self.num_components}th micro-batch, so number the chunks in such steps"
+                )
+        return samples
+
     def _figures(self) -> Iterator[tuple[str, int]]:
         """Every figure, with its name."""
         for task in self.tasks:
@@ -182,26 +207,29 @@ class Placement:
     # --- classes of micro-batches ---------------------------------------------------------------------------------
 
     @classmethod
-    def of_classes(cls, placements: Sequence[Placement], class_of: Sequence[int]) -> Placement:
+    def of_classes(
+        cls, placements: Sequence[Placement], class_of: Sequence[int], sample_of: Sequence[int] = ()
+    ) -> Placement:
         """One placement for micro-batches that differ: those of class c ask what `placements[c]` says.
 
         Args:
             placements: One per class, with the same tasks, edges, ranks and links; only durations and sizes differ.
             class_of: [num_microbatches]: the class of each micro-batch of a step, as an index into `placements`.
+            sample_of: [num_microbatches]: the sample that each of them is a chunk of; empty: no sample is cut.
 
         Returns:
-            The placement; where no figure differs, the first one.
+            The placement; where no figure differs and no sample is cut, the first one.
 
         Raises:
-            PlacementError: The placements differ in more than figures, one of them has classes already, or `class_of`
-                names other classes.
+            PlacementError: The placements differ in more than figures, one of them has classes or chunks already, or
+                `class_of` names other classes.
         """
         if not placements or not class_of:
             raise PlacementError("give at least one placement, one per class, and the class of each micro-batch")
         for c, placement in enumerate(placements):
-            if placement.class_of:
+            if not placement.is_alike:
                 raise PlacementError(
-                    f"placements[{c}] has classes of micro-batches itself; give one placement per class"
+                    f"placements[{c}] has classes or chunks of micro-batches itself; give one placement per class"
                 )
             for what, one, other in zip(_SHAPE, _shape_of(placements[0]), _shape_of(placement), strict=True):
                 if one != other:
@@ -227,6 +255,7 @@ class Placement:
             edges=tuple(edges),
             microbatch_rows=rows.pop() if len(rows) == 1 else None,
             class_of=tuple(class_of),
+            sample_of=tuple(sample_of),
         )
 
     @cached_property
@@ -237,7 +266,7 @@ class Placement:
     @cached_property
     def classes(self) -> tuple[Placement, ...]:
         """For each class a placement whose micro-batches are alike, with plain ints; where all are, itself."""
-        if not self.class_of:
+        if self.is_alike:
             return (self,)
         return tuple(self._of_class(c) for c in range(self.num_classes))
 
@@ -246,7 +275,7 @@ class Placement:
             Task(t.stage, t.kind, t.ranks, *(value_in(figure, c) for figure in _figures_of(t))) for t in self.tasks
         ]
         edges = [edge._replace(num_bytes=value_in(edge.num_bytes, c)) for edge in self.edges]
-        return replace(self, tasks=tuple(tasks), edges=tuple(edges), class_of=())
+        return replace(self, tasks=tuple(tasks), edges=tuple(edges), class_of=(), sample_of=())
 
     def for_microbatch(self, microbatch: int) -> Placement:
         """What one micro-batch asks of each task, as plain ints; the placement itself where all are alike."""
@@ -258,7 +287,7 @@ class Placement:
 
         It is for choices that need a typical size, such as the order in which a named schedule starts ops.
         """
-        if not self.class_of:
+        if self.is_alike:
             return self
         weights = [self.class_of.count(c) for c in range(self.num_classes)]
 
@@ -271,10 +300,64 @@ class Placement:
 
         tasks = [Task(t.stage, t.kind, t.ranks, *map(mean, _figures_of(t))) for t in self.tasks]
         edges = [edge._replace(num_bytes=mean(edge.num_bytes)) for edge in self.edges]
-        return replace(self, tasks=tuple(tasks), edges=tuple(edges), class_of=())
+        return replace(self, tasks=tuple(tasks), edges=tuple(edges), class_of=(), sample_of=())
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether all micro-batches are alike: of one class, and none is a chunk of a sample."""
+        return not self.class_of and not self.sample_of
+
+    @property
+    def given_microbatches(self) -> int | None:
+        """How many micro-batches a step has, where they differ; None: any number."""
+        return len(self.class_of or self.sample_of) or None
+
+    @cached_property
+    def chunks(self) -> tuple[tuple[int, ...], ...]:
+        """For each sample that is cut, its micro-batches, first chunk to last."""
+        rows: dict[int, list[int]] = {}
+        for m, sample in enumerate(self.sample_of):
+            rows.setdefault(sample, []).append(m)
+        return tuple(tuple(row) for row in rows.values() if len(row) > 1)
+
+    def backward_sequence(self, microbatches: Iterable[int]) -> list[int]:
+        """Micro-batches in the sequence of backwards: sample by sample, each from its last chunk to its first."""
+        chunks_of = {m: chunks for chunks in self.chunks for m in chunks}
+        sequence: dict[int, None] = {}
+        for m in microbatches:
+            sequence.update(dict.fromkeys(reversed(chunks_of.get(m, (m,)))))
+        return [*sequence]
+
+    def in_chunks(self, num_chunks: int, num_microbatches: int) -> Placement:
+        """The placement for a step whose samples are each cut into `num_chunks` chunks.
+
+        Args:
+            num_chunks: Chunks per sample, 1 or more.
+            num_microbatches: Micro-batches of the step; each chunk is one, so this is a multiple of `num_chunks`, times
+                the number of data streams.
+
+        Returns:
+            The placement with `sample_of`; itself for 1 chunk.
+
+        Raises:
+            PlacementError: The number of micro-batches is no such multiple.
+        """
+        if num_chunks < 1 or num_microbatches % (num_chunks * self.num_components):
+            streams = f" in each of {self.num_components} data streams" if self.num_components > 1 else ""
+            raise PlacementError(
+                f"{num_microbatches} micro-batches are no whole number of samples of {num_chunks} chunks{streams}; "
+                f"give a multiple of {max(num_chunks, 1) * self.num_components}"
+            )
+        streams_of = ((m // self.num_components, m % self.num_components) for m in range(num_microbatches))
+        return replace(self, sample_of=tuple(k // num_chunks * self.num_components + c for k, c in streams_of))
 
     def require_alike(self, what: str) -> None:
         """Raises PlacementError where micro-batches differ, which `what` does not know."""
+        if self.sample_of:
+            raise PlacementError(
+                f"{what} knows no chunks of samples, but this placement cuts {len(self.chunks)} samples into chunks; "
+                f"give it one class, placement.classes[0], or placement.average"
+            )
         if self.class_of:
             raise PlacementError(
                 f"{what} takes micro-batches that are all alike, but those of this placement belong to "
@@ -448,7 +531,7 @@ class Placement:
         new = {old: i for i, old in enumerate(kept)}
         edges = tuple(Edge(new[a], new[b], size) for a, b, size in self.edges if a in new and b in new)
         tasks = tuple(replace(self.tasks[i], held_bytes=0) for i in kept)
-        return Placement(tasks, edges, self.cluster, self.static_bytes, (), self.microbatch_rows, self.class_of)
+        return replace(self, tasks=tasks, edges=edges, step_ends=())
 
     def to_fields(self) -> dict[str, Any]:
         """The fields of a placement in JSON."""
@@ -467,6 +550,7 @@ class Placement:
             "step_ends": [[end.stage, end.reduce_us, end.optimizer_us] for end in self.step_ends],
             **({} if self.microbatch_rows is None else {"microbatch_rows": self.microbatch_rows}),
             **({"class_of": list(self.class_of)} if self.class_of else {}),
+            **({"sample_of": list(self.sample_of)} if self.sample_of else {}),
         }
 
     @classmethod
@@ -494,6 +578,7 @@ class Placement:
             tuple(StepEnd(*end) for end in ends),
             document["microbatch_rows"].integer(1) if "microbatch_rows" in document else None,
             document["class_of"].integers(0) if "class_of" in document else (),
+            document["sample_of"].integers(0) if "sample_of" in document else (),
         )
 
 

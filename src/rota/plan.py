@@ -16,7 +16,7 @@ from rota.errors import FormatError, PlanError
 from rota.figures import each, value_in
 from rota.placement import Placement
 from rota.taskgraph import CycleError, Earliest, Edges, TaskGraph
-from rota.tasks import Op
+from rota.tasks import Kind, Op
 from rota.units import count_text
 from rota.usage import Usage
 
@@ -124,10 +124,10 @@ class Plan:
         """`orders` as nodes. Raises PlanError unless each rank has exactly the ops that are placed on it."""
         if self.num_microbatches < 1:
             raise PlanError(f"num_microbatches is {self.num_microbatches}; a step needs at least 1", "missing")
-        class_of = self.placement.class_of
-        if class_of and len(class_of) != self.num_microbatches:
+        given = self.placement.given_microbatches
+        if given not in (None, self.num_microbatches):
             raise PlanError(
-                f"num_microbatches is {self.num_microbatches}, but the placement has the sizes of {len(class_of)} "
+                f"num_microbatches is {self.num_microbatches}, but the placement has the sizes of {given} "
                 f"micro-batches; give as many",
                 "unknown",
             )
@@ -141,6 +141,8 @@ class Plan:
         # Only now, because an op on the wrong rank is also missing on the right one.
         for rank in range(self.num_ranks):
             self._require_complete(rank, nodes[rank])
+        if self.placement.sample_of:
+            self._require_chunks_in_order()
         return nodes
 
     def _nodes_on(self, rank: int) -> tuple[int, ...]:
@@ -172,6 +174,23 @@ class Plan:
             first = next(op for op in every if op not in planned)
             more = f" and {expected - len(nodes) - 1} more" if expected - len(nodes) > 1 else ""
             raise PlanError(f"rank {rank} never does {first}{more}; add it there, or lower num_microbatches", "missing")
+
+    def _require_chunks_in_order(self) -> None:
+        """Refuse a rank that runs chunks of a sample in another order than forwards first to last, backwards back."""
+        chunk_before = {m: before for row in self.placement.chunks for before, m in pairwise(row)}
+        chunk_after = {before: m for m, before in chunk_before.items()}
+        for rank, order in enumerate(self.orders):
+            done: set[Op] = set()
+            for op in order:
+                needs = chunk_before if op.kind is Kind.F else chunk_after if op.kind in (Kind.B, Kind.I) else {}
+                if op.microbatch in needs and (first := op._replace(microbatch=needs[op.microbatch])) not in done:
+                    which = "an earlier" if op.kind is Kind.F else "a later"
+                    raise PlanError(
+                        f"rank {rank} does {op} before {first}, {which} chunk of the same sample; do chunks forward "
+                        f"in order and backward in reverse",
+                        "chunks",
+                    )
+                done.add(op)
 
     def _misplaced(self, op: Op, rank: int) -> PlanError:
         does = f"rank {rank} does {op}"
@@ -466,7 +485,14 @@ class Plan:
     def __str__(self) -> str:
         """One line; `repr` has every field."""
         sizes = f"{count_text(self.num_ranks, 'rank')}, {count_text(self.num_stages, 'stage')}"
-        return f"Plan of {sizes}, {count_text(self.num_microbatches, 'micro-batch', 'es')}, {self.num_ops:,} ops"
+        return f"Plan of {sizes}, {self.step_text}, {self.num_ops:,} ops"
+
+    @property
+    def step_text(self) -> str:
+        """How many micro-batches the step has, and how many of them are chunks."""
+        text = count_text(self.num_microbatches, "micro-batch", "es")
+        chunks = self.placement.chunks
+        return f"{text} ({sum(map(len, chunks))} chunks of {count_text(len(chunks), 'sample')})" if chunks else text
 
     def _repr_html_(self) -> str:
         """A picture of the simulated plan, or why it cannot run."""
@@ -479,7 +505,7 @@ class Plan:
             ends[first:end] = map(sub, ends[first:end], after)
         columns = [[[times[node] for node in nodes] for nodes in self.nodes] for times in (starts, ends)]
         last = max(ends, default=0)
-        facts = [count_text(self.num_ranks, "rank"), count_text(self.num_microbatches, "micro-batch", "es")]
+        facts = [count_text(self.num_ranks, "rank"), self.step_text]
         facts.append(f"makespan {last:,} µs")
         rows = notebook.op_bars(self.orders, *columns)
         return notebook.document(notebook.heading("Plan", facts), notebook.chart(rows, last))

@@ -256,7 +256,7 @@ class Timeline:
 
         `gaps` are each rank's idle intervals with their causes.
         """
-        facts = [count_text(self.num_ranks, "rank"), count_text(self.plan.num_microbatches, "micro-batch", "es")]
+        facts = [count_text(self.num_ranks, "rank"), self.plan.step_text]
         facts += [f"makespan {self.makespan_us:,} µs", f"bubble {self.bubble_fraction:.1%}"]
         if any(self.peak_memory_bytes):
             facts.append(f"at most {size_text(max(self.peak_memory_bytes))} per rank")

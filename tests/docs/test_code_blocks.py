@@ -11,6 +11,7 @@ import torch
 from matplotlib import pyplot
 
 from rota import Cluster, Costs, PlanError, place
+from rota.models.sequence_chunks import Chunk
 from rota.programs.device_order import prove
 from rota.programs.device_steps import device_programs
 from rota.schedules import one_f_one_b
@@ -55,10 +56,12 @@ def test_the_plans_of_micro_batches_that_differ_in_the_docs_run(capsys: pytest.C
     space: dict[str, Any] = {"__name__": "example"}
     run("variable-batches.md", 0, space)
     makespan_us = int(capsys.readouterr().out.split()[0])
-    run("variable-batches.md", 1, space)
+    run("variable-batches.md", 2, space)
     assert capsys.readouterr().out.count("these micro-batches in") == 2
     for found in (space["kept"], space["free"]):
         assert found.bound_us <= found.makespan_us <= makespan_us
+    run("variable-batches.md", 1, space)
+    assert int(capsys.readouterr().out) == 174
 
 
 def test_the_search_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,6 +197,17 @@ def test_the_refusal_of_the_docs_is_what_the_proof_says() -> None:
 
 def test_the_batch_of_the_docs_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     space: dict[str, Any] = {"__name__": "example"}
-    run("variable-batches.md", 2, space)
+    run("variable-batches.md", 3, space)
     assert capsys.readouterr().out.startswith("7 samples in ")
     assert sorted(i for group in space["found"].groups for i in group) == [*range(7)]
+
+
+def test_the_attention_of_the_docs_runs_in_chunks() -> None:
+    space: dict[str, Any] = {"__name__": "example"}
+    run("variable-batches.md", -1, space)
+    attention, x = space["Attention"](8, 2), torch.randn(3, 7, 8)
+    with Chunk() as first:
+        begin = attention(x[:, :3])
+    with Chunk(3, [first.passed_on()]):
+        rest = attention(x[:, 3:])
+    torch.testing.assert_close(torch.cat([begin, rest], 1), attention(x))

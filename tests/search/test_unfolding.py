@@ -23,13 +23,13 @@ from rota.search import bounds_of, find_frontier, find_plan, find_repeating
 from rota.search.bounds import every
 from rota.search.unfolding import Unfolding
 from rota.simulation import simulate
-from rota.tasks import Task
+from rota.tasks import Kind, Task
 from support.core_strategies import differing_plans, with_limits
 from support.search_brute_force import best_of, every_plan, tiny_placement
 
 
 def of_sizes(placement: Placement, chooser: random.Random, num_microbatches: int) -> Placement:
-    """The placement with two classes: another time, other bytes."""
+    """The placement with two classes: another time, other bytes; half of them with chunks of samples."""
     other = replace(
         placement,
         tasks=tuple(
@@ -38,7 +38,15 @@ def of_sizes(placement: Placement, chooser: random.Random, num_microbatches: int
         ),
         edges=tuple(edge._replace(num_bytes=chooser.randint(0, 3)) for edge in placement.edges),
     )
-    return Placement.of_classes([placement, other], [0, *(chooser.randint(0, 1) for _ in range(num_microbatches - 1))])
+    class_of = [0, *(chooser.randint(0, 1) for _ in range(num_microbatches - 1))]
+    if num_microbatches == 4:  # two samples of the same classes take turns
+        samples = [0, 0, 1, 1] if placement.num_components == 1 else [0, 1, 0, 1]
+        return Placement.of_classes(
+            [placement, other], [(0, 1)[samples[:m].count(s)] for m, s in enumerate(samples)], samples
+        )
+    streams, joined = placement.num_components, chooser.random() < 0.5
+    sample_of = [m % streams + streams * chooser.randint(0, 1) for m in range(num_microbatches)] if joined else ()
+    return Placement.of_classes([placement, other], class_of, sample_of)
 
 
 class Case(NamedTuple):
@@ -51,9 +59,9 @@ def cases(count: int, seed: int) -> Iterator[Case]:
     """Tiny placements whose micro-batches differ, with all their plans."""
     chooser = random.Random(seed)
     while count:
-        num_microbatches = chooser.randint(2, 3)
+        num_microbatches = chooser.choice((2, 3, 3, 4))
         placement = of_sizes(tiny_placement(chooser, carries=chooser.random() < 0.5), chooser, num_microbatches)
-        if not placement.class_of:
+        if placement.is_alike:
             continue
         plans = every_plan(placement, num_microbatches)
         if plans is not None and len(plans) > 1:
@@ -67,10 +75,14 @@ def tiny() -> list[Case]:
 
 
 def keeps_sequence(plan: Plan) -> bool:
+    """Forwards by number; whatever else, sample by sample, with the chunks of a sample in reverse."""
+    samples = plan.placement.sample_of or range(plan.num_microbatches)
+    back = {m: (samples.index(samples[m]), -m) for m in range(plan.num_microbatches)}
     return all(
-        [op.microbatch for op in order if op[:2] == task] == sorted(op.microbatch for op in order if op[:2] == task)
+        row == sorted(row, key=None if task[1] is Kind.F else back.__getitem__)
         for order in plan.orders
         for task in {op[:2] for op in order}
+        for row in [[op.microbatch for op in order if op[:2] == task]]
     )
 
 
@@ -131,7 +143,7 @@ def test_bounds_hold_for_all_plans(tiny: list[Case]) -> None:
 @given(differing_plans() | differing_plans(wired=True))
 @settings(max_examples=150)
 def test_an_unfolded_plan_is_the_same_plan(plan: Plan) -> None:
-    if not plan.placement.class_of:
+    if plan.placement.is_alike:
         return
     unfolding = Unfolding(plan.placement)
     unfolded, timeline = unfolding.unfold(plan), simulate(plan)
@@ -149,7 +161,7 @@ def test_an_unfolded_plan_is_the_same_plan(plan: Plan) -> None:
 @settings(max_examples=20, deadline=None)
 def test_never_worse_than_a_named_schedule(plan: Plan, seed: int) -> None:
     placement = with_limits(plan, [2 * peak for peak in simulate(plan).peak_memory_bytes]).placement
-    if not placement.class_of:
+    if placement.is_alike:
         return
     try:
         result = find_plan(placement, plan.num_microbatches, time_limit_s=0.05, deterministic=True, seed=seed)

@@ -181,10 +181,20 @@ def read_by(placement: Placement, op: Op) -> list[Op]:
     return [Op(task.stage, task.kind, op.microbatch) for task in sources]
 
 
+def chunks_before(placement: Placement, op: Op) -> list[Op]:
+    """The same op of the chunks that come before: earlier ones of the sample for F, later ones for B and I."""
+    sign = {Kind.F: 1, Kind.B: -1, Kind.I: -1}.get(op.kind, 0)
+    of = placement.sample_of
+    others = [m for m, sample in enumerate(of) if sample == of[op.microbatch]]
+    return [op._replace(microbatch=m) for m in others if (op.microbatch - m) * sign > 0]
+
+
 def linear_extension(placement: Placement, num_microbatches: int, chooser: Chooser, in_order: bool) -> list[Op]:
     """All ops of a step so that each comes after what it reads; `in_order`: a task's micro-batches rise."""
-    waiting = {op: set(read_by(placement, op)) for op in every_op(placement, num_microbatches)}
-    if in_order:
+    waiting = {
+        op: {*read_by(placement, op), *chunks_before(placement, op)} for op in every_op(placement, num_microbatches)
+    }
+    if in_order and not placement.sample_of:
         for op, before in waiting.items():
             earlier = op._replace(microbatch=op.microbatch - placement.num_components)
             if earlier in waiting:
@@ -222,11 +232,18 @@ def plans(draw: st.DrawFn, placements: st.SearchStrategy[Placement] = placements
 @cache
 @st.composite
 def differing(draw: st.DrawFn, wired: bool = False, most_microbatches: int = 5) -> Placement:
-    """A placement whose micro-batches differ, with 1 to 3 classes; figures may still be the same for all."""
+    """A placement whose micro-batches differ, with 1 to 3 classes; figures may still be the same for all.
+
+    Some micro-batches may be chunks of samples.
+    """
     placement = draw(wired_placements if wired else placements)
     num_classes = draw(between(1, 3))
     least = 1 if wired else 0  # transfers on shared links have bytes in all classes
     tasks, edges = placement.tasks, placement.edges
+    class_of = draw(st.lists(between(0, num_classes - 1), min_size=1, max_size=most_microbatches))
+    streams = placement.num_components
+    samples = draw(st.lists(between(0, 2), min_size=len(class_of), max_size=len(class_of)) | st.none())
+    sample_of = [m % streams + streams * sample for m, sample in enumerate(samples or ())]
     return Placement.of_classes(
         [
             replace(
@@ -236,7 +253,8 @@ def differing(draw: st.DrawFn, wired: bool = False, most_microbatches: int = 5) 
             )
             for _ in range(num_classes)
         ],
-        draw(st.lists(between(0, num_classes - 1), min_size=1, max_size=most_microbatches)),
+        class_of,
+        sample_of,
     )
 
 
@@ -246,7 +264,7 @@ def differing_plans(draw: st.DrawFn, wired: bool = False, most_microbatches: int
     """A valid plan of micro-batches that differ: any order that contradicts no dependency, and any order of service."""
     placement = draw(differing(wired, most_microbatches))
     chooser = Chooser(draw(between(0, 2**16)))
-    count = len(placement.class_of) or draw(between(1, most_microbatches))
+    count = placement.given_microbatches or draw(between(1, most_microbatches))
     plan = deal(placement, count, linear_extension(placement, count, chooser, in_order=draw(st.booleans())))
     return plan if not wired or draw(st.booleans()) else served_in_any_order(plan, chooser)
 

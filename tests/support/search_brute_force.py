@@ -11,6 +11,7 @@ from rota.placement import Edge, Placement, StepEnd
 from rota.plan import Plan
 from rota.simulation import simulate
 from rota.tasks import Kind, Op, Task
+from support.core_strategies import chunks_before
 
 _MOST_PLANS = 400
 
@@ -48,6 +49,8 @@ def every_plan(placement: Placement, num_microbatches: int) -> list[Plan] | None
              if (tasks[e.target].stage, tasks[e.target].kind) == op[:2]}
         for op in ops
     }  # fmt: skip
+    for op in ops:
+        reads[op] |= {*chunks_before(placement, op)}
     orders: dict[tuple[tuple[Op, ...], ...], frozenset[Op]] = {((),) * placement.num_ranks: frozenset()}
     for _ in ops:
         longer = {}

@@ -76,6 +76,7 @@ def pack_timeline(timeline: Timeline, idle: Sequence[Idle], columns: Columns) ->
         "numComponents": placement.num_components,
         "tasks": tasks,
         "classOf": placement.class_of,
+        "chunks": placement.chunks,
         "slots": [
             (i, rank, *(_one_or_each(values_of(figure)) for figure in changes[rank][keys[i]])) for i, rank in slots
         ],

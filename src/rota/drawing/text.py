@@ -87,7 +87,7 @@ def _header(timeline: Timeline) -> list[str]:
     """Return the parts of the first line."""
     return [
         count_text(timeline.num_ranks, "rank"),
-        count_text(timeline.plan.num_microbatches, "micro-batch", "es"),
+        timeline.plan.step_text,
         f"makespan {time_text(timeline.makespan_us)}",
         f"bubble {timeline.bubble_fraction:.1%}",
         f"span {time_text(timeline.span_us)}",

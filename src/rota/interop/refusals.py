@@ -23,6 +23,8 @@ def refuse_what_torch_cannot_run(stages: Stages, plan: Plan, dynamic_shapes: boo
         raise PipelineError(
             f"dynamic_shapes=True, but PyTorch's engine receives into buffers made beforehand: use False, {_REMEDY}"
         )
+    if plan.placement.sample_of:
+        raise PipelineError(f"the plan cuts samples into chunks, which PyTorch's engine does not know: {_REMEDY[3:]}")
     if plan.placement.class_of:
         raise PipelineError(
             f"the plan's micro-batches differ, and PyTorch's engine receives into buffers of one shape: plan equal "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rota.models.added_losses import AddedLoss, AddedLosses, add_loss, collect_losses
 from rota.models.cutpoint import CutPoint
+from rota.models.sequence_chunks import chunk_start, with_earlier_chunks
 from rota.models.splitting import finest, is_marked, split
 from rota.models.stage_edges import StageEdge
 from rota.models.stages import Stages
@@ -15,8 +16,10 @@ __all__ = [
     "StageEdge",
     "Stages",
     "add_loss",
+    "chunk_start",
     "collect_losses",
     "finest",
     "is_marked",
     "split",
+    "with_earlier_chunks",
 ]

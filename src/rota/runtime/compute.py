@@ -15,17 +15,21 @@ import torch
 
 from rota.errors import PipelineError
 from rota.models import AddedLoss, Stages, collect_losses
+from rota.models.sequence_chunks import Chunk
 from rota.placement import Placement
 from rota.plan import origin_of
+from rota.runtime.chunk_check import copied, refuse_other_than_whole
 from rota.runtime.device.host import HostDevice
 from rota.runtime.device.numbers import number_in
 from rota.runtime.device.protocol import Device, Number
+from rota.runtime.gradients.chunks import PassedOn, length_of
 from rota.runtime.gradients.forward_backward import (
     Kept,
     backward,
     backward_inputs,
     forward,
     keep_loss,
+    pass_on,
     refuse_modes_without_gradients,
 )
 from rota.runtime.gradients.recompute import Again, drawing_again, versions_in, without_activations
@@ -46,7 +50,8 @@ class Batch:
     The last `num_padding` micro-batches count nothing. `alike`: all inputs have the same shapes. `rows` and
     `target_rows`: the examples in each micro-batch that is read here, or only in the first one if all have equally
     many. `whole`: inputs and targets as the caller gave them. `per_count`: what the sum of a loss with a count is
-    multiplied by until the count of all micro-batches is known. `loss_of_output`: the loss needs no target.
+    multiplied by until the count of all micro-batches is known. `loss_of_output`: the loss needs no target. `chunks`:
+    for each sample that is cut, its micro-batches.
     """
 
     given: Microbatches
@@ -60,6 +65,7 @@ class Batch:
     whole: tuple[Any, Any] = (None, None)
     per_count: float = 1.0
     loss_of_output: bool = False
+    chunks: tuple[tuple[int, ...], ...] = ()
 
     @property
     def inputs(self) -> list[Any]:
@@ -145,6 +151,10 @@ class Compute:
         self._num_stages = len(stages) // stages.num_components  # of one copy of the model
         self._kept: dict[tuple[int, int], Kept | Again | WeightWork] = {}
         self._batch = Batch(Microbatches([]), Microbatches([]), [])
+        self._chunks = PassedOn()
+        #: What each stage gets of a first chunk until the second one comes, and the stages that were checked then.
+        self._first_chunk: dict[int, tuple[int, tuple[Any, ...]]] = {}
+        self._checked: set[int] = set()
         self._seed = 0
         self._autocast: Autocast = ()
         self.losses: dict[int, MicrobatchLoss] = {}
@@ -158,6 +168,8 @@ class Compute:
         self._batch, self._seed = batch, seed
         self._autocast = ambient_autocast()
         self._kept.clear()
+        self._chunks.begin(batch.chunks)
+        self._first_chunk.clear()
         self.losses, self.added, self.outputs = {}, {}, {}
 
     def run(self, op: Op, received: list[Any]) -> list[Any]:
@@ -194,9 +206,10 @@ class Compute:
             return []
         assert isinstance(kept, Kept)
         if op.kind is _B:
-            return backward(kept, received)
-        gradients, work = backward_inputs(kept, received)
-        self._kept[op.stage, op.microbatch] = work
+            gradients = backward(kept, received)
+        else:
+            gradients, self._kept[op.stage, op.microbatch] = backward_inputs(kept, received)
+        self._chunks.release(op.stage, op.microbatch)
         return gradients
 
     def _recomputable_forward(self, op: Op, received: list[Any]) -> list[Any]:
@@ -212,6 +225,7 @@ class Compute:
         self._device.seed(op_seed(self._seed + replica, stage % self._num_stages, own))
         batch = self._batch
         versions = self._versions_of_shared(stage, m)
+        chunk = self._open_chunk(stage, m, received) if m in self._chunks else None
         with collect_losses() as added:
             output, values, kept = forward(
                 self._stages,
@@ -220,7 +234,10 @@ class Compute:
                 batch.inputs[m],
                 split=stage in self._split,
                 buffers=buffers,
+                chunk=chunk,
             )
+        if chunk is not None:
+            pass_on(kept, chunk.passed_on(), self._chunks.close(stage, m, chunk))
         if versions != self._versions_of_shared(stage, m):
             raise PipelineError(
                 f"stage {stage} writes into an input that other stages read too, which on another rank would have it "
@@ -239,8 +256,30 @@ class Compute:
             self._kept[stage, m] = kept
         return values
 
+    def _open_chunk(self, stage: int, m: int, received: list[Any]) -> Chunk:
+        """What the forward of a chunk reads of earlier ones. Of the first two, the stage is checked."""
+        where = f"stage {stage} ({type(self._stages[stage]).__name__})"
+        given = (*received, *self._stages.pick_inputs(stage, self._batch.inputs[m]))
+        if stage not in self._checked:
+            before = self._chunks.before(m)
+            if not before and stage not in self._first_chunk:
+                self._first_chunk[stage] = m, copied(given)
+            elif len(before) == 1 and self._first_chunk[stage][0] == before[0]:
+                refuse_other_than_whole(self._stages[stage], where, self._first_chunk.pop(stage)[1], given)
+                self._checked.add(stage)
+        return self._chunks.open(stage, m, length_of(given, where))
+
+    def _refuse_mean(self, microbatch: int, what: str) -> None:
+        if microbatch in self._chunks:
+            raise PipelineError(
+                f"{what} of a chunk is a mean, but chunks count by their tokens; return (sum, count), or give "
+                f"rota.add_loss a count"
+            )
+
     def _take_loss(self, kept: Kept, microbatch: int, root: torch.Tensor, loss: MicrobatchLoss) -> None:
         batch = self._batch
+        if loss.count is None:
+            self._refuse_mean(microbatch, "the loss")
         keep_loss(kept, root, batch.weight(microbatch, loss.count, is_sum=True))
         if not batch.is_padding(microbatch):
             self.losses[microbatch] = loss
@@ -248,6 +287,8 @@ class Compute:
     def _take_added(self, kept: Kept, stage: int, microbatch: int, losses: list[AddedLoss]) -> None:
         batch = self._batch
         for loss in losses:
+            if loss.count is None:
+                self._refuse_mean(microbatch, "an added loss")
             keep_loss(kept, loss.value, batch.weight(microbatch, loss.count))
         if not batch.is_padding(microbatch):
             numbers = [number_in(loss.value, self._device) for loss in losses]

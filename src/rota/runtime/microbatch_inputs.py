@@ -13,6 +13,7 @@ import torch
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.plan import Plan
+from rota.runtime.chunked_batches import to_chunks
 from rota.runtime.compute import Batch
 from rota.runtime.device.protocol import Number
 from rota.runtime.fingerprints import Fingerprints, fingerprints
@@ -61,6 +62,7 @@ class MicrobatchInputs:
         }
         self._is_first_reader = rank == min(chain(*map(placement.ranks_of, reading)), default=None)
         self._planned_rows = plan.microbatch_rows if warns else None
+        self._sample_of, self._chunks = placement.sample_of, placement.chunks
         self.sink_ranks = sink_ranks
 
         def microbatches(stages: list[int]) -> list[int]:
@@ -85,8 +87,8 @@ class MicrobatchInputs:
                 f"rank {self._rank} holds stage {stage}, which reads the step's inputs "
                 f"{list(self._stages.inputs[stage])}, but got inputs=None; pass the batch on this rank too"
             )
-        given = to_microbatches("inputs", inputs, n, needed=self.reads_inputs, origins=self._origins)
-        wanted = to_microbatches("targets", targets, n, needed=self.reads_targets, origins=self._origins)
+        given = self._split("inputs", inputs, needed=self.reads_inputs)
+        wanted = self._split("targets", targets, needed=self.reads_targets)
         missing = [m for m in self._targeted if wanted.values[m] is None]
         if needs_targets and missing:
             got = "targets=None" if targets is None else f"targets[{missing[0]}] = None"
@@ -100,12 +102,19 @@ class MicrobatchInputs:
             shares_of(wanted.sizes or given.sizes, n),
             wanted.num_padding or given.num_padding,
             scale,
-            not isinstance(inputs, list) and len({*given.sizes} - {0}) < 2,
+            not (isinstance(inputs, list) or self._chunks) and len({*given.sizes} - {0}) < 2,
             _rows(given, self._read),
             _rows(wanted, self._targeted),
             (inputs, targets),
             loss_of_output=loss_of_output,
+            chunks=self._chunks,
         )
+
+    def _split(self, name: str, batch: Any, *, needed: bool = True) -> Microbatches:
+        """The micro-batches of inputs or targets."""
+        if self._sample_of:
+            return to_chunks(name, batch, self._sample_of, needed=needed)
+        return to_microbatches(name, batch, self._num_microbatches, needed=needed, origins=self._origins)
 
     @property
     def reads_inputs(self) -> bool:
@@ -175,10 +184,8 @@ class MicrobatchInputs:
             return {}
         # A batch on an accelerator comes to the host at once, rather than by micro-batches.
         inputs, targets = (_on_host(value) for value in batch.whole)
-        n, names = self._num_microbatches, self._stages.input_names
-        given = to_microbatches("inputs", inputs, n, origins=self._origins).values
-        wanted = to_microbatches("targets", targets, n, origins=self._origins).values
-        return fingerprints("inputs", given, names) | fingerprints("targets", wanted)
+        given, wanted = self._split("inputs", inputs).values, self._split("targets", targets).values
+        return fingerprints("inputs", given, self._stages.input_names) | fingerprints("targets", wanted)
 
     def warn_of_other_rows(self, batch: Batch) -> None:
         """Warn once if the plan's times and bytes are of micro-batches of another size."""

@@ -12,6 +12,7 @@ from rota.schedules.gpipe import gpipe
 from rota.schedules.hanayo import hanayo
 from rota.schedules.interleaved import interleaved_one_f_one_b, interleaved_zero_bubble, looped_bfs
 from rota.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
+from rota.schedules.seq1f1b import seq1f1b
 from rota.schedules.table import compare_schedules
 from rota.schedules.varuna import varuna
 from rota.schedules.zb_v import zb_v
@@ -35,6 +36,7 @@ __all__ = [
     "interleaved_zero_bubble",
     "looped_bfs",
     "one_f_one_b",
+    "seq1f1b",
     "v_half",
     "v_min",
     "varuna",

@@ -19,6 +19,7 @@ from rota.schedules.gpipe import gpipe
 from rota.schedules.hanayo import hanayo
 from rota.schedules.interleaved import interleaved_one_f_one_b, interleaved_zero_bubble, looped_bfs
 from rota.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
+from rota.schedules.seq1f1b import seq1f1b
 from rota.schedules.varuna import varuna
 from rota.schedules.zb_v import zb_v
 from rota.schedules.zero_bubble import zb_h1, zb_h2
@@ -345,6 +346,14 @@ FAMILIES = (
         "whole",
         recomputes=True,
         use_when="Recomputation in every stage is needed anyway, and links are slow or uneven.",
+    ),
+    Family(
+        "seq1f1b",
+        "1f1b whose micro-batches are chunks of samples (--chunks)",
+        seq1f1b,
+        _in_turn,
+        "Sun et al. 2024",
+        use_when="Long samples of a causal model: less memory and less bubble than 1f1b with whole samples.",
     ),
     Family(
         "forward_only",

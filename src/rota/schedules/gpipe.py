@@ -38,7 +38,7 @@ def gpipe(placement: Placement, num_microbatches: int) -> Plan:
         backwards = [
             op
             for s in reversed(stages)
-            for m in placement.microbatches(s, num_microbatches)
+            for m in placement.backward_sequence(placement.microbatches(s, num_microbatches))
             for op in backward_ops(placement, s, m)
         ]
         orders.append(tuple(forwards + backwards))

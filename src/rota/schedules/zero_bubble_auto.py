@@ -67,7 +67,7 @@ def zb_auto(placement: Placement, num_microbatches: int) -> Plan:
     require_microbatches(name, num_microbatches)
     require_chain_on(name, placement, range(placement.num_ranks), shape)
     require_split(name, placement)
-    if placement.class_of:
+    if not placement.is_alike:
         raise ScheduleError(f"{name}: plans micro-batches that are all alike; use zb_h1, or search for a plan")
     search = _Search(placement, num_microbatches)
     one_at_a_time = [bytearray((FORWARD, INPUT, WEIGHT)) * num_microbatches for _ in range(placement.num_ranks)]

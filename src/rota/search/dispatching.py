@@ -147,15 +147,31 @@ class Dispatcher:
 
 
 def serial(problem: Problem) -> Orders:
-    """One micro-batch at a time, in the order that exceeds the limits least."""
-    order, placement = one_at_a_time(problem), problem.placement
+    """One micro-batch at a time, or one sample whose chunks are; in the order that exceeds the limits least."""
+    order, placement, joined = one_at_a_time(problem), problem.placement, _joined_streams(problem)
     rows: list[list[int]] = [[] for _ in range(placement.num_ranks)]
     for microbatch in range(problem.num_microbatches):
         for task in order:
-            if placement.component_of[task] == microbatch % placement.num_components:
+            if joined[placement.component_of[task]] == microbatch % placement.num_components:
                 for rank in placement.tasks[task].ranks:
                     rows[rank].append(task)
     return np.array([task for row in rows for task in row], np.int32)
+
+
+def _joined_streams(problem: Problem) -> list[int]:
+    """For each data stream the first of those that run together, as an op of a later one precedes one of an earlier."""
+    component_of = problem.placement.component_of
+    until = [*range(problem.placement.num_components)]
+    for before, task in problem.precedences:
+        first = component_of[task]
+        until[first] = max(until[first], component_of[before])
+    joined: list[int] = []
+    start = end = 0
+    for component, last in enumerate(until):
+        start = component if component > end else start
+        end = max(end, last)
+        joined.append(start)
+    return joined
 
 
 def one_at_a_time(problem: Problem) -> tuple[int, ...]:

@@ -73,7 +73,7 @@ def find_plan(
     seconds = seconds_of(time_limit_s)
     budget = Budget(seconds, deterministic)
     with ended_by_ctrl_c(budget):
-        if placement.class_of:
+        if not placement.is_alike:
             return _find_differing(placement, objective, keep_sequence, budget, seed, guarded(progress, budget))
         problem = Problem(placement, num_microbatches)
         search = Portfolio(problem, objective, budget, seed, guarded(progress, budget))
@@ -90,7 +90,7 @@ def _find_differing(
     progress: Callable[[Progress], None],
 ) -> SearchResult:
     """`find_plan` for micro-batches that differ."""
-    named = [*named_plans(placement, len(placement.class_of), lambda _: None)]
+    named = [*named_plans(placement, Unfolding(placement).num_microbatches, lambda _: None)]
     if keep_sequence:
         unfolding = Unfolding(placement, keeps_sequence=True)
         return _folded(unfolding, _search(unfolding, objective, budget, seed, progress, named), named)

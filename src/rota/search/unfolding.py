@@ -1,4 +1,4 @@
-"""Micro-batches that differ, as a step in which each micro-batch has stages of its own.
+"""Micro-batches that differ or are chunks of samples, as a step in which each micro-batch has stages of its own.
 
     given       stages 0 1, micro-batches 0 1 of other sizes      0F0 0F1 …
     unfolded    stages 0 1 of micro-batch 0, 2 3 of micro-batch 1   0F0 2F1 …        stage s of m is m * 2 + s
@@ -7,13 +7,16 @@ The unfolded step is a placement like any other, with one data stream per micro-
 all searches and bounds hold for it, and its plans are plans of the given step: only names of ops and stages differ.
 
 In which order the tasks take the micro-batches is open there. What is the same for two micro-batches of one class is
-not: exchanging two that are in the wrong order makes nothing later and holds no more memory, so they go in turn. If
-the sequence is to be kept, all of them do.
+not: exchanging two that are in the wrong order makes nothing later and holds no more memory, so they go in turn. The
+same holds for whole samples whose chunks are of the same classes: there, each task takes the samples' first chunks in
+turn, their second ones, and so on. If the sequence is to be kept, all of them do.
+
+Chunks of one sample go forward in order and backward in reverse: these precedences are part of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -21,7 +24,7 @@ from itertools import pairwise
 from rota.placement import Edge, Placement
 from rota.plan import Plan, Transfer
 from rota.search.problem import Problem
-from rota.tasks import Op
+from rota.tasks import Kind, Op
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,9 @@ class Unfolding:
     """A step whose micro-batches differ, and its unfolded form.
 
     Attributes:
-        given: The placement; it has the class of each micro-batch.
-        keeps_sequence: Whether each task takes the micro-batches in their sequence.
+        given: The placement; it has the class of each micro-batch, or the sample that each one is a chunk of.
+        keeps_sequence: Whether each task takes the micro-batches in their sequence; but backwards and weight gradients
+            take chunks of a sample in reverse.
     """
 
     given: Placement
@@ -39,7 +43,8 @@ class Unfolding:
     @property
     def num_microbatches(self) -> int:
         """Micro-batches of the step."""
-        return len(self.given.class_of)
+        assert self.given.given_microbatches is not None
+        return self.given.given_microbatches
 
     @cached_property
     def _width(self) -> int:
@@ -84,11 +89,28 @@ class Unfolding:
     def _precedences(self) -> Iterator[tuple[int, int]]:
         """Of each task, its micro-batches that go in turn."""
         for t, task in enumerate(self.given.tasks):
-            rows: dict[int, list[int]] = {}
-            for m in self._copies(task.stage):
-                rows.setdefault(0 if self.keeps_sequence else self.given.class_in(m), []).append(self._numbers[m, t])
-            for row in rows.values():
-                yield from pairwise(row)
+            batches, rows = [*self._copies(task.stage)], list[Sequence[int]]()
+            if self.keeps_sequence:
+                rows = [batches if task.kind is Kind.F else self.given.backward_sequence(batches)]
+            else:
+                rows = [*self._alike(batches)]
+                if task.kind in (Kind.F, Kind.B, Kind.I):
+                    here = (chunks for chunks in self.given.chunks if chunks[0] in batches)
+                    rows += [chunks if task.kind is Kind.F else chunks[::-1] for chunks in here]
+            for row in rows:
+                yield from pairwise(self._numbers[m, t] for m in row)
+
+    def _alike(self, batches: Sequence[int]) -> Iterable[Sequence[int]]:
+        """Micro-batches of one class, or chunks at one place in samples of the same classes."""
+        class_in = self.given.class_in
+        key_of: dict[int, tuple[tuple[int, ...], int]] = {}
+        for chunks in self.given.chunks:
+            classes = tuple(map(class_in, chunks))
+            key_of.update((m, (classes, place)) for place, m in enumerate(chunks))
+        rows: dict[tuple[tuple[int, ...], int], list[int]] = {}
+        for m in batches:
+            rows.setdefault(key_of.get(m, ((class_in(m),), 0)), []).append(m)
+        return rows.values()
 
     def unfold(self, plan: Plan) -> Plan:
         """The same plan of the unfolded step; transfers on shared links are served as the plan simulates them."""

@@ -29,7 +29,7 @@ def refuse_wrong(placement: Placement, num_microbatches: int, objective: str, ob
     if objective not in objectives:
         raise SearchError(f"objective is {objective!r}: use one of {', '.join(objectives)}")
     _refuse_no_whole("num_microbatches", num_microbatches, 1, None, "a step needs at least 1, a whole number")
-    if placement.class_of:
+    if not placement.is_alike:
         _refuse_differing(placement, num_microbatches, objective)
     for each in placement.classes:
         refuse_too_large(each, num_microbatches)
@@ -39,10 +39,10 @@ def _refuse_differing(placement: Placement, num_microbatches: int, objective: st
     """Refuse what cannot be searched where micro-batches differ."""
     if objective == "period":
         refuse_differing(placement)
-    if num_microbatches != len(placement.class_of):
+    if num_microbatches != placement.given_microbatches:
         raise SearchError(
-            f"num_microbatches is {num_microbatches}, but the placement has the sizes of {len(placement.class_of)} "
-            f"micro-batches; give as many"
+            f"num_microbatches is {num_microbatches}, but the placement has the sizes of "
+            f"{placement.given_microbatches} micro-batches; give as many"
         )
     tasks = len(placement.tasks) * -(-num_microbatches // placement.num_components)
     if tasks > _MOST_DIFFERING_OPS:
@@ -64,7 +64,7 @@ def refuse_wrong_curve(placement: Placement, microbatches_per_period: int | None
 
 def refuse_differing(placement: Placement) -> None:
     """Refuse micro-batches that differ. Raises SearchError."""
-    if placement.class_of:
+    if not placement.is_alike:
         raise SearchError(
             "micro-batches that differ have no steady state; give placement.average, or one class of them"
         )

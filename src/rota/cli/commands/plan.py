@@ -44,6 +44,8 @@ def add_arguments(parser: Parser) -> None:
         help="one of the schedules listed below",
     )
     add_step(parser)
+    help_text = "cut each sample into N micro-batches along its length; --microbatches counts them all (default: 1)"
+    parser.add_argument("--chunks", type=number(1), default=1, metavar="N", help=help_text)
     parser.add_argument(
         "--stages", type=number(1), help="number of stages (default: the fewest that the schedule needs)"
     )
@@ -122,7 +124,8 @@ def _named(arguments: Namespace) -> Plan:
     given = costs_of(arguments, family.stages_per_rank)
     costs = family.adapted(given)
     cluster = cluster_of(arguments, costs.num_stages, arguments.limit)
-    planned = family(family.place(costs, cluster), arguments.microbatches)
+    placement = family.place(costs, cluster).in_chunks(arguments.chunks, arguments.microbatches)
+    planned = family(placement, arguments.microbatches)
     checking.check(planned)
     print_timeline(simulation.simulate(planned))
     _print_assumed(given, costs)
@@ -133,7 +136,7 @@ def _searched(arguments: Namespace) -> Plan:
     """Search for the plan with the best order."""
     require_search()
     arguments.shape = arguments.shape or "v"
-    placement = shaped(arguments, arguments.limit)
+    placement = shaped(arguments, arguments.limit).in_chunks(arguments.chunks, arguments.microbatches)
     result = search_plan(placement, arguments.microbatches, arguments.time_limit, arguments.objective or "makespan")
     print_timeline(result.timeline)
     print(result.to_text())

@@ -32,6 +32,8 @@ function linesOfOp(page, { section, op }) {
   const { lane, stage, kind, batch, start, end } = op;
   const exact = (time) => exactTime(time, page.view.t1);
   const lines = [`${nameOf(op)}  ${page.looks[kind].word} of stage ${stage}, micro-batch ${batch}`];
+  const chunks = timeline.chunks.find((row) => row.includes(batch));
+  if (chunks) lines.push(`chunk ${chunks.indexOf(batch) + 1} of ${chunks.length} of its sample`);
   lines.push(`rank ${lane.rank} · ${exact(end - start)}`, `from ${exact(start)} to ${exact(end)}`);
   if (timeline.hasMemory) lines.push(memoryLine(timeline, lane, start, end));
   const other = page.sections.find(({ index }) => index !== section);

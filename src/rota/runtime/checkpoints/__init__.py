@@ -51,7 +51,7 @@ from rota.runtime.checkpoints.training_json import training_to_json
 from rota.runtime.faults.watchdog import PATIENT
 from rota.runtime.host_memory import available_bytes
 from rota.runtime.json_messages import all_gather_json
-from rota.runtime.launcher_files import digest, is_restart
+from rota.runtime.launcher_files import is_restart
 from rota.runtime.pipeline import Pipeline
 from rota.runtime.reducing.wrapped_stages import is_sharded
 from rota.runtime.transport import collective

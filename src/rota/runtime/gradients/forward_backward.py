@@ -9,8 +9,10 @@ backward is split (see `split_backward`), inputs are held by their gradient edge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rota.errors import PipelineError
 from rota.models import Stages
+from rota.models.sequence_chunks import Chunk
 from rota.runtime.device.protocol import Number
 from rota.runtime.gradients.split_backward import WeightWork, enter, input_gradients
 from rota.runtime.messages import flatten, over_tensors, tensors_in
@@ -29,13 +32,16 @@ class Kept:
     """What a forward leaves for its backward.
 
     `leaves` by incoming edge, `outputs` (gradient edges) by outgoing edge, and the losses, each with the gradient that
-    the backward starts from. A split backward has `entries` instead of `leaves`.
+    the backward starts from. A split backward has `entries` instead of `leaves`. `passed_on`: what later chunks read,
+    each with its leaf; `earlier`: where gradients of what earlier chunks passed on come in, in a split backward.
     """
 
     leaves: list[list[torch.Tensor]]
     outputs: list[list[GradientEdge]]
     entries: list[list[GradientEdge]] | None = None
     losses: list[tuple[GradientEdge, torch.Tensor]] = field(default_factory=list)
+    passed_on: list[tuple[GradientEdge, torch.Tensor]] = field(default_factory=list)
+    earlier: list[tuple[GradientEdge, torch.Tensor]] = field(default_factory=list)
 
 
 def forward(
@@ -46,19 +52,23 @@ def forward(
     *,
     split: bool = False,
     buffers: Mapping[str, torch.Tensor] | None = None,
+    chunk: Chunk | None = None,
 ) -> tuple[Any, list[Any], Kept]:
     """The stage's output, the value for each of its outgoing edges, and what to keep.
 
     `received`: the values of the incoming edges; their tensors that require a gradient must be leaves, and the stage
     may write into them. `split`: for `backward_inputs` rather than `backward`. `buffers` stand in for the module's own
-    of these names.
+    of these names. `chunk`: what it reads of earlier chunks of its sample.
     """
     entered = [_entered(value, enter if split else writable) for value in received]
     # The edges now: the stage may write into the tensors, which changes where their gradients go.
     entries = [[*map(get_gradient_edge, stand_ins)] for _, stand_ins, _ in entered] if split else None
     kept = Kept([] if split else [leaves for leaves, _, _ in entered], [], entries)
     module, arguments = stages[stage], (*(value for *_, value in entered), *stages.pick_inputs(stage, batch))
-    output = torch.func.functional_call(module, dict(buffers), arguments) if buffers else module(*arguments)
+    if chunk is not None and split:
+        chunk.enter = partial(_enter_earlier, kept)
+    with nullcontext() if chunk is None else chunk:
+        output = torch.func.functional_call(module, dict(buffers), arguments) if buffers else module(*arguments)
     if not split:
         for leaves, stand_ins, _ in entered:
             count_writes(leaves, stand_ins)
@@ -66,6 +76,21 @@ def forward(
     where = f"stage {stage} ({type(module).__name__})"
     kept.outputs = [gradient_edges(value, where) for value in values]
     return output, values, kept
+
+
+def _enter_earlier(kept: Kept, leaf: torch.Tensor) -> torch.Tensor:
+    """What stands in for a leaf of an earlier chunk in a forward whose backward is split."""
+    if not leaf.requires_grad:
+        return leaf
+    entered = enter(leaf)
+    kept.earlier.append((get_gradient_edge(entered), leaf))
+    return entered
+
+
+def pass_on(kept: Kept, values: Iterable[torch.Tensor], leaves: Iterable[torch.Tensor]) -> None:
+    """Let the backward start also from what the backwards of later chunks add to the leaves."""
+    pairs = zip(values, leaves, strict=True)
+    kept.passed_on = [(get_gradient_edge(value), leaf) for value, leaf in pairs if value.requires_grad]
 
 
 def _entered(
@@ -122,7 +147,11 @@ def backward(kept: Kept, received: list[list[torch.Tensor]]) -> list[list[torch.
 def backward_inputs(kept: Kept, received: list[list[torch.Tensor]]) -> tuple[list[list[torch.Tensor]], WeightWork]:
     """As `backward`, but the parameters' gradients are left for later."""
     assert kept.entries is not None
-    found, work = input_gradients(*_roots(kept, received), [entry for entries in kept.entries for entry in entries])
+    inputs = [entry for entries in kept.entries for entry in entries] + [entry for entry, _ in kept.earlier]
+    found, work = input_gradients(*_roots(kept, received), inputs)
+    for (_, leaf), gradient in zip(kept.earlier, found[len(inputs) - len(kept.earlier) :], strict=True):
+        if gradient is not None:
+            leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
     gradients = iter(found)
     return [[_or_zeros(next(gradients), entry) for entry in entries] for entries in kept.entries], work
 
@@ -133,6 +162,10 @@ def _roots(kept: Kept, received: list[list[torch.Tensor]]) -> tuple[list[Gradien
     for edge, gradient in kept.losses:
         roots.append(edge)
         gradients.append(gradient)
+    for edge, leaf in kept.passed_on:
+        if leaf.grad is not None:
+            roots.append(edge)
+            gradients.append(leaf.grad)
     return roots, gradients
 
 

@@ -58,7 +58,7 @@ def bounds_of(placement: Placement, num_microbatches: int, objective: str = "mak
         SearchError: An argument is invalid.
     """
     refuse_wrong(placement, num_microbatches, objective, ("makespan", "span"))
-    problem = Unfolding(placement).problem if placement.class_of else Problem(placement, num_microbatches)
+    problem = Problem(placement, num_microbatches) if placement.is_alike else Unfolding(placement).problem
     return every(problem, objective)
 
 

@@ -1,0 +1,172 @@
+"""Samples in chunks along their length: every gradient is that of the unsplit model on the whole samples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from rota import (
+    Cluster,
+    Costs,
+    Pipeline,
+    PipelineError,
+    Placement,
+    Plan,
+    SplitError,
+    Stages,
+    chunk_start,
+    place,
+    schedules,
+    with_earlier_chunks,
+)
+from rota.runtime.gradients.chunks import length_of
+from support.chunked_gpt import WIDTH, Attention, Words, gpt_stages, tokens
+from support.core_strategies import Chooser, deal, linear_extension
+from support.networks import StepResult, assert_equal_steps, gradients_of
+from support.pool import Pool
+from support.text_models import WORDS, summed_loss
+
+pytestmark = pytest.mark.dist
+
+ROWS, LENGTH = 3, 13
+
+
+def placement(num_ranks: int, sample_of: tuple[int, ...], kind: str = "whole") -> Placement:
+    split, again = kind == "split", (10,) * num_ranks if kind == "recomputed" else None
+    costs = Costs.uniform(num_ranks, 10, 20, 10 if split else None)
+    return replace(place(replace(costs, recompute_us=again), Cluster.uniform(num_ranks)), sample_of=sample_of)
+
+
+def plans(num_ranks: int) -> list[Plan]:
+    """Even and uneven numbers of chunks; whole, split and recomputed backwards; Seq1F1B, GPipe and any orders."""
+    thirds, mixed = (0, 0, 0, 1, 1, 1, 2, 2, 2), (0, 0, 1, 2, 2, 2, 2)
+    found = [schedules.seq1f1b(placement(num_ranks, samples), len(samples)) for samples in (thirds, mixed)]
+    for kind in ("split", "recomputed"):
+        here = placement(num_ranks, mixed, kind)
+        found.append(schedules.gpipe(here, len(mixed)))
+        found.append(deal(here, len(mixed), linear_extension(here, len(mixed), Chooser(num_ranks), in_order=False)))
+    return found
+
+
+def steps(rank: int, given: list[Plan], lists: dict[int, Any]) -> list[Any]:
+    """For each plan two steps and an evaluation; `lists`: micro-batches for some plans, others cut the batch."""
+    del rank
+    results = []
+    for i, plan in enumerate(given):
+        inputs, targets = tokens(ROWS, LENGTH)
+        stages = gpt_stages(plan.num_ranks)
+        inputs, targets = lists.get(i, (inputs, targets))
+        with Pipeline(stages, plan, summed_loss) as pipeline:
+            evaluated = pipeline.evaluate(inputs, targets)
+            pipeline.step(inputs, targets)
+            for parameter in pipeline.parameters():
+                parameter.grad = None
+            loss = pipeline.step(inputs, targets)
+            assert not pipeline._compute._chunks._leaves  # nothing is held after the step
+            results.append((StepResult(loss, gradients_of(stages, pipeline.local_stages)), evaluated))
+    return results
+
+
+def unsplit(num_stages: int) -> StepResult:
+    stages = gpt_stages(num_stages)
+    inputs, targets = tokens(ROWS, LENGTH)
+    loss, count = summed_loss(stages.run(inputs), targets)
+    (loss / count).backward()
+    return StepResult(float(loss.detach() / count), gradients_of(stages, range(num_stages)))
+
+
+def uneven(values: torch.Tensor) -> list[torch.Tensor]:
+    """Chunks of very different lengths, for samples of 2, 1 and 4 chunks."""
+    lengths = [(1, 12), (13,), (2, 7, 1, 3)]
+    return [part for row, of in zip(values.split(1), lengths, strict=True) for part in row.split(of, 1)]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_gradients_are_those_of_the_whole_samples(pool: Pool, num_ranks: int) -> None:
+    given = plans(num_ranks)
+    inputs, targets = tokens(ROWS, LENGTH)
+    by_rank = pool.run(num_ranks, steps, given, {1: (uneven(inputs), uneven(targets))})
+    whole = unsplit(num_ranks)
+    for i in range(len(given)):
+        assert_equal_steps([of_rank[i][0] for of_rank in by_rank], whole)
+        assert all(abs(of_rank[i][1] - whole.loss) < 1e-10 for of_rank in by_rank)
+
+
+class InPlace(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        k = 1 * x
+        (joined,) = with_earlier_chunks(k)
+        k.add_(1)
+        return x + joined[:, -x.shape[1] :]
+
+
+class OnlyFirst(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if chunk_start() else x + 0 * with_earlier_chunks(x)[0]
+
+
+class Checkpointed(torch.nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.block, self.use_reentrant = Attention(), use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, x, use_reentrant=self.use_reentrant)
+
+
+def mean_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return summed_loss(output, targets)[0] / targets.numel()
+
+
+def refused(rank: int) -> list[str]:
+    """What each wrong model, loss and batch is told, on a rank alone."""
+    del rank
+    plan, told = schedules.seq1f1b(placement(1, (0, 0, 0, 1, 1, 1)), 6), []
+    inputs, targets = tokens(2, 9)
+
+    def stage(*modules: torch.nn.Module) -> Stages:
+        return Stages([torch.nn.Sequential(Words(), *modules, torch.nn.Linear(WIDTH, WORDS)).double()])
+
+    good = stage(Attention(drop=0.5))
+    for stages, loss, *batch in [
+        (stage(Attention(joins=False)), summed_loss, inputs, targets),
+        (stage(Attention(is_causal=False)), summed_loss, inputs, targets),
+        (stage(torch.nn.Conv1d(9, 9, 1)), summed_loss, inputs, targets),
+        (stage(InPlace()), summed_loss, inputs, targets),
+        (stage(OnlyFirst()), summed_loss, inputs, targets),
+        (stage(Checkpointed(use_reentrant=False)), summed_loss, inputs, targets),
+        (stage(Checkpointed(use_reentrant=True)), summed_loss, inputs, targets),
+        (good, mean_loss, inputs, targets),
+        (good, summed_loss, inputs[:1], targets[:1]),
+        (good, summed_loss, inputs[:, :2], targets[:, :2]),
+        (good, summed_loss, inputs, targets[:, 0]),
+        (good, summed_loss, inputs, targets),
+    ]:
+        try:
+            with Pipeline(stages, plan, loss) as pipeline:
+                pipeline.step(*batch)
+        except Exception as error:
+            told.append(str(error))
+        else:
+            told.append("")
+    return told
+
+
+def test_what_would_not_be_exact_is_refused(pool: Pool) -> None:
+    (told,) = pool.run(1, refused)
+    unlike = "computes something else for two chunks of a sample than for both at once"
+    expected = [unlike, unlike, "", "writes into what it gave", "equally often for every chunk"]
+    expected += ["called in a backward, as blocks in torch.utils.checkpoint do"] * 2
+    expected += ["the loss of a chunk is a mean", "has 1 rows for 2 samples", "shapes [1, 2], which are not cut into 3"]
+    expected += ["targets has tensors of shapes [1]", ""]  # dropout draws for each chunk, and is left out of the check
+    for found, message in zip(told, expected, strict=True):
+        assert message in found
+    assert told[-1] == ""
+    with pytest.raises(SplitError, match="would be lost"):
+        torch.fx.symbolic_trace(InPlace())
+    with pytest.raises(PipelineError, match="no tensor of shape"):
+        length_of([torch.zeros(3)], "stage 0")
