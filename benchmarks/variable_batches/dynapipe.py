@@ -3,7 +3,7 @@
 Micro-batches: samples sorted by length; for several largest times T, a dynamic program finds the groups with the least
 sum of times, each at most T and at most a rank's share of the memory; the one with the least sum + (ranks - 1) * T is
 taken. Order: micro-batches are clustered by time, and the order of the clusters that simulates best is taken.
-Schedule: in each cycle, each rank does one forward and one backward of those that arrived in the cycle before; a
+Schedule: in each cycle, each rank does one backward and one forward of those that arrived in the cycle before; a
 forward waits while memory is short.
 """
 
@@ -91,6 +91,13 @@ def _cycles(problem: BatchProblem, sequence: list[int]) -> list[list[tuple[int, 
     while left:
         arriving: list[tuple[deque[int], int]] = []
         for rank, (forward, backward, weight) in enumerate(roles):
+            if backwards[rank]:
+                m = backwards[rank].popleft()
+                level[rank] -= int(problem.held_bytes[m, forward])
+                orders[rank] += [(backward, m), *([(weight, m)] if weight >= 0 else [])]
+                left -= 1
+                if rank:
+                    arriving.append((backwards[rank - 1], m))
             if forwards[rank]:
                 m = forwards[rank][0]
                 held = int(problem.held_bytes[m, forward])
@@ -100,13 +107,6 @@ def _cycles(problem: BatchProblem, sequence: list[int]) -> list[list[tuple[int, 
                     orders[rank].append((forward, m))
                     left -= 1
                     arriving.append((forwards[rank + 1] if rank + 1 < ranks else backwards[rank], m))
-            if backwards[rank]:
-                m = backwards[rank].popleft()
-                level[rank] -= int(problem.held_bytes[m, forward])
-                orders[rank] += [(backward, m), *([(weight, m)] if weight >= 0 else [])]
-                left -= 1
-                if rank:
-                    arriving.append((backwards[rank - 1], m))
         for queue, m in arriving:
             queue.append(m)
     return orders

@@ -8,9 +8,8 @@ from functools import cached_property
 from heapq import heappop, heappush
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rota.batching.problem import NO_LIMIT, BatchProblem, Integers
+from rota.batching.problem import NO_LIMIT, BatchProblem, Floats, Integers
 from rota.costs import Cluster, Costs
 from rota.errors import SearchError
 from rota.figures import PerClass
@@ -18,7 +17,6 @@ from rota.placement import Placement, StepEnd
 from rota.sizes import CURVES, Curve, Size, SizeModel
 from rota.tasks import Kind, Task
 
-Floats = NDArray[np.float64]
 Place = Callable[[Costs, Cluster], Placement]
 
 _FORM_LENGTH = 3  # constant, tokens, squares

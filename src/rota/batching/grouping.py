@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numba import njit
 
-from rota.batching.figures import Floats, Layout
+from rota.batching.figures import Layout
+from rota.batching.problem import Floats
 from rota.errors import SearchError
 from rota.sizes import Size
 from rota.units import size_text
@@ -57,6 +58,7 @@ class Grouper:
         given = np.array(lengths, np.int64)
         self._order = np.argsort(-given, kind="stable")
         self._lengths = given[self._order]
+        self._listed: list[int] = self._lengths.tolist()
         self._work = layout.work()
         self._needs, self._rooms = _needs(layout)
         self._refuse_what_does_not_fit(layout)
@@ -77,7 +79,7 @@ class Grouper:
 
     def size(self, group: Sequence[int]) -> Size:
         """The size of a micro-batch of these positions in the sorted samples."""
-        lengths = self._lengths[list(group)].tolist()
+        lengths = self._listed[group[0] : group[-1] + 1]
         return Size.packed(lengths) if self._packed else Size.padded(lengths)
 
     def samples(self, group: Sequence[int]) -> tuple[int, ...]:
@@ -131,10 +133,10 @@ def _times(lengths, work, needs, rooms, limit, packed):  # type: ignore[no-untyp
     """(first, times): times[first[e] + i] is the time of a group that ends before sample e and has i + 1 samples."""
     count = len(lengths)
     first = np.zeros(count + 2, np.int64)
-    times = [0.0 for _ in range(0)]  # empty, but of a known type for Numba
+    times, used = np.empty(max(4 * count, 64)), 0
     for end in range(1, count + 1):
         tokens, squares = 0.0, 0.0
-        first[end] = len(times)
+        first[end] = used
         for begin in range(end - 1, -1, -1):
             length, rows = float(lengths[begin]), float(end - begin)
             tokens = tokens + length if packed else rows * length
@@ -148,9 +150,15 @@ def _times(lengths, work, needs, rooms, limit, packed):  # type: ignore[no-untyp
                     fits = fits and needs[i, 0] + needs[i, 1] * tokens + needs[i, 2] * squares <= rooms[i]
                 if not fits:
                     break
-            times.append(time)
-    first[count + 1] = len(times)
-    return first, np.array(times)
+            if used == len(times):
+                grown = np.empty(2 * used)
+                for i in range(used):
+                    grown[i] = times[i]
+                times = grown
+            times[used] = time
+            used += 1
+    first[count + 1] = used
+    return first, times
 
 
 @njit(cache=True, nogil=True)
@@ -167,8 +175,12 @@ def _split(first, times, limit):  # type: ignore[no-untyped-def]
             begin = end - 1 - i
             if least[begin] + time < least[end]:
                 least[end], begins[end] = least[begin] + time, begin
-    starts, end = [count], count
+    num_groups, end = 0, count
     while end > 0:
         end = begins[end]
-        starts.append(end)
-    return np.array(starts[:0:-1])
+        num_groups += 1
+    starts, end = np.empty(num_groups, np.int64), count
+    for i in range(num_groups - 1, -1, -1):
+        end = begins[end]
+        starts[i] = end
+    return starts

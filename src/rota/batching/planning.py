@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from rota.batching.bounds import ALL_ORDERS, ANY_SEQUENCE, THIS_SEQUENCE, BatchBound, of_any_sequence, of_grouping
-from rota.batching.dispatching import Dispatch, Policy, dispatch
+from rota.batching.climbing import climb
+from rota.batching.dispatching import Dispatch
 from rota.batching.figures import Layout, Place
 from rota.batching.grouping import Grouper, Groups
-from rota.batching.improving import best_policy, falling, improve, valley
 from rota.batching.memory_use import peaks_bytes
+from rota.batching.policies import by_policy, falling, valley
 from rota.batching.problem import NO_LIMIT, BatchProblem, Integers
 from rota.batching.result import BatchPlan
+from rota.batching.rules import by_rule
 from rota.batching.windows import sequence_bound_us
 from rota.costs import Cluster
 from rota.errors import SearchError
@@ -26,7 +28,12 @@ from rota.sizes import Size, SizeModel
 from rota.tasks import Op
 
 _ROUNDS_FOR_TRANSFERS = 8  # of lower limits, until what transfers hold fits too
-_SHARES_OF_TRIES = (0.4, 0.3, 0.2, 0.1)  # of a local search; what transfers hold is counted after each
+_SHARES_OF_TRIES = (0.5, 0.3, 0.2)  # of a local search; what transfers hold is counted after each
+_NUM_STARTS = 2  # of local searches of a long step; all are tried where there are so many tries:
+_TRIES_FOR_ALL = 4_000
+_OPS_TIMED = 2_000_000  # in all tries of a local search
+
+_Orders = Callable[[BatchProblem, Integers], Dispatch | None]
 
 
 class _Candidate(NamedTuple):
@@ -43,12 +50,11 @@ class _Candidate(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """A grouping with a dispatch that fits."""
+    """A grouping with orders that fit."""
 
     candidate: _Candidate
     reserved_bytes: Integers  #: int64[num_ranks]: kept free for what transfers hold
     sequence: Integers
-    policy: Policy
     dispatch: Dispatch
 
     @property
@@ -63,7 +69,7 @@ def plan_batch(
     *,
     packed: bool = False,
     place: Place = place_chain,
-    tries: int = 300,
+    tries: int | None = None,
 ) -> BatchPlan:
     """The micro-batches of a batch of samples, and a plan for them with a proof of how good it is.
 
@@ -77,7 +83,8 @@ def plan_batch(
         packed: Whether the samples of a micro-batch follow one another in one row, each attending to only itself.
             Else each is a row, padded to the longest of its micro-batch.
         place: Puts the stages on ranks: `rota.place`, `rota.interleaved`, `rota.wave`, or your own.
-        tries: Dispatches of the local search: more take longer and find better plans.
+        tries: Changes that the local search tries: more take longer and find better plans. None: about as many as it
+            times 2,000,000 ops with.
 
     Returns:
         The plan, the samples of each micro-batch, and the bounds.
@@ -88,7 +95,7 @@ def plan_batch(
     """
     layout = Layout.of(model, cluster, place)
     grouper = Grouper(layout, lengths, packed)
-    found = _search(layout, grouper, tries)
+    found = _improved(_first(layout, grouper), tries)
     groups, sizes, problem, bounds = found.candidate
     sequence = found.sequence
     plan = _plan(layout, found)
@@ -102,8 +109,8 @@ def plan_batch(
     )
 
 
-def _search(layout: Layout, grouper: Grouper, tries: int) -> _Found:
-    """The best of all groupings, improved. Groupings whose bound is above a plan that is known are left out."""
+def _first(layout: Layout, grouper: Grouper) -> _Found:
+    """A plan of the best grouping. Groupings whose bound is above a plan that is known are left out."""
     candidates = []
     for groups in grouper.groupings():
         sizes = tuple(map(grouper.size, groups))
@@ -113,51 +120,75 @@ def _search(layout: Layout, grouper: Grouper, tries: int) -> _Found:
     best: _Found | None = None
     for candidate in candidates:
         if best is None or candidate.bound_us < best.makespan_us:
-            best = _better(best, _first_plan(candidate, valley(candidate.problem)))
+            best = _better(best, _first_of(candidate))
     if best is None:
         raise SearchError(
             "no grouping of the batch fits in memory beside what transfers hold; raise the limits, or give the ranks "
             "fewer layers"
         )
-    best = _better(best, _first_plan(best.candidate, falling(best.candidate.problem)))
-    assert best is not None
-    return _improved(best, tries)
+    return best
 
 
 def _better(one: _Found | None, other: _Found | None) -> _Found | None:
     return min((each for each in (one, other) if each), key=lambda each: each.makespan_us, default=None)
 
 
-def _first_plan(candidate: _Candidate, sequence: Integers) -> _Found | None:
-    """A sequence with a good policy; None if memory has no room for what transfers hold."""
+def _first_of(candidate: _Candidate) -> _Found | None:
+    """A good plan of a grouping, found fast; None if memory has no room for what transfers hold."""
+    sequence, found = valley(candidate.problem), None
+    if candidate.problem.has_one_stage_per_rank:
+        found = _first_plan(candidate, sequence, by_rule)
+    return found or _first_plan(candidate, sequence, by_policy)
+
+
+def _first_plan(candidate: _Candidate, sequence: Integers, orders: _Orders) -> _Found | None:
+    """A sequence with good orders; None if memory has no room for what transfers hold."""
     problem = candidate.problem
     reserved = np.zeros(problem.num_ranks, np.int64)
     for _ in range(_ROUNDS_FOR_TRANSFERS):
-        policy, found = best_policy(_with_reserve(problem, reserved), sequence)
-        if not found.is_complete:
+        found = orders(_with_reserve(problem, reserved), sequence)
+        if found is None:
             return None
         over = peaks_bytes(problem, sequence, found) - problem.limits_bytes
         if (over <= 0).all():
-            return _Found(candidate, reserved, sequence, policy, found)
+            return _Found(candidate, reserved, sequence, found)
         reserved = reserved + np.maximum(over, 0)
     return None
 
 
-def _improved(best: _Found, tries: int) -> _Found:
-    """The plan after a local search. Where transfers overflow the memory, it goes on with more reserved for them."""
-    problem, reserved, goal_us = best.candidate.problem, best.reserved_bytes, best.candidate.bound_us
-    sequence, policy = best.sequence, best.policy
+def _improved(best: _Found, tries: int | None) -> _Found:
+    """The plan after local searches from it and from the best of other starts."""
+    candidate = best.candidate
+    problem = candidate.problem
+    if tries is None:
+        tries = _OPS_TIMED // (problem.num_microbatches * problem.num_tasks)
+    is_small = tries >= _TRIES_FOR_ALL
+    tried = []
+    if problem.has_one_stage_per_rank:
+        tried.append((by_rule, falling))
+    if is_small or not (problem.has_one_stage_per_rank and problem.has_weights):  # else slower than rules, and worse
+        tried += [(by_policy, valley), (by_policy, falling)]
+    others = [_first_plan(candidate, sequence(problem), orders) for orders, sequence in tried]
+    starts = sorted((best, *(each for each in others if each)), key=lambda each: each.makespan_us)
+    if not is_small:
+        starts = starts[:_NUM_STARTS]
+    for start in starts:
+        best = min(best, _climbed(start, tries // len(starts)), key=lambda each: each.makespan_us)
+    return best
+
+
+def _climbed(best: _Found, tries: int) -> _Found:
+    """The plan after a local search. Where transfers overflow the memory, it begins again with more room for them."""
+    candidate, reserved = best.candidate, best.reserved_bytes
+    problem = candidate.problem
     for share in _SHARES_OF_TRIES:
         tight = _with_reserve(problem, reserved)
-        sequence, policy = improve(tight, sequence, policy, goal_us, int(tries * share))
-        found = dispatch(tight, sequence, policy)
-        if not found.is_complete:
-            break
+        sequence, found = climb(tight, best.sequence, best.dispatch, candidate.bound_us, int(tries * share))
         over = peaks_bytes(problem, sequence, found) - problem.limits_bytes
         if (over > 0).any():
             reserved = reserved + np.maximum(over, 0)
-        elif found.makespan_us <= best.makespan_us:
-            best = _Found(best.candidate, reserved, sequence, policy, found)
+        else:
+            best = _Found(candidate, reserved, sequence, found)
     return best
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 NO_LIMIT = 1 << 60  #: stands for "no memory limit"
 
@@ -98,6 +99,11 @@ class BatchProblem:
     def has_one_stage_per_rank(self) -> bool:
         """Whether each rank has one F, one B or I, and at most one W."""
         return bool((self.roles[:, :2] >= 0).all())
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the backward is split."""
+        return bool((self.choice_of == 2).any())
 
     @cached_property
     def tables(self) -> Tables:

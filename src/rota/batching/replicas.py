@@ -25,7 +25,7 @@ def plan_replicas(
     *,
     packed: bool = False,
     place: Place = place_chain,
-    tries: int = 300,
+    tries: int | None = None,
 ) -> tuple[BatchPlan, ...]:
     """One plan per replica. The longest samples go first, each to the replica with least predicted work so far.
 

@@ -217,6 +217,11 @@ def add_costs(parser: Parser, of_what: str) -> None:
     parser.add_argument(
         "--boundary", type=size, dest="boundary_bytes", help="bytes sent from stage to stage (default: 0)"
     )
+    add_links(parser)
+
+
+def add_links(parser: Parser) -> None:
+    """The links: the same for all ranks, or from a file."""
     parser.add_argument("--latency-us", type=number(0), default=0, help="latency of every link (default: 0)")
     parser.add_argument("--bytes-per-us", type=number(1), help="rate of every link; 1 GB/s is 1000 (default: infinite)")
     parser.add_argument("--link", type=link, metavar="LINK", help="latency and rate of every link, such as 5us,50GB/s")

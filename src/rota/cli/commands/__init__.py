@@ -17,6 +17,7 @@ from rota.cli.commands import (
     import_plan,
     import_trace,
     plan,
+    plan_batch,
     profile,
     rehearse,
     run,
@@ -27,8 +28,8 @@ from rota.cli.commands import (
 )
 
 _IN_ORDER = (
-    *(demo, doctor, autoplan, profile, plan, schedules, bound, frontier, check, simulate, rehearse, show, explain),
-    verify,
+    *(demo, doctor, autoplan, profile, plan, plan_batch, schedules),
+    *(bound, frontier, check, simulate, rehearse, show, explain, verify),
     *(run, compare, calibrate, import_trace, export, import_plan, checkpoint, bench_search, completion),
 )
 #: In the order of `rota --help`.

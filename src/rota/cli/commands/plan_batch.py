@@ -1,0 +1,90 @@
+"""`rota plan-batch`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from rota import reading
+from rota.cli import files
+from rota.cli.arguments import add_links, add_output, cluster_of, number, size
+from rota.cli.parser import Command, Parser, one_of
+from rota.cli.requirements import InputError, require
+from rota.sizes import SizeModel
+
+_PLACINGS = ("place", "interleaved", "wave")
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `rota plan-batch` to its parser."""
+    help_text = "what stages cost by length, as `rota profile MODEL.py --lengths 64,128,256 -o sizes.json` writes it"
+    parser.add_argument("sizes", metavar="SIZES.json", help=help_text)
+    help_text = (
+        "lengths of a batch's samples, in tokens: [130, 85, 2300]; or of several batches: [[130, 85], [77, 512]]"
+    )
+    parser.add_argument("lengths", metavar="LENGTHS.json", help=help_text)
+    parser.add_argument("--ranks", type=number(1), help="number of ranks (default: one per stage)")
+    parser.add_argument("--limit", type=size, help="memory limit per rank, such as 40GB (default: none)")
+    add_links(parser)
+    help_text = "how stages are put on ranks: one per rank, or several, interleaved or in a wave (default: place)"
+    parser.add_argument("--placing", type=one_of(_PLACINGS, "--placing"), choices=_PLACINGS, help=help_text)
+    help_text = "put the samples of a micro-batch one after another in one row, instead of padding each to the longest"
+    parser.add_argument("--packed", action="store_true", help=help_text)
+    help_text = "changes that the local search tries: more take longer and find better plans (default: by size)"
+    parser.add_argument("--tries", type=number(0), metavar="N", help=help_text)
+    help_text = "write the plan of each batch as batch0.json, batch1.json, …; made if missing"
+    add_output(parser, "FOLDER", help_text, writes="files in a folder")
+
+
+def run(arguments: Namespace) -> int:
+    """Plan each batch, print how good its plan is and among what, and write the plans. Returns the exit code."""
+    require("numba", "search")
+    import rota
+
+    text = files.text_of(arguments.sizes)
+    with files.named(arguments.sizes):
+        model = SizeModel.from_json(text)
+    batches = _batches(arguments.lengths)
+    cluster = cluster_of(arguments, model.num_stages, arguments.limit)
+    placing = {"place": rota.place, "interleaved": rota.interleaved, "wave": rota.wave}[arguments.placing or "place"]
+    plans = []
+    for i, lengths in enumerate(batches):
+        with files.named(f"{arguments.lengths}, batch {i}" if len(batches) > 1 else arguments.lengths):
+            found = rota.plan_batch(
+                model, cluster, lengths, packed=arguments.packed, place=placing, tries=arguments.tries
+            )
+        print(f"batch {i}: {found.to_text()}" if len(batches) > 1 else found.to_text())
+        plans.append(found.plan)
+    if arguments.output is None:
+        print("Not written; use -o FOLDER to keep the plans.")
+        return 0
+    files.make_folder(arguments.output)
+    for i, plan in enumerate(plans):
+        files.write(str(Path(arguments.output) / f"batch{i}.json"), plan.to_json())
+    return 0
+
+
+def _batches(path: str) -> list[list[int]]:
+    """The lengths of each batch."""
+    text = files.text_of(path)
+    with files.named(path):
+        found = reading.load(text)
+    batches = found if isinstance(found, list) and found and isinstance(found[0], list) else [found]
+    for batch in batches:
+        if not isinstance(batch, list) or not all(type(length) is int for length in batch):
+            raise InputError(
+                f"{path}: expected the lengths of a batch as whole numbers, such as [130, 85, 2300], or a list of such "
+                f"batches, but found {reading.short(batch)}"
+            )
+    return batches
+
+
+COMMAND = Command(
+    "plan-batch",
+    "plan batches of samples that differ in length: group them into micro-batches, order these, with a proof",
+    "rota profile model.py --lengths 64,128,256 --stages 4 -o sizes.json\n"
+    "  rota plan-batch sizes.json lengths.json --limit 40GB -o plans\n"
+    "  rota rehearse plans/batch0.json plans/batch1.json",
+    add_arguments,
+    run,
+)
