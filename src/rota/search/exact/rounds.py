@@ -33,7 +33,7 @@ _MOST_COMPONENTS = 4  # two bits for each in `Graph.progress`
 _KEPT_EVERY = 12  # rounds
 _MOST_PERIOD = 12  # micro-batches after which times may grow by a constant again
 _UNKNOWN = np.int32(1 << 30)
-_S_PER_STATE, _S_PER_EDGE = 8e-6, 6e-9  # nominal seconds, about
+_S_PER_STATE, _S_PER_EDGE = 4.5e-6, 4e-9  # nominal seconds, about
 _EDGES, _DONE = 0, 2  #: places in `Graph.meta` beside STATES
 _RUNNING, _FULL, _TOO_MANY, _FINISHED = range(4)  #: what `_explore` answers
 
@@ -77,9 +77,8 @@ class Rounds:
         self.rounds = int(sum(problem.counts[self.kept[c]] for c in np.unique(component_of, return_index=True)[1]))
         self.still_bytes = max(1, -(-int(self.step.durations_us.max(initial=1)).bit_length() // 8))
         self.is_over = not self._is_promising()
+        self.graph: Graph | None = None
         self.values: _Values | None = None
-        if not self.is_over:
-            self.graph = _first_graph(len(self.kept) + (1 + self.still_bytes) * len(self.step.limits_bytes))
 
     def _is_promising(self) -> bool:
         """Whether memory leaves so few micro-batches in flight that there may be few states."""
@@ -102,49 +101,50 @@ class Rounds:
 
     def run(self, value_us: int, budget: Budget) -> None:
         """Goes on for a makespan of less than `value_us`, until the budget is used up or nothing is left to be done."""
+        if self.graph is None:
+            self.graph = _first_graph(len(self.kept) + (1 + self.still_bytes) * len(self.step.limits_bytes))
         while not self.is_over and not budget.is_over:
             look()
             if self.values is None:
-                self._explore(budget)
+                self._explore(self.graph, budget)
             elif self.values.rounds < self.rounds:
                 self.values.go_on()
                 budget.spend(_S_PER_EDGE * len(self.graph.target))
             else:
-                self._finish(value_us)
+                self._finish(self.values, value_us)
         if self.values is not None:
             self.bound_us = self._least_us(self.values)
 
-    def _explore(self, budget: Budget) -> None:
-        before = int(self.graph.meta[_DONE])
-        answer = _explore(*self.step, self.component_of, *self.graph, self.still_bytes, _AT_ONCE)
-        budget.spend(_S_PER_STATE * int(self.graph.meta[_DONE] - before))
-        if answer == _FULL:
-            if sum(array.nbytes for array in self.graph) > _MOST_BYTES:
-                answer = _TOO_MANY
-            else:
-                self.graph = _grown(self.graph)
-        elif answer == _FINISHED:
-            self.graph, in_flight = _sorted(self.graph, self.component_of)
-            self.values = _Values(self.graph, in_flight)
+    def _explore(self, graph: Graph, budget: Budget) -> None:
+        before = int(graph.meta[_DONE])
+        answer = _explore(*self.step, self.component_of, *graph, self.still_bytes, _AT_ONCE)
+        budget.spend(_S_PER_STATE * int(graph.meta[_DONE] - before))
+        if answer == _FULL and sum(array.nbytes for array in graph) > _MOST_BYTES:
+            answer = _TOO_MANY
         self.is_over = answer == _TOO_MANY
         if self.is_over:
-            del self.graph
+            self.graph = None
+        elif answer == _FULL:
+            self.graph = _grown(graph)
+        elif answer == _FINISHED:
+            self.graph, in_flight = _sorted(graph, self.component_of)
+            self.values = _Values(self.graph, in_flight)
 
-    def _finish(self, value_us: int) -> None:
+    def _finish(self, values: _Values, value_us: int) -> None:
         """Once all rounds are done: the orders, if they are better."""
-        assert self.values is not None
-        self.is_over, self.bound_us = True, self._least_us(self.values)
-        if self.bound_us < value_us:
-            self.orders = self._orders(self.values.way(self.rounds))
-        self.values = None
+        self.is_over, self.bound_us = True, self._least_us(values)
+        has_all_tasks = len(self.before) + len(self.kept) + len(self.after) == len(self.problem.counts)
+        if self.bound_us < value_us and has_all_tasks:
+            self.orders = self._orders(values.graph.keys, values.way(self.rounds))
+        self.graph = self.values = None
 
     def _least_us(self, values: _Values) -> int:
         return self.together_us + self.unit_us * values.bound(self.rounds)
 
-    def _orders(self, way: list[tuple[int, int]]) -> Orders | None:
+    def _orders(self, keys: Bytes, way: list[tuple[int, int]]) -> Orders | None:
         """The orders of a way, rows of (state, progress); None if components are not complete alike."""
         num_tasks = len(self.kept)
-        problem, keys = self.problem, self.graph.keys
+        problem = self.problem
         complete = np.zeros(num_tasks, np.int64)
         begun = np.zeros(num_tasks, np.int64)
         rows: list[list[int]] = [[] for _ in range(problem.placement.num_ranks)]
@@ -196,12 +196,14 @@ class _Values:
 
     def _next(self, latest: list[Words], j: int) -> Words:
         """The times until j micro-batches are complete, from those until fewer are."""
+        look()
         graph, num_states = self.graph, len(self.in_flight)
-        values = np.full((self.depth + 1, num_states), _UNKNOWN, np.int32)
+        values: Words = np.full((self.depth + 1, num_states), _UNKNOWN, np.int32)
         for back in range(1, min(self.depth, len(latest)) + 1):
             values[back] = latest[-back]
         _round(graph.first, graph.target, graph.passes, self.steps, self.in_flight, self.root, values, j)
-        return values[0].copy()
+        found: Words = values[0].copy()
+        return found
 
     def bound(self, num_rounds: int) -> int:
         """A lower bound for so many micro-batches; after `num_rounds` of `go_on` the exact value.
@@ -247,7 +249,6 @@ class _Values:
 
     def _block(self, last: int) -> dict[int, Words]:
         """The times of some rounds up to `last`, from those that were kept."""
-        look()
         first = max(0, last - self.depth) // _KEPT_EVERY * _KEPT_EVERY
         rounds = list(self.kept[first])
         known = dict(zip(range(first - len(rounds) + 1, first + 1), rounds, strict=True))
@@ -335,8 +336,11 @@ def _grown(graph: Graph) -> Graph:
         rehash(keys, table, num_states)
         graph = graph._replace(keys=keys, table=table, first=np.resize(graph.first, len(keys) + 1))
     if len(graph.target) - num_edges <= SPARE:
-        rows = [np.resize(row[:num_edges], 2 * len(row)) for row in (graph.target, graph.passes, graph.progress)]
-        graph = graph._replace(target=rows[0], passes=rows[1], progress=rows[2])
+        graph = graph._replace(
+            target=np.concatenate([graph.target, graph.target]),
+            passes=np.concatenate([graph.passes, graph.passes]),
+            progress=np.concatenate([graph.progress, graph.progress]),
+        )
     return graph
 
 
