@@ -36,7 +36,7 @@ def solved(problem: Problem) -> Rounds:
         ("nn", 4, 3, 8, 89),
         ("nn", 4, 3, 128, 1349),
         ("nn", 8, 3, 64, 995),
-        ("m", 4, 3, 16, 108),
+        ("m", 4, 3, 128, 948),
     ],
 )
 def test_long_steps_are_solved(shape: str, num_ranks: int, limit: int, num_microbatches: int, us: int) -> None:
