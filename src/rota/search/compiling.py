@@ -17,11 +17,12 @@ from numba import njit
 from numba.core import event
 
 from rota.costs import Cluster, Costs
-from rota.placing import wave
+from rota.placing import place, wave
 from rota.search import bounds
 from rota.search.budget import Budget
 from rota.search.critical_path import CriticalPath
 from rota.search.dispatching import Dispatcher, Memory, guesses, serial
+from rota.search.exact.rounds import Rounds
 from rota.search.exact.states import States
 from rota.search.local.fitting import find_fitting
 from rota.search.local.moves import State, anneal
@@ -50,6 +51,7 @@ class Part(Enum):
     MOVES = "local search"
     WINDOWS = "heads and tails of orders"
     STATES = "all states of a step"
+    ROUNDS = "all states, round by round"
     FITTING = "local search with transfers"
 
 
@@ -193,6 +195,11 @@ def _try_states() -> None:
     States(problem, 0, timed.makespan_us).run(timed.makespan_us, Budget(0.001, deterministic=True))
 
 
+def _try_rounds() -> None:
+    problem = Problem(place(Costs.uniform(2, 1, 1, activation_bytes=1), Cluster.uniform(2, 1)), 2)
+    Rounds(problem).run(NO_LIMIT, Budget(1.0, deterministic=True))
+
+
 def _fit() -> None:
     problem, orders = _small_step()
     find_fitting(problem, [orders], False, NO_LIMIT, 0, Budget(0.001, deterministic=True), 0, lambda _: True)
@@ -207,5 +214,6 @@ _EXERCISES: dict[Part, Callable[[], None]] = {
     Part.MOVES: _anneal,
     Part.WINDOWS: _find_paths,
     Part.STATES: _try_states,
+    Part.ROUNDS: _try_rounds,
     Part.FITTING: _fit,
 }

@@ -129,7 +129,7 @@ def search_file(path: str | os.PathLike[str], time_limit_s: float) -> Attempt:
 
 
 def _bound(result: SearchResult) -> tuple[int, Mapping[str, Any]]:
-    """The bound of a search, and its certificate: an argument where there is one, else what CP-SAT took."""
+    """The bound of a search, and its certificate: an argument where there is one, else words or what CP-SAT took."""
     problem = Problem(result.plan.placement, result.plan.num_microbatches)
     bound = bounds.best(problem)
     found_us = int(result.bound_us)
@@ -139,6 +139,8 @@ def _bound(result: SearchResult) -> tuple[int, Mapping[str, Any]]:
             return bound.us, certificate
     if bound.us >= found_us:
         return bound.us, {"argument": "words", "why": bound.why}
+    if "CP-SAT" not in result.why:
+        return found_us, {"argument": "words", "why": result.why}
     version = importlib.metadata.version("ortools")
     return found_us, {"argument": "CP-SAT", "seconds": round(result.elapsed_s, 1), "ortools": version}
 

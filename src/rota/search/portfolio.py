@@ -29,6 +29,7 @@ from rota.search.budget import Budget
 from rota.search.compiling import Part
 from rota.search.dispatching import OPS_PER_DISPATCH, Dispatcher, Priorities, guesses, serial
 from rota.search.exact import longest_us
+from rota.search.exact.rounds import Rounds
 from rota.search.exact.states import States
 from rota.search.incumbent import Incumbent
 from rota.search.local import fitting, improving, neighbourhood
@@ -51,6 +52,7 @@ _FIRST_SHARE, _GROWTH = 0.03, 1.5  # of the whole budget for a method's first tu
 _FIRST_SHARE_OF_FITTING = 0.15  # the same for small steps whose transfers hold memory
 _EXACT_TIMES_OF_FITTING = 5  # times that share for CP-SAT, which gains nothing from being asked twice
 _EXACT_TIMES = 3  # times that share for a proof
+_ROUNDS_TIMES = 6  # times that share for long steps with few micro-batches in flight, which this solves exactly
 _TURN_S = 0.01  # nominal cost of a turn itself, so that idle turns use up the budget
 _AUTO_S_PER_OP = 0.0006  # nominal seconds that zb_auto costs per op
 _MOST_STEADY_TASKS = 200  # up to here the middle of a plan is tried as a steady state
@@ -100,6 +102,7 @@ class Portfolio:
         self.named: list[NamedPlan] = []
         self.steady: SteadyResult | None = None
         self.climb: Climb | None = None  # goes on from turn to turn
+        self.rounds: Rounds | None = None  # goes on from turn to turn
         self.states: States | None = None  # goes on from turn to turn
         self.has_tried_all = (
             False  #: whether all orders with each task's micro-batches in sequence are ruled out as better
@@ -405,6 +408,17 @@ class Portfolio:
         if self.with_reserve is self.counted and found.bound_us > self.bound_us:
             self.bound_us, self.why = found.bound_us, "CP-SAT has tried all orders"
 
+    def _try_all_rounds(self, part: float, _turn: int) -> None:
+        """Goes on through the states of a step with few micro-batches in flight, whatever its length."""
+        assert self.rounds is not None
+        if self.rounds.is_over or self.incumbent.orders is None:
+            return
+        self.turn_to("all states, round by round")
+        self.rounds.run(self.incumbent.value_us, self.share(_ROUNDS_TIMES * part))
+        self.incumbent.offer(self.rounds.orders, "all states")
+        if self.rounds.bound_us > self.bound_us:
+            self.bound_us, self.why = self.rounds.bound_us, "all states of a step have been tried, round by round"
+
     def _try_all_states(self, part: float, turn: int) -> None:
         """Goes on through the states of the step, best first; in a long step, as long as that raises the bound."""
         if self.measure != "makespan" or self.incumbent.orders is None or self.num_ops > _STATES_OPS:
@@ -424,8 +438,13 @@ class Portfolio:
     def _take_turns(self) -> None:
         """Give each method a turn, with larger and larger shares, so that no method delays the others for long."""
         turn, part = 0, _FIRST_SHARE
+        methods: list[Callable[[float, int], None]]
         methods = [self._unroll, self._improve, self._try_all_states, self._prove, self._windows]
         loops = [Part.OFFSETS, Part.MOVES, Part.STATES, Part.WINDOWS, Part.WINDOWS]
+        if self.given is None and self.measure == "makespan":
+            self.rounds = Rounds(self.problem)
+            if not self.rounds.is_over:
+                methods, loops = [self._try_all_rounds, *methods], [Part.ROUNDS, *loops]
         if self.given is not None:
             methods, loops = [self._improve, self._prove, self._windows], [Part.MOVES, Part.WINDOWS, Part.WINDOWS]
             if self.num_ops <= _EXACT_OPS:  # trying a policy lasts longer than its nominal time where ops are few

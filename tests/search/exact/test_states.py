@@ -12,6 +12,7 @@ from rota.checking import check
 from rota.costs import Cluster, Costs
 from rota.search import bounds
 from rota.search.budget import Budget
+from rota.search.exact.rounds import Rounds
 from rota.search.exact.states import States
 from rota.search.problem import Problem
 from rota.search.timing import fits, score
@@ -25,6 +26,22 @@ def searched(problem: Problem, value_us: int, nominal_s: float = 60.0) -> States
     states = States(problem, bounds.best(problem).us, value_us)
     states.run(value_us, Budget(nominal_s, deterministic=True))
     return states
+
+
+def check_rounds(problem: Problem, least_us: int, is_exact: bool) -> None:
+    """The search round by round on the same problem, where it is for such problems at all."""
+    rounds = Rounds(problem)
+    if rounds.is_over:
+        return
+    rounds.run(least_us + 1, Budget(60, deterministic=True))
+    assert rounds.bound_us <= least_us
+    if is_exact and rounds.bound_us:  # 0: there were too many states
+        assert rounds.bound_us == least_us
+        assert rounds.orders is not None
+        assert fits(problem, rounds.orders)
+        timed = score(problem, rounds.orders)
+        assert timed is not None
+        assert timed.makespan_us == least_us
 
 
 def check_against_every_plan(seed: int, most: int) -> tuple[int, int]:
@@ -47,6 +64,7 @@ def check_against_every_plan(seed: int, most: int) -> tuple[int, int]:
         assert found.is_over
         assert found.bound_us <= least, (seed, limits, found.bound_us, least)
         checked += 1
+        check_rounds(problem, least, is_exact and placement.num_components == 1)
         if is_exact:
             assert found.bound_us == least, (seed, limits)
             proven = searched(problem, least)

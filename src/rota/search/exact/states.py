@@ -1,11 +1,9 @@
 """All states that a step can be in, best first: exact where memory lets few micro-batches be in flight.
 
-A *state* is what has begun, what runs, and for how long still. Ops need to start only when another one ends (active
-schedules: Giffler and Thompson, "Algorithms for solving production-scheduling problems", 1960), so a step is a path
-from state to state, each at the end of an op. The same state is reached on many ways, of which the fastest is enough
-(Held and Karp, "A dynamic programming approach to sequencing problems", 1962). States are taken in the order of the
-least time that a whole step through them can have (A*: Hart, Nilsson and Raphael, 1968): the time so far, and the tail
-that `bounds` knows for what is still to come.
+A step is a path from state to state (`state_space`). The same state is reached on many ways, of which the fastest is
+enough (Held and Karp, "A dynamic programming approach to sequencing problems", 1962). States are taken in the order of
+the least time that a whole step through them can have (A*: Hart, Nilsson and Raphael, 1968): the time so far, and the
+tail that `bounds` knows for what is still to come.
 
 Micro-batches are in order in each task, so what has begun is one number per task. Memory keeps these numbers close to
 each other, so there are about as many new states per micro-batch in a long step as in a short one.
@@ -18,13 +16,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rota.search.bounds.heads_tails import both_sides, find_heads
 from rota.search.bounds.memory_headroom import find_headroom
 from rota.search.budget import Budget
 from rota.search.compiled import loop
-from rota.search.problem import NO_LIMIT, Integers, Orders, Problem, Rows, without_common_tasks
+from rota.search.exact.state_space import AT_END, SPARE, TOO_MANY, Words, find, rehash, step_of, successors
+from rota.search.problem import Integers, Orders, Problem, without_common_tasks
 from rota.search.transfer_levels import counting_transfers
 from rota.stopping import look
 
@@ -32,29 +30,9 @@ _MOST_BYTES = 400_000_000  # of all arrays
 _FIRST_STATES = 1 << 14
 _MOST_BUCKETS = 1 << 22
 _POPS_AT_ONCE = 2_000
-_SPARE = 10_000  # room for states that is kept for the choices of a single one
 _S_PER_POP = 6e-6  # nominal seconds, about
 _POPPED, _STATES, _ENTRIES, _FREE, _BUCKET, _END = range(6)  #: the columns of `Frontier.meta`
 _RUNNING, _FULL, _TOO_MANY, _FINISHED, _EXHAUSTED = range(5)  #: what `_explore` answers
-
-Words = NDArray[np.int32]
-
-
-class Step(NamedTuple):
-    """The problem as arrays for `_explore`."""
-
-    counts: Integers  #: int64[num_tasks]
-    durations_us: Integers  #: int64[num_tasks]
-    held_bytes: Integers  #: int64[num_tasks]
-    needed_bytes: Integers  #: int64[num_tasks]: free when an op starts
-    limits_bytes: Integers  #: int64[num_ranks]
-    ranks_first: Integers  #: of the rows of each task's ranks
-    ranks: Integers
-    sources_first: Integers  #: of the rows of each task's sources
-    sources: Integers
-    tasks_first: Integers  #: of the rows of each rank's tasks
-    tasks: Integers
-    together_us: Integers  #: int64[num_kinds, num_tasks]: time of an op that is apart from the tails of each kind
 
 
 class Tails(NamedTuple):
@@ -94,7 +72,7 @@ class States:
         self.bound_us, self.first_us, self.value_us = bound_us, bound_us, value_us
         self.orders: Orders | None = None
         counted = counting_transfers(problem)
-        self.step, self.tails = _step(counted), _tails(counted)
+        self.step, self.tails = step_of(counted), _tails(counted)
         self.width_us = max(1, -(-(value_us - bound_us) // _MOST_BUCKETS))
         width = len(counted.counts) + 2 * counted.placement.num_ranks
         self.frontier = _frontier(width, max(1, -(-(value_us - bound_us) // self.width_us)))
@@ -143,27 +121,6 @@ class States:
         return np.array([task for row in rows for task in reversed(row)], np.int32)
 
 
-def _step(problem: Problem) -> Step:
-    sources = Rows.of([problem.inputs[task].reshape(-1, 2)[:, 0].tolist() for task in range(len(problem.counts))])
-    apart, together_us = without_common_tasks(problem)
-    together = np.zeros((2 if together_us else 1, len(problem.counts)), np.int64)
-    together[1:, : len(apart.durations_us)] = problem.durations_us[: len(apart.durations_us)] - apart.durations_us
-    return Step(
-        problem.counts,
-        problem.durations_us,
-        problem.held_bytes,
-        np.maximum(problem.held_bytes, 0) + problem.peak_bytes,
-        problem.limits_bytes,
-        problem.ranks.first,
-        problem.ranks.values,
-        sources.first,
-        sources.values,
-        problem.tasks_on.first,
-        problem.tasks_on.values,
-        together,
-    )
-
-
 def _tails(problem: Problem) -> Tails:
     """The heads that `bounds` finds from the end of the step, by how many ops of the task have begun."""
     apart, together_us = without_common_tasks(problem)
@@ -202,7 +159,7 @@ def _frontier(width: int, num_buckets: int) -> Frontier:
 def _grown(frontier: Frontier) -> Frontier:
     """The same with room for twice as many states."""
     table = np.full(2 * len(frontier.table), -1, np.int32)
-    _rehash(frontier.keys, table, int(frontier.meta[_STATES]))
+    rehash(frontier.keys, table, int(frontier.meta[_STATES]))
 
     def twice(array: Any) -> Any:
         longer = np.empty((2 * len(array), *array.shape[1:]), array.dtype)
@@ -223,53 +180,10 @@ def _grown(frontier: Frontier) -> Frontier:
 
 
 def _enter_first(frontier: Frontier, root: Words) -> None:
-    _find(frontier.keys, frontier.table, frontier.meta, root)
+    find(frontier.keys, frontier.table, frontier.meta, root)
     frontier.times_us[0], frontier.parents[0] = 0, -1
     frontier.entry_state[0], frontier.entry_us[0], frontier.entry_next[0] = 0, 0, -1
     frontier.buckets[0], frontier.meta[_ENTRIES] = 0, 1  # first and last of the first bucket
-
-
-@loop
-def _place_of(key, mask):  # type: ignore[no-untyped-def]
-    """Where a key belongs in a table (FNV-1a by words, with its high bits mixed in)."""
-    number = np.uint64(1469598103934665603)
-    for value in key:
-        number = (number ^ np.uint64(value & 0xFFFFFFFF)) * np.uint64(1099511628211)
-        number ^= number >> np.uint64(29)
-    return np.int64(number & np.uint64(mask))
-
-
-@loop
-def _rehash(keys, table, num_states):  # type: ignore[no-untyped-def]
-    """Fills an empty table."""
-    mask = len(table) - 1
-    for state in range(num_states):
-        at = _place_of(keys[state], mask)
-        while table[at] >= 0:
-            at = (at + 1) & mask
-        table[at] = state
-
-
-@loop
-def _find(keys, table, meta, key):  # type: ignore[no-untyped-def]
-    """The state with this key, which is added if it is new (then its number is the last one)."""
-    mask = len(table) - 1
-    at = _place_of(key, mask)
-    while table[at] >= 0:
-        state = table[at]
-        same = True
-        for i in range(len(key)):
-            if keys[state, i] != key[i]:
-                same = False
-                break
-        if same:
-            return state
-        at = (at + 1) & mask
-    state = meta[_STATES]
-    keys[state] = key
-    table[at] = state
-    meta[_STATES] += 1
-    return state
 
 
 @loop
@@ -341,18 +255,16 @@ def _explore(  # type: ignore[no-untyped-def]
 ):
     """Looks at so many states, those of the least bound first."""
     num_tasks, num_ranks = len(counts), len(limits)
-    ended, choice, is_free = np.empty(num_tasks, np.int64), np.empty(num_ranks, np.int64), np.empty(num_ranks, np.bool_)
-    level, num_options = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
+    scratch_of_tasks, scratch_of_ranks = np.empty((2, num_tasks), np.int64), np.empty((4, num_ranks), np.int64)
     options = np.empty((num_ranks, num_tasks + 1), np.int64)
-    earliest = np.empty(num_tasks, np.int64)
-    child = np.empty(keys.shape[1], np.int32)
+    children, passed = np.empty((SPARE, keys.shape[1]), np.int32), np.empty(SPARE, np.int64)
     most_buckets = min(len(buckets), (value_us - 1 - first_us) // width_us + 1)
     while pops > 0:
         while meta[_BUCKET] < most_buckets and buckets[meta[_BUCKET], 0] < 0:
             meta[_BUCKET] += 1
         if meta[_BUCKET] >= most_buckets:
             return _EXHAUSTED
-        if len(times) - meta[_STATES] < _SPARE or len(entry_us) - meta[_ENTRIES] < _SPARE:
+        if len(times) - meta[_STATES] < SPARE or len(entry_us) - meta[_ENTRIES] < SPARE:
             return _FULL
         entry = buckets[meta[_BUCKET], 0]
         buckets[meta[_BUCKET], 0] = entry_next[entry]
@@ -367,113 +279,37 @@ def _explore(  # type: ignore[no-untyped-def]
         meta[_POPPED] += 1
         key = keys[state]
 
-        # What has ended, and what each rank holds.
-        is_end = True
-        for task in range(num_tasks):
-            ended[task] = key[task]
-            is_end = is_end and key[task] == counts[task]
-        for rank in range(num_ranks):
-            level[rank] = 0
-            running = key[num_tasks + rank]
-            is_free[rank] = running < 0
-            is_end = is_end and running < 0
-            if running >= 0 and ranks[ranks_first[running]] == rank:
-                ended[running] -= 1
-        if is_end:
+        found = successors(
+            key,
+            counts,
+            durations,
+            held,
+            needed,
+            limits,
+            ranks_first,
+            ranks,
+            sources_first,
+            sources,
+            tasks_first,
+            tasks,
+            scratch_of_tasks,
+            scratch_of_ranks,
+            options,
+            children,
+            passed,
+        )
+        if found == AT_END:
             meta[_END] = state
             return _FINISHED
-        for rank in range(num_ranks):
-            for place in range(tasks_first[rank], tasks_first[rank + 1]):
-                task = tasks[place]
-                level[rank] += held[task] * (key[task] if held[task] > 0 else ended[task])
-
-        # When the next op of each task can start at the earliest, as far as its inputs say; -1: never, for all have.
-        for task in range(num_tasks):
-            earliest[task] = -1
-            if key[task] < counts[task]:
-                earliest[task] = 0
-                for i in range(sources_first[task], sources_first[task + 1]):
-                    source = sources[i]
-                    if ended[source] <= key[task]:
-                        wait = durations[source]
-                        if key[source] > key[task] and ended[source] == key[task]:
-                            wait = key[num_tasks + num_ranks + ranks[ranks_first[source]]]
-                        earliest[task] = max(earliest[task], wait)
-
-        # What each idle rank may do; a task of several ranks is an option of the first one.
-        total = 1
-        for rank in range(num_ranks):
-            num_options[rank] = 1
-            options[rank, 0] = -1
-            choice[rank] = 0
-            if not is_free[rank]:
-                continue
-            for place in range(tasks_first[rank], tasks_first[rank + 1]):
-                task = tasks[place]
-                if ranks[ranks_first[task]] != rank or key[task] >= counts[task]:
-                    continue
-                can_start = True
-                for i in range(sources_first[task], sources_first[task + 1]):
-                    can_start = can_start and ended[sources[i]] > key[task]
-                for i in range(ranks_first[task], ranks_first[task + 1]):
-                    can_start = can_start and is_free[ranks[i]] and level[ranks[i]] + needed[task] <= limits[ranks[i]]
-                if not can_start:
-                    continue
-                # An op that holds nothing more, and is over before another one could start, has no reason to wait.
-                is_best = (held[task] <= 0 or limits[rank] == NO_LIMIT) and ranks_first[task + 1] == ranks_first[
-                    task
-                ] + 1
-                for other in range(tasks_first[rank], tasks_first[rank + 1]):
-                    if tasks[other] != task and earliest[tasks[other]] >= 0:
-                        is_best = is_best and earliest[tasks[other]] >= durations[task]
-                if is_best:
-                    options[rank, 0] = task
-                    num_options[rank] = 1
-                    break
-                options[rank, num_options[rank]] = task
-                num_options[rank] += 1
-            total *= num_options[rank]
-
-        for _ in range(total):
-            # The state after these choices.
-            child[:] = key
-            is_possible = True
-            for rank in range(num_ranks):
-                task = options[rank, choice[rank]]
-                if task < 0:
-                    continue
-                for i in range(ranks_first[task], ranks_first[task + 1]):
-                    is_possible = is_possible and child[num_tasks + ranks[i]] < 0
-                    child[num_tasks + ranks[i]] = task
-                    child[num_tasks + num_ranks + ranks[i]] = durations[task]
-                child[task] += 1
-            for rank in range(num_ranks):  # the next choice
-                choice[rank] += 1
-                if choice[rank] < num_options[rank]:
-                    break
-                choice[rank] = 0
-            if not is_possible:
-                continue
-            passes = np.int64(-1)
-            for rank in range(num_ranks):
-                if child[num_tasks + rank] >= 0:
-                    still = child[num_tasks + num_ranks + rank]
-                    passes = still if passes < 0 else min(passes, still)
-            if passes < 0:
-                continue  # all wait
-            for rank in range(num_ranks):
-                if child[num_tasks + rank] >= 0:
-                    child[num_tasks + num_ranks + rank] -= passes
-                    if child[num_tasks + num_ranks + rank] == 0:
-                        child[num_tasks + rank] = -1
-
+        if found == TOO_MANY:
+            return _TOO_MANY  # choices; the bound stays that of this state's bucket
+        for i in range(found):
+            child, passes = children[i], passed[i]
             us = now + passes + _remaining(child, counts, durations, tasks_first, tasks, together, after, idle)
             if us >= value_us:
                 continue
-            if meta[_STATES] >= len(times) or meta[_ENTRIES] >= len(entry_us):
-                return _TOO_MANY  # choices; the bound stays that of this state's bucket
             states = meta[_STATES]
-            other = _find(keys, table, meta, child)
+            other = find(keys, table, meta, child)
             if other < states and times[other] <= now + passes:
                 continue
             times[other] = now + passes

@@ -1,0 +1,243 @@
+"""The states of a step, which states follow each of them, and a table of states.
+
+A *state* is what has begun, what runs, and for how long still. Ops need to start only when another one ends (active
+schedules: Giffler and Thompson, "Algorithms for solving production-scheduling problems", 1960), so a step is a path
+from state to state, each at the end of an op. Transfers take no time here.
+
+A state's key is one row of numbers: the ops begun of each task; what each rank runs, or -1; for how long still.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rota.search.compiled import copy, inner, loop
+from rota.search.problem import NO_LIMIT, Integers, Problem, Rows, without_common_tasks
+
+SPARE = 10_000  #: the most choices of a state that are looked at
+STATES = 1  #: the place in `meta` where the number of states in a table is counted
+AT_END, TOO_MANY = np.int64(-1), np.int64(-2)  #: answers of `successors`
+
+Words = NDArray[np.int32]
+
+
+class Step(NamedTuple):
+    """The problem as arrays for `_explore`."""
+
+    counts: Integers  #: int64[num_tasks]
+    durations_us: Integers  #: int64[num_tasks]
+    held_bytes: Integers  #: int64[num_tasks]
+    needed_bytes: Integers  #: int64[num_tasks]: free when an op starts
+    limits_bytes: Integers  #: int64[num_ranks]
+    ranks_first: Integers  #: of the rows of each task's ranks
+    ranks: Integers
+    sources_first: Integers  #: of the rows of each task's sources
+    sources: Integers
+    tasks_first: Integers  #: of the rows of each rank's tasks
+    tasks: Integers
+    together_us: Integers  #: int64[num_kinds, num_tasks]: time of an op that is apart from the tails of each kind
+
+
+def step_of(problem: Problem) -> Step:
+    """The arrays of a problem."""
+    sources = Rows.of([problem.inputs[task].reshape(-1, 2)[:, 0].tolist() for task in range(len(problem.counts))])
+    apart, together_us = without_common_tasks(problem)
+    together = np.zeros((2 if together_us else 1, len(problem.counts)), np.int64)
+    together[1:, : len(apart.durations_us)] = problem.durations_us[: len(apart.durations_us)] - apart.durations_us
+    return Step(
+        problem.counts,
+        problem.durations_us,
+        problem.held_bytes,
+        np.maximum(problem.held_bytes, 0) + problem.peak_bytes,
+        problem.limits_bytes,
+        problem.ranks.first,
+        problem.ranks.values,
+        sources.first,
+        sources.values,
+        problem.tasks_on.first,
+        problem.tasks_on.values,
+        together,
+    )
+
+
+@loop
+def _place_of(key, mask):  # type: ignore[no-untyped-def]
+    """Where a key belongs in a table (FNV-1a by words, with its high bits mixed in)."""
+    number = np.uint64(1469598103934665603)
+    for value in key:
+        number = (number ^ np.uint64(value & 0xFFFFFFFF)) * np.uint64(1099511628211)
+        number ^= number >> np.uint64(29)
+    return np.int64(number & np.uint64(mask))
+
+
+@loop
+def rehash(keys, table, num_states):  # type: ignore[no-untyped-def]
+    """Fills an empty table."""
+    mask = len(table) - 1
+    for state in range(num_states):
+        at = _place_of(keys[state], mask)
+        while table[at] >= 0:
+            at = (at + 1) & mask
+        table[at] = state
+
+
+@loop
+def find(keys, table, meta, key):  # type: ignore[no-untyped-def]
+    """The state with this key, which is added if it is new (then its number is the last one)."""
+    mask = len(table) - 1
+    at = _place_of(key, mask)
+    while table[at] >= 0:
+        state = table[at]
+        same = True
+        for i in range(len(key)):
+            if keys[state, i] != key[i]:
+                same = False
+                break
+        if same:
+            return state
+        at = (at + 1) & mask
+    state = meta[STATES]
+    keys[state] = key
+    table[at] = state
+    meta[STATES] += 1
+    return state
+
+
+@inner
+def successors(  # type: ignore[no-untyped-def]
+    key,
+    counts,
+    durations,
+    held,
+    needed,
+    limits,
+    ranks_first,
+    ranks,
+    sources_first,
+    sources,
+    tasks_first,
+    tasks,
+    scratch_of_tasks,
+    scratch_of_ranks,
+    options,
+    children,
+    passed,
+):
+    """How many states can follow: they are written to `children`, and the µs until then to `passed`.
+
+    The answer is AT_END where nothing is left to be done, TOO_MANY where there is no room for all of them.
+    """
+    num_tasks, num_ranks = len(counts), len(limits)
+    ended, earliest = scratch_of_tasks[0], scratch_of_tasks[1]
+    choice, is_free, level, num_options = (
+        scratch_of_ranks[0],
+        scratch_of_ranks[1],
+        scratch_of_ranks[2],
+        scratch_of_ranks[3],
+    )
+    # What has ended, and what each rank holds.
+    is_end = True
+    for task in range(num_tasks):
+        ended[task] = key[task]
+        is_end = is_end and key[task] == counts[task]
+    for rank in range(num_ranks):
+        level[rank] = 0
+        running = key[num_tasks + rank]
+        is_free[rank] = running < 0
+        is_end = is_end and running < 0
+        if running >= 0 and ranks[ranks_first[running]] == rank:
+            ended[running] -= 1
+    if is_end:
+        return AT_END
+    for rank in range(num_ranks):
+        for place in range(tasks_first[rank], tasks_first[rank + 1]):
+            task = tasks[place]
+            level[rank] += held[task] * (key[task] if held[task] > 0 else ended[task])
+
+    # When the next op of each task can start at the earliest, as far as its inputs say; -1: never, for all have.
+    for task in range(num_tasks):
+        earliest[task] = -1
+        if key[task] < counts[task]:
+            earliest[task] = 0
+            for i in range(sources_first[task], sources_first[task + 1]):
+                source = sources[i]
+                if ended[source] <= key[task]:
+                    wait = durations[source]
+                    if key[source] > key[task] and ended[source] == key[task]:
+                        wait = key[num_tasks + num_ranks + ranks[ranks_first[source]]]
+                    earliest[task] = max(earliest[task], wait)
+
+    # What each idle rank may do; a task of several ranks is an option of the first one.
+    total = 1
+    for rank in range(num_ranks):
+        num_options[rank] = 1
+        options[rank, 0] = -1
+        choice[rank] = 0
+        if not is_free[rank]:
+            continue
+        for place in range(tasks_first[rank], tasks_first[rank + 1]):
+            task = tasks[place]
+            if ranks[ranks_first[task]] != rank or key[task] >= counts[task]:
+                continue
+            can_start = True
+            for i in range(sources_first[task], sources_first[task + 1]):
+                can_start = can_start and ended[sources[i]] > key[task]
+            for i in range(ranks_first[task], ranks_first[task + 1]):
+                can_start = can_start and is_free[ranks[i]] != 0 and level[ranks[i]] + needed[task] <= limits[ranks[i]]
+            if not can_start:
+                continue
+            # An op that holds nothing more, and is over before another one could start, has no reason to wait.
+            is_best = (held[task] <= 0 or limits[rank] == NO_LIMIT) and ranks_first[task + 1] == ranks_first[task] + 1
+            for other in range(tasks_first[rank], tasks_first[rank + 1]):
+                if tasks[other] != task and earliest[tasks[other]] >= 0:
+                    is_best = is_best and earliest[tasks[other]] >= durations[task]
+            if is_best:
+                options[rank, 0] = task
+                num_options[rank] = 1
+                break
+            options[rank, num_options[rank]] = task
+            num_options[rank] += 1
+        total *= num_options[rank]
+
+    if total > len(children):
+        return TOO_MANY
+    found = 0
+    for _ in range(total):
+        # The state after these choices.
+        child = children[found]
+        copy(key, child)
+        is_possible = True
+        for rank in range(num_ranks):
+            task = options[rank, choice[rank]]
+            if task < 0:
+                continue
+            for i in range(ranks_first[task], ranks_first[task + 1]):
+                is_possible = is_possible and child[num_tasks + ranks[i]] < 0
+                child[num_tasks + ranks[i]] = task
+                child[num_tasks + num_ranks + ranks[i]] = durations[task]
+            child[task] += 1
+        for rank in range(num_ranks):  # the next choice
+            choice[rank] += 1
+            if choice[rank] < num_options[rank]:
+                break
+            choice[rank] = 0
+        if not is_possible:
+            continue
+        passes = np.int64(-1)
+        for rank in range(num_ranks):
+            if child[num_tasks + rank] >= 0:
+                still = child[num_tasks + num_ranks + rank]
+                passes = still if passes < 0 else min(passes, still)
+        if passes < 0:
+            continue  # all wait
+        for rank in range(num_ranks):
+            if child[num_tasks + rank] >= 0:
+                child[num_tasks + num_ranks + rank] -= passes
+                if child[num_tasks + num_ranks + rank] == 0:
+                    child[num_tasks + rank] = -1
+        passed[found] = passes
+        found += 1
+    return found
