@@ -127,6 +127,7 @@ def test_starts_that_other_programs_disturbed_do_not_count() -> None:
     quiet, loud = StepTimes((10, 11, 12)), StepTimes((30, 31, 32), (), 0.9)
     assert of_starts([loud, quiet, loud, quiet]).steps_us == 2 * quiet.steps_us
     assert of_starts([loud, loud]) == replace(loud, steps_us=2 * loud.steps_us)
+    assert of_starts([loud, replace(loud, missing_cores=0.6)]) == replace(loud, missing_cores=0.6)
 
 
 def test_a_plan_is_run_and_shown_once(confirmed: Confirm, answer: Answer) -> None:

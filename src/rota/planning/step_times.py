@@ -8,7 +8,9 @@ from statistics import mean, median, quantiles
 
 from rota.timeline import Timeline
 
-_DISTURBED = 0.1  # cores that other programs take away, from which on a start is left out if there are others
+_DISTURBED = (
+    0.1  # cores that other programs take away more than in the quietest start, from which on a start is left out
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,9 @@ class StepTimes:
 
 
 def of_starts(starts: Sequence[StepTimes]) -> StepTimes:
-    """The steps of several starts of one plan, without those that other programs disturbed, if not all were."""
-    counted = [start for start in starts if start.missing_cores < _DISTURBED] or starts
+    """The steps of several starts of one plan, without those that other programs disturbed more than the quietest."""
+    most = min(start.missing_cores for start in starts) + _DISTURBED
+    counted = [start for start in starts if start.missing_cores < most]
     return StepTimes(
         tuple(us for start in counted for us in start.steps_us),
         tuple(timeline for start in counted for timeline in start.timelines),
