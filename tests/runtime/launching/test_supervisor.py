@@ -162,6 +162,28 @@ def test_a_script_without_a_pipeline_is_an_error(tmp_path: Path, monkeypatch: py
         launched(tmp_path, monkeypatch, "pass", max_restarts=3)
 
 
+ENDS_THE_STAND_BY = """
+import os, signal, time
+def stand_bys():
+    children = open(f"/proc/{{os.getppid()}}/task/{{os.getppid()}}/children").read().split()
+    return [child for child in children if b"stand_by_process" in open(f"/proc/{{child}}/cmdline", "rb").read()]
+report("opens")
+if rank == 0 and count() == 0:
+    before = set(stand_bys())
+    os.kill(int(stand_bys()[0]), signal.SIGKILL)
+    while not set(stand_bys()) - before:
+        time.sleep(0.01)
+    os._exit(9)
+report("closes")
+"""
+
+
+def test_another_stand_by_replaces_one_that_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the ranks run: the rank fails once there is another."""
+    told = launched(tmp_path, monkeypatch, ENDS_THE_STAND_BY.format(), max_restarts=1)
+    assert told == ["rank 0 ended with exit code 9: restart 1 of 1"]
+
+
 # --- the launcher itself ----------------------------------------------------------------------------------------------
 
 LAUNCHER = """

@@ -101,7 +101,7 @@ def launch(
         while True:
             with Ranks(folder, requests) as ranks:
                 if not stand_by.is_alive():
-                    stand_by = stack.enter_context(StandBy(_inherited() | of_ranks, for_restarts=True))
+                    stand_by.replace()
                 of_start = _inherited() | of_ranks | restart_environment(restarts.num_all)
                 environments = [of_start | of_rank for of_rank in meeting_environments(folder.path, num_processes)]
                 try:

@@ -129,6 +129,8 @@ class Ranks:
         except StandByEndedError as error:
             raise RankFailed(str(error)) from None
         self._guard([stand_by.pid])
+        if stand_by.for_restarts:
+            self._selector.register(stand_by.line, selectors.EVENT_READ, stand_by)
 
     def _fork(
         self,
@@ -202,7 +204,11 @@ class Ranks:
     def _wait_for_event(self) -> None:
         """Wait for the next message, end of a process or signal, and record it."""
         timeout_s = None if self._deadline_s is None else max(self._deadline_s - time.monotonic(), 0)
-        ready = [(key.data, key.fileobj) for key, _ in self._selector.select(timeout_s) if key.data is not None]
+        events = [(key.data, key.fileobj) for key, _ in self._selector.select(timeout_s)]
+        for of, _ in events:
+            if isinstance(of, StandBy):
+                self._keep_stand_by(of)
+        ready = [(of, source) for of, source in events if isinstance(of, _Rank)]
         for rank, source in ready:
             if source is rank.line:
                 self._receive(rank)
@@ -210,6 +216,17 @@ class Ranks:
         # Of ranks that ended at the same moment, killed ones come first: they did not end because others did.
         for rank in sorted(ended, key=lambda rank: rank.exit_code() > 0):
             self._note_end(rank)
+
+    def _keep_stand_by(self, stand_by: StandBy) -> None:
+        """Another stand-by shall be ready when ranks fail: it has become ready, or the one before it has ended."""
+        self._selector.unregister(stand_by.line)
+        with suppress(OSError, StandByEndedError):  # else the next start of ranks makes one, or says why it cannot
+            if stand_by.is_ready:
+                stand_by.replace()
+                self._guard([stand_by.pid])
+            else:
+                stand_by.note_ready()
+            self._selector.register(stand_by.line, selectors.EVENT_READ, stand_by)
 
     def _receive(self, rank: _Rank) -> None:
         messages, is_open = control.received(rank.line)
