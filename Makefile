@@ -74,7 +74,7 @@ fuzz: $(READY) ## read wrong files and checkpoints, run 2,000 random plans, and 
 
 soak: $(READY) ## run 1,000 steps in a row, then train for 30 minutes while ranks are killed (ROTA_SOAK_MINUTES)
 	ROTA_SOAK_STEPS=1000 $(BIN)/pytest --timeout 600 tests/runtime/test_leftovers.py
-	$(BIN)/python benchmarks/reliability/main.py --minutes $${ROTA_SOAK_MINUTES:-30} --write
+	$(BIN)/python benchmarks/reliability/soak.py --minutes $${ROTA_SOAK_MINUTES:-30}
 
 check: $(READY) ## lint, formatting, types, and what the pages say: links, files, names, commands
 	$(BIN)/ruff check

@@ -52,7 +52,8 @@ def told(folder: Path) -> list[tuple[int, float, Any]]:
 
 def assert_nothing_left(folder: Path) -> None:
     assert not [path for path in (folder / "run").iterdir() if not re.fullmatch(r"step-\d+|\.rota\.lock", path.name)]
-    assert not [path for path in (folder / "tmp").iterdir() if not path.name.startswith("torchinductor")]
+    of_torch = ("torchinductor_", "torchelastic_")
+    assert not [path for path in (folder / "tmp").iterdir() if not path.name.startswith(of_torch)]
     for process in Path("/proc").glob("[0-9]*"):
         try:
             assert (process / "cwd").readlink() != folder, (process / "cmdline").read_text()

@@ -109,7 +109,7 @@ def launch(
         while not is_over:
             with Ranks(folder, requests) as ranks:
                 if not stand_by.is_alive():
-                    stand_by = stack.enter_context(StandBy(_inherited() | of_ranks, for_restarts=True))
+                    stand_by.replace()
                 of_start = {
                     **(_inherited() | of_ranks),
                     **write_plan(crew.plan, folder.path),

@@ -131,6 +131,8 @@ class Ranks:
         except StandByEndedError as error:
             raise RankFailed(str(error)) from None
         self._guard([stand_by.pid])
+        if stand_by.for_restarts:
+            self._selector.register(stand_by.line, selectors.EVENT_READ, stand_by)
 
     def _fork(
         self,
@@ -209,7 +211,11 @@ class Ranks:
         """Wait for the next message, end of a process or signal, or until a time, and record it."""
         times_s = [time_s for time_s in (self._deadline_s, until_s) if time_s is not None]
         timeout_s = max(min(times_s) - time.monotonic(), 0) if times_s else None
-        ready = [(key.data, key.fileobj) for key, _ in self._selector.select(timeout_s) if key.data is not None]
+        events = [(key.data, key.fileobj) for key, _ in self._selector.select(timeout_s)]
+        for of, _ in events:
+            if isinstance(of, StandBy):
+                self._keep_stand_by(of)
+        ready = [(of, source) for of, source in events if isinstance(of, _Rank)]
         for rank, source in ready:
             if source is rank.line:
                 self._receive(rank)
@@ -217,6 +223,17 @@ class Ranks:
         # Of ranks that ended at the same moment, killed ones come first: they did not end because others did.
         for rank in sorted(ended, key=lambda rank: rank.exit_code() > 0):
             self._note_end(rank)
+
+    def _keep_stand_by(self, stand_by: StandBy) -> None:
+        """Another stand-by shall be ready when ranks fail: it has become ready, or the one before it has ended."""
+        self._selector.unregister(stand_by.line)
+        with suppress(OSError, StandByEndedError):  # else the next start of ranks makes one, or says why it cannot
+            if stand_by.is_ready:
+                stand_by.replace()
+                self._guard([stand_by.pid])
+            else:
+                stand_by.note_ready()
+            self._selector.register(stand_by.line, selectors.EVENT_READ, stand_by)
 
     def _receive(self, rank: _Rank) -> None:
         messages, is_open = control.received(rank.line)

@@ -71,13 +71,18 @@ class StandBy:
 
     def __init__(self, environment: Mapping[str, str], for_restarts: bool) -> None:
         self._environment = dict(environment)
+        self.for_restarts = for_restarts
         self._modules = _MODULES + (_OF_RESTARTS if for_restarts else ())
         self._stack = ExitStack()
         #: Whether it has imported everything.
         self.is_ready = False
 
     def __enter__(self) -> StandBy:
-        with self._stack as stack:
+        self._start()
+        return self
+
+    def _start(self) -> None:
+        with ExitStack() as stack:
             self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             stack.callback(self.line.close)
             module = "rota.runtime.launching.stand_by_process"
@@ -91,7 +96,12 @@ class StandBy:
             stack.callback(self._process.wait)
             stack.callback(self._process.kill)
             self._stack = stack.pop_all()
-        return self
+
+    def replace(self) -> None:
+        """Start another process, which will be ready later, instead of one that has ended."""
+        self._stack.close()
+        self.is_ready = False
+        self._start()
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
