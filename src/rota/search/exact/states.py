@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from rota.search.bounds.heads_tails import both_sides, find_heads
 from rota.search.bounds.memory_headroom import find_headroom
 from rota.search.budget import Budget
-from rota.search.compiled import loop
+from rota.search.compiled import copy, loop
 from rota.search.problem import NO_LIMIT, Integers, Orders, Problem, Rows, without_common_tasks
 from rota.search.transfer_levels import counting_transfers
 from rota.stopping import look
@@ -266,7 +266,8 @@ def _find(keys, table, meta, key):  # type: ignore[no-untyped-def]
             return state
         at = (at + 1) & mask
     state = meta[_STATES]
-    keys[state] = key
+    for i in range(len(key)):
+        keys[state, i] = key[i]
     table[at] = state
     meta[_STATES] += 1
     return state
@@ -436,7 +437,7 @@ def _explore(  # type: ignore[no-untyped-def]
 
         for _ in range(total):
             # The state after these choices.
-            child[:] = key
+            copy(key, child)
             is_possible = True
             for rank in range(num_ranks):
                 task = options[rank, choice[rank]]
