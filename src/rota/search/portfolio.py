@@ -184,8 +184,7 @@ class Portfolio:
             with compiling.paused():
                 for name, plan in self._named_plans():
                     self._simulate(name, plan)
-            compiling.wait_for(*parts)  # after that all of them are taken again
-            self.named.clear()
+            compiling.wait_for(*parts)
 
     def _simulate(self, name: str, plan: Plan) -> None:
         try:
@@ -232,6 +231,7 @@ class Portfolio:
     # --- methods --------------------------------------------------------------------------------------------------
 
     def _take_named(self) -> None:
+        self.named.clear()  # of those that were simulated while loops were being compiled
         for name, plan in self._named_plans():
             self._take_plan(name, plan)
 
