@@ -25,6 +25,8 @@ class Kind(StrEnum):
     W = "W"  #: gradients of the weights only
     R = "R"  #: recompute: forward once more, for activations that were not kept
 
+    __hash__ = str.__hash__  # that of enumerations is written in Python: dictionaries by op would be slow
+
     @property
     def makes_weight_gradients(self) -> bool:
         """Whether ops of this kind make weight gradients: B and W."""

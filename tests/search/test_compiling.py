@@ -64,6 +64,23 @@ def test_no_worse_than_named_schedules_while_compiling(
     assert {named.name for named in result.named} == set(plans)
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_micro_batches_that_differ_are_planned_no_worse_without_time(
+    monkeypatch: pytest.MonkeyPatch, is_compiled: bool
+) -> None:
+    """The first of their two searches may use up the time, such as by compiling."""
+    cluster = Cluster.uniform(2, latency_us=1)
+    placements = [place(Costs([us, 2 * us], [2 * us, us]), cluster) for us in (3, 10)]
+    placement = Placement.of_classes(placements, [0, 1, 0, 1, 1, 0])
+    best_us = min(simulate(plan).makespan_us for _, plan in named_plans(placement, 6, lambda _: None))
+    if is_compiled:
+        compiling.wait_for(*compiling.Part)
+        result = find_plan(placement, 6, time_limit_s=1e-6)
+    else:
+        result = find_while_compiling(monkeypatch, placement, 6, "makespan")
+    assert result.makespan_us <= best_us
+
+
 def find_while_compiling(
     monkeypatch: pytest.MonkeyPatch, placement: Placement, num_microbatches: int, objective: str
 ) -> SearchResult:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from rota.errors import SearchError
 from rota.planning.candidate import Candidate
@@ -44,9 +43,9 @@ def search_finalists(sweep: Sweep) -> None:
 
 def _compiling_s() -> float:
     """Seconds until the search runs: the first one on a machine compiles itself."""
-    from rota.search import timing
+    from rota.search.compiling import are_on_disk
 
-    return 0.0 if any(Path(timing.__file__).parent.rglob("*.nbi")) else _COMPILING_S
+    return 0.0 if are_on_disk() else _COMPILING_S
 
 
 def _seconds(sweep: Sweep) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from numba import njit
 
 #: For loops that Python calls.
-loop = njit(cache=True, nogil=True)
+loop = njit(cache=True, nogil=True, no_cfunc_wrapper=True)  # type: ignore[call-overload]
 #: For loops that only other loops call: calling one from Python ends the process.
 inner = njit(cache=True, nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[call-overload]
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 from numba import njit
@@ -30,7 +31,7 @@ from rota.search.periodic.loop import Loop
 from rota.search.periodic.modulo import Interval
 from rota.search.periodic.offsets import anneal_offsets
 from rota.search.problem import NO_LIMIT, Orders, Problem
-from rota.search.timing import Tables, peaks, score, start_times
+from rota.search.timing import Tables, peaks, replay, score, start_times
 from rota.search.transfer_levels import Transfers, peaks_with_transfers
 from rota.stopping import look
 
@@ -90,9 +91,9 @@ class _Compiler:
         """Returns when these parts are compiled (True), or after `most_s`. Raises Stopped if the search must stop."""
         waited_s = 0.0
         while not self.is_ready(*parts):
-            look()
             if waited_s >= most_s:
                 return False
+            look()
             with self._changed:
                 self._changed.wait(_LOOK_EVERY_S)
             waited_s += _LOOK_EVERY_S
@@ -138,6 +139,11 @@ class _Pauses(event.Listener):
 
 _compiler = _Compiler()
 is_ready, wait_for, paused = _compiler.is_ready, _compiler.wait_for, _compiler.paused
+
+
+def are_on_disk() -> bool:
+    """Whether an earlier process has compiled loops: where numba keeps them, in `NUMBA_CACHE_DIR` if that is set."""
+    return any(Path(replay.stats.cache_path).glob("timing.replay-*.nbi"))
 
 
 # --- each part's loops, used once on a small step --------------------------------------------------------------------

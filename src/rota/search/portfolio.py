@@ -57,7 +57,7 @@ _TURN_S = 0.01  # nominal cost of a turn itself, so that idle turns use up the b
 _AUTO_S_PER_OP = 0.0006  # nominal seconds that zb_auto costs per op
 _MOST_STEADY_TASKS = 200  # up to here the middle of a plan is tried as a steady state
 _WITHIN_S_PER_TASK = 0.01  # nominal seconds that this costs
-_CHECK_S_PER_OP = 8e-6  # real seconds to make and check the plan in the end
+_CHECK_S_PER_OP = 4e-6  # real seconds to make and check the plan in the end
 _HALVINGS = 5
 _FEW_OPS, _FEW_GUESSES = 3_000, 4  # in longer steps fewer priorities are tried for holding less
 _EXACT_OPS = 400  # up to here CP-SAT may prove a whole step
@@ -67,7 +67,7 @@ _NAMED_S = 0.35  # real seconds for loading and named schedules, even if the sea
 _LOADING_S = 0.1  # real seconds in which loops that were compiled before are mostly loaded
 _MOST_RESERVES = 20  # how often to guess the memory reserved for transfers
 
-_ALWAYS = (Part.TIMING, Part.DISPATCHING, Part.BOUNDS)
+_ALWAYS = (Part.TIMING, Part.DISPATCHING)
 
 _Measure = Literal["makespan", "span"]
 _Improve = Callable[[Problem, Orders, _Measure, int, Budget, int], Orders]
@@ -157,26 +157,37 @@ class Portfolio:
             self._find_period()
             return
         self.incumbent.offer(serial(self.problem), _SERIAL)
-        bound = bounds.best(self.problem, self.measure)
-        self.bound_us, self.why = bound.us, bound.why
+        if self.given is not None:
+            self._take_named()  # at once: the search that made them may have used up the time
+        most_s = float("inf") if self.budget.deterministic else _LOADING_S
+        if is_bounded := compiling.wait_for(Part.BOUNDS, most_s=most_s):
+            self._bound()
         self._dispatch(guesses(self.problem))
-        self._take_named()
+        if not is_bounded:
+            compiling.wait_for(Part.BOUNDS)
+            self._bound()
+        if self.given is None:
+            self._take_named()
         for method in (self._take_turns,) if self.given is not None else (self._take_auto, self._take_turns):
             if not self.is_over:
                 method()
         if self.incumbent.orders is not None:
             self._hold_less()
 
+    def _bound(self) -> None:
+        bound = bounds.best(self.problem, self.measure)
+        self.bound_us, self.why = bound.us, bound.why
+
     def _compile(self) -> None:
         """Waits until what every search needs is compiled; if that takes long, tries named schedules without it."""
         parts = [*_ALWAYS, Part.TRANSFERS] if self.incumbent.transfers_hold else [*_ALWAYS]
         self.budget.last_at_least(_NAMED_S)
-        if not compiling.wait_for(*parts, most_s=_LOADING_S):
+        compiling.is_ready(*parts, Part.BOUNDS)  # asks for them
+        if not compiling.wait_for(*parts, most_s=_LOADING_S if self.given is None else 0.0):
             with compiling.paused():
                 for name, plan in self._named_plans():
                     self._simulate(name, plan)
-            compiling.wait_for(*parts)  # after that all of them are taken again
-            self.named.clear()
+            compiling.wait_for(*parts)
 
     def _simulate(self, name: str, plan: Plan) -> None:
         try:
@@ -223,6 +234,7 @@ class Portfolio:
     # --- methods --------------------------------------------------------------------------------------------------
 
     def _take_named(self) -> None:
+        self.named.clear()  # of those that were simulated while loops were being compiled
         for name, plan in self._named_plans():
             self._take_plan(name, plan)
 
@@ -286,7 +298,7 @@ class Portfolio:
 
     def _find_period(self) -> None:
         """Spends the whole budget on the steady state, which the plan then follows."""
-        compiling.wait_for(Part.OFFSETS)
+        compiling.wait_for(Part.BOUNDS, Part.OFFSETS)
         self._unroll(1.0, 0)
 
     def _unroll(self, part: float, turn: int) -> None:

@@ -11,7 +11,9 @@ Where the cluster has shared links, these are ranks, and the transfers that they
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from graphlib import TopologicalSorter
@@ -296,14 +298,15 @@ class Problem:
     def to_plan(self, orders: Orders) -> Plan:
         """The plan of these orders."""
         num_components = self.placement.num_components
-        ops = [
-            [Op(task.stage, task.kind, m) for m in range(component, self.num_microbatches, num_components)]
-            for task, component in zip(self.placement.tasks, self.placement.component_of, strict=True)
-        ]
-        rows = []
-        for rank in range(self.num_ranks):
-            following = [iter(row) for row in ops]
-            rows.append(tuple(next(following[task]) for task in self._row(orders, rank)))
+        with _uncollected():
+            ops = [
+                [Op(task.stage, task.kind, m) for m in range(component, self.num_microbatches, num_components)]
+                for task, component in zip(self.placement.tasks, self.placement.component_of, strict=True)
+            ]
+            rows = []
+            for rank in range(self.num_ranks):
+                following = [iter(row) for row in ops]
+                rows.append(tuple(map(next, map(following.__getitem__, self._row(orders, rank)))))
         plan = Plan(self.given, self.num_microbatches, tuple(rows))
         return replace(plan, service_orders=self._served(plan, orders)) if self.given.cluster.shared else plan
 
@@ -338,6 +341,18 @@ class Problem:
     def _row(self, orders: Orders, rank: int) -> list[int]:
         row: list[int] = orders[self.first_op[rank] : self.first_op[rank + 1]].tolist()
         return row
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage is collected in the block, which makes so many tuples that this would cost several times as much."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def reserving(problem: Problem, more_bytes: Integers) -> Problem:

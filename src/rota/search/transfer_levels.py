@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rota.search.compiled import loop
+from rota.search.compiled import inner, loop
 from rota.search.problem import NO_LIMIT, Integers, Problem
 
 _TRANSFER_ENDS, _OP_ENDS, _TRANSFER_STARTS, _OP = range(4)  # the order of events at one instant, as in `rota.memory`
@@ -92,10 +92,33 @@ def peaks_with_transfers(tables, transfers, orders, starts_us):  # type: ignore[
                     keys[n], changes[n] = 4 * end + _TRANSFER_ENDS, -num_bytes
                     n += 1
         level = np.int64(0)
-        for i in np.argsort(keys, kind="mergesort"):  # stable: ops at one instant stay in the rank's order
+        for i in in_order(keys):  # stable: ops at one instant stay in the rank's order
             level += changes[i]
             peaks[r] = max(peaks[r], level)
     return peaks
+
+
+@inner
+def in_order(keys):  # type: ignore[no-untyped-def]
+    """int64[num_keys]: the indexes of the keys in ascending order, by merge sort; equal keys stay in their sequence."""
+    num_keys, width = len(keys), 1
+    order, merged = np.empty(num_keys, np.int64), np.empty(num_keys, np.int64)
+    for i in range(num_keys):
+        order[i] = i
+    while width < num_keys:
+        for first in range(0, num_keys, 2 * width):
+            middle, end = min(first + width, num_keys), min(first + 2 * width, num_keys)
+            left, right = first, middle
+            for i in range(first, end):
+                if right == end or (left < middle and keys[order[left]] <= keys[order[right]]):
+                    merged[i] = order[left]
+                    left += 1
+                else:
+                    merged[i] = order[right]
+                    right += 1
+        order, merged = merged, order
+        width *= 2
+    return order
 
 
 def counting_transfers(problem: Problem) -> Problem:

@@ -100,7 +100,8 @@ def find(keys, table, meta, key):  # type: ignore[no-untyped-def]
             return state
         at = (at + 1) & mask
     state = meta[STATES]
-    keys[state] = key
+    for i in range(len(key)):
+        keys[state, i] = key[i]
     table[at] = state
     meta[STATES] += 1
     return state
