@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 import time
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -148,46 +149,56 @@ def dispatch(t, policy, start):  # type: ignore[no-untyped-def]
 
 
 def plain(placement: Placement, t: Tables) -> list[Policy]:
-    """Tasks as early as a micro-batch allows, or with some slack; caps by what memory allows, shared by the stages."""
+    """By the kinds of tasks, then by times; what comes last is tried first."""
     heads, order = np.zeros(len(t.duration)), np.argsort([task.kind is Kind.W for task in placement.tasks])
     for _ in placement.tasks:  # longest paths
         for task in order:
             for i in range(t.first_input[task], t.first_input[task + 1]):
                 source = t.inputs[i]
                 heads[task] = max(heads[task], heads[source] + t.duration[source] + t.lags[i])
-    on = range(len(t.limit))
-    work = np.array([t.duration[t.tasks[t.first_task[r] : t.first_task[r + 1]]].sum() for r in on])
+    on = [t.tasks[t.first_task[r] : t.first_task[r + 1]] for r in range(len(t.limit))]
+    period = float(max(t.duration[tasks].sum() for tasks in on))
     is_weight = np.array([task.kind is Kind.W for task in placement.tasks])
-    forwards = [i for i in range(len(t.duration)) if t.backward[i] >= 0]
-    per_rank = np.array([sum(max(t.held[i], 0) for i in t.tasks[t.first_task[r] : t.first_task[r + 1]]) for r in on])
-    room = max(int(min(t.limit // np.maximum(per_rank, 1))), 1)
+    is_forward, depth = t.backward >= 0, heads / max(heads.max(), 1)
     result = []
-    for slack in (1.0, 1.5, 2.0, 3.0):
-        for later in (0.0, 1e9):
-            for extra in (1.0, 1.5, 0.75):
-                for patience in (0.0, 0.5, 2.0):
-                    cap = np.full(len(t.duration), NEVER)
-                    for i in forwards:  # the deeper a forward, the sooner its backward
-                        span = heads[t.backward[i]] - heads[i]
-                        most = max(heads[t.backward[j]] - heads[j] for j in forwards)
-                        cap[i] = max(round(min(2 * room, t.count) * extra * span / most), 1)
-                    start = slack * heads + later * is_weight
-                    result.append(Policy(start, float(work.max()), cap, np.full(len(t.limit), patience)))
+    for patience, extra, least in product((0.0, 0.5, 1.0, 2.0), (1.5, 1.0, 0.9), (0, 1, 2)):
+        cap, patient = caps(t, heads, on, extra, least), np.full(len(t.limit), patience)
+        for slack, later in product((1.0, 1.5, 2.0), (0.0, 1e9)):
+            result.append(Policy(slack * heads + later * is_weight, period, cap, patient))
+        for forward, way in product((0, 2), (-1, 1)):  # backwards are 1, what is deepest in the pipeline goes first
+            place = np.where(is_weight, 3, np.where(is_forward, forward, 1))
+            wished = place + 0.5 * depth * np.where(is_forward, -1, way)
+            result.append(Policy(wished * period, 0.0, cap, patient))
     return result
+
+
+def caps(t: Tables, heads: Floats, on: list[Integers], extra: float, least: int) -> Integers:
+    """What fits on a rank, shared by its forwards: the sooner a backward follows, the less."""
+    cap = np.full(len(t.duration), NEVER)
+    for rank, tasks in enumerate(on):
+        forwards = tasks[t.backward[tasks] >= 0]
+        if not len(forwards):
+            continue
+        fitting = min(t.limit[rank] / max(t.held[forwards].mean(), 1), t.count * len(forwards))
+        span = heads[t.backward[forwards]] - heads[forwards]
+        shares = np.rint(least + (extra * fitting - least * len(forwards)) * span / max(span.sum(), 1))
+        cap[forwards] = np.minimum(cap[forwards], np.maximum(shares, 1))
+    return cap
 
 
 def changed(policy: Policy, t: Tables, random: np.random.Generator) -> Policy:
     """One change: caps, priorities or patience of one task or of neighbours."""
     start, cap, patience = policy.start.copy(), policy.cap.copy(), policy.patience.copy()
+    work = t.duration.sum() / len(t.limit)
     forwards = np.flatnonzero(t.backward >= 0)
     what, width = random.integers(5), 1 if random.random() < 0.5 else int(random.integers(1, len(t.limit) + 1))
     if what < 2 and len(forwards):
         first = random.integers(len(forwards))
         chosen = forwards[first : first + width]
-        cap[chosen] = np.maximum(cap[chosen] + random.choice([-2, -1, 1, 2]), 1)
+        cap[chosen] = np.maximum(np.minimum(cap[chosen], t.count) + random.choice([-2, -1, 1, 2]), 1)
     elif what < 4:
         first = random.integers(len(start))
-        start[first : first + width] += policy.period * random.normal() * random.choice([0.3, 1.0, 3.0])
+        start[first : first + width] += work * random.normal() * random.choice([0.3, 1.0, 3.0])
     elif random.random() < 0.3:
         patience[:] = np.maximum(patience + 0.5 * random.normal(), 0)
     else:

@@ -1,14 +1,14 @@
 """Policies of list scheduling, and a climb over them.
 
 A policy says when tasks would like to start, how patient ranks are, what they may hold, and how many micro-batches may
-be between a forward and its backward. Good caps for a chain are those of 1F1B, one less from stage to stage; elsewhere
-nobody knows them, so they are climbed over with the rest.
+be between a forward and its backward. Good caps for a chain are those of 1F1B, one less from stage to stage. Elsewhere
+caps that fill the memory of each rank are a good beginning, and they are climbed over with the rest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import numpy as np
@@ -17,14 +17,22 @@ from numpy.typing import NDArray
 from rota.search.dispatching import NO_CAP, OPS_PER_DISPATCH, Dispatcher, busiest_us, from_starts
 from rota.search.problem import NO_LIMIT, Integers, Orders, Problem
 from rota.search.timing import score
+from rota.tasks import Kind
 
 _SPREADS = (1.6, 1.3, 2.0, 1.0, 3.0, 0.7)  # how much longer a micro-batch may last than it has to
 _PATIENCES = (2.0, 1.0, 0.5, 0.25, 0.0)
 _ROOMS = (None, 2.0, 1.5, 3.0)  # caps in parts of the micro-batches that fit; None: no caps
+
+#: (caps in parts of the memory of a rank, what each forward has at least); None: no caps
+_FILLS = ((1.0, 1), (1.0, 2), (1.2, 0), (0.9, 0), (None, 0))
+_HOW_PATIENT = (0.5, 1.0, 0.0, 2.0)
+_ORDERS = ((0, 1, 2), (1, 0, 2), (1, 2, 0))  # places of forwards, backwards and weight gradients
 _PLAIN_PART = 0.3  # of the tries, as long as there are plain policies
 
-_HEAT = 0.005  # by what part a step may readily become longer at the beginning of a cycle
+_NEVER_US = 1 << 61
+_HEAT = 0.001  # by what part a step may readily become longer at the beginning of a cycle
 _FIRST_CYCLE = 300  # tries
+_BETTER_PART = 0.7  # of the tries, for the walk that has found the better plan
 _GOOD = 6  # plain policies that are kept
 
 Objectives = tuple[int, int]  #: µs of the objective, then of the other one of makespan and span
@@ -42,8 +50,38 @@ class Policy:
     caps: Integers  #: int64[num_tasks]
 
 
+@dataclass
+class _Walk:
+    """Annealing on policies of one family; `policy` is where it is, at a step of `at_us`."""
+
+    plain: Iterator[Policy]
+    policy: Policy | None = None
+    at_us: int | None = None
+    best: Policy | None = None
+    best_us: int = _NEVER_US
+    good: list[tuple[int, Policy]] = field(default_factory=list)  # plain ones, from which every other cycle begins
+    tries: int = 0
+    cycle: int = _FIRST_CYCLE
+    cycles: int = 0
+
+    def heat(self, random: np.random.Generator) -> float:
+        """By how much a step may readily become longer; it falls to 0 in each cycle, and cycles become longer."""
+        self.tries += 1
+        if self.tries > self.cycle:
+            self.tries, self.cycle, self.cycles = 0, self.cycle * 5 // 4, self.cycles + 1
+            if self.cycles % 2 and self.good:
+                self.at_us, self.policy = self.good[int(random.integers(len(self.good)))]
+            elif self.best is not None:
+                self.at_us, self.policy = self.best_us, self.best
+        return _HEAT * (1 - self.tries / self.cycle)
+
+
 class Climb:
-    """Annealing on policies: plain ones, and in between them changes of the best one, or of a good plain one."""
+    """Annealing on policies: plain ones, and in between them changes of the best one, or of a good plain one.
+
+    Those that go by the kinds of tasks and those that go by times are two walks, as either family may be the better
+    one to begin with; the walk that has found the better plan has more tries.
+    """
 
     def __init__(self, problem: Problem, is_span: bool, seed: int) -> None:
         self.problem = problem
@@ -51,14 +89,12 @@ class Climb:
         self.random = np.random.default_rng(seed)
         self.dispatcher = Dispatcher(problem)
         self.capped = np.flatnonzero(self.dispatcher.memory.backward_of >= 0)
+        #: Per task that has a cap, µs between it and its backward.
+        self.between_us = problem.heads_us[self.dispatcher.memory.backward_of] - problem.heads_us
+        self.most = _most_in_flight(problem)
         self.largest_held_bytes = _largest_held_bytes(problem)
         self.period_us = busiest_us(problem)
-        self.plain = self._plain()
-        self.policy: Policy | None = None  # where the climb is, at a step of `at_us`
-        self.at_us: int | None = None
-        self.tries, self.cycle, self.cycles = 0, _FIRST_CYCLE, 0
-        self.good: list[tuple[int, Policy]] = []  # the best plain ones, from which every other cycle begins
-        self.best: Policy | None = None
+        self.walks = [_Walk(self._by_kind()), _Walk(self._by_time())]
         self.key: Objectives | None = None
         self.orders: Orders | None = None
 
@@ -69,38 +105,51 @@ class Climb:
 
     def try_one(self) -> None:
         """Tries the next plain policy, or a change of the best."""
-        is_plain = self.policy is None or self.random.random() < _PLAIN_PART
-        plain = policy = next(self.plain, None) if is_plain else None
+        better, other = sorted(self.walks, key=lambda walk: walk.best_us)
+        walk = better if self.random.random() < _BETTER_PART else other
+        is_plain = walk.policy is None or self.random.random() < _PLAIN_PART
+        plain = policy = next(walk.plain, None) if is_plain else None
         if policy is None:
-            assert self.policy is not None, "there are plain policies"
-            policy = self._changed(self.policy)
+            assert walk.policy is not None, "there are plain policies"
+            policy = self._changed(walk.policy)
         priorities = from_starts(self.problem, policy.starts_us, policy.period_us)
         orders = self.dispatcher(priorities, policy.patience, policy.limits_bytes, policy.caps)
         timed = None if orders is None else score(self.problem, orders)
         if timed is None:
-            self.policy = self.policy or policy
+            walk.policy = walk.policy or policy
             return
         key = (timed.span_us, timed.makespan_us) if self.is_span else (timed.makespan_us, timed.span_us)
         if plain is not None:
-            self.good = sorted([*self.good, (key[0], plain)], key=lambda pair: pair[0])[:_GOOD]
+            walk.good = sorted([*walk.good, (key[0], plain)], key=lambda pair: pair[0])[:_GOOD]
         chance = 1 - self.random.random()
-        if self.at_us is None or key[0] <= self.at_us * (1 - self._heat() * np.log(chance)):
-            self.policy, self.at_us = policy, key[0]
+        if walk.at_us is None or key[0] <= walk.at_us * (1 - walk.heat(self.random) * np.log(chance)):
+            walk.policy, walk.at_us = policy, key[0]
+        if key[0] <= walk.best_us:
+            walk.best, walk.best_us = policy, key[0]
         if self.key is None or key <= self.key:
-            self.best, self.key, self.orders = policy, key, orders
+            self.key, self.orders = key, orders
 
-    def _heat(self) -> float:
-        """By how much a step may readily become longer; it falls to 0 in each cycle, and cycles become longer."""
-        self.tries += 1
-        if self.tries > self.cycle:
-            self.tries, self.cycle, self.cycles = 0, self.cycle * 5 // 4, self.cycles + 1
-            if self.cycles % 2 and self.good:
-                self.at_us, self.policy = self.good[int(self.random.integers(len(self.good)))]
-            elif self.key is not None:
-                self.at_us, self.policy = self.key[0], self.best
-        return _HEAT * (1 - self.tries / self.cycle)
+    def _plain(self, starts: Floats, period_us: float, patience: float, caps: Integers) -> Policy:
+        patiences = np.full(len(self.problem.limits_bytes), patience)
+        return Policy(starts, period_us, patiences, self.problem.limits_bytes, caps)
 
-    def _plain(self) -> Iterator[Policy]:
+    def _by_kind(self) -> Iterator[Policy]:
+        """Forwards before backwards or after them; of a kind, what is deepest goes first. No time counts.
+
+        Caps keep the forwards back, so they may go first: what is deepest then never waits.
+        """
+        problem, tasks = self.problem, self.problem.placement.tasks
+        depths = problem.heads_us / max(int(problem.heads_us.max(initial=0)), 1)
+        is_forward = self.dispatcher.memory.backward_of >= 0
+        is_weight = np.array([task.kind is Kind.W for task in tasks])
+        all_caps = [self._filling_caps(*shape) for shape in (_FILLS if len(self.capped) else _FILLS[-1:])]
+        for order, way in product(_ORDERS, (-1.0, 1.0)):
+            places = np.select([is_forward, is_weight], [order[0], order[2]], order[1])
+            for caps, (other_way, patience) in product(all_caps, product((1.0, -1.0), _HOW_PATIENT)):
+                starts = places + 0.5 * depths * np.where(is_forward, way, other_way)
+                yield self._plain(self.period_us * starts, 0.0, patience, caps)
+
+    def _by_time(self) -> Iterator[Policy]:
         """Tasks that nothing waits for come last of all, or when their turn comes."""
         problem = self.problem
         heads = problem.heads_us.astype(np.float64)
@@ -109,9 +158,7 @@ class Climb:
         all_caps = [self._caps(room) for room in (_ROOMS if len(self.capped) else _ROOMS[:1])]
         put_offs = (0.0,) if is_read.all() else (last, 0.0)
         for put_off, spread, patience, caps in product(put_offs, _SPREADS, _PATIENCES, all_caps):
-            patiences = np.full(len(problem.limits_bytes), patience)
-            starts = spread * heads + put_off * ~is_read
-            yield Policy(starts, self.period_us, patiences, problem.limits_bytes, caps)
+            yield self._plain(spread * heads + put_off * ~is_read, self.period_us, patience, caps)
 
     def _caps(self, room: float | None) -> Integers:
         """Caps in proportion to the time between a forward and its backward, `room` times what fits for the longest."""
@@ -124,9 +171,27 @@ class Climb:
             limit / size for limit, size in zip(problem.limits_bytes, held, strict=True) if limit < NO_LIMIT and size
         ]
         fitting = min(limited, default=float(len(held)))
-        between_us = problem.heads_us[self.dispatcher.memory.backward_of[capped]] - problem.heads_us[capped]
-        parts = between_us / max(between_us.max(initial=0), 1)
+        parts = self.between_us[capped] / max(self.between_us[capped].max(initial=0), 1)
         caps[capped] = np.maximum(np.rint(room * fitting * parts), 1)
+        return caps
+
+    def _filling_caps(self, room: float | None, least: int) -> Integers:
+        """Caps that fill `room` times the memory of each rank: `least` per forward, and a share of what is left.
+
+        The longer it takes from a forward to its backward, the larger is its share.
+        """
+        problem = self.problem
+        caps = np.full(len(problem.counts), NO_CAP)
+        for rank, on in enumerate(problem.tasks_on):
+            here = np.intersect1d(on, self.capped)
+            if room is None or not len(here):
+                continue
+            limit = problem.limits_bytes[rank]
+            held_bytes = float(problem.held_bytes[here].clip(1).mean())
+            fitting = limit / held_bytes if limit < NO_LIMIT else float(problem.num_ranks * len(here))
+            parts = self.between_us[here] / max(self.between_us[here].sum(), 1)
+            shares = np.rint(least + max(room * fitting - least * len(here), 0) * parts)
+            caps[here] = np.minimum(caps[here], np.maximum(shares, 1))
         return caps
 
     def _changed(self, policy: Policy) -> Policy:
@@ -151,8 +216,8 @@ class Climb:
     def _with_other_caps(self, policy: Policy) -> Policy:
         caps = policy.caps.copy()
         tasks = self.capped[self._neighbours(len(self.capped))]
-        counts = self.problem.counts[tasks]
-        caps[tasks] = np.clip(np.minimum(caps[tasks], counts) + self.random.choice((-2, -1, 1, 2)), 1, counts)
+        most = self.most[tasks]
+        caps[tasks] = np.clip(np.minimum(caps[tasks], most) + self.random.choice((-2, -1, 1, 2)), 1, most)
         return replace(policy, caps=caps)
 
     def _with_other_patience(self, policy: Policy) -> Policy:
@@ -172,3 +237,11 @@ class Climb:
 def _largest_held_bytes(problem: Problem) -> Integers:
     """int64[num_ranks]: the most that one op keeps."""
     return np.array([problem.held_bytes[tasks].max(initial=0) for tasks in problem.tasks_on], np.int64)
+
+
+def _most_in_flight(problem: Problem) -> Integers:
+    """int64[num_tasks]: how many micro-batches of a task fit, as far as the task alone holds memory."""
+    most = problem.counts.copy()
+    for rank, on in enumerate(problem.tasks_on):
+        most[on] = np.minimum(most[on], problem.limits_bytes[rank] // problem.held_bytes[on].clip(1))
+    return np.maximum(most, 1)
