@@ -194,6 +194,10 @@ sys.exit(main())
     assert (ended.returncode, ended.stderr) == (130, "rota plan: interrupted\n")
 
 
+def chain_plan(num_ranks: int) -> Plan:
+    return NAMED["1f1b"](place(Costs.uniform(num_ranks, 1, 2), Cluster.uniform(num_ranks)), 4)
+
+
 def test_backups_are_told_and_written(tmp_path: Path, capsys: Capsys) -> None:
     plan, backups = tmp_path / "plan.json", tmp_path / "backups.json"
     command = ["plan", "1f1b", "--ranks", 2, "--microbatches", 4, "--dp", 2, "--time-limit", 1, "-o", plan]
@@ -205,3 +209,19 @@ def test_backups_are_told_and_written(tmp_path: Path, capsys: Capsys) -> None:
     code, _, err = run(capsys, *command, "--force")
     assert code == 2
     assert "--dp 2 is for --backups FILE" in err
+
+    script = tmp_path / "train.py"
+    script.write_text("")
+    other = tmp_path / "other.json"
+    other.write_text(chain_plan(3).to_json())
+    for options, error in (
+        (["--rejoin-after", 3, plan], "--rejoin-after 3 is for --backups FILE"),
+        (["--backups", backups, other], "expected '"),
+        (["--backups", backups, "--mesh", "dp=3", plan], "is for dp=2,tp=1; plan the backups for this mesh"),
+        (["--backups", backups, "--mesh", "tp=2", plan], "--mesh dp=2,tp=2"),
+        (["--backups", backups, "--verify", plan], "verify in a run without it"),
+        (["--backups", backups, "--engine", "torch", plan], "use --engine rota"),
+    ):
+        code, _, err = run(capsys, "run", *options, script)
+        assert code == 2, options
+        assert error in err
