@@ -95,8 +95,9 @@ class StageRun:
 
     @property
     def wants_input_gradients(self) -> bool:
-        """Whether the backward computes gradients of what the stage received."""
-        return any(tensor.requires_grad for tensor in tensors_of(self.received))
+        """Whether the backward computes gradients of what the stage received, or of what earlier chunks passed on."""
+        earlier = () if self._earlier is None else self._earlier.passed_on
+        return any(tensor.requires_grad for values in (tensors_of(self.received), *earlier) for tensor in values)
 
     @property
     def sizes(self) -> tuple[list[int], list[int]]:
