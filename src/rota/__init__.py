@@ -46,7 +46,7 @@ _HOMES = {
     "rota.models": (
         *("CutPoint", "Stages", "add_loss", "chunk_start", "collect_losses", "split", "with_earlier_chunks"),
     ),
-    "rota.profiling": ("profile", "profile_layers", "profile_sizes"),
+    "rota.profiling": ("profile", "profile_chunks", "profile_layers", "profile_sizes"),
     "rota.runtime": (
         *("Pipeline", "StepHandle", "deferred_init", "given_plan", "local_device", "local_stages", "materialize"),
         *("mesh", "spmd"),
@@ -126,6 +126,7 @@ if TYPE_CHECKING:
     from rota.planning.rehearsal import rehearse_batches as rehearse_batches
     from rota.profiles import Profile as Profile
     from rota.profiling import profile as profile
+    from rota.profiling import profile_chunks as profile_chunks
     from rota.profiling import profile_layers as profile_layers
     from rota.profiling import profile_sizes as profile_sizes
     from rota.programs.device_order import DeviceOrder as DeviceOrder

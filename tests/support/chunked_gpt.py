@@ -7,7 +7,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 
 from rota import Stages, chunk_start, with_earlier_chunks
 from support.text_models import IGNORED, WORDS
@@ -44,8 +43,8 @@ class Attention(nn.Module):
             q, k = rotated(q, chunk_start()), rotated(k, chunk_start())
         if self.joins:
             k, v = with_earlier_chunks(k, v)
-        mask = causal_lower_right(q.shape[-2], k.shape[-2]) if self.is_causal else None
-        y = functional.scaled_dot_product_attention(q, k, v, mask)
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril(k.shape[-2] - q.shape[-2])
+        y = functional.scaled_dot_product_attention(q, k, v, mask if self.is_causal else None)
         return x + self.drop(torch.tanh(self.out(y.transpose(1, 2).flatten(2))))
 
 

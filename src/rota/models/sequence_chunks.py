@@ -88,8 +88,8 @@ def with_earlier_chunks(*values: torch.Tensor, dim: int = -2) -> tuple[torch.Ten
         dim: The dimension of the length.
 
     Returns:
-        For each value the joined one. The last positions are this chunk's, so a causal mask is aligned at the end, as
-        `torch.nn.attention.bias.causal_lower_right(q.shape[-2], k.shape[-2])` makes it.
+        For each value the joined one. The last positions are this chunk's, so a causal mask is aligned at the end:
+        `torch.ones(q_length, k_length, dtype=torch.bool).tril(k_length - q_length)`.
 
     Raises:
         PipelineError: It is called in a backward of a step with chunks, as checkpointed blocks do, in compiled code,

@@ -5,7 +5,7 @@ from rota.profiling.layer_profile import profile_layers, profile_model
 from rota.profiling.links import measure_link, measure_links
 from rota.profiling.machine_links import links_of_this_machine
 from rota.profiling.sizes import profile_sizes
-from rota.profiling.stage_profile import profile, profile_here
+from rota.profiling.stage_profile import profile, profile_chunks, profile_here
 
 __all__ = [
     "DEVICES",
@@ -14,6 +14,7 @@ __all__ = [
     "measure_link",
     "measure_links",
     "profile",
+    "profile_chunks",
     "profile_here",
     "profile_layers",
     "profile_model",

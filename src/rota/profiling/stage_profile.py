@@ -20,12 +20,15 @@ from rota.costs import Costs
 from rota.errors import PipelineError
 from rota.models import Stages
 from rota.models.randomness import random_state_kept
+from rota.models.sequence_chunks import Chunk
 from rota.profiling.clocks import launch_text
 from rota.profiling.device_clock import Clocks
 from rota.profiling.optimizers import MakeOptimizer, optimizer_costs
 from rota.profiling.peak_memory import peaks
 from rota.profiling.places import accelerators_of, place_name
-from rota.profiling.stage_run import Given, StageRun, on_device_of, static_bytes
+from rota.profiling.stage_run import Earlier, Given, StageRun, on_device_of, static_bytes
+from rota.runtime.chunked_batches import to_chunks
+from rota.runtime.gradients.chunks import leaves_of, length_of
 from rota.runtime.gradients.forward_backward import forward
 from rota.runtime.losses import LossFn
 from rota.runtime.messages import hand_over
@@ -139,6 +142,46 @@ def profile_here(
     _require(stages, None, recompute)
     given = Given(stages, batch, target, loss_fn)
     return _measured_here(_Job(given, range(len(stages)), split_backward, recompute, optimizer, repeats))
+
+
+def profile_chunks(
+    stages: Stages,
+    batch: Any,
+    target: Any = None,
+    loss_fn: LossFn | None = None,
+    *,
+    num_chunks: int,
+    split_backward: bool = False,
+    repeats: int = 7,
+) -> tuple[Costs, ...]:
+    """Measure the costs of each chunk of a sample, in this process, one stage after another.
+
+    Later chunks cost more, as they read more keys and values. Activation bytes of a chunk include its keys and values
+    and, except for the last one, their gradients, which the backwards of later chunks add up.
+
+    Args:
+        stages: The stages.
+        batch: Inputs of one whole sample, or several rows of one length.
+        target: Its targets.
+        loss_fn: As for `profile`.
+        num_chunks: Chunks to cut it into along dimension 1.
+        split_backward: As for `profile`.
+        repeats: Number of runs; their median counts.
+
+    Returns:
+        [num_chunks]: the costs of each. Place them, and join the placements by `Placement.of_classes`.
+
+    Raises:
+        PipelineError: The batch cannot be cut, or the stages are not on this machine.
+    """
+    _require(stages, None, ())
+    sample = (0,) * num_chunks
+    batches, targets = to_chunks("batch", batch, sample).values, to_chunks("target", target, sample).values
+    costs = []
+    for c in range(num_chunks):
+        given = Given(stages, batches[c], targets[c], loss_fn, tuple(batches[:c]), c + 1 < num_chunks)
+        costs.append(_measured_here(_Job(given, range(len(stages)), split_backward, (), None, repeats)))
+    return tuple(costs)
 
 
 def _measured_here(job: _Job, report: Callable[[str], None] = lambda _: None) -> Costs:
@@ -279,15 +322,31 @@ def _answer(pipe: Connection, answer: dict[int, Any] | str) -> None:
 
 def _round_of(job: _Job, stage: int) -> StageRun:
     """The stage, with the values that the stages before it send to it, on its device."""
-    stages, outputs = job.given.stages, dict[int, Any]()
+    read: dict[int, Earlier] = {}
+    for batch in job.given.earlier or ():
+        _received(job.given._replace(batch=batch), -1, read)
+    given, received = _received(job.given, stage, read)
+    earlier = read.get(stage, Earlier(0, [])) if given.earlier is not None else None
+    return StageRun(given, stage, received, split=job.split, recompute=stage in job.recompute, earlier=earlier)
+
+
+def _received(of_all: Given, stage: int, read: dict[int, Earlier]) -> tuple[Given, list[Any]]:
+    """What a stage gets, after all stages before it have run; -1: all run. `read`: by stage, where there are chunks."""
+    stages, outputs = of_all.stages, dict[int, Any]()
+    given, received = of_all, list[Any]()
     for before in stages.order():
-        given, move = on_device_of(before, job.given)
+        given, move = on_device_of(before, of_all)
         received = [hand_over(move(edge.take(outputs[edge.source]))) for edge in stages.incoming(before)]
         if before == stage:
             break
         # With split=True, as a stage may then write into its inputs.
-        outputs[before] = hand_over(forward(stages, before, received, given.batch, split=True)[0])
-    return StageRun(given, stage, received, split=job.split, recompute=stage in job.recompute)
+        start, passed_on = read.get(before, Earlier(0, []))
+        chunk = None if of_all.earlier is None else Chunk(start, passed_on)
+        outputs[before] = hand_over(forward(stages, before, received, given.batch, split=True, chunk=chunk)[0])
+        if chunk is not None and stage < 0:
+            length = length_of((*received, *stages.pick_inputs(before, given.batch)), f"stage {before}")
+            read[before] = Earlier(start + length, [*passed_on, leaves_of(chunk.passed_on())])
+    return given, received
 
 
 def _costs(one: StageRun, job: _Job, clocks: Clocks) -> StageCosts:

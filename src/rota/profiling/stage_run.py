@@ -8,10 +8,20 @@ from typing import Any, NamedTuple, final
 import torch
 
 from rota.models import Stages, collect_losses
+from rota.models.sequence_chunks import Chunk
 from rota.profiling.peak_memory import StorageWatch, copier
 from rota.runtime.device.choosing import device_at
 from rota.runtime.device.protocol import Device
-from rota.runtime.gradients.forward_backward import Kept, backward, backward_inputs, forward, gradient_edges, keep_loss
+from rota.runtime.gradients.chunks import leaves_of
+from rota.runtime.gradients.forward_backward import (
+    Kept,
+    backward,
+    backward_inputs,
+    forward,
+    gradient_edges,
+    keep_loss,
+    pass_on,
+)
 from rota.runtime.gradients.recompute import Again, without_activations
 from rota.runtime.gradients.split_backward import WeightWork
 from rota.runtime.losses import LossFn, loss_of
@@ -20,12 +30,24 @@ from rota.runtime.precision import ambient_autocast, without_autocast
 
 
 class Given(NamedTuple):
-    """What is profiled: the stages, one micro-batch, and the loss function."""
+    """What is profiled: the stages, one micro-batch, and the loss function.
+
+    `earlier`: the chunks of a sample before the micro-batch, if it is a chunk, and `has_later` whether others follow.
+    """
 
     stages: Stages
     batch: Any
     target: Any
     loss_fn: LossFn | None
+    earlier: tuple[Any, ...] | None = None
+    has_later: bool = False
+
+
+class Earlier(NamedTuple):
+    """What a stage reads of earlier chunks: their length together, and for each what it passed on."""
+
+    start: int
+    passed_on: list[list[torch.Tensor]]
 
 
 class StageBytes(NamedTuple):
@@ -40,12 +62,21 @@ class StageBytes(NamedTuple):
 class StageRun:
     """One stage that receives `received`, one value per incoming edge. Making it runs it once, to warm up.
 
-    `split`: F, I and W instead of F and B. `recompute`: F keeps nothing, and R comes before the backward.
+    `split`: F, I and W instead of F and B. `recompute`: F keeps nothing, and R comes before the backward. `earlier`: if
+    the micro-batch is a chunk.
     """
 
     def __init__(
-        self, given: Given, stage: int, received: list[Any], *, split: bool = False, recompute: bool = False
+        self,
+        given: Given,
+        stage: int,
+        received: list[Any],
+        *,
+        split: bool = False,
+        recompute: bool = False,
+        earlier: Earlier | None = None,
     ) -> None:
+        self._earlier = earlier
         self.stage, self.received, self.split, self.recompute = stage, received, split, recompute
         self._given = given
         self.device = device_of_tensors((*self._module().parameters(), *tensors_of(received)))
@@ -64,8 +95,9 @@ class StageRun:
 
     @property
     def wants_input_gradients(self) -> bool:
-        """Whether the backward computes gradients of what the stage received."""
-        return any(tensor.requires_grad for tensor in tensors_of(self.received))
+        """Whether the backward computes gradients of what the stage received, or of what earlier chunks passed on."""
+        earlier = () if self._earlier is None else self._earlier.passed_on
+        return any(tensor.requires_grad for values in (tensors_of(self.received), *earlier) for tensor in values)
 
     @property
     def sizes(self) -> tuple[list[int], list[int]]:
@@ -102,8 +134,14 @@ class StageRun:
 
     def _forward(self, received: list[Any], **options: Any) -> tuple[Any, list[Any], Kept]:
         given = self._given
+        chunk = None if self._earlier is None else Chunk(self._earlier.start, self._earlier.passed_on)
         with collect_losses() as added:
-            output, values, kept = forward(given.stages, self.stage, received, given.batch, **options)
+            output, values, kept = forward(given.stages, self.stage, received, given.batch, chunk=chunk, **options)
+        if chunk is not None:
+            leaves = leaves_of(chunk.passed_on())
+            for leaf in leaves if given.has_later else ():
+                leaf.grad = torch.zeros_like(leaf) if leaf.requires_grad else None  # as backwards of later chunks do
+            pass_on(kept, chunk.passed_on(), leaves)
         for loss in added.losses:
             keep_loss(kept, loss.value, 1.0)
         if not values and given.loss_fn is not None:

@@ -28,6 +28,11 @@ def length_of(values: Iterable[Any], where: str) -> int:
     return found
 
 
+def leaves_of(values: Iterable[torch.Tensor]) -> Leaves:
+    """What stands for values that a chunk passes on: the same memory, with gradients of its own."""
+    return [value.detach().requires_grad_(value.requires_grad) for value in values]
+
+
 @final
 class PassedOn:
     """The values that chunks have passed on in a step, by stage and micro-batch, for as long as others need them."""
@@ -69,7 +74,7 @@ class PassedOn:
         """The leaves that stand for what a chunk passes on; where its forward is run again, those of the first time."""
         key, values = (stage, microbatch), chunk.passed_on()
         if key not in self._leaves:
-            self._leaves[key] = [value.detach().requires_grad_(value.requires_grad) for value in values]
+            self._leaves[key] = leaves_of(values)
         leaves = self._leaves[key]
         if not torch.is_grad_enabled() and microbatch == self._samples[microbatch][-1]:
             for m in self._samples[microbatch]:

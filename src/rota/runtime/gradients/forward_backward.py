@@ -151,7 +151,8 @@ def backward_inputs(kept: Kept, received: list[list[torch.Tensor]]) -> tuple[lis
     found, work = input_gradients(*_roots(kept, received), inputs)
     for (_, leaf), gradient in zip(kept.earlier, found[len(inputs) - len(kept.earlier) :], strict=True):
         if gradient is not None:
-            leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+            # A copy, as the gradient is a part of one for all earlier chunks, which it would keep.
+            leaf.grad = gradient.clone() if leaf.grad is None else leaf.grad.add_(gradient)
     gradients = iter(found)
     return [[_or_zeros(next(gradients), entry) for entry in entries] for entries in kept.entries], work
 
