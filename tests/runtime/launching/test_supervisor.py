@@ -169,6 +169,7 @@ def stand_bys():
     return [child for child in children if b"stand_by_process" in open(f"/proc/{{child}}/cmdline", "rb").read()]
 report("opens")
 if rank == 0 and count() == 0:
+    time.sleep(1)  # until the launcher knows that the ranks were forked
     before = set(stand_bys())
     os.kill(int(stand_bys()[0]), signal.SIGKILL)
     while not set(stand_bys()) - before:
