@@ -177,8 +177,8 @@ def compare(planned: Timeline | Plan, measured: Timeline | Plan, num_cores: int 
     Args:
         planned: The plan, which is simulated, or its timeline.
         measured: The timeline of a run of the same plan; a plan is simulated.
-        num_cores: Number of cores, if all ranks share one machine. If given, part of the time that ops ran longer is
-            `Part.CORES`.
+        num_cores: Number of cores, if all ranks share one machine; None: those that the run noted. If known, part of
+            the time that ops ran longer is `Part.CORES`.
 
     Returns:
         Both timelines, the differences op by op, and the difference in makespan by cause.
@@ -204,6 +204,7 @@ def compare(planned: Timeline | Plan, measured: Timeline | Plan, num_cores: int 
         expected, seen = [a for a, _ in pairs], [b for _, b in pairs]
         numbers = round(median(expected)), round(median(seen)), min(seen), max(seen)
         rows.append(KindRow(stage, kind, len(pairs), *numbers))
+    num_cores = num_cores or measured.num_cores
     expected_us, seen_us = _parts_us(plan, planned, num_cores), _parts_us(plan, measured, num_cores)
     parts = {part: seen_us[part] - expected_us[part] for part in Part}
     return Comparison(planned, measured, tuple(rows), tuple(ops), parts)

@@ -54,6 +54,7 @@ class Timeline:
         arrived_us: `arrived_us[r][k]` is its end.
         step_ends_us: `step_ends_us[j]` is the start and end of the reduction, and the start and end of the optimizer
             step, of `plan.step_end_ranks[j]`.
+        num_cores: CPU cores that all ranks shared when this was measured; None: they shared none, or nobody knows.
     """
 
     plan: Plan
@@ -62,6 +63,7 @@ class Timeline:
     sent_us: tuple[tuple[int, ...], ...]
     arrived_us: tuple[tuple[int, ...], ...]
     step_ends_us: tuple[tuple[int, int, int, int], ...] = ()
+    num_cores: int | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -247,7 +249,8 @@ class Timeline:
         """The text of a "timeline" file, with the plan, which `from_json` reads."""
         columns = ("starts_us", "ends_us", "sent_us", "arrived_us", "step_ends_us")
         fields: dict[str, object] = {name: [list(c) for c in getattr(self, name)] for name in columns}
-        return reading.dump("timeline", {"makespan_us": self.makespan_us, **fields, **self.plan.to_fields()})
+        cores = {} if self.num_cores is None else {"num_cores": self.num_cores}
+        return reading.dump("timeline", {"makespan_us": self.makespan_us, **cores, **fields, **self.plan.to_fields()})
 
     def to_snippet(
         self, name: str = "Timeline", until_us: int | None = None, gaps: Sequence[Sequence[notebook.Gap]] = ()
@@ -300,6 +303,7 @@ class Timeline:
             columns("sent_us", per_route),
             columns("arrived_us", per_route),
             tuple((a, b, c, d) for a, b, c, d in ends),
+            document["num_cores"].integer(1) if "num_cores" in document else None,
         )
         timeline.refuse_disorder()
         return timeline

@@ -347,6 +347,9 @@ def test_cores_that_are_shared() -> None:
         "1 80-100 drain 0B1",
     ]
     assert {one.cause for one in idle(measured, plan, num_cores=2)}.isdisjoint({Cause.CORES})
+    noted = Timeline.from_json(replace(measured, num_cores=1).to_json())
+    assert idle(noted, plan) == idle(measured, plan, num_cores=1)  # as a run notes it
+    assert idle(noted, plan, num_cores=2) == idle(measured, plan, num_cores=2)
 
 
 def test_another_plan_is_refused() -> None:

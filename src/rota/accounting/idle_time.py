@@ -31,8 +31,8 @@ def idle(
         timeline: What happened. A plan is simulated.
         planned: What should have happened. If given, time that upstream ops ran longer than planned is SLOWER. A plan
             is simulated.
-        num_cores: Number of cores, if all ranks share one machine. If given, part of the SLOWER and LAUNCH time is
-            CORES.
+        num_cores: Number of cores, if all ranks share one machine; None: those that the run noted. If known, part of
+            the SLOWER and LAUNCH time is CORES.
 
     Returns:
         The idle intervals sorted by rank and start. On each rank their durations add up to `timeline.idle_us[rank]`.
@@ -41,7 +41,8 @@ def idle(
         PlanError: `planned` lacks an op of `timeline`.
     """
     timeline = timeline_of(timeline)
-    return _Accounts(timeline, None if planned is None else timeline_of(planned), num_cores).idle()
+    cores = num_cores or timeline.num_cores
+    return _Accounts(timeline, None if planned is None else timeline_of(planned), cores).idle()
 
 
 class _Accounts:

@@ -177,7 +177,7 @@ def add_model_options(parser: Parser) -> None:
 def add_cores(parser: Parser) -> None:
     """--cores."""
     parser.add_argument(
-        "--cores", type=number(1), help="CPU cores of the machine that all ranks share (default: one per rank)"
+        "--cores", type=number(1), help="CPU cores of the machine that all ranks share (default: as the run noted)"
     )
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from rota.errors import PipelineError
-from rota.profiling.host_links import num_cores
+from rota.runtime.environment import num_cores
 
 _HERE = Path(__file__).parent
 _BATCH_ROWS = 32

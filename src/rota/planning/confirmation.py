@@ -27,8 +27,8 @@ from rota.planning.step_times import StepTimes
 from rota.planning.trials import Trial, least_s, run_trials
 from rota.profiling import profile, profile_here
 from rota.profiling.forked import why_not_here
-from rota.profiling.host_links import num_cores
 from rota.profiling.places import accelerators_of
+from rota.runtime.environment import num_cores
 from rota.runtime.losses import LossFn
 from rota.units import count_text
 

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from rota.errors import PipelineError, RotaError
-from rota.profiling.host_links import num_cores
-from rota.runtime.environment import meeting_environments
+from rota.runtime.environment import meeting_environments, num_cores
 from rota.runtime.freed_memory import keep_freed_memory
 from rota.runtime.orphans import end_with_parent
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from rota.profiling import occupancy
 from rota.profiling.host_messages import ROUND_SIZES, Wire, messages_of_sleepers, rounds, samples_of_pair
 from rota.profiling.link_fits import Sample, sample_of
 from rota.profiling.link_measurements import HostRounds, LinkMeasurements, Pair
+from rota.runtime.environment import num_cores
 from rota.runtime.json_messages import all_gather_json
 from rota.units import count_text
 
@@ -108,11 +108,6 @@ def host_name() -> str:
     """Tells hosts apart, also those of one name: the name, and the identity of the running kernel."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}".strip()
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # --- one pair at a time -----------------------------------------------------------------------------------------------

@@ -16,11 +16,12 @@ import torch
 from rota import reading
 from rota.costs import Cluster
 from rota.errors import PipelineError, RotaError
-from rota.profiling.host_links import MOST_SPREAD, REPEATS, num_cores
+from rota.profiling.host_links import MOST_SPREAD, REPEATS
 from rota.profiling.link_processes import links_of_started
 from rota.profiling.links import FoundLinks
 from rota.profiling.places import cpu_name
 from rota.runtime.device.local import AUTO, device_type
+from rota.runtime.environment import num_cores
 from rota.units import count_text
 
 _KEPT_S = 7 * 24 * 3600.0  # a machine's kernel, drivers and load change

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 from uuid import uuid4
@@ -32,6 +33,17 @@ def meeting_environments(folder: str, num_processes: int) -> list[dict[str, str]
         "LOCAL_WORLD_SIZE": str(num_processes),
     }
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_processes)]
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cores_of(num_ranks: int) -> int | None:
+    """The cores that `num_ranks` ranks share, if they are all processes of the run and all are on this machine."""
+    alone = {os.environ.get(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")} == {str(num_ranks)}
+    return num_cores() if alone else None
 
 
 def loopback() -> str:

@@ -30,6 +30,7 @@ from rota.runtime.clocks import clock_offset_ns
 from rota.runtime.compute import Batch, Compute, step_seed
 from rota.runtime.device.choosing import device_of
 from rota.runtime.device.protocol import Number, is_queued
+from rota.runtime.environment import cores_of
 from rota.runtime.execution import Execution, evaluating, forwards_of
 from rota.runtime.faults.watchdog import PATIENT, Watchdog, limit_s
 from rota.runtime.gradients.recompute import recomputed_by_backward
@@ -641,7 +642,8 @@ class Pipeline:
             self._agreement.share(Call.TIMELINE, "gathering the timeline")
             self._last.execution.settle()
             records = all_gather_json(self._record.to_fields(), self._processes.pipeline)
-        return merge(self._last.plan, [Record.from_fields(fields) for fields in records])
+        timeline = merge(self._last.plan, [Record.from_fields(fields) for fields in records])
+        return timeline if is_queued(self._device) else replace(timeline, num_cores=cores_of(timeline.num_ranks))
 
     def watching(self, doing: str, times: int = 1) -> AbstractContextManager[None]:
         """Watch anything else that all ranks do together: a rank that gets stuck is reported as in a step.

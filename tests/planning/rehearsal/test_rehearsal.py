@@ -62,7 +62,10 @@ def plans() -> list[Plan]:
     found = []
     for family in FAMILIES:
         costs = family.adapted(costs_of(NUM_RANKS * family.stages_per_rank))
-        found.append(family(family.place(costs, Cluster.uniform(NUM_RANKS)), 2 * NUM_RANKS))
+        placement = family.place(costs, Cluster.uniform(NUM_RANKS))
+        if family.name == "seq1f1b":
+            placement = placement.in_chunks(2, 2 * NUM_RANKS)
+        found.append(family(placement, 2 * NUM_RANKS))
     for shape in SHAPES.values():
         costs = costs_of(shape.per_rank * NUM_RANKS + shape.shared)
         if shape.shared:  # joined and parted as the shape has it

@@ -35,8 +35,9 @@ OTHERS = (
     "varuna",
     "chimera",
     "dualpipe",
+    "seq1f1b",
     "forward_only",
-)  # R below; two streams in test_shared_weights; test_inference
+)  # R below; two streams in test_shared_weights; test_sequence_chunks; test_inference
 
 
 def plan_for(schedule: str, num_ranks: int, num_microbatches: int) -> Plan:
