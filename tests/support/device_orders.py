@@ -25,6 +25,8 @@ def family_plans(families: Sequence[Family] = FAMILIES, ranks: Sequence[int] = r
         for num_microbatches in (num_ranks, 2 * num_ranks):
             try:
                 placement = family.place(costs, Cluster.uniform(num_ranks, latency_us=latency_us))
+                if family.name == "seq1f1b":
+                    placement = placement.in_chunks(num_ranks, num_microbatches)
                 yield family(placement, num_microbatches)
             except (ScheduleError, ValueError):
                 continue

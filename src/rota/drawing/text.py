@@ -28,8 +28,8 @@ _IDLE = "·"
 def to_text(timeline: Timeline | Plan, width: int = 80, color: bool = False) -> str:
     """Return a chart with time from left to right; every column shows what fills most of its time.
 
-    An op that is too narrow for its name shows its kind; ops that are too narrow for a column are counted in the
-    legend.
+    An op that is too narrow for its name shows its kind. If most ops of a rank are too narrow, its row shows only the
+    pattern of each kind. Ops that are too narrow for a column are counted in the legend.
 
     Args:
         timeline: What to draw. A plan is simulated first.
@@ -157,14 +157,23 @@ def _axis(makespan_us: int, num_columns: int) -> str:
 
 
 def _row(columns: Sequence[Work | None], several_stages: bool, color: bool) -> str:
-    """Return one row: consecutive columns of one op show its name (its kind if that is too long), then the filling."""
+    """Return one row: consecutive columns of one op show its name (its kind if that is too long), then the filling.
+
+    Where most ops are too narrow for a name, columns show the filling only: which kind fills them.
+    """
     runs = [(work, len(list(run))) for work, run in groupby(columns)]
     # Names have stages if most of them fit. Names with stages (2F0) need filling between them.
     fits = [length > len(str(work)) for work, length in runs if isinstance(work, Op)]
     with_stages = several_stages and 2 * sum(fits) > len(fits)
+    named = sum(length >= len(f"{work.kind}{work.microbatch}") for work, length in runs if isinstance(work, Op))
     row = ""
     for work, length in runs:
-        cells = _IDLE * length if work is None else _cells(work, length, with_stages)
+        if work is None:
+            cells = _IDLE * length
+        elif 2 * named < len(fits):
+            cells = LOOKS[look_key(work)].fill * length
+        else:
+            cells = _cells(work, length, with_stages)
         row += _paint(cells, None if work is None else look_key(work)) if color else cells
     return row
 

@@ -82,9 +82,7 @@ def _batches(path: str) -> list[list[int]]:
 COMMAND = Command(
     "plan-batch",
     "plan batches whose samples differ in length: group samples into micro-batches and order them, with a proof",
-    "rota profile model.py --lengths 64,128,256 --stages 4 -o sizes.json\n"
-    "  rota plan-batch sizes.json lengths.json --limit 40GB -o plans\n"
-    "  rota rehearse plans/batch0.json plans/batch1.json",
+    "rota plan-batch sizes.json lengths.json --limit 40GB -o plans",
     add_arguments,
     run,
 )

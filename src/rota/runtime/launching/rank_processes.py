@@ -148,8 +148,15 @@ class Ranks:
                 stack.enter_context(theirs)
                 lines.append(ours)
                 files.append([theirs.fileno(), *memories[number : number + 1]])
-            processes = stand_by.fork(command, environments, files)
+            try:
+                processes = stand_by.fork(command, environments, files)
+            except BaseException:
+                for line in lines:
+                    line.close()  # a rank that nobody knows of ends when it sees this
+                raise
         for line, process in zip(lines, processes, strict=True):
+            with suppress(OSError):  # it has been killed already
+                line.send(control.START)
             self._add(line, process)
 
     def _add(self, line: socket.socket, process: _Process) -> None:

@@ -86,6 +86,8 @@ def _run(command: list[str], environment: dict[str, str], supervisor: int, files
         if os.getppid() == 1:
             os._exit(1)  # the supervisor has ended
         time.sleep(_LOOK_S)
+    if not control.await_start(files[0]):
+        os._exit(1)  # the stand-by was killed before it could tell of this process
     os.environ.update(environment)
     os.environ.update(control.environment_of(files[0], supervisor))
     os.environ.update(kept_memory.environment_of(files[1:]))
