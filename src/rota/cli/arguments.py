@@ -168,9 +168,9 @@ def add_force(parser: Parser) -> None:
 
 def add_model_options(parser: Parser) -> None:
     """--cuts and --length."""
-    help_text = "modules that a stage may begin with, such as 'transformer.h.*' (default: its CutPoints, or its blocks)"
+    help_text = "modules that can start a stage, such as 'transformer.h.*' (default: its CutPoints, or its blocks)"
     parser.add_argument("--cuts", type=lambda text: text.split(","), metavar="PATTERN,…", help=help_text)
-    help_text = "tokens per row, if MODEL.py has no make_batch (default: 1024, or the most that the model accepts)"
+    help_text = "tokens per row, if MODEL.py has no make_batch (default: 1024, or the model's maximum if smaller)"
     parser.add_argument("--length", type=number(1), metavar="N", help=help_text)
 
 
@@ -202,7 +202,7 @@ def add_costs(parser: Parser, of_what: str) -> None:
     default = ASSUMED_COSTS
     parser.add_argument("--ranks", type=number(1), help="number of ranks (default: one per stage of --costs)")
     parser.add_argument(
-        "--costs", metavar="FILE", help="costs per stage, as Costs.to_json() and `rota calibrate --costs` write them"
+        "--costs", metavar="FILE", help="costs per stage, from Costs.to_json() or `rota calibrate --costs`"
     )
     parser.add_argument(
         "--forward-us", type=number(0), help=f"forward (F) time per {of_what} (default: {default['forward_us']})"
@@ -226,7 +226,7 @@ def add_links(parser: Parser) -> None:
     parser.add_argument("--bytes-per-us", type=number(1), help="rate of every link; 1 GB/s is 1000 (default: infinite)")
     parser.add_argument("--link", type=link, metavar="LINK", help="latency and rate of every link, such as 5us,50GB/s")
     help_text = (
-        "links as measured by `rota profile links -o cluster.json`: latency, rate, shared links, cost per message"
+        "measured links from `rota profile links -o cluster.json`: latency, rate, shared links, cost per message"
     )
     parser.add_argument("--links", metavar="FILE", help=help_text)
 
@@ -237,7 +237,7 @@ def add_shape(parser: Parser, *, group: str | None = None, default: str | None =
     options.add_argument(
         "--split-backward",
         action="store_true",
-        help="split the backward into I and W, half the time each, if the costs do not",
+        help="split the backward into I and W, half the time each, if the costs are not split",
     )
     summaries = "; ".join(f"{name}: {shape.summary}" for name, shape in SHAPES.items())
     options.add_argument(

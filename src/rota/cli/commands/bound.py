@@ -56,5 +56,5 @@ def _print_measured(timeline: Timeline, planned: Timeline) -> None:
 
 
 COMMAND = Command(
-    "bound", "prove how far a plan is at most from the best possible", "rota bound plan.json", add_arguments, run
+    "bound", "prove how far at most a plan is from the optimum", "rota bound plan.json", add_arguments, run
 )

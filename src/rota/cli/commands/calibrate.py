@@ -18,7 +18,7 @@ from rota.timeline import Timeline
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota calibrate` to its parser."""
-    help_text = "a timeline.json that `rota run --timeline` wrote; with several, the median of each op counts"
+    help_text = "timeline.json from `rota run --timeline`; with several, the median of each op counts"
     parser.add_argument("timelines", nargs="+", metavar="MEASURED", help=help_text)
     parser.add_argument(
         "--plan",
@@ -66,7 +66,7 @@ def _measured(path: str) -> Timeline:
 
 COMMAND = Command(
     "calibrate",
-    "update the costs with what a run measured, and plan again if that is faster",
+    "update a plan's costs with measured times, and plan again if that is faster",
     "rota calibrate measured.json -o better.json",
     add_arguments,
     run,

@@ -17,7 +17,7 @@ from rota.cli.requirements import InputError
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota compare` to its parser."""
     parser.add_argument("planned", help="plan.json (simulated first), or a timeline.json")
-    parser.add_argument("measured", help="timeline.json, such as `rota run --timeline` writes")
+    parser.add_argument("measured", help="timeline.json, for example from `rota run --timeline`")
     add_cores(parser)
     add_json(parser)
     add_output(parser, "PICTURE", "also draw both, as .png, .svg, .pdf or .html")
@@ -51,7 +51,7 @@ def run(arguments: Namespace) -> int:
 
 COMMAND = Command(
     "compare",
-    "predicted vs. measured: where a run differed from its plan, and why",
+    "compare predicted and measured times: where a run differed from its plan, and why",
     "rota compare plan.json measured.json",
     add_arguments,
     run,

@@ -28,6 +28,4 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-COMMAND = Command(
-    "demo", "see it all once: plan a small GPT, train it, compare, explain", "rota demo", add_arguments, run
-)
+COMMAND = Command("demo", "a first tour: plan a small GPT, train it, compare, explain", "rota demo", add_arguments, run)

@@ -15,7 +15,7 @@ def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota explain` to its parser."""
     parser.add_argument("timeline", help="timeline.json, or a plan (simulated first)")
     parser.add_argument("second", nargs="?", help=argparse.SUPPRESS)  # refused, with the right command
-    help_text = "plan whose op times are the expected ones (default: the timeline's own plan)"
+    help_text = "plan with the expected op times (default: the timeline's own plan)"
     parser.add_argument("--planned", metavar="FILE", help=help_text)
     add_cores(parser)
     add_json(parser)

@@ -31,11 +31,11 @@ def _add_torchtitan(parser: Parser) -> None:
     help_text = "a function that returns the model"
     parser.add_argument("--model", required=True, metavar="FILE.py:FUNCTION", help=help_text)
     help_text = (
-        "its CutPoints to cut at, by number or name; without any, the modules that stages begin with (default: the "
+        "CutPoints to cut at, by number or name; in models without any, the modules that start stages (default: the "
         "plan's cuts; if it has none, evenly spread CutPoints)"
     )
     parser.add_argument("--cuts", type=argument_type(_split), metavar="NAME,…", help=help_text)
-    add_output(parser, "FOLDER", "for the files; made if missing", required=True, writes="files in a folder")
+    add_output(parser, "FOLDER", "folder for the files; made if missing", required=True, writes="files in a folder")
 
 
 def _add_megatron(parser: Parser) -> None:
@@ -221,7 +221,7 @@ def _write(arguments: Namespace, text: str) -> int:
 _FORMATS = (
     Command(
         "torchtitan",
-        "schedule.csv and the modules of each stage, as torchtitan's config names them",
+        "write schedule.csv and the modules of each stage, as torchtitan's config names them",
         "rota export torchtitan plan.json --model model.py:make_model --cuts layers.2,layers.4,layers.6 -o titan",
         _add_torchtitan,
         _to_torchtitan,
@@ -229,14 +229,14 @@ _FORMATS = (
     ),
     Command(
         "megatron",
-        "--pipeline-model-parallel-layout: the layers of each stage",
+        "write --pipeline-model-parallel-layout: the layers of each stage",
         "rota export megatron plan.json --boundaries 0,4,6,8,10 -o layout.txt",
         _add_megatron,
         _to_megatron,
     ),
     Command(
         "deepspeed",
-        "the boundaries of a PipelineModule's stages in its list of layers",
+        "write the boundaries of a PipelineModule's stages in its list of layers",
         "rota export deepspeed plan.json --layers 'Embed,Block*8,Norm,Head' --type block -o parts.json",
         _add_deepspeed,
         _to_deepspeed,

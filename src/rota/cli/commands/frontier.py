@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota frontier` to its parser."""
-    parser.add_argument("--stages", type=number(1), help="number of stages (default: as many as the shape needs)")
-    add_costs(parser, "a stage")
+    parser.add_argument("--stages", type=number(1), help="number of stages (default: the number that the shape needs)")
+    add_costs(parser, "stage")
     add_shape(parser, default="v")
     add_time_limit(parser, "at most this many seconds (default: 60)", default=60.0)
     add_json(parser)
@@ -59,7 +59,7 @@ def _text(point: Point) -> str:
 
 COMMAND = Command(
     "frontier",
-    "show what memory buys: the shortest time per micro-batch at each memory limit",
+    "show the shortest time per micro-batch at each memory limit",
     "rota frontier --shape wave --ranks 8 --forward-us 93 --backward-us 91 --weight-us 47 --activation 2",
     add_arguments,
     run,

@@ -94,21 +94,21 @@ def _check_and_write(arguments: Namespace, planned: Plan, boundaries: Sequence[i
 _FORMATS = (
     Command(
         "torchtitan",
-        "a job config's parts and the schedule CSV beside it, as a plan",
+        "read the parts in a job config and the schedule CSV beside it",
         "rota import torchtitan titan/parallelism.toml --costs costs.json -o plan.json",
         _add_torchtitan,
         _from_torchtitan,
     ),
     Command(
         "megatron",
-        "a --pipeline-model-parallel-layout, as the plan that Megatron runs",
+        "read a --pipeline-model-parallel-layout and make the plan that Megatron runs",
         "rota import megatron layout.txt --ranks 2 --microbatches 8 --costs costs.json -o plan.json",
         _add_megatron,
         _from_megatron,
     ),
     Command(
         "deepspeed",
-        "a PipelineModule's boundaries, as the plan that DeepSpeed runs",
+        "read a PipelineModule's boundaries and make the plan that DeepSpeed runs",
         "rota import deepspeed parts.json --microbatches 8 --costs costs.json -o plan.json",
         _add_deepspeed,
         _from_deepspeed,

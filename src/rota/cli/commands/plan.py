@@ -71,7 +71,7 @@ def add_backups(parser: Parser) -> None:
     """--dp and --backups."""
     options = parser.add_argument_group("for the loss of a rank")
     options.add_argument("--dp", type=number(2), metavar="N", help="number of replicas of the pipeline (default: 2)")
-    help_text = "for each rank, plan how the others go on without it, and write these plans as .json"
+    help_text = "for each rank, plan how the others continue without it, and write these plans as .json"
     options.add_argument("--backups", metavar="FILE", help=help_text)
 
 

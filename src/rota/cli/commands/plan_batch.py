@@ -17,7 +17,7 @@ _PLACINGS = ("place", "interleaved", "wave")
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `rota plan-batch` to its parser."""
-    help_text = "what stages cost by length, as `rota profile MODEL.py --lengths 64,128,256 -o sizes.json` writes it"
+    help_text = "costs of stages by length, from `rota profile MODEL.py --lengths 64,128,256 -o sizes.json`"
     parser.add_argument("sizes", metavar="SIZES.json", help=help_text)
     help_text = (
         "lengths of a batch's samples, in tokens: [130, 85, 2300]; or of several batches: [[130, 85], [77, 512]]"
@@ -26,11 +26,11 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--ranks", type=number(1), help="number of ranks (default: one per stage)")
     parser.add_argument("--limit", type=size, help="memory limit per rank, such as 40GB (default: none)")
     add_links(parser)
-    help_text = "how stages are put on ranks: one per rank, or several, interleaved or in a wave (default: place)"
+    help_text = "placement of stages: one per rank (place), or several, interleaved or in a wave (default: place)"
     parser.add_argument("--placing", type=one_of(_PLACINGS, "--placing"), choices=_PLACINGS, help=help_text)
     help_text = "put the samples of a micro-batch one after another in one row, instead of padding each to the longest"
     parser.add_argument("--packed", action="store_true", help=help_text)
-    help_text = "changes that the local search tries: more take longer and find better plans (default: by size)"
+    help_text = "changes that the local search tries; more take longer and find better plans (default: by size)"
     parser.add_argument("--tries", type=number(0), metavar="N", help=help_text)
     help_text = "write the plan of each batch as batch0.json, batch1.json, …; made if missing"
     add_output(parser, "FOLDER", help_text, writes="files in a folder")
@@ -81,7 +81,7 @@ def _batches(path: str) -> list[list[int]]:
 
 COMMAND = Command(
     "plan-batch",
-    "plan batches of samples that differ in length: group them into micro-batches, order these, with a proof",
+    "plan batches whose samples differ in length: group samples into micro-batches and order them, with a proof",
     "rota plan-batch sizes.json lengths.json --limit 40GB -o plans",
     add_arguments,
     run,

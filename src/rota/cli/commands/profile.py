@@ -30,7 +30,7 @@ def add_arguments(parser: Parser) -> None:
     )
     add_model_options(parser)
     parser.add_argument("--rows", type=rows, metavar="N,N,…", help="rows per micro-batch (default: 1)")
-    help_text = "profile at each of these lengths, and fit costs by length: for plans of batches whose lengths vary"
+    help_text = "profile at each of these lengths and fit costs by length, for batches whose lengths vary"
     parser.add_argument("--lengths", type=rows, metavar="N,N,…", help=help_text)
     help_text = "with --lengths: number of stages to cut the model into (default: 2)"
     parser.add_argument("--stages", type=number(1), metavar="N", help=help_text)
@@ -45,7 +45,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--processes", type=number(2), help="for links: number of processes to start on this machine (default: 2)"
     )
-    help_text = "for links: measure them as `rota rehearse` uses them, with ranks that wait instead of computing"
+    help_text = "for links: measure for `rota rehearse`, with ranks that wait instead of computing"
     parser.add_argument("--rehearsal", action="store_true", help=help_text)
     help_text = "for links: refuse a result whose median exceeds its fastest quarter by more than X times (default: 2)"
     parser.add_argument("--max-spread", type=_spread, metavar="X", help=help_text)

@@ -38,8 +38,8 @@ def add_arguments(parser: Parser) -> None:
     help_text = "restart all ranks if one fails, up to N times in a row without a newer checkpoint (default: 0)"
     parser.add_argument("--max-restarts", type=number(0), default=0, metavar="N", help=help_text)
     help_text = (
-        "go on without a rank that failed after all restarts: its peers in the other replicas do its work by the plans "
-        "that `rota plan --backups` wrote"
+        "continue without a rank that failed after all restarts: its peers in the other replicas do its work, with "
+        "plans from `rota plan --backups`"
     )
     parser.add_argument("--backups", metavar="FILE", help=help_text)
     help_text = "with --backups: start a lost rank again after S seconds (default: 60)"

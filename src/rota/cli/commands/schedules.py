@@ -43,7 +43,7 @@ def run(arguments: Namespace) -> int:
 
 COMMAND = Command(
     "schedules",
-    "compare all named schedules: time, bubble, memory, and which fit",
+    "compare all named schedules: time, bubble, memory, and whether they fit",
     "rota schedules --ranks 8 --microbatches 24 --forward-us 1000 --backward-us 2000 --activation 1GB --limit 8GB",
     add_arguments,
     run,

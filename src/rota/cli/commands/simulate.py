@@ -33,7 +33,7 @@ def run(arguments: Namespace) -> int:
 
 COMMAND = Command(
     "simulate",
-    "compute a plan's timeline: when each op runs if everything takes its planned time",
+    "compute a plan's timeline from its planned times",
     "rota simulate plan.json -o timeline.json",
     add_arguments,
     run,

@@ -14,8 +14,8 @@ _AGAINST = ("batch", "microbatches")
 _DETAILS = """
 
 It starts the plan's processes, makes the model in each, splits it as the plan says, and runs the plan once on a batch
-from make_batch. The first process also runs the unsplit model with the same weights. Loss, outputs and every gradient
-are compared in float64 (exact to 1e-10) and in the model's own dtype, with dropout switched off.
+from make_batch. The first process also runs the unsplit model with the same weights. Rota compares loss, outputs and
+every gradient in float64 (exact to 1e-10) and in the model's own dtype, with dropout switched off.
 
 If they differ, it says where and why: a BatchNorm or a loss that mixes the rows of a batch, unequal numbers of tokens
 per micro-batch, random numbers, a different mask in a stage, tied weights that were cut apart, a parameter without a
@@ -30,7 +30,7 @@ def add_arguments(parser: Parser) -> None:
     help_text = "Python file that defines make_model(), make_batch(rows) and loss_fn, as for rota autoplan, and "
     help_text += "make_unsplit() if make_model returns hand-made Stages; or hf:config.json"
     parser.add_argument("model", metavar="MODEL.py", help=help_text)
-    help_text = "tokens per row, if MODEL.py has no make_batch (default: 1024, or the most that the model accepts)"
+    help_text = "tokens per row, if MODEL.py has no make_batch (default: 1024, or the model's maximum if smaller)"
     parser.add_argument("--length", type=number(1), metavar="N", help=help_text)
     parser.add_argument(
         "--rows", type=number(1), metavar="N", help="rows per micro-batch (default: the plan's, otherwise 1)"
