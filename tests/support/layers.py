@@ -107,7 +107,7 @@ TABLE = {
     "rota.compat.tessel": Row((*CORE, "rota.search")),
     "rota.compat.torchdistpackage": Row((*CORE, "rota.models", "rota.runtime", *TORCH)),
     "rota.compat.varuna": Row((*CORE, "rota.models", "rota.runtime", "rota.profiling", *TORCH)),
-    "rota.demo": Row((*CORE, "rota", "rota.profiling", *TORCH)),
+    "rota.demo": Row((*CORE, "rota", "rota.profiling", "rota.runtime", *TORCH)),
     "rota.demo.train": Row(("rota", "torch", "model")),  # a script beside the user's model.py
     "rota.cli": Row(
         CORE,
