@@ -153,7 +153,7 @@ class Answer:
         request, lines = self.request, []
         if request.machine.num_ranks > 1 and not request.machine.prices_transfers:
             lines.append("Transfers are counted as free; give --link or --links")
-        if request.machine.num_ranks > 1 and not request.may_replicate:
+        if request.machine.num_ranks > (request.pipeline_ranks or 1) and not request.may_replicate:
             lines.append(
                 "Replicas are not considered, because the cost of their all-reduces is unknown; give --link with a "
                 "rate, or --links"
@@ -195,6 +195,17 @@ class Answer:
         """The plan's simulated step by the layers' figures, which all plans have: stages were measured of some only."""
         return next((one.before_us for one in self.confirmed if one.found.is_as(found)), found.makespan_us)
 
+    def _is_unmeasured(self, found: Found) -> bool:
+        """Whether a plan's figures are the layers', while those of the best plan are of its stages."""
+        measured = [any(one.found.is_as(other) for one in self.confirmed) for other in (found, self.best)]
+        return measured == [False, True]
+
+    def _comparable_us(self, found: Found) -> int:
+        """A plan's step beside the best one's: one that was not measured is as much slower as the layers say."""
+        if not self._is_unmeasured(found):
+            return found.step_us
+        return round(self.best.step_us * self._by_layers_us(found) / max(self._by_layers_us(self.best), 1))
+
     def _source(self) -> str:
         """Where the time of the best plan's step comes from."""
         steps = self.best.steps
@@ -223,16 +234,20 @@ class Answer:
         reasons = [self._reason(found, mark) for found, mark in shown]
         both = [line for pair in zip(lines, reasons, strict=True) for line in pair if line]
         legend = [text for name, text in _LEGEND.items() if name in head]
+        if any(self._is_unmeasured(found) for found, _ in shown):
+            legend.append("~: its stages were not measured; as much slower as the layers' figures say")
         return [head, *both, *misfit, "", *legend]
 
     def _cells(self, found: Found, mark: str) -> tuple[str, ...]:
         """A row of the table."""
         layout = found.candidate.layout
         gap = max(found.makespan_us - found.bound_us, 0) / found.makespan_us if found.makespan_us else 0.0
+        about = "~" if self._is_unmeasured(found) else ""
+        step_us = self._comparable_us(found)
         return (
             mark,
-            time_text(found.step_us),
-            _rate(rows_per_s(self.request, found)),
+            about + time_text(step_us),
+            about + _rate(self.request.batch_rows * 1e6 / max(step_us, 1)),
             found.schedule,
             f"{layout.num_ranks} x {layout.num_replicas}",
             str(layout.num_stages),
@@ -248,8 +263,7 @@ class Answer:
         if found is self.best:
             return ""
         equal = "1F1B with equal layers: " if mark == "·" else ""
-        measured = [any(one.found.is_as(other) for one in self.confirmed) for other in (found, self.best)]
-        if measured == [False, True]:
+        if self._is_unmeasured(found):
             slower = self._by_layers_us(found) / max(self._by_layers_us(self.best), 1) - 1
             return f"      {equal}{slower:+.1%} by the layers' figures; its stages were not measured"
         return f"      {equal}{why_slower(found, self.best)}"

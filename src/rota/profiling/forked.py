@@ -27,7 +27,9 @@ _OF_ANOTHER_RUN = ("ROTA_", "TORCHELASTIC_")  # the first letters of environment
 def why_not_here(num_processes: int) -> str:
     """Why so many processes cannot be measured on this machine; "" if they can."""
     if num_processes > num_cores():
-        return f"{num_processes} processes would share the {num_cores()} cores of this machine"
+        return (
+            f"{num_processes} processes would share the {num_cores()} cores of this machine, and steps here are slower"
+        )
     if dist.is_initialized():
         return "this process is one of a process group, and cannot be forked"
     return ""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rota import PipelineError, SplitError, Stages, split
+from rota.models.carving.on_meta import OnMeta
 from rota.runtime.deferred import materialize
 from support.hf_models import CASES, gpt2
 from support.hf_models import decoder as decoder_only
@@ -354,3 +355,12 @@ def test_a_model_on_meta_is_cut_as_one_with_numbers(name: str) -> None:
     batch = case.make_batch(3, 11, 1)
     expected = case.loss_fn(stages.run(batch), case.make_targets(batch))
     assert torch.equal(case.loss_fn(on_meta.run(batch), case.make_targets(batch)), expected)
+
+
+def test_masks_that_attention_makes_for_itself_need_no_memory() -> None:
+    """One per layer, 2**26 bytes each for a sample of 8,192 tokens."""
+    with OnMeta():
+        small, large = (torch.ones(length, length, dtype=torch.bool, device="meta") for length in (2048, 8192))
+        on_cpu = torch.zeros(8192, 8192)
+    assert (small.device.type, large.device.type, on_cpu.device.type) == ("cpu", "meta", "meta")
+    assert small.all()

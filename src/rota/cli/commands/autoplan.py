@@ -139,12 +139,15 @@ def _print_answer(answer: Answer, arguments: Namespace) -> None:
     print(answer.to_text(terminal_columns()), end="\n\n")
     print_timeline(answer.timeline)
     model = arguments.model or "MODEL.py"
+    export = f"  rota export torchtitan {arguments.output} --model {model}:make_model -o titan    # or others\n"
     then = (
         f". Next:\n"
         f"  rota verify {arguments.output} {model}    # check that the split model is exact\n"
         f"  rota run {arguments.output} train.py    # train with it\n"
-        "In train.py, plan = rota.given_plan() is this plan, and rota.split(model, plan.num_stages, plan.cuts) makes\n"
-        "its stages (add example=batch if the model is neither an nn.Sequential nor has CutPoints)"
+        f"{export if arguments.exportable else ''}"
+        "In train.py, plan = rota.given_plan() is this plan, and its stages are\n"
+        "  rota.split(model, plan.num_stages, plan.cuts, example=make_batch(1)[0])\n"
+        "An nn.Sequential, or a model with CutPoints, needs no example"
     )
     usage = answer.plan.usage
     if usage is not None and usage.num_replicas > 1:

@@ -1,7 +1,8 @@
 """A forward of a model on the meta device, with a batch that has data.
 
 What is computed from the batch alone, such as masks and positions, has data, so the forward can branch on it. What is
-computed from weights has only a shape.
+computed from weights has only a shape. So has a large tensor made from nothing, such as the causal mask that attention
+makes for itself in each layer: with data, those of a long sample would fill the memory.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from rota.models.carving.operations import leaves_of, mapped, run_on_meta
 from rota.torch_internals import TorchDispatchMode
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
+_MOST_ELEMENTS = 2**22  # of a tensor that is made from nothing and has data
 
 
 def is_on_meta(model: nn.Module) -> bool:
@@ -30,9 +32,14 @@ class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the operation on data if all its tensors have it, else on shapes."""
         del types
         kwargs = kwargs or {}
-        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves_of((args, kwargs))):
+        read = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(tensor.is_meta for tensor in read):
             args, kwargs = mapped(_shape_of, args), mapped(_shape_of, kwargs)
             return run_on_meta(func, args, kwargs)
+        if not read and "device" in kwargs:
+            made = func(*args, **{**kwargs, "device": _META})
+            if isinstance(made, Tensor) and made.numel() > _MOST_ELEMENTS:
+                return made
         return func(*mapped(_on_cpu, args), **mapped(_on_cpu, kwargs))
 
 
