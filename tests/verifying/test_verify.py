@@ -129,7 +129,104 @@ class Centred(nn.Module):
 def test_another_layer_that_mixes_rows_is_named() -> None:
     model, x = sequential(nn.Tanh(), Centred())
     found = verify(split(model, 2), model, x, torch.randn(8, 4), functional.mse_loss)
-    assert found.reasons == ("Centred '2' mixes the rows of a batch, so its results on micro-batches differ",)
+    assert len(found.reasons) == 1
+    assert found.reasons[0].startswith("Centred '2' mixes the rows of a batch, so its results on micro-batches differ")
+    assert "GroupNorm and LayerNorm" in found.reasons[0]
+    assert "`rota verify --against microbatches`" in found.reasons[0]
+
+
+class Classifier(nn.Module):
+    """Norms after a stem that mixes rows: sums of what norms return are the same, whatever the batch."""
+
+    def __init__(self, *stem: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.norm, self.head = nn.Sequential(*stem), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
+        self.cut = CutPoint()
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.norm(self.cut(self.stem(images).flatten(2).mean(-1))))
+
+
+def stem(*, in_place: bool) -> list[nn.Module]:
+    return [nn.Conv2d(3, WIDTH, 3), nn.BatchNorm2d(WIDTH), nn.ReLU(in_place), nn.Conv2d(WIDTH, WIDTH, 3)]
+
+
+@pytest.mark.parametrize("fp64", [True, False])
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("num_norms", [1, 2])
+def test_what_comes_after_a_batch_norm_is_not_named(num_norms: int, in_place: bool, fp64: bool) -> None:
+    torch.manual_seed(0)
+    after = [nn.BatchNorm2d(WIDTH), nn.ReLU(in_place)] if num_norms == 2 else []
+    model = Classifier(*stem(in_place=in_place), *after)
+    x, target = 10 * torch.randn(16, 3, 8, 8), torch.randint(4, (16,))
+    found = verify(split(model, 2), model, x, target, functional.cross_entropy, num_microbatches=4, fp64=fp64)
+    (reason,) = found.reasons
+    assert reason.startswith("BatchNorm2d 'stem.1' takes its statistics over the rows of a micro-batch")
+    assert ("(so do those after it: 'stem.4')" in reason) == (num_norms == 2)
+    assert "GroupNorm or LayerNorm" in reason
+    assert "`rota verify --against microbatches`" in reason
+
+
+class Repeated(nn.Module):
+    """One batch norm for two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.cut = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), CutPoint()
+        self.last = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.cut(self.norm(self.norm(self.first(x)).tanh())))
+
+
+def test_a_batch_norm_in_two_places_is_named() -> None:
+    torch.manual_seed(0)
+    model = Repeated()
+    found = verify(split(model, 2), model, torch.randn(8, WIDTH), torch.randn(8, 4), functional.mse_loss)
+    assert len(found.reasons) == 1
+    assert found.reasons[0].startswith("BatchNorm1d 'norm' takes its statistics")
+
+
+class Transposed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 1)
+
+
+class CentredSecond(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 3])
+def test_a_layer_that_mixes_rows_in_the_second_dimension_is_named(num_microbatches: int) -> None:
+    torch.manual_seed(0)
+    norm, linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+    model = nn.Sequential(Transposed(), norm, CentredSecond(), nn.LayerNorm(WIDTH), linear, Transposed())
+    x = 10 * torch.randn(8, 6, WIDTH)
+    found = verify(split(model, 2), model, x, x, functional.mse_loss, num_microbatches=num_microbatches)
+    assert len(found.reasons) == 1
+    assert found.reasons[0].startswith("CentredSecond '2' mixes the rows of a batch"), found.to_text()
+
+
+class Normed(nn.Module):
+    """Gives its layer what a norm returns, of which sums and squares are the same for any input."""
+
+    def __init__(self, layer: nn.Module, with_relu: bool = False) -> None:
+        super().__init__()
+        self.layer, self.with_relu = layer, with_relu
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(functional.layer_norm(x.relu() if self.with_relu else x, [WIDTH]))
+
+
+def test_a_different_input_after_a_norm_is_named() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(WIDTH, WIDTH), 1e3 * torch.randn(8, WIDTH)
+    model = nn.Sequential(nn.Identity(), Normed(layer))
+    found = verify(Stages([nn.Identity(), Normed(layer, with_relu=True)]), model, x, x, functional.mse_loss)
+    assert found.reasons == (
+        "'1.layer' of stage 1 gets a different 'input' from the unsplit model: different values",
+    ), found.to_text()
 
 
 def uneven_tokens() -> tuple[Stages, nn.Module, Tensor, Tensor]:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import nn
@@ -15,19 +15,46 @@ from rota.runtime.messages import items
 
 _CLAMP = 1e6  # masks have -inf
 _TOLERANCE = 1e-7
+_TIMES_ROUNDING = 16  # in dtypes in which that is more than _TOLERANCE
+_MOST_ROWS = 1 << 14  # of a tensor; for more, only its sums are kept
 
 #: (sum, sum of magnitudes, sum of squares) of each tensor, added up over all calls, then the number of calls; by
 #: "in NAME" or "out". None if the value was None.
 Seen: TypeAlias = dict[str, list[float] | None]
 
 
+class Rows(NamedTuple):
+    """A tensor in one call: a number for each of its rows, if these are along its first dimension, or its second.
+
+    Sums over all rows would not do: a norm makes sums and squares what they are on any batch.
+
+    Attributes:
+        shape: The tensor's.
+        rounding: The relative difference that rounding may make in its dtype.
+        sums: As in `Seen`, without the number of calls.
+        by_dimension: Each row's sum, its elements weighted by their places; none where there are too many rows.
+        scale: The largest sum of the magnitudes of a row, along each of these dimensions.
+    """
+
+    shape: tuple[int, ...]
+    rounding: float
+    sums: list[float]
+    by_dimension: tuple[torch.Tensor | None, ...]
+    scale: tuple[float, ...]
+
+
 @final
 class Probes:
-    """What each module was given and returned, by its name in the unsplit model, in the order of the first calls."""
+    """What each module was given and returned, by its name in the unsplit model, in the order of the first calls.
 
-    def __init__(self) -> None:
+    With `by_rows`, `rows` has it row by row too, for each call; None where the value was None.
+    """
+
+    def __init__(self, by_rows: bool = False) -> None:
         self.seen: dict[str, Seen] = {}
         self.order: list[tuple[str, str]] = []
+        self.rows: dict[str, dict[str, list[Rows | None]]] = {}
+        self._by_rows = by_rows
 
     @contextmanager
     def on(self, modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
@@ -53,6 +80,9 @@ class Probes:
             seen = self.seen.setdefault(name, {})
             if path not in seen:
                 self.order.append((name, path))
+            if self._by_rows:
+                rows = None if leaf is None else _rows(leaf)
+                self.rows.setdefault(name, {}).setdefault(path, []).append(rows)
             if leaf is None:
                 seen.setdefault(path, None)
                 continue
@@ -85,10 +115,74 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
             yield from _leaves(f"{path}[{key!r}]", item)
 
 
-def _sums(tensor: torch.Tensor) -> list[float]:
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
     numbers = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
-    numbers = numbers.double().nan_to_num().clamp(-_CLAMP, _CLAMP)
+    return numbers.double().nan_to_num().clamp(-_CLAMP, _CLAMP)
+
+
+def _sums(tensor: torch.Tensor) -> list[float]:
+    numbers = _numbers(tensor)
     return torch.stack([numbers.sum(), numbers.abs().sum(), numbers.square().sum()]).tolist()
+
+
+def _rows(tensor: torch.Tensor) -> Rows:
+    numbers = _numbers(tensor)
+    by_dimension: list[torch.Tensor | None] = []
+    scale: list[float] = []
+    for dimension in range(min(tensor.dim(), 2)):
+        if not 0 < tensor.shape[dimension] <= _MOST_ROWS or not tensor.numel():
+            by_dimension.append(None)
+            scale.append(0.0)
+            continue
+        rows = numbers.movedim(dimension, 0).flatten(1) if tensor.dim() > 1 else numbers[:, None]
+        weights = 1 + torch.arange(rows.shape[1], dtype=rows.dtype, device=rows.device).cos() / 2
+        by_dimension.append((rows @ weights).cpu())
+        scale.append(float(rows.abs().sum(1).max()))
+    rounding = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() or tensor.is_complex() else 0.0
+    return Rows(
+        tuple(tensor.shape),
+        max(_TOLERANCE, _TIMES_ROUNDING * rounding),
+        _sums(tensor),
+        tuple(by_dimension),
+        tuple(scale),
+    )
+
+
+def rows_differ(one: list[Rows | None], other: list[Rows | None]) -> bool:
+    """Whether the rows of some calls differ from those of others, in which they may be divided otherwise.
+
+    Values without rows, such as masks, are the same in each call, or differ.
+    """
+    here, there = ([rows for rows in each if rows is not None] for each in (one, other))
+    if len(here) < len(one) or len(there) < len(other) or not (here and there):
+        return bool(here or there)
+    rounding = max(rows.rounding for rows in (*here, *there))
+    for dimension in range(2):
+        these, those = _joined(here, dimension), _joined(there, dimension)
+        if these is None or those is None or these.shape != those.shape:
+            continue
+        if len({_without(rows.shape, dimension) for rows in (*here, *there)}) > 1:
+            continue
+        scale = max(rows.scale[dimension] for rows in (*here, *there))
+        return bool((these - those).abs().max() > rounding * max(scale, 1e-30))
+    whole, parts = _total(here), _total(there)
+    return differ(whole, parts, rounding) and differ(mean(whole), mean(parts), rounding)
+
+
+def _total(calls: list[Rows]) -> list[float]:
+    """As in `Seen`."""
+    return [*(sum(rows.sums[i] for rows in calls) for i in range(3)), float(len(calls))]
+
+
+def _joined(calls: list[Rows], dimension: int) -> torch.Tensor | None:
+    """The rows of all calls. In ascending order, as modules may reorder them, such as to windows or experts."""
+    found = [rows.by_dimension[dimension] for rows in calls if dimension < len(rows.by_dimension)]
+    tensors = [tensor for tensor in found if tensor is not None]
+    return torch.cat(tensors).sort().values if len(tensors) == len(calls) else None
+
+
+def _without(shape: tuple[int, ...], dimension: int) -> tuple[int, ...]:
+    return shape[:dimension] + shape[dimension + 1 :]
 
 
 def mean(seen: list[float]) -> list[float]:
@@ -97,7 +191,7 @@ def mean(seen: list[float]) -> list[float]:
     return [each / calls for each in sums]
 
 
-def differ(one: list[float], other: list[float]) -> bool:
-    """Whether sums differ by more than rounding."""
+def differ(one: list[float], other: list[float], tolerance: float = _TOLERANCE) -> bool:
+    """Whether sums, sums of magnitudes or sums of squares differ by more than rounding."""
     scale, square = max(one[1], other[1], 1e-30), max(one[2], other[2], 1e-30)
-    return abs(one[0] - other[0]) > _TOLERANCE * scale or abs(one[2] - other[2]) > _TOLERANCE * square
+    return any(abs(one[i] - other[i]) > tolerance * largest for i, largest in ((0, scale), (1, scale), (2, square)))

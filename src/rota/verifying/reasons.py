@@ -12,13 +12,14 @@ from torch import nn
 from rota.runtime.messages import items
 from rota.verifying.comparing import compare_outputs, relative
 from rota.verifying.matching import Matching
-from rota.verifying.probes import Probes, differ, mean
+from rota.verifying.probes import Probes, differ, mean, rows_differ
 from rota.verifying.report import EXACT, ParameterDifference
 from rota.verifying.unsplit import Outcome, Part, Unsplit
 
 _EQUAL = 100 * EXACT  # for sums of many numbers
 _IGNORED = -100  # by PyTorch's cross entropy
 _MOST = 3  # modules in a report
+_BY_MICROBATCHES = "compare with against='microbatches' (`rota verify --against microbatches`)"
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -27,7 +28,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 def mixing(unsplit: Unsplit, whole: list[Part], by_microbatches: list[Part], tolerance: float) -> list[str]:
     """Why the unsplit model computes different results on the whole batch and on its micro-batches."""
-    one, other = Probes(), Probes()
+    one, other = Probes(by_rows=True), Probes(by_rows=True)
     modules = [(name, module) for name, module in unsplit.module.named_modules() if name]
     with one.on(modules):
         on_whole = unsplit.run(whole)
@@ -37,43 +38,60 @@ def mixing(unsplit: Unsplit, whole: list[Part], by_microbatches: list[Part], tol
     equal = max(tolerance, _EQUAL)
     if of_outputs is not None and of_outputs <= equal:
         return _of_loss(on_whole, on_parts, by_microbatches, equal)
-    found = [*_mixing_modules(unsplit.module, one, other)]
-    if found:
-        more = [f"{len(found) - _MOST} more modules mix rows"] if len(found) > _MOST else []
-        return found[:_MOST] + more
+    names = _mixing_modules(one, other, len(whole), len(by_microbatches))
+    if names:
+        others = [name for name, module in modules if name in one.rows and name not in names and _uses_batch(module)]
+        found = [_of_module(name, unsplit.module.get_submodule(name), others) for name in names[:_MOST]]
+        more = [f"{len(names) - _MOST} more modules mix rows"] if len(names) > _MOST else []
+        return found + more
     if of_outputs is None:
         return _of_loss(on_whole, on_parts, by_microbatches, equal)
     return ["the model's own forward, outside of its modules, mixes the rows of a batch"]
 
 
-def _mixing_modules(model: nn.Module, one: Probes, other: Probes) -> list[str]:
+def _mixing_modules(one: Probes, other: Probes, num_whole: int, num_parts: int) -> list[str]:
     """The modules whose output changes with the micro-batches although their inputs do not; innermost ones only."""
     names: list[str] = []
     for name, where in one.order:
         if not where.startswith("out") or name in names or any(found.startswith(f"{name}.") for found in names):
             continue
-        here, there = one.seen[name], other.seen.get(name, {})
-        changed = {path for path in here if _changes(here[path], there.get(path))}
-        if where in changed and not any(path.startswith("in ") for path in changed):
-            names.append(name)
-    return [_of_module(name, model.get_submodule(name)) for name in names]
+        here, there = one.rows[name], other.rows.get(name, {})
+        calls = _calls_per_run(here, num_whole)
+        if calls != _calls_per_run(there, num_parts) or here.keys() != there.keys():
+            calls = 1  # all of them together
+        for call in range(calls):
+            changed = {path for path in here if rows_differ(here[path][call::calls], there.get(path, [])[call::calls])}
+            if where in changed and not any(path.startswith("in ") for path in changed):
+                names.append(name)
+                break
+    return names
 
 
-def _changes(here: list[float] | None, there: list[float] | None) -> bool:
-    """Whether sums over all rows differ, and means over calls too, as values without rows are seen in each call."""
-    if here is None or there is None:
-        return here is not there
-    return differ(here[:3], there[:3]) and differ(mean(here), mean(there))
+def _calls_per_run(rows: dict[str, list[Any]], num_runs: int) -> int:
+    """How often a module was called in each run; 1 if that is not the same for all runs, inputs and outputs."""
+    calls = {len(each) for each in rows.values()}
+    each, left = divmod(max(calls, default=0), num_runs)
+    return each if len(calls) == 1 and not left else 1
 
 
-def _of_module(name: str, module: nn.Module) -> str:
+def _of_module(name: str, module: nn.Module, others: list[str]) -> str:
+    """`others`: batch norms that do the same, but whose inputs have changed already."""
+    kind = type(module).__name__
     if isinstance(module, _BATCH_NORMS):
+        also = ", ".join(map(repr, others[:_MOST])) + (", …" if len(others) > _MOST else "")
+        also = f" (so do those after it: {also})" if others else ""
         return (
-            f"{type(module).__name__} {name!r} takes its statistics over the rows of a micro-batch, not of the batch, "
-            f"as in any accumulation of gradients. Put it in eval(), use GroupNorm or LayerNorm, or compare with "
-            f"against='microbatches'"
+            f"{kind} {name!r} takes its statistics over the rows of a micro-batch, not of the batch, as in any "
+            f"accumulation of gradients{also}. Put it in eval(), use GroupNorm or LayerNorm, or {_BY_MICROBATCHES}"
         )
-    return f"{type(module).__name__} {name!r} mixes the rows of a batch, so its results on micro-batches differ"
+    return (
+        f"{kind} {name!r} mixes the rows of a batch, so its results on micro-batches differ. Use a layer that computes "
+        f"each row by itself (as GroupNorm and LayerNorm do, or BatchNorm in eval()), or {_BY_MICROBATCHES}"
+    )
+
+
+def _uses_batch(module: nn.Module) -> bool:
+    return isinstance(module, _BATCH_NORMS) and (module.training or module.running_mean is None)
 
 
 def _of_loss(whole: Outcome, parts: Outcome, given: list[Part], tolerance: float) -> list[str]:
