@@ -32,8 +32,12 @@ def plans_of(family: Family, num_ranks: int) -> list[Plan]:
     return [*family_plans([family], [num_ranks])][:2]
 
 
+#: Chunks of samples need a model whose attention knows them.
+OF_ANY_MODEL = [family for family in FAMILIES if family.name != "seq1f1b"]
+
+
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", OF_ANY_MODEL, ids=lambda family: family.name)
 def test_every_family(sim_pool: SimPool, family: Family, num_ranks: int) -> None:
     for plan in plans_of(family, num_ranks):
         num_stages = plan.num_stages
