@@ -220,10 +220,15 @@ class _Confirming:
         assert best is not None
         check(best.plan)
         candidates = best, *sorted((found for found in plans if found is not best), key=lambda found: found.key)
+        usual = answer.usual
+        if self.usual is not usual and isinstance(usual, Found) and isinstance(self.usual, Found):
+            is_alike = (self.usual.steps is None) is (best.steps is None)
+            if is_alike:  # else it stays as the layers have it
+                confirmed, usual = [*confirmed, Confirmed(usual.makespan_us, self.usual)], self.usual
         return replace(
             answer,
             candidates=candidates,
-            usual=self.usual,
+            usual=usual,
             confirmed=tuple(confirmed),
             tolerance=tolerance,
             one_process=alone,
