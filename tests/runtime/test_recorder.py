@@ -103,3 +103,9 @@ def test_steps_end_where_the_ranks_last_op_does() -> None:
     timeline = merge(plan_of_two(reduce_us=5, optimizer_us=5), records())
     assert timeline.step_ends_us == ((50_000,) * 4, (30_000,) * 4)
     assert timeline.makespan_us == 50_000
+
+
+def test_the_cores_that_ranks_share_are_noted() -> None:
+    placement = place(Costs.uniform(1, 10, 20), Cluster.uniform(1))
+    record = Record(0, 0, [0], [10_000], num_cores=2)
+    assert merge(forward_only(placement.forward_only(), 1), [Record.from_fields(record.to_fields())]).num_cores == 2

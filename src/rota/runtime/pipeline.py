@@ -165,7 +165,8 @@ class Pipeline:
                     self._device,
                     plan.merged_replicas,
                 )
-                self._record = Record(self.rank)
+                num_cores = None if is_queued(self._device) else cores_of(plan.num_ranks)
+                self._record = Record(self.rank, num_cores=num_cores)
                 self._watch: MemoryWatch | None = None
                 self._known = KnownLayouts()
                 self._plans = ReadyPlans(plan, self._made_ready)
@@ -642,8 +643,7 @@ class Pipeline:
             self._agreement.share(Call.TIMELINE, "gathering the timeline")
             self._last.execution.settle()
             records = all_gather_json(self._record.to_fields(), self._processes.pipeline)
-        timeline = merge(self._last.plan, [Record.from_fields(fields) for fields in records])
-        return timeline if is_queued(self._device) else replace(timeline, num_cores=cores_of(timeline.num_ranks))
+        return merge(self._last.plan, [Record.from_fields(fields) for fields in records])
 
     def watching(self, doing: str, times: int = 1) -> AbstractContextManager[None]:
         """Watch anything else that all ranks do together: a rank that gets stuck is reported as in a step.

@@ -48,6 +48,7 @@ class Record:
     `received_ns` is by (route, position) too: when this rank was ready to receive, and when it had the message. It is
     known only where the device has run a kernel for it. `busy_ns`: total time of the ops, for each of the last steps.
     `microbatch_rows`: rows of each micro-batch's inputs; None if they differ, or if this rank reads no inputs.
+    `num_cores`: CPU cores that all ranks share; None if they share none.
     """
 
     rank: int
@@ -60,6 +61,7 @@ class Record:
     reductions_ns: dict[int, tuple[int, int]] = field(default_factory=dict)
     busy_ns: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_STEPS))
     microbatch_rows: int | None = None
+    num_cores: int | None = None
 
     def settle(self, marks: Marks, device: Device) -> None:
         """Take the times of a step's marks. On a queued device the host waits for the last of them."""
@@ -83,7 +85,7 @@ class Record:
         received = [[*column, *times] for column, times in self.received_ns.items()]
         times = {"starts_ns": self.starts_ns, "ends_ns": self.ends_ns, "messages": messages, "reductions": reductions}
         times["received"] = received
-        others = {"busy_ns": [*self.busy_ns], "microbatch_rows": self.microbatch_rows}
+        others = {"busy_ns": [*self.busy_ns], "microbatch_rows": self.microbatch_rows, "num_cores": self.num_cores}
         return {"rank": self.rank, "offset_ns": self.offset_ns, **times, **others}
 
     @classmethod
@@ -97,7 +99,7 @@ class Record:
         for stage, start, end in fields["reductions"]:
             record.reductions_ns[stage] = start, end
         record.busy_ns.extend(fields["busy_ns"])
-        record.microbatch_rows = fields["microbatch_rows"]
+        record.microbatch_rows, record.num_cores = fields["microbatch_rows"], fields["num_cores"]
         return record
 
 
@@ -157,7 +159,7 @@ def merge(plan: Plan, records: list[Record]) -> Timeline:
     for i, rank in plan.step_end_ranks:
         free = max([*ends[rank][-1:], *(end for _, end in reductions[rank].values())], default=0)
         step_ends.append((*reductions[rank].get(plan.placement.step_ends[i].stage, (free, free)), free, free))
-    return Timeline(plan, starts, ends, tuple(sent), tuple(arrived), tuple(step_ends))
+    return Timeline(plan, starts, ends, tuple(sent), tuple(arrived), tuple(step_ends), records[0].num_cores)
 
 
 def _in_turn(begun_and_done: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -32,15 +33,15 @@ class StepProgress:
         self._durations_s: list[float] = []  # of the steps since the last line
         self._planned = ""
 
-    def done(self, number: int, begun_s: float, loss: float | None) -> None:
-        """Step `number`, which began at `begun_s` of `time.monotonic`, has ended. `loss` is None if nobody read it."""
+    def done(self, number: int, begun_s: float, loss: float) -> None:
+        """Step `number`, which began at `begun_s` of `time.monotonic`, has ended. A `loss` of nan is not told."""
         now_s = self._now_s()
         self._durations_s.append(now_s - begun_s)
         if now_s - self._told_s < _EVERY_S:
             return
         if not self._planned:
             self._planned = self._planned_text()
-        told_loss = "" if loss is None or loss != loss else f"loss {loss:.4g}, "
+        told_loss = "" if math.isnan(loss) else f"loss {loss:.4g}, "
         step_us = round(1e6 * median(self._durations_s))
         print(
             f"rota run: step {number}: {told_loss}{time_text(step_us)} per step{self._planned}",
