@@ -350,6 +350,9 @@ def test_cores_that_are_shared() -> None:
     noted = Timeline.from_json(replace(measured, num_cores=1).to_json())
     assert idle(noted, plan) == idle(measured, plan, num_cores=1)  # as a run notes it
     assert idle(noted, plan, num_cores=2) == idle(measured, plan, num_cores=2)
+    # Two ops share the core from 12 to 20 and from 50 to 70 µs.
+    assert "2 ranks shared 1 core: 22% of the time of their ops (28 µs in all)" in explain(noted).to_text()
+    assert "shared" not in explain(noted, num_cores=2).to_text()
 
 
 def test_another_plan_is_refused() -> None:

@@ -21,11 +21,21 @@ def test_a_line_has_step_loss_and_both_times(capsys: pytest.CaptureFixture[str])
     for step in range(1, 31):
         begun_s, clock_s[0] = clock_s[0], clock_s[0] + 0.7
         progress.done(step, begun_s, 2.0 / step)
+    progress.end()
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
         "rota run: step 15: loss 0.1333, 700 ms per step (planned: 12 ms)",
         "rota run: step 30: loss 0.06667, 700 ms per step (planned: 12 ms)",
+        "rota run: 30 steps, 700 ms each in the median (planned: 12 ms)",
     ]
+
+
+def test_the_median_of_few_steps_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = StepProgress(PLAN, lambda: 1.0)
+    for step in range(1, 6):
+        progress.done(step, 0.0, 2.0)
+    progress.end()
+    assert capsys.readouterr().err == ""
 
 
 def test_assumed_costs_are_no_prediction(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from rota import notebook
 from rota.accounting.causes import COLORS, DESCRIPTIONS, Cause, Idle
 from rota.accounting.idle_time import idle
 from rota.accounting.suggestions import Suggestion, suggestions, with_measured_times
+from rota.contention import Contention
 from rota.plan import Plan, Transfer
 from rota.simulation import simulate, timeline_of
 from rota.tasks import Op
@@ -53,12 +54,14 @@ class Explanation:
             compared. For a simulated timeline it is its own makespan; for a measured one it lacks launch gaps and ops
             slower than the median.
         suggestions: Changes that would shorten the step, the largest gain first.
+        num_cores: CPU cores that all ranks shared; None if they shared none, or it is not known.
     """
 
     timeline: Timeline
     idles: tuple[Idle, ...]
     model_us: int
     suggestions: tuple[Suggestion, ...]
+    num_cores: int | None = None
 
     @cached_property
     def by_rank(self) -> tuple[dict[Cause, int], ...]:
@@ -83,6 +86,19 @@ class Explanation:
         found = [Stretch(*key, sum(each), len(each)) for key, each in sums.items()]
         return tuple(sorted(found, key=lambda stretch: (-stretch.total_us, stretch.rank)))
 
+    @cached_property
+    def lost_to_cores_us(self) -> int:
+        """Time in µs that the ops of all ranks waited for a core, at fair shares of the cores."""
+        if self.num_cores is None:
+            return 0
+        ops = [
+            times
+            for starts, ends in zip(self.timeline.starts_us, self.timeline.ends_us, strict=True)
+            for times in zip(starts, ends, strict=True)
+        ]
+        cores = Contention(ops, self.num_cores)
+        return sum(cores.lost_us(start, end) for start, end in ops)
+
     def to_text(self) -> str:
         """The report that `rota explain` prints."""
         timeline, total = self.timeline, sum(self.timeline.idle_us)
@@ -91,6 +107,7 @@ class Explanation:
         usage = timeline.plan.usage
         if usage is not None and usage.is_estimate:
             lines.append(f"Its planned times are estimates ({usage.note}): nothing was measured.")
+        lines += self._core_lines()
         if not total:
             return "\n".join([*lines, "No rank is idle."])
         lines += ["", "Why, on all ranks together:"]
@@ -102,6 +119,17 @@ class Explanation:
             times = f", {stretch.times} times" if stretch.times > 1 else ""
             lines.append(f"  rank {stretch.rank}: {stretch.total_us:,} µs {_describe(stretch)}{times}")
         return "\n".join([*lines, "", *self._suggestion_lines()])
+
+    def _core_lines(self) -> list[str]:
+        """What it means that there were fewer cores than ranks."""
+        lost_us, busy_us = self.lost_to_cores_us, sum(self.timeline.busy_us)
+        if not lost_us:
+            return []
+        return [
+            f"{count_text(self.timeline.num_ranks, 'rank')} shared {count_text(self.num_cores or 0, 'core')}: "
+            f"{lost_us / busy_us:.0%} of the time of their ops ({time_text(lost_us)} in all) went to waiting for one.",
+            "No other plan can change that. Use at most as many ranks as cores before you judge the idle times below.",
+        ]
 
     def _table(self) -> list[str]:
         """One row per rank, one column per cause, in % of the makespan."""
@@ -150,6 +178,8 @@ class Explanation:
                 for s in self.worst[:_NUM_WAITS]
             ],
             "model_us": self.model_us,
+            "num_cores": self.num_cores,
+            "lost_to_cores_us": self.lost_to_cores_us,
             "suggestions": [one._asdict() for one in self.suggestions],
         }
         return json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
@@ -172,9 +202,10 @@ def explain(
         PlanError: `planned` lacks an op of `timeline`.
     """
     timeline = timeline_of(timeline)
+    num_cores = num_cores or timeline.num_cores
     idles = idle(timeline, planned, num_cores)
     model = with_measured_times(timeline)
-    return Explanation(timeline, idles, simulate(model).makespan_us, suggestions(model))
+    return Explanation(timeline, idles, simulate(model).makespan_us, suggestions(model), num_cores)
 
 
 def _task_of(work: Op | Transfer | StepEndWork | None) -> str:

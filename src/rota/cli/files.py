@@ -68,10 +68,15 @@ def read_plan_or_timeline(path: str) -> Plan | Timeline:
     """The plan in a plan.json or schedule CSV, or the timeline in a timeline.json."""
     text = text_of(path)
     with named(path):
-        if path.lower().endswith(".csv"):
+        if is_csv(path):
             return Plan.from_csv(text, _placement_of_csv(text))
         document = reading.parse(text, "plan", "timeline")
         return Timeline.from_fields(document) if document.path == "timeline" else Plan.from_fields(document)
+
+
+def is_csv(path: str) -> bool:
+    """Whether a file holds a schedule CSV, by its name."""
+    return path.lower().endswith(".csv")
 
 
 def read_backups(path: str, plan: Plan) -> Backups:

@@ -282,7 +282,7 @@ class Answer:
         if self.tolerance:
             lines.append(
                 f"Plans whose steps differ by less than {self.tolerance:.1%} count as equally fast; Rota recommends "
-                f"the simplest of them"
+                f"the simplest of them: the fewest processes, replicas and recomputed stages, then a named schedule"
             )
         if self.is_unmeasured:
             lines.append("The plan's stages were not measured; its times are the sums of its layers' times")

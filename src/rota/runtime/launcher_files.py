@@ -89,6 +89,21 @@ def keep_sockets_in_run_folder() -> None:
             tempfile.tempdir = before
 
 
+def is_first_to_say(text: str) -> bool:
+    """Whether no other rank of this start has asked this with the same text before."""
+    folder = os.environ.get(_FOLDER)
+    if folder is None:
+        return True
+    name = f"said-{os.environ.get(_RESTART, '0')}-{hashlib.sha256(text.encode(errors='replace')).hexdigest()}"
+    try:
+        Path(folder, name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # a full disk must not hide an error
+        return True
+    return True
+
+
 # --- restarts and limits of time --------------------------------------------------------------------------------------
 
 

@@ -677,6 +677,8 @@ class Pipeline:
             self._report_failure(error)
             if not isinstance(error, SystemExit) or error.code:
                 self._abort()
+        elif self._progress is not None:
+            self._progress.end()
         try:
             self._teardown.close()
         except PipelineError:

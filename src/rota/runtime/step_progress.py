@@ -16,6 +16,7 @@ from rota.simulation import simulate
 from rota.units import time_text
 
 _EVERY_S = 10.0
+_FEW = 10  # steps, of which the median says little
 
 
 def progress_of(plan: Plan, is_first: bool) -> StepProgress | None:
@@ -25,12 +26,13 @@ def progress_of(plan: Plan, is_first: bool) -> StepProgress | None:
 
 @final
 class StepProgress:
-    """Prints a line every ten seconds. A run that is shorter prints none."""
+    """Prints a line every ten seconds, and the median of all steps at the end."""
 
     def __init__(self, plan: Plan, now_s: Callable[[], float] = time.monotonic) -> None:
         self._plan, self._now_s = plan, now_s
         self._told_s = now_s()
-        self._durations_s: list[float] = []  # of the steps since the last line
+        self._durations_s: list[float] = []  # of all steps
+        self._num_told = 0
         self._planned = ""
 
     def done(self, number: int, begun_s: float, loss: float) -> None:
@@ -39,20 +41,25 @@ class StepProgress:
         self._durations_s.append(now_s - begun_s)
         if now_s - self._told_s < _EVERY_S:
             return
-        if not self._planned:
-            self._planned = self._planned_text()
         told_loss = "" if math.isnan(loss) else f"loss {loss:.4g}, "
-        step_us = round(1e6 * median(self._durations_s))
-        print(
-            f"rota run: step {number}: {told_loss}{time_text(step_us)} per step{self._planned}",
-            file=sys.stderr,
-            flush=True,
-        )
-        self._told_s = now_s
-        self._durations_s.clear()
+        self._tell(f"step {number}: {told_loss}{self._median_text(self._num_told)} per step{self._planned_text()}")
+        self._told_s, self._num_told = now_s, len(self._durations_s)
+
+    def end(self) -> None:
+        """The run is over."""
+        if len(self._durations_s) >= _FEW:
+            steps = f"{len(self._durations_s):,} steps, {self._median_text()} each in the median"
+            self._tell(f"{steps}{self._planned_text()}")
+
+    def _median_text(self, first: int = 0) -> str:
+        return time_text(round(1e6 * median(self._durations_s[first:])))
+
+    def _tell(self, line: str) -> None:
+        print(f"rota run: {line}", file=sys.stderr, flush=True)
 
     def _planned_text(self) -> str:
         """The planned time of a step, if the plan's costs are of this model, as those of `rota autoplan` are."""
         if self._plan.usage is None:
             return " (the plan has no measured costs)"
-        return f" (planned: {time_text(simulate(self._plan).makespan_us)})"
+        self._planned = self._planned or f" (planned: {time_text(simulate(self._plan).makespan_us)})"
+        return self._planned

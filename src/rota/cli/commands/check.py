@@ -51,7 +51,7 @@ def run(arguments: Namespace) -> int:
     print(
         f"{arguments.plan}: {planned.num_ops:,} ops of {planned.num_stages} stages and {planned.num_microbatches} "
         f"micro-batches on {planned.num_ranks} ranks: complete, in order, cannot deadlock, {fits}; "
-        f"makespan {timeline.makespan_us:,} µs, bubble {timeline.bubble_fraction:.1%}"
+        f"makespan {timeline.makespan_us:,} µs, bubble {timeline.bubble_fraction:.1%}{_assumed(arguments.plan)}"
     )
     print_wire_effects(planned)
     print_replicas(planned, "checked")
@@ -60,6 +60,11 @@ def run(arguments: Namespace) -> int:
     if arguments.torch:
         _check_torch(arguments.plan, planned)
     return 0
+
+
+def _assumed(path: str) -> str:
+    """A schedule CSV has no times."""
+    return " (a CSV has no times; F is counted as 1 ms, B as 2 ms, I and W as 1 ms each)" if files.is_csv(path) else ""
 
 
 def _fields(arguments: Namespace, planned: Plan, timeline: Timeline) -> dict[str, Any]:
@@ -72,7 +77,7 @@ def _fields(arguments: Namespace, planned: Plan, timeline: Timeline) -> dict[str
 
 def _check_torch(path: str, planned: Plan) -> None:
     """Print what is proved of PyTorch's engine. Raises PlanError if it could hang."""
-    text = files.text_of(path) if path.lower().endswith(".csv") else planned.to_csv()
+    text = files.text_of(path) if files.is_csv(path) else planned.to_csv()
     with files.named(path):
         if torch_order.has_communication(text):
             print(_torch_text("the CSV's messages", torch_order.check_torch_order(text)))

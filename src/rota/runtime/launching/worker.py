@@ -16,7 +16,7 @@ from typing import NoReturn
 from rota.errors import LostRankError, RotaError
 from rota.runtime import control
 from rota.runtime.freed_memory import keep_freed_memory
-from rota.runtime.launcher_files import keep_sockets_in_run_folder
+from rota.runtime.launcher_files import is_first_to_say, keep_sockets_in_run_folder
 from rota.runtime.orphans import end_with_parent
 from rota.runtime.process_group import meet_by_environment
 
@@ -57,20 +57,27 @@ def _write_whole_lines() -> None:
 
 
 def _show(error: BaseException, script: str) -> int:
-    """Write the error to standard error; returns the exit code."""
+    """Write the error to standard error, unless another rank has written the same one; returns the exit code."""
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return error.code or 0
-        print(error.code, file=sys.stderr)
+        _write_once(f"{error.code}\n")
     elif isinstance(error, RotaError):
         ours = os.path.abspath(script)
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if os.path.abspath(f.filename) == ours]
         place = f" ({script}:{lines[-1]})" if lines else ""
-        # In one piece, so that lines of ranks that fail together do not mix.
-        sys.stderr.write(f"rota: rank {os.environ.get('RANK', '?')}: {error}{place}\n")
+        _write_once(f"{error}{place}\n", f"rota: rank {os.environ.get('RANK', '?')}: ")
+    elif sys.excepthook is sys.__excepthook__:
+        _write_once("".join(traceback.format_exception(error)))
     else:
         sys.excepthook(type(error), error, error.__traceback__)
     return 1
+
+
+def _write_once(text: str, prefix: str = "") -> None:
+    """Write a text in one piece, so that lines of different ranks do not mix; each text once per run."""
+    if is_first_to_say(text):
+        sys.stderr.write(prefix + text)
 
 
 def _end(code: int) -> NoReturn:
