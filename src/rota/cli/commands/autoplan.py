@@ -30,6 +30,7 @@ _ROWS = (1, 2, 4, 8)  # of a micro-batch, by default
 _PROFILE = 0.25  # of the time limit, after which no more rows are begun to be measured
 _SEARCH = 0.45  # of the time that is left after measuring: the rest is for steps of the best plans
 _LEAST_S = 0.2
+_LEAST_SEARCH_S = 3.0  # even if measuring took all of the time: without a plan the measurements would be lost
 
 
 def add_arguments(parser: Parser) -> None:
@@ -109,6 +110,7 @@ def run(arguments: Namespace) -> int:
                 "its own between blocks in its forward, x = self.cuts[i](x)",
                 file=sys.stderr,
             )
+        least_s = _LEAST_SEARCH_S if arguments.profile is None else _LEAST_S
         answer = autoplan(
             profiles,
             machine,
@@ -117,7 +119,7 @@ def run(arguments: Namespace) -> int:
             recompute=not arguments.exportable,
             copies=not arguments.exportable,
             pipeline_ranks=arguments.pipeline,
-            time_limit_s=max(deadline.left_s * (_SEARCH if confirms else 1), _LEAST_S),
+            time_limit_s=max(deadline.left_s * (_SEARCH if confirms else 1), least_s),
             progress=show,
         )
         answer = replace(answer, remarks=(*remarks, *answer.remarks))
