@@ -21,8 +21,10 @@ test test-core test-models test-sweep test-faults test-gpu test-newest-torch fuz
 # The tests start hundreds of processes, each of which would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-test: test-core browser ## run every test
-	$(BIN)/pytest -m "dist and not faults and not sweep" --numprocesses 3 --dist worksteal
+# In one command, as each of its processes reads all tests first: half a minute of CPU time. Three processes for two
+# cores, as tests of processes wait now and then.
+test: $(READY) browser ## run every test
+	$(BIN)/pytest -rs -m "not faults and not sweep" --numprocesses 3 --dist worksteal
 
 test-core: $(READY) ## run the tests of which none starts processes, side by side
 	$(BIN)/pytest -rs -m "not dist and not faults and not sweep" --numprocesses auto --dist worksteal
@@ -34,7 +36,8 @@ test-sweep: $(READY) ## run the other sweeps: more numbers of ranks, sizes, and 
 	$(BIN)/pytest -m sweep --numprocesses 2 --dist worksteal --ignore tests/models/test_models_on_processes.py
 
 test-faults: $(READY) ## run the tests that kill, stop and starve processes, some minutes
-	$(BIN)/pytest -m faults --numprocesses 2 --dist loadfile
+	$(BIN)/pytest -m faults --numprocesses 3 --dist worksteal \
+		$$(grep -rl --include='test_*.py' 'pytest\.mark\.faults' tests)
 
 # On x86-64 Linux, .venv gets PyPI's build of PyTorch, which is for CUDA; benchmarks/gpu/README.md tells how to get
 # another one.

@@ -357,7 +357,7 @@ def test_calibrate_searches(measured_file: Path, tmp_path: Path, capsys: pytest.
         (["{measured}", "--costs", "{measured}"], "is read by the command, and would be overwritten"),
         (["{measured}", "-o", "{measured}"], "is read by the command, and would be overwritten"),
         (["{plan}"], "is a plan, whose times are expected ones; give measured timelines"),
-        (["{measured}", "-o", "/nowhere/x.json"], "cannot write /nowhere/x.json"),
+        (["{measured}", "-o", "{folder}/nowhere/x.json"], "/nowhere/x.json: its folder does not exist"),
     ],
 )
 def test_calibrate_refuses(
@@ -365,7 +365,7 @@ def test_calibrate_refuses(
 ) -> None:
     plan = tmp_path / "plan.json"
     plan.write_text(schedules.gpipe(OLD, 2).to_json())
-    given_arguments = [each.format(measured=measured_file, plan=plan) for each in arguments]
+    given_arguments = [each.format(measured=measured_file, plan=plan, folder=tmp_path) for each in arguments]
     code, _, error = run(capsys, "calibrate", *given_arguments)
     assert code == 2
     assert told in error

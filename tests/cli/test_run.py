@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from cli.test_cli import run as run_here
 from rota import Cluster, Costs, Plan, Timeline, place, simulate
 from rota.schedules import NAMED
 from support import ROOT
@@ -68,8 +69,25 @@ with rota.Pipeline(stages, plan, nn.functional.mse_loss) as pipeline:
 """
 
 
+def write_plan(folder: Path) -> None:
+    """plan.json: GPipe on 2 ranks."""
+    plan = NAMED["gpipe"](place(Costs.uniform(2), Cluster.uniform(2)), 4)
+    (folder / "plan.json").write_text(plan.to_json())
+
+
+def refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, str]:
+    """Exit code and standard error of `rota run …` in this process, which starts no other."""
+    (folder / "train.py").write_text("print('started')")
+    monkeypatch.chdir(folder)
+    code, out, error = run_here(capfd, "run", *arguments)
+    assert out == ""
+    return code, error
+
+
 def run_script(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
-    assert rota(folder, "plan", "gpipe", "--ranks", "2", "--microbatches", "4", "-o", "plan.json").returncode == 0
+    write_plan(folder)
     (folder / "train.py").write_text(SCRIPT.format(body=body))
     return rota(folder, "run", "plan.json", "train.py", "hello")
 
@@ -92,22 +110,22 @@ def test_all_ranks_end_when_one_fails(tmp_path: Path) -> None:
     )
 
 
-def test_a_device_that_is_not_there_starts_nothing(tmp_path: Path) -> None:
-    assert rota(tmp_path, "plan", "gpipe", "--ranks", "2", "--microbatches", "4", "-o", "plan.json").returncode == 0
-    (tmp_path / "train.py").write_text("print('started')")
-    done = rota(tmp_path, "run", "--device", "gaudi", "plan.json", "train.py")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.count("\n") == 1
-    assert "device 'gaudi': " in done.stderr
+def test_a_device_that_is_not_there_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_plan(tmp_path)
+    code, error = refused(tmp_path, monkeypatch, capfd, "--device", "gaudi", "plan.json", "train.py")
+    assert (code, error.count("\n")) == (1, 1)
+    assert "device 'gaudi': " in error
 
 
-def test_a_refused_plan_starts_nothing(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("print('started')")
+def test_a_refused_plan_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "cycle.csv").write_text("0B0,0F0\n1F0,1B0\n")
-    done = rota(tmp_path, "run", "cycle.csv", "train.py")
-    assert done.returncode == 1
-    assert "started" not in done.stdout
-    assert "cycle" in done.stderr
+    code, error = refused(tmp_path, monkeypatch, capfd, "cycle.csv", "train.py")
+    assert code == 1
+    assert "cycle" in error
 
 
 def test_demo(tmp_path: Path) -> None:
@@ -139,7 +157,7 @@ def processes_of(folder: Path) -> list[str]:
     [signal.SIGINT, *(pytest.param(other, marks=pytest.mark.faults) for other in (signal.SIGTERM, signal.SIGKILL))],
 )
 def test_no_rank_outlives_the_launcher(tmp_path: Path, signal_number: signal.Signals) -> None:
-    assert rota(tmp_path, "plan", "gpipe", "--ranks", "2", "--microbatches", "4", "-o", "plan.json").returncode == 0
+    write_plan(tmp_path)
     body = "import time; sys.stdout.write('begun\\n'); sys.stdout.flush(); time.sleep(100)"
     (tmp_path / "train.py").write_text(SCRIPT.format(body=body))
     command = [sys.executable, "-m", "rota", "run", "plan.json", "train.py"]
@@ -166,7 +184,7 @@ def test_arguments_the_device_and_pipelines_of_two_plans(tmp_path: Path) -> None
         "pipeline.step(torch.zeros(4, 2), torch.zeros(4, 2)); other.step(torch.zeros(4, 2));"
         "pipeline.close(); other.close(); sys.stdout.write(f'{sys.argv[1:]} {rota.local_device()}\\n')"
     )
-    assert rota(tmp_path, "plan", "gpipe", "--ranks", "2", "--microbatches", "4", "-o", "plan.json").returncode == 0
+    write_plan(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT.format(body=body))
     done = rota(tmp_path, "run", "--timeline", "measured.json", "--device", "cpu", "plan.json", "train.py", "hello")
     assert done.returncode == 0, done.stderr
@@ -179,7 +197,7 @@ def test_the_page_on_training_does_what_it_says(pool: Pool, tmp_path: Path) -> N
     page = ROOT / "docs" / "training.md"
     (tmp_path / "train.py").write_text(blocks_of(page, "python")[0])
     planning, running = re.findall(r"^    rota (.*)$", page.read_text(), flags=re.MULTILINE)
-    assert rota(tmp_path, *planning.split()).returncode == 0
+    output_of(pool, tmp_path, f"rota {planning}")
     (told,) = re.findall(r"^loss .*$", output_of(pool, tmp_path, f"rota {running}"), flags=re.MULTILINE)
     without = " ".join(word for word in running.split() if "mesh" not in word and "pp=" not in word)
     assert told in output_of(pool, tmp_path, f"rota {without}")
@@ -193,22 +211,26 @@ def test_the_page_on_training_does_what_it_says(pool: Pool, tmp_path: Path) -> N
         (["--mesh", "dp=2", "--engine", "torch"], "--mesh dp=2,tp=1: PyTorch's engine runs one pipeline"),
     ],
 )
-def test_a_mesh_that_does_not_fit(tmp_path: Path, options: list[str], told: str) -> None:
-    assert rota(tmp_path, "plan", "gpipe", "--ranks", "2", "--microbatches", "4", "-o", "plan.json").returncode == 0
-    (tmp_path / "train.py").write_text("print('started')")
-    done = rota(tmp_path, "run", *options, "plan.json", "train.py")
-    assert done.returncode == 2
-    assert told in done.stderr
-    assert "started" not in done.stdout
+def test_a_mesh_that_does_not_fit(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    options: list[str],
+    told: str,
+) -> None:
+    write_plan(tmp_path)
+    code, error = refused(tmp_path, monkeypatch, capfd, *options, "plan.json", "train.py")
+    assert code == 2
+    assert told in error
 
 
-def test_a_timeline_that_cannot_be_written_is_told_before_the_run(tmp_path: Path) -> None:
-    assert rota(tmp_path, "plan", "gpipe", "--ranks", "2", "--microbatches", "4", "-o", "plan.json").returncode == 0
-    (tmp_path / "train.py").write_text("print('started')")
-    done = rota(tmp_path, "run", "--timeline", "nowhere/t.json", "plan.json", "train.py")
-    assert done.returncode == 2
-    assert "cannot write nowhere/t.json" in done.stderr
-    assert "started" not in done.stdout
+def test_a_timeline_that_cannot_be_written_is_told_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_plan(tmp_path)
+    code, error = refused(tmp_path, monkeypatch, capfd, "--timeline", "nowhere/t.json", "plan.json", "train.py")
+    assert code == 2
+    assert "cannot write nowhere/t.json" in error
 
 
 def test_a_training_goes_on_with_another_plan_as_the_docs_say(pool: Pool, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cli.test_run import rota
+from cli.test_run import refused, rota, write_plan
 from rota import Cluster, Costs, Kind, Pipeline, Plan, Stages, add_loss, place
 from rota.interop import TorchEngine
 from rota.schedules import NAMED
@@ -253,7 +253,7 @@ with rota.Pipeline(stages, plan, nn.functional.mse_loss) as pipeline:
 
 
 def test_a_script_runs_on_either_engine(pool: Pool, tmp_path: Path) -> None:
-    assert rota(tmp_path, "plan", "gpipe", "--ranks", "2", "--microbatches", "4", "-o", "plan.json").returncode == 0
+    write_plan(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT.format(rows=8))
     on_torch = rota(tmp_path, "run", "--engine", "torch", "plan.json", "train.py")
     assert on_torch.returncode == 0, on_torch.stderr
@@ -265,19 +265,21 @@ def test_a_script_runs_on_either_engine(pool: Pool, tmp_path: Path) -> None:
 @pytest.mark.sweep
 def test_a_run_refuses_in_a_line(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.format(rows=10))
-    assert rota(tmp_path, "plan", "gpipe", "--ranks", "2", "--microbatches", "4", "-o", "plan.json").returncode == 0
+    write_plan(tmp_path)
     done = rota(tmp_path, "run", "--engine", "torch", "plan.json", "train.py")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "micro-batch 2 has inputs of the shapes [[2, 2]], micro-batch 0 of [[3, 2]]" in done.stderr
 
 
-def test_the_command_line_refuses_in_a_line(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT.format(rows=8))
-    assert rota(tmp_path, "plan", "gpipe", "--ranks", "2", "--microbatches", "4", "-o", "plan.json").returncode == 0
-    done = rota(tmp_path, "run", "--engine", "torch", "--timeline", "t.json", "plan.json", "train.py")
-    assert (done.returncode, "PyTorch's engine records none; use --engine rota" in done.stderr) == (2, True)
+def test_the_command_line_refuses_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_plan(tmp_path)
+    on_torch = "--engine", "torch"
+    code, error = refused(tmp_path, monkeypatch, capfd, *on_torch, "--timeline", "t.json", "plan.json", "train.py")
+    assert (code, "PyTorch's engine records none; use --engine rota" in error) == (2, True)
     placement = place(Costs.uniform(3, edges=[(0, 2), (1, 2)]), Cluster.uniform(3))
     (tmp_path / "dag.json").write_text(NAMED["gpipe"](placement, 2).to_json())
-    done = rota(tmp_path, "run", "--engine", "torch", "dag.json", "train.py")
-    assert (done.returncode, "or use --engine rota" in done.stderr) == (2, True)
+    code, error = refused(tmp_path, monkeypatch, capfd, *on_torch, "dag.json", "train.py")
+    assert (code, "or use --engine rota" in error) == (2, True)

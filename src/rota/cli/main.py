@@ -46,6 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, 1 for a refused plan or a failed run, 2 for arguments or files that cannot be used, 130 for
         Ctrl-C; `rota run` also returns 128 + the number of the signal that ended the run.
     """
+    if argv is None:  # the process is this command's own: what it measures lies in memory as in a run
+        from rota.runtime.freed_memory import HUGE_PAGES
+
+        os.environ.update(HUGE_PAGES | os.environ)
     codecs.register_error("ascii form", ascii_form)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -1,7 +1,8 @@
-"""What glibc's malloc does with memory that a step has freed.
+"""What glibc's malloc does with memory that a step has freed, and in what pages large tensors lie.
 
 By default it may return it to the system and fetch it again in the next step, page by page; how often depends on where
-the first buffers happen to lie, which differs from one start of a script to the next.
+the first buffers happen to lie, which differs from one start of a script to the next. Buffers that it always returns
+come back in few, huge pages.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import sys
 # glibc, malloc.h, and the variables with which a user sets the same
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
 _BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
+#: PyTorch asks for huge pages for tensors of 2 MiB or more, if this variable is set when it allocates its first one. It
+#: has no effect where the system refuses them: /sys/kernel/mm/transparent_hugepage/enabled.
+HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 _NEVER = 2**31 - 1  # bytes, the largest value of the call's type
 _LARGEST_MMAP_THRESHOLD = 32 << 20  # that glibc accepts
 _TOGETHER = 16 << 20  # bytes that are fetched at once

@@ -14,7 +14,7 @@ import mmap
 import os
 import struct
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import final
 
 _KEPT = "ROTA_KEPT_MEMORY"  # an environment variable, set by the launcher: the number of an open file
@@ -23,6 +23,7 @@ _HEADER = struct.Struct("<qqQQQ")  # step, its complement, bytes of data, where 
 _SLOT_BYTES, _HEADERS_BYTES = 64, 4096
 NUM_SLOTS = 2
 _MORE = 17 / 16  # room for numbers that grow
+_POPULATE_WRITE = 23  # linux/mman.h: madvise maps all pages at once, which is ten times as fast as one by one
 
 
 def environment_of(files: Sequence[int]) -> dict[str, str]:
@@ -99,6 +100,7 @@ class Slots:
     def __init__(self, file: int) -> None:
         self._file = file
         self._writing = 0
+        self._mapped: set[int] = set()  # slots of which all pages are mapped
         if os.fstat(file).st_size < _HEADERS_BYTES:
             os.posix_fallocate(file, 0, _HEADERS_BYTES)
             self._map = mmap.mmap(file, _HEADERS_BYTES)
@@ -126,7 +128,12 @@ class Slots:
             room = -(-int(num_bytes * _MORE) // mmap.PAGESIZE) * mmap.PAGESIZE
             os.posix_fallocate(self._file, start, room)  # now: a page that is missing later would end the process
             self._map = mmap.mmap(self._file, start + room)
+            self._mapped.clear()
             self._put(slot, _NONE, 0, start, room)
+        if slot not in self._mapped:
+            self._mapped.add(slot)
+            with suppress(OSError):  # an older system
+                self._map.madvise(_POPULATE_WRITE, start, room)
         return memoryview(self._map)[start : start + num_bytes]
 
     def finish(self, step: int, num_bytes: int) -> None:

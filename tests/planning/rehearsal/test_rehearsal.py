@@ -291,7 +291,9 @@ def test_no_rank_outlives_the_command(tmp_path: Path, number: signal.Signals, co
         assert running.wait(100) == code
         assert_gone(processes)
         assert running.stderr is not None
-        assert running.stderr.read() == ("rota rehearse: interrupted\n" if number is signal.SIGINT else "")
+        told = running.stderr.read().splitlines()
+    told = [line for line in told if not line.endswith(" ended")]  # progress, on a machine that was busy before
+    assert told == (["rota rehearse: interrupted"] if number is signal.SIGINT else [])
     deadline = time.monotonic() + 60
     while [*tmp_path.glob("rota-rehearsal-*")] and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -13,7 +13,7 @@ import pytest
 
 from rota import Cluster, Costs, PipelineError, place
 from rota.runtime import control
-from rota.runtime.launching import rank_processes
+from rota.runtime.launching import rank_processes, stand_by
 from rota.runtime.launching.launch import launch
 from rota.runtime.launching.rank_processes import RankFailed, Ranks
 from rota.runtime.launching.requests import Requests
@@ -120,6 +120,8 @@ def launched(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, max_res
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
     (folder / "script.py").write_text(script)
+    for modules in ("_MODULES", "_OF_RESTARTS"):  # these ranks need no torch, which each stand-by would import
+        monkeypatch.setattr(stand_by, modules, ())
     told: list[str] = []
     launch(PLAN, "script.py", worker="support.bare_rank", max_restarts=max_restarts, report=told.append)
     return told

@@ -18,6 +18,7 @@ from rota.errors import PipelineError
 from rota.plan import Plan
 from rota.runtime.environment import meeting_environments
 from rota.runtime.faults.stragglers import Straggler, stragglers
+from rota.runtime.freed_memory import HUGE_PAGES
 from rota.runtime.kept_memory import KeptMemories
 from rota.runtime.launcher_files import collect, limit_environment, restart_environment, write_plan
 from rota.runtime.launching.crew import Crew
@@ -146,7 +147,7 @@ def start(
 
 def _inherited() -> dict[str, str]:
     """This process's variables. If it runs under torchrun, its ranks do not."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    return HUGE_PAGES | {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
 
 
 @final
