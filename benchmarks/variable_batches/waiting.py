@@ -80,25 +80,25 @@ def train(num_batches: int) -> None:
     )
     drawn = [np.minimum(rng.lognormal(5.3, 0.9, NUM_SAMPLES * p).astype(int) + 8, 2000) for _ in range(num_batches)]
     batches = [of_batch.tolist() for of_batch in drawn]
-    rows = []
+    waits_us: list[int] = []
     with rota.Pipeline(rota.Stages([Stage() for _ in range(p)]), plan, loss_fn, check_data="never") as pipeline:
+        if pipeline.rank == 0:
+            print("batch  micro-batches  plan      planned in  step     predicted  waited")
         planner = rota.Planner(pipeline, batches, collate, model=model, length_of=lambda length: length)
         for batch in planner:
             begun_s = time.monotonic()
             pipeline.step(batch.inputs, batch.targets, plan=batch.plan, sizes=batch.sizes)
             took_us = (time.monotonic() - begun_s) * 1e6
-            how = "searched" if batch.is_searched else "by rules"
-            rows.append((batch.waited_us, batch.planning_us, took_us, batch.makespan_us, len(batch.sizes), how))
-        worst = torch.tensor([row[0] for row in rows])
+            waits_us.append(batch.waited_us)
+            if pipeline.rank == 0:
+                how = "searched" if batch.is_searched else "by rules"
+                times = f"{batch.planning_us / 1e3:7.0f} ms {took_us / 1e3:6.0f} ms {batch.makespan_us / 1e3:6.0f} ms"
+                waited = f"{batch.waited_us / 1e3:6.1f} ms"
+                print(f"{len(waits_us) - 1:5}  {len(batch.sizes):13}  {how}  {times}  {waited}", flush=True)
+        worst = torch.tensor(waits_us)
         torch.distributed.all_reduce(worst, torch.distributed.ReduceOp.MAX)
     if pipeline.rank == 0:
-        print("batch  micro-batches  plan      planned in  step     predicted  the longest wait of a rank")
-        for i, ((_, planning_us, took_us, makespan_us, count, how), waited_us) in enumerate(
-            zip(rows, worst.tolist(), strict=True)
-        ):
-            times = f"{planning_us / 1e3:7.0f} ms {took_us / 1e3:6.0f} ms {makespan_us / 1e3:6.0f} ms"
-            print(f"{i:5}  {count:13}  {how}  {times}  {waited_us / 1e3:10.1f} ms")
-        print(f"after the first batch, no step waited for more than {max(worst.tolist()[1:]) / 1e3:.1f} ms")
+        print(f"after the first batch, no rank waited for a plan for more than {max(worst.tolist()[1:]) / 1e3:.1f} ms")
 
 
 if __name__ == "__main__":

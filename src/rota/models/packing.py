@@ -85,7 +85,7 @@ def packed_attention(
             f"packed attention gets a query of shape {list(query.shape)} and a key of shape {list(key.shape)} for "
             f"{sum(lengths)} positions; give one row, without keys of earlier calls"
         )
-    parts = zip(*(each.split(lengths, -2) for each in (query, key, value)), strict=True)
+    parts = zip(*(each.split_with_sizes(lengths, -2) for each in (query, key, value)), strict=True)
     shares = query.shape[1] != key.shape[1]
     return torch.cat(
         [
