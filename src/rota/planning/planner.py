@@ -91,7 +91,7 @@ class Planner(Iterator[PlannedBatch]):
         options: Further keyword arguments of `rota.plan_batch`, or of the function; JSON values.
 
     Raises:
-        PipelineError: There is neither a model nor a function, or the planner's process fails.
+        PipelineError: There is neither a model nor a function, `options` has `packed`, or the planner's process fails.
     """
 
     def __init__(
@@ -110,6 +110,10 @@ class Planner(Iterator[PlannedBatch]):
     ) -> None:
         if (model is None) == (plan_with is None):
             raise PipelineError("give a Planner either model=, what stages cost by size, or plan_with=, a function")
+        if model is not None and "packed" in (options or {}):
+            raise PipelineError(
+                "options has packed, which the sizes of micro-batches depend on; give it to the Planner itself"
+            )
         self._pipeline, self._collate = pipeline, collate
         self._length_of, self._round_to, self._packed = length_of, round_to, packed
         self._batches = None if batches is None else iter(batches)
